@@ -1,0 +1,53 @@
+# For a fresh Linux machine with git, make and Python 3.10 or newer with venv:
+#   make demo         install into .venv and train the small language model (ARGS="--resume ...")
+#   make test         install what is missing and run the whole test suite (ARGS="-k name ...")
+#   make compile-all  compile every kernel the layer can ask for, without a GPU
+
+PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3.10 python3; do \
+	if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; \
+	then echo $$python; break; fi; done)
+VENV ?= .venv
+PY := $(VENV)/bin/python
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+# This release resolves to a build for CPUs, which is gigabytes smaller than the one for CUDA.
+TORCH := $(if $(filter 0,$(GPU)),torch==2.13.0,torch>=2.11)
+# Tests on a GPU share its memory.
+GPU_WORKERS ?= 4
+INSTALL_FROM := pyproject.toml setup.py
+
+.PHONY: demo test compile-all tree help
+
+help:
+	@sed -n '2,4s/^#  //p' Makefile
+
+demo: $(VENV)/.installed tree
+	$(PY) -m nsa_layer demo $(ARGS)
+
+test: $(VENV)/.installed-for-tests tree
+ifeq ($(GPU),0)
+	$(PY) -m pytest -n auto --dist loadgroup $(ARGS)
+else
+	$(PY) -m pytest -n auto --dist loadgroup -m "not gpu" $(ARGS)
+	$(PY) -m pytest -n $(GPU_WORKERS) --dist loadgroup -m gpu $(ARGS)
+endif
+
+compile-all: $(VENV)/.installed-for-tests tree
+	$(PY) -m nsa_layer compile --all $(ARGS)
+
+# The install leads here; what was pulled since may have changed the patches.
+tree: | $(VENV)/.torch
+	$(PY) -m patches tree
+
+$(VENV)/.torch:
+	@if [ -z "$(PYTHON)" ]; then echo "no Python 3.10 or newer with venv found; set PYTHON=/path/to/python3"; exit 1; fi
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install "$(TORCH)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(INSTALL_FROM)
+	$(PY) -m pip install --editable .
+	touch $@
+
+$(VENV)/.installed-for-tests: $(VENV)/.torch $(INSTALL_FROM)
+	$(PY) -m pip install --editable ".[test]"
+	touch $(VENV)/.installed $@

@@ -1,0 +1,121 @@
+"""Which flash_attn.cute Python would import: the patched build, a stock one, an outdated tree, or none.
+
+Nothing of flash_attn is imported to find out, since that takes a GPU stack; the build's marker module is read as text.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["patched", "stock", "stale", "missing"]
+INSTALL = "install this repository's build: `pip install .` (or `pip install -e .`) in a checkout of it"
+
+
+@dataclass(frozen=True)
+class ForkStatus:
+    """What was found: the pin and the patches of our build, or what is there instead and what to do about it."""
+
+    kind: Kind
+    pin: str | None = None
+    version: str | None = None
+    patches: tuple[str, ...] = ()
+    location: str | None = None
+    detail: str = ""
+    remedy: str = ""
+
+
+def fork_status() -> ForkStatus:
+    """Look at the flash_attn.cute that `import flash_attn.cute` would find now."""
+    folders = _package_folders()
+    package = next((folder / "cute" for folder in folders if (folder / "cute" / "__init__.py").is_file()), None)
+    if package is None:
+        return _missing(folders)
+    marker = package / "build_info.py"
+    if not marker.is_file():
+        return _stock(package, folders)
+    built = _constants(marker)
+    pin, version, patches, made_from = (built.get(key) for key in ("PIN", "VERSION", "PATCHES", "TREE_HASH"))
+    found = dict(pin=pin, version=version, patches=patches or (), location=str(package))
+    root = _repository(package)
+    if root is not None and made_from != _tree_hash(root):
+        return ForkStatus(
+            "stale",
+            **found,
+            detail=f"{package} was made from other patches than those in {root / 'patches'}",
+            remedy=f"run `python -m patches tree{_argument(package.parent.parent, root)}` in {root}",
+        )
+    return ForkStatus("patched", **found, detail=f"flash_attn.cute {version} with {len(patches or ())} patches")
+
+
+def require_patched() -> ForkStatus:
+    """The status of the patched build; ImportError with the reason and the remedy where Python would find another."""
+    status = fork_status()
+    if status.kind != "patched":
+        raise ImportError(f"flash_attn.cute is {status.kind}: {status.detail}; {status.remedy}")
+    return status
+
+
+def _package_folders() -> list[Path]:
+    """The folders that together are the package flash_attn, in the order in which Python searches them."""
+    spec = importlib.util.find_spec("flash_attn")
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    return [Path(folder).resolve() for folder in spec.submodule_search_locations]
+
+
+def _missing(folders: list[Path]) -> ForkStatus:
+    other = next((folder for folder in folders if (folder / "__init__.py").is_file()), None)
+    if other is None:
+        return ForkStatus("missing", detail="no flash_attn.cute on Python's path", remedy=INSTALL)
+    return ForkStatus(
+        "missing",
+        location=str(other),
+        detail=f"{other} is a flash_attn package of its own (FlashAttention-2), and holds no flash_attn.cute",
+        remedy="install the wheel (`pip install .` in a checkout of this repository), or uninstall flash-attn",
+    )
+
+
+def _stock(package: Path, folders: list[Path]) -> ForkStatus:
+    detail = f"{package} is not this repository's build"
+    hidden = next((folder / "cute" for folder in folders if (folder / "cute" / "build_info.py").is_file()), None)
+    if hidden is None:
+        return ForkStatus("stock", location=str(package), detail=detail, remedy=INSTALL)
+    return ForkStatus(
+        "stock",
+        location=str(package),
+        detail=f"{detail}; it hides the one in {hidden}",
+        remedy=f"remove flash-attn-4 from {package.parent.parent}, then install this repository's build again",
+    )
+
+
+def _constants(module: Path) -> dict[str, object]:
+    """The constants that a module assigns, without running it."""
+    values: dict[str, object] = {}
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            values[node.targets[0].id] = ast.literal_eval(node.value)
+    return values
+
+
+def _repository(package: Path) -> Path | None:
+    """The repository that a tree's links lead to; None for an installed wheel, or where the repository is gone."""
+    layer = package.parent.parent / "nsa_layer"
+    root = layer.resolve().parent
+    return root if layer.is_symlink() and (root / "patches" / "series").is_file() else None
+
+
+def _tree_hash(root: Path) -> str:
+    """The hash that a tree made now would have, computed by the repository's own code."""
+    spec = importlib.util.spec_from_file_location("_flash_attn_nsa_digest", root / "patches" / "digest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.tree_hash(root, linked=True)
+
+
+def _argument(tree: Path, root: Path) -> str:
+    """What the command that makes a tree needs to be told: nothing for the default one."""
+    return "" if tree == root / ".tree" else f" {tree}"

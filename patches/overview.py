@@ -1,0 +1,70 @@
+"""The table of patches, made from their headers; UPSTREAM.md shows it between two comments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from patches.codec import Add, Drop, Splice
+from patches.errors import located
+from patches.materialise import load_pin, load_queue
+from patches.patchfile import Patch
+from patches.wheel import Pin, read_text
+
+BEGIN = "<!-- written by `python -m patches save`: do not edit -->"
+END = "<!-- end -->"
+
+
+def overview(pin: Pin, queue: list[Patch]) -> str:
+    """The pin and the patches on it, in Markdown."""
+    out = [
+        f"Pin: `{pin.distribution}=={pin.version}`, sha256 `{pin.sha256}`; a build of it is version"
+        f" `{pin.local_version}`.",
+        "",
+        "| # | Patch | Reason | Upstream | Files | Own lines | Test |",
+        "|--:|---|---|---|---|--:|---|",
+    ]
+    for number, patch in enumerate(queue, 1):
+        header = patch.header
+        files = ", ".join(f"`{edit.path.rsplit('/', 1)[-1]}`" for edit in patch.edits)
+        tests = ", ".join(f"`{test}`" for test in header.tests)
+        cells = (
+            f"{number}",
+            f"[{header.subject}](patches/{patch.slug}.patch)",
+            header.reason,
+            header.upstream_status,
+            files,
+            _size(patch),
+            tests,
+        )
+        out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(out) + "\n"
+
+
+def _size(patch: Patch) -> str:
+    """Lines of our own and, behind a minus, the old lines they stand for."""
+    ops = [op for edit in patch.edits for op in edit.ops]
+    changed = len({(edit.path, op.at) for edit in patch.edits for op in edit.ops if isinstance(op, Splice)})
+    added = sum(len(op.lines) for op in ops if isinstance(op, Add)) + changed
+    dropped = sum(op.count for op in ops if isinstance(op, Drop)) + changed
+    return f"+{added} -{dropped}"
+
+
+def refresh(root: Path) -> None:
+    """Bring the table in UPSTREAM.md up to date."""
+    path = root / "UPSTREAM.md"
+    path.write_text(_refreshed(root, path), encoding="utf-8")
+
+
+def is_current(root: Path) -> bool:
+    """Whether UPSTREAM.md shows the queue as it is."""
+    path = root / "UPSTREAM.md"
+    return read_text(path) == _refreshed(root, path)
+
+
+def _refreshed(root: Path, path: Path) -> str:
+    text = read_text(path)
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise located(path.name, None, f"must hold the lines {BEGIN!r} and {END!r} once each")
+    head, rest = text.split(BEGIN)
+    tail = rest.split(END)[1]
+    return f"{head}{BEGIN}\n\n{overview(load_pin(root), load_queue(root))}\n{END}{tail}"

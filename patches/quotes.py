@@ -1,0 +1,48 @@
+"""Finds lines of a patch file that stand literally in upstream: the repository holds none of its text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+
+from patches.codec import MIN_QUOTE, weight
+from patches.errors import QueueError, located
+
+# What stands this often in upstream is an idiom of the language, not somebody's text.
+COMMON = 5
+_IMPORT = re.compile(r"(from [\w.]+ )?import [\w., ()]+( as \w+)?")
+
+
+def quotations(patch_text: str, place: str, upstream: Mapping[str, str]) -> Iterator[QueueError]:
+    """An error for each line of a patch file that quotes one of the upstream files."""
+    for number, text in _own_texts(patch_text):
+        found = quoted_from(text, upstream)
+        if found:
+            yield located(place, number, f"quotes upstream ({found}): {text!r}; say it in other words")
+
+
+def quoted_from(text: str, upstream: Mapping[str, str]) -> str | None:
+    """Where a text of consequence stands in upstream, as `path:line`, or None."""
+    text = text.strip().lstrip("# ")
+    if weight(text) < MIN_QUOTE or _IMPORT.fullmatch(text):
+        return None
+    holders = {path: content.count(text) for path, content in upstream.items() if text in content}
+    if not holders or sum(holders.values()) >= COMMON:
+        return None
+    path = min(holders)
+    line = upstream[path][: upstream[path].index(text)].count("\n") + 1
+    return f"{path}:{line}"
+
+
+def _own_texts(patch_text: str) -> Iterator[tuple[int, str]]:
+    """What a patch file spells out: its header, its added lines and the words it puts into old lines."""
+    in_header = True
+    for number, line in enumerate(patch_text.split("\n"), 1):
+        in_header = in_header and not line.startswith("@@ ")
+        if in_header:
+            yield number, line
+        elif line.startswith("+"):
+            yield number, line[1:]
+        elif line.startswith("s "):
+            yield number, json.loads(line.split(" ", 3)[3])

@@ -1,0 +1,37 @@
+"""The architectures to compile for, each with one worker process a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from fa_compile import MULTIPROCESSORS, Worker
+
+
+@pytest.fixture(scope="session")
+def _workers() -> Iterator[Callable[[str], Worker]]:
+    workers: dict[str, Worker] = {}
+
+    def of(arch: str) -> Worker:
+        if arch not in workers:
+            workers[arch] = Worker(arch)
+        return workers[arch]
+
+    yield of
+    for worker in workers.values():
+        worker.close()
+
+
+# Under xdist a group stays on one worker: an architecture's kernels are imported once, not twice.
+ARCHITECTURES = [pytest.param(arch, marks=pytest.mark.xdist_group(arch)) for arch in MULTIPROCESSORS]
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def compiler(request: pytest.FixtureRequest, _workers: Callable[[str], Worker]) -> Worker:
+    """A worker for each architecture in turn."""
+    return _workers(request.param)
+
+
+@pytest.fixture
+def compiler_sm100(_workers: Callable[[str], Worker]) -> Worker:
+    return _workers("sm_100")

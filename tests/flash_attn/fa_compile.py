@@ -1,0 +1,155 @@
+"""Kernels compiled for a given architecture on any machine, by a worker process per architecture.
+
+The kernels look at the architecture once a process, so it cannot be a parameter of a test that runs
+in pytest's own. A worker sees no GPU, imports the kernels once, and runs functions of test modules
+under FakeTensorMode: tensors have shapes and no memory, so kernels are compiled and never launched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+MULTIPROCESSORS = {"sm_90": 132, "sm_100": 148}
+
+
+class WorkerError(Exception):
+    """What a function raised in a worker: its type's name, and the traceback as the message."""
+
+    def __init__(self, kind: str, said: str) -> None:
+        super().__init__(f"{kind} in the worker\n{said}")
+        self.kind = kind
+
+
+class Worker:
+    """A process that compiles for `arch`; `run` calls a module-level function of a test file in it."""
+
+    def __init__(self, arch: str) -> None:
+        self._environment = os.environ | {
+            "FLASH_ATTENTION_ARCH": arch,
+            "CUTE_DSL_ARCH": f"{arch}a",
+            "FLASH_ATTENTION_NUM_SMS": str(MULTIPROCESSORS[arch]),
+            # A kernel out of a cache would not be traced, and these tests look at the tracing.
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, env=self._environment)
+        request = (inspect.getsourcefile(function), function.__qualname__, args)
+        try:
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+            good, answer = pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError):
+            code, self._process = self._process.wait(), None
+            raise WorkerError("Exit", f"it ended with code {code}") from None
+        if not good:
+            raise WorkerError(*answer)
+        return answer
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait()
+
+
+@dataclass(frozen=True)
+class MaskCall:
+    """One call of a mask function while a kernel was traced."""
+
+    mask_seqlen: bool
+    mask_causal: bool
+    mask_local: bool
+    mask_mod: bool
+    inside: tuple[str, ...]  # the operations around it, innermost first: "scf.for", "scf.if", ...
+
+
+@contextmanager
+def recorded_masks() -> Iterator[list[MaskCall]]:
+    """Every mask that the kernels traced in the body put into their code."""
+    from flash_attn.cute.mask import AttentionMask
+
+    calls: list[MaskCall] = []
+    with ExitStack() as undo:
+        for name in ("apply_mask", "apply_mask_sm100", "apply_mask_sm100_transposed"):
+            original = getattr(AttentionMask, name)
+            undo.callback(setattr, AttentionMask, name, original)
+            setattr(AttentionMask, name, _recording(original, calls))
+        yield calls
+
+
+def _recording(original: Callable[..., None], calls: list[MaskCall]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def apply(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        said = given.arguments
+        flags = (bool(said[flag]) for flag in ("mask_seqlen", "mask_causal", "mask_local"))
+        calls.append(MaskCall(*flags, said["mask_mod"] is not None, _operations_around()))
+        original(*args, **kwargs)
+
+    return apply
+
+
+def _operations_around() -> tuple[str, ...]:
+    from cutlass._mlir import ir
+
+    names, operation = [], ir.InsertionPoint.current.block.owner
+    while operation is not None:
+        names.append(operation.operation.name)
+        operation = operation.operation.parent
+    return tuple(names)
+
+
+def _load(path: str) -> Any:
+    name = Path(path).stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _serve() -> None:
+    # Compilers print: only pickles may go where the answers go.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    while True:
+        try:
+            path, name, args = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            with FakeTensorMode():
+                answer = (True, getattr(_load(path), name)(*args))
+        except Exception as error:
+            answer = (False, (type(error).__name__, traceback.format_exc()))
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    # Under its own name too: what test files import, and what is pickled, has to be this module.
+    sys.modules["fa_compile"] = sys.modules["__main__"]
+    MaskCall.__module__ = "fa_compile"
+    _serve()

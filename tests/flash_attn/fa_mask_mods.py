@@ -1,0 +1,24 @@
+"""mask_mods for the cases, each with the same rule on index tensors for the reference."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+
+from flash_attn.cute import utils
+
+
+@cute.jit
+def thirds(batch, head, q, kv, seqlen_info, aux_tensors):
+    return (q + kv) % 3 != 0
+
+
+@cute.jit
+def keyed(batch, head, q, kv, seqlen_info, aux_tensors):
+    return utils.scalar_to_ssa(aux_tensors[0][kv[0]], cutlass.Int32) != 0
+
+
+MASK_MODS = {
+    "thirds": (thirds, lambda q, kv, aux: (q + kv) % 3 != 0),
+    "keyed": (keyed, lambda q, kv, aux: aux[0].to(q.device)[kv].ne(0).expand(len(q), -1)),
+}

@@ -1,0 +1,85 @@
+"""What the kernels have to compute: dense attention under the case's mask, in fp64, and the comparison."""
+
+from __future__ import annotations
+
+import torch
+from fa_cases import BLOCK_K, Case, Inputs, backward, block_lists, block_q, forward, make_inputs
+
+
+def visible(case: Case, batch: int, x: Inputs, device: torch.device) -> torch.Tensor:
+    """Which keys each query of one sequence sees, [queries, keys]."""
+    from fa_mask_mods import MASK_MODS
+
+    T_q, T_k = case.lengths[batch]
+    q, kv = torch.arange(T_q, device=device)[:, None], torch.arange(T_k, device=device)[None, :]
+    allowed = torch.ones(T_q, T_k, dtype=torch.bool, device=device)
+    modded = MASK_MODS[case.mask_mod][1](q, kv, x.aux) if case.mask_mod else allowed
+    if case.lists is None:
+        allowed &= modded
+    else:
+        lists = block_lists(case)
+        partial = _spread(lists["partial"][batch], T_q, T_k).to(device)
+        allowed = (partial & modded) | _spread(lists["full"][batch], T_q, T_k).to(device)
+    # Bottom-right aligned: the last query is the one that sees the last key.
+    at = q + T_k - T_q
+    left, right = case.window[0], 0 if case.causal else case.window[1]
+    if left is not None:
+        allowed = allowed & (kv >= at - left)
+    if right is not None:
+        allowed = allowed & (kv <= at + right)
+    return allowed
+
+
+def _spread(rows: list[list[int]], T_q: int, T_k: int) -> torch.Tensor:
+    listed = torch.zeros(len(rows), -(-T_k // BLOCK_K), dtype=torch.bool)
+    for m, blocks in enumerate(rows):
+        listed[m, blocks] = True
+    return listed.repeat_interleave(block_q(), 0)[:T_q].repeat_interleave(BLOCK_K, 1)[:, :T_k]
+
+
+def attention(
+    case: Case, x: Inputs, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """o, dq, dk and dv; a row that sees nothing gives 0 and takes no gradient."""
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (x.q, x.k, x.v)]
+    parts = []
+    for batch, (q, k, v) in enumerate(_sequences(case, leaves)):
+        seen = visible(case, batch, x, q.device)
+        k, v = (t.repeat_interleave(case.Hq // case.Hkv, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * case.D**-0.5
+        # The softmax of bf16 scores is one in fp32, as eager attention has it. A finite floor, not
+        # -inf: its softmax has gradients where a row sees nothing.
+        scores = scores.to(torch.promote_types(dtype, torch.float32))
+        p = (torch.where(seen, scores, -1e30).softmax(-1) * seen).to(dtype)
+        parts.append(torch.einsum("hqk,khd->qhd", p, v))
+    o = torch.cat(parts) if case.packed else torch.stack(parts)
+    return o.detach(), *torch.autograd.grad(o, leaves, x.do.to(dtype))
+
+
+def _sequences(case: Case, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    if not case.packed:
+        return [[t[batch] for t in tensors] for batch in range(case.B)]
+    split = [t.split([pair[which > 0] for pair in case.packed]) for which, t in enumerate(tensors)]
+    return [list(sequence) for sequence in zip(*split)]
+
+
+def assert_case(case: Case) -> None:
+    """Forward and backward on the GPU, within twice the error of plain PyTorch in the same dtype."""
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    got = (o, *backward(case, x, o, lse))
+    exact, plain = attention(case, x, torch.float64), attention(case, x, torch.bfloat16)
+    for name, mine, true, rough in zip(("o", "dq", "dk", "dv"), got, exact, plain):
+        assert_close(f"{name} of {case}", mine, true, rough)
+
+
+def assert_close(name: str, mine: torch.Tensor, true: torch.Tensor, rough: torch.Tensor) -> None:
+    assert mine.isfinite().all(), f"{name}: {int((~mine.isfinite()).sum())} values are not finite"
+    error = (mine.double() - true).abs()
+    limit = 2 * (rough.double() - true).abs().max() + 2**-8 * true.abs().max() + 1e-6
+    worst = int(error.argmax())
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape))
+    assert error.max() <= limit, (
+        f"{name}: off by {error.max():.3e} at {at} (is {mine.flatten()[worst]:.6f}, should be "
+        f"{true.flatten()[worst]:.6f}), limit {limit:.3e}"
+    )

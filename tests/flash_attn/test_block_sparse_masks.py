@@ -1,0 +1,77 @@
+"""Block lists in any order: the end of the keys is masked in every block, causal and local in full ones too."""
+
+import pytest
+from fa_cases import Case, compile_case, forward, make_inputs
+from fa_compile import MaskCall, Worker, recorded_masks
+from fa_reference import assert_case
+
+TAIL = [
+    Case(D=64, T_k=700, lists="both"),
+    Case(D=128, T_k=700, lists="both", overlap=False),
+    Case(D=128, T_k=700, Hkv=1, lists="both", mask_mod="thirds"),
+    Case(D=64, T_k=700, Hkv=4, lists="both", mask_mod="keyed", overlap=False),
+    Case(D=64, T_k=300, lists="full"),
+    Case(D=64, T_q=1, T_k=129, lists="partial"),
+]
+CUT = [
+    Case(T_q=700, T_k=700, lists="both", causal=True),
+    Case(T_q=700, T_k=700, lists="full", causal=True),
+    Case(T_q=700, T_k=700, lists="both", window=(200, 0)),
+]
+
+
+def masks(case: Case) -> list[MaskCall]:
+    with recorded_masks() as calls:
+        forward(case, make_inputs(case))
+    return calls
+
+
+def in_loop(call: MaskCall) -> bool:
+    """Straight in a loop's body: it masks every block that the loop visits."""
+    return call.inside[0] == "scf.for"
+
+
+def in_branch_of_loop(call: MaskCall) -> bool:
+    return call.inside[:2] == ("scf.if", "scf.for")
+
+
+@pytest.mark.parametrize("case", TAIL[0:4:3], ids=str)
+def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None:
+    calls = compiler.run(masks, case)
+    at_tail = [call for call in calls if in_branch_of_loop(call) and call.mask_seqlen]
+    # One for the partial blocks, with the mask_mod if there is one, and one for the full blocks.
+    assert {False, bool(case.mask_mod)} == {call.mask_mod for call in at_tail}
+    assert len(at_tail) >= 2
+    assert not [call for call in calls if in_loop(call) and not call.mask_seqlen]
+
+
+@pytest.mark.parametrize("case", CUT[::2], ids=str)
+def test_full_blocks_are_cut_by_causal_and_local(compiler: Worker, case: Case) -> None:
+    calls = [call for call in compiler.run(masks, case) if in_loop(call)]
+    assert len(calls) >= 2, "the loops over partial and over full blocks both mask every block"
+    for call in calls:
+        assert (call.mask_causal, call.mask_local) == (case.causal, not case.causal)
+        assert call.mask_seqlen, "no branch is needed for the end of the keys: the limit takes it in"
+
+
+@pytest.mark.parametrize("case", [TAIL[4], CUT[2]], ids=str)
+def test_backward_compiles(compiler: Worker, case: Case) -> None:
+    compiler.run(compile_case, case)
+
+
+@pytest.mark.parametrize(("tile_n", "keys"), [(128, 300), (128, 256), (112, 1), (80, 80), (128, 129)])
+def test_at_tail(tile_n: int, keys: int) -> None:
+    from types import SimpleNamespace
+
+    from flash_attn.cute.tail_mask import TailMask
+
+    mask = TailMask(None, SimpleNamespace(tile_n=tile_n, seqlen_k=keys))
+    for block in range(6):
+        holds_padding = any(key >= keys for key in range(block * tile_n, (block + 1) * tile_n))
+        assert mask.at_tail(block) == holds_padding
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TAIL, *CUT], ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)

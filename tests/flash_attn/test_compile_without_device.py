@@ -1,0 +1,54 @@
+"""Every kernel compiles where there is no device to ask."""
+
+import pytest
+from fa_cases import Case, compile_case
+from fa_compile import Worker
+from fa_reference import assert_case
+
+DENSE = Case(T_q=512, T_k=512)
+# Several lengths on one compiled kernel: the semaphores' shapes are the part that changes.
+DETERMINISTIC = [Case(T_q=T, T_k=T, causal=True, deterministic=True) for T in (512, 300, 1000)]
+
+
+def test_deterministic_backward(compiler: Worker) -> None:
+    compiler.run(compile_case, DETERMINISTIC[0])
+
+
+def test_static_persistent_forward(compiler_sm100: Worker) -> None:
+    compiler_sm100.run(compile_case, DENSE)
+
+
+def varlen_split_kv() -> None:
+    """The dynamic varlen scheduler, and the kernel that prepares its work."""
+    import torch
+
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    q = torch.empty(4, 8, 64, dtype=torch.bfloat16, device="cuda")
+    k = torch.empty(4096, 2, 64, dtype=torch.bfloat16, device="cuda")
+    cu_q = torch.empty(3, dtype=torch.int32, device="cuda")
+    _flash_attn_fwd(
+        q, k, k.clone(), cu_seqlens_q=cu_q, cu_seqlens_k=cu_q.clone(), max_seqlen_q=2, max_seqlen_k=4096, num_splits=4
+    )
+
+
+def test_varlen_split_kv_forward(compiler_sm100: Worker) -> None:
+    compiler_sm100.run(varlen_split_kv)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [DENSE, *DETERMINISTIC], ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)
+
+
+@pytest.mark.gpu
+def test_deterministic_repeats_its_bits() -> None:
+    from fa_cases import backward, forward, make_inputs
+
+    case = Case(T_q=1000, T_k=1000, causal=True, deterministic=True)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    first = backward(case, x, o, lse)
+    for _ in range(3):
+        assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))

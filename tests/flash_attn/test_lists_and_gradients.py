@@ -1,0 +1,67 @@
+"""Block lists in one direction only: an error where a gradient is needed, before anything is launched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+LISTS = BlockSparseTensorsTorch(torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 4, dtype=torch.int32))
+EACH = pytest.mark.parametrize("attend", [flash_attn_func, flash_attn_varlen_func])
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that get as far as the autograd function say so, and do no more."""
+    stand_in = SimpleNamespace(apply=lambda *args: "launched")
+    monkeypatch.setattr(interface, "FlashAttnFunc", stand_in)
+    monkeypatch.setattr(interface, "FlashAttnVarlenFunc", stand_in)
+
+
+def inputs(wanted: str = "") -> list[torch.Tensor]:
+    return [torch.zeros(1, 512, 2, 64).requires_grad_(name in wanted) for name in "qkv"]
+
+
+@EACH
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qkv"])
+def test_backward_lists_missing(attend: Any, wanted: str) -> None:
+    with pytest.raises(ValueError, match="block_sparse_tensors_bwd is None"):
+        attend(*inputs(wanted), block_sparse_tensors=LISTS)
+
+
+@EACH
+def test_sink_counts_as_an_input(attend: Any) -> None:
+    with pytest.raises(ValueError, match="block_sparse_tensors_bwd is None"):
+        attend(*inputs(), learnable_sink=torch.zeros(2, requires_grad=True), block_sparse_tensors=LISTS)
+
+
+@EACH
+def test_forward_lists_missing(attend: Any) -> None:
+    with pytest.raises(ValueError, match="block_sparse_tensors is None"):
+        attend(*inputs("q"), block_sparse_tensors_bwd=LISTS)
+
+
+def test_packed_gradient_is_not_supported_yet() -> None:
+    with pytest.raises(NotImplementedError, match="not supported yet"):
+        flash_attn_varlen_func(*inputs("q"), block_sparse_tensors=LISTS, block_sparse_tensors_bwd=LISTS)
+
+
+def test_both_lists() -> None:
+    assert flash_attn_func(*inputs("qkv"), block_sparse_tensors=LISTS, block_sparse_tensors_bwd=LISTS) == "launched"
+
+
+@EACH
+def test_inference_needs_forward_lists_alone(attend: Any) -> None:
+    assert attend(*inputs(), block_sparse_tensors=LISTS) == "launched"
+    with torch.no_grad():
+        assert attend(*inputs("qkv"), block_sparse_tensors=LISTS) == "launched"
+
+
+@EACH
+def test_no_lists(attend: Any) -> None:
+    assert attend(*inputs("qkv")) == "launched"

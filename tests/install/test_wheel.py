@@ -1,0 +1,119 @@
+"""The wheel: what is in it, and that it works wherever it is installed."""
+
+from __future__ import annotations
+
+import ast
+import email
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from patches.materialise import checked_overlay, layer_files, load_pin, load_queue, patched_files, repository
+from patches.wheel import WHEEL_VARIABLE
+
+ROOT = repository()
+
+
+def test_the_wheel_holds_the_package_and_the_layer_and_nothing_else(built_wheel):
+    pin, patched = load_pin(ROOT), patched_files(ROOT)
+    own = {**checked_overlay(ROOT, patched), **layer_files(ROOT)}
+    with zipfile.ZipFile(built_wheel) as wheel:
+        found = {name: wheel.read(name) for name in wheel.namelist()}
+    info = f"flash_attn_4-{pin.local_version}.dist-info/"
+    code = {name: data for name, data in found.items() if not name.startswith(info)}
+    marker = ast.parse(code.pop("flash_attn/cute/build_info.py"))
+    assert code == patched | {name: path.read_bytes() for name, path in own.items()}
+    values = {node.targets[0].id: ast.literal_eval(node.value) for node in marker.body if isinstance(node, ast.Assign)}
+    assert values["PATCHES"] == tuple(patch.slug for patch in load_queue(ROOT))
+    licences = {name.removeprefix(info + "licenses/") for name in found if name.startswith(info + "licenses/")}
+    assert licences == {"LICENSE", "upstream-licenses/LICENSE", "upstream-licenses/AUTHORS"}
+
+
+def test_the_metadata_is_that_of_a_build_of_the_pin(built_wheel):
+    with zipfile.ZipFile(built_wheel) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
+        metadata = email.message_from_bytes(wheel.read(name))
+    assert (metadata["Name"], metadata["Version"]) == ("flash-attn-4", load_pin(ROOT).local_version)
+    assert metadata["Requires-Python"] == ">=3.10"
+    required = "\n".join(metadata.get_all("Requires-Dist"))
+    assert 'nvidia-cutlass-dsl[cu13]==4.8.1; sys_platform == "linux"' in required
+    assert 'quack-kernels==0.6.5; sys_platform == "linux"' in required
+
+
+def test_the_wheel_works_from_the_root_and_from_elsewhere(environment, built_wheel, checkout, tmp_path):
+    environment.pip(built_wheel)
+    for cwd in (checkout, tmp_path):
+        found, _ = environment.inspect(cwd)
+        assert found["kind"] == "patched"
+        assert found["location"] == str(environment.site_packages / "flash_attn" / "cute")
+        assert found["patches"] == [patch.slug for patch in load_queue(ROOT)]
+
+
+def test_the_kernels_import_from_the_root(environment, built_wheel, checkout):
+    pytest.importorskip("cutlass")
+    environment.pip(built_wheel)
+    code = "import flash_attn.cute as cute; print(cute.__version__, cute.flash_attn_func.__module__)"
+    printed = environment.run("-c", code, cwd=checkout).stdout.split()
+    assert printed == [load_pin(ROOT).local_version, "flash_attn.cute.interface"]
+
+
+def test_a_stock_copy_is_replaced(environment, built_wheel, upstream_wheel, tmp_path):
+    environment.pip(upstream_wheel)
+    assert environment.run("-c", "import flash_attn", cwd=tmp_path)
+    environment.pip(built_wheel)
+    assert environment.inspect(tmp_path)[0]["kind"] == "patched"
+    assert len(list(environment.site_packages.glob("flash_attn_4-*.dist-info"))) == 1
+
+
+def test_the_wheel_works_beside_flash_attention_2(environment, built_wheel, tmp_path):
+    (environment.site_packages / "flash_attn").mkdir()
+    (environment.site_packages / "flash_attn" / "__init__.py").write_text('__version__ = "2.8.3"\n')
+    environment.pip(built_wheel)
+    assert environment.inspect(tmp_path)[0]["kind"] == "patched"
+
+
+def test_a_wrong_hash_stops_the_build(environment, checkout, upstream_wheel, tmp_path):
+    wrong = tmp_path / "wrong" / upstream_wheel.name
+    wrong.parent.mkdir()
+    wrong.write_bytes(upstream_wheel.read_bytes() + b"\0")
+    printed = environment.pip(checkout, status=1, **{WHEEL_VARIABLE: str(wrong)})
+    assert f"sha256 expected {load_pin(ROOT).sha256}" in printed
+    assert "sha256 found" in printed and "Remedy: set FLASH_ATTN_NSA_UPSTREAM_WHEEL" in printed
+    assert "Traceback" not in printed
+
+
+def test_without_a_network_the_wheel_has_to_be_given(environment, checkout, upstream_wheel, tmp_path):
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    offline["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    printed = environment.pip(checkout, status=1, **offline, **{WHEEL_VARIABLE: ""})
+    assert "pip could not download flash-attn-4==" in printed
+    assert "Remedy: without a network, set FLASH_ATTN_NSA_UPSTREAM_WHEEL" in printed
+    environment.pip(checkout, **offline, **{WHEEL_VARIABLE: str(upstream_wheel)})
+    assert environment.inspect(tmp_path)[0]["kind"] == "patched"
+
+
+def test_an_isolated_build_downloads_the_wheel(checkout, tmp_path):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    reachable = subprocess.run([*pip, "download", "--no-deps", "--quiet", "-d", str(tmp_path), "setuptools"])
+    if reachable.returncode:
+        pytest.skip("no package index at hand")
+    variables = {key: value for key, value in os.environ.items() if key != WHEEL_VARIABLE}
+    variables["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    command = [*pip, "wheel", "--no-deps", "--quiet", "-w", str(tmp_path / "dist"), str(checkout)]
+    subprocess.run(command, env=variables, check=True)
+    assert len(list((tmp_path / "dist").glob("flash_attn_4-*+nsa.*.whl"))) == 1
+    assert list((tmp_path / "cache/flash-attn-nsa").glob("*.whl"))
+
+
+def test_a_source_distribution_builds_the_same_wheel(environment, checkout, built_wheel, tmp_path):
+    code = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    name = environment.run("-c", code, cwd=checkout).stdout.split()[-1]
+    environment.pip(Path(checkout, "dist", name))
+    assert environment.inspect(tmp_path)[0]["kind"] == "patched"
+    with zipfile.ZipFile(built_wheel) as wheel:
+        marker = wheel.read("flash_attn/cute/build_info.py")
+    assert (environment.site_packages / "flash_attn/cute/build_info.py").read_bytes() == marker

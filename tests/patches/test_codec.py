@@ -1,0 +1,107 @@
+"""The codec: what it writes gives the text back, and says nothing that the old text says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from patches.codec import Add, CodecError, Copy, Drop, Library, Splice, decode, encode, format_ops, parse_ops
+
+OLD = """def load(pointer, count):
+    values = read_from(pointer, count)
+    for value in values:
+        check_that_it_is_finite(value)
+    return values
+
+
+def store(pointer, values):
+    write_to(pointer, values)
+"""
+
+# A few long lines that recur, so that moves, copies and changes within a line are drawn often.
+LINES = st.one_of(
+    st.sampled_from([*OLD.split("\n"), "", "\t", "x", "    return values  # finite", "\r", "é = 'ü\u2028\x0c'"]),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"), max_size=40),
+)
+TEXTS = st.lists(LINES, max_size=20).map("\n".join)
+
+
+def round_trip(old: str, new: str, library: Library | None = None) -> list[str]:
+    """Encode, write, read and decode; the lines of the patch file."""
+    ops = encode(old, new, library)
+    lines = format_ops(ops)
+    # A patch file is split at "\n" as well, and an operation never spans two lines.
+    assert parse_ops("\n".join(lines).split("\n") if lines else []) == ops
+    assert decode(old, ops, library) == new
+    return lines
+
+
+@given(TEXTS, TEXTS)
+@example("", "\n")
+@example("a", "a\n")
+@example("a\n", "a")
+@example("a\r\nb\r\n", "a\r\nc\r\n")
+def test_any_text_comes_back(old: str, new: str):
+    round_trip(old, new)
+
+
+@given(TEXTS, TEXTS, TEXTS)
+def test_any_text_comes_back_with_other_files_at_hand(old: str, new: str, other: str):
+    round_trip(old, new, Library({"other.py": other}))
+
+
+@given(TEXTS)
+def test_the_same_text_needs_no_operation(text: str):
+    assert encode(text, text) == []
+
+
+def test_moved_and_indented_code_is_named_not_quoted():
+    head, tail = OLD.split("\n\n\n")
+    indented = "\n".join("    " + line if line else line for line in head.split("\n"))
+    lines = round_trip(OLD, tail + "\n\nif True:\n" + indented + "\n")
+    assert not [line for line in lines if "check_that_it_is_finite" in line]
+    assert any(isinstance(op, Copy) and op.indent == 4 for op in parse_ops(lines))
+
+
+def test_a_change_within_a_line_holds_only_the_change():
+    assert round_trip(OLD, OLD.replace("(pointer, count)\n", "(pointer, count, 4)\n")) == ['s 2 37:37 ", 4"']
+
+
+def test_lines_of_other_files_are_named_not_quoted():
+    line = "    the_helper_that_everybody_calls(pointer, values)"
+    lines = round_trip(OLD, OLD + line + "\n", Library({"helpers.py": f"def f():\n{line}\n"}))
+    assert lines == ["c 9 2 1 +0 helpers.py"]
+
+
+def test_our_own_lines_are_added_as_they_are():
+    assert round_trip("a\nb", "a\nour line\nb") == ["a 1 1", "+our line"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "line"),
+    [(["x 1 2"], 0), (["a 1 2", "+one"], 1), (["d 1 1", "d one 1"], 1), (['s 1 0:1 "\\u12"'], 0), ([""], 0)],
+)
+def test_a_line_that_is_no_operation_is_named(lines: list[str], line: int):
+    with pytest.raises(CodecError) as raised:
+        parse_ops(lines)
+    assert raised.value.line == line
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [Drop(3, 1), Add(1, ("x",))],
+        [Drop(2, 3)],
+        [Add(4, ("x",))],
+        [Copy(1, 3, 2, 0)],
+        [Copy(1, 0, 1, 0)],
+        [Copy(1, 1, 1, 0, "nowhere.py")],
+        [Splice(1, 1, 3, "x")],
+        [Splice(1, 0, 2, "x"), Splice(1, 1, 2, "y")],
+        [Splice(4, 0, 0, "x")],
+    ],
+)
+def test_operations_that_do_not_fit_are_refused(ops: list):
+    with pytest.raises(CodecError):
+        decode("ab\ncd\nef", ops)
