@@ -1,0 +1,7 @@
+"""Native Sparse Attention for Hopper and Blackwell GPUs, and in plain PyTorch anywhere."""
+
+from nsa_layer.api import nsa
+from nsa_layer.config import NSAConfig
+from nsa_layer.module import NSAttention
+
+__all__ = ["NSAConfig", "NSAttention", "nsa"]

@@ -1,0 +1,45 @@
+"""`python -m nsa_layer COMMAND`: one module under `nsa_layer.cli` for each command."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "demo": "train a small language model with sparse and with dense attention, side by side",
+    "bench": "time the layer and its branches against dense attention",
+    "profile": "show where the time of a shape goes, operator by operator",
+    "memory": "predict and measure the peak memory of a shape",
+    "inspect": "print versions, patches, supported features and the backend that a shape takes",
+    "compile": "compile the kernels for an architecture, without a GPU",
+}
+INTERRUPTED = 130
+
+
+def usage() -> str:
+    """What `python -m nsa_layer` prints."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        ["usage: python -m nsa_layer COMMAND [OPTION ...]", "", *lines, "", "COMMAND --help lists options."]
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Run a command with its arguments and return its exit status: 2 for an unknown one, 130 when interrupted."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        print(f"unknown command {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    try:
+        return import_module(f"nsa_layer.cli.{name}").main(rest)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

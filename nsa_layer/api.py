@@ -1,0 +1,100 @@
+"""`nsa`: check the arguments, pick the backend, run it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from nsa_layer import support
+from nsa_layer.config import NSAConfig
+from nsa_layer.inputs import check_inputs
+from nsa_layer.problem import Aux
+
+
+def nsa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    config: NSAConfig = NSAConfig(),
+    gate_weight: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
+    compress_k_weight: torch.Tensor | None = None,
+    compress_v_weight: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    causal: bool = True,
+    backend: str | None = None,
+    return_aux: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, Aux]:
+    """Native Sparse Attention: compressed, selected and sliding-window attention, gated and summed.
+
+    Differentiable (once) in q, k, v, gate_weight, gates and both compression weights.
+
+    Args:
+        q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens``.
+        k: [B, T, Hkv, D] or [total, Hkv, D]; Hkv divides Hq.
+        v: [B, T, Hkv, Dv] or [total, Hkv, Dv].
+        config: block sizes, window, the rule that chooses blocks.
+        gate_weight: [Hq, 3, D]; the gates are ``sigmoid(q . gate_weight)``.
+        gates: [B, T, Hq, 3] or [total, Hq, 3], used as they are, in the order compressed, selected, window.
+            Without ``gate_weight`` and ``gates`` each branch counts 1/3.
+        compress_k_weight: [Hkv, D, D], applied to the mean of a block of k; None: the identity.
+        compress_v_weight: [Hkv, Dv, Dv], the same for v.
+        softmax_scale: factor of q . k; None: ``D ** -0.5``.
+        cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total; read on the host once a call.
+        max_seqlen: an upper bound of the packed lengths, in tokens; only checked.
+        causal: False lets every query see the whole sequence.
+        backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
+            kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
+        return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
+
+    Returns:
+        o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; with ``return_aux`` a pair (o, `Aux`).
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
+        NotImplementedError: the named backend does not do this on this architecture.
+
+    Source: arXiv:2502.11089; the choice of blocks is per query tile, see the README.
+    """
+    problem = check_inputs(
+        q,
+        k,
+        v,
+        config=config,
+        gate_weight=gate_weight,
+        gates=gates,
+        compress_k_weight=compress_k_weight,
+        compress_v_weight=compress_v_weight,
+        softmax_scale=softmax_scale,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        causal=causal,
+    )
+    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
+    name = support.choose_backend(
+        backend,
+        device=q.device,
+        dtype=q.dtype,
+        D=q.shape[-1],
+        Dv=v.shape[-1],
+        config=config,
+        needs_grad=needs_grad,
+    )
+    implementation = import_module(support.BACKENDS[name])
+    o, aux = implementation.attend(
+        q,
+        k,
+        v,
+        problem=problem,
+        gate_weight=gate_weight,
+        gates=gates,
+        compress_k_weight=compress_k_weight,
+        compress_v_weight=compress_v_weight,
+        cu_seqlens=cu_seqlens,
+    )
+    return (o, aux) if return_aux else o

@@ -1,0 +1,225 @@
+"""The layer on the fork's kernels: what is saved, what is computed again, in which order memory is freed.
+
+Saved: q, k, v, the weights, each branch's o and lse, the gates, and the chosen blocks. Computed again in backward: the
+compressed keys and values, and the block lists. Nothing is chosen again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from nsa_layer import branches
+from nsa_layer.compress import compress, mean_pool, mean_pool_backward, project
+from nsa_layer.gate import gate_values, gate_values_backward, weighted_sum_backward, weighted_sum_sliced
+from nsa_layer.problem import Aux, Problem
+from nsa_layer.select import choose_blocks
+from nsa_layer.tokens import sum_rounded
+
+Tensor = torch.Tensor
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    problem: Problem,
+    gate_weight: Tensor | None,
+    gates: Tensor | None,
+    compress_k_weight: Tensor | None,
+    compress_v_weight: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Aux]:
+    """The operator on the kernels; arguments as `nsa` has checked them."""
+    o, *aux = _Attend.apply(q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight, cu_seqlens, problem)
+    return o, Aux(*aux)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, cu_seqlens, problem):
+        o_cmp, lse_cmp, block_indices = _compressed_and_choice(q, k, v, w_k, w_v, problem)
+        o_slc, lse_slc = _selected(q, k, v, block_indices, problem)
+        o_swa, lse_swa = branches.window_forward(q, k, v, problem=problem, cu_seqlens=cu_seqlens)
+        g = gate_values(q, gate_weight, gates)
+        o = weighted_sum_sliced(g, o_cmp, o_slc, o_swa)
+        # Equal shares are one number: made again in backward, not kept.
+        kept_g = None if gate_weight is None and gates is None else g
+        saved = (q, k, v, gate_weight, gates, w_k, w_v, cu_seqlens, kept_g, block_indices)
+        ctx.save_for_backward(*saved, o_cmp, lse_cmp, o_slc, lse_slc, o_swa, lse_swa)
+        ctx.problem = problem
+        aux = (block_indices, g, lse_cmp, lse_slc, lse_swa)
+        ctx.mark_non_differentiable(*aux)
+        ctx.set_materialize_grads(False)
+        return o, *aux
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, *_):
+        if do is None:
+            return (None,) * 9
+        q, k, v, gate_weight, gates, w_k, w_v, cu_seqlens, g, block_indices, *outputs = ctx.saved_tensors
+        o_cmp, lse_cmp, o_slc, lse_slc, o_swa, lse_swa = outputs
+        problem = ctx.problem
+        g = gate_values(q, None, None) if g is None else g
+        (do_cmp, do_slc, do_swa), dg = weighted_sum_backward(
+            do, g, (o_cmp, o_slc, o_swa), need_gates=gate_weight is not None or gates is not None
+        )
+        dq_gate = d_gate_weight = None
+        if gate_weight is not None:
+            dq_gate, d_gate_weight = gate_values_backward(dg, g, q, gate_weight)
+        d_gates = None if gates is None else dg.to(gates.dtype)
+        del dg
+        dq_cmp, dk_cmp, dv_cmp, dw_k, dw_v = _compressed_backward(q, k, v, w_k, w_v, o_cmp, lse_cmp, do_cmp, problem)
+        del do_cmp
+        dq_slc, dk_slc, dv_slc = _selected_backward(q, k, v, o_slc, lse_slc, do_slc, block_indices, problem)
+        del do_slc
+        dq_swa, dk_swa, dv_swa = branches.window_backward(
+            q, k, v, o_swa, lse_swa, do_swa, problem=problem, cu_seqlens=cu_seqlens
+        )
+        dq = sum_rounded((dq_cmp, dq_slc, dq_swa, dq_gate), q.dtype)
+        dk = sum_rounded((dk_cmp, dk_slc, dk_swa), k.dtype)
+        dv = sum_rounded((dv_cmp, dv_slc, dv_swa), v.dtype)
+        return dq, dk, dv, d_gate_weight, d_gates, dw_k, dw_v, None, None
+
+
+def _sequences(problem: Problem, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """[B, T, ...] tensors as they are; packed [total, ...] ones as [1, T, ...] views, sequence by sequence."""
+    if problem.lengths is None:
+        yield tensors
+        return
+    start = 0
+    for length in problem.lengths:
+        if length:
+            yield tuple(t[start : start + length].unsqueeze(0) for t in tensors)
+        start += length
+
+
+def _choices(problem: Problem, block_indices: Tensor) -> Iterator[Tensor]:
+    """block_indices as [B, Hs, M, n], packed ones sequence by sequence."""
+    if problem.lengths is None:
+        yield block_indices
+        return
+    start = 0
+    for length in problem.lengths:
+        tiles = problem.config.num_tiles(length)
+        if tiles:
+            width = problem.config.list_width(length)
+            yield block_indices[:, start : start + tiles, :width].unsqueeze(0)
+        start += tiles
+
+
+def _lse_of_sequences(problem: Problem, lse: Tensor) -> Iterator[Tensor]:
+    """lse [B, Hq, T] as it is, packed [Hq, total] as [1, Hq, T]."""
+    if problem.lengths is None:
+        yield lse
+        return
+    for (part,) in _sequences(problem, lse.mT):
+        yield part.mT.contiguous()
+
+
+def _joined(problem: Problem, parts: list[Tensor], dim: int = 0) -> Tensor:
+    """What `_sequences` took apart; `dim` counts without the leading 1."""
+    return parts[0] if problem.lengths is None else torch.cat([part.squeeze(0) for part in parts], dim=dim)
+
+
+def _compressed_sparsity(q: Tensor, k_cmp: Tensor, problem: Problem, *, backward: bool) -> branches.Sparsity | None:
+    return branches.compressed_sparsity(q.shape[1], k_cmp.shape[1], problem=problem, device=q.device, backward=backward)
+
+
+def _selected_sparsity(q: Tensor, chosen: Tensor, problem: Problem, *, backward: bool) -> branches.Sparsity:
+    tile = branches.BACKWARD_TILE if backward else branches.forward_tile(q.device, problem.config.block_size)
+    return branches.selected_sparsity(chosen, q.shape[1], q.shape[2], problem=problem, tile=tile, backward=backward)
+
+
+def _compressed_and_choice(
+    q: Tensor, k: Tensor, v: Tensor, w_k: Tensor | None, w_v: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The compressed branch's o and lse, and the chosen blocks, which come from the same compressed keys."""
+    config = problem.config
+    width = config.list_width(max(problem.lengths)) if problem.lengths else None
+    outputs, lses, choices = [], [], []
+    for q_seq, k_seq, v_seq in _sequences(problem, q, k, v):
+        k_cmp = compress(k_seq, w_k, config=config)  # not rounded: the choice scores these
+        chosen = choose_blocks(q_seq, k_cmp, config=config, causal=problem.causal, softmax_scale=problem.softmax_scale)
+        v_cmp = compress(v_seq, w_v, config=config)
+        sparsity = _compressed_sparsity(q_seq, k_cmp, problem, backward=False)
+        o, lse = branches.compressed_forward(
+            q_seq, k_cmp.to(k.dtype), v_cmp.to(v.dtype), problem=problem, sparsity=sparsity
+        )
+        if width is not None:
+            chosen = torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
+        outputs.append(o), lses.append(lse), choices.append(chosen)
+    return _joined(problem, outputs), _joined(problem, lses, 1), _joined(problem, choices, 1)
+
+
+def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+    outputs, lses = [], []
+    for (q_seq, k_seq, v_seq), chosen in zip(_sequences(problem, q, k, v), _choices(problem, block_indices)):
+        sparsity = _selected_sparsity(q_seq, chosen, problem, backward=False)
+        o, lse = branches.selected_forward(q_seq, k_seq, v_seq, problem=problem, sparsity=sparsity)
+        outputs.append(o), lses.append(lse)
+    return _joined(problem, outputs), _joined(problem, lses, 1)
+
+
+def _selected_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, block_indices: Tensor, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = []
+    for tensors, lse_seq, chosen in zip(
+        _sequences(problem, q, k, v, o, do), _lse_of_sequences(problem, lse), _choices(problem, block_indices)
+    ):
+        q_seq, k_seq, v_seq, o_seq, do_seq = tensors
+        sparsity = _selected_sparsity(q_seq, chosen, problem, backward=True)
+        grads.append(
+            branches.selected_backward(q_seq, k_seq, v_seq, o_seq, lse_seq, do_seq, problem=problem, sparsity=sparsity)
+        )
+    dq, dk, dv = (_joined(problem, list(parts)) for parts in zip(*grads))
+    return dq, dk, dv
+
+
+def _compressed_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w_k: Tensor | None,
+    w_v: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    problem: Problem,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk, dv of the compressed branch (dk, dv in fp32, not rounded) and the gradients of both projections."""
+    grads: list[tuple[Tensor, Tensor, Tensor]] = []
+    dw_k = None if w_k is None else torch.zeros_like(w_k, dtype=torch.float32)
+    dw_v = None if w_v is None else torch.zeros_like(w_v, dtype=torch.float32)
+    for tensors, lse_seq in zip(_sequences(problem, q, k, v, o, do), _lse_of_sequences(problem, lse)):
+        q_seq, k_seq, v_seq, o_seq, do_seq = tensors
+        k_mean, v_mean = (mean_pool(x, config=problem.config) for x in (k_seq, v_seq))
+        k_cmp, v_cmp = project(k_mean, w_k).to(k.dtype), project(v_mean, w_v).to(v.dtype)
+        sparsity = _compressed_sparsity(q_seq, k_cmp, problem, backward=True)
+        dq, dk_cmp, dv_cmp = branches.compressed_backward(
+            q_seq, k_cmp, v_cmp, o_seq, lse_seq, do_seq, problem=problem, sparsity=sparsity
+        )
+        dk = _uncompress(dk_cmp.float(), k_mean, w_k, dw_k, k_seq.shape[1], problem)
+        dv = _uncompress(dv_cmp.float(), v_mean, w_v, dw_v, v_seq.shape[1], problem)
+        grads.append((dq, dk, dv))
+    dq, dk, dv = (_joined(problem, list(parts)) for parts in zip(*grads))
+    return dq, dk, dv, _like(dw_k, w_k), _like(dw_v, w_v)
+
+
+def _uncompress(
+    d_cmp: Tensor, mean: Tensor, weight: Tensor | None, d_weight: Tensor | None, T: int, problem: Problem
+) -> Tensor:
+    """Gradient of the tokens from that of their compressed blocks; adds the projection's own to `d_weight`."""
+    if weight is not None:
+        d_weight += torch.einsum("bthd,bthe->hde", mean, d_cmp)
+        d_cmp = torch.einsum("bthe,hde->bthd", d_cmp, weight.float())
+    return mean_pool_backward(d_cmp, T, config=problem.config)
+
+
+def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    return None if grad is None else grad.to(weight.dtype)

@@ -1,0 +1,129 @@
+"""What the operator computes: one frozen, hashable record of every static choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+TILE_QUERIES = ("before", "mean")
+IMPORTANCES = ("softmax", "logit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NSAConfig:
+    """Static options of Native Sparse Attention (arXiv:2502.11089); the values are checked at once.
+
+    Attributes:
+        block_size: tokens in a block, ``l``; of compression and of selection.
+        block_stride: tokens between the starts of compressed blocks, ``d``; a divisor of ``block_size``, which is what
+            None stands for.
+        block_counts: blocks listed per query tile, ``n``; forced blocks are listed even where there are more of them.
+        q_tile: queries that share one choice of blocks; a multiple or a divisor of ``block_size``.
+        window_size: tokens that the sliding window sees, the query's own included, ``w``.
+        tile_query: who asks for a tile. "before": the mean of the ``q_tile`` queries up to the tile's first (causal);
+            "mean": the mean of the tile's own queries (later queries then choose for earlier ones: not causal).
+        importance: "softmax": softmax over a tile's candidates, summed over the heads of a group; "logit": the sum of
+            the scores.
+        per_head: one list for every query head instead of one for every key/value head.
+        compress_offset: compressed key j is visible to query t iff ``j * block_stride + compress_offset <= t``.
+            None: ``block_size - 1``, the first value that is causal. Smaller ones leak the future.
+        force_blocks: always list block 0, the blocks of the tile's own tokens, and the block before them.
+        deterministic: the same input gives the same bits twice, backward included.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field is out of range, or two do not fit each other.
+    """
+
+    block_size: int = 64
+    block_stride: int | None = None
+    block_counts: int = 16
+    q_tile: int = 128
+    window_size: int = 512
+    tile_query: str = "before"
+    importance: str = "softmax"
+    per_head: bool = False
+    compress_offset: int | None = None
+    force_blocks: bool = True
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "block_counts", "q_tile", "window_size"):
+            _require_int(name, getattr(self, name), least=1)
+        if self.block_stride is not None:
+            _require_int("block_stride", self.block_stride, least=1)
+        if self.compress_offset is not None:
+            _require_int("compress_offset", self.compress_offset)
+        for name in ("per_head", "force_blocks", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        _require_choice("tile_query", self.tile_query, TILE_QUERIES)
+        _require_choice("importance", self.importance, IMPORTANCES)
+        if self.block_size % self.stride:
+            raise ValueError(
+                f"block_stride must divide block_size, got block_stride={self.stride}, block_size={self.block_size}"
+            )
+        if self.q_tile % self.block_size and self.block_size % self.q_tile:
+            raise ValueError(
+                f"q_tile must be a multiple or a divisor of block_size, got q_tile={self.q_tile}, "
+                f"block_size={self.block_size}"
+            )
+
+    @property
+    def stride(self) -> int:
+        """Tokens between the starts of compressed blocks, ``d``."""
+        return self.block_size if self.block_stride is None else self.block_stride
+
+    @property
+    def offset(self) -> int:
+        """The compressed-causal offset in force."""
+        return self.block_size - 1 if self.compress_offset is None else self.compress_offset
+
+    def compressed_length(self, T: int) -> int:
+        """How many compressed keys T tokens give: complete blocks only."""
+        return max(0, (T - self.block_size) // self.stride + 1)
+
+    def num_blocks(self, T: int) -> int:
+        """How many selection blocks T tokens have, a short last one included."""
+        return -(-T // self.block_size)
+
+    def num_tiles(self, T: int) -> int:
+        """How many query tiles T tokens have."""
+        return -(-T // self.q_tile)
+
+    def list_width(self, T: int) -> int:
+        """Entries in a tile's list: ``block_counts``, or all forced blocks where they are more; at most all blocks."""
+        own = max(1, self.q_tile // self.block_size)
+        forced = own + 2 if self.force_blocks else 0
+        return min(self.num_blocks(T), max(self.block_counts, forced))
+
+    def replace(self, **changes: object) -> NSAConfig:
+        """A copy with some fields changed, checked again."""
+        return replace(self, **changes)
+
+    @classmethod
+    def seed(cls, **changes: object) -> NSAConfig:
+        """The operator of the public block-sparse NSA seed, for comparison with its figures; it leaks the future."""
+        rule = dict(
+            compress_offset=0, tile_query="mean", importance="logit", per_head=True, q_tile=256, force_blocks=False
+        )
+        return cls(**(rule | changes))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, object]) -> NSAConfig:
+        """The inverse of ``dataclasses.asdict``; an unknown key is a ValueError."""
+        unknown = sorted(set(values) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")
+        return cls(**values)
+
+
+def _require_int(name: str, value: object, *, least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -1,0 +1,81 @@
+"""The table of losses, step times and memory, and the other files that are written at the end of a run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import torch
+
+from nsa_layer.demo.config import DemoConfig
+from nsa_layer.demo.data import Text, held_out_windows, training_batch
+from nsa_layer.demo.files import MetricsLog, write_atomic
+from nsa_layer.demo.model import ByteModel
+from nsa_layer.demo.plots import NAMES, loss_figure
+from nsa_layer.demo.sample import sample_report
+from nsa_layer.demo.visibility import visibility_figure
+from nsa_layer.measure import peak_bytes
+from nsa_layer.tables import markdown
+
+# The first steps compile kernels and fill caches.
+UNTIMED_STEPS = 3
+
+
+def write_loss(out: Path, log: MetricsLog, config: DemoConfig) -> None:
+    """loss.png, from what the log holds so far."""
+    title = f"{config.layers} layers of width {config.dim}, {config.seqlen:,} tokens, {config.device}"
+    write_atomic(out / "loss.png", loss_figure(log, title=title))
+
+
+def write_report(out: Path, models: dict[str, ByteModel], text: Text, log: MetricsLog, config: DemoConfig) -> str:
+    """Write loss.png, visibility.png, table.md and sample.txt; return the table."""
+    write_loss(out, log, config)
+    tokens = held_out_windows(text, windows=1, seqlen=config.seqlen)[0, :-1].to(config.device)
+    write_atomic(out / "visibility.png", visibility_figure(models["nsa"], tokens, config=config.nsa()))
+    table = summary_table(models, text, log, config)
+    write_atomic(out / "table.md", table + "\n")
+    if config.sample_bytes:
+        write_atomic(out / "sample.txt", sample_report(models, text, config))
+    return table
+
+
+def summary_table(models: dict[str, ByteModel], text: Text, log: MetricsLog, config: DemoConfig) -> str:
+    """One row for each model, as Markdown."""
+    header = [
+        "attention", "parameters", "steps", "held-out loss (nats/byte)", "bits/byte", "median step (ms)", "tokens/s",
+        "peak memory of a step (MiB)",
+    ]  # fmt: skip
+    rows = []
+    for name, model in models.items():
+        train, held_out = log.select("train", name), log.select("held_out", name)
+        seconds = [record["seconds"] for record in train[UNTIMED_STEPS:] or train]
+        step = statistics.median(seconds) if seconds else math.nan
+        loss = held_out[-1]["loss"] if held_out else math.nan
+        parameters = sum(p.numel() for p in model.parameters())
+        rate = config.batch * config.seqlen / step
+        peak = _peak_of_step(model, text, config) / 2**20
+        cells = [f"{parameters:,}", len(train), f"{loss:.3f}", f"{loss / math.log(2):.3f}"]
+        rows.append([NAMES[name], *cells, f"{step * 1e3:.1f}", f"{rate:,.0f}", f"{peak:,.1f}"])
+    return f"{markdown(header, rows)}\n\n{_what_was_run(config)}"
+
+
+def _what_was_run(config: DemoConfig) -> str:
+    return (
+        f"{config.seqlen:,} tokens in a sequence, {config.batch} in a step, on {config.device} ({config.dtype}); "
+        f"a step is forward, backward and optimizer. Peak memory is that of forward and backward: activations and "
+        f"gradients, above parameters and optimizer state."
+    )
+
+
+def _peak_of_step(model: ByteModel, text: Text, config: DemoConfig) -> int:
+    sequences = training_batch(text, seed=config.seed, step=0, batch=config.batch, seqlen=config.seqlen)
+    sequences = sequences.to(config.device)
+    model.train()
+    model.zero_grad(set_to_none=True)
+    try:
+        return peak_bytes(lambda: model.loss(sequences).backward(), config.device)
+    finally:
+        model.zero_grad(set_to_none=True)
+        if torch.device(config.device).type == "cuda":
+            torch.cuda.empty_cache()

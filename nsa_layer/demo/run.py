@@ -1,0 +1,145 @@
+"""A whole demo run: the folder is prepared, both models are trained, the report is written."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from nsa_layer.demo.checkpoint import load_checkpoint
+from nsa_layer.demo.config import DemoConfig, DemoError
+from nsa_layer.demo.data import Text, load_text
+from nsa_layer.demo.files import MetricsLog, write_json
+from nsa_layer.demo.interrupt import StopRequest
+from nsa_layer.demo.model import ByteModel, build_models
+from nsa_layer.demo.report import write_loss, write_report
+from nsa_layer.demo.train import Training, build_optimizers
+
+
+def run_demo(config: DemoConfig, out: Path, *, resume: bool = False, started: float | None = None) -> int:
+    """Train both models and write the folder ``out``.
+
+    Args:
+        config: what to train.
+        out: the folder; a finished or unfinished run of the same configuration that is already there is moved aside
+            unless ``resume``.
+        resume: go on from the checkpoint in ``out``.
+        started: when the command began, on the clock of `time.monotonic`; the time budget counts from there.
+
+    Returns:
+        0, or 128 + the number of the signal that stopped it.
+
+    Raises:
+        DemoError: the text or the folder does not fit; nothing was written.
+        FloatingPointError: a loss is not finite; what was written before stays.
+    """
+    started = time.monotonic() if started is None else started
+    text = load_text(config.text, seqlen=config.seqlen)
+    check_folder(out, config, text, resume=resume)
+    models = build_models(config)
+    optimizers = build_optimizers(models, config)
+    checkpoint = out / "checkpoint.safetensors"
+    step = 0
+    if resume:
+        step = load_checkpoint(checkpoint, models=models, optimizers=optimizers, device=config.device)
+    else:
+        _move_aside(out)
+        out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "config.json", describe(config, text, models))
+    log = MetricsLog(out / "metrics.jsonl", up_to_step=step)
+    deadline = started + config.minutes * 60 if config.minutes else float("inf")
+    training = Training(config, text, models, optimizers, log, checkpoint, deadline)
+    try:
+        with StopRequest() as stop:
+            reached = training.run(step, stop, on_evaluation=lambda: write_loss(out, log, config))
+        if stop.signal is not None:
+            write_loss(out, log, config)
+            print(f"stopped at step {reached} of {config.steps}; go on with --resume --out {out}", file=sys.stderr)
+            return 128 + stop.signal
+        if reached < config.steps:
+            print(
+                f"the time budget of {config.minutes:g} minutes ended training at step {reached} of {config.steps}; "
+                f"go on with --resume --out {out}",
+                file=sys.stderr,
+            )
+        print("writing the report", file=sys.stderr)
+        print(write_report(out, models, text, log, config))
+    finally:
+        log.close()
+    return 0
+
+
+def describe(config: DemoConfig, text: Text, models: dict[str, ByteModel]) -> dict[str, object]:
+    """What config.json holds."""
+    device = torch.device(config.device)
+    machine = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    source = {"files": text.files, "sha256": text.sha256, "train_bytes": len(text.train)}
+    return {
+        "demo": asdict(config),
+        "nsa": asdict(config.nsa()),
+        "text": source | {"held_out_bytes": len(text.held_out)},
+        "parameters": {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()},
+        "machine": machine,
+    }
+
+
+def check_folder(out: Path, config: DemoConfig, text: Text, *, resume: bool) -> None:
+    """Refuse a folder that this run would spoil.
+
+    Raises:
+        DemoError: ``out`` is no folder, holds other files, or a run of another configuration or text; with
+            ``resume``, it holds no checkpoint.
+    """
+    if out.exists() and not out.is_dir():
+        raise DemoError(f"--out {out} must be a folder, it is a file")
+    saved = _saved_run(out)
+    if saved is None:
+        if resume:
+            raise DemoError(f"--resume needs a run in --out {out}, there is none")
+        if out.is_dir() and any(out.iterdir()):
+            raise DemoError(f"--out {out} holds files that are not of a demo run: name another folder")
+        return
+    differences = config.differences(saved.get("demo", {}))
+    if not differences and saved.get("text", {}).get("sha256") != text.sha256:
+        differences = ["the text has changed"]
+    if differences:
+        raise DemoError(
+            f"--out {out} holds a run of another configuration ({'; '.join(differences)}): "
+            "name another folder, or the same options"
+        )
+    if resume and not (out / "checkpoint.safetensors").exists():
+        raise DemoError(f"--resume needs {out / 'checkpoint.safetensors'}, it does not exist: start without --resume")
+
+
+def _saved_run(out: Path) -> dict[str, object] | None:
+    path = out / "config.json"
+    if not path.exists():
+        return None
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DemoError(f"{path} cannot be read: {error}") from error
+    if not isinstance(saved, dict) or not isinstance(saved.get("demo"), dict):
+        raise DemoError(f"--out {out} holds a config.json that is not of a demo run: name another folder")
+    return saved
+
+
+def _move_aside(out: Path) -> None:
+    """Keep an earlier run of the same configuration beside the new one, under the first free number."""
+    if not (out / "config.json").exists():
+        return
+    number = 1
+    while (kept := out.with_name(f"{out.name}.{number}")).exists():
+        number += 1
+    out.rename(kept)
+    print(f"{out} held an earlier run of this configuration: it is now {kept}", file=sys.stderr)

@@ -1,0 +1,311 @@
+"""The operator in plain PyTorch: memory linear in T, forward and backward, on any device, any dtype and head dimension.
+
+The branches differ only in which keys a chunk of queries reads and which of those a query sees; `_SparseAttention`
+walks the chunks, and backward computes the probabilities again from the saved LSE. Chunks are walked in order and
+every key has one place in a chunk, so that the same input gives the same bits twice.
+
+On a CPU, fp16 and bf16 are computed in fp32 and rounded at the end: CPUs multiply fp32 faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from nsa_layer.compress import compress
+from nsa_layer.gate import gate_values, weighted_sum
+from nsa_layer.problem import Aux, Problem, accumulation_dtype
+from nsa_layer.select import choose_blocks
+
+# Scores held at once, over all heads. A CPU wants a chunk to stay in its cache, a GPU wants few launches.
+CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive keys: tokens, or compressed keys, ``begin .. end - 1``."""
+
+    begin: int
+    end: int
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """[keys]"""
+        return torch.arange(self.begin, self.end, device=device)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, Hkv, S, D] -> [B, Hkv, 1, keys, D]"""
+        return x[:, :, None, self.begin : self.end]
+
+    def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        """The transpose of `read`, added to ``total``."""
+        total[:, :, None, self.begin : self.end] += part
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks of ``size`` consecutive tokens, a list for each key/value head and each part F of its group.
+
+    Attributes:
+        index: int64 [B, Hkv, F, n]; a list names a block once, except that its padding names one that is all zeros.
+    """
+
+    index: torch.Tensor
+    size: int
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """[B, Hkv, F, 1, 1, keys]"""
+        tokens = self.index[..., None] * self.size + torch.arange(self.size, device=device)
+        return tokens.flatten(-2)[:, :, :, None, None]
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, Hkv, S, D] -> [B, Hkv, F, keys, D]"""
+        listed = self._rows(x).index_select(0, self._row_index(x).flatten())
+        return listed.view(*self.index.shape[:3], -1, x.shape[-1])
+
+    def add(self, total: torch.Tensor, part: torch.Tensor) -> None:
+        """The transpose of `read`, added to ``total``."""
+        rows, row_index = self._rows(total), self._row_index(total)
+        for f in range(self.index.shape[2]):  # one at a time: two lists of a group may name the same block
+            rows.index_add_(0, row_index[:, :, f].flatten(), part[:, :, f].reshape(-1, rows.shape[1]))
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, self.size * x.shape[-1])
+
+    def _row_index(self, x: torch.Tensor) -> torch.Tensor:
+        B, Hkv, S, _ = x.shape
+        first = torch.arange(0, B * Hkv * S, S, device=x.device) // self.size
+        return self.index + first.view(B, Hkv, 1, 1)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a branch is walked.
+
+    Attributes:
+        chunks: (first query, one past the last, all keys that any of them sees), in order.
+        visible: whether query t sees the key at a position; None where every query sees every key that its chunk reads.
+        heads: query heads that lie beside one another in the rows, R.
+        softmax_scale: factor of q . k.
+    """
+
+    chunks: tuple[tuple[int, int, _Run | _Blocks], ...]
+    visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+    heads: int
+    softmax_scale: float
+
+    def rows(self, begin: int, end: int) -> tuple[slice, ...]:
+        """The rows of queries ``begin .. end - 1`` in a tensor [B, Hkv, F, T * R, ...]."""
+        return (slice(None),) * 3 + (slice(begin * self.heads, end * self.heads),)
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor, begin: int, end: int, keys: _Run | _Blocks) -> torch.Tensor:
+        """Scaled and masked scores of a chunk, [B, Hkv, F, rows, keys] in the accumulation dtype."""
+        scores = _dot(q, k.mT).mul_(self.softmax_scale)
+        if self.visible is not None:
+            t = torch.arange(begin, end, device=q.device)[:, None, None]
+            hidden = ~self.visible(t, keys.positions(q.device))
+            scores.unflatten(-2, (-1, self.heads)).masked_fill_(hidden, -torch.inf)
+        return scores
+
+
+class _SparseAttention(torch.autograd.Function):
+    """Attention of q [B, Hkv, F, T * R, D] over k [B, Hkv, S, D] and v [B, Hkv, S, Dv] as a plan says.
+
+    F * R = G: the query heads of a group are rows beside one another, so that keys are never expanded to Hq. Gives
+    o [B, Hkv, F, T * R, Dv] in q's dtype and the LSE [B, Hkv, F, T * R]; a row that sees no key gives 0 and -inf.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        for begin, end, keys in plan.chunks:
+            rows = plan.rows(begin, end)
+            scores = plan.scores(q[rows], keys.read(k), begin, end, keys)
+            top = scores.amax(-1, keepdim=True)
+            top = top.masked_fill_(top == -torch.inf, 0)
+            p = scores.sub_(top).exp_()
+            total = p.sum(-1, keepdim=True)
+            o[rows] = _dot(p.to(v.dtype), keys.read(v)).div_(total.masked_fill(total == 0, 1))
+            lse[rows] = total.log_().add_(top).squeeze(-1)
+        ctx.save_for_backward(q, k, v, lse)
+        ctx.plan = plan
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, lse = ctx.saved_tensors
+        plan, do = ctx.plan, do.contiguous()
+        dq = torch.zeros_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        for begin, end, keys in plan.chunks:
+            rows = plan.rows(begin, end)
+            q_i, do_i, k_i, v_i = q[rows], do[rows], keys.read(k), keys.read(v)
+            lse_i = lse[rows].unsqueeze(-1)
+            lse_i = lse_i.masked_fill(lse_i == -torch.inf, torch.inf)
+            p = plan.scores(q_i, k_i, begin, end, keys).sub_(lse_i).exp_()
+            keys.add(dv, _dot(p.to(q.dtype).mT, do_i))
+            dp = _dot(do_i, v_i.mT)
+            # A chunk holds every key of its rows: delta needs no output, and a row that sees one key gets exactly 0.
+            delta = (p * dp).sum(-1, keepdim=True)
+            ds = dp.sub_(delta).mul_(p).mul_(plan.softmax_scale).to(q.dtype)
+            dq[rows] = _dot(ds, k_i)
+            keys.add(dk, _dot(ds.mT, q_i))
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    problem: Problem,
+    gate_weight: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
+    compress_k_weight: torch.Tensor | None = None,
+    compress_v_weight: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Aux]:
+    """The operator; arguments as `nsa` has checked them.
+
+    The lengths of packed sequences are read from ``problem``, not from ``cu_seqlens``. Returns o, in the dtype of q,
+    and `Aux`.
+    """
+    weights = (compress_k_weight, compress_v_weight)
+    if problem.lengths is None:
+        branches, lses, choice = _attend_batch(q, k, v, problem, *weights)
+    else:
+        # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
+        sequences = zip(*(x.split(problem.lengths) for x in (q, k, v)), strict=True)
+        results = [
+            _attend_batch(*(x.unsqueeze(0) for x in sequence), problem, *weights)
+            for sequence in sequences
+            if len(sequence[0])
+        ]
+        branches = [torch.cat(parts, dim=1)[0] for parts in zip(*(r[0] for r in results), strict=True)]
+        lses = [torch.cat(parts, dim=2)[0] for parts in zip(*(r[1] for r in results), strict=True)]
+        width = problem.config.list_width(max(problem.lengths))
+        choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=2)[0]
+    g = gate_values(q, gate_weight, gates)
+    return weighted_sum(g, *branches).to(q.dtype), Aux(choice, g.detach(), *lses)
+
+
+def _attend_batch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    compress_k_weight: torch.Tensor | None,
+    compress_v_weight: torch.Tensor | None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """For sequences of one length: the branches' outputs [B, T, Hq, Dv], their LSEs [B, Hq, T], the chosen blocks."""
+    config, dtype = problem.config, q.dtype
+    if q.device.type == "cpu":
+        q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
+    k_cmp = compress(k, compress_k_weight, config=config)
+    v_cmp = compress(v, compress_v_weight, config=config)
+    choice = choose_blocks(q, k_cmp, config=config, causal=problem.causal, softmax_scale=problem.softmax_scale)
+    # Attention reads them as the kernels do, rounded to the dtype of the inputs.
+    k_cmp, v_cmp = (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
+
+    G = q.shape[2] // k.shape[2]
+    parts = choice.shape[1] // k.shape[2]
+    by_group, by_list = _fold(q, k.shape[2], 1), _fold(q, k.shape[2], parts)
+    k, v, k_cmp, v_cmp = (x.transpose(1, 2).contiguous() for x in (k, v, k_cmp, v_cmp))
+    spare = (config.num_blocks(k.shape[2]) + 1) * config.block_size - k.shape[2]
+    k_blocks, v_blocks = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
+    results = [
+        _SparseAttention.apply(by_group, k_cmp, v_cmp, _compressed_plan(q, k_cmp.shape[2], G, problem)),
+        _SparseAttention.apply(by_list, k_blocks, v_blocks, _selected_plan(q, choice, G // parts, parts, problem)),
+        _SparseAttention.apply(by_group, k, v, _window_plan(q, G, problem)),
+    ]
+    T = q.shape[1]
+    return [_unfold(o, T) for o, _ in results], [_unfold(lse, T).mT.contiguous() for _, lse in results], choice
+
+
+def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, problem: Problem) -> _Plan:
+    T, config = q.shape[1], problem.config
+    chunks = []
+    step = _rows_that_fit(q, Tc)
+    for begin in range(0, T, step):
+        end = min(begin + step, T)
+        seen = min(Tc, (end - 1 - config.offset) // config.stride + 1) if problem.causal else Tc
+        if seen > 0:
+            chunks.append((begin, end, _Run(0, seen)))
+
+    def visible(t: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return j * config.stride + config.offset <= t
+
+    return _Plan(tuple(chunks), visible if problem.causal else None, heads, problem.softmax_scale)
+
+
+def _selected_plan(q: torch.Tensor, choice: torch.Tensor, heads: int, parts: int, problem: Problem) -> _Plan:
+    """Tile by tile; the padding of a list reads the block of zeros behind the last one, whose positions nobody sees."""
+    T, config = q.shape[1], problem.config
+    index = choice.long().remainder(config.num_blocks(T) + 1).unflatten(1, (-1, parts))
+    chunks = []
+    step = _rows_that_fit(q, choice.shape[-1] * config.block_size)
+    for tile in range(config.num_tiles(T)):
+        first, last = tile * config.q_tile, min((tile + 1) * config.q_tile, T)
+        listed = index[:, :, :, tile]
+        if problem.causal:  # a list is ascending, and none is longer than the blocks up to the tile's end
+            listed = listed[..., : config.num_blocks(last)]
+        keys = _Blocks(listed, config.block_size)
+        chunks += [(begin, min(begin + step, last), keys) for begin in range(first, last, step)]
+
+    def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return s <= t if problem.causal else s < T
+
+    return _Plan(tuple(chunks), visible, heads, problem.softmax_scale)
+
+
+def _window_plan(q: torch.Tensor, heads: int, problem: Problem) -> _Plan:
+    T, back = q.shape[1], problem.config.window_size - 1
+    ahead = 0 if problem.causal else back
+    # Chunks longer than the window would read mostly pairs that it excludes.
+    step = min(max(back + 1, 64), _rows_that_fit(q, min(T, 2 * (back + 1) + ahead)))
+    chunks = []
+    for begin in range(0, T, step):
+        end = min(begin + step, T)
+        chunks.append((begin, end, _Run(max(0, begin - back), min(T, end + ahead))))
+
+    def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return (s >= t - back) & (s <= t + ahead)
+
+    return _Plan(tuple(chunks), visible, heads, problem.softmax_scale)
+
+
+def _rows_that_fit(q: torch.Tensor, keys: int) -> int:
+    """How many queries of [B, T, Hq, D] may meet ``keys`` keys at once."""
+    budget = CPU_CHUNK if q.device.type == "cpu" else GPU_CHUNK
+    return max(1, budget // max(1, q.shape[0] * q.shape[2] * keys))
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in the accumulation dtype, where the device can do so without rounding to half precision on the way."""
+    acc = accumulation_dtype(a.dtype)
+    if a.dtype == acc:
+        return a @ b
+    if a.is_cuda:
+        return torch.bmm(a.flatten(0, 2), b.flatten(0, 2), out_dtype=acc).unflatten(0, a.shape[:3])
+    return (a @ b).to(acc)
+
+
+def _fold(x: torch.Tensor, Hkv: int, parts: int) -> torch.Tensor:
+    """[B, T, Hq, D] -> [B, Hkv, parts, T * heads, D]"""
+    B, T, Hq, D = x.shape
+    heads = Hq // (Hkv * parts)
+    return x.view(B, T, Hkv, parts, heads, D).permute(0, 2, 3, 1, 4, 5).reshape(B, Hkv, parts, T * heads, D)
+
+
+def _unfold(x: torch.Tensor, T: int) -> torch.Tensor:
+    """[B, Hkv, parts, T * heads, ...] -> [B, T, Hq, ...]"""
+    x = x.unflatten(3, (T, -1)).movedim(3, 1)
+    return x.flatten(2, 4)

@@ -1,0 +1,128 @@
+"""What `nsa` accepts: every bad argument is named, with what it was and what was expected, before anything runs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.problem import Problem
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    config: NSAConfig,
+    gate_weight: torch.Tensor | None,
+    gates: torch.Tensor | None,
+    compress_k_weight: torch.Tensor | None,
+    compress_v_weight: torch.Tensor | None,
+    softmax_scale: float | None,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    causal: bool,
+) -> Problem:
+    """Check every argument of `nsa` and return the static side of the call.
+
+    Reads ``cu_seqlens`` on the host (one synchronisation for packed input, none otherwise).
+    """
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {causal!r}")
+    _check_qkv(q, k, v, packed=cu_seqlens is not None)
+    Hq, D, Hkv, Dv = q.shape[-2], q.shape[-1], k.shape[-2], v.shape[-1]
+    if gates is not None and gate_weight is not None:
+        raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
+    for name, tensor, shape in (
+        ("gate_weight", gate_weight, (Hq, 3, D)),
+        ("gates", gates, (*q.shape[:-1], 3)),
+        ("compress_k_weight", compress_k_weight, (Hkv, D, D)),
+        ("compress_v_weight", compress_v_weight, (Hkv, Dv, Dv)),
+    ):
+        if tensor is not None:
+            _check_weight(name, tensor, shape, q)
+    lengths = _check_lengths(cu_seqlens, max_seqlen, q)
+    return Problem(config, causal, _check_scale(softmax_scale, D), lengths)
+
+
+def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool) -> None:
+    dims = 3 if packed else 4
+    layout = "packed [total, H, D], since cu_seqlens is given" if packed else "[B, T, H, D]"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
+        if tensor.dim() != dims:
+            raise ValueError(f"{name} must be {layout}, got {tensor.dim()} dimensions: {tuple(tensor.shape)}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name} must have no empty dimension, got shape {tuple(tensor.shape)}")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got stride {tensor.stride(-1)}")
+    if k.shape[:-2] != q.shape[:-2]:
+        raise ValueError(f"k must have q's leading dimensions {tuple(q.shape[:-2])}, got {tuple(k.shape[:-2])}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v must have k's leading dimensions {tuple(k.shape[:-1])}, got {tuple(v.shape[:-1])}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have q's head dimension {q.shape[-1]}, got {k.shape[-1]}")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"q's heads must be a multiple of k's, got {q.shape[-2]} and {k.shape[-2]}")
+
+
+def _check_weight(name: str, tensor: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be of a floating-point dtype, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
+
+
+def _check_scale(softmax_scale: float | None, D: int) -> float:
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(D)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a number or None, got {softmax_scale!r}")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def _check_lengths(cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: torch.Tensor) -> tuple[int, ...] | None:
+    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+        raise TypeError(f"max_seqlen must be an int or None, got {max_seqlen!r}")
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen is for packed input, got {max_seqlen} without cu_seqlens")
+        return None
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}")
+    starts = cu_seqlens.tolist()
+    lengths = tuple(end - start for start, end in zip(starts, starts[1:]))
+    if starts[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {starts[0]}")
+    if min(lengths) < 0:
+        raise ValueError(f"cu_seqlens must not fall, got {starts}")
+    if starts[-1] != q.shape[0]:
+        raise ValueError(f"cu_seqlens must end at the {q.shape[0]} tokens of q, got {starts[-1]}")
+    if max_seqlen is not None and max_seqlen < max(lengths):
+        raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
+    return lengths

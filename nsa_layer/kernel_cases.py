@@ -1,0 +1,192 @@
+"""Which kernels the layer can ask the fork for, and how to compile one without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+
+from nsa_layer.config import NSAConfig
+
+ENVIRONMENT = {
+    90: {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"},
+    100: {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"},
+}
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One kernel that the layer can ask for.
+
+    Attributes:
+        arch: 90 or 100.
+        branch: "cmp", "slc" or "swa".
+        backward: the direction.
+        heads: (Hq, Hkv).
+        packed: input packed with cu_seqlens; only the window's kernels see that.
+        T: tokens; short ones take other code paths than long ones.
+    """
+
+    arch: int = 90
+    branch: str = "cmp"
+    backward: bool = False
+    dtype: str = "bfloat16"
+    D: int = 128
+    heads: tuple[int, int] = (8, 2)
+    causal: bool = True
+    packed: bool = False
+    block_size: int = 64
+    block_stride: int = 64
+    per_head: bool = False
+    T: int = 1000
+
+    def is_distinct(self) -> bool:
+        """Whether no other case asks for the same kernel, or for one as near as makes no difference to the compiler.
+
+        Options that a branch does not read keep their defaults.
+        """
+        unread = {
+            "cmp": ("packed", "per_head", "block_size"),
+            "slc": ("packed", "block_stride"),
+            "swa": ("block_size", "block_stride", "per_head"),
+        }[self.branch]
+        default = {f.name: f.default for f in fields(self)}
+        if any(getattr(self, name) != default[name] for name in unread):
+            return False
+        if not self.causal and self.block_stride != default["block_stride"]:
+            return False
+        # Short input and fp16 change the kernel each on its own: together they would only double the sweep.
+        if self.T != default["T"] and self.dtype != default["dtype"]:
+            return False
+        return not (self.per_head and self.heads[0] == self.heads[1])
+
+    @property
+    def config(self) -> NSAConfig:
+        stride = self.block_stride if self.branch == "cmp" else None
+        return NSAConfig(block_size=self.block_size, block_stride=stride, per_head=self.per_head)
+
+
+OPTIONS: dict[str, tuple] = {
+    "arch": (90, 100),
+    "branch": ("cmp", "slc", "swa"),
+    "backward": (False, True),
+    "dtype": ("bfloat16", "float16"),
+    "D": (64, 128),
+    "heads": ((8, 2), (2, 2), (4, 1)),
+    "causal": (True, False),
+    "packed": (False, True),
+    "block_size": (64, 256),
+    "block_stride": (64, 16),
+    "per_head": (False, True),
+    "T": (1000, 100),
+}
+
+
+def all_cases() -> list[KernelCase]:
+    """Every combination of the options that is `is_distinct`."""
+    cases = (KernelCase(**dict(zip(OPTIONS, values))) for values in itertools.product(*OPTIONS.values()))
+    return [case for case in cases if case.is_distinct()]
+
+
+def covering_cases() -> list[KernelCase]:
+    """A small fixed set in which every two options that go together meet: greedy, over `all_cases` in their order."""
+    cases = all_cases()
+    missing = set().union(*map(_pairs, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(_pairs(case) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(case: KernelCase) -> frozenset:
+    """Pairs of options; architecture, branch and direction are one of them, since they decide which kernel is built."""
+    options = asdict(case)
+    kernel = tuple(options.pop(name) for name in ("arch", "branch", "backward"))
+    return frozenset(itertools.combinations([("kernel", kernel), *options.items()], 2))
+
+
+def compile_case(case: KernelCase) -> float:
+    """Compile one case and return the seconds it took.
+
+    Needs the architecture's `ENVIRONMENT` set before the fork is imported; the tensors are fake.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for name, value in ENVIRONMENT[case.arch].items():
+        if os.environ.get(name) != value:
+            raise RuntimeError(
+                f"{name} must be {value!r} to compile for sm_{case.arch}, it is {os.environ.get(name)!r}"
+            )
+    sparsity = _sparsity(case)
+    started = time.perf_counter()
+    with FakeTensorMode(), torch.no_grad():
+        _call(case, sparsity)
+    return time.perf_counter() - started
+
+
+def _problem(case: KernelCase):
+    from nsa_layer.problem import Problem
+
+    lengths = (case.T - case.T // 3, case.T // 3) if case.packed else None
+    return Problem(case.config, case.causal, case.D**-0.5, lengths)
+
+
+def _sparsity(case: KernelCase):
+    """The lists of a real choice, made on the CPU."""
+    import torch
+
+    from nsa_layer import branches
+
+    cpu = torch.device("cpu")
+    if case.branch == "cmp":
+        Tc = case.config.compressed_length(case.T)
+        return branches.compressed_sparsity(
+            case.T, max(1, Tc), problem=_problem(case), device=cpu, backward=case.backward
+        )
+    if case.branch == "slc":
+        Hq, Hkv = case.heads
+        M, n = case.config.num_tiles(case.T), case.config.list_width(case.T)
+        indices = torch.arange(n, dtype=torch.int32).expand(1, Hq if case.per_head else Hkv, M, n)
+        tile = branches.BACKWARD_TILE if case.backward else branches.forward_tile(cpu, case.block_size)
+        return branches.selected_sparsity(
+            indices, case.T, Hq, problem=_problem(case), tile=tile, backward=case.backward
+        )
+    return None
+
+
+def _call(case: KernelCase, sparsity) -> None:
+    import torch
+
+    from nsa_layer import branches
+
+    def fake(*shape: int, dtype: torch.dtype = getattr(torch, case.dtype)) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    (Hq, Hkv), T, D = case.heads, case.T, case.D
+    lead = (T,) if case.packed else (1, T)
+    Tk = max(1, case.config.compressed_length(T)) if case.branch == "cmp" else T
+    q, k, v = fake(*lead, Hq, D), fake(*lead[:-1], Tk, Hkv, D), fake(*lead[:-1], Tk, Hkv, D)
+    options: dict = dict(problem=_problem(case))
+    if case.branch == "swa":
+        options["cu_seqlens"] = fake(3, dtype=torch.int32) if case.packed else None
+    else:
+        options["sparsity"] = None if sparsity is None else sparsity.to_empty(torch.device("cuda"))
+    call = {"cmp": "compressed", "slc": "selected", "swa": "window"}[case.branch]
+    if not case.backward:
+        getattr(branches, f"{call}_forward")(q, k, v, **options)
+        return
+    lse = fake(Hq, T, dtype=torch.float32) if case.packed else fake(1, Hq, T, dtype=torch.float32)
+    getattr(branches, f"{call}_backward")(q, k, v, torch.empty_like(q), lse, torch.empty_like(q), **options)
+
+
+def grouped_by_arch(cases: list[KernelCase]) -> Iterator[tuple[int, list[KernelCase]]]:
+    """The cases of each architecture: a process can compile for one only."""
+    for arch in ENVIRONMENT:
+        of_arch = [case for case in cases if case.arch == arch]
+        if of_arch:
+            yield arch, of_arch

@@ -1,0 +1,51 @@
+"""How much memory a call takes at its peak."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device | str) -> int:
+    """The most bytes of tensors alive during ``call``, above what was alive before it.
+
+    On a GPU this is what the caching allocator counts; on a CPU every allocation and release that PyTorch's profiler
+    reports, temporaries inside operators included, scratch space of BLAS libraries not.
+
+    Raises:
+        NotImplementedError: the device is neither a CPU nor a CUDA device.
+    """
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return _peak_cuda(call, torch.device(device))
+    if kind == "cpu":
+        return _peak_cpu(call)
+    raise NotImplementedError(f"peak memory is measured on cpu and cuda, not on {kind}")
+
+
+def _peak_cuda(call: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _peak_cpu(call: Callable[[], object]) -> int:
+    quiet_profiler()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def quiet_profiler() -> None:
+    """Keep the profiler's own notes about starting and stopping off the terminal, unless the user asked for them."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")

@@ -1,0 +1,271 @@
+"""The definition of the operator: dense masks and a softmax, quadratic in T, for tests to compare with.
+
+Any device, dtype and head dimension; every step is a plain autograd operation. Run in fp64 it is the truth; run in the
+dtype of the inputs it is the straightforward implementation whose error the other backends are measured by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.problem import Aux, Problem, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class SelectionScores:
+    """What the choice of blocks of one sequence rests on.
+
+    Attributes:
+        values: [Hs, M, blocks] in the accumulation dtype, -inf where a block is no candidate; Hs = Hkv, Hq with
+            ``per_head``.
+        candidates: [M, blocks], complete blocks that a tile may choose.
+        forced: [M, blocks], blocks that a tile lists in any case.
+    """
+
+    values: torch.Tensor
+    candidates: torch.Tensor
+    forced: torch.Tensor
+
+
+def compress(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig) -> torch.Tensor:
+    """Mean of each complete block, then a projection per head.
+
+    Args:
+        x: [T, Hkv, D].
+        weight: [Hkv, D, D] or None.
+
+    Returns:
+        [Tc, Hkv, D] in the accumulation dtype, not rounded to the input's.
+    """
+    x = x.to(accumulation_dtype(x.dtype))
+    complete = x.shape[0] >= config.block_size
+    compressed = x.unfold(0, config.block_size, config.stride).mean(-1) if complete else x[:0]
+    return compressed if weight is None else torch.einsum("thd,hde->the", compressed, weight.to(compressed.dtype))
+
+
+def tile_query(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.Tensor:
+    """The query that chooses for each tile: q [T, Hq, D] -> [M, Hq, D], in the accumulation dtype."""
+    q = q.to(accumulation_dtype(q.dtype))
+    before = causal and config.tile_query == "before"
+    queries = []
+    for start in range(0, q.shape[0], config.q_tile):
+        own = slice(start, start + config.q_tile)
+        until_first = slice(max(0, start - config.q_tile + 1), start + 1)
+        queries.append(q[until_first if before else own].mean(0))
+    return torch.stack(queries)
+
+
+@torch.no_grad()
+def selection_scores(
+    q: torch.Tensor, k_cmp: torch.Tensor, *, config: NSAConfig, causal: bool, softmax_scale: float
+) -> SelectionScores:
+    """Scores every block of one sequence for every tile of its queries.
+
+    Args:
+        q: [T, Hq, D].
+        k_cmp: [Tc, Hkv, D] as `compress` returns it: projected, not rounded.
+    """
+    T, size = q.shape[0], config.block_size
+    start = torch.arange(config.num_blocks(T), device=q.device) * size
+    first = torch.arange(config.num_tiles(T), device=q.device)[:, None] * config.q_tile
+    last = (first + config.q_tile - 1).clamp(max=T - 1)
+    candidates = start + size - 1 <= (first if causal else torch.full_like(first, T - 1))
+    own = (start + size > first) & (start <= last)
+    before_own = first // size - 1 == start // size
+    forced = (own | before_own | (start == 0)) & config.force_blocks
+
+    key_start = torch.arange(k_cmp.shape[0], device=q.device) * config.stride
+    inside = (key_start[:, None] >= start) & (key_start[:, None] + size <= start + size)
+    group = q.shape[1] // k_cmp.shape[1]
+    keys = k_cmp.repeat_interleave(group, dim=1)
+    dots = torch.einsum("mhd,chd->hmc", tile_query(q, config=config, causal=causal), keys) * softmax_scale
+    values = torch.einsum("hmc,cn->hmn", dots, inside.to(dots.dtype))
+    if config.importance == "softmax":
+        values = values.masked_fill(~candidates, -torch.inf).softmax(-1)
+    if not config.per_head:
+        values = values.unflatten(0, (-1, group)).sum(1)
+    return SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced)
+
+
+def choose_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> torch.Tensor:
+    """Forced blocks, then the best of the others while there is room: int32 [Hs, M, width], ascending, then -1."""
+    forced = scores.forced.expand(scores.values.shape)
+    eligible = forced | scores.candidates
+    rank = scores.values.masked_fill(forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    room = forced.sum(-1, keepdim=True).clamp(min=config.block_counts)
+    taken = torch.arange(rank.shape[-1], device=rank.device) < room
+    listed = torch.zeros_like(eligible).scatter(-1, rank, taken) & eligible
+    no_block = listed.shape[-1]
+    blocks = torch.arange(no_block, device=rank.device).where(listed, no_block).sort(dim=-1).values[..., :width]
+    blocks = blocks.masked_fill(blocks == no_block, -1).to(torch.int32)
+    return F.pad(blocks, (0, width - blocks.shape[-1]), value=-1)
+
+
+def compressed_mask(T: int, Tc: int, *, config: NSAConfig, causal: bool, device: torch.device) -> torch.Tensor:
+    """Which compressed keys each query sees: bool [T, Tc]."""
+    t, j = torch.arange(T, device=device)[:, None], torch.arange(Tc, device=device)
+    return (j * config.stride + config.offset <= t) | (not causal)
+
+
+def selected_mask(block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> torch.Tensor:
+    """Which keys each query sees through its tile's list [Hs, M, n]: bool [Hs, T, T]."""
+    token = torch.arange(T, device=block_indices.device)
+    blocks = torch.arange(config.num_blocks(T), device=block_indices.device)
+    listed = torch.stack([(tiles[..., None] == blocks).any(-2) for tiles in block_indices])
+    visible = listed[:, token // config.q_tile][:, :, token // config.block_size]
+    return visible & (token <= token[:, None]) if causal else visible
+
+
+def window_mask(T: int, *, config: NSAConfig, causal: bool, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees through the sliding window: bool [T, T]."""
+    token = torch.arange(T, device=device)
+    back = token[:, None] - token
+    return (back < config.window_size) & (back >= (0 if causal else 1 - config.window_size))
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, *, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention under a mask; a row that sees no key gives 0, LSE -inf and zero gradients.
+
+    Args:
+        q: [T, Hq, D]; k: [S, Hkv, D]; v: [S, Hkv, Dv].
+        visible: bool [T, S], or [Hs, T, S] with Hs dividing Hq.
+
+    Returns:
+        o [T, Hq, Dv] in the dtype of q, and its natural log-sum-exp [Hq, T] in the accumulation dtype.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    if visible.dim() == 3:
+        visible = visible.repeat_interleave(q.shape[1] // visible.shape[0], dim=0)
+    scores = torch.einsum("thd,shd->hts", q, k).to(accumulation_dtype(q.dtype)) * softmax_scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    empty = ~visible.any(-1, keepdim=True)
+    # A softmax over nothing has no gradient but NaN: such a row gets any scores, and is blanked afterwards.
+    scores = scores.masked_fill(empty, 0)
+    p = scores.softmax(-1).masked_fill(empty, 0)
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
+    return torch.einsum("hts,shd->thd", p.to(v.dtype), v), lse
+
+
+def gate_values(
+    q: torch.Tensor, gate_weight: torch.Tensor | None = None, gates: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weights of the branches: [..., T, Hq, 3] in the accumulation dtype, for q [..., T, Hq, D]."""
+    dtype = accumulation_dtype(q.dtype)
+    if gates is not None:
+        return gates.to(dtype)
+    if gate_weight is None:
+        return torch.full((*q.shape[:-1], 3), 1 / 3, dtype=dtype, device=q.device)
+    return torch.einsum("...hd,hid->...hi", q.to(dtype), gate_weight.to(dtype)).sigmoid()
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    problem: Problem,
+    gate_weight: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
+    compress_k_weight: torch.Tensor | None = None,
+    compress_v_weight: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Aux]:
+    """The whole operator.
+
+    Args:
+        q: [B, T, Hq, D], k: [B, T, Hkv, D], v: [B, T, Hkv, Dv]; packed: the same without B, with ``problem.lengths``.
+        gate_weight: [Hq, 3, D]; gates: [B, T, Hq, 3], packed [total, Hq, 3]; neither: 1/3 for each branch.
+        compress_k_weight: [Hkv, D, D]; compress_v_weight: [Hkv, Dv, Dv].
+        cu_seqlens: not read, ``problem.lengths`` says the same.
+        block_indices: a choice of blocks in the layout of `Aux`, used in place of the reference's own.
+
+    Returns:
+        o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
+    """
+    branches, lses, choice = attend_branches(
+        q,
+        k,
+        v,
+        problem=problem,
+        compress_k_weight=compress_k_weight,
+        compress_v_weight=compress_v_weight,
+        block_indices=block_indices,
+    )
+    g = gate_values(q, gate_weight, gates)
+    o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches))
+    return o.to(q.dtype), Aux(choice, g.detach(), *(lse.detach() for lse in lses))
+
+
+def attend_branches(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    problem: Problem,
+    compress_k_weight: torch.Tensor | None = None,
+    compress_v_weight: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """The three branches before the gate; arguments as for `attend`.
+
+    Returns:
+        Their outputs, shaped like that of `attend`; their LSEs and the choice of blocks, shaped as in `Aux`; the LSEs
+        are differentiable here.
+    """
+    packed = problem.lengths is not None
+    sequences = list(zip(*(x.split(problem.lengths) if packed else x.unbind() for x in (q, k, v)), strict=True))
+    width = problem.config.list_width(max(problem.lengths, default=0) if packed else q.shape[1])
+    if block_indices is None:
+        choices = [None] * len(sequences)
+    elif packed:
+        choices = block_indices.split([problem.config.num_tiles(length) for length in problem.lengths], dim=1)
+    else:
+        choices = block_indices.unbind()
+    results = [
+        _attend_sequence(*sequence, problem, compress_k_weight, compress_v_weight, choice, width)
+        for sequence, choice in zip(sequences, choices, strict=True)
+    ]
+    branches, lses, choices = zip(*results, strict=True)
+    branches = [(torch.cat if packed else torch.stack)(o) for o in zip(*branches, strict=True)]
+    lses = [torch.cat(lse, dim=-1) if packed else torch.stack(lse) for lse in zip(*lses, strict=True)]
+    return branches, lses, torch.cat(choices, dim=1) if packed else torch.stack(choices)
+
+
+def _attend_sequence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    problem: Problem,
+    compress_k_weight: torch.Tensor | None,
+    compress_v_weight: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    width: int,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """The branches' outputs and LSEs, and the choice of blocks [Hs, M, width], for one sequence [T, H, D]."""
+    config, causal, T = problem.config, problem.causal, q.shape[0]
+    if T == 0:
+        heads = q.shape[1] if config.per_head else k.shape[1]
+        lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
+        nothing = q.new_empty((0, q.shape[1], v.shape[2]))
+        return [nothing] * 3, [lse] * 3, q.new_empty((heads, 0, width), dtype=torch.int32)
+    k_cmp = compress(k, compress_k_weight, config=config)
+    v_cmp = compress(v, compress_v_weight, config=config)
+    if block_indices is None:
+        scores = selection_scores(q, k_cmp, config=config, causal=causal, softmax_scale=problem.softmax_scale)
+        block_indices = choose_blocks(scores, config=config, width=width)
+    static = dict(config=config, causal=causal)
+    masked = (
+        (k_cmp.to(k.dtype), v_cmp.to(v.dtype), compressed_mask(T, k_cmp.shape[0], **static, device=q.device)),
+        (k, v, selected_mask(block_indices, T, **static)),
+        (k, v, window_mask(T, **static, device=q.device)),
+    )
+    results = [attention(q, keys, values, mask, softmax_scale=problem.softmax_scale) for keys, values, mask in masked]
+    return [o for o, _ in results], [lse for _, lse in results], block_indices

@@ -1,0 +1,64 @@
+"""Rotary position embedding, the usual callable for `NSAttention(rope=...)`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns the pairs (x[i], x[i + D/2]) of q and k by ``position * base ** (-2 i / D)`` radians.
+
+    It has no parameters and no buffers: the angles are computed anew in fp32 (fp64 for fp64 input), so that moving a
+    model to bf16 does not round the frequencies.
+
+    Args:
+        head_dim: D, even.
+        base: the slowest pair turns once in about ``2 pi base`` tokens.
+
+    Raises:
+        ValueError: head_dim is odd or below 2, or base is not above 1.
+
+    Source: arXiv:2104.09864.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        if head_dim < 2 or head_dim % 2:
+            raise ValueError(f"head_dim must be even and at least 2, got {head_dim}")
+        if not base > 1:
+            raise ValueError(f"base must be above 1, got {base}")
+        self.head_dim = head_dim
+        self.base = float(base)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q and k.
+
+        Args:
+            q: [..., T, Hq, D].
+            k: [..., T, Hkv, D].
+            positions: [T] or [..., T], integers.
+
+        Returns:
+            q and k, turned, in their own dtypes.
+
+        Raises:
+            ValueError: the last dimension is not ``head_dim``.
+        """
+        for name, x in (("q", q), ("k", k)):
+            if x.shape[-1] != self.head_dim:
+                raise ValueError(f"{name} must have head dimension {self.head_dim}, got {x.shape[-1]}")
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        pair = torch.arange(0, self.head_dim, 2, device=q.device, dtype=dtype)
+        frequency = self.base ** (-pair / self.head_dim)
+        angle = (positions.to(dtype).unsqueeze(-1) * frequency).unsqueeze(-2)
+        cos, sin = angle.cos(), angle.sin()
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, base={self.base:g}"
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,129 @@
+"""q, k_cmp -> block_indices: which blocks each query tile attends to. Nothing here carries a gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.problem import accumulation_dtype
+
+# Elements of the score matrix held at once; scores are computed for as many query tiles as fit.
+SCORE_BUDGET = 1 << 26
+
+
+@torch.no_grad()
+def choose_blocks(
+    q: torch.Tensor, k_cmp: torch.Tensor, *, config: NSAConfig, causal: bool, softmax_scale: float
+) -> torch.Tensor:
+    """The blocks listed for each query tile.
+
+    Args:
+        q: [B, T, Hq, D].
+        k_cmp: [B, Tc, Hkv, D], compressed keys as `compress` gives them (fp32 or fp64).
+
+    Returns:
+        int32 [B, Hs, M, n], ascending, padded with -1; Hs = Hkv, or Hq with ``config.per_head``; n =
+        ``config.list_width(T)``.
+
+    Source: section 3.3 of arXiv:2502.11089, per query tile instead of per query.
+    """
+    B, T, Hq, _ = q.shape
+    Hs = Hq if config.per_head else k_cmp.shape[2]
+    M, n, N = config.num_tiles(T), config.list_width(T), config.num_blocks(T)
+    asking = tile_queries(q, config=config, causal=causal).movedim(1, 2)  # [B, Hq, M, D]
+    asking = asking * softmax_scale
+    # Block j's only compressed key that lies wholly inside it starts where the block starts.
+    keys = k_cmp[:, :: config.block_size // config.stride].movedim(1, 2)  # [B, Hkv, Nc, D]
+    chosen = torch.empty(B, Hs, M, n, dtype=torch.int32, device=q.device)
+    step = max(1, SCORE_BUDGET // max(1, B * Hq * N))
+    for begin in range(0, M, step):
+        tiles = torch.arange(begin, min(begin + step, M), device=q.device)
+        forced, candidate = block_roles(tiles, T, config=config, causal=causal)
+        scores = block_scores(asking[:, :, begin : begin + step], keys, candidate, config=config)
+        chosen[:, :, begin : begin + step] = _list_blocks(scores, forced, candidate, n, config=config)
+    return chosen
+
+
+def tile_queries(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.Tensor:
+    """The mean query that asks for each tile: [B, T, Hq, D] -> [B, M, Hq, D] in fp32 (fp64 for fp64)."""
+    B, T, Hq, D = q.shape
+    M, size = config.num_tiles(T), config.q_tile
+    own = config.tile_query == "mean" or not causal
+    # "before" ends at the tile's first query: the same tiles over a sequence that starts size - 1 tokens earlier.
+    front = 0 if own else size - 1
+    padded = q.new_zeros(B, M * size, Hq, D)
+    kept = min(T, M * size - front)
+    padded[:, front : front + kept] = q[:, :kept]
+    total = padded.unflatten(1, (M, size)).sum(2, dtype=accumulation_dtype(q.dtype))
+    first = torch.arange(M, device=q.device) * size
+    count = (T - first).clamp(max=size) if own else (first + 1).clamp(max=size)
+    return total / count.view(1, M, 1, 1)
+
+
+def block_roles(tiles: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which blocks are forced and which are candidates for each of some tiles: two bool [tiles, N]."""
+    l, size, N = config.block_size, config.q_tile, config.num_blocks(T)
+    block = torch.arange(N, device=tiles.device)
+    t0 = (tiles * size).unsqueeze(1)
+    last = (t0 + size - 1).clamp(max=T - 1)
+    ends = block * l + l - 1
+    candidate = (ends <= t0) if causal else (ends < T).expand(len(tiles), N)
+    if not config.force_blocks:
+        return torch.zeros_like(candidate), candidate
+    own_or_before = (block >= t0 // l - 1) & (block <= last // l)
+    return own_or_before | (block == 0), candidate
+
+
+def block_scores(
+    asking: torch.Tensor, keys: torch.Tensor, candidate: torch.Tensor, *, config: NSAConfig
+) -> torch.Tensor:
+    """Block importances: [B, Hq, m, D] x [B, Hkv, Nc, D] -> [B, Hs, m, Nc], 0 where there are no candidates."""
+    B, Hq, m, D = asking.shape
+    Hkv, Nc = keys.shape[1:3]
+    G = Hq // Hkv
+    scores = asking.reshape(B, Hkv, G * m, D) @ keys.mT
+    scores = scores.view(B, Hkv, G, m, Nc)
+    if config.importance == "softmax":
+        visible = candidate[:, :Nc]
+        scores = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
+        # A tile without candidates divides 0 by 0.
+        scores = scores.masked_fill_(~visible, 0.0)
+    return scores.flatten(1, 2) if config.per_head else scores.sum(2)
+
+
+def _list_blocks(
+    scores: torch.Tensor, forced: torch.Tensor, candidate: torch.Tensor, n: int, *, config: NSAConfig
+) -> torch.Tensor:
+    """Forced blocks and the best candidates, ascending: int32 [B, Hs, m, n]."""
+    N, Nc = forced.shape[1], scores.shape[-1]
+    listed = forced.expand(*scores.shape[:-1], N).clone()
+    wanted = min(config.block_counts, Nc)
+    if wanted:
+        eligible = (candidate & ~forced)[:, :Nc]
+        best, rank = torch.topk(_tie_broken(scores, eligible), wanted, dim=-1)
+        room = (config.block_counts - forced.sum(1, keepdim=True)).clamp(min=0)
+        taken = (best >= 0) & (torch.arange(wanted, device=scores.device) < room)
+        listed.scatter_(-1, rank, taken | listed.gather(-1, rank))
+    # Listed block j sorts as j, any other as N: the first n are the list, in order.
+    order = torch.where(listed, torch.arange(N, device=scores.device), N)
+    order = torch.topk(order, n, dim=-1, largest=False, sorted=True).values
+    return torch.where(order < N, order, -1).to(torch.int32)
+
+
+def _tie_broken(scores: torch.Tensor, eligible: torch.Tensor) -> torch.Tensor:
+    """int64 keys that order as (score, earlier block first) and are all different; -1 where not eligible.
+
+    `torch.topk` promises nothing about equal values. The score's bits, made monotone, go above the block number. fp64
+    scores are compared as fp64 would be, by rank, since 64 bits leave no room for the block number.
+    """
+    Nc = scores.shape[-1]
+    if scores.dtype == torch.float64:
+        order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+        monotone = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(Nc, 0, -1, device=order.device).expand_as(order)
+        )
+        return torch.where(eligible, monotone, -1)
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 and 0.0 are equal
+    monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64) + (1 << 31)
+    block = torch.arange(Nc, device=scores.device)
+    return torch.where(eligible, (monotone << 31) | (Nc - 1 - block), -1)

@@ -1,0 +1,161 @@
+"""block_indices -> block-sparse lists for forward and backward, and the bitmap that makes them exact. PyTorch only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa_layer.config import NSAConfig
+
+KV_TILE = 128  # tokens of the kernels' key/value tile
+WORD = 32  # bits in a word of the bitmap
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """Tiles to visit, row by row: those that need the mask and those that need none.
+
+    Forward, a row is a query tile and lists key/value tiles; backward it is the other way round.
+
+    Attributes:
+        mask_cnt, full_cnt: int32 [B, H, rows], entries in use.
+        mask_idx, full_idx: int32 [B, H, rows, width], ascending; what follows the entries in use is 0.
+        block_size: (queries, keys) of a tile.
+    """
+
+    mask_cnt: torch.Tensor
+    mask_idx: torch.Tensor
+    full_cnt: torch.Tensor
+    full_idx: torch.Tensor
+    block_size: tuple[int, int]
+
+    def expand_heads(self, G: int) -> BlockLists:
+        """Each list G times over, for G query heads a list."""
+        if G == 1:
+            return self
+        tensors = (t.repeat_interleave(G, dim=1) for t in (self.mask_cnt, self.mask_idx, self.full_cnt, self.full_idx))
+        return BlockLists(*tensors, self.block_size)
+
+    def transpose(self, num_kv_tiles: int) -> BlockLists:
+        """The same tiles, listed by key/value tile: what backward walks."""
+        mask = _transpose(self.mask_cnt, self.mask_idx, num_kv_tiles)
+        full = _transpose(self.full_cnt, self.full_idx, num_kv_tiles)
+        return BlockLists(*mask, *full, self.block_size)
+
+
+def selected_lists(
+    block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool, tile_q: int, kv_tile: int = KV_TILE
+) -> BlockLists:
+    """Tiles of `kv_tile` keys that hold a listed block, for query tiles of `tile_q`, a multiple of ``config.q_tile``.
+
+    A tile needs no mask if all its blocks are listed for all its queries, none of its tokens comes after one of them,
+    and none lies past the end.
+
+    Args:
+        block_indices: int32 [B, Hs, M, n] as `choose_blocks` gives them.
+    """
+    l, merged = config.block_size, tile_q // config.q_tile
+    indices = _pad_rows(block_indices, merged).unflatten(2, (-1, merged)).flatten(3)
+    if l <= kv_tile:
+        tiles = torch.div(indices, kv_tile // l, rounding_mode="floor")
+        blocks_per_tile = merged * (kv_tile // l)
+    else:
+        parts = torch.arange(l // kv_tile, dtype=torch.int32, device=indices.device)
+        tiles = (indices.unsqueeze(-1) * (l // kv_tile) + parts).flatten(3)
+        tiles = torch.where((indices < 0).repeat_interleave(l // kv_tile, dim=-1), -1, tiles)
+        blocks_per_tile = merged
+    N = -(-T // kv_tile)
+    first_query = torch.arange(tiles.shape[2], device=tiles.device).view(-1, 1) * tile_q
+    # Part of a long block can lie past the end, or wholly after the tile's queries.
+    absent = (tiles < 0) | (tiles >= N)
+    if causal:
+        absent |= tiles * kv_tile >= first_query + tile_q
+    ids, blocks = (x[..., :N] for x in _count_runs(torch.where(absent, N, tiles).sort(-1).values))
+    listed = ids < N
+    last_token = (ids + 1) * kv_tile - 1
+    in_sight = last_token <= first_query if causal else last_token < T
+    full = listed & (blocks == blocks_per_tile) & in_sight
+    return BlockLists(*_compact(ids, listed & ~full), *_compact(ids, full), (tile_q, kv_tile))
+
+
+def block_bitmap(block_indices: torch.Tensor, T: int, *, config: NSAConfig, tile_q: int = 0) -> torch.Tensor:
+    """int32 [B, Hs, M, words]: bit ``j % 32`` of word ``j // 32`` says whether block j is listed for the tile.
+
+    Rows and words reach to the end of the last kernel tile (of `tile_q` queries), so that no kernel reads past them.
+    """
+    padded = _pad_rows(block_indices, max(1, tile_q // config.q_tile))
+    words = -(-(-(-T // KV_TILE) * KV_TILE) // (config.block_size * WORD))
+    bitmap = torch.zeros(*padded.shape[:3], words, dtype=torch.int64, device=padded.device)
+    bits = torch.where(padded < 0, 0, 1 << (padded.clamp(min=0).long() % WORD))
+    bitmap.scatter_add_(-1, padded.clamp(min=0).long() // WORD, bits)  # blocks are listed once: the sum is the union
+    return torch.where(bitmap >= 1 << 31, bitmap - (1 << 32), bitmap).to(torch.int32)
+
+
+def compressed_lists(
+    T: int, Tc: int, *, config: NSAConfig, causal: bool, tile_q: int, device: torch.device
+) -> tuple[BlockLists, BlockLists]:
+    """Tiles of compressed keys that queries see, by query tile and by key tile, [1, 1, ...] for all heads.
+
+    Exact from the geometry alone: key j is visible to query t iff ``j * stride + offset <= t``.
+    """
+    M, N = -(-T // tile_q), -(-Tc // KV_TILE)
+    first_query = torch.arange(M, device=device).view(-1, 1) * tile_q
+    last_query = (first_query + tile_q - 1).clamp(max=T - 1)
+    first_key = torch.arange(N, device=device) * KV_TILE
+    last_key = first_key + KV_TILE - 1
+    seen = (first_key * config.stride + config.offset <= last_query) | (not causal)
+    all_seen = (last_key * config.stride + config.offset <= first_query) | (not causal)
+    full = all_seen & (last_key < Tc)
+    tables = [_rows_of(table) for table in (seen & ~full, full, (seen & ~full).mT, full.mT)]
+    block_size = (tile_q, KV_TILE)
+    return BlockLists(*tables[0], *tables[1], block_size), BlockLists(*tables[2], *tables[3], block_size)
+
+
+def _rows_of(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A bool [rows, columns] as counts and ascending indices [1, 1, ...]."""
+    columns = torch.arange(table.shape[-1], device=table.device).expand_as(table)
+    return _compact(columns[None, None], table[None, None])
+
+
+def _pad_rows(indices: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = -indices.shape[2] % multiple
+    return torch.nn.functional.pad(indices, (0, 0, 0, missing), value=-1) if missing else indices
+
+
+def _count_runs(ordered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct values of ascending rows, and how often each occurs; unused places hold the dtype's largest value."""
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    place = starts.cumsum(-1) - 1
+    ids = torch.full_like(ordered, torch.iinfo(ordered.dtype).max).scatter_(-1, place, ordered)
+    counts = torch.zeros_like(ordered).scatter_add_(-1, place, torch.ones_like(ordered))
+    return ids, counts
+
+
+def _compact(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts [...] and the kept values of each row moved to its front, int32; the rest is 0."""
+    width = values.shape[-1]
+    place = torch.where(keep, keep.cumsum(-1) - 1, width)
+    front = torch.zeros(*values.shape[:-1], width + 1, dtype=torch.int32, device=values.device)
+    front.scatter_(-1, place, values.to(torch.int32))
+    return keep.sum(-1, dtype=torch.int32), front[..., :width].contiguous()
+
+
+def _transpose(cnt: torch.Tensor, idx: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists of columns by row [B, H, rows, width] as lists of rows by column [B, H, columns, rows]."""
+    B, H, rows, width = idx.shape
+    row = torch.arange(rows, device=idx.device).view(-1, 1)
+    used = torch.arange(width, device=idx.device) < cnt.unsqueeze(-1)
+    # Sorted by (column, row), an entry's place in its column is its distance from the column's first.
+    keys = torch.where(used, idx.long() * rows + row, columns * rows).flatten(2).sort(-1).values
+    column, row = keys // rows, keys % rows
+    counts = torch.zeros(B, H, columns + 1, dtype=torch.int64, device=idx.device)
+    counts.scatter_add_(-1, column, torch.ones_like(column))
+    first = counts.cumsum(-1) - counts
+    place = torch.arange(keys.shape[-1], device=idx.device) - first.gather(-1, column)
+    # Unused entries all go to one place past the end.
+    target = torch.where(column < columns, column * rows + place, columns * rows)
+    lists = torch.zeros(B, H, columns * rows + 1, dtype=torch.int32, device=idx.device)
+    lists.scatter_(-1, target, row.to(torch.int32))
+    return counts[..., :columns].to(torch.int32), lists[..., :-1].view(B, H, columns, rows).contiguous()

@@ -1,0 +1,160 @@
+"""What each backend does on each architecture: one table, from which every refusal and every choice is made."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from nsa_layer.config import NSAConfig
+
+BACKENDS = {"cute": "nsa_layer.autograd", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
+ARCHITECTURES = (90, 100)
+KV_TILE = 128  # tokens of the kernels' key/value tile
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the kernels are asked for."""
+
+    arch: int
+    dtype: torch.dtype
+    D: int
+    Dv: int
+    config: NSAConfig
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the table: what it is called, who asks for it, and on which architectures the kernels have it."""
+
+    name: str
+    asked: Callable[[Request], bool]
+    archs: tuple[int, ...] = ARCHITECTURES
+
+
+def _tiles_fit(c: NSAConfig) -> bool:
+    return KV_TILE % c.block_size == 0 or c.block_size % KV_TILE == 0
+
+
+FEATURES = (
+    Feature("dtype float16", lambda r: r.dtype is torch.float16),
+    Feature("dtype bfloat16", lambda r: r.dtype is torch.bfloat16),
+    Feature("dtype float32", lambda r: r.dtype is torch.float32, ()),
+    Feature("dtype float64", lambda r: r.dtype is torch.float64, ()),
+    Feature("head dimension (64, 64)", lambda r: (r.D, r.Dv) == (64, 64)),
+    Feature("head dimension (128, 128)", lambda r: (r.D, r.Dv) == (128, 128)),
+    Feature("head dimension (96, 96)", lambda r: (r.D, r.Dv) == (96, 96), ()),
+    Feature("head dimension (192, 128)", lambda r: (r.D, r.Dv) == (192, 128), ()),
+    Feature(
+        "any other head dimension",
+        lambda r: (r.D, r.Dv) not in ((64, 64), (96, 96), (128, 128), (192, 128)),
+        (),
+    ),
+    Feature("block_size that divides 128 or is a multiple of it", lambda r: _tiles_fit(r.config)),
+    Feature("any other block_size", lambda r: not _tiles_fit(r.config), ()),
+    Feature("q_tile a multiple of 128", lambda r: r.config.q_tile % 128 == 0),
+    Feature("any other q_tile", lambda r: r.config.q_tile % 128 != 0, ()),
+    Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
+    Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, ()),
+    Feature("packed sequences", lambda r: False),
+    Feature("any group size, per_head, block_stride, not causal", lambda r: False),
+)
+
+
+@lru_cache(maxsize=None)
+def device_arch(index: int | None = None) -> int:
+    """The architecture that kernels are made for: 90 for Hopper, 100 for Blackwell, 0 without a GPU.
+
+    ``FLASH_ATTENTION_ARCH`` (such as "sm_90") overrides what the device says, as it does for the kernels.
+    """
+    forced = os.environ.get("FLASH_ATTENTION_ARCH")
+    if forced:
+        match = re.fullmatch(r"(?:sm_?)?(\d+)[af]?", forced, re.IGNORECASE)
+        if not match:
+            raise ValueError(f"FLASH_ATTENTION_ARCH must look like sm_90, got {forced!r}")
+        return int(match[1])
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+def kernel_family(arch: int) -> int:
+    """90 for every Hopper part, 100 for every datacenter Blackwell part, else the architecture itself."""
+    return {9: 90, 10: 100}.get(arch // 10, arch)
+
+
+def missing_feature(request: Request) -> str | None:
+    """The first thing asked for that the kernels lack on this architecture, or None."""
+    family = kernel_family(request.arch)
+    if family not in ARCHITECTURES:
+        return "kernels"
+    for feature in FEATURES:
+        if feature.asked(request) and family not in feature.archs:
+            return feature.name
+    return None
+
+
+def choose_backend(
+    backend: str | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    D: int,
+    Dv: int,
+    config: NSAConfig,
+    needs_grad: bool,
+) -> str:
+    """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
+
+    A GPU with kernels that lack something asked for is an error too: nothing slower takes over without being named.
+
+    Raises:
+        ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
+        NotImplementedError: the kernels lack something on this architecture; the message says what.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if backend in ("eager", "reference"):
+        return backend
+    if device.type != "cuda":
+        if backend == "cute":
+            raise ValueError(f"backend='cute' needs tensors on a GPU, got {device}; use backend='eager'")
+        return "eager"
+    arch = device_arch(device.index)
+    if backend is None and kernel_family(arch) not in ARCHITECTURES:
+        return "eager"
+    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad))
+    if missing is not None:
+        raise NotImplementedError(
+            f"sm_{arch}: the kernels do not support {missing} (dtype={dtype}, D={D}, Dv={Dv}, {config}); "
+            "backend='eager' does"
+        )
+    return "cute"
+
+
+def table() -> tuple[list[str], list[list[str]]]:
+    """The support table: header and rows."""
+    header = ["feature", *(f"cute sm_{arch}" for arch in ARCHITECTURES), "eager", "reference"]
+    rows = [[f.name, *("yes" if arch in f.archs else "no" for arch in ARCHITECTURES), "yes", "yes"] for f in FEATURES]
+    return header, rows
+
+
+def explain_backend(
+    *, dtype: torch.dtype, D: int, Dv: int, Hq: int, Hkv: int, config: NSAConfig, arch: int
+) -> tuple[str, str]:
+    """The backend that a training step of this shape takes by default on an architecture, and why."""
+    if Hq % Hkv:
+        return "none", f"{Hq} query heads are no multiple of {Hkv} key/value heads"
+    if kernel_family(arch) not in ARCHITECTURES:
+        return "eager", f"no kernels for sm_{arch}" if arch else "no GPU"
+    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad=True))
+    if missing is None:
+        return "cute", f"kernels for sm_{kernel_family(arch)}"
+    return "none", f"the kernels lack {missing}; backend='eager' has to be named"

@@ -1,0 +1,170 @@
+"""The command line: help, exit statuses, and the `memory` and `profile` commands at a tiny size."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig, __main__, eager, nsa
+from nsa_layer.cli import memory, parts, profile
+from nsa_layer.cli.shape import Shape
+from nsa_layer.measure import peak_bytes
+from nsa_layer.tables import markdown
+
+REPOSITORY = Path(__file__).parents[2]
+OPTIONS = "--device=cpu --heads=4 --kv-heads=2 --head-dim=8 --block-size=8 --block-counts=3 --q-tile=16 --window-size=8"
+TINY = OPTIONS.split()
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python -m nsa_layer` as a user runs it, from a folder that is not the repository."""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    arguments = (sys.executable, "-m", "nsa_layer", *arguments)
+    return subprocess.run(arguments, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
+
+
+def test_without_a_command_every_command_is_listed_with_a_line() -> None:
+    result = command()
+    assert result.returncode == 0 and not result.stderr
+    for name, text in __main__.COMMANDS.items():
+        assert any(line.split(maxsplit=1) == [name, text] for line in result.stdout.splitlines()), name
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.main(["train"]) == 2
+    assert "unknown command 'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["demo", "memory", "profile"])
+def test_help_says_what_units_are(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        __main__.main([name, "--help"])
+    assert exit.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"python -m nsa_layer {name}" in shown and "in tokens" in shown
+
+
+@pytest.mark.parametrize("name", ["demo", "memory", "profile"])
+def test_an_unknown_option_exits_with_2(name: str) -> None:
+    with pytest.raises(SystemExit) as exit:
+        __main__.main([name, "--no-such-option"])
+    assert exit.value.code == 2
+
+
+def test_an_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory, "main", interrupted)
+    assert __main__.main(["memory"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_commands_are_found_by_their_module() -> None:
+    for name in __main__.COMMANDS:
+        path = REPOSITORY / "nsa_layer" / "cli" / f"{name}.py"
+        assert _functions(path) >= {"main"}, name
+
+
+def test_memory_predicts_and_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory.main([*TINY, "--seqlen", "64", "100"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 6 and shown[0].count("|") == 6
+    assert memory.main([*TINY, "--seqlen", "64", "--no-measure"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].count("|") == 4
+
+
+def test_prediction_of_forward_is_what_the_operator_hands_out() -> None:
+    config = NSAConfig(block_size=8, block_counts=3, q_tile=16, window_size=8)
+    shape = Shape(B=2, T=50, Hq=4, Hkv=2, D=8, Dv=6, dtype=torch.float32, device="cpu", config=config)
+    o, aux = nsa(**shape.inputs(), config=config, return_aux=True)
+    predicted = memory.predict_forward(shape)
+    assert predicted["o"] == o.nbytes and predicted["o of each branch"] == 3 * o.nbytes
+    assert predicted["lse of each branch"] == sum(x.nbytes for x in (aux.lse_cmp, aux.lse_slc, aux.lse_swa))
+    assert predicted["gates"] == aux.gates.nbytes
+    assert predicted["block_indices"] == aux.block_indices.nbytes
+
+
+def test_profile_shows_every_branch_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert profile.main([*TINY, "--seqlen=64", "--repeats=1", "--rows=3"]) == 0
+    shown = capsys.readouterr().out
+    for branch in ("compressed", "selected", "sliding window"):
+        assert f"| {branch}, forward" in shown and f"| {branch}, backward" in shown
+    assert "choice of blocks" in shown and "Self CPU" in shown
+
+
+def test_profile_leaves_the_backend_as_it_was() -> None:
+    before = dict(vars(eager)), dict(vars(eager._SparseAttention))
+    with parts.watch("eager", parts.Stopwatch("cpu")):
+        assert vars(eager)["choose_blocks"] is not before[0]["choose_blocks"]
+    assert (dict(vars(eager)), dict(vars(eager._SparseAttention))) == before
+
+
+def test_the_parts_of_the_kernels_exist() -> None:
+    for module, labels in parts.PARTS["cute"].items():
+        names = _functions(REPOSITORY / Path(*module.split(".")).with_suffix(".py"))
+        assert names >= labels.keys(), module
+
+
+def _functions(path: Path) -> set[str]:
+    """The functions that a module defines or imports, read without importing it: the kernels need more than a CPU."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("run", [memory.main, profile.main])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--kv-heads=3", "--kv-heads must divide --heads"),
+        ("--seqlen=0", "T must be at least 1"),
+        ("--block-size=5", "q_tile must be a multiple"),
+        ("--backend=fast", "backend must be"),
+        ("--backend=cute", "needs tensors on a GPU"),
+    ],
+)
+def test_bad_arguments_are_named(
+    run: Callable[[list[str]], int], change: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*TINY, change]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and not shown.out
+
+
+def test_peak_bytes_counts_what_is_alive_at_once() -> None:
+    size = 1 << 20
+
+    def call() -> None:
+        first = torch.ones(size, dtype=torch.uint8)
+        second = torch.ones(2 * size, dtype=torch.uint8)
+        del first, second
+        torch.ones(size, dtype=torch.uint8)
+
+    kept: list[torch.Tensor] = []
+    assert 3 * size <= peak_bytes(call, "cpu") < 3 * size + 4096
+    assert size <= peak_bytes(lambda: kept.append(torch.ones(size, dtype=torch.uint8)), "cpu") < size + 4096
+    with pytest.raises(NotImplementedError, match="meta"):
+        peak_bytes(call, "meta")
+
+
+def test_a_table_is_markdown_with_even_columns() -> None:
+    assert markdown(["name", "n"], [["a", 1], ["bcdef", 1000]]).splitlines() == [
+        "| name  |    n |",
+        "| ----- | ---: |",
+        "| a     |    1 |",
+        "| bcdef | 1000 |",
+    ]
+    with pytest.raises(ValueError, match="2 cells"):
+        markdown(["a", "b"], [["only one"]])

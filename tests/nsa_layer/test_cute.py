@@ -1,0 +1,187 @@
+"""The kernels against the reference and the straight implementation on a GPU: forward and every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig, nsa
+from nsa_layer.testing import DIFFERENTIABLE, Case, assert_close_to_reference, make_inputs, run
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def whole_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One test at a time, over all workers: a quadratic reference at thousands of tokens fills the memory."""
+    import fcntl
+
+    lock = Path(tmp_path_factory.getbasetemp()).parent / "whole-gpu.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 300, 1000])
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("G", [1, 2, 4, 8, 16])
+def test_kernels(G: int, D: int, dtype: torch.dtype, packed: bool, T: int) -> None:
+    lengths = (T, 0, 70, T // 2 + 1) if packed else None
+    config = NSAConfig(block_counts=6, window_size=200)
+    case = Case(
+        B=2, T=T, Hq=2 * G, Hkv=2, D=D, dtype=dtype, lengths=lengths, config=config, compress_weights=T % 2 == 0
+    )
+    assert_close_to_reference(case, "cute", "cuda")
+
+
+@pytest.mark.parametrize(
+    "T,G,D,dtype",
+    [
+        (4096, 1, 128, torch.float16),
+        (4096, 2, 64, torch.bfloat16),
+        (4096, 8, 128, torch.bfloat16),
+        (4096, 16, 64, torch.float16),
+        (8193, 1, 64, torch.float16),
+        (8193, 4, 128, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+@pytest.mark.usefixtures("whole_gpu")
+def test_kernels_at_length(T: int, G: int, D: int, dtype: torch.dtype, packed: bool) -> None:
+    lengths = (T, 300) if packed else None
+    case = Case(T=T, Hq=G, Hkv=1, D=D, dtype=dtype, lengths=lengths)
+    assert_close_to_reference(case, "cute", "cuda")
+
+
+OPTIONS = [
+    dict(config=NSAConfig(block_size=16, block_counts=20)),
+    dict(config=NSAConfig(block_size=32, block_stride=16)),
+    dict(config=NSAConfig(block_size=128, block_counts=4)),
+    dict(config=NSAConfig(block_size=256, block_counts=3)),
+    dict(config=NSAConfig(q_tile=256, block_counts=8)),
+    dict(config=NSAConfig(per_head=True, block_counts=5)),
+    dict(config=NSAConfig(importance="logit", block_counts=5)),
+    dict(config=NSAConfig(window_size=1)),
+    dict(config=NSAConfig(force_blocks=False, block_counts=3)),
+    dict(config=NSAConfig.seed(block_counts=4)),
+    dict(causal=False),
+    dict(causal=False, config=NSAConfig(block_size=256, block_counts=3)),
+    dict(causal=False, lengths=(300, 0, 17, 700)),
+    dict(gate="given"),
+    dict(gate="none"),
+    dict(gate="none", lengths=(1, 1, 0, 1), config=NSAConfig(block_counts=2)),
+    dict(Hq=5, Hkv=1, B=3, T=500),
+    dict(Hq=6, Hkv=2, T=4000, config=NSAConfig(block_counts=7)),
+    dict(lengths=tuple(range(40))),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+def test_options(D: int, options: dict) -> None:
+    case = Case(**(dict(T=1000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, compress_weights=True) | options))
+    assert_close_to_reference(case, "cute", "cuda")
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> None:
+    """Its keys and values are made huge: a tile of the kernels holds it too, yet everything keeps its bits."""
+    from nsa_layer import branches
+    from nsa_layer.autograd import _selected_sparsity
+
+    T, config = 2048, NSAConfig(block_size=block_size, block_counts=4)
+    case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
+    inputs = make_inputs(case, "cuda")
+    chosen = run("cute", inputs).aux.block_indices
+    forward, backward = (_selected_sparsity(inputs.q, chosen, case.problem, backward=b) for b in (False, True))
+    tile = 10
+    rows = slice(tile * config.q_tile, (tile + 1) * config.q_tile)
+    listed = set(chosen[0, :, tile].flatten().tolist())
+    beside = [j for j in range(rows.start // block_size) if j not in listed and {j - 1, j + 1} & listed]
+    tokens = slice(beside[0] * block_size, (beside[0] + 1) * block_size)
+    outcomes = []
+    for scale in (1.0, 1e4):
+        k, v = inputs.k.clone(), inputs.v.clone()
+        k[:, tokens] *= scale
+        v[:, tokens] *= scale
+        o, lse = branches.selected_forward(inputs.q, k, v, problem=case.problem, sparsity=forward)
+        do = torch.zeros_like(o)
+        do[:, rows] = inputs.do[:, rows]
+        dq, dk, dv = branches.selected_backward(inputs.q, k, v, o, lse, do, problem=case.problem, sparsity=backward)
+        assert dk[:, tokens].eq(0).all() and dv[:, tokens].eq(0).all(), "a block that is not chosen has a gradient"
+        assert dq[:, rows].isfinite().all()
+        outcomes.append((o[:, rows], lse[..., rows]))
+    for plain, with_huge in zip(*outcomes):
+        assert torch.equal(plain, with_huge)
+
+
+@pytest.mark.parametrize("lengths", [None, (1, 700, 0, 323)], ids=["batch", "packed"])
+@pytest.mark.parametrize("D", [64, 128])
+def test_later_tokens_change_nothing_earlier(D: int, lengths: tuple[int, ...] | None) -> None:
+    """Bit for bit in o, the log-sum-exps and the choice; gradients of earlier outputs to later tokens are exactly 0."""
+    case = Case(T=1024, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, lengths=lengths, config=NSAConfig(block_counts=5))
+    inputs = make_inputs(case, "cuda")
+    tokens = 0 if lengths else 1
+    before = run("cute", inputs)
+    for t in (1, 63, 64, 200, 511, 700):
+        later = slice(t + 1, 701 if lengths else None)
+        index = (slice(None),) * tokens + (later,)
+        changed = {name: getattr(inputs, name).clone() for name in ("q", "k", "v")}
+        for x in changed.values():
+            x[index] = torch.randn_like(x[index]) * 10
+        static = dict(gate_weight=inputs.gate_weight, config=case.config, cu_seqlens=inputs.cu_seqlens, backend="cute")
+        o = nsa(**changed, **static)
+        kept = (slice(None),) * tokens + (slice(0, t + 1),)
+        assert torch.equal(o[kept], before.o[kept]), f"tokens after {t} change o up to {t}"
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        grads = torch.autograd.grad(nsa(*leaves, **static)[kept].float().sum(), leaves)
+        for name, grad in zip(("q", "k", "v"), grads):
+            assert grad[index].eq(0).all(), f"o up to {t} has a gradient in {name} after {t}"
+
+
+def test_forward_gives_the_same_bits_twice() -> None:
+    case = Case(T=3000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(deterministic=True))
+    inputs = make_inputs(case, "cuda")
+    with torch.no_grad():
+        first, second = (
+            nsa(inputs.q, inputs.k, inputs.v, gate_weight=inputs.gate_weight, config=case.config) for _ in range(2)
+        )
+    assert torch.equal(first, second)
+
+
+def test_deterministic_backward_is_refused_before_any_launch() -> None:
+    case = Case(T=300, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(deterministic=True))
+    with pytest.raises(NotImplementedError, match="deterministic backward"):
+        run("cute", make_inputs(case, "cuda"))
+
+
+def test_strided_inputs() -> None:
+    """q, k, v as views of one projection: what a model hands over."""
+    T, Hq, Hkv, D = 500, 4, 2, 64
+    fused = torch.randn(2, T, Hq + 2 * Hkv, D, device="cuda", dtype=torch.bfloat16)
+    views = fused.split((Hq, Hkv, Hkv), dim=2)
+    copies = [x.contiguous() for x in views]
+    results = []
+    for tensors in (views, copies):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        o = nsa(*leaves)
+        results.append([o, *torch.autograd.grad(o.float().square().sum(), leaves)])
+    assert torch.equal(results[0][0], results[1][0])
+    for strided, contiguous in zip(*results):
+        torch.testing.assert_close(strided, contiguous, rtol=2e-2, atol=2e-2)
+
+
+def test_gradients_reach_every_input() -> None:
+    case = Case(T=400, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, compress_weights=True)
+    grads = run("cute", make_inputs(case, "cuda")).grads
+    assert set(grads) == set(DIFFERENTIABLE) - {"gates"}
+    assert all(grad.abs().sum() > 0 for grad in grads.values())

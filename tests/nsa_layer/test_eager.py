@@ -1,0 +1,162 @@
+"""The eager backend against the reference, its memory, and its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa_layer import NSAConfig, eager, select
+from nsa_layer.testing import Case, assert_close_to_reference, make_inputs, run
+
+SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=40)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def cases() -> Iterator[Case]:
+    """Every option at least once, over lengths that are no multiple of anything."""
+    for T in (1, 63, 64, 65, 127, 300, 1000):
+        for dtype in DTYPES[:3]:
+            yield Case(T=T, Hq=4, Hkv=2, D=32, dtype=dtype, compress_weights=True)
+    for G in (1, 2, 4, 8, 16):
+        for dtype in DTYPES:
+            yield Case(T=127, Hq=2 * G, Hkv=2, D=16, dtype=dtype, config=SMALL, compress_weights=True, seed=G)
+    base = Case(B=2, T=150, config=SMALL, compress_weights=True)
+    for dtype in DTYPES[:3]:
+        lengths = replace(base, lengths=(33, 0, 1, 15, 70), dtype=dtype)
+        yield from (lengths, replace(lengths, causal=False), replace(lengths, config=SMALL.replace(per_head=True)))
+        yield from (replace(base, gate=gate, dtype=dtype) for gate in ("given", "none", "cmp", "slc", "swa"))
+        yield from (replace(base, D=D, Dv=Dv, dtype=dtype) for D, Dv in ((24, None), (24, 8), (7, 13), (2, 3)))
+        for changes in (
+            {"block_stride": 8},
+            {"block_stride": 4, "per_head": True},
+            {"per_head": True},
+            {"tile_query": "mean"},
+            {"importance": "logit"},
+            {"q_tile": 8},
+            {"q_tile": 128, "block_counts": 1},
+            {"block_size": 1, "q_tile": 4},
+            {"block_counts": 100},
+            {"window_size": 1},
+            {"window_size": 1000},
+            {"compress_offset": 0},
+            {"compress_offset": -40},
+            {"compress_offset": 200},
+            {"force_blocks": False},
+        ):
+            yield replace(base, config=SMALL.replace(**changes), dtype=dtype)
+            if dtype == torch.float64:
+                yield replace(base, config=SMALL.replace(**changes), dtype=dtype, causal=False, gate="given")
+    yield Case(T=600, config=NSAConfig.seed(block_size=32, block_counts=4, window_size=64))
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=repr)
+def test_close_to_reference(case: Case) -> None:
+    assert_close_to_reference(case, "eager")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_chunks_of_one_query(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """A budget that nothing fits still gives the same operator."""
+    monkeypatch.setattr(eager, "CPU_CHUNK", 1)
+    assert_close_to_reference(Case(B=2, T=70, config=SMALL, causal=causal, compress_weights=True), "eager")
+
+
+def test_strided_inputs() -> None:
+    """q, k and v cut from one projection, as a model has them."""
+    case = Case(T=90, Hq=4, Hkv=4, config=SMALL)
+    inputs = make_inputs(case)
+    q, k, v = torch.stack([inputs.q, inputs.k, inputs.v], dim=3).flatten(3).split(case.D, dim=-1)
+    do = inputs.do.transpose(1, 2).contiguous().transpose(1, 2)
+    straight, strided = run("eager", inputs), run("eager", replace(inputs, q=q, k=k, v=v, do=do))
+    for name, x in straight.tensors().items():
+        torch.testing.assert_close(strided.tensors()[name], x, msg=name)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that any operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.numel())
+        return out
+
+
+def footprint(T: int, packed: bool) -> tuple[int, int]:
+    """Elements of the largest tensor of a forward and backward, and of all that forward keeps for backward."""
+    case = Case(T=T, Hq=2, Hkv=1, D=4, config=SMALL, compress_weights=True)
+    if packed:  # more sequences, not longer ones
+        case = replace(case, lengths=(64,) * (T // 64))
+    inputs = make_inputs(case)
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
+        return x
+
+    with LargestTensor() as mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run("eager", inputs)
+    return mode.largest, sum(kept.values())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    # Small against T, so that what grows is seen.
+    monkeypatch.setattr(eager, "CPU_CHUNK", 1 << 12)
+    monkeypatch.setattr(select, "SCORE_BUDGET", 1 << 12)
+    largest, kept = footprint(1024, packed)
+    largest_4, kept_4 = footprint(4096, packed)
+    assert largest_4 <= 4.1 * largest
+    assert kept_4 <= 4.1 * kept
+    # Far from one score for each pair of tokens, in any branch.
+    assert largest_4 < 4096 * 4096 // 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_twice(dtype: torch.dtype) -> None:
+    config = SMALL.replace(deterministic=True)
+    for case in (Case(B=2, T=300, config=config, dtype=dtype, compress_weights=True), Case(lengths=(90, 31))):
+        first, second = (run("eager", make_inputs(case)) for _ in range(2))
+        for name, x in first.tensors().items():
+            assert torch.equal(x, second.tensors()[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 65, 1000, 8193])
+def test_on_a_gpu(dtype: torch.dtype, T: int) -> None:
+    case = Case(T=T, Hq=2, Hkv=1, D=64, dtype=dtype, compress_weights=True)
+    assert_close_to_reference(case, "eager", "cuda")
+    if T == 1000:
+        for changes in ({"per_head": True}, {"block_stride": 16}, {"q_tile": 32}):
+            assert_close_to_reference(replace(case, config=NSAConfig(**changes)), "eager", "cuda")
+        assert_close_to_reference(replace(case, lengths=(300, 0, 1, 699), Hq=8), "eager", "cuda")
+        assert_close_to_reference(replace(case, causal=False, Hq=8, B=2), "eager", "cuda")
+
+
+@pytest.mark.gpu
+def test_same_bits_twice_on_a_gpu() -> None:
+    for per_head in (False, True):
+        config = NSAConfig(deterministic=True, per_head=per_head)
+        inputs = make_inputs(Case(B=2, T=3000, Hq=8, D=64, dtype=torch.bfloat16, config=config), "cuda")
+        first, second = (run("eager", inputs) for _ in range(2))
+        for name, x in first.tensors().items():
+            assert torch.equal(x, second.tensors()[name]), name
+
+
+def test_backward_twice_is_refused() -> None:
+    """Second derivatives would be wrong without a word: `once_differentiable` says so."""
+    inputs = make_inputs(Case(T=20, config=SMALL, gate="none"))
+    q = inputs.q.requires_grad_()
+    o, _ = eager.attend(q, inputs.k, inputs.v, problem=inputs.case.problem)
+    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()

@@ -1,0 +1,276 @@
+"""`NSAttention`: shapes, gradients, packing, causality, position embedding, state, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig, NSAttention, nsa
+from nsa_layer.rope import RotaryEmbedding
+
+SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=16, window_size=8)
+DIM, HQ, HKV, D = 24, 4, 2, 6
+
+
+def make(**options: object) -> NSAttention:
+    """A small layer whose gates and compression weights are not at their initial values."""
+    torch.manual_seed(0)
+    defaults = dict(num_heads=HQ, num_kv_heads=HKV, config=SMALL, rope=RotaryEmbedding(options.get("head_dim") or D))
+    layer = NSAttention(DIM, **(defaults | options))
+    with torch.no_grad():
+        layer.gate_weight.normal_()
+        for weight in (layer.compress_k_weight, layer.compress_v_weight):
+            if weight is not None:
+                weight.add_(0.3 * torch.randn_like(weight))
+    return layer
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, DIM, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"head_dim": 10, "head_dim_v": 4}, {"bias": True}, {"num_kv_heads": 4}])
+@pytest.mark.parametrize("T", [1, 7, 50])
+def test_output_has_the_shape_and_dtype_of_the_input(T: int, options: dict[str, object]) -> None:
+    layer = make(**options)
+    x = tokens(2, T)
+    out, aux = layer(x, return_aux=True)
+    assert out.shape == x.shape and out.dtype == x.dtype
+    assert aux.gates.shape == (2, T, HQ, 3)
+    assert torch.isfinite(out).all()
+
+
+def test_layer_is_its_projections_around_the_reference() -> None:
+    layer = make(compress_weights=True, bias=True, head_dim_v=4).double()
+    x = tokens(2, 45, dtype=torch.float64)
+    q = layer.q_proj(x).view(2, 45, HQ, D)
+    k = layer.k_proj(x).view(2, 45, HKV, D)
+    v = layer.v_proj(x).view(2, 45, HKV, 4)
+    q, k = RotaryEmbedding(D)(q, k, torch.arange(45))
+    weights = {name: getattr(layer, name) for name in ("gate_weight", "compress_k_weight", "compress_v_weight")}
+    o = nsa(q, k, v, config=SMALL, **weights, backend="reference")
+    torch.testing.assert_close(layer(x), layer.o_proj(o.reshape(2, 45, HQ * 4)))
+
+
+def test_gradients_reach_every_parameter_and_the_input() -> None:
+    layer = make(compress_weights=True, bias=True)
+    x = tokens(2, 50).requires_grad_()
+    layer(x).square().sum().backward()
+    for name, parameter in [*layer.named_parameters(), ("x", x)]:
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
+        # Also for the bias of k, which without a rotation would move all scores of a query alike.
+        assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("rope", [RotaryEmbedding(D), None])
+def test_packed_sequences_give_what_they_give_alone(rope: RotaryEmbedding | None) -> None:
+    layer = make(rope=rope, compress_weights=True)
+    lengths = [17, 0, 1, 40]
+    x = tokens(sum(lengths)).requires_grad_()
+    cu_seqlens = torch.tensor([0, 17, 17, 18, 58], dtype=torch.int32)
+    packed = layer(x, cu_seqlens=cu_seqlens, max_seqlen=40)
+    (packed_grad,) = torch.autograd.grad(packed.square().sum(), x)
+    alone = torch.cat([layer(part[None])[0] for part in x.split(lengths) if len(part)])
+    (alone_grad,) = torch.autograd.grad(alone.square().sum(), x)
+    torch.testing.assert_close(packed, alone)
+    torch.testing.assert_close(packed_grad, alone_grad)
+
+
+def test_positions_are_counted_within_each_sequence() -> None:
+    seen: list[torch.Tensor] = []
+
+    def rope(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(positions)
+        return q, k
+
+    layer = make(rope=rope)
+    layer(tokens(2, 5))
+    layer(tokens(7), cu_seqlens=torch.tensor([0, 3, 3, 7], dtype=torch.int32))
+    given = torch.arange(10, dtype=torch.int32).view(2, 5)
+    layer(tokens(2, 5), positions=given)
+    assert [p.tolist() for p in seen] == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 3], given.tolist()]
+
+
+def test_rope_is_what_makes_the_order_of_early_tokens_matter() -> None:
+    x = tokens(1, 6)
+    swapped = x[:, [1, 0, 2, 3, 4, 5]]
+    # Six tokens are no complete block: the last query sees all of them, as one set.
+    without, with_rope = make(rope=None), make()
+    torch.testing.assert_close(without(x)[:, 5], without(swapped)[:, 5])
+    assert (with_rope(x)[:, 5] - with_rope(swapped)[:, 5]).abs().max() > 1e-3
+
+
+def test_rotary_scores_depend_on_the_distance_only() -> None:
+    rope = RotaryEmbedding(D, base=100.0)
+    q, k = tokens(1, 1, dtype=torch.float64)[..., :D].view(1, 1, 1, D), tokens(1, 2, dtype=torch.float64)
+    k = k[:, 1:, :D].unsqueeze(2)
+    scores = []
+    for start in (0, 5, 1000):
+        turned_q, _ = rope(q, k, torch.tensor([start + 3]))
+        _, turned_k = rope(q, k, torch.tensor([start]))
+        scores.append((turned_q * turned_k).sum())
+    torch.testing.assert_close(scores[1], scores[0])
+    torch.testing.assert_close(scores[2], scores[0])
+    assert (scores[0] - (q * k).sum()).abs() > 1e-3
+    same, _ = rope(q, k, torch.tensor([0]))
+    torch.testing.assert_close(same, q)
+
+
+def test_rotary_angles_are_not_rounded_with_the_model() -> None:
+    layer = make(rope=RotaryEmbedding(D)).to(torch.bfloat16)
+    q = k = torch.randn(1, 1, 1, D, dtype=torch.float32)
+    positions = torch.tensor([10_001])
+    expected, _ = RotaryEmbedding(D)(q, k, positions)
+    torch.testing.assert_close(layer.rope(q, k, positions)[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 33, 49])
+def test_later_tokens_change_no_bit_and_get_no_gradient(cut: int) -> None:
+    layer = make(compress_weights=True)
+    x = tokens(1, 50).requires_grad_()
+    out = layer(x)
+    changed = x.detach().clone()
+    changed[:, cut:] = 100 * torch.randn(1, 50 - cut, DIM)
+    assert torch.equal(layer(changed)[:, :cut], out[:, :cut])
+    (gradient,) = torch.autograd.grad(out[:, :cut].square().sum(), x)
+    assert not gradient[:, cut:].any()
+    assert gradient[:, :cut].any()
+
+
+def test_a_rule_that_leaks_is_seen_through_the_layer() -> None:
+    layer = make(config=SMALL.replace(compress_offset=0))
+    x = tokens(1, 50)
+    changed = x.clone()
+    changed[:, 33:] = 0
+    assert not torch.equal(layer(changed)[:, :33], layer(x)[:, :33])
+
+
+def test_not_causal_sees_later_tokens() -> None:
+    layer = make()
+    x = tokens(1, 20)
+    changed = x.clone()
+    changed[:, 5] = 0
+    assert not torch.equal(layer(x, causal=False)[:, 0], layer(changed, causal=False)[:, 0])
+
+
+def test_state_dict_and_deepcopy_keep_every_value() -> None:
+    layer = make(compress_weights=True, bias=True)
+    other = NSAttention(
+        DIM, num_heads=HQ, num_kv_heads=HKV, config=SMALL, rope=RotaryEmbedding(D), compress_weights=True, bias=True
+    )
+    x = tokens(1, 30)
+    expected = layer(x)
+    assert not torch.equal(other(x), expected)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), expected)
+    copied = copy.deepcopy(layer)
+    layer.reset_parameters()
+    assert torch.equal(copied(x), expected)
+
+
+def test_initial_gates_are_a_half_and_initial_projections_the_identity() -> None:
+    layer = make(compress_weights=True)
+    layer.reset_parameters()
+    plain = make()
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x = tokens(1, 40)
+    out, aux = layer(x, return_aux=True)
+    assert (aux.gates == 0.5).all()
+    torch.testing.assert_close(out, plain(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_moving_to_a_dtype_moves_everything(dtype: torch.dtype) -> None:
+    layer = make(compress_weights=True, bias=True).to(dtype)
+    assert {p.dtype for p in layer.parameters()} == {dtype}
+    out = layer(tokens(1, 30, dtype=torch.float64).to(dtype))
+    assert out.dtype == dtype and torch.isfinite(out).all()
+
+
+def test_device_and_dtype_of_the_constructor() -> None:
+    layer = make(device="cpu", dtype=torch.float64, compress_weights=True)
+    assert {p.dtype for p in layer.parameters()} == {torch.float64}
+    meta = NSAttention(DIM, num_heads=HQ, num_kv_heads=HKV, device="meta", compress_weights=True)
+    assert {p.device.type for p in meta.parameters()} == {"meta"}
+
+
+def test_autocast_runs_the_operator_in_the_dtype_of_the_projections() -> None:
+    layer = make(compress_weights=True)
+    x = tokens(1, 40).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, aux = layer(x, return_aux=True)
+    assert out.dtype == torch.bfloat16 and aux.gates.dtype == torch.float32
+    out.float().square().sum().backward()
+    assert layer.gate_weight.grad.dtype == torch.float32
+    torch.testing.assert_close(out.float(), layer(x), rtol=0.1, atol=0.1)
+
+
+def test_repr_says_what_the_layer_is() -> None:
+    text = repr(make(compress_weights=True, backend="eager"))
+    for part in ("num_heads=4", "num_kv_heads=2", "head_dim=6", "block_size=8", "backend='eager'", "RotaryEmbedding(6"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_heads": 5}, ValueError, "num_kv_heads must divide num_heads"),
+        ({"num_heads": 7, "num_kv_heads": 7}, ValueError, "num_heads must divide dim"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1"),
+        ({"head_dim": 2.5}, TypeError, "head_dim must be an int"),
+        ({"config": {"block_size": 8}}, TypeError, "config must be an NSAConfig"),
+        ({"rope": 3}, TypeError, "rope must be callable"),
+        ({"backend": 3}, TypeError, "backend must be a string"),
+    ],
+)
+def test_bad_options_are_named(change: dict[str, object], error: type[Exception], message: str) -> None:
+    options = dict(num_heads=HQ, num_kv_heads=HKV, config=SMALL)
+    with pytest.raises(error, match=message):
+        NSAttention(DIM, **(options | change))
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "error", "message"),
+    [
+        ([1.0], {}, TypeError, "x must be a torch.Tensor"),
+        (torch.zeros(5, DIM), {}, ValueError, r"x must be \[B, T, dim\]"),
+        (torch.zeros(1, 5, DIM + 1), {}, ValueError, "dim=24"),
+        (torch.zeros(1, 5, DIM), {"cu_seqlens": torch.tensor([0, 5])}, ValueError, "packed"),
+        (torch.zeros(5, DIM), {"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens must be a torch.Tensor"),
+        (torch.zeros(5, DIM), {"cu_seqlens": torch.zeros(1, dtype=torch.int32)}, ValueError, "cu_seqlens must be"),
+        (
+            torch.zeros(5, DIM),
+            {"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)},
+            ValueError,
+            "cu_seqlens must end",
+        ),
+        (torch.zeros(5, DIM), {"cu_seqlens": torch.tensor([0, 5])}, TypeError, "cu_seqlens must be int32"),
+        (torch.zeros(1, 5, DIM), {"max_seqlen": 5}, ValueError, "max_seqlen"),
+        (torch.zeros(1, 5, DIM), {"positions": torch.arange(4)}, ValueError, "positions must have shape"),
+        (torch.zeros(1, 5, DIM), {"positions": torch.zeros(5)}, TypeError, "positions must be integers"),
+        (torch.zeros(1, 5, DIM), {"positions": [0, 1]}, TypeError, "positions must be a torch.Tensor"),
+        (torch.zeros(1, 5, DIM), {"causal": 1}, TypeError, "causal must be a bool"),
+        (torch.zeros(1, 0, DIM), {}, ValueError, "no empty dimension"),
+    ],
+)
+def test_bad_input_is_named(x: object, options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()(x, **options)
+
+
+def test_positions_without_rope_are_refused() -> None:
+    with pytest.raises(ValueError, match="positions are for rope"):
+        make(rope=None)(tokens(1, 5), positions=torch.arange(5))
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend must be"):
+        make(backend="fast")(tokens(1, 5))
+
+
+@pytest.mark.parametrize("options", [{"head_dim": 7}, {"head_dim": 0}, {"head_dim": 4, "base": 1.0}])
+def test_bad_rotary_options_are_named(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        RotaryEmbedding(**options)

@@ -1,0 +1,140 @@
+"""The reference against the definition written out query by query, and its gradients against finite differences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig, reference
+from nsa_layer.testing import BRANCHES, DIFFERENTIABLE, Case, make_inputs, run
+
+TINY = NSAConfig(block_size=4, block_counts=3, q_tile=8, window_size=5)
+
+
+def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int]]:
+    """Which keys query t sees in each branch, by the words of the definition; blocks: the list of its tile."""
+    config, T = case.config, case.T
+    tokens = [s for j in blocks.tolist() if j >= 0 for s in range(j * config.block_size, (j + 1) * config.block_size)]
+    compressed = range((T - config.block_size) // config.stride + 1) if T >= config.block_size else range(0)
+    w = config.window_size
+    if case.causal:
+        return {
+            "cmp": [j for j in compressed if j * config.stride + config.offset <= t],
+            "slc": [s for s in tokens if s <= t],
+            "swa": [s for s in range(t - w + 1, t + 1) if s >= 0],
+        }
+    return {
+        "cmp": list(compressed),
+        "slc": [s for s in tokens if s < T],
+        "swa": [s for s in range(t - w + 1, t + w) if 0 <= s < T],
+    }
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        TINY.replace(block_stride=2),
+        TINY.replace(per_head=True, q_tile=4),
+        TINY.replace(q_tile=2, importance="logit"),
+        TINY.replace(compress_offset=-6, force_blocks=False),
+        TINY.replace(window_size=1),
+    ],
+)
+def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
+    case = Case(T=23, Hq=4, Hkv=2, D=3, Dv=2, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
+    inputs = make_inputs(case)
+    o, aux = reference.attend(
+        *(getattr(inputs, name) for name in ("q", "k", "v")),
+        problem=case.problem,
+        **{name: getattr(inputs, name) for name in DIFFERENTIABLE[3:]},
+    )
+    size, stride = config.block_size, config.stride
+    for h in range(case.Hq):
+        kv = h // 2
+        k, v = inputs.k[0, :, kv], inputs.v[0, :, kv]
+        starts = range(0, case.T - size + 1, stride)
+        k_cmp = torch.stack([k[s : s + size].sum(0) / size @ inputs.compress_k_weight[kv] for s in starts])
+        v_cmp = torch.stack([v[s : s + size].sum(0) / size @ inputs.compress_v_weight[kv] for s in starts])
+        for t in range(case.T):
+            q = inputs.q[0, t, h]
+            blocks = aux.block_indices[0, h if config.per_head else kv, t // config.q_tile]
+            total = torch.zeros(case.Dv, dtype=torch.float64)
+            for i, (branch, seen) in enumerate(literal_keys(case, blocks, t).items()):
+                keys, values = (k_cmp, v_cmp) if branch == "cmp" else (k, v)
+                weights = [math.exp(float(q @ keys[s]) * 3**-0.5) for s in seen]
+                lse = float(getattr(aux, f"lse_{branch}")[0, h, t])
+                assert lse == pytest.approx(math.log(sum(weights)) if seen else -math.inf, abs=1e-12)
+                gate = 1 / (1 + math.exp(-float(q @ inputs.gate_weight[h, i])))
+                for weight, s in zip(weights, seen, strict=True):
+                    total += gate * weight / sum(weights) * values[s]
+            torch.testing.assert_close(o[0, t, h], total, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(T=11, Hq=2, Hkv=1, D=3, Dv=2, compress_weights=True),
+        Case(T=11, Hq=2, Hkv=1, D=3, Dv=2, compress_weights=True, gate="given", causal=False),
+        Case(T=10, Hq=2, Hkv=2, D=2, config=TINY.replace(per_head=True, block_stride=2), compress_weights=True),
+        Case(lengths=(3, 0, 6), Hq=2, Hkv=1, D=2, compress_weights=True, gate="none"),
+        Case(T=9, Hq=2, Hkv=1, D=2, config=NSAConfig.seed(block_size=2, q_tile=4, block_counts=2, window_size=3)),
+    ],
+    ids=repr,
+)
+def test_gradcheck(case: Case) -> None:
+    case = replace(case, dtype=torch.float64, config=TINY if case.config == NSAConfig() else case.config)
+    inputs = make_inputs(case)
+    choice = run("reference", inputs).aux.block_indices
+    leaves = {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        given = dict(zip(leaves, tensors, strict=True))
+        return reference.attend(**given, problem=case.problem, block_indices=choice)[0]
+
+    assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves.values()], fast_mode=False)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_rows_that_see_nothing() -> None:
+    config = NSAConfig(block_size=8, q_tile=8, block_counts=1, force_blocks=False, window_size=2)
+    for branch, lse in (("cmp", "lse_cmp"), ("slc", "lse_slc")):
+        # No block is complete in 7 tokens, and none is a candidate.
+        case = Case(T=7, D=4, dtype=torch.float64, config=config, gate=branch, compress_weights=True)
+        with torch.autograd.detect_anomaly(check_nan=True):  # no NaN on the way either, that a mask then hides
+            got = run("reference", make_inputs(case))
+        assert (getattr(got.aux, lse) == -torch.inf).all()
+        assert not got.o.any()
+        for name, grad in got.grads.items():
+            assert name == "gates" or not grad.any(), name
+            assert grad.isfinite().all(), name
+
+
+def test_equal_scores_give_means() -> None:
+    """With q = 0 every key weighs the same: LSEs are logarithms of counts, and outputs are means."""
+    case = Case(T=12, Hq=1, Hkv=1, D=2, dtype=torch.float64, config=TINY, gate="none")
+    inputs = make_inputs(case)
+    v = inputs.v[0, :, 0]
+    o, aux = reference.attend(torch.zeros_like(inputs.q), inputs.k, inputs.v, problem=case.problem)
+    # Query 9 sees blocks 0 and 1 compressed; tile 1 lists blocks 0, 1, 2, all forced; its window is 5 .. 9.
+    assert aux.block_indices[0, 0].tolist() == [[0, 1, -1], [0, 1, 2]]
+    expected = (v[:8].mean(0) + v[:10].mean(0) + v[5:10].mean(0)) / 3
+    torch.testing.assert_close(o[0, 9, 0], expected)
+    for branch, count in zip(BRANCHES, (2, 10, 5), strict=True):
+        assert float(getattr(aux, f"lse_{branch}")[0, 0, 9]) == pytest.approx(math.log(count))
+
+
+def test_a_given_choice_is_used() -> None:
+    case = Case(T=16, Hq=1, Hkv=1, D=2, dtype=torch.float64, config=TINY, gate="slc")
+    inputs = make_inputs(case)
+    choice = torch.tensor([[[[0, -1, -1], [3, -1, -1]]]], dtype=torch.int32)
+    got = run(partial(reference.attend, block_indices=choice), inputs)
+    assert torch.equal(got.aux.block_indices, choice)
+    # Token 8 sees none of block 3, which holds tokens 12 .. 15; token 12 sees itself alone.
+    assert float(got.aux.lse_slc[0, 0, 8]) == -math.inf
+    torch.testing.assert_close(got.o[0, 12], inputs.v[0, 12])

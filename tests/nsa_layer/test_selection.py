@@ -1,0 +1,195 @@
+"""Which blocks are chosen: against the definition in plain Python, and that nothing else is attended to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig
+from nsa_layer.testing import Case, Inputs, assert_same_choice, make_inputs, run
+
+SMALL = NSAConfig(block_size=8, block_counts=5, q_tile=16, window_size=8)
+
+
+def oracle_scores(inputs: Inputs, kv: int, first: int, blocks: list[int]) -> list[dict[int, Fraction | float]]:
+    """The logit of some blocks for the tile that starts at a token: one dict for each query head of a group; exact."""
+    case, config, size = inputs.case, inputs.case.config, inputs.case.config.block_size
+    G = case.Hq // case.Hkv
+    if case.causal and config.tile_query == "before":
+        asking = range(max(0, first - config.q_tile + 1), first + 1)
+    else:
+        asking = range(first, min(case.T, first + config.q_tile))
+    scale = Fraction(case.problem.softmax_scale)
+    keys = {
+        j: [sum(map(Fraction, x)) / size for x in zip(*inputs.k[0, j * size : (j + 1) * size, kv].tolist())]
+        for j in blocks
+    }
+    heads = []
+    for h in range(kv * G, (kv + 1) * G):
+        q = [sum(map(Fraction, x)) / len(asking) for x in zip(*inputs.q[0, asking.start : asking.stop, h].tolist())]
+        heads.append({j: scale * sum(a * b for a, b in zip(q, key)) for j, key in keys.items()})
+    return heads
+
+
+def oracle_list(inputs: Inputs, kv: int, tile: int) -> list[list[int]]:
+    """The lists of a tile for one key/value head: one, or one for each query head of its group with ``per_head``."""
+    case, config, size, T = inputs.case, inputs.case.config, inputs.case.config.block_size, inputs.case.T
+    first = tile * config.q_tile
+    last = min(T, first + config.q_tile) - 1
+    complete_at = first if case.causal else T - 1
+    candidates = [j for j in range(T) if j * size + size - 1 <= complete_at]
+    forced = set()
+    if config.force_blocks:
+        forced = {0, *range(first // size, last // size + 1), max(0, first // size - 1)}
+    heads = oracle_scores(inputs, kv, first, candidates)
+    if config.importance == "softmax":
+        heads = [{j: math.exp(x) for j, x in head.items()} for head in heads]
+        heads = [{j: x / math.fsum(head.values()) for j, x in head.items()} for head in heads]
+    if not config.per_head:
+        heads = [{j: sum(head[j] for head in heads) for j in candidates}]
+    lists = []
+    for head in heads:
+        best = sorted((j for j in candidates if j not in forced), key=lambda j: (-head[j], j))
+        lists.append(sorted(forced | set(best[: max(0, config.block_counts - len(forced))])))
+    return lists
+
+
+def assert_oracle_choice(case: Case, backend: str) -> None:
+    inputs = make_inputs(case)
+    choice = run(backend, inputs).aux.block_indices[0]
+    G = case.Hq // case.Hkv
+    for kv in range(case.Hkv):
+        for tile in range(choice.shape[1]):
+            for part, expected in enumerate(oracle_list(inputs, kv, tile)):
+                got = choice[kv * G + part if case.config.per_head else kv, tile].tolist()
+                assert got == expected + [-1] * (len(got) - len(expected)), f"head {kv}, tile {tile}: {case!r}"
+
+
+# Powers of two: the scale is one, and every mean and score is exact in fp32. Integers also make many ties.
+EXACT = Case(T=150, Hq=4, Hkv=2, D=16, config=SMALL.replace(importance="logit"), integers=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"per_head": True},
+        {"q_tile": 4},
+        {"q_tile": 32, "block_counts": 2},
+        {"block_stride": 2},
+        {"force_blocks": False, "block_counts": 3},
+        {"block_counts": 1},
+        {"block_counts": 1000},
+        {"tile_query": "mean"},
+    ],
+    ids=repr,
+)
+def test_exact_scores(backend: str, causal: bool, changes: dict[str, object]) -> None:
+    for seed in range(3):
+        # Not causal, the last tile asks with a mean over its own tokens: as many as a power of two.
+        case = replace(EXACT, T=152, causal=causal, seed=seed, config=EXACT.config.replace(**changes))
+        if case.config.q_tile == 16 or causal:
+            assert_oracle_choice(case, backend)
+        else:
+            assert_oracle_choice(replace(case, T=160), backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("changes", [{}, {"per_head": True}, {"block_stride": 4}, {"tile_query": "mean"}], ids=repr)
+def test_softmax_scores(backend: str, changes: dict[str, object]) -> None:
+    """Real scores, no ties: heads of a group with very different softmaxes are summed after them."""
+    for causal in (True, False):
+        config = SMALL.replace(**changes)
+        case = Case(T=155, Hq=6, Hkv=2, D=8, dtype=torch.float64, config=config, causal=causal)
+        assert_oracle_choice(case, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_differs_only_within_rounding(dtype: torch.dtype) -> None:
+    for seed in range(4):
+        case = Case(B=2, T=600, Hq=8, Hkv=2, D=16, dtype=dtype, config=SMALL, compress_weights=True, seed=seed)
+        inputs = make_inputs(case)
+        assert_same_choice(inputs, run("eager", inputs).aux.block_indices)
+
+
+def test_a_wrong_choice_is_seen() -> None:
+    """The helper that the tests of every backend use refuses what it should."""
+    inputs = make_inputs(Case(T=150, config=SMALL, seed=1))
+    choice = run("reference", inputs).aux.block_indices
+    assert choice[0, 0, -1].tolist()[0] == 0 and choice.shape[-1] == 5
+    assert_same_choice(inputs, choice)
+    chosen = set(choice[0, 0, -1].tolist())
+    other = next(j for j in range(1, 17) if j not in chosen)
+    free = next(j for j in sorted(chosen) if j not in (0, 17, 18))
+    wrong = {
+        "should": sorted(chosen - {free} | {other}),
+        "forced": sorted(chosen - {0} | {other}),
+        "ascending": sorted(chosen, reverse=True),
+        "wrong length": [*sorted(chosen - {free}), -1],
+    }
+    for message, blocks in wrong.items():
+        changed = choice.clone()
+        changed[0, 0, -1] = torch.tensor(blocks)
+        with pytest.raises(AssertionError, match=message):
+            assert_same_choice(inputs, changed)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_ties_go_to_the_earlier_block(backend: str) -> None:
+    for importance in ("softmax", "logit"):
+        inputs = make_inputs(Case(T=160, Hq=2, Hkv=1, D=4, config=SMALL.replace(importance=importance)))
+        choice = run(backend, replace(inputs, q=torch.zeros_like(inputs.q))).aux.block_indices
+        # Tile 9 holds blocks 18 and 19; with 0 and 17 forced, one is left to choose.
+        assert choice[0, 0, 9].tolist() == [0, 1, 17, 18, 19]
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_a_short_last_block_is_listed_only_if_forced(backend: str) -> None:
+    last = 155 // 8
+    for force in (True, False):
+        config = SMALL.replace(force_blocks=force, block_counts=18)
+        got = run(backend, make_inputs(Case(T=155, config=config, causal=False))).aux.block_indices
+        listed = (got == last).any(-1)
+        assert not listed[:, :, :-1].any()
+        assert bool(listed[:, :, -1].all()) == force
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("size", [64, 16])
+def test_an_unlisted_block_changes_nothing(backend: str, size: int) -> None:
+    """Keys and values of a block are made huge; its mean, and so the choice, stays: only tiles that list it notice.
+
+    Blocks of 64 under tiles of 128 queries: the listed neighbour must not bring the other half in.
+    """
+    config = NSAConfig(block_size=size, block_counts=5, q_tile=2 * size, window_size=8)
+    case = Case(T=14 * size, Hq=4, Hkv=2, D=16, config=config, gate="slc", integers=True)
+    inputs = make_inputs(case)
+    before = run(backend, inputs)
+    choice = before.aux.block_indices[0]
+    tile_of = torch.arange(case.T) // config.q_tile
+    for block in (3, 4, 7):
+        k, v = inputs.k.clone(), inputs.v.clone()
+        k[:, block * size] += 4096  # exact in fp32, and the block's sum is what it was
+        k[:, block * size + 1] -= 4096
+        v[:, block * size : (block + 1) * size] = 1e4
+        after = run(backend, replace(inputs, k=k, v=v))
+        assert torch.equal(after.aux.block_indices, before.aux.block_indices)
+        listed = (choice == block).any(-1)[:, tile_of].repeat_interleave(2, dim=0).T
+        seen = listed & (torch.arange(case.T)[:, None] >= block * size)
+        assert torch.equal(after.o[0][~seen], before.o[0][~seen])
+        assert torch.equal(after.grads["q"][0][~seen], before.grads["q"][0][~seen])
+        later = torch.arange(case.T)[:, None] >= (block + 1) * size
+        assert not (listed & later).all() and (listed & later).any(), "the case shows nothing"
+        assert (after.o[0] != before.o[0])[listed & later].any(-1).all()
+        # And no gradient comes back from those that do not see it.
+        do = inputs.do.clone()
+        do[0][seen] = 0
+        grads = run(backend, replace(inputs, do=do)).grads
+        for name in ("k", "v"):
+            assert not grads[name][:, block * size : (block + 1) * size].any()

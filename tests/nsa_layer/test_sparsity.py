@@ -1,0 +1,126 @@
+"""Block-sparse lists and the bitmap against dense masks made token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.sparsity import KV_TILE, BlockLists, block_bitmap, compressed_lists, selected_lists
+
+
+def dense_of(lists: BlockLists, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [B, H, rows, columns] of mask and of full entries; checks order and padding on the way."""
+    tables = []
+    for cnt, idx in ((lists.mask_cnt, lists.mask_idx), (lists.full_cnt, lists.full_idx)):
+        assert cnt.dtype == idx.dtype == torch.int32
+        table = torch.zeros(*idx.shape[:3], columns, dtype=torch.bool)
+        for b, h, row in torch.cartesian_prod(*map(torch.arange, idx.shape[:3])).tolist():
+            used = idx[b, h, row, : cnt[b, h, row]].tolist()
+            assert used == sorted(set(used)), "entries must ascend"
+            assert not idx[b, h, row, len(used) :].any(), "what is unused must be a legal tile"
+            table[b, h, row, used] = True
+        tables.append(table)
+    return tables[0], tables[1]
+
+
+def tiles_of(visible: torch.Tensor, tile_q: int, kv_tile: int = KV_TILE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Visibility [..., T, K] as (any visible, all visible) per tile; past the end nothing is visible."""
+    T, K = visible.shape[-2:]
+    padded = torch.nn.functional.pad(visible, (0, -K % kv_tile, 0, -T % tile_q))
+    # Queries past the end do not exist: they neither need a tile nor spoil a full one.
+    padded[..., T:, :] = padded[..., T - 1 : T, :]
+    blocks = padded.unflatten(-1, (-1, kv_tile)).unflatten(-3, (-1, tile_q))
+    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
+
+
+def random_choice(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
+    M, n, N = config.num_tiles(T), config.list_width(T), config.num_blocks(T)
+    indices = torch.full((B, H, M, n), -1, dtype=torch.int32)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, M))).tolist():
+        most = min(N, ((i + 1) * config.q_tile - 1) // config.block_size + 1)  # causal: no block after the tile
+        count = int(torch.randint(0, min(n, most) + 1, (), generator=generator))
+        chosen = torch.randperm(most, generator=generator)[:count].sort().values
+        indices[b, h, i, :count] = chosen.to(torch.int32)
+    return indices
+
+
+def visible_tokens(indices: torch.Tensor, T: int, config: NSAConfig, causal: bool) -> torch.Tensor:
+    B, H, M, _ = indices.shape
+    visible = torch.zeros(B, H, T, T, dtype=torch.bool)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, M))).tolist():
+        for j in indices[b, h, i].tolist():
+            if j >= 0:
+                rows = slice(i * config.q_tile, (i + 1) * config.q_tile)
+                visible[b, h, rows, j * config.block_size : (j + 1) * config.block_size] = True
+    return visible.tril() if causal else visible
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("tile_q,kv_tile", [(128, 128), (128, 64), (256, 128)])
+@pytest.mark.parametrize("block_size", [16, 64, 128, 256])
+@pytest.mark.parametrize("T", [1, 127, 128, 300, 1000])
+def test_selected_lists(T: int, block_size: int, tile_q: int, kv_tile: int, causal: bool) -> None:
+    config = NSAConfig(block_size=block_size, block_counts=6, q_tile=128)
+    indices = random_choice(T, 2, 2, config, torch.Generator().manual_seed(T + block_size))
+    visible = visible_tokens(indices, T, config, causal)
+    some, everything = tiles_of(visible, tile_q, kv_tile)
+    N = -(-T // kv_tile)
+    lists = selected_lists(indices, T, config=config, causal=causal, tile_q=tile_q, kv_tile=kv_tile)
+    mask, full = dense_of(lists, N)
+    assert not (mask & full).any()
+    assert torch.equal(full, everything & full), "a tile listed as full hides a pair that is not visible"
+    assert (mask | full)[some].all(), "a visible pair is in no listed tile"
+    # Of two merged tiles one can list a long block whose last part lies after it.
+    if tile_q == config.q_tile or block_size <= kv_tile:
+        assert torch.equal(mask | full, some), "a tile without a visible pair is listed"
+    if T % tile_q == 0:
+        assert torch.equal(full, everything), "a tile that needs no mask is listed for masking"
+    mask_t, full_t = dense_of(lists.transpose(N), lists.mask_cnt.shape[2])
+    assert torch.equal(mask_t, mask.mT) and torch.equal(full_t, full.mT)
+
+
+@pytest.mark.parametrize("tile_q", [128, 256])
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+@pytest.mark.parametrize("T", [1, 300, 1000, 4100])
+def test_bitmap_holds_the_choice(T: int, block_size: int, tile_q: int) -> None:
+    config = NSAConfig(block_size=block_size, block_counts=7, q_tile=128)
+    indices = random_choice(T, 1, 3, config, torch.Generator().manual_seed(T))
+    bitmap = block_bitmap(indices, T, config=config, tile_q=tile_q)
+    assert bitmap.dtype == torch.int32
+    assert bitmap.shape[2] * config.q_tile >= -(-T // tile_q) * tile_q, "the last kernel tile would read past the rows"
+    assert bitmap.shape[3] * 32 * block_size >= -(-T // KV_TILE) * KV_TILE, (
+        "the last key tile would read past the words"
+    )
+    bits = (bitmap.unsqueeze(-1) >> torch.arange(32)) & 1
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, indices.shape[:3])).tolist():
+        chosen = [j for j in indices[b, h, i].tolist() if j >= 0]
+        assert bits[b, h, i].flatten().nonzero().flatten().tolist() == chosen
+    assert not bits[:, :, indices.shape[2] :].any()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("block_size,stride,offset", [(64, None, None), (64, None, 0), (32, 16, None), (8, 4, None)])
+@pytest.mark.parametrize("T", [64, 300, 1000, 2100])
+def test_compressed_lists(T: int, block_size: int, stride: int | None, offset: int | None, causal: bool) -> None:
+    config = NSAConfig(block_size=block_size, block_stride=stride, compress_offset=offset)
+    Tc = config.compressed_length(T)
+    t, j = torch.arange(T).view(-1, 1), torch.arange(Tc)
+    visible = (j * config.stride + config.offset <= t) | (not causal)
+    some, everything = tiles_of(visible, 128)
+    forward, backward = compressed_lists(T, Tc, config=config, causal=causal, tile_q=128, device=torch.device("cpu"))
+    mask, full = (t[0, 0] for t in dense_of(forward, -(-Tc // KV_TILE)))
+    assert torch.equal(mask | full, some)
+    assert torch.equal(full, everything)
+    mask_t, full_t = (t[0, 0] for t in dense_of(backward, -(-T // 128)))
+    assert torch.equal(mask_t, mask.mT) and torch.equal(full_t, full.mT)
+
+
+def test_expanded_lists_repeat_each_list() -> None:
+    config = NSAConfig(block_counts=4)
+    indices = random_choice(512, 1, 2, config, torch.Generator().manual_seed(0))
+    lists = selected_lists(indices, 512, config=config, causal=True, tile_q=128)
+    expanded = lists.expand_heads(3)
+    for name in ("mask_cnt", "mask_idx", "full_cnt", "full_idx"):
+        assert torch.equal(getattr(expanded, name)[:, 4], getattr(lists, name)[:, 1])
+        assert getattr(expanded, name).shape[1] == 6

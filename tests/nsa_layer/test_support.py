@@ -1,0 +1,100 @@
+"""The table of (architecture, feature): what it refuses, and which backend it leads to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig, support
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(params=[90, 100])
+def arch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(support, "device_arch", lambda index=None: request.param)
+    return request.param
+
+
+def choose(backend: str | None = None, **changes: object) -> str:
+    request = dict(device=CUDA, dtype=torch.bfloat16, D=128, Dv=128, config=NSAConfig(), needs_grad=True) | changes
+    return support.choose_backend(backend, **request)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_kernels_are_the_default_on_their_gpus(arch: int, D: int, dtype: torch.dtype) -> None:
+    assert choose(D=D, Dv=D, dtype=dtype) == "cute"
+    assert choose("cute", D=D, Dv=D, dtype=dtype) == "cute"
+
+
+UNSUPPORTED = {
+    "dtype float32": dict(dtype=torch.float32),
+    "dtype float64": dict(dtype=torch.float64),
+    r"head dimension \(96, 96\)": dict(D=96, Dv=96),
+    r"head dimension \(192, 128\)": dict(D=192, Dv=128),
+    "any other head dimension": dict(D=80, Dv=80),
+    "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=96)),
+    "any other q_tile": dict(config=NSAConfig(q_tile=64)),
+    "deterministic backward": dict(config=NSAConfig(deterministic=True)),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "cute"])
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_what_the_kernels_lack_is_refused_and_named(arch: int, feature: str, backend: str | None) -> None:
+    with pytest.raises(NotImplementedError, match=f"sm_{arch}: the kernels do not support {feature}"):
+        choose(backend, **UNSUPPORTED[feature])
+    assert choose("eager", **UNSUPPORTED[feature]) == "eager"
+
+
+def test_deterministic_forward_is_supported(arch: int) -> None:
+    assert choose(config=NSAConfig(deterministic=True), needs_grad=False) == "cute"
+
+
+@pytest.mark.parametrize("other", [80, 89, 120])
+def test_gpus_without_kernels(other: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "device_arch", lambda index=None: other)
+    assert choose() == "eager"
+    with pytest.raises(NotImplementedError, match=f"sm_{other}: the kernels do not support"):
+        choose("cute")
+
+
+def test_tensors_that_are_not_on_a_gpu() -> None:
+    assert choose(device=torch.device("cpu")) == "eager"
+    with pytest.raises(ValueError, match="backend='cute' needs tensors on a GPU, got cpu"):
+        choose("cute", device=torch.device("cpu"))
+
+
+def test_the_table_agrees_with_what_is_refused(arch: int) -> None:
+    header, rows = support.table()
+    column = header.index(f"cute sm_{arch}")
+    refused = {row[0] for row in rows if row[column] == "no"}
+    named = {name.replace("\\", "") for name in UNSUPPORTED}
+    assert refused == named
+    assert all(len(row) == len(header) for row in rows)
+
+
+@pytest.mark.parametrize("text,expected", [("sm_90", 90), ("90", 90), ("SM_100a", 100), ("sm90a", 90)])
+def test_the_environment_overrides_the_architecture(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", text)
+    support.device_arch.cache_clear()
+    assert support.device_arch() == expected
+    support.device_arch.cache_clear()
+
+
+def test_a_bad_architecture_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "hopper")
+    support.device_arch.cache_clear()
+    with pytest.raises(ValueError, match="FLASH_ATTENTION_ARCH must look like sm_90, got 'hopper'"):
+        support.device_arch()
+
+
+def test_explain_backend() -> None:
+    shape = dict(dtype=torch.bfloat16, D=128, Dv=128, Hq=32, Hkv=8, config=NSAConfig())
+    assert support.explain_backend(**shape, arch=90) == ("cute", "kernels for sm_90")
+    assert support.explain_backend(**shape, arch=0) == ("eager", "no GPU")
+    assert support.explain_backend(**shape, arch=80)[0] == "eager"
+    backend, reason = support.explain_backend(**(shape | dict(D=96, Dv=96)), arch=100)
+    assert backend == "none" and "head dimension (96, 96)" in reason
+    assert support.explain_backend(**(shape | dict(Hq=30)), arch=90)[0] == "none"

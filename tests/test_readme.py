@@ -1,0 +1,46 @@
+"""The README's Python examples run, and what it names exists."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from nsa_layer import NSAConfig, nsa
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example_runs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without a GPU in sight an example takes its way for a CPU, here as on the machines that have one.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__readme__"})
+
+
+def test_every_option_is_in_the_tables() -> None:
+    rows = "\n".join(line for line in README.splitlines() if line.startswith("|"))
+    for name in [*inspect.signature(nsa).parameters, *(f.name for f in fields(NSAConfig))]:
+        assert name == "config" or f"`{name}`" in rows, name
+
+
+def test_defaults_in_the_table_are_those_of_the_code() -> None:
+    for field in fields(NSAConfig):
+        (row,) = [line for line in README.splitlines() if line.startswith(f"| `{field.name}` |")]
+        shown = row.split("|")[2].strip().strip("`").strip('"')
+        if field.default is not None:
+            assert shown == str(field.default), row
+
+
+def test_links_lead_to_files() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("https://") or (REPOSITORY / target).exists(), target
