@@ -23,6 +23,8 @@ from nsa_layer.select import choose_blocks
 
 # Scores held at once, over all heads. A CPU wants a chunk to stay in its cache, a GPU wants few launches.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
+# Queries of a chunk. A GPU sums a product one term after another: dk errs by the root of the rows of a chunk.
+CHUNK_QUERIES = 256
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,7 @@ def _window_plan(q: torch.Tensor, heads: int, problem: Problem) -> _Plan:
 def _rows_that_fit(q: torch.Tensor, keys: int) -> int:
     """How many queries of [B, T, Hq, D] may meet ``keys`` keys at once."""
     budget = CPU_CHUNK if q.device.type == "cpu" else GPU_CHUNK
-    return max(1, budget // max(1, q.shape[0] * q.shape[2] * keys))
+    return max(1, min(CHUNK_QUERIES, budget // max(1, q.shape[0] * q.shape[2] * keys)))
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def run_cases(cases: list[KernelCase], *, jobs: int) -> Iterator[Outcome]:
 
 def summary(outcomes: Iterable[Outcome]) -> str:
     """A table of branch, direction and architecture: how many compiled, how many did not, the slowest."""
-    from tabulate import tabulate
+    from nsa_layer.tables import markdown
 
     groups: dict[tuple, list[Outcome]] = {}
     for outcome in outcomes:
@@ -77,7 +77,7 @@ def summary(outcomes: Iterable[Outcome]) -> str:
         count = Counter(outcome.error is None for outcome in group)
         rows.append([*key, count[True], count[False], f"{max(outcome.seconds for outcome in group):.1f}"])
     header = ["target", "branch", "direction", "D", "dtype", "compiled", "failed", "slowest, s"]
-    return tabulate(rows, header, tablefmt="github", disable_numparse=True)
+    return markdown(header, rows, left=5)
 
 
 def _attempt(case: KernelCase) -> Outcome:
