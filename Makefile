@@ -23,6 +23,8 @@ help:
 demo: $(VENV)/.installed tree
 	$(PY) -m nsa_layer demo $(ARGS)
 
+# Each worker is a process of its own: threads on top of that would wait for one another.
+test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed-for-tests tree
 ifeq ($(GPU),0)
 	$(PY) -m pytest -n auto --dist loadgroup $(ARGS)

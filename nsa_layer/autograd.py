@@ -6,7 +6,7 @@ compressed keys and values, and the block lists. Nothing is chosen again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -41,7 +41,7 @@ def attend(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, cu_seqlens, problem):
-        o_cmp, lse_cmp, block_indices = _compressed_and_choice(q, k, v, w_k, w_v, problem)
+        o_cmp, lse_cmp, block_indices = _compressed_and_choice(q, k, v, w_k, w_v, cu_seqlens, problem)
         o_slc, lse_slc = _selected(q, k, v, block_indices, problem)
         o_swa, lse_swa = branches.window_forward(q, k, v, problem=problem, cu_seqlens=cu_seqlens)
         g = gate_values(q, gate_weight, gates)
@@ -73,7 +73,9 @@ class _Attend(torch.autograd.Function):
             dq_gate, d_gate_weight = gate_values_backward(dg, g, q, gate_weight)
         d_gates = None if gates is None else dg.to(gates.dtype)
         del dg
-        dq_cmp, dk_cmp, dv_cmp, dw_k, dw_v = _compressed_backward(q, k, v, w_k, w_v, o_cmp, lse_cmp, do_cmp, problem)
+        dq_cmp, dk_cmp, dv_cmp, dw_k, dw_v = _compressed_backward(
+            q, k, v, w_k, w_v, o_cmp, lse_cmp, do_cmp, cu_seqlens, problem
+        )
         del do_cmp
         dq_slc, dk_slc, dv_slc = _selected_backward(q, k, v, o_slc, lse_slc, do_slc, block_indices, problem)
         del do_slc
@@ -126,34 +128,30 @@ def _joined(problem: Problem, parts: list[Tensor], dim: int = 0) -> Tensor:
     return parts[0] if problem.lengths is None else torch.cat([part.squeeze(0) for part in parts], dim=dim)
 
 
-def _compressed_sparsity(q: Tensor, k_cmp: Tensor, problem: Problem, *, backward: bool) -> branches.Sparsity | None:
-    return branches.compressed_sparsity(q.shape[1], k_cmp.shape[1], problem=problem, device=q.device, backward=backward)
-
-
 def _selected_sparsity(q: Tensor, chosen: Tensor, problem: Problem, *, backward: bool) -> branches.Sparsity:
     tile = branches.BACKWARD_TILE if backward else branches.forward_tile(q.device, problem.config.block_size)
     return branches.selected_sparsity(chosen, q.shape[1], q.shape[2], problem=problem, tile=tile, backward=backward)
 
 
 def _compressed_and_choice(
-    q: Tensor, k: Tensor, v: Tensor, w_k: Tensor | None, w_v: Tensor | None, problem: Problem
+    q: Tensor, k: Tensor, v: Tensor, w_k: Tensor | None, w_v: Tensor | None, cu_seqlens: Tensor | None, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The compressed branch's o and lse, and the chosen blocks, which come from the same compressed keys."""
     config = problem.config
     width = config.list_width(max(problem.lengths)) if problem.lengths else None
-    outputs, lses, choices = [], [], []
+    keys, values, choices = [], [], []
     for q_seq, k_seq, v_seq in _sequences(problem, q, k, v):
         k_cmp = compress(k_seq, w_k, config=config)  # not rounded: the choice scores these
         chosen = choose_blocks(q_seq, k_cmp, config=config, causal=problem.causal, softmax_scale=problem.softmax_scale)
-        v_cmp = compress(v_seq, w_v, config=config)
-        sparsity = _compressed_sparsity(q_seq, k_cmp, problem, backward=False)
-        o, lse = branches.compressed_forward(
-            q_seq, k_cmp.to(k.dtype), v_cmp.to(v.dtype), problem=problem, sparsity=sparsity
-        )
         if width is not None:
             chosen = torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
-        outputs.append(o), lses.append(lse), choices.append(chosen)
-    return _joined(problem, outputs), _joined(problem, lses, 1), _joined(problem, choices, 1)
+        keys.append(k_cmp.to(k.dtype)), values.append(compress(v_seq, w_v, config=config).to(v.dtype))
+        choices.append(chosen)
+    packing = branches.compressed_packing(problem, cu_seqlens)
+    o, lse = branches.compressed_forward(
+        q, _joined(problem, keys), _joined(problem, values), problem=problem, packing=packing
+    )
+    return o, lse, _joined(problem, choices, 1)
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
@@ -190,36 +188,32 @@ def _compressed_backward(
     o: Tensor,
     lse: Tensor,
     do: Tensor,
+    cu_seqlens: Tensor | None,
     problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dq, dk, dv of the compressed branch (dk, dv in fp32, not rounded) and the gradients of both projections."""
-    grads: list[tuple[Tensor, Tensor, Tensor]] = []
-    dw_k = None if w_k is None else torch.zeros_like(w_k, dtype=torch.float32)
-    dw_v = None if w_v is None else torch.zeros_like(w_v, dtype=torch.float32)
-    for tensors, lse_seq in zip(_sequences(problem, q, k, v, o, do), _lse_of_sequences(problem, lse)):
-        q_seq, k_seq, v_seq, o_seq, do_seq = tensors
-        k_mean, v_mean = (mean_pool(x, config=problem.config) for x in (k_seq, v_seq))
-        k_cmp, v_cmp = project(k_mean, w_k).to(k.dtype), project(v_mean, w_v).to(v.dtype)
-        sparsity = _compressed_sparsity(q_seq, k_cmp, problem, backward=True)
-        dq, dk_cmp, dv_cmp = branches.compressed_backward(
-            q_seq, k_cmp, v_cmp, o_seq, lse_seq, do_seq, problem=problem, sparsity=sparsity
-        )
-        dk = _uncompress(dk_cmp.float(), k_mean, w_k, dw_k, k_seq.shape[1], problem)
-        dv = _uncompress(dv_cmp.float(), v_mean, w_v, dw_v, v_seq.shape[1], problem)
-        grads.append((dq, dk, dv))
-    dq, dk, dv = (_joined(problem, list(parts)) for parts in zip(*grads))
-    return dq, dk, dv, _like(dw_k, w_k), _like(dw_v, w_v)
+    means = [[mean_pool(x, config=problem.config) for x in pair] for pair in _sequences(problem, k, v)]
+    k_means, v_means = zip(*means)
+    k_cmp = _joined(problem, [project(mean, w_k).to(k.dtype) for mean in k_means])
+    v_cmp = _joined(problem, [project(mean, w_v).to(v.dtype) for mean in v_means])
+    packing = branches.compressed_packing(problem, cu_seqlens)
+    dq, dk_cmp, dv_cmp = branches.compressed_backward(q, k_cmp, v_cmp, o, lse, do, problem=problem, packing=packing)
+    dk, dw_k = _uncompress(dk_cmp, k_means, w_k, k, problem)
+    dv, dw_v = _uncompress(dv_cmp, v_means, w_v, v, problem)
+    return dq, dk, dv, dw_k, dw_v
 
 
 def _uncompress(
-    d_cmp: Tensor, mean: Tensor, weight: Tensor | None, d_weight: Tensor | None, T: int, problem: Problem
-) -> Tensor:
-    """Gradient of the tokens from that of their compressed blocks; adds the projection's own to `d_weight`."""
-    if weight is not None:
-        d_weight += torch.einsum("bthd,bthe->hde", mean, d_cmp)
-        d_cmp = torch.einsum("bthe,hde->bthd", d_cmp, weight.float())
-    return mean_pool_backward(d_cmp, T, config=problem.config)
-
-
-def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
-    return None if grad is None else grad.to(weight.dtype)
+    d_cmp: Tensor, means: Sequence[Tensor], weight: Tensor | None, x: Tensor, problem: Problem
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of the tokens x, in fp32, and of the projection, from that of the compressed blocks."""
+    d_weight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
+    d_tokens, start = [], 0
+    for mean, (tokens,) in zip(means, _sequences(problem, x)):
+        d_blocks = d_cmp if problem.lengths is None else d_cmp[start : start + mean.shape[1]].unsqueeze(0)
+        d_blocks, start = d_blocks.float(), start + mean.shape[1]
+        if weight is not None:
+            d_weight += torch.einsum("bthd,bthe->hde", mean, d_blocks)
+            d_blocks = torch.einsum("bthe,hde->bthd", d_blocks, weight.float())
+        d_tokens.append(mean_pool_backward(d_blocks, tokens.shape[1], config=problem.config))
+    return _joined(problem, d_tokens), None if weight is None else d_weight.to(weight.dtype)

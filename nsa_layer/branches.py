@@ -1,7 +1,8 @@
 """The three attention calls, forward and backward. The only caller of the fork's kernels.
 
-Shapes are those of one batch of equal length, [B, T, H, D], but for the sliding window, which takes packed input as it
-is. Every forward returns (o, lse), every backward (dq, dk, dv); lse is [B, Hq, T], natural, -inf for empty rows.
+Shapes are those of one batch of equal length, [B, T, H, D]; the compressed branch and the sliding window take packed
+input too, [total, H, D]. Every forward returns (o, lse), every backward (dq, dk, dv); lse is [B, Hq, T], packed
+[Hq, total], natural, -inf for empty rows.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import torch
 
 from nsa_layer.fork import require_patched
 from nsa_layer.problem import Problem
-from nsa_layer.sparsity import KV_TILE, BlockLists, block_bitmap, compressed_lists, selected_lists
+from nsa_layer.sparsity import KV_TILE, BlockLists, block_bitmap, selected_lists
 from nsa_layer.support import device_arch, kernel_family
 
 require_patched()
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd, flash_attn_func  # noqa: E402
-from nsa_layer.masks import causal_mask, compressed_mask, selected_mask  # noqa: E402
+from nsa_layer.masks import causal_mask, selected_mask  # noqa: E402
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -59,23 +60,17 @@ class Sparsity:
         return Sparsity(self.mask_mod, BlockLists(*empty[:4], self.lists.block_size), tuple(empty[4:]))
 
 
-def compressed_sparsity(T: int, Tc: int, *, problem: Problem, device: torch.device, backward: bool) -> Sparsity | None:
-    """How T queries see Tc compressed keys, or None where every query sees all."""
-    if not problem.causal:
-        return None
-    config = problem.config
-    tile_q, _ = BACKWARD_TILE if backward else forward_tile(device)
-    both = compressed_lists(T, Tc, config=config, causal=True, tile_q=tile_q, device=device)
-    return Sparsity(compressed_mask(config.stride, config.offset), both[backward])
-
-
 def compressed_forward(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *, problem: Problem, sparsity: Sparsity | None
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *, problem: Problem, packing: dict
 ) -> Pair:
-    """q [B, T, Hq, D] over k_cmp [B, Tc, Hkv, D], v_cmp [B, Tc, Hkv, Dv] under the compressed-causal mask."""
-    if k_cmp.shape[1] == 0:
+    """q [B, T, Hq, D] over k_cmp [B, Tc, Hkv, D], v_cmp [B, Tc, Hkv, Dv] under the compressed-causal mask.
+
+    Args:
+        packing: what `compressed_packing` gives.
+    """
+    if k_cmp.shape[-3] == 0:
         return _nothing_seen(q, v_cmp.shape[-1])
-    return _forward(q, k_cmp, v_cmp, problem, sparsity.options() if sparsity else {})
+    return _forward(q, k_cmp, v_cmp, problem, _compressed_options(problem) | packing)
 
 
 def compressed_backward(
@@ -87,12 +82,28 @@ def compressed_backward(
     do: torch.Tensor,
     *,
     problem: Problem,
-    sparsity: Sparsity | None,
+    packing: dict,
 ) -> Triple:
     """Gradients of `compressed_forward`."""
-    if k_cmp.shape[1] == 0:
+    if k_cmp.shape[-3] == 0:
         return torch.zeros_like(q), torch.zeros_like(k_cmp), torch.zeros_like(v_cmp)
-    return _backward(q, k_cmp, v_cmp, o, lse, do, problem, sparsity.options() if sparsity else {})
+    return _backward(q, k_cmp, v_cmp, o, lse, do, problem, _compressed_options(problem) | packing)
+
+
+def compressed_packing(problem: Problem, cu_seqlens: torch.Tensor | None) -> dict:
+    """Where the packed sequences' queries and compressed keys start, as the kernels take it; {} for a batch."""
+    if problem.lengths is None:
+        return {}
+    keys = [problem.config.compressed_length(length) for length in problem.lengths]
+    starts = torch.tensor([0, *keys]).cumsum(0).to(cu_seqlens.device, torch.int32)
+    longest = dict(max_seqlen_q=max(problem.lengths), max_seqlen_k=max(keys))
+    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=starts, **longest)
+
+
+def _compressed_options(problem: Problem) -> dict:
+    if not problem.causal:
+        return {}
+    return dict(causal=True, compress_factor=problem.config.stride, compress_offset=problem.config.offset)
 
 
 def selected_sparsity(
@@ -190,5 +201,5 @@ def _backward(
 
 
 def _nothing_seen(q: torch.Tensor, Dv: int) -> Pair:
-    B, T, Hq, _ = q.shape
-    return q.new_zeros(B, T, Hq, Dv), q.new_full((B, Hq, T), float("-inf"), dtype=torch.float32)
+    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
+    return q.new_zeros(*q.shape[:-1], Dv), lse.mT.contiguous()

@@ -25,7 +25,7 @@ class KernelCase:
         branch: "cmp", "slc" or "swa".
         backward: the direction.
         heads: (Hq, Hkv).
-        packed: input packed with cu_seqlens; only the window's kernels see that.
+        packed: input packed with cu_seqlens; the selected branch goes sequence by sequence.
         T: tokens; short ones take other code paths than long ones.
     """
 
@@ -38,7 +38,6 @@ class KernelCase:
     causal: bool = True
     packed: bool = False
     block_size: int = 64
-    block_stride: int = 64
     per_head: bool = False
     T: int = 1000
 
@@ -48,27 +47,27 @@ class KernelCase:
         Options that a branch does not read keep their defaults.
         """
         unread = {
-            "cmp": ("packed", "per_head", "block_size"),
-            "slc": ("packed", "block_stride"),
-            "swa": ("block_size", "block_stride", "per_head"),
+            "cmp": ("per_head", "block_size"),
+            "slc": ("packed",),
+            "swa": ("block_size", "per_head"),
         }[self.branch]
         default = {f.name: f.default for f in fields(self)}
         if any(getattr(self, name) != default[name] for name in unread):
             return False
-        if not self.causal and self.block_stride != default["block_stride"]:
-            return False
         # The number of key/value heads matters to block lists only; elsewhere (4, 1) is (8, 2): four heads a group.
         if self.branch != "slc" and self.heads == (4, 1):
             return False
-        # Short input and fp16 change the kernel each on its own: together they would only double the sweep.
-        if self.T != default["T"] and self.dtype != default["dtype"]:
+        # All pairs of these are there; three at once would only multiply the sweep.
+        rare = [
+            name for name in ("T", "dtype", "packed", "block_size", "per_head") if getattr(self, name) != default[name]
+        ]
+        if len(rare) > 2:
             return False
         return not (self.per_head and self.heads[0] == self.heads[1])
 
     @property
     def config(self) -> NSAConfig:
-        stride = self.block_stride if self.branch == "cmp" else None
-        return NSAConfig(block_size=self.block_size, block_stride=stride, per_head=self.per_head)
+        return NSAConfig(block_size=self.block_size, per_head=self.per_head)
 
 
 OPTIONS: dict[str, tuple] = {
@@ -81,7 +80,6 @@ OPTIONS: dict[str, tuple] = {
     "causal": (True, False),
     "packed": (False, True),
     "block_size": (64, 256),
-    "block_stride": (64, 16),
     "per_head": (False, True),
     "T": (1000, 100),
 }
@@ -146,11 +144,6 @@ def _sparsity(case: KernelCase):
     from nsa_layer import branches
 
     cpu = torch.device("cpu")
-    if case.branch == "cmp":
-        Tc = case.config.compressed_length(case.T)
-        return branches.compressed_sparsity(
-            case.T, max(1, Tc), problem=_problem(case), device=cpu, backward=case.backward
-        )
     if case.branch == "slc":
         Hq, Hkv = case.heads
         M, n = case.config.num_tiles(case.T), case.config.list_width(case.T)
@@ -172,13 +165,17 @@ def _call(case: KernelCase, sparsity) -> None:
 
     (Hq, Hkv), T, D = case.heads, case.T, case.D
     lead = (T,) if case.packed else (1, T)
-    Tk = max(1, case.config.compressed_length(T)) if case.branch == "cmp" else T
+    Tk = case.config.compressed_length(T) if case.branch == "cmp" else T
     q, k, v = fake(*lead, Hq, D), fake(*lead[:-1], Tk, Hkv, D), fake(*lead[:-1], Tk, Hkv, D)
     options: dict = dict(problem=_problem(case))
+    starts = fake(3, dtype=torch.int32) if case.packed else None
     if case.branch == "swa":
-        options["cu_seqlens"] = fake(3, dtype=torch.int32) if case.packed else None
+        options["cu_seqlens"] = starts
+    elif case.branch == "slc":
+        options["sparsity"] = sparsity.to_empty(torch.device("cuda"))
     else:
-        options["sparsity"] = None if sparsity is None else sparsity.to_empty(torch.device("cuda"))
+        longest = dict(max_seqlen_q=T, max_seqlen_k=Tk)
+        options["packing"] = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, **longest) if case.packed else {}
     call = {"cmp": "compressed", "slc": "selected", "swa": "window"}[case.branch]
     if not case.backward:
         getattr(branches, f"{call}_forward")(q, k, v, **options)

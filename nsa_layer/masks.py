@@ -1,4 +1,4 @@
-"""mask_mods of the compressed and the selected branch, for the fork's kernels.
+"""mask_mods of the selected branch, for the fork's kernels.
 
 The kernel cache hashes a mask_mod's own source and the values that it closes over, nothing that it calls: each is
 written out in full.
@@ -13,17 +13,6 @@ import cutlass
 import cutlass.cute as cute
 
 from flash_attn.cute import utils
-
-
-@lru_cache(maxsize=None)
-def compressed_mask(stride: int, offset: int) -> Callable:
-    """Compressed key j is visible to query t iff ``j * stride + offset <= t``."""
-
-    @cute.jit
-    def mask(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
-        return kv_idx * stride + offset <= q_idx
-
-    return mask
 
 
 @lru_cache(maxsize=None)

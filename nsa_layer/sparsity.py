@@ -86,36 +86,12 @@ def block_bitmap(block_indices: torch.Tensor, T: int, *, config: NSAConfig, tile
     """
     padded = _pad_rows(block_indices, max(1, tile_q // config.q_tile))
     words = -(-(-(-T // KV_TILE) * KV_TILE) // (config.block_size * WORD))
+    # Two words at least: with one, the layout does not say which dimension is the contiguous one, and kernels ask.
+    words = max(2, words)
     bitmap = torch.zeros(*padded.shape[:3], words, dtype=torch.int64, device=padded.device)
     bits = torch.where(padded < 0, 0, 1 << (padded.clamp(min=0).long() % WORD))
     bitmap.scatter_add_(-1, padded.clamp(min=0).long() // WORD, bits)  # blocks are listed once: the sum is the union
     return torch.where(bitmap >= 1 << 31, bitmap - (1 << 32), bitmap).to(torch.int32)
-
-
-def compressed_lists(
-    T: int, Tc: int, *, config: NSAConfig, causal: bool, tile_q: int, device: torch.device
-) -> tuple[BlockLists, BlockLists]:
-    """Tiles of compressed keys that queries see, by query tile and by key tile, [1, 1, ...] for all heads.
-
-    Exact from the geometry alone: key j is visible to query t iff ``j * stride + offset <= t``.
-    """
-    M, N = -(-T // tile_q), -(-Tc // KV_TILE)
-    first_query = torch.arange(M, device=device).view(-1, 1) * tile_q
-    last_query = (first_query + tile_q - 1).clamp(max=T - 1)
-    first_key = torch.arange(N, device=device) * KV_TILE
-    last_key = first_key + KV_TILE - 1
-    seen = (first_key * config.stride + config.offset <= last_query) | (not causal)
-    all_seen = (last_key * config.stride + config.offset <= first_query) | (not causal)
-    full = all_seen & (last_key < Tc)
-    tables = [_rows_of(table) for table in (seen & ~full, full, (seen & ~full).mT, full.mT)]
-    block_size = (tile_q, KV_TILE)
-    return BlockLists(*tables[0], *tables[1], block_size), BlockLists(*tables[2], *tables[3], block_size)
-
-
-def _rows_of(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bool [rows, columns] as counts and ascending indices [1, 1, ...]."""
-    columns = torch.arange(table.shape[-1], device=table.device).expand_as(table)
-    return _compact(columns[None, None], table[None, None])
 
 
 def _pad_rows(indices: torch.Tensor, multiple: int) -> torch.Tensor:

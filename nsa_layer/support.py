@@ -60,6 +60,11 @@ FEATURES = (
     Feature("any other block_size", lambda r: not _tiles_fit(r.config), ()),
     Feature("q_tile a multiple of 128", lambda r: r.config.q_tile % 128 == 0),
     Feature("any other q_tile", lambda r: r.config.q_tile % 128 != 0, ()),
+    Feature(
+        "compress_offset 0 with block_stride 1",
+        lambda r: (r.config.stride, r.config.offset) == (1, 0) and r.config.block_size > 1,
+        (),
+    ),
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, ()),
     Feature("packed sequences", lambda r: False),

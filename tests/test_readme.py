@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nsa_layer import NSAConfig, nsa
+from nsa_layer import NSAConfig, nsa, support
+from nsa_layer.tables import markdown
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -44,3 +45,7 @@ def test_defaults_in_the_table_are_those_of_the_code() -> None:
 def test_links_lead_to_files() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (REPOSITORY / target).exists(), target
+
+
+def test_the_support_table_is_that_of_the_code() -> None:
+    assert markdown(*support.table()) in README

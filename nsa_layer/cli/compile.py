@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, as_completed, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from nsa_layer.fork import fork_status
@@ -34,7 +34,14 @@ def main(argv: list[str]) -> int:
     if status.kind != "patched":
         print(f"{status.detail}; {status.remedy}", file=sys.stderr)
         return 2
-    cases = [case for case in (all_cases() if options.all else covering_cases()) if case.arch in options.arch]
+    cases = [
+        case
+        for case in (all_cases() if options.all else covering_cases())
+        if case.arch in options.arch and all(str(getattr(case, name)) == value for name, value in options.only)
+    ]
+    if not cases:
+        print(f"no case has {options.only} for {options.arch}", file=sys.stderr)
+        return 2
     outcomes = sorted(_progress(run_cases(cases, jobs=options.jobs), len(cases)), key=lambda o: cases.index(o.case))
     failed = [outcome for outcome in outcomes if outcome.error]
     for outcome in failed:
@@ -110,12 +117,27 @@ def _progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
             yield outcome
 
 
+def _field(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or name not in {field.name for field in fields(KernelCase)}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE with a field of KernelCase")
+    return name, value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m nsa_layer compile", description=__doc__)
     parser.add_argument(
         "--all", action="store_true", help="every case; default: a small set that covers all pairs of options"
     )
     parser.add_argument("--arch", type=int, nargs="+", choices=sorted(ENVIRONMENT), default=sorted(ENVIRONMENT))
+    parser.add_argument(
+        "--only",
+        type=_field,
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="such as branch=slc T=100",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
     parser.add_argument("--table", type=Path, help="also write the summary to this Markdown file")
     return parser

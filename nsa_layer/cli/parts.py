@@ -17,8 +17,10 @@ PARTS = {
     "cute": {
         "nsa_layer.branches": {f"{b}_forward": f"{name}, forward" for b, name in BRANCHES.items()}
         | {f"{b}_backward": f"{name}, backward" for b, name in BRANCHES.items()}
-        | {"compressed_sparsity": "block lists", "selected_sparsity": "block lists"},
-        "nsa_layer.autograd": SHARED,
+        | {"selected_sparsity": "block lists"},
+        "nsa_layer.autograd": SHARED
+        | {"weighted_sum_sliced": "weighted sum", "weighted_sum_backward": "weighted sum"}
+        | {"mean_pool_backward": "compression", "gate_values_backward": "gates"},
     },
     "eager": {"nsa_layer.eager": SHARED | {"weighted_sum": "weighted sum"}},
     "reference": {},

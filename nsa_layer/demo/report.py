@@ -12,6 +12,7 @@ from nsa_layer.demo.config import DemoConfig
 from nsa_layer.demo.data import Text, held_out_windows, training_batch
 from nsa_layer.demo.files import MetricsLog, write_atomic
 from nsa_layer.demo.model import ByteModel
+from nsa_layer.demo.parallel import Map
 from nsa_layer.demo.plots import NAMES, loss_figure
 from nsa_layer.demo.sample import sample_report
 from nsa_layer.demo.visibility import visibility_figure
@@ -28,7 +29,9 @@ def write_loss(out: Path, log: MetricsLog, config: DemoConfig) -> None:
     write_atomic(out / "loss.png", loss_figure(log, title=title))
 
 
-def write_report(out: Path, models: dict[str, ByteModel], text: Text, log: MetricsLog, config: DemoConfig) -> str:
+def write_report(
+    out: Path, models: dict[str, ByteModel], each: Map, text: Text, log: MetricsLog, config: DemoConfig
+) -> str:
     """Write loss.png, visibility.png, table.md and sample.txt; return the table."""
     write_loss(out, log, config)
     tokens = held_out_windows(text, windows=1, seqlen=config.seqlen)[0, :-1].to(config.device)
@@ -36,7 +39,7 @@ def write_report(out: Path, models: dict[str, ByteModel], text: Text, log: Metri
     table = summary_table(models, text, log, config)
     write_atomic(out / "table.md", table + "\n")
     if config.sample_bytes:
-        write_atomic(out / "sample.txt", sample_report(models, text, config))
+        write_atomic(out / "sample.txt", sample_report(models, each, text, config))
     return table
 
 
@@ -61,10 +64,13 @@ def summary_table(models: dict[str, ByteModel], text: Text, log: MetricsLog, con
 
 
 def _what_was_run(config: DemoConfig) -> str:
+    how = "the models one after the other"
+    if torch.device(config.device).type == "cpu":
+        how = f"both models at the same time, each with {config.threads} thread{'s' * (config.threads > 1)}"
     return (
-        f"{config.seqlen:,} tokens in a sequence, {config.batch} in a step, on {config.device} ({config.dtype}); "
-        f"a step is forward, backward and optimizer. Peak memory is that of forward and backward: activations and "
-        f"gradients, above parameters and optimizer state."
+        f"{config.seqlen:,} tokens in a sequence, {config.batch} in a step, on {config.device} ({config.dtype}), "
+        f"{how}; a step is forward, backward and optimizer. Peak memory is that of forward and backward: activations "
+        "and gradients, above parameters and optimizer state."
     )
 
 

@@ -6,6 +6,7 @@ import json
 import platform
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from nsa_layer.demo.data import Text, load_text
 from nsa_layer.demo.files import MetricsLog, write_json
 from nsa_layer.demo.interrupt import StopRequest
 from nsa_layer.demo.model import ByteModel, build_models
+from nsa_layer.demo.parallel import side_by_side
 from nsa_layer.demo.report import write_loss, write_report
 from nsa_layer.demo.train import Training, build_optimizers
 
@@ -53,24 +55,19 @@ def run_demo(config: DemoConfig, out: Path, *, resume: bool = False, started: fl
     write_json(out / "config.json", describe(config, text, models))
     log = MetricsLog(out / "metrics.jsonl", up_to_step=step)
     deadline = started + config.minutes * 60 if config.minutes else float("inf")
-    training = Training(config, text, models, optimizers, log, checkpoint, deadline)
-    try:
+    with closing(log), side_by_side(config.device, models=len(models), threads=config.threads) as each:
+        training = Training(config, text, models, optimizers, each, log, checkpoint, deadline)
         with StopRequest() as stop:
             reached = training.run(step, stop, on_evaluation=lambda: write_loss(out, log, config))
+        how = f"step {reached} of {config.steps}; go on with --resume --out {out}"
         if stop.signal is not None:
             write_loss(out, log, config)
-            print(f"stopped at step {reached} of {config.steps}; go on with --resume --out {out}", file=sys.stderr)
+            print(f"stopped at {how}", file=sys.stderr)
             return 128 + stop.signal
         if reached < config.steps:
-            print(
-                f"the time budget of {config.minutes:g} minutes ended training at step {reached} of {config.steps}; "
-                f"go on with --resume --out {out}",
-                file=sys.stderr,
-            )
+            print(f"the time budget of {config.minutes:g} minutes ended training at {how}", file=sys.stderr)
         print("writing the report", file=sys.stderr)
-        print(write_report(out, models, text, log, config))
-    finally:
-        log.close()
+        print(write_report(out, models, each, text, log, config))
     return 0
 
 
@@ -81,7 +78,6 @@ def describe(config: DemoConfig, text: Text, models: dict[str, ByteModel]) -> di
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
     }
     source = {"files": text.files, "sha256": text.sha256, "train_bytes": len(text.train)}
     return {

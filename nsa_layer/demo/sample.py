@@ -10,6 +10,7 @@ import torch
 from nsa_layer.demo.config import DemoConfig
 from nsa_layer.demo.data import Text, held_out_windows
 from nsa_layer.demo.model import ByteModel
+from nsa_layer.demo.parallel import Map
 
 TEMPERATURE = 0.7
 MAX_PROMPT = 1024
@@ -39,16 +40,18 @@ def continue_text(
     return tokens[0, len(prompt) : end].cpu()
 
 
-def sample_report(models: dict[str, ByteModel], text: Text, config: DemoConfig) -> str:
+def sample_report(models: dict[str, ByteModel], each: Map, text: Text, config: DemoConfig) -> str:
     """The end of a held-out prompt, what each model writes after it, and what the text itself says there."""
     window = held_out_windows(text, windows=1, seqlen=config.seqlen)[0]
     length = min(MAX_PROMPT, max(1, config.seqlen // 4), config.seqlen)
     prompt, real = window[:length], window[length : length + config.sample_bytes]
     parts = [(f"prompt (its last {min(length, SHOWN_PROMPT)} of {length} bytes)", prompt[-SHOWN_PROMPT:])]
-    for name, model in models.items():
-        written = continue_text(
-            model, prompt.to(config.device), config.sample_bytes, seed=config.seed, seconds=MAX_SECONDS
-        )
+
+    def write(name: str) -> torch.Tensor:
+        start, count = prompt.to(config.device), config.sample_bytes
+        return continue_text(models[name], start, count, seed=config.seed, seconds=MAX_SECONDS)
+
+    for name, written in zip(models, each(write, models)):
         cut = "" if len(written) == config.sample_bytes else f", cut off after {MAX_SECONDS:g} seconds"
         parts.append((f"written by {name}, temperature {TEMPERATURE}{cut}", written))
     parts.append(("the text itself", real))

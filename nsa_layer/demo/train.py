@@ -1,4 +1,4 @@
-"""Both models take the same steps in turn; losses go to the log, everything else to the checkpoint."""
+"""Both models take the same steps; losses go to the log, everything else to the checkpoint."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nsa_layer.demo.data import Text, held_out_windows, training_batch
 from nsa_layer.demo.files import MetricsLog
 from nsa_layer.demo.interrupt import StopRequest
 from nsa_layer.demo.model import ByteModel
+from nsa_layer.demo.parallel import Map
 
 MAX_GRADIENT_NORM = 1.0
 
@@ -39,6 +40,7 @@ class Training:
     """What a training run works on.
 
     Attributes:
+        each: maps a function over the models' names, `side_by_side`.
         log, checkpoint: where losses and state go.
         deadline: when to stop, on the clock of `time.monotonic`.
     """
@@ -47,6 +49,7 @@ class Training:
     text: Text
     models: dict[str, ByteModel]
     optimizers: dict[str, torch.optim.AdamW]
+    each: Map
     log: MetricsLog
     checkpoint: Path
     deadline: float
@@ -59,7 +62,10 @@ class Training:
         self._evaluate(step)
         with tqdm(total=self.config.steps, initial=step, unit="step", dynamic_ncols=True) as bar:
             while step < self.config.steps and time.monotonic() < self.deadline and stop.signal is None:
-                bar.set_postfix_str(", ".join(self._learn(name, step) for name in self.models), refresh=False)
+                records = self.each(lambda name: self._learn(name, step), self.models)
+                bar.set_postfix_str(", ".join(map(_summary, records)), refresh=False)
+                for record in records:
+                    self.log.write(**record)
                 step += 1
                 bar.update()
                 if step % self.config.eval_every == 0:
@@ -75,12 +81,11 @@ class Training:
     def save(self, step: int) -> None:
         save_checkpoint(self.checkpoint, step=step, models=self.models, optimizers=self.optimizers)
 
-    def _learn(self, name: str, step: int) -> str:
-        """One step of one model; returns what the progress bar shows of it."""
+    def _learn(self, name: str, step: int) -> dict[str, object]:
+        """One step of one model; returns its record."""
         config, model, optimizer = self.config, self.models[name], self.optimizers[name]
-        sequences = training_batch(self.text, seed=config.seed, step=step, batch=config.batch, seqlen=config.seqlen).to(
-            config.device
-        )
+        order = dict(seed=config.seed, step=step, batch=config.batch, seqlen=config.seqlen)
+        sequences = training_batch(self.text, **order).to(config.device)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config, step)
         begin = time.perf_counter()
@@ -95,23 +100,27 @@ class Training:
         seconds = time.perf_counter() - begin
         if not math.isfinite(value):
             raise FloatingPointError(f"the training loss of {name} is {value} at step {step}; try a smaller --lr")
-        rate = config.batch * config.seqlen / seconds
-        self.log.write(
-            kind="train", model=name, step=step + 1, loss=value, seconds=seconds, tokens_per_second=round(rate, 1)
-        )
-        return f"{name} {value:.3f} {rate:,.0f} tokens/s"
+        rate = round(config.batch * config.seqlen / seconds, 1)
+        return dict(kind="train", model=name, step=step + 1, loss=value, seconds=seconds, tokens_per_second=rate)
 
-    @torch.no_grad()
     def _evaluate(self, step: int) -> None:
         """The mean loss of each model on the held-out sequences, once for each step."""
-        config = self.config
+        done = {record["model"] for record in self.log.select("held_out") if record["step"] == step}
+        missing = [name for name in self.models if name not in done]
+        for name, loss in zip(missing, self.each(self._held_out_loss, missing)):
+            self.log.write(kind="held_out", model=name, step=step, loss=loss)
+
+    @torch.no_grad()
+    def _held_out_loss(self, name: str) -> float:
+        config, model = self.config, self.models[name]
         windows = held_out_windows(self.text, windows=config.eval_windows, seqlen=config.seqlen)
-        for name, model in self.models.items():
-            if any(record["step"] == step for record in self.log.select("held_out", name)):
-                continue
-            model.eval()
-            losses = [model.loss(window[None].to(config.device)).item() for window in windows]
-            self.log.write(kind="held_out", model=name, step=step, loss=math.fsum(losses) / len(losses))
+        model.eval()
+        losses = [model.loss(window[None].to(config.device)).item() for window in windows]
+        return math.fsum(losses) / len(losses)
+
+
+def _summary(record: dict[str, object]) -> str:
+    return f"{record['model']} {record['loss']:.3f} {record['tokens_per_second']:,.0f} tokens/s"
 
 
 def _synchronize(device: str) -> None:

@@ -33,5 +33,10 @@ def compiler(request: pytest.FixtureRequest, _workers: Callable[[str], Worker]) 
 
 
 @pytest.fixture
+def compiler_sm90(_workers: Callable[[str], Worker]) -> Worker:
+    return _workers("sm_90")
+
+
+@pytest.fixture
 def compiler_sm100(_workers: Callable[[str], Worker]) -> Worker:
     return _workers("sm_100")

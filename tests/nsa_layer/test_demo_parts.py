@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from nsa_layer.demo.config import DemoConfig
 from nsa_layer.demo.data import held_out_windows, load_text, standard_library, training_batch
 from nsa_layer.demo.files import MetricsLog, write_atomic
 from nsa_layer.demo.model import build_models
+from nsa_layer.demo.parallel import side_by_side
 from nsa_layer.demo.sample import continue_text
 from nsa_layer.demo.visibility import compressed_visible, selected_visible, window_visible
 
@@ -86,6 +88,16 @@ def test_pictures_show_the_definition() -> None:
     assert torch.equal(selected_visible(queries, T, lists, config=settings), selected)
     window = torch.ones(T, T).tril().triu(-2).bool()
     assert torch.equal(window_visible(queries, T, config=settings), window)
+
+
+def test_on_a_cpu_both_models_work_at_the_same_time() -> None:
+    meeting = threading.Barrier(2, timeout=60)
+    before = torch.get_num_threads()
+    with side_by_side("cpu", models=2, threads=before + 1) as each:
+        assert each(lambda name: (meeting.wait() >= 0, torch.get_num_threads()), "ab") == [(True, before + 1)] * 2
+    assert torch.get_num_threads() == before
+    with side_by_side("cuda", models=2, threads=1) as each:
+        assert each(lambda name: threading.current_thread(), "ab") == [threading.main_thread()] * 2
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

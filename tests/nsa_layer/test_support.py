@@ -36,6 +36,7 @@ UNSUPPORTED = {
     "any other head dimension": dict(D=80, Dv=80),
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=96)),
     "any other q_tile": dict(config=NSAConfig(q_tile=64)),
+    "compress_offset 0 with block_stride 1": dict(config=NSAConfig(block_stride=1, compress_offset=0)),
     "deterministic backward": dict(config=NSAConfig(deterministic=True)),
 }
 

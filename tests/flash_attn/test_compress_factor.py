@@ -1,0 +1,153 @@
+"""compress_factor and compress_offset: what is refused, and what compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fa_compile import Worker, WorkerError
+from fa_compress import KINDS, Data, Kind, make, run
+
+from flash_attn.cute.compress import MAX_FACTOR, MAX_OFFSET, UNSUPPORTED, compression, refuse_unsupported
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "_flash_attn_fwd", "_flash_attn_bwd"])
+@pytest.mark.parametrize(
+    "causal,factor,offset,said",
+    [
+        (False, 2, 0, "need causal=True"),
+        (False, 1, 5, "need causal=True"),
+        (True, 0, 0, "compress_factor"),
+        (True, -3, 0, "compress_factor"),
+        (True, MAX_FACTOR + 1, 0, "compress_factor"),
+        (True, 2.0, 0, "compress_factor"),
+        (True, True, 0, "compress_factor"),
+        (True, "2", 0, "compress_factor"),
+        (True, 2, 0.5, "compress_offset"),
+        (True, 2, None, "compress_offset"),
+        (True, 2, False, "compress_offset"),
+        (True, 2, -MAX_OFFSET - 1, "compress_offset"),
+    ],
+)
+def test_refused_before_anything_else(name: str, causal: bool, factor: Any, offset: Any, said: str) -> None:
+    from flash_attn.cute import interface
+
+    x = torch.zeros(1)  # no attention input: nothing looks at it before the pair
+    args = [x] * (6 if name == "_flash_attn_bwd" else 3)
+    with pytest.raises(ValueError, match=said):
+        getattr(interface, name)(*args, causal=causal, compress_factor=factor, compress_offset=offset)
+
+
+def test_the_default_asks_for_nothing() -> None:
+    assert compression(False, 1, 0) is compression(True, 1, 0) is None
+    assert compression(True, 64, -5) == (64, -5)
+    assert compression(True, 1, 1) == (1, 1)
+
+
+@pytest.mark.parametrize("feature", sorted(UNSUPPORTED))
+def test_unsupported_is_refused_by_name(feature: str) -> None:
+    arch = {"sm80": 80, "sm120": 120}.get(feature, 90)
+    asked = {} if arch != 90 else {feature: True}
+    refuse_unsupported(None, arch, **asked)
+    with pytest.raises(NotImplementedError, match=feature):
+        refuse_unsupported(compression(True, 2, 1), arch, **asked)
+
+
+def refused(**options: Any) -> None:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    x = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
+    _flash_attn_fwd(x, x, x, causal=True, compress_factor=4, **options)
+
+
+def refused_window() -> None:
+    refused(window_size_left=8)
+
+
+def refused_qv() -> None:
+    refused(qv=torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device="cuda"))
+
+
+@pytest.mark.parametrize("call", [refused_window, refused_qv])
+def test_calls_are_refused(compiler: Worker, call: Any) -> None:
+    with pytest.raises(WorkerError, match="NotImplementedError.*"):
+        compiler.run(call)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_backward_gets_what_forward_got(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute import interface
+
+    asked = []
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple:
+        asked.append((options["causal"], options["compress_factor"], options["compress_offset"]))
+        return q + 0, q[..., 0].float(), None, None, None
+
+    def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> tuple:
+        asked.append((args[4], options["compress_factor"], options["compress_offset"]))
+        return q + 1, k + 2, v + 3
+
+    monkeypatch.setattr(interface, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(interface, "_flash_attn_bwd", backward)
+    q, k, v = (torch.zeros(1, 4, 2, 8, requires_grad=True) for _ in range(3))
+    o, _ = getattr(interface, name)(q, k, v, causal=True, compress_factor=7, compress_offset=-2)
+    o.sum().backward()
+    assert asked == [(True, 7, -2)] * 2
+    assert [int(t.grad.unique()) for t in (q, k, v)] == [1, 2, 3]
+
+
+COMPILED = [KINDS[i] for i in (1, 2, 5, 7, 9)]
+
+
+def compile_kind(kind: Kind) -> tuple[int, int]:
+    """Forward and backward for one pair, then for another; how many kernels each of them made."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    made = []
+    for factor, offset in ((64, 63), (3, -20)):
+        lengths = ((1000, 300),) * 2
+        list(run(kind, Data(lengths, factor, offset), make(kind, lengths)))
+        made.append(len(_flash_attn_fwd.compile_cache.cache) + len(_flash_attn_bwd.compile_cache.cache))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("kind", COMPILED, ids=str)
+def test_compiles_once_for_all_factors(compiler: Worker, kind: Kind) -> None:
+    one, two = compiler.run(compile_kind, kind)
+    assert one == two
+
+
+def test_compiles_with_a_mask_mod(compiler: Worker) -> None:
+    compiler.run(compile_kind, Kind(D=64, option="mask_mod"))
+
+
+def places_that_store_gradients(kind: Kind) -> list[int]:
+    """How often backward's tracing came by the epilogue that stores dk and dv: plain causal, compressed."""
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+
+    epilogue = FlashAttentionBackwardSm90.epilogue_dKV
+    lengths, counts = ((1000, 300),) * 2, []
+
+    def counting(*args: Any, **options: Any) -> Any:
+        counts[-1] += 1
+        return epilogue(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlashAttentionBackwardSm90, "epilogue_dKV", counting)
+        for pair in ((1, 0), (64, 63)):
+            counts.append(0)
+            list(run(kind, Data(lengths, *pair), make(kind, lengths)))
+    return counts
+
+
+def test_tiles_that_no_query_sees_store_zeros(compiler_sm90: Worker) -> None:
+    """Plain causal attention of fixed lengths has none, and so no place that stores them."""
+    assert compiler_sm90.run(places_that_store_gradients, Kind(D=64, Hkv=4)) == [1, 2]
+
+
+@pytest.fixture
+def compiler_sm90(_workers: Callable[[str], Worker]) -> Worker:
+    return _workers("sm_90")

@@ -1,0 +1,266 @@
+"""Compressed-causal tile ranges and masks: plain Python against brute force, the kernels' code against plain Python.
+
+The kernels' code runs here on the CPU: BlockInfo and AttentionMask are traced into host functions, and
+the mask is asked thread by thread what it leaves of a tile.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from flash_attn.cute.compress import compressed_query_tile_range, compressed_tile_range, first_row_seeing, keys_seen_by
+
+PAIRS = [(factor, offset) for factor in (1, 2, 3, 5, 16) for offset in (-40, -3, 0, 1, factor - 1, factor + 4, 31)]
+TILES = [(4, 4), (8, 4), (4, 8), (6, 16)]
+GROUPS = [1, 2, 3, 8]
+LENGTHS_Q = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 33]
+LENGTHS_K = [1, 3, 4, 5, 8, 9, 15, 17, 33]
+
+
+def visible(seqlen_q: int, seqlen_k: int, factor: int, offset: int) -> torch.Tensor:
+    """Which keys each query sees, by definition."""
+    t, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    return j * factor + offset <= t
+
+
+def by_tile(seen: torch.Tensor, tile_m: int, tile_n: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each tile of packed rows and keys: is any pair visible, and may the mask be left out."""
+    rows = seen.repeat_interleave(group, 0)
+    m, n = -(-rows.shape[0] // tile_m), -(-rows.shape[1] // tile_n)
+
+    def tiles(beyond_rows: bool, beyond_keys: bool) -> torch.Tensor:
+        padded = torch.full((m * tile_m, n * tile_n), beyond_keys)
+        padded[rows.shape[0] :] = beyond_rows
+        padded[: rows.shape[0], : rows.shape[1]] = rows
+        return padded.view(m, tile_m, n, tile_n).transpose(1, 2).flatten(2)
+
+    # Rows past the end are never written; keys past the end have to be masked.
+    return tiles(False, False).any(-1), tiles(True, False).all(-1)
+
+
+@pytest.mark.parametrize("tile_m,tile_n", TILES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_ranges_are_what_brute_force_finds(tile_m: int, tile_n: int, group: int) -> None:
+    for seqlen_q, seqlen_k, (factor, offset) in product(LENGTHS_Q, LENGTHS_K, sorted(set(PAIRS))):
+        shape = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, factor=factor, offset=offset)
+        at = dict(tile_m=tile_m, tile_n=tile_n, qhead_per_kvhead=group) | shape
+        some, whole = by_tile(visible(**shape), tile_m, tile_n, group)
+        visited, unmasked, asked_for = torch.zeros_like(some), torch.zeros_like(some), torch.zeros_like(some)
+        for m in range(some.shape[0]):
+            begin, full_end, end = compressed_tile_range(m, **at)
+            assert 0 <= begin <= full_end <= end
+            visited[m, begin:end], unmasked[m, begin:full_end] = True, True
+        for n in range(some.shape[1]):
+            begin, end = compressed_query_tile_range(n, **at)
+            assert 0 <= begin <= end
+            asked_for[begin:end, n] = True
+        assert visited.equal(some), f"visited tiles of {at}"
+        assert not (unmasked & ~whole).any(), f"a tile without a mask hides a masked pair: {at}"
+        assert unmasked.equal(whole & some), f"a mask where none is needed: {at}"
+        assert asked_for.equal(visited), f"backward is not forward's transpose: {at}"
+
+
+def test_rows_and_keys_are_each_others_inverse() -> None:
+    for factor, offset in PAIRS:
+        for row in range(-50, 80):
+            assert keys_seen_by(row, factor, offset) == sum(k * factor + offset <= row for k in range(200))
+        for key in range(100):
+            row = first_row_seeing(key, factor, offset)
+            assert keys_seen_by(row, factor, offset) == key + 1
+            assert keys_seen_by(row - 1, factor, offset) == key
+
+
+@pytest.fixture
+def sm90(_workers: Callable[[str], Worker]) -> Worker:
+    return _workers("sm_90")
+
+
+def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> torch.Tensor:
+    """What BlockInfo says of (seqlen_q, seqlen_k, factor, offset, m tile, n tile); in a worker.
+
+    Forward's first and last tile and the end of those without a mask, the end that the order of
+    deterministic writes counts from, and backward's first and last tile.
+    """
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.block_info import BlockInfo
+    from flash_attn.cute.compress import CompressArgs, CompressedCausal
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    @cute.jit
+    def ranges(cases: cute.Tensor, out: cute.Tensor, group: cutlass.Constexpr):
+        for i in range(cute.size(cases, mode=[0])):
+            compress = CompressedCausal.create(CompressArgs(cases[i, 2], cases[i, 3]))
+            info = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1])
+            blocks = BlockInfo(tile_m, tile_n, True, qhead_per_kvhead_packgqa=group, compress=compress)
+            n_min, n_max = blocks.get_n_block_min_max(info, cases[i, 4])
+            out[i, 0], out[i, 1] = n_min, n_max
+            out[i, 2] = blocks.get_n_block_min_causal_local_mask(info, cases[i, 4], n_min)
+            out[i, 3] = blocks.get_n_block_max_for_m_block(info, cases[i, 4])
+            # Backward never packs heads.
+            blocks = BlockInfo(tile_m, tile_n, True, compress=compress)
+            m_min, m_max = blocks.get_m_block_min_max(info, cases[i, 5])
+            out[i, 4], out[i, 5] = m_min, m_max
+
+    with unset_fake_temporarily():
+        out = torch.full((len(cases), 6), -1, dtype=torch.int32)
+        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
+        cute.compile(ranges, *args, group, options="--enable-tvm-ffi")(cases, out)
+        return out
+
+
+def small_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]]:
+    for seqlen_q, seqlen_k, (factor, offset) in product(LENGTHS_Q, LENGTHS_K, sorted(set(PAIRS))):
+        tiles = max(-(-seqlen_q * group // tile_m), -(-seqlen_k // tile_n))
+        for tile in range(tiles):
+            m, n = min(tile, (seqlen_q * group - 1) // tile_m), min(tile, (seqlen_k - 1) // tile_n)
+            yield seqlen_q, seqlen_k, factor, offset, m, n
+
+
+def large_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]]:
+    """Where 32 bits end: keys whose first row does not fit, long sequences, the largest pair."""
+    lengths_q, lengths_k = [1 << 20, (1 << 27) - 1, (1 << 30) // group - 300], [1, 1 << 17, 1 << 24, 1 << 30]
+    pairs = [(1, 0), (1, -(1 << 29)), (1000, 999), (4096, 1 << 29), (1 << 22, (1 << 22) - 1), (1 << 22, -(1 << 29))]
+    for seqlen_q, seqlen_k, (factor, offset) in product(lengths_q, lengths_k, pairs):
+        last_m, last_n = (seqlen_q * group - 1) // tile_m, (seqlen_k - 1) // tile_n
+        for part in range(5):
+            yield seqlen_q, seqlen_k, factor, offset, last_m * part // 4, last_n * part // 4
+
+
+@pytest.mark.parametrize(
+    "tile_m,tile_n,group,cases",
+    [(*tiles, group, small_cases) for tiles in TILES for group in GROUPS] + [(128, 128, 8, large_cases)],
+)
+def test_kernels_visit_these_ranges(sm90: Worker, tile_m: int, tile_n: int, group: int, cases: Callable) -> None:
+    table = torch.tensor(list(cases(tile_m, tile_n, group)), dtype=torch.int32)
+    got = sm90.run(kernel_ranges, table, tile_m, tile_n, group)
+    for case, ranges in zip(table.tolist(), got.tolist()):
+        seqlen_q, seqlen_k, factor, offset, m, n = case
+        at = dict(tile_m=tile_m, tile_n=tile_n, seqlen_q=seqlen_q, seqlen_k=seqlen_k, factor=factor, offset=offset)
+        begin, full_end, end = compressed_tile_range(m, **at, qhead_per_kvhead=group)
+        n_min, n_max, n_masked, n_order, m_min, m_max = ranges
+        assert (n_min, n_max, n_order) == (begin, end, end), f"{at}, m tile {m}"
+        # The tile visited first gets a mask in any case: the keys may end in it.
+        assert min(n_masked, n_max - 1) == min(full_end, end - 1), f"{at}, m tile {m}"
+        assert (m_min, m_max) == compressed_query_tile_range(n, **at), f"{at}, n tile {n}"
+
+
+KINDS = {"sm90": (128, 64), "sm90 swapped": (64, 128), "sm100": (128, 128), "sm100 backward": (128, 128)}
+
+
+def kernel_masks(cases: torch.Tensor, kind: str, group: int) -> torch.Tensor:
+    """What AttentionMask leaves of a tile for (seqlen_q, seqlen_k, factor, offset, m tile, n tile); in a worker."""
+    import cutlass
+    import cutlass.cute as cute
+    import cutlass.utils.hopper_helpers as sm90_utils
+    from cutlass import Float32, Int32, Int64, Uint32, const_expr
+    from cutlass.cute.nvgpu import OperandMajorMode
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    import flash_attn.cute.mask
+    from flash_attn.cute.compress import CompressArgs, CompressedCausal
+    from flash_attn.cute.mask import AttentionMask
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    # The one thing that a CPU lacks: shifts in PTX.
+    @cute.jit
+    def bits_below(limit: Int32, s: int) -> Uint32:
+        bits = Int64(cutlass.min(cutlass.max(limit - s * 32, 0), 32))
+        return Uint32((Int64(1) << bits) - 1)
+
+    @cute.jit
+    def bits_above(limit: Int32, s: int) -> Uint32:
+        return Uint32(0xFFFFFFFF) ^ bits_below(limit, s)
+
+    class OwnsOneRow:
+        """A thread of the SM100 softmax: partitions of the tile are that thread's row."""
+
+        def __init__(self, row: Int32) -> None:
+            self.row = row
+
+        def partition_C(self, tile: cute.Tensor) -> dict:
+            return {((None, None), 0, 0): tile[self.row, None]}
+
+        def partition_D(self, row: cute.Tensor) -> cute.Tensor:
+            return row
+
+    tile_m, tile_n = KINDS[kind]
+    num_rep, num_threads = 16, 128 if kind == "sm100" else 256
+
+    @cute.jit
+    def masks(cases: cute.Tensor, out: cute.Tensor, group: cutlass.Constexpr):
+        tiler = (64, tile_m if kind == "sm90 swapped" else tile_n)
+        major = OperandMajorMode.K
+        tiled_mma = sm90_utils.make_trivial_tiled_mma(
+            cutlass.BFloat16, cutlass.BFloat16, major, major, Float32, atom_layout_mnk=(2, 1, 1), tiler_mn=tiler
+        )
+        for i in range(cute.size(cases, mode=[0])):
+            compress = CompressedCausal.create(CompressArgs(cases[i, 2], cases[i, 3]))
+            m, n = cases[i, 4], cases[i, 5]
+            swapped = const_expr(kind in ("sm90 swapped", "sm100 backward"))
+            mask = AttentionMask(
+                tile_m, tile_n, SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1]),
+                qhead_per_kvhead_packgqa=group, swap_AB=swapped, compress=compress,
+            )  # fmt: skip
+            tile = cute.make_identity_tensor((tile_n, tile_m) if swapped else (tile_m, tile_n))
+            for thread in range(num_threads):
+                if const_expr(kind == "sm100"):
+                    owned = tile[thread, None]
+                elif const_expr(kind == "sm100 backward"):
+                    # Two warp groups take turns of num_rep rows each.
+                    parts = cute.flat_divide(cute.flat_divide(tile[thread % 128, None], (num_rep,)), (num_rep, 2))
+                    owned = parts[None, thread // 128, 0, None]
+                else:
+                    owned = tiled_mma.get_slice(thread).partition_C(tile)
+                acc = cute.make_rmem_tensor(owned.shape, Float32)
+                acc.fill(1.0)
+                if const_expr(kind == "sm100"):
+                    mask.apply_mask_sm100(acc, m, n, OwnsOneRow(thread), OwnsOneRow(thread), True, True)
+                elif const_expr(kind == "sm100 backward"):
+                    mask.apply_mask_sm100_transposed(acc, owned, owned, m, n, True, True, False)
+                else:
+                    mask.apply_mask(acc, 0, 0, m, n, tiled_mma.get_slice(thread), True, True)
+                for e in cutlass.range_constexpr(cute.size(acc)):
+                    row, col = (owned[e][1], owned[e][0]) if const_expr(swapped) else owned[e]
+                    out[i, row, col] = acc[e]
+
+    with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attn.cute.mask, "r2p_bitmask_below", bits_below)
+        patch.setattr(flash_attn.cute.mask, "r2p_bitmask_above", bits_above)
+        out = torch.full((len(cases), tile_m, tile_n), torch.nan)
+        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
+        cute.compile(masks, *args, group, options="--enable-tvm-ffi")(cases, out)
+        return out
+
+
+def mask_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]]:
+    """Tiles along the edge, and one before and one after it."""
+    for (factor, offset), seqlen_q in product([(1, 0), (1, -70), (3, 2), (7, 31), (64, 63), (1000, -77)], (100, 700)):
+        for beyond in (-9, 0, 200):
+            seqlen_k = max(keys_seen_by(seqlen_q - 1, factor, offset) + beyond, 1)
+            for m in range(-(-seqlen_q * group // tile_m)):
+                edge = keys_seen_by(m * tile_m // group, factor, offset) // tile_n
+                for n in {max(edge - 1, 0), edge, edge + 1}:
+                    if n * tile_n < seqlen_k:
+                        yield seqlen_q, seqlen_k, factor, offset, m, n
+
+
+@pytest.mark.parametrize("kind,group", [(kind, 1) for kind in KINDS] + [("sm100", 5)])
+def test_kernels_mask_these_pairs(sm90: Worker, kind: str, group: int) -> None:
+    tile_m, tile_n = KINDS[kind]
+    table = torch.tensor(list(mask_cases(tile_m, tile_n, group)), dtype=torch.int32)
+    got = sm90.run(kernel_masks, table, kind, group)
+    for case, left in zip(table.tolist(), got):
+        seqlen_q, seqlen_k, factor, offset, m, n = case
+        t = (torch.arange(tile_m)[:, None] + m * tile_m) // group
+        j = torch.arange(tile_n)[None, :] + n * tile_n
+        seen = torch.where((j * factor + offset <= t) & (j < seqlen_k), 1.0, -torch.inf)
+        within = (t < seqlen_q)[:, 0]
+        assert left[within].equal(seen[within]), f"{case}: {(left != seen).nonzero()[:4].tolist()}"

@@ -1,0 +1,89 @@
+"""How SM90 cuts compressed-causal attention into CTAs: the plan, and that the kernels follow it to the same results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from flash_attn.cute import compress_schedule
+from flash_attn.cute.compress_schedule import LEAST_TILES, MOST_QUERIES, forward_tile, query_shares
+
+OPTIONS = dict(causal=True, compress_factor=64, compress_offset=63)
+
+
+@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("key_tiles", [1, 32, 1000])
+def test_shares_are_neither_too_long_nor_too_short(key_tiles: int, tile_m: int) -> None:
+    for seqlen_q in [1, 63, 64, 500, 4096, 8192, 8193, 65536, 1 << 20]:
+        shares = query_shares(seqlen_q, tile_m, key_tiles, 132)
+        assert shares >= 1
+        assert seqlen_q <= shares * MOST_QUERIES
+        if shares > -(-seqlen_q // MOST_QUERIES):
+            assert seqlen_q // shares >= LEAST_TILES * tile_m // 2
+
+
+def test_few_key_tiles_are_shared_by_more() -> None:
+    """As long as multiprocessors idle, more shares finish earlier."""
+    assert query_shares(4096, 64, 32, 132) == 4
+    assert query_shares(4096, 64, 132, 132) == 1
+
+
+def test_the_tile_is_for_calls_that_leave_room() -> None:
+    assert forward_tile(128, 128, 1, plain=True) == (192, 80)
+    assert forward_tile(128, 128, 5, plain=True) is None
+    assert forward_tile(64, 64, 1, plain=True) is None
+    assert forward_tile(128, 128, 4, plain=False) is None
+
+
+def kernels(Hkv: int, deterministic: bool) -> tuple[tuple[int, int], bool]:
+    """The forward kernel's tile, and whether backward shares queries, as compiled under FakeTensorMode."""
+    import cutlass.cute as cute
+
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    for call in (_flash_attn_fwd, _flash_attn_bwd):
+        call.compile_cache.clear()
+    compiled, compile_ = [], cute.compile
+    cute.compile = lambda kernel, *args, **keywords: (compiled.append(kernel), compile_(kernel, *args, **keywords))[1]
+    try:
+        q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        k, v = (torch.empty(1, 64, Hkv, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        lse = torch.empty(1, 4, 4096, device="cuda")
+        _flash_attn_fwd(q, k, v, **OPTIONS)
+        _flash_attn_bwd(q, k, v, o, do, lse, deterministic=deterministic, **OPTIONS)
+    finally:
+        cute.compile = compile_
+    forward = next(x for x in compiled if type(x).__name__ == "FlashAttentionForwardSm90")
+    backward = next(x for x in compiled if type(x).__name__ == "FlashAttentionBackwardSm90")
+    return (forward.tile_m, forward.tile_n), backward.splits_queries
+
+
+@pytest.mark.xdist_group("sm_90")
+def test_the_kernels_follow_the_plan(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.run(kernels, 2, False) == ((192, 80), True)
+    assert compiler_sm90.run(kernels, 2, True) == ((192, 80), False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("factor,offset", [(64, 63), (7, 0)])
+def test_the_plan_changes_no_result(D: int, factor: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    torch.manual_seed(0)
+    T, options = 9000, OPTIONS | dict(compress_factor=factor, compress_offset=offset)
+    q, do = (torch.randn(2, T, 8, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    k, v = (torch.randn(2, T // factor + 3, 2, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **options)
+    plain, plain_lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, tile_mn=(128, 128), **options)
+    torch.testing.assert_close(o, plain, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, plain_lse, rtol=1e-4, atol=1e-4)
+    results = []
+    for shares in (1, 2, 7, 1000):
+        monkeypatch.setattr(compress_schedule, "query_shares", lambda *_, shares=shares: shares)
+        results.append(_flash_attn_bwd(q, k, v, o, do, lse, **options))
+    for result in results[1:]:
+        for got, expected in zip(result, results[0], strict=True):
+            # The shares are added up in fp32: what is left is the rounding of the sum.
+            torch.testing.assert_close(got, expected, rtol=1e-2, atol=float(expected.abs().max()) * 1e-2)
