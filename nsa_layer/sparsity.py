@@ -86,8 +86,8 @@ def block_bitmap(block_indices: torch.Tensor, T: int, *, config: NSAConfig, tile
     """
     padded = _pad_rows(block_indices, max(1, tile_q // config.q_tile))
     words = -(-(-(-T // KV_TILE) * KV_TILE) // (config.block_size * WORD))
-    # Two words at least: with one, the layout does not say which dimension is the contiguous one, and kernels ask.
-    words = max(2, words)
+    if padded.shape[:3].numel() * words == 1:
+        words = 2  # a single number has no contiguous dimension, and the kernels ask for one
     bitmap = torch.zeros(*padded.shape[:3], words, dtype=torch.int64, device=padded.device)
     bits = torch.where(padded < 0, 0, 1 << (padded.clamp(min=0).long() % WORD))
     bitmap.scatter_add_(-1, padded.clamp(min=0).long() // WORD, bits)  # blocks are listed once: the sum is the union
