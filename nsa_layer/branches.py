@@ -7,6 +7,7 @@ input too, [total, H, D]. Every forward returns (o, lse), every backward (dq, dk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ def selected_sparsity(
 ) -> Sparsity:
     """How T queries see the tokens of the listed blocks; block_indices [B, Hs, M, n], tile as in `forward_tile`."""
     config, causal, Hs = problem.config, problem.causal, block_indices.shape[1]
-    tile_q, kv_tile = max(config.q_tile, tile[0]), tile[1]
+    tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
     lists = selected_lists(block_indices, T, config=config, causal=causal, tile_q=tile_q, kv_tile=kv_tile)
     if backward:
         lists = lists.transpose(-(-T // kv_tile))

@@ -11,10 +11,10 @@ from functools import lru_cache
 import torch
 
 from nsa_layer.config import NSAConfig
+from nsa_layer.sparsity import KV_TILE
 
 BACKENDS = {"cute": "nsa_layer.autograd", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
 ARCHITECTURES = (90, 100)
-KV_TILE = 128  # tokens of the kernels' key/value tile
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ import itertools
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from nsa_layer.cli.compile import run_cases
+from nsa_layer.config import NSAConfig
 from nsa_layer.kernel_cases import ENVIRONMENT, all_cases, covering_cases
+from nsa_layer.problem import Problem
 
 
 @pytest.mark.parametrize("arch", sorted(ENVIRONMENT))
@@ -32,3 +35,14 @@ def test_covering_cases_meet_every_pair_of_options() -> None:
 def test_cases_are_distinct() -> None:
     cases = all_cases()
     assert len(set(cases)) == len(cases)
+
+
+@pytest.mark.parametrize("q_tile,rows", [(128, 256), (256, 256), (384, 768)])
+def test_a_list_entry_is_whole_kernel_tiles_and_whole_query_tiles(q_tile: int, rows: int) -> None:
+    from nsa_layer import branches
+
+    problem = Problem(NSAConfig(block_size=128, q_tile=q_tile), True, 1.0)
+    indices = torch.zeros(1, 1, problem.config.num_tiles(1000), 1, dtype=torch.int32)
+    sparsity = branches.selected_sparsity(indices, 1000, 4, problem=problem, tile=(256, 128), backward=False)
+    assert sparsity.lists.block_size == (rows, 128)
+    assert sparsity.lists.mask_cnt.shape[2] == -(-1000 // rows)
