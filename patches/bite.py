@@ -59,22 +59,24 @@ def _verdict(root: Path, git: Git, queue: list[Patch], patch: Patch, commit: str
         return f"fails with the patch\n{whole.said}", False
     if not whole.passed:
         return f"not shown here: all {whole.skipped} tests are skipped on this machine", True
+    head = git.text("rev-parse", "HEAD").strip()
+    slugs, left_out = [other.slug for other in queue if other is not patch], "it"
     reverted = git.run("revert", "--no-commit", commit, check=False)
     try:
-        if reverted.returncode:
-            files = ", ".join(git.text("diff", "--name-only", "--diff-filter=U").split())
-            return f"cannot be left out alone: later patches build on it in {files}", False
-        slugs = [other.slug for other in queue if other is not patch]
+        if reverted.returncode:  # later patches build on it: they are left out too
+            git.run("reset", "--quiet", "--hard", f"{commit}~1")
+            slugs = slugs[: queue.index(patch)]
+            left_out = f"it and the {len(queue) - 1 - len(slugs)} after it, some of which build on it"
         source = marker_source(load_pin(root), slugs, tree_hash(root, linked=True))
         (git.folder / MARKER).write_text(source, encoding="utf-8")
         without = _run(root, git.folder, patch.header.tests)
     finally:
         git.run("revert", "--quit", check=False)
-        git.run("reset", "--quiet", "--hard", "HEAD")
+        git.run("reset", "--quiet", "--hard", head)
         furnish(root, git.folder)
     if without.failed:
-        return f"bites: {without.failed} of {without.failed + without.passed} fail without it", True
-    return f"passes without the patch ({without.passed} passed, {without.skipped} skipped)", False
+        return f"bites: {without.failed} of {without.failed + without.passed} fail without {left_out}", True
+    return f"passes without {left_out} ({without.passed} passed, {without.skipped} skipped)", False
 
 
 def _run(root: Path, tree: Path, tests: tuple[str, ...]) -> _Outcome:
