@@ -1,0 +1,299 @@
+"""Block lists from what users have: masks, windows, FlexAttention's BlockMask; their transpose; a picture of them.
+
+Forward lists hold, for every query block, the key blocks to visit: *mask* blocks, in which the kernel applies the
+mask_mod, and *full* blocks, in which it applies none. Backward lists hold the query blocks of every key block, and are
+the transpose of the forward lists.
+
+    forward = lists_from_window(T, T, 2047, 0, block_size=(128, 128))
+    backward = transpose_lists(forward, T // 128)
+    flash_attn_func(q, k, v, mask_mod=..., block_sparse_tensors=forward, block_sparse_tensors_bwd=backward)
+
+Lists are compact: as wide as the longest row, not as the number of blocks. Rows come out in rising order.
+
+What else users of block lists need can be imported from here too: checking them, lock values and plans for backward,
+rows of packed sequences.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from flash_attn.cute.backward_plan import plan_backward
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.list_entries import FlatEntries, distinct_lists, fields, flat_entries, scatter
+from flash_attn.cute.list_validation import validate_lists
+from flash_attn.cute.packed_lists import cu_total_blocks
+from flash_attn.cute.write_order import compute_dq_write_order
+
+__all__ = [
+    "BlockSparseTensorsTorch",
+    "compute_dq_write_order",
+    "cu_total_blocks",
+    "draw_lists",
+    "lists_from_block_mask",
+    "lists_from_blocks",
+    "lists_from_dense",
+    "lists_from_window",
+    "plan_backward",
+    "transpose_lists",
+    "validate_lists",
+]
+
+BlockSize = tuple[int, int]
+Width = int | tuple[int, int] | None
+
+
+def lists_from_dense(mask: torch.Tensor, block_size: BlockSize, *, width: Width = None) -> BlockSparseTensorsTorch:
+    """Forward lists of the blocks in which a dense mask lets something through; full where it lets everything through.
+
+    A block that reaches past the last key is never full: the kernels mask the end of the keys in mask blocks.
+
+    Args:
+        mask: bool [B, H, Sq, Sk] ([Sq, Sk] for all batches and heads alike), True where a query sees a key.
+        block_size: (queries, keys) of a block.
+        width: as in `lists_from_blocks`.
+    """
+    mask = _four_dimensions("mask", mask)
+    rows, columns = block_size
+    Sq, Sk = mask.shape[2:]
+    missing = (0, -Sk % columns, 0, -Sq % rows)
+    M, N = -(-Sq // rows), -(-Sk // columns)
+    tiled = torch.nn.functional.pad(mask, missing).unflatten(2, (M, rows)).unflatten(4, (N, columns))
+    listed = tiled.any(5).any(3)
+    full = tiled.all(5)  # over the keys; rows past the last query do not count
+    past = torch.arange(M * rows, device=mask.device).view(M, rows, 1) >= Sq
+    return lists_from_blocks(listed, (full | past).all(3), block_size=block_size, width=width)
+
+
+def lists_from_blocks(
+    listed: torch.Tensor, full: torch.Tensor | None = None, *, block_size: BlockSize, width: Width = None
+) -> BlockSparseTensorsTorch:
+    """Forward lists of the blocks marked in a table of blocks.
+
+    Args:
+        listed: bool [B, H, M, N] ([M, N] for all batches and heads alike), the blocks to visit.
+        full: bool of the same shape, the blocks that need no mask. None: all need it, and there are no full lists.
+        width: of the index lists (or two widths, of mask and full lists), at least the longest row. None: the longest
+            row, which synchronises with the host once.
+    """
+    listed = _four_dimensions("listed", listed)
+    kinds = [listed] if full is None else [listed & ~_four_dimensions("full", full), listed & full.view(listed.shape)]
+    counts = [kind.sum(-1, dtype=torch.int32) for kind in kinds]
+    tensors: list[torch.Tensor | None] = []
+    for kind, cnt, wide in zip(kinds, counts, _widths(width, counts), strict=False):
+        place = torch.where(kind, kind.cumsum(-1) - 1, wide).clamp(max=wide)
+        idx = torch.zeros(*cnt.shape, wide + 1, dtype=torch.int32, device=cnt.device)
+        block = torch.arange(kind.shape[3], dtype=torch.int32, device=cnt.device).expand(kind.shape)
+        tensors += [cnt, idx.scatter_(-1, place, block)[..., :wide].contiguous()]
+    return BlockSparseTensorsTorch(*tensors, block_size=tuple(block_size))
+
+
+def lists_from_window(
+    seqlen_q: int,
+    seqlen_k: int,
+    window_left: int | None,
+    window_right: int | None,
+    block_size: BlockSize,
+    *,
+    causal: bool = False,
+    device: torch.device | str | None = None,
+) -> BlockSparseTensorsTorch:
+    """Forward lists [1, 1, M, width] of a sliding window, aligned at the ends of queries and keys.
+
+    Query i stands at ``p = i + seqlen_k - seqlen_q`` and sees the keys ``p - window_left .. p + window_right``. Takes
+    the time and memory of the lists, which are made on the CPU and copied.
+
+    Args:
+        window_left, window_right: keys seen on each side. None or -1: all of them.
+        causal: nothing to the right, whatever `window_right` is.
+        block_size: (queries, keys) of a block.
+    """
+    for name, value in (("window_left", window_left), ("window_right", window_right)):
+        if value is not None and value < -1:
+            raise ValueError(f"{name}={value}, expected at least 0, or None or -1 for no limit")
+    rows, columns = block_size
+    left = seqlen_q + seqlen_k if window_left in (None, -1) else window_left
+    right = 0 if causal else seqlen_q + seqlen_k if window_right in (None, -1) else window_right
+    first = torch.arange(0, seqlen_q, rows) + seqlen_k - seqlen_q
+    last = (first + rows - 1).clamp(max=seqlen_k - 1)
+    # Seen by some query of the block, and by all of them: both are ranges of keys.
+    some = (first - left).clamp(min=0), (last + right).clamp(max=seqlen_k - 1)
+    every = (last - left).clamp(min=0), (first + right).clamp(max=seqlen_k - 1)
+    begin, end = _blocks(*some, columns)
+    # A block is full if it begins no earlier than that range and ends no later.
+    full_begin = torch.div(every[0] + columns - 1, columns, rounding_mode="floor").clamp(min=begin)
+    full_end = torch.div(every[1] + 1, columns, rounding_mode="floor").clamp(min=full_begin)
+    mask = _ranges(begin, full_begin, full_end, end)
+    full = _ranges(full_begin, full_end, full_end, full_end)
+    tensors = (t[None, None].to(device) for t in (*mask, *full))
+    return BlockSparseTensorsTorch(*tensors, block_size=tuple(block_size))
+
+
+def lists_from_block_mask(
+    block_mask: Any, *, width: Width = None
+) -> tuple[BlockSparseTensorsTorch, BlockSparseTensorsTorch]:
+    """Forward and backward lists of a FlexAttention BlockMask (`torch.nn.attention.flex_attention`).
+
+    The mask's own mask_mod is left behind: the kernels take one written for them.
+
+    Args:
+        width: of the lists, as in `lists_from_blocks`; for both directions. None: the longest row of each, which
+            synchronises with the host.
+    """
+    size = tuple(block_mask.BLOCK_SIZE)
+    names = ("{}_num_blocks", "{}_indices", "full_{}_num_blocks", "full_{}_indices")
+    forward, backward = ([getattr(block_mask, name.format(side)) for name in names] for side in ("kv", "q"))
+    lists = _cut(forward, width, size)
+    if backward[0] is None:
+        return lists, transpose_lists(lists, -(-block_mask.seq_lengths[1] // size[1]), width=width)
+    return lists, _cut(backward, width, size)
+
+
+def transpose_lists(
+    lists: Any, num_kv_blocks: int, *, width: Width = None, listed: int | None = None
+) -> BlockSparseTensorsTorch:
+    """Backward lists of the same blocks as forward lists (or forward lists of backward lists).
+
+    Takes time and memory in proportion to the places of `lists` (or to `listed`), besides its result. Rows come out in
+    rising order; lists that are repeated over batches or heads come out repeated. Indices must be in range.
+
+    Args:
+        lists: with the fields of `BlockSparseTensorsTorch`.
+        num_kv_blocks: key blocks, the rows of the result (query blocks, where `lists` are backward lists).
+        width: of the index lists (or two widths, of mask and full lists), at least the longest row. None: the longest
+            row, which synchronises with the host once. Give it to avoid that; the number of rows of `lists` is always
+            enough.
+        listed: upper bound of the blocks listed, all heads and batches together.
+    """
+    own = distinct_lists(fields(lists), None)
+    M = own.mask_cnt.shape[2]
+    entries = flat_entries(own, None, own.heads * M * own.width if listed is None else listed)
+    kinds = 1 if own.full_idx is None else 2
+    rows = own.heads * num_kv_blocks
+    head = torch.div(entries.row, max(M, 1), rounding_mode="floor")
+    key = head.long() * num_kv_blocks + entries.block + rows * entries.is_full
+    key = torch.where(entries.listed, key, rows * kinds)
+    ordered, source = (key.int() if rows * kinds < 1 << 31 else key).sort(stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(rows * kinds, device=key.device, dtype=ordered.dtype), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1)).int().view(kinds, *own.mask_cnt.shape[:2], num_kv_blocks)
+    result = _by_kind(entries, ordered.long(), source, ends, counts, _widths(width, list(counts)))
+    tensors = [None if t is None else own.repeat(t) for t in result]
+    return BlockSparseTensorsTorch(*tensors, block_size=getattr(lists, "block_size", None))
+
+
+def draw_lists(
+    lists: Any,
+    num_columns: int,
+    *,
+    batch: int = 0,
+    head: int = 0,
+    backward: bool = False,
+    path: str | os.PathLike | None = None,
+    ax: Any = None,
+) -> Any:
+    """A picture of one head's blocks: mask blocks light, full blocks dark, lock values written in small ones.
+
+    Args:
+        lists: with the fields of `BlockSparseTensorsTorch`.
+        num_columns: blocks that a row can list: key blocks (query blocks, for backward lists).
+        backward: rows are key blocks. Query blocks run downwards all the same.
+        path: where to save it.
+        ax: matplotlib axes to draw on. None: new ones.
+
+    Returns:
+        The axes. Needs matplotlib.
+    """
+    import matplotlib.pyplot as plt
+
+    picture, labels = _picture(lists, num_columns, batch, head, backward)
+    if ax is None:
+        _, ax = plt.subplots(figsize=(5, 5 * max(0.2, min(5.0, picture.shape[0] / picture.shape[1]))))
+    ax.imshow(picture, cmap="Blues", vmin=0, vmax=2, interpolation="nearest")
+    ax.set(xlabel="key block", ylabel="query block")
+    if max(picture.shape) <= 40:
+        for (m, n), lock in labels.items():
+            ax.text(n, m, lock, ha="center", va="center", fontsize=7, color="white" if picture[m, n] > 1 else "black")
+    if path is not None:
+        ax.figure.savefig(path, dpi=150, bbox_inches="tight")
+    return ax
+
+
+def _picture(lists: Any, columns: int, batch: int, head: int, backward: bool) -> tuple[torch.Tensor, dict]:
+    """1 for mask and 2 for full blocks [query blocks, key blocks], and the lock values by place."""
+    picture = torch.zeros(lists.mask_block_cnt.shape[2], columns, dtype=torch.int8)
+    labels = {}
+    orders = (getattr(lists, "dq_write_order", None), getattr(lists, "dq_write_order_full", None))
+    for shade, (cnt, idx, order) in enumerate(zip(fields(lists)[::2], fields(lists)[1::2], orders, strict=True), 1):
+        if cnt is None:
+            continue
+        idx, order = (None if t is None else t[batch, head].tolist() for t in (idx, order))
+        for row, count in enumerate(cnt[batch, head].tolist()):
+            for place in range(count):
+                picture[row, idx[row][place]] = shade
+                if order is not None:
+                    at = (row, idx[row][place])
+                    labels[at[::-1] if backward else at] = str(order[row][place])
+    return picture.T if backward else picture, labels
+
+
+def _by_kind(
+    entries: FlatEntries,
+    ordered: torch.Tensor,
+    source: torch.Tensor,
+    ends: torch.Tensor,
+    counts: torch.Tensor,
+    widths: list[int],
+) -> list[torch.Tensor | None]:
+    rows, M = counts[0].numel(), entries.N
+    number = ordered.clamp(max=max(rows * counts.shape[0] - 1, 0))
+    start = ends - counts.flatten()
+    place = torch.arange(ordered.numel(), device=ordered.device) - (start[number] if start.numel() else 0)
+    block = (entries.row[source] % max(M, 1)).int()
+    tensors: list[torch.Tensor | None] = []
+    for kind, (cnt, wide) in enumerate(zip(counts, widths, strict=False)):
+        own = (ordered >= kind * rows) & (ordered < (kind + 1) * rows) & (place < wide)
+        at = (ordered - kind * rows) * wide + place
+        tensors += [cnt.contiguous(), scatter(block, at, own, (*cnt.shape, wide))]
+    return tensors + [None] * (4 - len(tensors))
+
+
+def _cut(tensors: list[torch.Tensor | None], width: Width, block_size: BlockSize) -> BlockSparseTensorsTorch:
+    """Padded lists at their tight width."""
+    widths = _widths(width, [t for t in tensors[::2] if t is not None])
+    cut = [t if i % 2 == 0 or t is None else t[..., : widths[i // 2]].contiguous() for i, t in enumerate(tensors)]
+    return BlockSparseTensorsTorch(*cut, block_size=block_size)
+
+
+def _widths(width: Width, counts: list[torch.Tensor]) -> list[int]:
+    """Of mask and full lists; at least 1, because kernels want a dimension with stride 1."""
+    if width is None:
+        longest = torch.stack([cnt.max() if cnt.numel() else cnt.new_zeros(()) for cnt in counts])
+        return [max(1, wide) for wide in longest.tolist()]
+    return [width, width] if isinstance(width, int) else list(width)
+
+
+def _four_dimensions(name: str, mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool or mask.ndim not in (2, 4):
+        raise ValueError(f"{name} is {mask.dtype} {tuple(mask.shape)}, expected bool with 4 dimensions, or 2")
+    return mask if mask.ndim == 4 else mask[None, None]
+
+
+def _blocks(first: torch.Tensor, last: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks (begin, end) that hold the keys first .. last; begin == end where there are none."""
+    begin = torch.div(first, size, rounding_mode="floor")
+    end = torch.div(last, size, rounding_mode="floor") + 1
+    return begin, torch.where(first <= last, end, begin)
+
+
+def _ranges(
+    begin: torch.Tensor, skip: torch.Tensor, resume: torch.Tensor, end: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row the numbers begin .. skip - 1 and resume .. end - 1: counts, and a padded list."""
+    before = (skip - begin).clamp(min=0)
+    count = before + (end - resume).clamp(min=0)
+    place = torch.arange(max(1, int(count.max()) if count.numel() else 1))
+    numbers = torch.where(place < before.unsqueeze(-1), begin.unsqueeze(-1), (resume - before).unsqueeze(-1)) + place
+    return count.int(), torch.where(place < count.unsqueeze(-1), numbers, 0).int()

@@ -1,0 +1,212 @@
+"""Block lists from masks, windows and BlockMasks, and their transpose, against loops over every pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from fa_lists import ListCase, pack, random_lists, random_rows, transposed_rows, unpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_attn.cute.block_lists import (
+    draw_lists,
+    lists_from_block_mask,
+    lists_from_blocks,
+    lists_from_dense,
+    lists_from_window,
+    transpose_lists,
+)
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.write_order import compute_dq_write_order
+
+CASES = st.builds(
+    ListCase,
+    B=st.integers(1, 2),
+    H=st.integers(1, 3),
+    M=st.integers(1, 7),
+    N=st.integers(1, 7),
+    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    full=st.sampled_from([0.0, 0.5, 1.0]),
+    keep_empty=st.booleans(),
+    spare=st.integers(0, 3),
+    seed=st.integers(0, 1 << 30),
+)
+
+
+def rows_of(lists: BlockSparseTensorsTorch) -> list:
+    return [unpack(*lists[:2]), unpack(*lists[2:4])]
+
+
+def expected_rows(mask: torch.Tensor, block_size: tuple[int, int]) -> list:
+    """[mask, full] lists of a dense mask [Sq, Sk]."""
+    rows, columns = block_size
+    lists: list = [[], []]
+    for m in range(-(-mask.shape[0] // rows)):
+        block_row = mask[m * rows : (m + 1) * rows]
+        blocks = [block_row[:, n : n + columns] for n in range(0, mask.shape[1], columns)]
+        full = [bool(block.all()) and block.shape[1] == columns for block in blocks]
+        lists[0].append([n for n, block in enumerate(blocks) if block.any() and not full[n]])
+        lists[1].append([n for n in range(len(blocks)) if full[n]])
+    return lists
+
+
+def assert_tight(lists: BlockSparseTensorsTorch) -> None:
+    for cnt, idx in (lists[:2], lists[2:4]):
+        if cnt is not None:
+            assert cnt.dtype == idx.dtype == torch.int32 and idx.stride(-1) == 1
+            assert idx.shape[3] == max(1, int(cnt.max()))
+            assert not idx[torch.arange(idx.shape[3]) >= cnt.unsqueeze(-1)].any()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.sampled_from([0.02, 0.5, 0.97, 1.0]),
+    st.integers(0, 1000),
+)
+def test_dense(Sq: int, Sk: int, block_size: tuple[int, int], density: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    mask = torch.rand(2, 2, Sq, Sk) < density
+    lists = lists_from_dense(mask, block_size)
+    assert_tight(lists)
+    assert lists.block_size == block_size
+    expected = [[[expected_rows(mask[b, h], block_size)[k] for h in range(2)] for b in range(2)] for k in range(2)]
+    assert rows_of(lists) == expected
+    one = lists_from_dense(mask[1, 0], block_size, width=(50, 45))
+    assert rows_of(one) == [[[expected[k][1][0]]] for k in range(2)]
+    assert (one.mask_block_idx.shape[3], one.full_block_idx.shape[3]) == (50, 45)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.one_of(st.none(), st.integers(-1, 45)),
+    st.one_of(st.none(), st.integers(-1, 45)),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.booleans(),
+)
+def test_window(
+    Sq: int, Sk: int, left: int | None, right: int | None, block_size: tuple[int, int], causal: bool
+) -> None:
+    distance = torch.arange(Sk) - (torch.arange(Sq).view(-1, 1) + Sk - Sq)
+    seen = torch.ones(Sq, Sk, dtype=torch.bool)
+    if left not in (None, -1):
+        seen &= distance >= -left
+    if causal or right not in (None, -1):
+        seen &= distance <= (0 if causal else right)
+    lists = lists_from_window(Sq, Sk, left, right, block_size, causal=causal)
+    assert_tight(lists)
+    assert rows_of(lists) == [[[rows]] for rows in expected_rows(seen, block_size)]
+
+
+def test_window_at_scale() -> None:
+    lists = lists_from_window(1 << 20, 1 << 20, 2047, 0, (128, 128))
+    assert lists.full_block_idx.shape == (1, 1, 8192, 15) and lists.mask_block_idx.shape == (1, 1, 8192, 2)
+    assert lists.mask_block_idx[0, 0, 100].tolist() == [84, 100]
+
+
+def test_table_of_blocks() -> None:
+    listed = torch.tensor([[True, False, True], [False, False, False]])
+    lists = lists_from_blocks(listed, block_size=(128, 64))
+    assert rows_of(lists) == [[[[[0, 2], []]]], None] and lists.full_block_cnt is None
+    full = torch.tensor([[True, True, False], [False, True, False]])
+    assert rows_of(lists_from_blocks(listed, full, block_size=(128, 64))) == [[[[[2], []]]], [[[[0], []]]]]
+
+
+@settings(max_examples=150, deadline=None)
+@given(CASES)
+def test_transpose(case: ListCase) -> None:
+    rows = random_rows(case)
+    forward = pack(rows, case)
+    backward = transpose_lists(forward, case.N)
+    expected = transposed_rows(rows, case)
+    assert_tight(backward)
+    assert backward.block_size == (128, 128)
+    assert unpack(*backward[:2]) == expected["mask"]
+    assert unpack(*backward[2:4]) == (None if forward.full_block_cnt is None else expected["full"])
+    wide = transpose_lists(
+        forward, case.N, width=case.M, listed=int(sum(t.sum() for t in forward[0:4:2] if t is not None))
+    )
+    assert rows_of(wide) == rows_of(backward) and wide.mask_block_idx.shape[3] == case.M
+    again = transpose_lists(backward, case.M)
+    assert rows_of(again) == rows_of(forward)
+
+
+def test_transpose_of_unsorted_lists_is_sorted() -> None:
+    case = ListCase(M=20, N=3, sort=False, seed=1)
+    rows = random_rows(case)
+    assert rows_of(transpose_lists(pack(rows, case), 3)) == list(transposed_rows(rows, ListCase(M=20, N=3)).values())
+
+
+def test_transpose_of_repeated_lists_is_repeated() -> None:
+    forward, _ = random_lists(ListCase(H=1))
+    wide = BlockSparseTensorsTorch(*(t.expand(2, 3, *t.shape[2:]) for t in forward[:4]))
+    for mine, other in zip(transpose_lists(wide, 5)[:4], transpose_lists(forward, 5)[:4], strict=True):
+        assert mine.shape[:2] == (2, 3) and mine.stride()[:2] == (0, 0)
+        torch.testing.assert_close(mine, other.expand_as(mine), rtol=0, atol=0)
+
+
+def soft_causal(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (k <= q) & (q - k < 300 + 100 * h)
+
+
+@pytest.mark.parametrize("T", [1024, 1000])
+@pytest.mark.parametrize("both", [True, False])
+def test_block_mask(T: int, both: bool) -> None:
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    block_mask = create_block_mask(soft_causal, 1, 2, T, T, device="cpu", BLOCK_SIZE=(128, 64))
+    if not both:
+        kept = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        block_mask = BlockMask.from_kv_blocks(
+            *(getattr(block_mask, name) for name in kept),
+            BLOCK_SIZE=(128, 64),
+            mask_mod=soft_causal,
+            seq_lengths=(T, T),
+            compute_q_blocks=False,
+        )
+    forward, backward = lists_from_block_mask(block_mask)
+    at = torch.arange(T)
+    dense = torch.stack([soft_causal(0, h, at.view(-1, 1), at) for h in range(2)])[None]
+    expected = lists_from_dense(dense, (128, 64))
+    if T % 128 == 0:  # FlexAttention's last query block is a mask block if it is short
+        assert rows_of(forward) == rows_of(expected)
+    columns = -(-T // 64)
+    assert rows_of(backward) == rows_of(transpose_lists(forward, columns))
+    for lists in (forward, backward):
+        assert lists.block_size == (128, 64)
+        for cnt, idx in (lists[:2], lists[2:4]):
+            assert idx.shape[3] == max(1, int(cnt.max()))
+    assert lists_from_block_mask(block_mask, width=10)[0].mask_block_idx.shape[3] == 10
+
+
+def test_picture(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    forward, backward = random_lists(ListCase(M=6, N=5))
+    order = compute_dq_write_order(*forward[:4], *backward[:4])
+    shades = draw_lists(forward, 5, head=1).images[0].get_array()
+    for kind, rows in enumerate(rows_of(forward), 1):
+        assert [[n for n in range(5) if shades[m, n] == kind] for m in range(6)] == rows[0][1]
+    ordered = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1])
+    axes = draw_lists(ordered, 6, head=1, backward=True, path=tmp_path / "lists.png")
+    assert (axes.images[0].get_array() == shades).all()
+    texts = {text.get_position()[::-1]: int(text.get_text()) for text in axes.texts}
+    for m in range(6):
+        listed = [n for n in range(5) if shades[m, n]]
+        assert [texts[m, n] for n in listed] == list(range(len(listed)))
+    assert (tmp_path / "lists.png").stat().st_size > 1000
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"mask is torch.float32 \(4, 4\), expected bool with 4 dimensions, or 2"):
+        lists_from_dense(torch.zeros(4, 4), (2, 2))
+    with pytest.raises(ValueError, match=r"listed is torch.bool \(4,\)"):
+        lists_from_blocks(torch.zeros(4, dtype=torch.bool), block_size=(2, 2))
+    with pytest.raises(ValueError, match="window_left=-2, expected at least 0"):
+        lists_from_window(8, 8, -2, 0, (2, 2))

@@ -1,0 +1,260 @@
+"""Block lists that are wrong in one place: an error that names the place and the value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fa_lists import ListCase, random_lists
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_attn.cute.block_lists import lists_from_dense, transpose_lists
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.list_validation import validate_lists
+from flash_attn.cute.write_order import compute_dq_write_order
+
+# 5 query blocks of 128, 4 key blocks of 64; what is listed shows in the lists below.
+MASK = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [2, 1, 1, 0], [0, 0, 0, 0], [2, 0, 2, 1]])
+SIZES: dict[str, Any] = dict(seqlen_q=600, seqlen_k=256, num_heads=4, num_heads_kv=2, batch_size=3)
+
+
+def lists() -> tuple[BlockSparseTensorsTorch, BlockSparseTensorsTorch]:
+    """Writable lists [1, 4, ...] with lock values, two places wider than needed where there is room."""
+    dense = MASK.repeat_interleave(128, 0)[:600].repeat_interleave(64, 1)
+    dense = (dense == 2) | ((dense == 1) & (torch.arange(256) % 64 == 0))
+    forward = lists_from_dense(dense.expand(1, 4, -1, -1), (128, 64), width=4)
+    backward = transpose_lists(forward, 4, width=5)
+    order = compute_dq_write_order(*forward[:4], *backward[:4])
+    return copied(forward), copied(backward._replace(dq_write_order=order[0], dq_write_order_full=order[1]))
+
+
+def copied(lists_: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
+    return BlockSparseTensorsTorch(*(t.contiguous().clone() if torch.is_tensor(t) else t for t in lists_))
+
+
+def message(*lists_: BlockSparseTensorsTorch, **options: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        validate_lists(*lists_, **(SIZES | options))
+    return str(error.value)
+
+
+def test_right() -> None:
+    forward, backward = lists()
+    validate_lists(forward, backward, ascending=True, **SIZES)
+    validate_lists(forward, **SIZES)
+    validate_lists(None, backward, **SIZES)
+    validate_lists(None, None, **SIZES)
+    validate_lists(forward, backward._replace(spt=False), **SIZES)
+    validate_lists(forward, backward, order=torch.arange(4), **SIZES)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.builds(
+        ListCase,
+        B=st.integers(1, 2),
+        H=st.integers(1, 3),
+        M=st.integers(1, 6),
+        N=st.integers(1, 6),
+        density=st.sampled_from([0.0, 0.4, 1.0]),
+        full=st.sampled_from([0.0, 0.5, 1.0]),
+        keep_empty=st.booleans(),
+        sort=st.booleans(),
+        seed=st.integers(0, 1 << 30),
+    ),
+    st.booleans(),
+    st.data(),
+)
+def test_random_lists_and_one_wrong_number(case: ListCase, spt: bool, data: st.DataObject) -> None:
+    """Whatever number a kernel would read, another one there is an error; numbers it does not read are free."""
+    forward, backward = random_lists(case)
+    order = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
+    backward = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1], spt=spt)
+    sizes: dict[str, Any] = dict(seqlen_q=128 * case.M, seqlen_k=128 * case.N, num_heads=case.H)
+    validate_lists(forward, backward, **sizes)
+    names = [name for name in BlockSparseTensorsTorch._fields if torch.is_tensor(getattr(backward, name))]
+    name = data.draw(st.sampled_from(names))
+    side = forward if data.draw(st.booleans()) and "order" not in name else backward
+    tensor = getattr(side, name)
+    at = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+    cnt = side.full_block_cnt if "full" in name else side.mask_block_cnt
+    read = tensor.ndim == 3 or at[3] < cnt[at[:3]]
+    tensor[at] += data.draw(st.sampled_from([-(1 << 20), -2, -1, 1, 2, 1 << 20]))
+    if not read:
+        validate_lists(forward, backward, **sizes)
+        return
+    with pytest.raises(ValueError):
+        validate_lists(forward, backward, **sizes)
+
+
+@pytest.mark.parametrize("value", [-1, 5])
+def test_counts(value: int) -> None:
+    forward, backward = lists()
+    forward.full_block_cnt[0, 2, 4] = value
+    assert message(forward, backward) == (
+        f"forward full_block_cnt[0, 2, 4] = {value}, expected 0 .. 4, the width of its index list"
+    )
+
+
+@pytest.mark.parametrize("value", [-3, 4, 1 << 30])
+def test_forward_index(value: int) -> None:
+    forward, backward = lists()
+    forward.mask_block_idx[0, 1, 2, 1] = value
+    assert message(forward, backward) == f"forward mask_block_idx[0, 1, 2, 1] = {value}, expected a key block of 0 .. 3"
+
+
+def test_backward_index() -> None:
+    _, backward = lists()
+    backward.full_block_idx[0, 3, 0, 1] = 5
+    expected = "backward full_block_idx[0, 3, 0, 1] = 5, expected a query block of 0 .. 4"
+    assert message(None, backward) == expected
+
+
+def test_listed_twice() -> None:
+    forward, _ = lists()
+    forward.mask_block_idx[0, 0, 2, 1] = 1
+    assert message(forward) == (
+        "forward mask_block_idx[0, 0, 2, 1] = 1 is listed twice for query block 2, also in "
+        "forward mask_block_idx[0, 0, 2, 0]"
+    )
+
+
+def test_listed_as_mask_and_full() -> None:
+    _, backward = lists()
+    backward.full_block_idx[0, 1, 0, 1] = 1
+    assert message(None, backward) == (
+        "backward full_block_idx[0, 1, 0, 1] = 1 is listed twice for key block 0, also in "
+        "backward mask_block_idx[0, 1, 0, 1]"
+    )
+
+
+def test_rising() -> None:
+    forward, backward = lists()
+    forward.mask_block_idx[0, 3, 2, :2] = torch.tensor([2, 1])
+    validate_lists(forward, backward, **SIZES)
+    expected = "forward mask_block_idx[0, 3, 2, 1] = 1 comes after 2, expected rising indices"
+    assert message(forward, backward, ascending=True) == expected
+
+
+def test_backward_lacks_an_entry() -> None:
+    forward, backward = lists()
+    backward.mask_block_cnt[0, 2, 1] -= 1
+    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
+        "forward mask_block_idx[0, 2, 2, 0] = 1 is not in the backward lists: key block 1 lacks query block 2; "
+        "backward lists must be the transpose of forward lists"
+    )
+
+
+def test_backward_has_one_more() -> None:
+    forward, backward = lists()
+    backward.mask_block_cnt[0, 2, 3] += 1
+    backward.mask_block_idx[0, 2, 3, 1] = 3
+    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
+        "backward mask_block_idx[0, 2, 3, 1] = 3 is not in the forward lists: query block 3 lacks key block 3; "
+        "backward lists must be the transpose of forward lists"
+    )
+
+
+def test_full_for_mask() -> None:
+    forward, backward = lists()
+    forward.full_block_cnt[0, 0, 4] -= 1
+    forward.mask_block_cnt[0, 0, 4] += 1
+    forward.mask_block_idx[0, 0, 4, 1] = 2
+    assert message(forward, backward) == (
+        "forward mask_block_idx[0, 0, 4, 1] = 2 is a mask block, but a full block in the backward lists"
+    )
+
+
+def test_block_sizes_that_differ_are_not_compared() -> None:
+    forward, _ = lists()
+    half = lists_from_dense(torch.ones(600, 256, dtype=torch.bool), (64, 64))
+    validate_lists(forward, transpose_lists(half, 4), **SIZES)
+    none_full = transpose_lists(half, 4, width=10)._replace(full_block_cnt=torch.zeros(1, 1, 4, dtype=torch.int32))
+    assert "is not in the backward lists" in message(half, none_full)
+    validate_lists(forward, none_full, **SIZES)
+
+
+def test_locks() -> None:
+    forward, backward = lists()
+    assert backward.dq_write_order_full[0, 0, 2, 0] == 1
+    backward.dq_write_order_full[0, 0, 2, 0] = 2
+    where = "backward dq_write_order_full[0, 0, 2, 0] = 2 for query block 4, expected 1: "
+    assert message(forward, backward).endswith(
+        "expected 1: the lock values of a query block are 0, 1, 2, ..., each once"
+    )
+    assert message(forward, backward, order=torch.arange(4)) == where + (
+        "key blocks add to a query block in the order of their launch, or the GPU hangs"
+    )
+
+
+@pytest.mark.parametrize("value", [-1, 0, 3])
+@pytest.mark.parametrize("spt", [None, False])
+def test_lock_values_too_small_and_too_large(value: int, spt: bool | None) -> None:
+    forward, backward = lists()
+    assert backward.dq_write_order[0, 1, 1, 1] == 1
+    backward.dq_write_order[0, 1, 1, 1] = value
+    assert "dq_write_order" in message(forward, backward._replace(spt=spt))
+
+
+def test_locks_follow_the_launch() -> None:
+    forward, backward = lists()
+    right_to_left = compute_dq_write_order(*forward[:4], *backward[:4], spt=True)
+    backward = backward._replace(dq_write_order=right_to_left[0], dq_write_order_full=right_to_left[1])
+    for options in ({}, {"order": torch.arange(3, -1, -1)}):
+        validate_lists(forward, backward, **SIZES, **options)
+    validate_lists(forward, backward._replace(spt=True), **SIZES)
+    assert "or the GPU hangs" in message(forward, backward._replace(spt=False))
+    assert "or the GPU hangs" in message(forward, backward, order=torch.tensor([3, 2, 0, 1]))
+
+
+def test_lists_for_each_key_head() -> None:
+    """Coordinates are those of the tensor, whatever the query heads that share it."""
+    forward, backward = lists()
+    grouped = [
+        BlockSparseTensorsTorch(*(t[:, ::2].clone() if torch.is_tensor(t) else t for t in side))
+        for side in (forward, backward)
+    ]
+    validate_lists(*grouped, **SIZES)
+    validate_lists(forward, grouped[1], **SIZES)
+    grouped[1].mask_block_idx[0, 1, 2, 0] = 7
+    assert message(*grouped).startswith("backward mask_block_idx[0, 1, 2, 0] = 7, expected a query block of")
+
+
+def test_repeated_lists() -> None:
+    forward, backward = lists()
+    one = BlockSparseTensorsTorch(*(t[:, :1] if torch.is_tensor(t) else t for t in forward))
+    wide = BlockSparseTensorsTorch(*(t[:, :1].expand(3, 4, *t.shape[2:]) if torch.is_tensor(t) else t for t in forward))
+    validate_lists(one, backward, **SIZES)
+    validate_lists(wide, backward, **SIZES)
+    backward.mask_block_idx[0, 3, 1, 0] = 0
+    assert message(wide, backward).startswith("backward mask_block_idx[0, 3, 1, 0] = 0 is not in the forward lists")
+
+
+@pytest.mark.parametrize(
+    "change,expected",
+    [
+        ({"block_size": None}, "forward block_size is None: give block_size=(queries, keys)"),
+        ({"block_size": (64, 64)}, "expected B of [1, 3], H of [1, 2, 4] and 10 rows, for seqlen_q=600"),
+        ({"block_size": (128, 128)}, "expected a width of at most 2: a row cannot list more blocks"),
+        (
+            {"mask_block_cnt": torch.zeros(1, 3, 5, dtype=torch.int32)},
+            "forward mask_block_cnt is torch.int32 (1, 3, 5) on",
+        ),
+        ({"mask_block_idx": torch.zeros(1, 1, 5, 4)}, "forward mask_block_idx is torch.float32 (1, 1, 5, 4) on cpu"),
+        ({"full_block_idx": None}, "forward full_block_cnt and full_block_idx must be given together"),
+        (
+            {"dq_write_order": torch.zeros(1, 4, 5, 4, dtype=torch.int32)},
+            "forward dq_write_order_full is None, expected the",
+        ),
+    ],
+)
+def test_shapes(change: dict[str, Any], expected: str) -> None:
+    assert expected in message(lists()[0]._replace(**change))
+
+
+def test_packed_lists() -> None:
+    packed = lists()[0]._replace(cu_total_m_blocks=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match="cu_total_m_blocks is given"):
+        validate_lists(packed, **SIZES)

@@ -1,0 +1,77 @@
+"""Block lists on a GPU: the same as on the CPU, without waiting for the host, and in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fa_lists import ListCase, random_lists
+
+from flash_attn.cute.block_lists import transpose_lists
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.list_schedule import long_rows_first
+from flash_attn.cute.list_validation import validate_lists
+from flash_attn.cute.write_order import compact_walk, compute_dq_write_order, deterministic_walk, merged_walk
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    ListCase(B=2, H=3, M=40, N=30, full=full, keep_empty=False, sort=sort)
+    for full in (0.0, 0.5)
+    for sort in (True, False)
+]
+
+
+def results(case: ListCase, forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> Iterator[Any]:
+    for spt in (False, True):
+        order = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
+        yield order
+        yield merged_walk(backward, order, descending=not spt)
+        yield compact_walk(backward, order, num_q_blocks=case.M)
+        yield deterministic_walk(backward, spt=spt, num_q_blocks=case.M)
+    yield merged_walk(backward, sort=False)
+    yield transpose_lists(forward, case.N, width=case.M)[:4]
+    yield (long_rows_first(backward.mask_block_cnt, times=1.2),)
+
+
+def assert_same(mine: list[Any], other: list[Any]) -> None:
+    for a, b in ((a, b) for tensors in zip(mine, other, strict=True) for a, b in zip(*tensors, strict=True)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_as_on_the_cpu(case: ListCase) -> None:
+    lists = random_lists(case)
+    expected = list(results(case, *lists))
+    on_gpu = [BlockSparseTensorsTorch(*(t.cuda() if torch.is_tensor(t) else t for t in side)) for side in lists]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = list(results(case, *on_gpu))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same(actual, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = list(results(case, *on_gpu))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same(captured, expected)
+
+
+def test_validation() -> None:
+    case = CASES[-1]
+    forward, backward = ([t.cuda() for t in side[:4]] for side in random_lists(case))
+    order = compute_dq_write_order(*forward, *backward, spt=True)
+    lists = BlockSparseTensorsTorch(*backward, dq_write_order=order[0], dq_write_order_full=order[1], spt=True)
+    sizes: dict[str, Any] = dict(seqlen_q=case.M * 128, seqlen_k=case.N * 128, num_heads=case.H, block_size=(128, 128))
+    validate_lists(BlockSparseTensorsTorch(*forward), lists, **sizes)
+    first = tuple((backward[0] > 0).nonzero()[-1].tolist())
+    backward[1][(*first, 0)] = case.M
+    place = ", ".join(map(str, first))
+    with pytest.raises(ValueError, match=rf"backward mask_block_idx\[{place}, 0\] = 40, expected a query block"):
+        validate_lists(BlockSparseTensorsTorch(*forward), lists, **sizes)

@@ -1,0 +1,247 @@
+"""Lock values and merged walks, against plain loops and against upstream's table of all pairs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from fa_lists import ListCase, random_lists, unpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_attn.cute import block_sparsity
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.write_order import (
+    CompactWalk,
+    Walk,
+    compact_walk,
+    compute_dq_write_order,
+    deterministic_walk,
+    merged_walk,
+)
+
+CASES = st.builds(
+    ListCase,
+    B=st.integers(1, 2),
+    H=st.integers(1, 3),
+    M=st.integers(1, 7),
+    N=st.integers(1, 7),
+    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    full=st.sampled_from([0.0, 0.5, 1.0]),
+    keep_empty=st.booleans(),
+    sort=st.booleans(),
+    spare=st.integers(0, 3),
+    seed=st.integers(0, 1 << 30),
+)
+
+
+def arguments(forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> tuple[torch.Tensor | None, ...]:
+    return (*forward[:4], *backward[:4])
+
+
+def expected_locks(backward: BlockSparseTensorsTorch, launch: list[list[list[int]]]) -> list[list[torch.Tensor]]:
+    """[mask, full] lock values, 0 after the entries in use."""
+    kinds = [(cnt, idx) for cnt, idx in (backward[:2], backward[2:4]) if idx is not None]
+    locks = [torch.zeros_like(idx) for _, idx in kinds]
+    B, H, N = backward.mask_block_cnt.shape
+    for b in range(B):
+        for h in range(H):
+            added: dict[int, int] = {}
+            for n in launch[b][h]:
+                for kind, (cnt, idx) in enumerate(kinds):
+                    for i in range(int(cnt[b, h, n])):
+                        m = int(idx[b, h, n, i])
+                        locks[kind][b, h, n, i] = added.get(m, 0)
+                        added[m] = added.get(m, 0) + 1
+    return locks
+
+
+def expected_walk(
+    backward: BlockSparseTensorsTorch, locks: list[torch.Tensor] | None, descending: bool
+) -> list[list[list[list[tuple[int, int]]]]]:
+    """(entry, lock) of each row, sorted."""
+    kinds = [unpack(*backward[:2]), unpack(*backward[2:4])]
+    lock_rows = [unpack(cnt, lock) for cnt, lock in zip(backward[0:4:2], locks or [], strict=False)]
+    B, H, N = backward.mask_block_cnt.shape
+    walk: list = [[[[] for _ in range(N)] for _ in range(H)] for _ in range(B)]
+    for kind, rows in enumerate(kinds):
+        for b, h, n in ((b, h, n) for b in range(B) for h in range(H) for n in range(N) if rows is not None):
+            values = lock_rows[kind][b][h][n] if locks else [0] * len(rows[b][h][n])
+            walk[b][h][n] += [(m * 2 + kind, lock) for m, lock in zip(rows[b][h][n], values, strict=True)]
+    down = -1 if descending and locks else 1
+    for row in (row for batch in walk for head in batch for row in head):
+        row.sort(key=lambda pair: (pair[1], down * (pair[0] // 2)))
+    return walk
+
+
+def assert_walk(walk: Walk, expected: list, with_locks: bool) -> None:
+    assert walk.entries.dtype == walk.cnt.dtype == torch.int32 and walk.entries.stride(-1) == 1
+    flat = lambda k: [[[[pair[k] for pair in row] for row in head] for head in batch] for batch in expected]  # noqa: E731
+    assert unpack(walk.cnt, walk.entries) == flat(0)
+    past = torch.arange(walk.entries.shape[3]) >= walk.cnt.unsqueeze(-1)
+    assert not walk.entries[past].any()
+    if with_locks:
+        assert unpack(walk.cnt, walk.locks) == flat(1)
+        assert not walk.locks[past].any()
+    else:
+        assert walk.locks is None
+
+
+def assert_locks(actual: tuple[torch.Tensor | None, ...], expected: list[torch.Tensor]) -> None:
+    assert (actual[1] is None) == (len(expected) == 1)
+    for mine, theirs in zip(actual, expected, strict=False):
+        assert mine.dtype == torch.int32
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(CASES, st.booleans())
+def test_locks_and_walks(case: ListCase, spt: bool) -> None:
+    forward, backward = random_lists(case)
+    launch = [[list(range(case.N))[:: -1 if spt else 1]] * case.H] * case.B
+    expected = expected_locks(backward, launch)
+    locks = compute_dq_write_order(*arguments(forward, backward), spt=spt)
+    assert_locks(locks, expected)
+    rows = expected_walk(backward, expected, descending=not spt)
+    assert_walk(merged_walk(backward, locks, descending=not spt), rows, with_locks=True)
+    assert_walk(deterministic_walk(backward, spt=spt), rows, with_locks=True)
+    assert_walk(merged_walk(backward), expected_walk(backward, None, False), with_locks=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES, st.sampled_from(["one", "heads", "batches"]))
+def test_any_launch_order(case: ListCase, each: str) -> None:
+    forward, backward = random_lists(case)
+    draw = random.Random(case.seed)
+    count = {"one": 1, "heads": case.H, "batches": case.B * case.H}[each]
+    orders = [draw.sample(range(case.N), case.N) for _ in range(count)]
+    order = torch.tensor(orders, dtype=torch.int64 if case.sort else torch.int32)
+    order = order[0] if each == "one" else order if each == "heads" else order.view(case.B, case.H, case.N)
+    launch = [[orders[(b * case.H + h) % count] for h in range(case.H)] for b in range(case.B)]
+    expected = expected_locks(backward, launch)
+    assert_locks(compute_dq_write_order(*arguments(forward, backward), order=order), expected)
+    rows = expected_walk(backward, expected, descending=True)
+    assert_walk(deterministic_walk(backward, order=order, num_q_blocks=case.M), rows, with_locks=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(CASES.filter(lambda case: case.sort), st.booleans())
+def test_same_as_upstream(case: ListCase, spt: bool) -> None:
+    given_lists = arguments(*random_lists(case))
+    theirs = block_sparsity.compute_dq_write_order(*given_lists, spt=spt)
+    ours = compute_dq_write_order(*given_lists, spt=spt)
+    for mine, other, cnt in zip(ours, theirs, given_lists[4:7:2], strict=True):
+        assert (mine is None) == (other is None)
+        assert unpack(cnt, mine) == unpack(cnt, other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES, st.booleans())
+def test_compact(case: ListCase, spt: bool) -> None:
+    forward, backward = random_lists(case)
+    locks = compute_dq_write_order(*arguments(forward, backward), spt=spt)
+    padded = merged_walk(backward, locks)
+    walk = compact_walk(backward, locks, num_q_blocks=case.M)
+    assert isinstance(walk, CompactWalk)
+    begin = 0
+    for row, end in enumerate(walk.ends.flatten().tolist()):
+        count = end - begin
+        assert walk.entries[begin:end].tolist() == padded.entries.flatten(0, 2)[row, :count].tolist()
+        assert walk.locks[begin:end].tolist() == padded.locks.flatten(0, 2)[row, :count].tolist()
+        begin = end
+    assert begin == int(padded.cnt.sum()) and not walk.entries[begin:].any() and not walk.locks[begin:].any()
+
+
+def test_lists_as_given() -> None:
+    _, backward = random_lists(ListCase(M=9, sort=False, seed=3))
+    walk = merged_walk(backward, sort=False)
+    mask, full = unpack(*backward[:2]), unpack(*backward[2:4])
+    for h in range(2):
+        for n, row in enumerate(unpack(walk.cnt, walk.entries)[0][h]):
+            assert row == [m * 2 for m in mask[0][h][n]] + [m * 2 + 1 for m in full[0][h][n]]
+
+
+def test_lock_values_in_the_lists_are_used() -> None:
+    forward, backward = random_lists(ListCase(seed=4))
+    locks = compute_dq_write_order(*arguments(forward, backward))
+    walk = merged_walk(backward._replace(dq_write_order=locks[0], dq_write_order_full=locks[1]))
+    assert_walk(walk, expected_walk(backward, list(locks), True), with_locks=True)
+
+
+@pytest.mark.parametrize("batch,head", [(2, 3), (1, 3), (2, 1)])
+def test_repeated_lists_are_computed_once(batch: int, head: int) -> None:
+    """Heads and batches that share a list share its lock values, as views that repeat them."""
+    forward, backward = random_lists(ListCase(H=1, seed=5))
+    alone = compute_dq_write_order(*arguments(forward, backward))
+    wide = [t.expand(batch, head, *t.shape[2:]) for t in backward[:4]]
+    locks = compute_dq_write_order(*arguments(forward, BlockSparseTensorsTorch(*wide)))
+    walk = merged_walk(BlockSparseTensorsTorch(*wide), locks)
+    alone_walk = merged_walk(backward, alone)
+    for mine, other in zip((*locks, *walk), (*alone, *alone_walk), strict=True):
+        torch.testing.assert_close(mine, other.expand_as(mine), rtol=0, atol=0)
+        assert mine.shape[:2] == (batch, head)
+        assert all(mine.stride(d) == 0 for d in (0, 1) if mine.shape[d] > 1)
+
+
+def test_mask_lists_for_every_head_and_full_lists_for_one() -> None:
+    _, many = random_lists(ListCase(H=3, full=0.0, density=0.3, seed=6))
+    rows = unpack(*many[:2])[0]
+    free = [[m for m in range(6) if all(m not in head[n] for head in rows)] for n in range(5)]
+    full_cnt = torch.tensor([[[len(row) for row in free]]], dtype=torch.int32)
+    full_idx = torch.tensor([[[row + [0] * (6 - len(row)) for row in free]]], dtype=torch.int32)
+    mixed = BlockSparseTensorsTorch(*many[:2], full_cnt, full_idx)
+    repeated = BlockSparseTensorsTorch(*many[:2], full_cnt.expand(1, 3, -1), full_idx.expand(1, 3, -1, -1))
+    for mine, other in zip(deterministic_walk(mixed), deterministic_walk(repeated), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_width_and_bound() -> None:
+    forward, backward = random_lists(ListCase(M=9, N=8, spare=4, seed=7))
+    count = backward.mask_block_cnt + backward.full_block_cnt
+    tight, total = int(count.max()), int(count.sum())
+    wide, narrow = deterministic_walk(backward), deterministic_walk(backward, width=tight, listed=total)
+    assert narrow.entries.shape[3] == tight < wide.entries.shape[3]
+    for mine, other in zip(narrow[1:], wide[1:], strict=True):
+        torch.testing.assert_close(mine, other[..., :tight], rtol=0, atol=0)
+    bounded = compute_dq_write_order(*arguments(forward, backward), listed=total)
+    for mine, other in zip(bounded, compute_dq_write_order(*arguments(forward, backward)), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_more_query_blocks_than_an_int_counts() -> None:
+    _, backward = random_lists(ListCase(H=8, seed=8))
+    for mine, other in zip(
+        deterministic_walk(backward, num_q_blocks=1 << 30), deterministic_walk(backward), strict=True
+    ):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_large_numbers() -> None:
+    """Query blocks, rows and lock values whose product passes 32 bits."""
+    N, last = 3000, MOST - 1
+    idx = torch.tensor([0, last]).expand(1, 1, N, 2).int().contiguous()
+    cnt = torch.full((1, 1, N), 2, dtype=torch.int32)
+    walk = deterministic_walk(BlockSparseTensorsTorch(cnt, idx))
+    assert walk.locks[0, 0].tolist() == [[n, n] for n in range(N)]
+    assert (walk.entries[..., 0] == last * 2).all() and not walk.entries[..., 1].any()
+
+
+MOST = 1 << 20
+
+
+def test_errors() -> None:
+    forward, backward = random_lists(ListCase())
+    given_lists = arguments(forward, backward)
+    with pytest.raises(ValueError, match="spt=True and order are both given"):
+        compute_dq_write_order(*given_lists, spt=True, order=torch.arange(5))
+    with pytest.raises(ValueError, match=r"order has shape \(4,\), expected .* with N = 5"):
+        compute_dq_write_order(*given_lists, order=torch.arange(4))
+    with pytest.raises(ValueError, match="full_block_cnt and full_block_idx must be given together"):
+        merged_walk(backward._replace(full_block_cnt=None))
+    with pytest.raises(ValueError, match="if, and only if, there are full lists"):
+        merged_walk(backward, (torch.zeros_like(backward.mask_block_idx), None))
+    with pytest.raises(ValueError, match="lock values of the mask lists have shape"):
+        merged_walk(backward, (backward.mask_block_idx[..., :1], backward.full_block_idx))
+    with pytest.raises(ValueError, match="makes keys past 63 bits"):
+        merged_walk(backward, num_q_blocks=1 << 60)
