@@ -168,13 +168,15 @@ class CompressedCausal(NamedTuple):
 
     divisor: FastDivmodDivisorV2  # by factor; carries the factor itself too
     offset: Int32
+    shares: tuple = ()  # SM90 backward's `QueryShares`, where several CTAs share a key tile
 
     @staticmethod
-    def create(compress: Optional[CompressArgs]) -> Optional["CompressedCausal"]:
+    def create(compress: Optional[CompressArgs], shares: Optional[tuple] = None) -> Optional["CompressedCausal"]:
         """On the host, once a launch; None stays None."""
         if compress is None:
             return None
-        return CompressedCausal(FastDivmodDivisorV2(Int32(compress.factor)), Int32(compress.offset))
+        divisor = FastDivmodDivisorV2(Int32(compress.factor))
+        return CompressedCausal(divisor, Int32(compress.offset), shares if shares is not None else ())
 
     @property
     def factor(self) -> Int32:

@@ -28,19 +28,3 @@ def require_lists_for_gradient(forward, backward, *inputs) -> None:
         f"would attend to different blocks. Pass both (backward lists are the transpose: query "
         f"blocks for each key block), or call under torch.no_grad()."
     )
-
-
-def refuse_varlen_list_gradient(forward, backward, *inputs) -> None:
-    """The same for packed sequences, for which no backward with lists exists.
-
-    Raises:
-        ValueError: lists for one direction only, and one of `inputs` needs a gradient.
-        NotImplementedError: lists for both directions, and one of `inputs` needs a gradient.
-    """
-    require_lists_for_gradient(forward, backward, *inputs)
-    if forward is not None and _gradient_needed(inputs):
-        raise NotImplementedError(
-            "flash_attn_varlen_func: the backward of packed sequences with block_sparse_tensors is "
-            "not supported yet. Run the sequences one by one through flash_attn_func, or call "
-            "under torch.no_grad()."
-        )

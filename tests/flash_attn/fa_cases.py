@@ -19,6 +19,7 @@ class Case:
     """Attention of B sequences, or of packed ones, under every mask that is given."""
 
     D: int = 64
+    Dv: int | None = None  # of v and o; None for D
     T_q: int = 300
     T_k: int = 300
     B: int = 2
@@ -29,8 +30,17 @@ class Case:
     window: tuple[int | None, int | None] = (None, None)
     mask_mod: str | None = None
     lists: str | None = None  # "partial", "full", "both"; "no full": partial, and full_* is None
+    form: str = "padded"  # of packed sequences' lists: see fa_packed_lists
+    list_heads: int = 1  # heads that have lists of their own: 1, Hkv or Hq
+    block: tuple[int, int] | None = None  # queries and keys of a block; None for what the architecture's kernels take
+    q_tiles: int = 1  # of such blocks, how many make one
+    pack_gqa: bool | None = None
     overlap: bool | None = None
     deterministic: bool = False
+    launch: str = (
+        "left to right"  # of key blocks in backward with lists: "right to left", "longest first", "middle first"
+    )
+    plan: int = 0  # entries of an item, at most; 0 for no plan
     seed: int = 0
 
     def __str__(self) -> str:
@@ -56,15 +66,17 @@ class Inputs:
 def make_inputs(case: Case) -> Inputs:
     """Unit normal bf16 tensors on the GPU, from the case's seed; fake ones under FakeTensorMode."""
 
-    def tensor(which: int, heads: int) -> torch.Tensor:
+    def tensor(which: int, heads: int, width: int) -> torch.Tensor:
         if case.packed:
-            shape = (sum(pair[which] for pair in case.packed), heads, case.D)
+            shape = (sum(pair[which] for pair in case.packed), heads, width)
         else:
-            shape = (case.B, case.lengths[0][which], heads, case.D)
+            shape = (case.B, case.lengths[0][which], heads, width)
         return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
     torch.manual_seed(case.seed)
-    q, k, v, do = tensor(0, case.Hq), tensor(1, case.Hkv), tensor(1, case.Hkv), tensor(0, case.Hq)
+    Dv = case.Dv or case.D
+    q, k = tensor(0, case.Hq, case.D), tensor(1, case.Hkv, case.D)
+    v, do = tensor(1, case.Hkv, Dv), tensor(0, case.Hq, Dv)
     aux = None
     if case.mask_mod == "keyed":
         keys = max(pair[1] for pair in case.lengths)
@@ -75,44 +87,51 @@ def make_inputs(case: Case) -> Inputs:
     return Inputs(q, k, v, do, aux, cu_seqlens)
 
 
-def forward(case: Case, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse, from the kernel."""
+def forward(case: Case, x: Inputs, lists: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse, from the kernel; `lists` in place of the case's own."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     o, lse, *_ = _flash_attn_fwd(
-        x.q, x.k, x.v, **_masks(case, x), block_sparse_tensors=forward_lists(case),
-        intra_wg_overlap=case.overlap, return_lse=True,
+        x.q, x.k, x.v, **_masks(case, x), block_sparse_tensors=lists or forward_lists(case),
+        intra_wg_overlap=case.overlap, pack_gqa=case.pack_gqa, return_lse=True,
     )  # fmt: skip
     return o, lse
 
 
-def backward(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """dq, dk and dv, from the kernel."""
+def backward(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, lists: Any = None) -> tuple[torch.Tensor, ...]:
+    """dq, dk and dv, from the kernel; `lists` in place of the case's own."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     return _flash_attn_bwd(
-        x.q, x.k, x.v, o, x.do, lse, **_masks(case, x), block_sparse_tensors=backward_lists(case),
+        x.q, x.k, x.v, o, x.do, lse, **_masks(case, x), block_sparse_tensors=lists or backward_lists(case),
         deterministic=case.deterministic,
     )  # fmt: skip
 
 
-def block_lists(case: Case) -> dict[str, list[list[list[int]]]]:
-    """The key blocks of each query block, [batch][query block], as "partial" and "full" lists.
+def block_lists(case: Case) -> dict[str, list[list[list[list[int]]]]]:
+    """The key blocks of each query block, [batch][head][query block], as "partial" and "full" lists.
 
     Never sorted: the block that the keys end in comes first, so a kernel, which walks a list from
-    its end, meets it last. Some other blocks are left out.
+    its end, meets it last. Some other blocks are left out. With form "shared" the longest sequence's
+    lists serve all, so that shorter ones have blocks listed that they do not hold.
     """
-    n = -(-case.T_k // BLOCK_K)
-    lists: dict[str, list[list[list[int]]]] = {"partial": [], "full": []}
-    for batch in range(case.B):
-        rows = [_in_no_order(n, batch + row) for row in range(-(-case.T_q // block_q()))]
-        split = [_split(case, blocks, batch + row) for row, blocks in enumerate(rows)]
-        lists["partial"].append([partial for partial, _ in split])
-        lists["full"].append([full for _, full in split])
+    block_q, block_k = block(case)
+    lists: dict[str, list[list[list[list[int]]]]] = {"partial": [], "full": []}
+    for batch, (T_q, T_k) in enumerate(case.lengths):
+        if case.form == "shared":
+            batch, T_q, T_k = 0, max(case.lengths)[0], max(pair[1] for pair in case.lengths)
+        n, heads = -(-T_k // block_k), []
+        for head in range(case.list_heads):
+            rows = [_in_no_order(n, batch + 2 * head + row) for row in range(-(-T_q // block_q))]
+            heads.append([_split(case, blocks, batch + row) for row, blocks in enumerate(rows)])
+        for which, kind in enumerate(("partial", "full")):
+            lists[kind].append([[row[which] for row in rows] for rows in heads])
     return lists
 
 
 def _in_no_order(n: int, turn: int) -> list[int]:
+    if n == 0:
+        return []
     others = [block for block in range(n - 1) if (block + turn) % 4 != 3]
     turned = others[turn % max(len(others), 1) :] + others[: turn % max(len(others), 1)]
     return [n - 1, *turned]
@@ -125,41 +144,92 @@ def _split(case: Case, blocks: list[int], turn: int) -> tuple[list[int], list[in
 
 
 def forward_lists(case: Case) -> Any:
-    """Key blocks of each query block, one list for all heads; None where the case has no lists."""
+    """Key blocks of each query block; None where the case has no lists."""
     if case.lists is None:
         return None
-    return _tensors(case, block_lists(case), -(-case.T_k // BLOCK_K))
+    if case.packed:
+        from fa_packed_lists import packed_forward_lists
+
+        return packed_forward_lists(case)
+    return _tensors(case, block_lists(case), -(-case.T_k // block(case)[1]))
 
 
 def backward_lists(case: Case) -> Any:
-    """The transpose: query blocks of each key block."""
+    """The transpose: query blocks of each key block, with what the case's way of launching needs.
+
+    Computed on the CPU in earnest: fake tensors have no lists in them.
+    """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     if case.lists is None:
         return None
-    lists, n = block_lists(case), -(-case.T_k // BLOCK_K)
-    transposed = {
-        kind: [[[m for m, row in enumerate(rows) if block in row] for block in range(n)] for rows in batches]
-        for kind, batches in lists.items()
+    if case.packed:
+        from fa_packed_lists import packed_backward_lists
+
+        return packed_backward_lists(case)
+    with unset_fake_temporarily():
+        lists = _backward_lists(case)
+    return type(lists)(*(_to_gpu(field) for field in lists))
+
+
+def _to_gpu(field: Any) -> Any:
+    from torch._guards import active_fake_mode
+
+    if not isinstance(field, torch.Tensor):
+        return field
+    if active_fake_mode() is not None:
+        return torch.empty_strided(field.shape, field.stride(), dtype=field.dtype, device="cuda")
+    own = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in field.stride())
+    return field[own].cuda().expand(field.shape)
+
+
+def _backward_lists(case: Case) -> Any:
+    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.write_order import compute_dq_write_order
+
+    block_q, block_k = block(case)
+    forwards, n, m = block_lists(case), -(-case.T_k // block_k), -(-case.T_q // block_q)
+    backwards = {
+        kind: [[transposed(rows, n) for rows in heads] for heads in batches] for kind, batches in forwards.items()
     }
-    return _tensors(case, transposed, -(-case.T_q // block_q()))
+    tensors = _tensors(case, backwards, m, "cpu")
+    schedule: Any = case.launch
+    if schedule == "middle first":
+        schedule = _int32(sorted(range(n), key=lambda block: abs(block - n // 2)), "cpu")
+    if case.plan:
+        return plan_backward(
+            tensors, num_heads=case.Hq, num_heads_kv=case.Hkv, num_q_blocks=m, listed=m * n,
+            deterministic=case.deterministic, schedule=schedule, longest=case.plan,
+        )  # fmt: skip
+    if not case.deterministic:
+        return tensors
+    spt = schedule == "right to left"
+    mask, full = compute_dq_write_order(*_tensors(case, forwards, n, "cpu")[:4], *tensors[:4], spt=spt)
+    return tensors._replace(dq_write_order=mask, dq_write_order_full=full, spt=spt)
 
 
-def block_q() -> int:
+def transposed(rows: list[list[int]], blocks: int) -> list[list[int]]:
+    return [[m for m, row in enumerate(rows) if block in row] for block in range(blocks)]
+
+
+def block(case: Case) -> tuple[int, int]:
     from flash_attn.cute.interface import _get_device_arch
 
-    return 256 if _get_device_arch() // 10 == 10 else 128
+    queries, keys = case.block or (256 if _get_device_arch() // 10 == 10 else 128, BLOCK_K)
+    return queries * case.q_tiles, keys
 
 
-def _tensors(case: Case, lists: dict[str, list[list[list[int]]]], width: int) -> Any:
+def _tensors(case: Case, lists: dict[str, list[list[list[list[int]]]]], width: int, device: str = "cuda") -> Any:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    def pair(batches: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-        counts = [[[len(row) for row in rows]] for rows in batches]
+    def pair(batches: list[list[list[list[int]]]]) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = [[[len(row) for row in rows] for rows in heads] for heads in batches]
         # What stands behind a list's count is never read: a block that does not exist says so.
-        indices = [[[row + [1 << 20] * (width - len(row)) for row in rows]] for rows in batches]
-        return _int32(counts), _int32(indices)
+        indices = [[[row + [1 << 20] * (width - len(row)) for row in rows] for rows in heads] for heads in batches]
+        return _int32(counts, device), _int32(indices, device)
 
     full = (None, None) if case.lists == "no full" else pair(lists["full"])
-    return BlockSparseTensorsTorch(*pair(lists["partial"]), *full, block_size=(block_q(), BLOCK_K))
+    return BlockSparseTensorsTorch(*pair(lists["partial"]), *full, block_size=block(case))
 
 
 def _masks(case: Case, x: Inputs) -> dict[str, Any]:
@@ -182,8 +252,8 @@ def _masks(case: Case, x: Inputs) -> dict[str, Any]:
     return given
 
 
-def _int32(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
+def _int32(values: Any, device: str = "cuda") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def _cumulated(lengths: list[int]) -> torch.Tensor:

@@ -194,7 +194,7 @@ def visible(kind: Kind, data: Data, b: int, device: torch.device) -> torch.Tenso
     if kind.option == "seqused":
         seen = seen & (j < seqused(data)[b][1])
     if kind.option == "lists":
-        seen = seen & visible_in_lists(lists(kind, data), b, None, device)
+        seen = seen & visible_in_lists(lists(kind, data), b, None, device)[0]
     return seen & ((t + j) % 3 != 0) if kind.option == "mask_mod" else seen
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from fa_cases import BLOCK_K, Case, Inputs, backward, block_lists, block_q, forward, make_inputs
+from fa_cases import Case, Inputs, backward, block, block_lists, forward, make_inputs
 
 
 def visible(case: Case, batch: int, x: Inputs, device: torch.device) -> torch.Tensor:
-    """Which keys each query of one sequence sees, [queries, keys]."""
+    """Which keys each query of one sequence sees, [heads or 1, queries, keys]."""
     from fa_mask_mods import MASK_MODS
 
     T_q, T_k = case.lengths[batch]
@@ -18,8 +18,8 @@ def visible(case: Case, batch: int, x: Inputs, device: torch.device) -> torch.Te
         allowed &= modded
     else:
         lists = block_lists(case)
-        partial = _spread(lists["partial"][batch], T_q, T_k).to(device)
-        allowed = (partial & modded) | _spread(lists["full"][batch], T_q, T_k).to(device)
+        partial, full = (_spread(case, lists[kind][batch], T_q, T_k).to(device) for kind in ("partial", "full"))
+        allowed = (partial & modded) | full
     # Bottom-right aligned: the last query is the one that sees the last key.
     at = q + T_k - T_q
     left, right = case.window[0], 0 if case.causal else case.window[1]
@@ -27,14 +27,20 @@ def visible(case: Case, batch: int, x: Inputs, device: torch.device) -> torch.Te
         allowed = allowed & (kv >= at - left)
     if right is not None:
         allowed = allowed & (kv <= at + right)
-    return allowed
+    return allowed if allowed.ndim == 3 else allowed[None]
 
 
-def _spread(rows: list[list[int]], T_q: int, T_k: int) -> torch.Tensor:
-    listed = torch.zeros(len(rows), -(-T_k // BLOCK_K), dtype=torch.bool)
-    for m, blocks in enumerate(rows):
-        listed[m, blocks] = True
-    return listed.repeat_interleave(block_q(), 0)[:T_q].repeat_interleave(BLOCK_K, 1)[:, :T_k]
+def _spread(case: Case, heads: list[list[list[int]]], T_q: int, T_k: int) -> torch.Tensor:
+    """The lists of each head as a mask, [heads or 1, queries, keys]."""
+    block_q, block_k = block(case)
+    # A list that serves longer sequences too names blocks past the end of this one.
+    most = max([-1, *(entry for rows in heads for row in rows for entry in row)]) + 1
+    listed = torch.zeros(len(heads), len(heads[0]), max(most, -(-T_k // block_k)), dtype=torch.bool)
+    for head, rows in enumerate(heads):
+        for m, blocks in enumerate(rows):
+            listed[head, m, blocks] = True
+    seen = listed.repeat_interleave(block_q, 1)[:, :T_q].repeat_interleave(block_k, 2)[:, :, :T_k]
+    return seen if len(heads) == 1 else seen.repeat_interleave(case.Hq // len(heads), 0)
 
 
 def attention(

@@ -1,32 +1,76 @@
 """How SM90 cuts compressed-causal attention into CTAs: the plan, and that the kernels follow it to the same results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fa_compile import Worker
 
 from flash_attn.cute import compress_schedule
-from flash_attn.cute.compress_schedule import LEAST_TILES, MOST_QUERIES, forward_tile, query_shares
+from flash_attn.cute.compress import CompressArgs
+from flash_attn.cute.compress_schedule import LEAST_TILES, MOST_QUERIES, QueryShares, forward_tile, query_shares
 
 OPTIONS = dict(causal=True, compress_factor=64, compress_offset=63)
 
 
+def limits(shares: QueryShares) -> list[tuple[int, int]]:
+    """Every share's query tiles, by definition."""
+    early, late = shares.early_count, shares.count - shares.early_count
+    lengths, borders = [shares.early] * early + [shares.late] * late, [0]
+    for length in lengths:
+        borders.append(borders[-1] + length)
+    return list(zip(borders, borders[1:]))
+
+
 @pytest.mark.parametrize("tile_m", [64, 128])
-@pytest.mark.parametrize("key_tiles", [1, 32, 1000])
-def test_shares_are_neither_too_long_nor_too_short(key_tiles: int, tile_m: int) -> None:
-    for seqlen_q in [1, 63, 64, 500, 4096, 8192, 8193, 65536, 1 << 20]:
-        shares = query_shares(seqlen_q, tile_m, key_tiles, 132)
-        assert shares >= 1
-        assert seqlen_q <= shares * MOST_QUERIES
-        if shares > -(-seqlen_q // MOST_QUERIES):
-            assert seqlen_q // shares >= LEAST_TILES * tile_m // 2
+@pytest.mark.parametrize("heads", [1, 32, 96])
+@pytest.mark.parametrize("compress", [CompressArgs(64, 63), CompressArgs(16, -5000), CompressArgs(2, 4000)])
+def test_shares_are_neither_too_long_nor_too_short(compress: CompressArgs, heads: int, tile_m: int) -> None:
+    for seqlen_q in [1, 63, 64, 500, 4096, 8192, 8193, 20000, 65536, 1 << 20]:
+        for seqlen_k in [1, seqlen_q // compress.factor + 1, seqlen_q // compress.factor + 500]:
+            shares = query_shares(compress, seqlen_q, seqlen_k, tile_m, 128, heads, 132)
+            each = limits(shares)
+            assert each[-1][0] * tile_m < seqlen_q <= each[-1][1] * tile_m
+            assert all(tiles * tile_m <= MOST_QUERIES for tiles in (shares.early, shares.late))
+            if shares.count > 1:
+                assert all(end - begin >= LEAST_TILES for begin, end in each)
 
 
-def test_few_key_tiles_are_shared_by_more() -> None:
-    """As long as multiprocessors idle, more shares finish earlier."""
-    assert query_shares(4096, 64, 32, 132) == 4
-    assert query_shares(4096, 64, 132, 132) == 1
+def test_idle_multiprocessors_get_shares() -> None:
+    plans = {T: query_shares(CompressArgs(64, 63), T, T // 64, 64, 128, 32, 132) for T in (4096, 16384)}
+    # One key tile, 32 heads: four shares are one round of 128 CTAs.
+    assert plans[4096] == QueryShares(4, 0, 0, 16)
+    # Two: a round of 128 CTAs where two key tiles are seen, then one of half the length where one is.
+    assert plans[16384] == QueryShares(6, 4, 32, 64)
+    assert query_shares(CompressArgs(64, 63), 4096, 64, 64, 128, 132, 132).count == 1
+
+
+def test_late_queries_have_the_longer_shares_which_start_first() -> None:
+    shares = query_shares(CompressArgs(64, 63), 65536, 1024, 64, 128, 32, 132)
+    assert 0 < shares.early_count < shares.count and 2 * shares.early < shares.late
+
+
+def limits_in_a_kernel(plan: tuple[int, ...]) -> list[tuple[int, int]]:
+    """QueryShares.limits of all shares, from compiled code; in a worker."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    @cute.jit
+    def each(shares: QueryShares, out: cute.Tensor):
+        for share in range(cute.size(out, mode=[0])):
+            out[share, 0], out[share, 1] = shares.limits(Int32(share))
+
+    with unset_fake_temporarily():
+        out, shares = torch.full((plan[0], 2), -1, dtype=torch.int32), QueryShares(*plan)
+        arg = from_dlpack(out).mark_layout_dynamic()
+        cute.compile(each, shares.traced(), arg, options="--enable-tvm-ffi")(shares, out)
+        return [tuple(row) for row in out.tolist()]
+
+
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("plan", [(1, 0, 0, 256), (4, 0, 0, 16), (8, 5, 52, 255), (3, 3, 7, 9)])
+def test_kernels_cut_where_the_plan_says(compiler_sm90: Worker, plan: tuple[int, ...]) -> None:
+    assert compiler_sm90.run(limits_in_a_kernel, plan) == limits(QueryShares(*plan))
 
 
 def test_the_tile_is_for_calls_that_leave_room() -> None:
@@ -80,7 +124,8 @@ def test_the_plan_changes_no_result(D: int, factor: int, offset: int, monkeypatc
     torch.testing.assert_close(o, plain, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, plain_lse, rtol=1e-4, atol=1e-4)
     results = []
-    for shares in (1, 2, 7, 1000):
+    for shares in [(1, 0, 0, 200), (2, 0, 0, 80), (14, 0, 0, 11), (9, 6, 5, 47), (1000, 700, 1, 3)]:
+        shares = QueryShares(*shares)
         monkeypatch.setattr(compress_schedule, "query_shares", lambda *_, shares=shares: shares)
         results.append(_flash_attn_bwd(q, k, v, o, do, lse, **options))
     for result in results[1:]:

@@ -46,13 +46,9 @@ def test_forward_lists_missing(attend: Any) -> None:
         attend(*inputs("q"), block_sparse_tensors_bwd=LISTS)
 
 
-def test_packed_gradient_is_not_supported_yet() -> None:
-    with pytest.raises(NotImplementedError, match="not supported yet"):
-        flash_attn_varlen_func(*inputs("q"), block_sparse_tensors=LISTS, block_sparse_tensors_bwd=LISTS)
-
-
-def test_both_lists() -> None:
-    assert flash_attn_func(*inputs("qkv"), block_sparse_tensors=LISTS, block_sparse_tensors_bwd=LISTS) == "launched"
+@EACH
+def test_both_lists(attend: Any) -> None:
+    assert attend(*inputs("qkv"), block_sparse_tensors=LISTS, block_sparse_tensors_bwd=LISTS) == "launched"
 
 
 @EACH

@@ -1,0 +1,269 @@
+"""The block lists of a call, checked before it on request: `validate=True`, or always where debugging asks for it.
+
+Lists of packed sequences are taken apart into the lists of each sequence, backward lists with a plan into the lists
+that the plan was made of; `list_validation` checks those. Waits for the device, so it does not go into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from flash_attn.cute.list_validation import NAMES, ORDERS, validate_lists
+from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction
+
+ALWAYS = "FLASH_ATTENTION_CUTE_VALIDATE_LISTS"  # "1": every call's lists are checked
+USUAL_BLOCKS = (128, 256, 64, 192)
+OptionalTensor = torch.Tensor | None
+
+
+def validate_call(
+    requested: bool,
+    forward: Any,
+    backward: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    cu_seqlens_q: OptionalTensor = None,
+    cu_seqlens_k: OptionalTensor = None,
+    seqused_q: OptionalTensor = None,
+    seqused_k: OptionalTensor = None,
+    page_table: OptionalTensor = None,
+) -> None:
+    """Check the lists of a call to flash_attn_func or flash_attn_varlen_func, if `requested` or under `ALWAYS`.
+
+    Raises:
+        ValueError: naming the first wrong entry, see `validate_lists`; the sequence too, where sequences are packed.
+        NotImplementedError: `requested`, and the keys lie in pages.
+    """
+    if not (requested or os.environ.get(ALWAYS) == "1") or (forward is None and backward is None):
+        return
+    if isinstance(q, FakeTensor):  # a kernel is being compiled, there are no lists
+        return
+    if page_table is not None:
+        if requested:
+            raise NotImplementedError("validate=True with page_table: lists over paged keys are not checked")
+        return
+    backward = _without_plan(backward, q.shape[-2], k.shape[-2])
+    heads = dict(num_heads=q.shape[-2], num_heads_kv=k.shape[-2])
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        size = (_block("forward", forward, q.shape[1]), _block("backward", backward, k.shape[1]))
+        sizes = dict(seqlen_q=q.shape[1], seqlen_k=k.shape[1], batch_size=q.shape[0], block_size=size)
+        validate_lists(forward, backward, **sizes, **heads)
+        return
+    lengths_q = _lengths(q, cu_seqlens_q, seqused_q)
+    lengths_k = _lengths(k, cu_seqlens_k, seqused_k)
+    batch = max(len(lengths_q), len(lengths_k))
+    lengths = list(zip(lengths_q * (batch // len(lengths_q)), lengths_k * (batch // len(lengths_k)), strict=True))
+    given = [(d, lists) for d, lists in ((FORWARD, forward), (BACKWARD, backward)) if lists is not None]
+    for _, lists in given:
+        if lists.block_size is None:
+            raise ValueError(
+                "block_size is None: lists of packed sequences are checked with block_size=(queries, keys)"
+            )
+    if all(lists.mask_block_cnt.ndim == 3 for _, lists in given):
+        # One row count for all sequences, at least the longest's: rows and entries past a sequence's end do nothing.
+        seqlen_q, seqlen_k = (max(side) for side in zip(*lengths, strict=True))
+        if forward is not None:
+            seqlen_q = max(seqlen_q, forward.mask_block_cnt.shape[2] * forward.block_size[0])
+        if backward is not None:
+            seqlen_k = max(seqlen_k, backward.mask_block_cnt.shape[2] * backward.block_size[1])
+        validate_lists(forward, backward, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=batch, **heads)
+        return
+    unpacked = {d.argument: list(_sequences(d, lists, lengths)) for d, lists in given}
+    for b, (seqlen_q, seqlen_k) in enumerate(lengths):
+        own = [unpacked[d.argument][b] if d.argument in unpacked else None for d in (FORWARD, BACKWARD)]
+        try:
+            validate_lists(*own, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=1, **heads)
+        except ValueError as error:
+            raise ValueError(f"sequence {b}, whose rows count from its start: {error}") from None
+
+
+def _lengths(tensor: torch.Tensor, cu_seqlens: OptionalTensor, seqused: OptionalTensor) -> list[int]:
+    if seqused is not None:
+        return seqused.tolist()
+    if cu_seqlens is not None:
+        return cu_seqlens.diff().tolist()
+    return [tensor.shape[1]] * tensor.shape[0]
+
+
+def _block(name: str, lists: Any, seqlen: int) -> int:
+    """The size that a row stands for, where the lists do not say; kernels' own sizes are tried."""
+    rows = None if lists is None else lists.mask_block_cnt.shape[-1]
+    return next((size for size in USUAL_BLOCKS if rows is None or -(-seqlen // size) == rows), USUAL_BLOCKS[0])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Of one sequence: its first row, how many it has, and how many blocks a row can list."""
+
+    sequence: int
+    first: int
+    number: int
+    across: int
+
+
+def _sequences(direction: Direction, lists: Any, lengths: Sequence[tuple[int, int]]) -> Iterator[Any]:
+    """The lists of each sequence, [1, H, rows, width] and as wide as a row can get."""
+    side, size, name = direction.side, lists.block_size, direction.argument
+    form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
+    if form is None:
+        raise ValueError(
+            f"{name}: mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx "
+            f"{tuple(lists.mask_block_idx.shape)} are lists of no form known"
+        )
+    needed = [-(-own[side] // size[side]) for own in lengths]
+    across = [-(-own[1 - side] // size[1 - side]) for own in lengths]
+    if form == "padded":
+        starts = [0] * len(lengths)
+    else:
+        starts = _row_starts(direction, lists, needed)
+    for b, first in enumerate(starts):
+        rows = _Rows(b, first, needed[b], across[b])
+        yield _of_sequence(name, lists, form, rows)
+
+
+def _row_starts(direction: Direction, lists: Any, needed: list[int]) -> list[int]:
+    name, field = direction.argument, direction.rows_before
+    before = getattr(lists, field)
+    if before is None or tuple(before.shape) != (len(needed) + 1,):
+        shape = None if before is None else tuple(before.shape)
+        raise ValueError(f"{name}.{field} is {shape}, expected [{len(needed) + 1}]: rows before each sequence")
+    starts = before.tolist()
+    for b, rows in enumerate(needed):
+        if starts[b] < 0 or starts[b + 1] - starts[b] < rows:
+            raise ValueError(
+                f"{name}.{field}[{b}] = {starts[b]} and [{b + 1}] = {starts[b + 1]}, expected room for {rows} rows of "
+                f"sequence {b}"
+            )
+    if starts[-1] > lists.mask_block_cnt.shape[-1]:
+        raise ValueError(
+            f"{name}.{field}[{len(needed)}] = {starts[-1]}, but mask_block_cnt has "
+            f"{lists.mask_block_cnt.shape[-1]} rows"
+        )
+    return starts[:-1]
+
+
+def _of_sequence(name: str, lists: Any, form: str, rows: _Rows) -> Any:
+    fields: dict[str, Any] = dict.fromkeys((*NAMES, *ORDERS))
+    for (cnt, idx), order in zip((NAMES[:2], NAMES[2:]), ORDERS, strict=True):
+        if getattr(lists, cnt) is None:
+            continue
+        counts = getattr(lists, cnt)
+        if form == "padded":
+            counts = counts[min(rows.sequence, counts.shape[0] - 1)]
+        fields[cnt] = counts[:, rows.first : rows.first + rows.number][None]
+        for tensor in (idx, order):
+            if getattr(lists, tensor) is not None:
+                entries = _entries(name, lists, tensor, idx, form, rows, fields[cnt][0])
+                fields[tensor] = entries[None, ..., : rows.across]
+    return lists._replace(
+        **fields,
+        cu_total_m_blocks=None,
+        cu_total_n_blocks=None,
+        cu_block_idx_offsets=None,
+        cu_full_block_idx_offsets=None,
+    )
+
+
+def _entries(
+    name: str, lists: Any, tensor: str, idx: str, form: str, rows: _Rows, counts: torch.Tensor
+) -> torch.Tensor:
+    """[H, rows, width] of one sequence, out of an index list or of what is laid out like it."""
+    entries, end = getattr(lists, tensor), rows.first + rows.number
+    if form == "padded":
+        return entries[min(rows.sequence, entries.shape[0] - 1)][:, : rows.number]
+    if form == "compact":
+        return entries[:, rows.first : end]
+    if form == "stacked":
+        offsets = lists.cu_block_idx_offsets
+        start = rows.first * rows.across if offsets is None else int(offsets[rows.sequence])
+        size = rows.number * rows.across
+        if start < 0 or start + size > entries.shape[-1]:
+            raise ValueError(
+                f"{name}.cu_block_idx_offsets[{rows.sequence}] = {start}, expected 0 .. {entries.shape[-1] - size}: "
+                f"{tensor} has {entries.shape[-1]} places a head, and {rows.number} rows need {rows.across} each"
+            )
+        return entries[:, start : start + size].unflatten(-1, (rows.number, rows.across))
+    offsets, field = lists.cu_block_idx_offsets, "cu_block_idx_offsets"
+    if idx == NAMES[3] and lists.cu_full_block_idx_offsets is not None:
+        offsets, field = lists.cu_full_block_idx_offsets, "cu_full_block_idx_offsets"
+    starts = offsets[:, rows.first : end].long()
+    counts, starts = torch.broadcast_tensors(counts.clamp(0, rows.across), starts)
+    past = (counts > 0) & ((starts < 0) | (starts + counts > entries.numel()))
+    if past.any():
+        h, r = past.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}.{field}[{h}, {rows.first + r}] = {int(starts[h, r])} with {int(counts[h, r])} entries, expected "
+            f"them within the {entries.numel()} of {tensor}"
+        )
+    longest = max(1, int(counts.max())) if counts.numel() else 1
+    place = torch.arange(min(longest, rows.across), device=entries.device)
+    at = torch.where(place < counts.unsqueeze(-1), starts.unsqueeze(-1) + place, 0)
+    return entries[at] if entries.numel() else at.int()
+
+
+def _without_plan(lists: Any, num_heads: int, num_heads_kv: int) -> Any:
+    """The lists that a plan was made of, the plan checked."""
+    if lists is None or lists.plan is None:
+        return lists
+    _check_plan(lists, num_heads)
+    lists = lists._replace(plan=None)
+    if lists.dq_write_order is None:
+        return lists
+    # One walk, 2 * block + is_full: mask blocks first, each kind in the order of the walk. The plan has the launch.
+    cnt, idx, locks = lists.mask_block_cnt, lists.mask_block_idx, lists.dq_write_order
+    used = torch.arange(idx.shape[-1], device=idx.device) < cnt.unsqueeze(-1)
+    by_kind = torch.where(used, idx & 1, 2).argsort(dim=-1, stable=True)
+    idx, locks, full = (t.gather(-1, by_kind) for t in (idx, locks.expand(idx.shape), used & (idx & 1 == 1)))
+    fulls = full.sum(-1, dtype=torch.int32)
+    masks = cnt - fulls
+    shifted = (torch.arange(idx.shape[-1], device=idx.device) + masks.unsqueeze(-1)).clamp(max=idx.shape[-1] - 1)
+    return lists._replace(
+        mask_block_cnt=masks,
+        mask_block_idx=idx >> 1,
+        full_block_cnt=fulls,
+        full_block_idx=(idx >> 1).gather(-1, shifted),
+        dq_write_order=locks,
+        dq_write_order_full=locks.gather(-1, shifted),
+        spt=None,
+    )
+
+
+def _check_plan(lists: Any, num_heads: int) -> None:
+    """Each entry of each key block's walk is in one item of every query head."""
+    counts = lists.mask_block_cnt if lists.full_block_cnt is None else lists.mask_block_cnt + lists.full_block_cnt
+    counts = counts.long().repeat_interleave(num_heads // counts.shape[1], dim=1)
+    B, H, N = counts.shape
+    plan = lists.plan.long()
+    limits = torch.tensor([B, H, N], device=plan.device)
+    batch, head, block, begin, end, _ = plan.unbind(-1)
+    wrong = ((plan[:, :3] < 0) | (plan[:, :3] >= limits)).any(-1) | (begin < 0) | (begin > end)
+    row = ((batch * H + head) * N + block).clamp(0, counts.numel() - 1)
+    wrong |= end > counts.flatten()[row]
+    if wrong.any():
+        at = int(wrong.int().argmax())
+        raise ValueError(
+            f"backward plan[{at}] = {lists.plan[at].tolist()}, expected batch, query head and key block within "
+            f"{[B, H, N]} and entries within what the key block lists"
+        )
+    planned = torch.zeros(counts.numel() + 1, dtype=torch.long, device=plan.device)
+    planned.scatter_add_(0, row, end - begin)
+    short = planned[:-1] != counts.flatten()
+    # Stretches of one walk that begin elsewhere than the one before ends overlap, or leave a gap.
+    used = end > begin
+    order = (row * (int(end.max()) + 1) + begin)[used].argsort()
+    row, begin, end = (t[used][order] for t in (row, begin, end))
+    same = torch.nn.functional.pad(row.diff() == 0, (1, 0)) if row.numel() else row.bool()
+    short[row[begin != end.roll(1).where(same, 0)]] = True
+    if short.any():
+        at = int(short.int().argmax())
+        raise ValueError(
+            f"backward plan deals out {int(planned[at])} entries of key block {at % N} for batch {at // (H * N)} and "
+            f"query head {at // N % H}, expected the {int(counts.flatten()[at])} that it lists, each once"
+        )

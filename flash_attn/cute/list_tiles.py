@@ -1,0 +1,90 @@
+"""Tiles of the SM90 and SM100 kernels for the block sizes of lists that the dense kernels' tiles do not fit.
+
+A kernel's tile of queries may be a part of a block of queries; on SM90 its tile of keys has to be a
+block of keys. `BACKWARD` holds the tiles to take where the dense one does not fit;
+`forced_backward_tile` puts another one in its place.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Optional
+
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """A configuration of SM90 backward: the fields of the interface's BwdConfig."""
+
+    m_block_size: int
+    n_block_size: int
+    num_stages_Q: int
+    num_stages_dO: int
+    num_stages_PdS: int
+    SdP_swapAB: bool
+    dKV_swapAB: bool
+    dQ_swapAB: bool
+    AtomLayoutMSdP: int
+    AtomLayoutNdKV: int
+    AtomLayoutMdQ: int
+    num_wg: int = 2
+    dQ_single_wg: bool = False
+    ctas_per_mp: int = 1
+
+
+def _tile(
+    m: int, n: int, stages: tuple[int, int, int], swap: tuple[int, int, int], atoms: tuple[int, int, int], **more
+):
+    return BackwardTile(m, n, *stages, *map(bool, swap), *atoms, **more)
+
+
+# By the largest head dimension, in the order of trying: the first whose tile fits the blocks is taken.
+# Blocks of 64 keys add twice as much to dq as blocks of 128, which bounds them whatever the tile: at head dimension 128
+# the best of ten tiles are within 2 % of each other, 1.3 times the time of 128-wide blocks a listed token; at 64, where
+# two CTAs to a multiprocessor are best, 1.1 times.
+BACKWARD: dict[int, tuple[BackwardTile, ...]] = {
+    64: (
+        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
+        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
+    ),
+    128: (_tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1),),
+}
+
+_forced: ContextVar[Optional[BackwardTile]] = ContextVar("forced_backward_tile", default=None)
+
+
+@contextmanager
+def forced_backward_tile(tile: Optional[BackwardTile]) -> Iterator[None]:
+    """SM90 backward with lists takes `tile` in the body, whatever the head dimension: for measuring."""
+    token = _forced.set(tile)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def backward_tile(
+    head_dim: int, head_dim_v: int, dense_m: int, dense_n: int, tensors: Optional[BlockSparseTensorsTorch]
+) -> Optional[BackwardTile]:
+    """The tile for SM90 backward with these lists; None where dense_m x dense_n fits, or nothing does."""
+    if tensors is None or tensors.block_size is None:
+        return None
+    if _forced.get() is not None:
+        return _forced.get()
+    block_q, block_k = tensors.block_size
+    if block_q % dense_m == 0 and block_k == dense_n:
+        return None
+    for largest, tiles in BACKWARD.items():
+        if max(head_dim, head_dim_v) <= largest:
+            fitting = (t for t in tiles if block_q % t.m_block_size == 0 and block_k == t.n_block_size)
+            return next(fitting, None)
+    return None
+
+
+def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch]) -> int:
+    """How many query tiles an SM100 forward CTA works on: one, where a block holds no whole number of pairs."""
+    if tensors is None or tensors.block_size is None or tensors.block_size[0] % (stages * tile_m) == 0:
+        return stages
+    return 1

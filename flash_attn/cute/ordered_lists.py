@@ -1,0 +1,117 @@
+"""What deterministic block-sparse backward asks of a caller's lists, and the form in which SM90 walks them."""
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+
+from flash_attn.cute.write_order import merged_walk
+
+SM90 = 9  # arch // 10
+ORDERS = (("dq_write_order", "mask_block_idx"), ("dq_write_order_full", "full_block_idx"))
+
+
+def prepare(lists: Any, arch: int, deterministic: bool, *, seqlen_q: Any, block_q: int) -> Any:
+    """Check what backward on `arch` needs besides the blocks, and give SM90 its one walk where the order matters.
+
+    Args:
+        seqlen_q: queries of the longest sequence; a tensor where the host does not know it.
+        block_q: queries of a block.
+
+    Raises:
+        ValueError: see `require_write_order`; or a plan that was made for another mode.
+        NotImplementedError: a plan on another architecture than SM90, or see `one_walk`.
+    """
+    if lists.plan is not None:
+        if arch // 10 != SM90:
+            raise NotImplementedError(f"block_sparse_tensors.plan on sm_{arch}: only the SM90 kernel follows plans")
+        if deterministic and lists.dq_write_order is None:
+            raise ValueError(
+                "deterministic=True needs a plan that was made with plan_backward(..., deterministic=True)"
+            )
+        return lists
+    if not deterministic:
+        return lists
+    lists = require_write_order(lists)
+    if arch // 10 != SM90:
+        return lists
+    return one_walk(lists, num_q_blocks=None if isinstance(seqlen_q, torch.Tensor) else -(-seqlen_q // block_q))
+
+
+def require_write_order(lists: Any) -> Any:
+    """The lists with their lock values expanded to the shape of the index lists they belong to.
+
+    Raises:
+        ValueError: lock values are missing, have another type or shape than their index list (dimensions for batch
+            and head may be 1), or nothing says in which order the key blocks are launched.
+    """
+    expanded = {}
+    for name, idx_name in ORDERS:
+        order, idx = getattr(lists, name), getattr(lists, idx_name)
+        if idx is None:
+            if order is not None:
+                raise ValueError(f"{name} is given, but there is no {idx_name} whose entries it could order")
+            continue
+        if order is None:
+            raise ValueError(
+                f"deterministic block-sparse backward requires {name}: for each entry of {idx_name} how many key "
+                "blocks add to the same query block's dq first; compute_dq_write_order gives it"
+            )
+        if order.dtype != torch.int32 or order.device != idx.device:
+            raise ValueError(f"{name} is {order.dtype} on {order.device}, expected torch.int32 on {idx.device}")
+        fits = order.ndim == idx.ndim and order.shape[-2:] == idx.shape[-2:]
+        if not fits or any(have not in (1, want) for have, want in zip(order.shape, idx.shape, strict=True)):
+            raise ValueError(
+                f"{name} has shape {tuple(order.shape)}, expected that of {idx_name}, {tuple(idx.shape)}; only the "
+                "dimensions for batch and head may be 1 instead"
+            )
+        expanded[name] = order.expand(idx.shape)
+    if not isinstance(lists.spt, bool):
+        raise ValueError(
+            "deterministic block-sparse backward requires block_sparse_tensors.spt, True or False: key blocks are "
+            f"launched from the right or from the left, as dq_write_order has them; got spt={lists.spt!r}"
+        )
+    return lists._replace(**expanded)
+
+
+def one_walk(lists: Any, *, num_q_blocks: Optional[int]) -> Any:
+    """Mask and full blocks of each key block in one list, sorted by lock value: entries are 2 * block + is_full.
+
+    The lists have passed `require_write_order`; packed ones are padded or compact. The result has the entries in
+    mask_block_idx and their lock values in dq_write_order.
+
+    Args:
+        num_q_blocks: of the longest sequence; None where it is not known.
+
+    Raises:
+        NotImplementedError: stacked or ragged lists of packed sequences.
+    """
+    form = lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim
+    if form not in ((3, 4), (2, 3)):
+        raise NotImplementedError(
+            f"deterministic=True with mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx "
+            f"{tuple(lists.mask_block_idx.shape)} on SM90: lists of packed sequences have to be padded, [B, H, N, n], "
+            "or compact, [H, rows, n]"
+        )
+    packed = form == (2, 3)
+    if packed:  # its rows do not meet here, so those of all sequences are rows of one
+        lists = _each(lists, lambda t: t.unsqueeze(0))
+    locks = (lists.dq_write_order, lists.dq_write_order_full)
+    width = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)
+    width = width if num_q_blocks is None else min(width, num_q_blocks)
+    walk = merged_walk(lists, locks, descending=not lists.spt, width=width, num_q_blocks=num_q_blocks)
+    lists = lists._replace(
+        mask_block_cnt=walk.cnt,
+        mask_block_idx=walk.entries,
+        full_block_cnt=None,
+        full_block_idx=None,
+        dq_write_order=walk.locks,
+        dq_write_order_full=None,
+    )
+    return _each(lists, lambda t: t.squeeze(0)) if packed else lists
+
+
+def _each(lists: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", *(name for name, _ in ORDERS))
+    given = {name: getattr(lists, name) for name in names if getattr(lists, name) is not None}
+    return lists._replace(**{name: change(t) for name, t in given.items()})

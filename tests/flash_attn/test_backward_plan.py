@@ -1,0 +1,161 @@
+"""Plans: every entry in one item, items in an order that nothing waits against, and the kernel that follows them."""
+
+import random
+
+import pytest
+import torch
+from fa_cases import Case, backward, compile_case, forward, make_inputs
+from fa_compile import Worker, WorkerError
+from fa_reference import assert_case
+
+PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
+CASES = [
+    Case(D=128, **PLANNED),
+    Case(D=128, mask_mod="thirds", deterministic=True, launch="middle first", **PLANNED),
+    Case(D=64, causal=True, deterministic=True, launch="right to left", Hq=8, Hkv=1, **PLANNED),
+    Case(D=64, window=(200, 0), Hq=8, Hkv=2, **(PLANNED | {"plan": 100})),
+    Case(D=128, mask_mod="thirds", deterministic=True, launch="longest first", Hkv=1, **PLANNED),
+    Case(D=96, mask_mod="keyed", deterministic=True, Hkv=4, launch="longest first", **PLANNED),
+    Case(D=64, Hkv=4, causal=True, **(PLANNED | {"lists": "no full"})),
+    Case(D=128, T_q=1, T_k=300, lists="full", plan=1, Hkv=1),
+]
+
+
+def random_lists(heads: int, N: int, M: int, seed: int, full: bool):
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    draw = random.Random(seed)
+    rows = [[draw.sample(range(M), draw.choice([0, 0, 1, 2, M])) for _ in range(N)] for _ in range(2 * heads)]
+    cut = [[draw.randint(0, len(row)) if full else len(row) for row in head] for head in rows]
+
+    def tensors(part: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = torch.tensor([[len(row) for row in head] for head in part], dtype=torch.int32)
+        idx = torch.tensor([[row + [0] * (M - len(row)) for row in head] for head in part], dtype=torch.int32)
+        return counts.view(2, heads, N), idx.view(2, heads, N, M)
+
+    mask = tensors([[row[:at] for row, at in zip(*pair)] for pair in zip(rows, cut)])
+    if not full:
+        return BlockSparseTensorsTorch(*mask)
+    return BlockSparseTensorsTorch(*mask, *tensors([[row[at:] for row, at in zip(*pair)] for pair in zip(rows, cut)]))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 6])
+@pytest.mark.parametrize("schedule", ["left to right", "right to left", "longest first", "drawn"])
+@pytest.mark.parametrize("longest", [1, 4, 1000])
+def test_items_hold_every_entry_once(heads: int, schedule: str, longest: int, deterministic: bool) -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    Hq, Hkv, N, M = 6, 2, 5, 7
+    asked = torch.tensor([3, 0, 4, 1, 2]) if schedule == "drawn" else schedule
+    for seed in range(8):
+        lists = random_lists(heads, N, M, seed, full=seed % 2 == 0)
+        options = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=M, schedule=asked, longest=longest)
+        planned = plan_backward(lists, deterministic=deterministic, **options)
+        counts = lists.mask_block_cnt + (0 if lists.full_block_cnt is None else lists.full_block_cnt)
+        counts = counts.expand(2, max(heads, Hkv), N)
+        items = planned.plan.tolist()
+        assert planned.plan.dtype == torch.int32
+        assert all(0 < end - begin <= longest for *_, begin, end, _ in items)
+        of_list = [head * counts.shape[1] // Hq for head in range(Hq)]
+        held = sorted((b, h, n, step) for b, h, n, begin, end, _ in items for step in range(begin, end))
+        assert held == [
+            (b, h, n, step)
+            for b in range(2)
+            for h in range(Hq)
+            for n in range(N)
+            for step in range(counts[b, of_list[h], n])
+        ]
+        assert [(b, h) for b, h, *_ in items] == sorted((b, h) for b, h, *_ in items)
+        assert_order(items, schedule, counts, Hq // Hkv)
+        bounded = plan_backward(lists, deterministic=deterministic, listed=N * M, **options).plan
+        assert bounded[: len(items)].tolist() == items and not bounded[len(items) :].any()
+
+
+def assert_order(items: list[list[int]], schedule: str, counts: torch.Tensor, group: int) -> None:
+    """Key blocks of every head follow the schedule; turns count the launches that add to the same dk and dv."""
+    Hkv = 6 // group
+    sums = counts.view(2, Hkv, -1, counts.shape[2]).sum(2).tolist()
+    launched: dict[tuple[int, int, int], int] = {}
+    blocks: dict[tuple[int, int], list[int]] = {}
+    for b, h, n, *_, turn in items:
+        kv = h // group
+        assert turn == launched.get((b, kv, n), 0)
+        launched[b, kv, n] = turn + 1
+        blocks.setdefault((b, h), []).append(n)
+    for (b, h), own in blocks.items():
+        key = {
+            "left to right": lambda n: n,
+            "right to left": lambda n: -n,
+            "longest first": lambda n: (-sums[b][h // group][n], n),
+            "drawn": [3, 0, 4, 1, 2].index,
+        }[schedule]
+        assert own == sorted(own, key=key)
+
+
+def test_every_key_block_is_stored_where_nothing_is_added() -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    lists = random_lists(3, 5, 7, seed=1, full=True)
+    plan = plan_backward(lists, num_heads=3, num_heads_kv=3, num_q_blocks=7, schedule="right to left", longest=1).plan
+    assert plan[:, 2].tolist() == [4, 3, 2, 1, 0] * 6 and not plan[:, 3].any() and not plan[:, 5].any()
+    assert plan[:, 4].view(2, 3, 5).flip(2).equal(lists.mask_block_cnt + lists.full_block_cnt)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_heads": 8, "num_heads_kv": 4}, "lists have 6 heads"),
+        ({"longest": 0}, "longest has to be at least 1"),
+        ({"schedule": "outwards"}, "schedule has to be one of"),
+        ({"schedule": torch.arange(4)}, "permutation of the 5 key blocks"),
+        ({"schedule": torch.rand(5)}, "torch.float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict, said: str) -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    lists = random_lists(6, 5, 7, seed=0, full=True)
+    with pytest.raises(ValueError, match=said):
+        plan_backward(lists, **({"num_heads": 6, "num_heads_kv": 2, "num_q_blocks": 7} | options))
+
+
+@pytest.mark.parametrize("case", [*CASES[:3], CASES[4], CASES[6]], ids=str)
+def test_compiles(compiler_sm90: Worker, case: Case) -> None:
+    compiler_sm90.run(compile_case, case)
+
+
+def test_refused_on_sm100(compiler_sm100: Worker) -> None:
+    with pytest.raises(WorkerError, match="only the SM90 kernel follows plans") as refusal:
+        compiler_sm100.run(compile_case, CASES[0])
+    assert refusal.value.kind == "NotImplementedError"
+
+
+def test_deterministic_backward_needs_a_deterministic_plan() -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.ordered_lists import prepare
+
+    lists = random_lists(2, 5, 7, seed=0, full=True)
+    plan = plan_backward(lists, num_heads=6, num_heads_kv=2, num_q_blocks=7)
+    with pytest.raises(ValueError, match="deterministic=True needs a plan"):
+        prepare(plan, 90, True, seqlen_q=900, block_q=128)
+    assert prepare(plan, 90, False, seqlen_q=900, block_q=128) is plan
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if case.deterministic], ids=str)
+def test_bits_repeat_beside_other_work(case: Case) -> None:
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    first = backward(case, x, o, lse)
+    other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for _ in range(100):
+        with torch.cuda.stream(other):
+            square @ square
+        assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))

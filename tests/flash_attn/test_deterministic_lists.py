@@ -1,0 +1,126 @@
+"""Deterministic block-sparse backward on SM90: same bits, in any launch order; orders that do not fit are refused."""
+
+import pytest
+import torch
+from fa_cases import Case, backward, backward_lists, compile_case, forward, make_inputs
+from fa_compile import Worker, WorkerError
+from fa_reference import assert_case
+
+ORDERED = dict(T_q=700, T_k=700, deterministic=True)
+CASES = [
+    Case(D=128, lists="both", mask_mod="thirds", **ORDERED),
+    Case(D=128, lists="both", causal=True, launch="right to left", Hkv=4, **ORDERED),
+    Case(D=64, lists="partial", window=(200, 0), launch="right to left", **ORDERED),
+    Case(D=64, lists="full", **ORDERED),
+    Case(D=96, lists="no full", mask_mod="keyed", Hq=8, **ORDERED),
+    Case(D=64, T_q=1, T_k=300, lists="both", deterministic=True),
+    Case(D=128, T_q=1500, T_k=300, lists="both", causal=True, deterministic=True, Hkv=1),
+]
+
+
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_compiles(compiler_sm90: Worker, case: Case) -> None:
+    compiler_sm90.run(compile_case, case)
+
+
+def backward_without(case: Case, changes: dict) -> None:
+    """Backward with some of the lists' fields replaced."""
+    import fa_cases
+
+    lists = backward_lists(case)
+    fa_cases.backward_lists = lambda case: lists._replace(**changes)
+    try:
+        x = make_inputs(case)
+        lse = torch.empty(case.B, case.Hq, case.T_q, device="cuda")
+        backward(case, x, torch.empty_like(x.q), lse)
+    finally:
+        fa_cases.backward_lists = backward_lists
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "said"),
+    [
+        (CASES[0], {"dq_write_order": None}, "requires dq_write_order: "),
+        (CASES[0], {"dq_write_order_full": None}, "requires dq_write_order_full"),
+        (CASES[0], {"spt": None}, "requires block_sparse_tensors.spt"),
+    ],
+)
+def test_missing_order_is_refused(compiler: Worker, case: Case, changes: dict, said: str) -> None:
+    with pytest.raises(WorkerError) as refusal:
+        compiler.run(backward_without, case, changes)
+    assert refusal.value.kind == "ValueError" and said in str(refusal.value)
+
+
+def cpu_lists(**changes: object):
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    cnt, idx = torch.ones(2, 1, 5, dtype=torch.int32), torch.zeros(2, 1, 5, 3, dtype=torch.int32)
+    return BlockSparseTensorsTorch(cnt, idx, spt=False, dq_write_order=idx.clone())._replace(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dq_write_order": torch.zeros(2, 1, 5, 1, dtype=torch.int32)}, "has shape (2, 1, 5, 1), expected"),
+        ({"dq_write_order": torch.zeros(2, 1, 4, 3, dtype=torch.int32)}, "has shape (2, 1, 4, 3)"),
+        ({"dq_write_order": torch.zeros(2, 4, 5, 3, dtype=torch.int32)}, "has shape (2, 4, 5, 3)"),
+        ({"dq_write_order": torch.zeros(5, 3, dtype=torch.int32)}, "has shape (5, 3)"),
+        ({"dq_write_order": torch.zeros(2, 1, 5, 3)}, "torch.float32"),
+        ({"dq_write_order_full": torch.zeros(2, 1, 5, 3, dtype=torch.int32)}, "no full_block_idx"),
+        ({"spt": 1}, "got spt=1"),
+        ({"spt": None}, "got spt=None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_order_that_does_not_fit_is_refused(changes: dict, said: str) -> None:
+    from flash_attn.cute.ordered_lists import require_write_order
+
+    with pytest.raises(ValueError, match=r".") as refusal:
+        require_write_order(cpu_lists(**changes))
+    assert said in str(refusal.value)
+
+
+def test_order_may_be_broadcast() -> None:
+    from flash_attn.cute.ordered_lists import require_write_order
+
+    one = torch.arange(15, dtype=torch.int32).view(1, 1, 5, 3)
+    assert require_write_order(cpu_lists(dq_write_order=one)).dq_write_order.equal(one.expand(2, 1, 5, 3))
+
+
+def test_one_walk_holds_both_kinds_by_lock_value() -> None:
+    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+
+    def row(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).expand(1, 1, 5, -1)
+
+    lists = cpu_lists(
+        mask_block_cnt=row(2)[..., 0],
+        mask_block_idx=row(4, 1, 9),
+        full_block_cnt=row(2)[..., 0],
+        full_block_idx=row(0, 2),
+        dq_write_order=row(3, 0, 4),
+        dq_write_order_full=row(1, 0),
+    )
+    walk = one_walk(require_write_order(lists), num_q_blocks=12)
+    assert walk.mask_block_cnt[0, 0, 0] == 4 and walk.full_block_cnt is None
+    assert walk.mask_block_idx[0, 0, 0, :4].tolist() == [2 * 2 + 1, 1 * 2, 0 * 2 + 1, 4 * 2]
+    assert walk.dq_write_order[0, 0, 0, :4].tolist() == [0, 0, 1, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+def test_bits_repeat_beside_other_work(case: Case) -> None:
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    first = backward(case, x, o, lse)
+    other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for _ in range(100):
+        with torch.cuda.stream(other):
+            square @ square
+        assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))

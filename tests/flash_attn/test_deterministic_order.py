@@ -1,0 +1,57 @@
+"""Dense deterministic backward on SM90 adds key blocks from the left and walks queries from the far end."""
+
+import pytest
+from fa_cases import Case, backward, compile_case, make_inputs
+from fa_compile import Worker
+from fa_reference import assert_case
+
+CASES = [
+    Case(D=128, T_q=1000, T_k=1000, causal=True, deterministic=True),
+    Case(D=64, T_q=1000, T_k=700, causal=True, deterministic=True, Hkv=4),
+    Case(D=128, T_q=1500, T_k=1500, window=(300, 0), deterministic=True),
+    Case(D=64, T_q=900, T_k=1500, window=(200, 100), deterministic=True),
+    Case(D=64, T_q=1500, T_k=700, window=(100, None), deterministic=True),
+    Case(D=128, T_q=700, T_k=900, deterministic=True),
+    Case(D=64, packed=((300, 300), (5, 70), (0, 40), (700, 650), (90, 0)), causal=True, deterministic=True),
+    Case(D=128, packed=((300, 300), (700, 650)), window=(100, 0), deterministic=True, Hkv=1),
+]
+
+
+def launched_from_the_right(case: Case) -> bool:
+    """What backward tells its tile scheduler."""
+    from flash_attn.cute import flash_bwd_sm90
+
+    asked = []
+    arguments = flash_bwd_sm90.TileSchedulerArguments
+    flash_bwd_sm90.TileSchedulerArguments = lambda *args, **named: (
+        asked.append(named["lpt"]) or arguments(*args, **named)
+    )
+    try:
+        compile_case(case)
+    finally:
+        flash_bwd_sm90.TileSchedulerArguments = arguments
+    (lpt,) = asked
+    return lpt
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6]], ids=str)
+def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case) -> None:
+    assert not compiler_sm90.run(launched_from_the_right, case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7]], ids=str)
+def test_bits_repeat(case: Case) -> None:
+    from fa_cases import forward
+
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    first = backward(case, x, o, lse)
+    for _ in range(30):
+        assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))

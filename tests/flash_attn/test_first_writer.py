@@ -1,0 +1,210 @@
+"""dq without a cleared accumulator on SM90: who stores first, that it starts first, and that nothing is left out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+
+import pytest
+import torch
+from fa_compile import Worker
+from fa_compress import Data, Kind, assert_data, at_most_seen, make, run
+
+from flash_attn.cute import compress_schedule
+from flash_attn.cute.compress import CompressArgs, compressed_query_tile_range
+
+TILE_M, TILE_N = 4, 8
+PAIRS = [(factor, offset) for factor in (2, 3, 5, 16) for offset in (-40, -3, 0, factor - 1, factor + 4, 31)]
+LENGTHS_Q, LENGTHS_K = [1, 3, 4, 5, 16, 33, 64], [1, 7, 8, 9, 17, 33]
+
+
+def shapes() -> Iterator[tuple[int, int, int, int]]:
+    for seqlen_q, seqlen_k, (factor, offset) in product(LENGTHS_Q, LENGTHS_K, PAIRS):
+        yield seqlen_q, seqlen_k, factor, offset
+
+
+def seen(seqlen_q: int, seqlen_k: int, factor: int, offset: int) -> torch.Tensor:
+    """Which query tiles see anything of which key tiles, by definition."""
+    padded = torch.zeros(-(-seqlen_q // TILE_M) * TILE_M, -(-seqlen_k // TILE_N) * TILE_N, dtype=torch.bool)
+    t, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    padded[:seqlen_q, :seqlen_k] = j * factor + offset <= t
+    return padded.view(padded.shape[0] // TILE_M, TILE_M, padded.shape[1] // TILE_N, TILE_N).any(3).any(1)
+
+
+def test_what_is_cleared_is_what_nobody_sees() -> None:
+    for seqlen_q, seqlen_k, factor, offset in shapes():
+        cleared = compress_schedule.unseen_query_tiles(CompressArgs(factor, offset), seqlen_q, seqlen_k, TILE_M, TILE_N)
+        some = seen(seqlen_q, seqlen_k, factor, offset).any(1)
+        assert cleared == int((~some).sum()) and not some[:cleared].any(), (seqlen_q, seqlen_k, factor, offset)
+
+
+def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
+    """first_written_end of (seqlen_q, seqlen_k, factor, offset, key tile, end of the query tiles); in a worker."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.block_info import BlockInfo
+    from flash_attn.cute.compress import CompressArgs, CompressedCausal
+    from flash_attn.cute.first_writer import first_written_end
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    @cute.jit
+    def ends(cases: cute.Tensor, out: cute.Tensor):
+        for i in range(cute.size(cases, mode=[0])):
+            compress = CompressedCausal.create(CompressArgs(cases[i, 2], cases[i, 3]))
+            info = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1])
+            blocks = BlockInfo(tile_m, tile_n, True, compress=compress)
+            out[i] = first_written_end(blocks, info, cases[i, 4], cases[i, 5])
+
+    with unset_fake_temporarily():
+        out = torch.full((len(cases),), -1, dtype=torch.int32)
+        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
+        cute.compile(ends, *args, options="--enable-tvm-ffi")(cases, out)
+        return out
+
+
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("share", [3, 1000])
+def test_every_seen_tile_has_one_writer_the_last_key_tile(compiler_sm90: Worker, share: int) -> None:
+    cases, walks = [], []
+    for at in shapes():
+        lengths = dict(zip(("seqlen_q", "seqlen_k", "factor", "offset"), at))
+        for n in range(-(-at[1] // TILE_N)):
+            begin, end = compressed_query_tile_range(n, tile_m=TILE_M, tile_n=TILE_N, **lengths)
+            for first in range(0, -(-at[0] // TILE_M), share):
+                walks.append((at, n, max(begin, first), min(end, first + share)))
+                cases.append((*at, n, walks[-1][-1]))
+    ends = compiler_sm90.run(written_ends, torch.tensor(cases, dtype=torch.int32), TILE_M, TILE_N)
+    writers = {at: torch.zeros_like(seen(*at), dtype=torch.int32) for at in shapes()}
+    for (at, n, begin, end), written in zip(walks, ends.tolist()):
+        writers[at][begin : max(begin, min(written, end)), n] += 1
+    for at, wrote in writers.items():
+        some = seen(*at)
+        last = some & ~torch.cat([some[:, 1:], torch.zeros_like(some[:, :1])], 1)
+        assert wrote.equal(last.to(torch.int32)), at
+
+
+BLOCKS, HEADS, SHARES = 5, 3, 4
+
+
+def launched(shares: int) -> list[tuple[int, ...]]:
+    """(key tile, head, batch, share) of every CTA, in the order of their launch; in a worker."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute import FastDivmodDivisorV2
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.first_writer import LastKeysFirstScheduler
+
+    @cute.jit
+    def walk(out: cute.Tensor, num_shares: Int32):
+        counts, divisor = (Int32(BLOCKS), Int32(HEADS), Int32(2), num_shares), FastDivmodDivisorV2(num_shares)
+        params = LastKeysFirstScheduler.Params(*counts, divisor, is_split_kv=shares > 1)
+        for i in range(cute.size(out, mode=[0])):
+            coord = (i % BLOCKS, i // BLOCKS % (HEADS * num_shares), i // BLOCKS // (HEADS * num_shares))
+            tile = LastKeysFirstScheduler(params, coord).get_current_work().tile_idx
+            out[i, 0], out[i, 1], out[i, 2], out[i, 3] = tile[0], tile[1], tile[2], tile[3]
+
+    with unset_fake_temporarily():
+        out = torch.full((BLOCKS * HEADS * shares * 2, 4), -1, dtype=torch.int32)
+        arg = from_dlpack(out).mark_layout_dynamic()
+        cute.compile(walk, arg, Int32(shares), options="--enable-tvm-ffi")(out, shares)
+        return [tuple(row) for row in out.tolist()]
+
+
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("shares", [1, SHARES])
+def test_later_keys_of_a_share_are_launched_first(compiler_sm90: Worker, shares: int) -> None:
+    order = product(range(2), range(shares)[::-1], range(HEADS), range(BLOCKS)[::-1])
+    assert compiler_sm90.run(launched, shares) == [(n, head, batch, share) for batch, share, head, n in order]
+
+
+def kernels(deterministic: bool) -> tuple[bool, str]:
+    """Whether backward stores first, and the scheduler that it was traced with."""
+    import cutlass.cute as cute
+
+    from flash_attn.cute import flash_bwd_sm90, interface
+    from flash_attn.cute.first_writer import LastKeysFirstScheduler
+
+    interface._flash_attn_bwd.compile_cache.clear()
+    schedulers = (flash_bwd_sm90.SingleTileScheduler, LastKeysFirstScheduler)
+    compiled, orders, compile_, works = [], set(), cute.compile, [each.get_current_work for each in schedulers]
+    cute.compile = lambda kernel, *args, **keywords: (compiled.append(kernel), compile_(kernel, *args, **keywords))[1]
+
+    def recorded(scheduler, **where):
+        if compiled and type(compiled[-1]).__name__ == "FlashAttentionBackwardSm90":
+            orders.add(isinstance(scheduler, LastKeysFirstScheduler))
+        return works[isinstance(scheduler, LastKeysFirstScheduler)](scheduler, **where)
+
+    for each in schedulers:
+        each.get_current_work = recorded
+    try:
+        q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        k, v = (torch.empty(1, 64, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        lse, pair = torch.empty(1, 4, 4096, device="cuda"), dict(causal=True, compress_factor=64, compress_offset=63)
+        interface._flash_attn_bwd(q, k, v, o, do, lse, deterministic=deterministic, **pair)
+    finally:
+        cute.compile = compile_
+        for each, work in zip(schedulers, works):
+            each.get_current_work = work
+    backward = next(x for x in compiled if type(x).__name__ == "FlashAttentionBackwardSm90")
+    return backward.writes_first, str(sorted(orders))
+
+
+@pytest.mark.xdist_group("sm_90")
+def test_who_stores_first_is_launched_first(compiler_sm90: Worker) -> None:
+    # Every warp role, and every copy of a scheduler that a loop makes, has to count from the same end.
+    assert compiler_sm90.run(kernels, False) == (True, "[True]")
+    assert compiler_sm90.run(kernels, True) == (False, "[]")
+
+
+@contextmanager
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that nobody has written holds NaN, and flags that are up."""
+    empty = torch.empty
+
+    def filled(*args, **keywords):
+        t = empty(*args, **keywords)
+        return t.fill_(7 if t.dtype == torch.int32 else torch.nan) if t.is_cuda else t
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", filled)
+        yield
+
+
+def gpu_data() -> Iterator[Data]:
+    """Query tiles that see nothing, keys that nobody sees, edges of several key tiles inside one share."""
+    for T, factor in product((64, 300, 2100), (2, 16, 64)):
+        for offset in (-100, factor - 1, factor + 140, 300):
+            most = at_most_seen(T, factor, offset)
+            for T_k in sorted({max(most - 7, 1), most + 1, most + 290}):
+                yield Data(((T, T_k),) * 2, factor, offset)
+    yield Data(((4096, 2000),), 2, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D,Hkv", [(64, 1), (64, 4), (96, 2), (128, 1), (128, 4), (256, 2)])
+def test_nothing_is_left_unwritten(D: int, Hkv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed, data in enumerate(gpu_data()):
+        with poisoned(monkeypatch):
+            assert_data(Kind(D=D, Hkv=Hkv), data, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("Hkv", [8, 32])
+def test_results_do_not_change_under_load(Hkv: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, data = Kind(Hq=32, Hkv=Hkv), Data(((20000, 600),), 32, 31)
+    x, other, busy = make(kind, data.lengths), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_schedule, "writes_first", lambda *_, **__: False)
+        (expected,) = run(kind, data, x)
+    for turn in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(turn % 5):
+                busy @ busy
+        with poisoned(monkeypatch):
+            (got,) = run(kind, data, x)
+        for name in ("dq", "dk", "dv"):
+            scale = float(expected[name].abs().max())
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-2, atol=1e-2 * scale, msg=f"{name}, {turn}")

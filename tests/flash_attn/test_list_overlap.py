@@ -1,0 +1,208 @@
+"""SM90 forward with short block lists, whose CTAs walk many tiles: when they do, and that no bit depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, Inputs, forward, forward_lists, make_inputs
+from fa_compile import Worker
+from fa_reference import assert_close, attention
+
+LISTS = dict(T_q=700, T_k=700, lists="both")
+# A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.
+CASES: list[tuple[Case, int]] = [
+    (Case(D=128, T_q=700, T_k=700, lists="full"), 2),
+    (Case(D=128, T_q=700, T_k=700, lists="no full", mask_mod="thirds"), 2),
+    (Case(D=128, causal=True, Hq=8, list_heads=2, **LISTS), 2),
+    (Case(D=128, causal=True, Hq=8, list_heads=2, pack_gqa=False, **LISTS), 2),
+    (Case(D=128, Hq=8, list_heads=8, **LISTS), 2),
+    (Case(D=128, mask_mod="keyed", causal=True, **LISTS), 2),
+    (Case(D=128, window=(100, 0), **LISTS), 2),
+    (Case(D=128, overlap=False, **LISTS), 2),
+    (Case(D=128, block=(128, 64), causal=True, **LISTS), 3),
+    (Case(D=128, block=(256, 64), mask_mod="thirds", **LISTS), 3),
+    (Case(D=128, block=(64, 64), list_heads=2, **LISTS), 3),
+    (Case(D=128, block=(64, 128), **LISTS), 3),
+    (Case(D=128, q_tiles=2, causal=True, pack_gqa=False, **LISTS), 2),
+    (Case(D=64, Hq=6, list_heads=2, pack_gqa=False, **LISTS), 3),
+    (Case(D=64, causal=True, **LISTS), 3),
+    (Case(D=64, block=(128, 64), mask_mod="thirds", **LISTS), 3),
+    (Case(D=96, causal=True, **LISTS), 3),
+    # Heads of a group that do not divide a tile, other values than keys, no room, no registers, packed sequences,
+    # wide rows.
+    (Case(D=128, Hq=6, **LISTS), 0),
+    (Case(D=192, Dv=128, block=(64, 96), Hkv=4, **LISTS), 0),
+    (Case(D=256, block=(128, 64), **LISTS), 0),
+    (Case(D=256, block=(64, 64), **LISTS), 0),
+    (Case(D=128, packed=((100, 130), (600, 200)), lists="both"), 0),
+    (Case(D=128, T_q=300, T_k=128 * 33, lists="both"), 0),
+    (Case(D=128, T_q=300, T_k=128 * 32, lists="both"), 2),
+]
+WALKING = [case for case, stages in CASES if stages]
+
+
+def stages(case: Case) -> int:
+    """Stages of keys and values of the forward kernel of a case whose tiles overlap, else 0; under FakeTensorMode."""
+    import cutlass.cute as cute
+
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    _flash_attn_fwd.compile_cache.clear()
+    compiled, compile_ = [], cute.compile
+    cute.compile = lambda kernel, *args, **keywords: (compiled.append(kernel), compile_(kernel, *args, **keywords))[1]
+    try:
+        forward(case, make_inputs(case))
+    finally:
+        cute.compile = compile_
+    kernel = next(x for x in compiled if type(x).__name__ == "FlashAttentionForwardSm90")
+    return kernel.num_stages if kernel.overlap_tiles else 0
+
+
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("case,expected", CASES, ids=str)
+def test_who_overlaps(case: Case, expected: int, compiler_sm90: Worker) -> None:
+    assert compiler_sm90.run(stages, case) == expected
+
+
+def prefetched(case: Case) -> int:
+    """For how many lists a traced kernel asks ahead."""
+    from flash_attn.cute import list_overlap
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    _flash_attn_fwd.compile_cache.clear()
+    seen: list[int] = []
+    original = list_overlap._prefetch_list
+    list_overlap._prefetch_list = lambda *args: (seen.append(1), original(*args))[1]
+    try:
+        forward(case, make_inputs(case))
+    finally:
+        list_overlap._prefetch_list = original
+    return len(seen)
+
+
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("kind,count", [("both", 2), ("no full", 1)])
+def test_rows_are_asked_for(kind: str, count: int, compiler_sm90: Worker) -> None:
+    assert compiler_sm90.run(prefetched, Case(D=64, T_q=700, T_k=700, lists=kind)) == count
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3, 33), (1, 2, 3, 32)])
+def test_wide_rows_do_not(shape: tuple[int, ...]) -> None:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.list_overlap import overlapped_stages
+
+    counts, entries = torch.zeros(shape[:3], dtype=torch.int32), torch.zeros(shape, dtype=torch.int32)
+    asked: dict[str, Any] = dict(tile=(128, 128), packed_heads=1, p_in_smem=False)
+    both = BlockSparseTensorsTorch(counts, entries, counts, entries)
+    assert overlapped_stages(both, 128, 128, **asked) == (2 if shape[-1] == 32 else 0)
+    assert overlapped_stages(BlockSparseTensorsTorch(counts, entries), 128, 128, **asked) == 2
+
+
+@contextmanager
+def one_cta_a_tile() -> Iterator[None]:
+    from flash_attn.cute import interface
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface.list_overlap, "overlapped_stages", lambda *_, **__: 0)
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WALKING, ids=str)
+def test_numbers(case: Case) -> None:
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    exact, plain = (attention(case, x, dtype)[0] for dtype in (torch.float64, torch.bfloat16))
+    assert_close(f"o of {case}", o, exact, plain)
+    with one_cta_a_tile():
+        other_o, other_lse = forward(case, x)
+    assert torch.equal(o, other_o)
+    assert torch.equal(lse, other_lse)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Random lists of very different lengths."""
+
+    T: int
+    B: int = 1
+    Hq: int = 8
+    Hkv: int = 2
+    D: int = 128
+    width: int = 20
+    causal: bool = False
+    empty: float = 0.3  # of the rows, about how many
+
+
+WALKS = [
+    Walk(T=1),
+    Walk(T=128, Hq=1, Hkv=1),
+    Walk(T=200, B=2, empty=1.0),
+    Walk(T=2100, B=3),
+    Walk(T=20000, B=2),
+    Walk(T=20000, D=64, causal=True),
+    Walk(T=70000, Hq=16, Hkv=4, empty=0.9),
+]
+
+
+def random_call(walk: Walk) -> tuple[Inputs, Any, torch.Tensor]:
+    """Inputs, lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    torch.manual_seed(walk.T)
+    case = Case(D=walk.D, T_q=walk.T, T_k=walk.T, B=walk.B, Hq=walk.Hq, Hkv=walk.Hkv)
+    M = -(-walk.T // 128)
+    shape = (walk.B, walk.Hkv, M)
+    empty = torch.rand(shape, device="cuda") < walk.empty
+
+    def lists() -> tuple[torch.Tensor, torch.Tensor]:
+        counts = torch.randint(0, min(walk.width, M) + 1, shape, device="cuda").masked_fill(empty, 0)
+        blocks = torch.rand((*shape, M), device="cuda").topk(min(walk.width, M)).indices
+        return counts.int(), blocks.int()
+
+    lists_ = BlockSparseTensorsTorch(*lists(), *lists(), block_size=(128, 128))
+    return make_inputs(case), lists_, (lists_.mask_block_cnt + lists_.full_block_cnt) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pack_gqa", [True, False])
+@pytest.mark.parametrize("walk", WALKS, ids=str)
+def test_not_a_bit_depends_on_it(walk: Walk, pack_gqa: bool) -> None:
+    """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    x, lists, empty = random_call(walk)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        o = torch.full_like(x.q, float("nan"))
+        lse = torch.full((walk.B, walk.Hq, walk.T), float("nan"), device="cuda")
+        options: dict[str, Any] = dict(causal=walk.causal, pack_gqa=pack_gqa, block_sparse_tensors=lists)
+        _flash_attn_fwd(x.q, x.k, x.v, out=o, lse=lse, **options)
+        return o, lse
+
+    with one_cta_a_tile():
+        expected = call()
+    assert expected[0].isfinite().all()
+    group = walk.Hq // walk.Hkv
+    unseen = empty.repeat_interleave(group, 1).repeat_interleave(128, 2)[..., : walk.T]
+    for _ in range(3):
+        o, lse = call()
+        assert torch.equal(o, expected[0])
+        assert torch.equal(lse, expected[1])
+        assert not o[unseen.transpose(1, 2)].any()
+        assert lse[unseen].eq(float("-inf")).all()
+
+
+@pytest.mark.gpu
+def test_lists_with_nothing_in_them() -> None:
+    case = Case(D=128, Hq=8, list_heads=2, **LISTS)
+    x, lists = make_inputs(case), forward_lists(case)
+    nothing = {name: torch.zeros_like(getattr(lists, name)) for name in ("mask_block_cnt", "full_block_cnt")}
+    o, lse = forward(case, x, lists._replace(**nothing))
+    assert not o.any()
+    assert lse.eq(float("-inf")).all()

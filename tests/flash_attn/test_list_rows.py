@@ -1,0 +1,143 @@
+"""Where a row of block lists stands, in every form: the kernels' arithmetic on integers that know their width."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fa_packed_lists import FORMS, NOWHERE
+
+from flash_attn.cute import list_rows
+
+
+class Int64(int):
+    """An integer that says how wide it is: the result of arithmetic is as wide as its widest operand."""
+
+    def __add__(self, other: int) -> Int64:
+        return Int64(int(self) + int(other))
+
+    def __mul__(self, other: int) -> Int64:
+        return Int64(int(self) * int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+class Int32(int):
+    def __add__(self, other: int) -> int:
+        return NotImplemented if isinstance(other, Int64) else _in_32_bits(int(self) + int(other))
+
+    def __mul__(self, other: int) -> int:
+        return NotImplemented if isinstance(other, Int64) else _in_32_bits(int(self) * int(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def _in_32_bits(value: int) -> Int32:
+    if not -(2**31) <= value < 2**31:
+        raise OverflowError(f"{value} in 32 bits")
+    return Int32(value)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Stands in for a tensor of a kernel."""
+
+    of: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.of.shape)
+
+    def __getitem__(self, place: Any) -> Any:
+        place = place if isinstance(place, tuple) else (place,)
+        found = self.of[tuple(slice(None) if at is None else int(at) for at in place)]
+        if found.ndim:
+            return Held(found)
+        return (Int64 if found.dtype == torch.int64 else Int32)(int(found))
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup on plain integers that know their width."""
+    monkeypatch.setattr(list_rows, "Int32", Int32)
+    monkeypatch.setattr(list_rows, "Int64", Int64)
+
+    def domain_offset(start: int, tensor: Held) -> Held:
+        assert isinstance(start, Int64), "a place in the entries has 64 bits"
+        return Held(tensor.of[int(start) :])
+
+    monkeypatch.setattr(list_rows, "cute", SimpleNamespace(domain_offset=domain_offset))
+
+
+def lists_of(seed: int, per_head: bool) -> tuple[list[dict[str, Any]], list[int]]:
+    """Random lists [head][kind][sequence][row], and how wide each sequence is."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def some(limit: int) -> int:
+        return int(torch.randint(0, limit, (), generator=draw))
+
+    across, rows = [some(5) + 1 for _ in range(6)], [some(4) for _ in range(6)]
+    heads = []
+    for _ in range(3 if per_head else 1):
+        marks = [[torch.randint(0, 3, (width,), generator=draw) for _ in range(n)] for n, width in zip(rows, across)]
+        kinds = {}
+        for kind, mark in (("mask", 1), ("full", 2)):
+            kinds[kind] = [[(row == mark).nonzero()[:, 0].tolist() for row in sequence] for sequence in marks]
+        heads.append(kinds)
+    return heads, across
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "shared"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
+    for seed in range(20):
+        heads, across = lists_of(seed, per_head)
+        fields: dict[str, Any] = {"cu_block_idx_offsets": None, "cu_full_block_idx_offsets": None}
+        for kind in ("mask", "full"):
+            counts, indices, starts = FORMS[form]([head[kind] for head in heads], across)
+            fields[f"{kind}_block_cnt"] = Held(torch.tensor(counts))
+            fields[f"{kind}_block_idx"] = Held(torch.tensor(indices))
+            offsets = "cu_full_block_idx_offsets" if form == "ragged" and kind == "full" else "cu_block_idx_offsets"
+            if starts is not None:
+                fields[offsets] = Held(torch.tensor(starts))
+        tensors = SimpleNamespace(**fields)
+        sequences = heads[0]["mask"]
+        before = Held(torch.tensor([sum(map(len, sequences[:b])) for b in range(7)], dtype=torch.int32))
+        for head, kinds in enumerate(heads):
+            for batch, width in enumerate(across):
+                for block in range(len(sequences[batch])):
+                    at = (Int32(batch), Int32(head), Int32(block), Int32(width))
+                    row = list_rows.find_row(tensors, before, *at)
+                    for kind in ("mask", "full"):
+                        count = row.count(fields[f"{kind}_block_cnt"])
+                        entries = row.entries(fields[f"{kind}_block_idx"], full=kind == "full").of[:count]
+                        assert entries.tolist() == kinds[kind][batch][block]
+                        assert NOWHERE not in entries
+
+
+def test_ragged_lists_may_share_their_starts(plain: None) -> None:
+    entries = Held(torch.tensor([9, 4, 9, 5, 6]))
+    tensors = SimpleNamespace(
+        mask_block_cnt=Held(torch.tensor([[1, 2]])),
+        mask_block_idx=entries,
+        cu_block_idx_offsets=Held(torch.tensor([[1, 3]])),
+        cu_full_block_idx_offsets=None,
+    )
+    row = list_rows.find_row(tensors, Held(torch.tensor([0, 2])), Int32(0), Int32(0), Int32(1), Int32(7))
+    assert row.entries(entries).of.tolist() == row.entries(entries, full=True).of.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("offsets", [None, 2**33])
+def test_places_pass_32_bits(plain: None, offsets: int | None) -> None:
+    """47,000 blocks of 128 are 6 million tokens: with a row of them for each, 32 bits do not do."""
+    tensors = SimpleNamespace(
+        mask_block_cnt=SimpleNamespace(shape=(1, 1)),
+        mask_block_idx=SimpleNamespace(shape=(1, 1)),
+        cu_block_idx_offsets=None if offsets is None else [0, Int64(offsets)],
+    )
+    row = list_rows.find_row(tensors, [0, Int32(47_000)], 1, 0, Int32(46_999), Int32(47_000))
+    first = 47_000 * 47_000 if offsets is None else offsets
+    assert row.starts == (first + 46_999 * 47_000,) * 2

@@ -1,0 +1,129 @@
+"""Block lists of every shape that sparse attention needs: a list per key/value head, and blocks of 64 to 256."""
+
+from __future__ import annotations
+
+import pytest
+from fa_cases import Case, compile_case, forward, make_inputs
+from fa_compile import Worker, WorkerError
+from fa_reference import assert_case
+
+BY_KV_HEAD = [
+    Case(D=64, Hq=6, T_q=700, T_k=700, lists="both", list_heads=2),
+    Case(D=128, Hq=6, T_q=700, T_k=700, lists="both", list_heads=2, pack_gqa=False),
+    Case(D=128, Hq=8, T_q=700, T_k=640, lists="both", list_heads=2, causal=True, pack_gqa=True),
+    Case(D=128, Hq=6, T_q=700, T_k=700, lists="full", list_heads=6),
+    Case(D=128, Hq=6, T_q=300, T_k=700, lists="both", list_heads=2, mask_mod="thirds", causal=True),
+    Case(D=96, Hq=4, T_q=1, T_k=129, lists="no full", list_heads=2, mask_mod="thirds"),
+]
+# What SM90 takes. One kernel each: T and the lists are data.
+SM90_BLOCKS = [
+    Case(D=64, T_q=700, T_k=700, lists="both", block=(64, 64), causal=True, list_heads=2),
+    Case(D=64, T_q=700, T_k=700, lists="both", block=(64, 128)),
+    Case(D=64, T_q=700, T_k=700, lists="both", block=(128, 64), mask_mod="thirds"),
+    Case(D=64, T_q=700, T_k=700, lists="both", block=(256, 128)),
+    Case(D=96, T_q=700, T_k=700, lists="both", block=(64, 128), causal=True),
+    Case(D=96, T_q=700, T_k=700, lists="both", block=(256, 128)),
+    Case(D=128, T_q=700, T_k=700, lists="both", block=(64, 64), list_heads=2),
+    Case(D=128, T_q=700, T_k=700, lists="both", block=(128, 64), causal=True),
+    Case(D=128, T_q=700, T_k=700, lists="both", block=(256, 64), Hkv=4, mask_mod="thirds"),
+    Case(D=128, T_q=700, T_k=700, lists="both", block=(64, 128)),
+    Case(D=128, T_q=700, T_k=700, lists="both", block=(256, 128), causal=True),
+    Case(D=192, Dv=128, Hkv=4, T_q=700, T_k=700, lists="both", block=(64, 96)),
+    Case(D=192, Dv=128, Hkv=4, T_q=700, T_k=700, lists="both", block=(256, 96), causal=True),
+    Case(D=256, T_q=300, T_k=300, lists="both", block=(64, 64)),
+    Case(D=256, T_q=300, T_k=300, lists="both", block=(128, 64), causal=True),
+    Case(D=256, T_q=300, T_k=300, lists="both", block=(256, 64)),
+]
+SM100_BLOCKS = [
+    Case(D=64, T_q=700, T_k=700, lists="both", block=(128, 128), causal=True, list_heads=2),
+    Case(D=128, T_q=700, T_k=700, lists="both", block=(128, 128)),
+    Case(D=128, T_q=700, T_k=700, lists="both", block=(384, 128), pack_gqa=False),
+    Case(D=128, T_q=700, T_k=700, lists="both", block=(256, 256)),
+]
+
+
+@pytest.mark.parametrize("case", BY_KV_HEAD[:5], ids=str)
+def test_lists_by_head_compile(compiler: Worker, case: Case) -> None:
+    compiler.run(compile_case, case)
+
+
+def list_layouts(case: Case) -> dict[str, set[tuple]]:
+    """Shapes of the counts that forward and backward kernels index, static numbers as they are and None for others."""
+    from flash_attn.cute import interface, list_heads
+
+    seen: dict[str, set[tuple]] = {}
+    original = list_heads.lists_by_query_head
+
+    def static(extent):
+        return tuple(map(static, extent)) if isinstance(extent, tuple) else extent if isinstance(extent, int) else None
+
+    def looked_at(where):
+        def by_query_head(tensors, group):
+            lists = original(tensors, group)
+            counts = lists.mask_block_cnt
+            seen.setdefault(where, set()).add((static(counts.shape), static(counts.stride)))
+            return lists
+
+        return by_query_head
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("flash_fwd_sm90", "flash_fwd_sm100", "flash_bwd_sm90", "flash_bwd_sm100"):
+            patch.setattr(f"flash_attn.cute.{name}.lists_by_query_head", looked_at(name[6:9]))
+        interface._flash_attn_fwd.compile_cache.clear()
+        interface._flash_attn_bwd.compile_cache.clear()
+        compile_case(case)
+    return seen
+
+
+@pytest.mark.parametrize("pack_gqa", [False, True])
+def test_heads_of_a_group_find_their_list_without_copies(compiler: Worker, pack_gqa: bool) -> None:
+    case = Case(D=128, Hq=6, T_q=700, T_k=700, lists="both", list_heads=2, pack_gqa=pack_gqa)
+    shared = {((None, (3, None), None), (None, (0, None), 1))}
+    plain = {((None, None, None), (None, None, 1))}
+    assert compiler.run(list_layouts, case) == {"fwd": plain if pack_gqa else shared, "bwd": shared}
+
+
+def test_another_number_of_heads_is_refused(compiler_sm90: Worker) -> None:
+    with pytest.raises(
+        WorkerError, match="lists for 3 heads; expected 1, the 2 key/value heads or the 6 query"
+    ) as error:
+        compiler_sm90.run(compile_case, Case(D=128, Hq=6, lists="both", list_heads=3))
+    assert error.value.kind == "ValueError"
+
+
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("case", SM90_BLOCKS, ids=str)
+def test_blocks_compile_on_sm90(compiler_sm90: Worker, case: Case) -> None:
+    compiler_sm90.run(compile_case, case)
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("case", SM100_BLOCKS, ids=str)
+def test_blocks_compile_on_sm100(compiler_sm100: Worker, case: Case) -> None:
+    compiler_sm100.run(compile_case, case)
+
+
+def compile_forward(case: Case) -> None:
+    forward(case, make_inputs(case))
+
+
+@pytest.mark.parametrize(
+    ("arch", "case", "names"),
+    [
+        ("sm_100", Case(D=128, lists="both", block=(64, 128)), "block size 64.*multiple of 128"),
+        ("sm_100", Case(D=128, lists="both", block=(128, 64)), r"sparse_block_size\[1\].*tile_n=128"),
+        ("sm_90", Case(D=256, lists="both", block=(128, 128)), r"sparse_block_size\[1\].*multiple of tile_n=80"),
+        ("sm_90", Case(D=128, lists="both", block=(96, 128)), "block size 96.*multiple of 128"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(_workers, arch: str, case: Case, names: str) -> None:
+    with pytest.raises(WorkerError, match=names) as error:
+        _workers(arch).run(compile_forward, case)
+    assert error.value.kind == "ValueError"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*BY_KV_HEAD, *SM90_BLOCKS], ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)

@@ -1,0 +1,248 @@
+"""`validate=True`: a wrong list is an error that names its first wrong entry, in every form that lists come in."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from fa_lists import ListCase, random_lists, random_rows, transposed_rows
+from fa_packed_lists import FORMS
+
+from flash_attn.cute.backward_plan import plan_backward
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.call_validation import ALWAYS, validate_call
+
+BLOCK = 128
+LENGTHS = [(600, 500), (0, 300), (1, 129), (260, 0), (128, 128)]
+PACKED = ["compact", "stacked", "ragged"]
+
+
+def int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def qk(*lead: int, Hq: int = 4, Hkv: int = 2, keys: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors that have shapes; nothing reads them."""
+    shape = (*lead[:-1], lead[-1] if keys is None else keys)
+    return torch.zeros(1).expand(*lead, Hq, 64), torch.zeros(1).expand(*shape, Hkv, 64)
+
+
+def packed_call(form: str, heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
+    """[forward, backward, q, k] of random lists in a form, and the options of the call."""
+    cases = [
+        ListCase(B=1, H=heads, M=-(-T_q // BLOCK), N=-(-T_k // BLOCK), density=0.6, sort=False, seed=b)
+        for b, (T_q, T_k) in enumerate(LENGTHS)
+    ]
+    rows = [random_rows(case) for case in cases]
+    turned = [transposed_rows(own, case) for own, case in zip(rows, cases, strict=True)]
+    sides = []
+    for side, (field, directed) in enumerate((("cu_total_m_blocks", rows), ("cu_total_n_blocks", turned))):
+        across = [(case.N, case.M)[side] for case in cases]
+        fields: dict[str, Any] = {"block_size": (BLOCK, BLOCK)}
+        for kind in ("mask", "full"):
+            by_head = [[own[kind][0][head] for own in directed] for head in range(heads)]
+            counts, indices, starts = FORMS[form](by_head, across)
+            fields |= {f"{kind}_block_cnt": int32(counts), f"{kind}_block_idx": int32(indices)}
+            if starts is not None:
+                name = "cu_full_block_idx_offsets" if form == "ragged" and kind == "full" else "cu_block_idx_offsets"
+                fields[name] = torch.tensor(starts)
+        before = [0, *accumulate((case.M, case.N)[side] for case in cases)]
+        sides.append(BlockSparseTensorsTorch(**fields, **{field: int32(before)}))
+    cu_q, cu_k = (int32([0, *accumulate(pair[side] for pair in LENGTHS)]) for side in (0, 1))
+    q, k = qk(int(cu_q[-1]), keys=int(cu_k[-1]))
+    return [*sides, q, k], dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def said(*call: Any, **options: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        validate_call(True, *call, **options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("form", PACKED)
+def test_right_packed_lists(form: str, heads: int) -> None:
+    call, options = packed_call(form, heads)
+    validate_call(True, *call, **options)
+    validate_call(True, call[0], None, *call[2:], **options)
+    validate_call(True, None, call[1], *call[2:], **options)
+
+
+@pytest.mark.parametrize("form", PACKED)
+@pytest.mark.parametrize("kind", ["mask", "full"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_one_wrong_entry(form: str, kind: str, backward: bool) -> None:
+    """Every entry that is read counts, in every sequence; what lies between rows does not."""
+    call, options = packed_call(form)
+    entries = getattr(call[backward], f"{kind}_block_idx")
+    wrong = 0
+    for at in range(entries.numel()):
+        before = int(entries.flatten()[at])
+        entries.view(-1)[at] = 77
+        if before < 1 << 20:
+            wrong += 1
+            message = said(*call, **options)
+            assert "whose rows count from its start" in message and "= 77, expected a" in message
+        else:
+            validate_call(True, *call, **options)
+        entries.view(-1)[at] = before
+    counts = getattr(call[backward], f"{kind}_block_cnt")
+    assert wrong == int(counts.sum())
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_the_sequence_is_named(form: str) -> None:
+    call, options = packed_call(form)
+    counts = call[0].mask_block_cnt
+    row = [0, *accumulate(-(-T_q // BLOCK) for T_q, _ in LENGTHS)][4]
+    counts[1, row] += 3
+    message = said(*call, **options)
+    assert message.startswith("sequence 4, whose rows count from its start: forward mask_block_cnt[0, 1, 0] = ")
+
+
+def test_another_sequences_blocks_are_out_of_range() -> None:
+    call, options = packed_call("compact")
+    call[0].mask_block_cnt[:, 5] = 1  # sequence 2: a row, two key blocks
+    call[0].full_block_cnt[:, 5] = 0
+    call[0].mask_block_idx[:, 5, 0] = 3
+    assert "sequence 2" in said(*call, **options) and "= 3, expected a key block of 0 .. 1" in said(*call, **options)
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_backward_has_to_be_the_transpose(form: str) -> None:
+    call, options = packed_call(form)
+    row = int(call[1].mask_block_cnt[0].argmax())
+    call[1].mask_block_cnt[0, row] -= 1
+    assert "backward lists must be the transpose of forward lists" in said(*call, **options)
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "expected"),
+    [
+        ("compact", dict(cu_total_m_blocks=None), "block_sparse_tensors.cu_total_m_blocks is None, expected [6]"),
+        ("compact", dict(cu_total_m_blocks=int32([0, 4, 4, 5, 8, 9])), "expected room for 5 rows of sequence 0"),
+        ("compact", dict(cu_total_m_blocks=int32([0, 5, 5, 6, 9, 11])), "[5] = 11, but mask_block_cnt has 10 rows"),
+        ("stacked", dict(cu_block_idx_offsets=int32([-1, 0, 0, 0, 0, 0])), "cu_block_idx_offsets[0] = -1, expected 0"),
+        ("stacked", dict(cu_block_idx_offsets=int32([0, 20, 20, 22, 99])), "cu_block_idx_offsets[4] = 99, expected 0"),
+        ("ragged", dict(cu_block_idx_offsets=torch.full((2, 10), 1 << 40)), "= 1099511627776 with"),
+        ("compact", dict(block_size=None), "block_size is None"),
+    ],
+)
+def test_offsets(form: str, change: dict[str, Any], expected: str) -> None:
+    call, options = packed_call(form)
+    call[0] = call[0]._replace(**change)
+    assert expected in said(*call, **options)
+
+
+def test_padded_lists_of_packed_sequences() -> None:
+    """One list for all: what it lists past the end of a shorter sequence has no effect, and is right."""
+    forward, backward = random_lists(ListCase(B=1, H=2, M=5, N=4))
+    cu_q, cu_k = int32([0, 600, 640]), int32([0, 500, 510])
+    call, options = [forward, backward, *qk(640, keys=510)], dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    validate_call(True, *call, **options)
+    assert forward.mask_block_cnt[0, 1, 2] > 0
+    forward.mask_block_idx[0, 1, 2, 0] = 4
+    assert "forward mask_block_idx[0, 1, 2, 0] = 4, expected a key block of 0 .. 3" in said(*call, **options)
+
+
+@pytest.mark.parametrize("block_size", [None, (BLOCK, BLOCK)])
+def test_lists_that_are_not_packed(block_size: tuple[int, int] | None) -> None:
+    lists = [side._replace(block_size=block_size) for side in random_lists(ListCase(B=2, H=4, M=6, N=5))]
+    tensors = qk(2, 700, keys=640)
+    validate_call(True, *lists, *tensors)
+    lists[0].mask_block_idx[1, 2, 3, 0] = 5
+    assert said(*lists, *tensors).startswith("forward mask_block_idx[1, 2, 3, 0] = 5, expected a key block of 0 .. 4")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("schedule", ["left to right", "right to left", "longest first"])
+def test_plans(deterministic: bool, schedule: str) -> None:
+    forward, backward = random_lists(ListCase(B=2, H=2, M=6, N=5, density=0.7, sort=False))
+    options: dict[str, Any] = dict(num_heads=4, num_heads_kv=2, num_q_blocks=6, longest=2)
+    plan = plan_backward(backward, deterministic=deterministic, schedule=schedule, **options)
+    tensors = qk(2, 700, keys=640)
+    validate_call(True, forward, plan, *tensors)
+    validate_call(True, forward, plan_backward(backward, deterministic=deterministic, listed=30, **options), *tensors)
+    plan.plan[3, 4] = plan.plan[3, 3]  # an item that does nothing
+    assert "backward plan deals out" in said(forward, plan, *tensors)
+    plan.plan[3, 1] = 4
+    assert said(forward, plan, *tensors).startswith("backward plan[3] = ")
+
+
+def test_plans_that_deal_out_an_entry_twice() -> None:
+    forward, backward = random_lists(ListCase(H=1, M=6, N=1, density=1.0))
+    plan = plan_backward(backward, num_heads=2, num_heads_kv=1, num_q_blocks=6, longest=3)
+    tensors = qk(1, 700, Hq=2, Hkv=1, keys=100)
+    validate_call(True, forward, plan, *tensors)
+    assert plan.plan[:2, 3:5].tolist() == [[0, 3], [3, 6]]
+    plan.plan[1, 3:5] = int32([2, 5])
+    assert "each once" in said(forward, plan, *tensors)
+    plan.plan[1, 3:5] = int32([4, 7])
+    assert said(forward, plan, *tensors).startswith("backward plan[1] = [0, 0, 0, 4, 7, ")
+
+
+def test_wrong_entry_behind_a_deterministic_plan() -> None:
+    forward, backward = random_lists(ListCase(B=1, H=4, M=6, N=5, density=0.7))
+    plan = plan_backward(backward, num_heads=4, num_heads_kv=2, num_q_blocks=6, deterministic=True)
+    tensors = qk(1, 700, keys=640)
+    validate_call(True, forward, plan, *tensors)
+    plan.dq_write_order[0, 0, 0, 0] += 1
+    assert "the lock values of a query block are 0, 1, 2" in said(forward, plan, *tensors)
+
+
+def test_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = random_lists(ListCase(B=1, H=4, M=6, N=5, density=1.0, full=0.0))
+    forward.mask_block_idx[0, 0, 0, 0] = 99
+    tensors = qk(1, 700, keys=640)
+    monkeypatch.delenv(ALWAYS, raising=False)
+    validate_call(False, forward, backward, *tensors)
+    monkeypatch.setenv(ALWAYS, "0")
+    validate_call(False, forward, backward, *tensors)
+    monkeypatch.setenv(ALWAYS, "1")
+    with pytest.raises(ValueError, match="= 99, expected a key block"):
+        validate_call(False, forward, backward, *tensors)
+    validate_call(False, forward, backward, *tensors, page_table=int32([[0]]))
+    with pytest.raises(NotImplementedError, match="page_table"):
+        validate_call(True, forward, backward, *tensors, page_table=int32([[0]]))
+    validate_call(True, None, None, *tensors, page_table=int32([[0]]))
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_functions_ask(packed: bool, by_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute import interface
+
+    if packed:
+        (forward, backward, q, k), options = packed_call("compact")
+        function, attention = interface.flash_attn_varlen_func, interface.FlashAttnVarlenFunc
+    else:
+        forward, backward = random_lists(ListCase(B=1, H=4, M=6, N=5, density=1.0))
+        (q, k), options = qk(1, 700, keys=640), {}
+        function, attention = interface.flash_attn_func, interface.FlashAttnFunc
+    monkeypatch.delenv(ALWAYS, raising=False)
+    monkeypatch.setattr(attention, "apply", lambda *arguments: "computed")
+    options |= dict(block_sparse_tensors=forward, block_sparse_tensors_bwd=backward)
+    assert function(q, k, k, **options, validate=True) == "computed"
+    forward.mask_block_idx[forward.mask_block_cnt > 0, 0] = 99
+    assert function(q, k, k, **options) == "computed"
+    if by_environment:
+        monkeypatch.setenv(ALWAYS, "1")
+    with pytest.raises(ValueError, match="= 99, expected a key block"):
+        function(q, k, k, **options, validate=not by_environment)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", PACKED)
+def test_on_a_gpu(form: str) -> None:
+    call, options = packed_call(form)
+
+    def moved(value: Any) -> Any:
+        return value.cuda() if torch.is_tensor(value) else value
+
+    call = [BlockSparseTensorsTorch(*map(moved, side)) for side in call[:2]] + call[2:]
+    options = {name: value.cuda() for name, value in options.items()}
+    validate_call(True, *call, **options)
+    call[1].full_block_cnt[0, 1] += 1
+    assert "sequence 0, whose rows count from its start: backward" in said(*call, **options)

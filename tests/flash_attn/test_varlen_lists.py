@@ -1,0 +1,294 @@
+"""Block lists of packed sequences, forward and backward: every form, found in 64 bits, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import BLOCK_K, Case, backward, backward_lists, forward, forward_lists, make_inputs
+from fa_compile import Worker
+from fa_packed_lists import FORMS, packed_backward_lists, packed_forward_lists
+from fa_reference import assert_case
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flash_attn.cute import interface, list_rows, packed_lists
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+# Tails, one query, no queries, no keys, more keys than queries and fewer.
+LENGTHS = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
+CASES = [
+    Case(D=64, packed=LENGTHS, lists="both", form="stacked", causal=True),
+    Case(D=128, packed=LENGTHS, lists="both", form="compact", list_heads=4, Hkv=4, mask_mod="thirds"),
+    Case(D=128, packed=LENGTHS, lists="no full", form="ragged", list_heads=4, Hkv=1, window=(200, 0)),
+    Case(D=64, packed=LENGTHS, lists="both", form="shared", mask_mod="keyed"),
+]
+MORE = [
+    *(replace(CASES[0], D=D, form=form) for D in (64, 128) for form in FORMS),
+    *(replace(CASES[1], D=64, form=form) for form in FORMS),
+    *(replace(CASES[2], lists="both", form=form) for form in FORMS),
+    *(replace(CASES[3], Hkv=1, form=form, causal=True) for form in FORMS),
+    Case(D=128, packed=LENGTHS, lists="full", form="compact", q_tiles=2),
+    Case(D=64, packed=LENGTHS, lists="both", form="stacked", q_tiles=2, causal=True, list_heads=4),
+    Case(D=128, packed=LENGTHS, lists="both", form="padded", q_tiles=3, Hkv=4),
+    Case(D=64, packed=LENGTHS, lists="both", form="compact", q_tiles=3),
+    Case(D=96, packed=LENGTHS, lists="both", form="ragged", window=(None, 100)),
+    # More sequences than multiprocessors and than tiles of all others.
+    Case(D=64, packed=tuple((i * 7 % 50, i * 11 % 140) for i in range(400)), lists="both", form="compact", causal=True),
+    Case(D=128, packed=((0, 0),) * 40 + ((1, 1),) + ((0, 5), (5, 0)) * 40, lists="both", form="stacked"),
+]
+
+
+def places(case: Case) -> dict[str, set[str]]:
+    """Types that the kernels of a case find rows with: of starts, and of the strides that rows are multiplied with."""
+    found: dict[str, set[str]] = {"forward": set(), "backward": set()}
+    original = list_rows.ListRow.entries
+
+    def entries(self: Any, tensor: Any, full: bool = False) -> Any:
+        start = self.starts[full]
+        # Without a start the row is a coordinate.
+        of = tensor.stride[-2] if start is None else start
+        found[direction].add(type(of).__name__ if not hasattr(of, "dtype") else of.dtype.__name__)
+        return original(self, tensor, full)
+
+    list_rows.ListRow.entries = entries
+    try:
+        x = make_inputs(case)
+        direction = "forward"
+        o, lse = forward(case, x)
+        direction = "backward"
+        backward(case, x, o, lse)
+    finally:
+        list_rows.ListRow.entries = original
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_compile_and_find_rows_in_64_bits(compiler: Worker, case: Case) -> None:
+    assert compiler.run(places, case) == {"forward": {"Int64"}, "backward": {"Int64"}}
+
+
+def derive(case: Case, ordered: bool, block_k: int) -> None:
+    """Backward with an order of adding dq, or with blocks of `block_k` keys."""
+    x, lists = make_inputs(case), backward_lists(case)
+    options = {"deterministic": ordered}
+    if ordered:
+        order, order_full = torch.zeros_like(lists.mask_block_idx), torch.zeros_like(lists.full_block_idx)
+        lists = lists._replace(dq_write_order=order, dq_write_order_full=order_full, spt=False)
+    lse = torch.empty(case.Hq, len(x.q), device="cuda")
+    backward(replace(case, **options), x, x.do, lse, lists._replace(block_size=(lists.block_size[0], block_k)))
+
+
+@pytest.mark.parametrize(("form", "ordered", "block_k"), [("compact", True, 128), ("stacked", False, 256)])
+def test_more_of_backward_compiles(compiler_sm100: Worker, form: str, ordered: bool, block_k: int) -> None:
+    """Two CTAs walk one row where a block of keys is two tiles."""
+    compiler_sm100.run(derive, replace(CASES[1], form=form), ordered, block_k)
+
+
+def widths(block_k: int) -> set[int]:
+    """Key tiles that forward counts the width of a stacked row in, for lists of blocks of `block_k` keys."""
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    case = replace(CASES[0], packed=((128, 128),), Hkv=4)
+    lists = forward_lists(case)._replace(block_size=(128, block_k))
+    seen, original = set(), SeqlenInfoQK.create
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        seen.add(kwargs.get("tile_n", 128))
+        return original(*args, **kwargs)
+
+    SeqlenInfoQK.create = staticmethod(create)
+    try:
+        x = make_inputs(case)
+        interface._flash_attn_fwd(
+            x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens[0], cu_seqlens_k=x.cu_seqlens[1],
+            max_seqlen_q=128, max_seqlen_k=128, block_sparse_tensors=lists,
+        )  # fmt: skip
+    finally:
+        SeqlenInfoQK.create = staticmethod(original)
+    return seen
+
+
+def test_stacked_rows_are_as_wide_as_the_kernels_tiles(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.run(widths, 64) == {64}
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+def fit(direction: packed_lists.Direction = packed_lists.FORWARD, **changes: Any) -> BlockSparseTensorsTorch:
+    """Two sequences, three rows, lists compact or as `changes` say."""
+
+    def of(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="cuda")
+
+    fields: dict[str, Any] = {
+        "mask_block_cnt": of(1, 3),
+        "mask_block_idx": of(1, 3, 2),
+        direction.rows_before: of(3),
+    }
+    for field, value in changes.items():
+        fields[field] = of(*value) if isinstance(value, tuple) else value
+    packed = packed_lists.Packing((True, True), (256, 300))
+    return packed_lists.fit(BlockSparseTensorsTorch(**fields), direction, packed, batch=2, heads=4, block=128)
+
+
+@pytest.mark.parametrize("direction", [packed_lists.FORWARD, packed_lists.BACKWARD])
+def test_lists_are_expanded(fake: None, direction: packed_lists.Direction) -> None:
+    compact = fit(direction, full_block_cnt=(4, 3), full_block_idx=(1, 3, 9), dq_write_order=(1, 3, 2))
+    assert compact.mask_block_cnt.shape == compact.full_block_cnt.shape == (4, 3)
+    assert compact.mask_block_idx.shape == compact.dq_write_order.shape == (4, 3, 2)
+    assert compact.full_block_idx.shape == (4, 3, 9), "each list is as wide as it needs to be"
+    padded = fit(direction, mask_block_cnt=(1, 1, 3), mask_block_idx=(2, 4, 3, 5), **{direction.rows_before: None})
+    assert padded.mask_block_cnt.shape == (2, 4, 3)
+    stacked = fit(direction, mask_block_idx=(1, 20), cu_block_idx_offsets=(3,))
+    assert stacked.mask_block_idx.shape == (4, 20)
+    ragged = fit(direction, mask_block_idx=(20,), cu_block_idx_offsets=(1, 4))
+    assert ragged.mask_block_idx.shape == (20,) and ragged.cu_block_idx_offsets.shape == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mask_block_idx": None}, "mask_block_cnt and mask_block_idx have to be given"),
+        ({"mask_block_cnt": (2, 1, 3)}, "lists of no form known"),
+        ({"mask_block_cnt": (2, 3)}, r"mask_block_cnt has to be \[4, 3\] \(1 in the first 1 for all\), got \[2, 3\]"),
+        ({"mask_block_idx": (1, 4, 2)}, r"mask_block_idx has to be \[4, 3, 2\]"),
+        ({"mask_block_idx": (1, 1, 2)}, r"mask_block_idx has to be \[4, 3, 2\]"),
+        ({"full_block_cnt": (1, 3)}, "both given or both None"),
+        ({"full_block_cnt": (1, 3), "full_block_idx": (1, 9)}, "full_block_idx has 2 dimensions"),
+        ({"cu_total_m_blocks": None}, r"cu_total_m_blocks is None: .* shape \(3,\)"),
+        ({"cu_total_m_blocks": (4,)}, r"cu_total_m_blocks has to have shape \(3,\), got \(4,\)"),
+        ({"mask_block_idx": (1, 20)}, "cu_block_idx_offsets is None"),
+        ({"mask_block_idx": (20,)}, r"cu_block_idx_offsets has to be \[H, 3\] or \[H, 4\]"),
+        ({"mask_block_idx": (20,), "cu_block_idx_offsets": (3,)}, r"has to be \[H, 3\] or \[H, 4\]"),
+        ({"mask_block_cnt": (2, 1, 1), "mask_block_idx": (2, 1, 1, 1)}, "1 rows of 128 tokens .* longest has 256"),
+        ({"dq_write_order": (1, 3, 1)}, r"dq_write_order has to be \[4, 3, 2\]"),
+        ({"dq_write_order_full": (1, 3, 2)}, "dq_write_order_full is given for lists that are not"),
+        ({"spt": True}, "spt is True without dq_write_order"),
+    ],
+)
+def test_lists_that_do_not_fit(fake: None, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"block_sparse_tensors.*{said}"):
+        fit(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda t: t.long(), "torch.int32, got torch.int64"),
+        (lambda t: t.cpu(), "on the GPU of the other lists"),
+        (lambda t: t.as_strided((1, 3, 2), (6, 1, 3)), "contiguous in its last dimension"),
+    ],
+)
+def test_tensors_that_do_not_fit(fake: None, changed: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"mask_block_idx.*{said}"):
+        fit(mask_block_idx=changed(torch.zeros(1, 3, 2, dtype=torch.int32, device="cuda")))
+
+
+def test_blocks_of_several_tiles(fake: None) -> None:
+    lists = BlockSparseTensorsTorch(
+        *(torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((1, 3), (1, 3, 2))),
+        cu_total_m_blocks=torch.zeros(3, dtype=torch.int32, device="cuda"),
+        block_size=(384, BLOCK_K),
+    )
+    assert packed_lists.fit_forward(lists, None, batch=2, heads=1, tile_q=128)[1] == 3
+    assert packed_lists.fit_forward(lists._replace(block_size=None), None, batch=2, heads=1, tile_q=128)[1] == 1
+    with pytest.raises(ValueError, match="multiple of the kernel's tile of 256 queries, got 384"):
+        packed_lists.fit_forward(lists, None, batch=2, heads=1, tile_q=256)
+
+
+def test_kernels_are_compiled_for_the_types_of_offsets() -> None:
+    def types(dtype: torch.dtype) -> tuple:
+        offsets = torch.zeros(3, dtype=dtype)
+        return packed_lists.offset_types(BlockSparseTensorsTorch(None, None, cu_block_idx_offsets=offsets))
+
+    assert types(torch.int32) != types(torch.int64)
+
+
+def test_rows_of_all_sequences_before() -> None:
+    cu_seqlens = torch.tensor([0, 300, 300, 301, 557], dtype=torch.int32)
+    before = packed_lists.cu_total_blocks(cu_seqlens, 128)
+    assert before.dtype == torch.int32 and before.tolist() == [0, 3, 3, 4, 6]
+
+
+def test_backward_gets_its_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(5, 2, 64, requires_grad=True) for _ in "qkv")
+    given = {}
+
+    def attend(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        given["forward"] = options["block_sparse_tensors"]
+        return q * 2, torch.zeros(2, 5), None, None, None
+
+    def derive(q: Any, k: Any, v: Any, *args: Any, **options: Any) -> Any:
+        given["backward"] = options["block_sparse_tensors"]
+        return q, k, v
+
+    monkeypatch.setattr(interface, "_flash_attn_fwd", attend)
+    monkeypatch.setattr(interface, "_flash_attn_bwd", derive)
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    lists = [BlockSparseTensorsTorch(torch.zeros(1, 2), torch.zeros(1, 2, 1)) for _ in range(2)]
+    o, _ = interface.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=3, max_seqlen_k=3,
+        block_sparse_tensors=lists[0], block_sparse_tensors_bwd=lists[1],
+    )  # fmt: skip
+    o.sum().backward()
+    assert given["forward"] is lists[0] and given["backward"] is lists[1]
+    assert torch.equal(q.grad, q) and torch.equal(v.grad, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *MORE], ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_a_sequence_alone_gives_the_same_bits(case: Case) -> None:
+    """o, lse and, where no sums race (as many query heads as key heads), dk and dv."""
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    _, dk, dv = backward(case, x, o, lse)
+    for at, (T_q, T_k) in enumerate(case.packed):
+        if T_q == 0 or T_k == 0:
+            continue
+        before, only = case.packed[:at], slice(at, at + 1)
+        queries, keys = (
+            slice(start := sum(pair[side] for pair in before), start + case.packed[at][side]) for side in (0, 1)
+        )
+        alone = replace(case, packed=((T_q, T_k),))
+        part = replace(make_inputs(alone), q=x.q[queries], do=x.do[queries], k=x.k[keys], v=x.v[keys])
+        o_alone, lse_alone = forward(alone, part, packed_forward_lists(case, only))
+        assert torch.equal(o_alone, o[queries]) and torch.equal(lse_alone, lse[:, queries])
+        if case.Hq == case.Hkv:
+            _, dk_alone, dv_alone = backward(alone, part, o_alone, lse_alone, packed_backward_lists(case, only))
+            assert torch.equal(dk_alone, dk[keys]) and torch.equal(dv_alone, dv[keys])
+
+
+@pytest.mark.gpu
+def test_entries_beyond_two_billion() -> None:
+    """The same lists with rows so far apart that the last is 2**31 entries from the first: 8.6 GB in each direction."""
+    case = replace(CASES[0], Hkv=4, lists="no full", form="compact", list_heads=1)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    _, dk, dv = backward(case, x, o, lse)
+    far = [_far(forward_lists(case)), _far(backward_lists(case))]
+    o_far, lse_far = forward(case, x, far[0])
+    _, dk_far, dv_far = backward(case, x, o_far, lse_far, far[1])
+    assert torch.equal(o, o_far) and torch.equal(lse, lse_far)
+    assert torch.equal(dk, dk_far) and torch.equal(dv, dv_far)
+
+
+def _far(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
+    near = lists.mask_block_idx
+    (heads, rows, n), apart = near.shape, 2**31 // (near.shape[1] - 1) + 1
+    assert heads == 1 and (rows - 1) * apart >= 2**31
+    room = torch.empty((rows - 1) * apart + n, dtype=torch.int32, device=near.device)
+    far = room.as_strided((1, rows, n), (room.numel(), apart, 1))
+    return lists._replace(mask_block_idx=far.copy_(near))
