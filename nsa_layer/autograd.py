@@ -42,7 +42,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, cu_seqlens, problem):
         o_cmp, lse_cmp, block_indices = _compressed_and_choice(q, k, v, w_k, w_v, cu_seqlens, problem)
-        o_slc, lse_slc = _selected(q, k, v, block_indices, problem)
+        o_slc, lse_slc = _selected(q, k, v, block_indices, cu_seqlens, problem)
         o_swa, lse_swa = branches.window_forward(q, k, v, problem=problem, cu_seqlens=cu_seqlens)
         g = gate_values(q, gate_weight, gates)
         o = weighted_sum_sliced(g, o_cmp, o_slc, o_swa)
@@ -77,7 +77,7 @@ class _Attend(torch.autograd.Function):
             q, k, v, w_k, w_v, o_cmp, lse_cmp, do_cmp, cu_seqlens, problem
         )
         del do_cmp
-        dq_slc, dk_slc, dv_slc = _selected_backward(q, k, v, o_slc, lse_slc, do_slc, block_indices, problem)
+        dq_slc, dk_slc, dv_slc = _selected_backward(q, k, v, o_slc, lse_slc, do_slc, block_indices, cu_seqlens, problem)
         del do_slc
         dq_swa, dk_swa, dv_swa = branches.window_backward(
             q, k, v, o_swa, lse_swa, do_swa, problem=problem, cu_seqlens=cu_seqlens
@@ -100,37 +100,17 @@ def _sequences(problem: Problem, *tensors: Tensor) -> Iterator[tuple[Tensor, ...
         start += length
 
 
-def _choices(problem: Problem, block_indices: Tensor) -> Iterator[Tensor]:
-    """block_indices as [B, Hs, M, n], packed ones sequence by sequence."""
-    if problem.lengths is None:
-        yield block_indices
-        return
-    start = 0
-    for length in problem.lengths:
-        tiles = problem.config.num_tiles(length)
-        if tiles:
-            width = problem.config.list_width(length)
-            yield block_indices[:, start : start + tiles, :width].unsqueeze(0)
-        start += tiles
-
-
-def _lse_of_sequences(problem: Problem, lse: Tensor) -> Iterator[Tensor]:
-    """lse [B, Hq, T] as it is, packed [Hq, total] as [1, Hq, T]."""
-    if problem.lengths is None:
-        yield lse
-        return
-    for (part,) in _sequences(problem, lse.mT):
-        yield part.mT.contiguous()
-
-
 def _joined(problem: Problem, parts: list[Tensor], dim: int = 0) -> Tensor:
     """What `_sequences` took apart; `dim` counts without the leading 1."""
     return parts[0] if problem.lengths is None else torch.cat([part.squeeze(0) for part in parts], dim=dim)
 
 
-def _selected_sparsity(q: Tensor, chosen: Tensor, problem: Problem, *, backward: bool) -> branches.Sparsity:
-    tile = branches.BACKWARD_TILE if backward else branches.forward_tile(q.device, problem.config.block_size)
-    return branches.selected_sparsity(chosen, q.shape[1], q.shape[2], problem=problem, tile=tile, backward=backward)
+def _selected_sparsity(
+    q: Tensor, k: Tensor, chosen: Tensor, problem: Problem, *, backward: bool, cu_seqlens: Tensor | None = None
+) -> branches.Sparsity:
+    tile = (branches.backward_tile if backward else branches.forward_tile)(q.device, problem.config.block_size)
+    static = dict(problem=problem, tile=tile, backward=backward, cu_seqlens=cu_seqlens)
+    return branches.selected_sparsity(chosen, q.shape[-3], (q.shape[-2], k.shape[-2]), **static)
 
 
 def _compressed_and_choice(
@@ -154,29 +134,27 @@ def _compressed_and_choice(
     return o, lse, _joined(problem, choices, 1)
 
 
-def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    outputs, lses = [], []
-    for (q_seq, k_seq, v_seq), chosen in zip(_sequences(problem, q, k, v), _choices(problem, block_indices)):
-        sparsity = _selected_sparsity(q_seq, chosen, problem, backward=False)
-        o, lse = branches.selected_forward(q_seq, k_seq, v_seq, problem=problem, sparsity=sparsity)
-        outputs.append(o), lses.append(lse)
-    return _joined(problem, outputs), _joined(problem, lses, 1)
+def _selected(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, cu_seqlens: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor]:
+    sparsity = _selected_sparsity(q, k, block_indices, problem, backward=False, cu_seqlens=cu_seqlens)
+    return branches.selected_forward(q, k, v, problem=problem, sparsity=sparsity, cu_seqlens=cu_seqlens)
 
 
 def _selected_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, block_indices: Tensor, problem: Problem
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    block_indices: Tensor,
+    cu_seqlens: Tensor | None,
+    problem: Problem,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = []
-    for tensors, lse_seq, chosen in zip(
-        _sequences(problem, q, k, v, o, do), _lse_of_sequences(problem, lse), _choices(problem, block_indices)
-    ):
-        q_seq, k_seq, v_seq, o_seq, do_seq = tensors
-        sparsity = _selected_sparsity(q_seq, chosen, problem, backward=True)
-        grads.append(
-            branches.selected_backward(q_seq, k_seq, v_seq, o_seq, lse_seq, do_seq, problem=problem, sparsity=sparsity)
-        )
-    dq, dk, dv = (_joined(problem, list(parts)) for parts in zip(*grads))
-    return dq, dk, dv
+    sparsity = _selected_sparsity(q, k, block_indices, problem, backward=True, cu_seqlens=cu_seqlens)
+    static = dict(problem=problem, sparsity=sparsity, cu_seqlens=cu_seqlens)
+    return branches.selected_backward(q, k, v, o, lse, do, **static)
 
 
 def _compressed_backward(

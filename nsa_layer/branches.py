@@ -1,8 +1,7 @@
 """The three attention calls, forward and backward. The only caller of the fork's kernels.
 
-Shapes are those of one batch of equal length, [B, T, H, D]; the compressed branch and the sliding window take packed
-input too, [total, H, D]. Every forward returns (o, lse), every backward (dq, dk, dv); lse is [B, Hq, T], packed
-[Hq, total], natural, -inf for empty rows.
+Shapes are those of one batch of equal length, [B, T, H, D], or of packed sequences, [total, H, D]. Every forward
+returns (o, lse), every backward (dq, dk, dv); lse is [B, Hq, T], packed [Hq, total], natural, -inf for empty rows.
 """
 
 from __future__ import annotations
@@ -15,19 +14,20 @@ import torch
 
 from nsa_layer.fork import require_patched
 from nsa_layer.problem import Problem
-from nsa_layer.sparsity import KV_TILE, BlockLists, block_bitmap, selected_lists
+from nsa_layer.sparsity import KV_TILE, BlockLists, block_bitmap, choices_of_sequences, joined_rows, selected_lists
 from nsa_layer.support import device_arch, kernel_family
 
 require_patched()
 
+from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward  # noqa: E402
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd, flash_attn_func  # noqa: E402
+from flash_attn.cute.packed_lists import cu_total_blocks  # noqa: E402
+from flash_attn.cute.write_order import compute_dq_write_order  # noqa: E402
 from nsa_layer.masks import causal_mask, selected_mask  # noqa: E402
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-BACKWARD_TILE = (128, KV_TILE)  # the same in backward: multiples of the kernels' own tiles on both architectures
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -35,30 +35,47 @@ def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, 
 
     Blackwell's kernel works on two tiles of 128 queries at once; Hopper's takes tiles of 64 keys too.
     """
-    if kernel_family(device_arch(device.index)) == 100:
+    if not _on_hopper(device):
         return 256, KV_TILE
     return 128, 64 if block_size == 64 else KV_TILE
 
 
+def backward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
+    """(queries, keys) of a list entry in backward: on Hopper blocks of 64 keys have tiles of their own too.
+
+    A tile of 128 keys adds half as much to dq, but reads a bitmap for the blocks that are not listed: half as fast.
+    """
+    return 128, 64 if block_size == 64 and _on_hopper(device) else KV_TILE
+
+
+def _on_hopper(device: torch.device) -> bool:
+    return kernel_family(device_arch(device.index)) == 90
+
+
 @dataclass(frozen=True)
 class Sparsity:
-    """What makes a kernel call sparse: the mask inside tiles, the tiles, and what the mask reads."""
+    """What makes a kernel call sparse: the tiles, the mask inside them, and what a mask_mod reads."""
 
-    mask_mod: Callable
-    lists: BlockLists
+    tensors: BlockSparseTensorsTorch
+    causal: bool = False
+    mask_mod: Callable | None = None
     aux_tensors: tuple[torch.Tensor, ...] = ()
 
     def options(self) -> dict:
         """The keyword arguments that the kernels take."""
-        fields = (self.lists.mask_cnt, self.lists.mask_idx, self.lists.full_cnt, self.lists.full_idx)
-        tensors = BlockSparseTensorsTorch(*fields, block_size=self.lists.block_size)
-        return dict(mask_mod=self.mask_mod, block_sparse_tensors=tensors, aux_tensors=list(self.aux_tensors) or None)
+        options: dict = dict(block_sparse_tensors=self.tensors, causal=self.causal)
+        if self.mask_mod is not None:
+            options |= dict(mask_mod=self.mask_mod, aux_tensors=list(self.aux_tensors) or None)
+        return options
 
     def to_empty(self, device: torch.device) -> Sparsity:
         """The same shapes with nothing in them: enough to compile."""
-        fields = (self.lists.mask_cnt, self.lists.mask_idx, self.lists.full_cnt, self.lists.full_idx)
-        empty = [torch.empty(t.shape, dtype=t.dtype, device=device) for t in (*fields, *self.aux_tensors)]
-        return Sparsity(self.mask_mod, BlockLists(*empty[:4], self.lists.block_size), tuple(empty[4:]))
+
+        def empty(x: object) -> object:
+            return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, torch.Tensor) else x
+
+        tensors = self.tensors._replace(**{name: empty(x) for name, x in self.tensors._asdict().items()})
+        return Sparsity(tensors, self.causal, self.mask_mod, tuple(map(empty, self.aux_tensors)))
 
 
 def compressed_forward(
@@ -108,27 +125,115 @@ def _compressed_options(problem: Problem) -> dict:
 
 
 def selected_sparsity(
-    block_indices: torch.Tensor, T: int, Hq: int, *, problem: Problem, tile: tuple[int, int], backward: bool
+    block_indices: torch.Tensor,
+    T: int,
+    heads: tuple[int, int],
+    *,
+    problem: Problem,
+    tile: tuple[int, int],
+    backward: bool,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> Sparsity:
-    """How T queries see the tokens of the listed blocks; block_indices [B, Hs, M, n], tile as in `forward_tile`."""
-    config, causal, Hs = problem.config, problem.causal, block_indices.shape[1]
+    """How T queries see the tokens of the listed blocks.
+
+    Args:
+        block_indices: [B, Hs, M, n]; packed [Hs, tiles of all sequences, n], with ``cu_seqlens``.
+        heads: (Hq, Hkv).
+        tile: as in `forward_tile` and `backward_tile`.
+    """
+    config, causal, device = problem.config, problem.causal, block_indices.device
     tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
-    lists = selected_lists(block_indices, T, config=config, causal=causal, tile_q=tile_q, kv_tile=kv_tile)
+    # Tiles with nothing but listed blocks in them, all of them listed for every query, need no mask but the causal one.
+    exact = tile_q == config.q_tile and config.block_size % kv_tile == 0
+    # Blackwell's forward masks every tile where it is causal by itself: there a mask_mod leaves full tiles alone.
+    hopper = _on_hopper(device)
+    plain = exact and (hopper or not causal)
+    sequences = [(block_indices, T)]
+    if problem.lengths is not None:
+        sequences = list(choices_of_sequences(block_indices, problem.lengths, config=config))
+    options = dict(config=config, causal=causal, tile_q=tile_q, kv_tile=kv_tile, split=not (plain and hopper))
+    lists = [selected_lists(chosen, tokens, **options) for chosen, tokens in sequences]
     if backward:
-        lists = lists.transpose(-(-T // kv_tile))
-    if Hs > 1:  # one list for all heads needs no copies, and lets the kernel pack the group
-        lists = lists.expand_heads(Hq // Hs)
-    if causal and tile_q == config.q_tile and config.block_size % kv_tile == 0:
-        return Sparsity(causal_mask(), lists)
-    bitmap = block_bitmap(block_indices, T, config=config, tile_q=tile_q)
-    return Sparsity(selected_mask(config.block_size, config.q_tile, Hq // Hs, causal), lists, (bitmap,))
+        tensors = _backward_tensors(lists, [tokens for _, tokens in sequences], heads, problem, cu_seqlens)
+    else:
+        tensors = _joined([_tensors(part) for part in lists], cu_seqlens)
+    if plain:
+        return Sparsity(tensors, causal)
+    if exact and causal:
+        return Sparsity(tensors, mask_mod=causal_mask())
+    bitmaps = [block_bitmap(chosen, tokens, config=config, tile_q=tile_q) for chosen, tokens in sequences]
+    aux: tuple[torch.Tensor, ...] = (bitmaps[0],)
+    if cu_seqlens is not None:
+        aux = joined_rows(bitmaps)[None], cu_total_blocks(cu_seqlens, tile_q) * (tile_q // config.q_tile)
+    heads_per_list = heads[0] // bitmaps[0].shape[1]
+    mask = selected_mask(config.block_size, config.q_tile, heads_per_list, causal, cu_seqlens is not None)
+    return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
+
+
+def _tensors(lists: BlockLists) -> BlockSparseTensorsTorch:
+    fields = (lists.mask_cnt, lists.mask_idx, lists.full_cnt, lists.full_idx)
+    return BlockSparseTensorsTorch(*fields, block_size=lists.block_size)
+
+
+def _backward_tensors(
+    lists: list[BlockLists],
+    lengths: list[int],
+    heads: tuple[int, int],
+    problem: Problem,
+    cu_seqlens: torch.Tensor | None,
+) -> BlockSparseTensorsTorch:
+    """Forward lists of a batch, or of each sequence, as backward takes them: transposed, and in an order or a plan."""
+    deterministic, parts = problem.config.deterministic, []
+    for forward, tokens in zip(lists, lengths, strict=True):
+        tensors = _tensors(forward.transpose(-(-tokens // forward.block_size[1])))
+        if cu_seqlens is None:
+            return _planned(tensors, forward, heads, deterministic)
+        if deterministic:
+            listed = forward.mask_idx.numel()
+            order = compute_dq_write_order(*_tensors(forward)[:4], *tensors[:4], spt=True, listed=listed)
+            tensors = tensors._replace(dq_write_order=order[0], dq_write_order_full=order[1], spt=True)
+        parts.append(tensors)
+    return _joined(parts, cu_seqlens, backward=True)
+
+
+def _planned(
+    tensors: BlockSparseTensorsTorch, forward: BlockLists, heads: tuple[int, int], deterministic: bool
+) -> BlockSparseTensorsTorch:
+    """On Hopper, lists with a plan: a key block that every query chooses is work for many CTAs, not for one."""
+    (Hq, Hkv), (rows, width) = heads, forward.mask_idx.shape[2:]
+    # A key/value head of its own for each query head is written once, by one CTA: nothing can be shared.
+    if not _on_hopper(forward.mask_idx.device) or (Hq == Hkv and not deterministic):
+        return tensors
+    order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if deterministic else {}
+    shape = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=rows)
+    # A row's mask and full tiles together are no more than either list has room for.
+    return plan_backward(tensors, listed=rows * width, **shape, **order)
+
+
+def _joined(
+    parts: list[BlockSparseTensorsTorch], cu_seqlens: torch.Tensor | None, *, backward: bool = False
+) -> BlockSparseTensorsTorch:
+    """The rows of all packed sequences, one after the other; a batch as it is."""
+    if cu_seqlens is None:
+        return parts[0]
+    rows = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+    rows += ("dq_write_order", "dq_write_order_full")
+    joined = parts[0]._replace(**{name: joined_rows([getattr(part, name) for part in parts]) for name in rows})
+    starts = cu_total_blocks(cu_seqlens, joined.block_size[backward])
+    return joined._replace(**{"cu_total_n_blocks" if backward else "cu_total_m_blocks": starts})
 
 
 def selected_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, problem: Problem, sparsity: Sparsity
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    problem: Problem,
+    sparsity: Sparsity,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> Pair:
     """q [B, T, Hq, D] over the tokens of the listed blocks of k, v."""
-    return _forward(q, k, v, problem, sparsity.options())
+    return _forward(q, k, v, problem, sparsity.options() | _packing(problem, cu_seqlens))
 
 
 def selected_backward(
@@ -141,9 +246,10 @@ def selected_backward(
     *,
     problem: Problem,
     sparsity: Sparsity,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> Triple:
     """Gradients of `selected_forward` for the same choice of blocks."""
-    return _backward(q, k, v, o, lse, do, problem, sparsity.options())
+    return _backward(q, k, v, o, lse, do, problem, sparsity.options() | _packing(problem, cu_seqlens))
 
 
 def window_forward(
@@ -170,11 +276,16 @@ def window_backward(
 
 def _window_options(problem: Problem, cu_seqlens: torch.Tensor | None) -> dict:
     reach = problem.config.window_size - 1
-    options: dict = dict(window_size_left=reach, window_size_right=0 if problem.causal else reach)
-    if cu_seqlens is not None:
-        longest = max(problem.lengths)
-        options |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
-    return options
+    window = dict(window_size_left=reach, window_size_right=0 if problem.causal else reach)
+    return window | _packing(problem, cu_seqlens)
+
+
+def _packing(problem: Problem, cu_seqlens: torch.Tensor | None) -> dict:
+    """Where packed sequences start, as the kernels take it; {} for a batch."""
+    if cu_seqlens is None:
+        return {}
+    longest = max(problem.lengths)
+    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
 
 
 def dense_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -198,7 +309,8 @@ def _backward(
     problem: Problem,
     options: dict,
 ) -> Triple:
-    return _flash_attn_bwd(q, k, v, o, do, lse, softmax_scale=problem.softmax_scale, **options)
+    fixed = dict(softmax_scale=problem.softmax_scale, deterministic=problem.config.deterministic)
+    return _flash_attn_bwd(q, k, v, o, do, lse, **fixed, **options)
 
 
 def _nothing_seen(q: torch.Tensor, Dv: int) -> Pair:

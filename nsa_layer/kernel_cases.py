@@ -25,8 +25,9 @@ class KernelCase:
         branch: "cmp", "slc" or "swa".
         backward: the direction.
         heads: (Hq, Hkv).
-        packed: input packed with cu_seqlens; the selected branch goes sequence by sequence.
+        packed: input packed with cu_seqlens.
         T: tokens; short ones take other code paths than long ones.
+        deterministic: backward gives the same bits twice.
     """
 
     arch: int = 90
@@ -40,6 +41,7 @@ class KernelCase:
     block_size: int = 64
     per_head: bool = False
     T: int = 1000
+    deterministic: bool = False
 
     def is_distinct(self) -> bool:
         """Whether no other case asks for the same kernel, or for one as near as makes no difference to the compiler.
@@ -48,7 +50,7 @@ class KernelCase:
         """
         unread = {
             "cmp": ("per_head", "block_size"),
-            "slc": ("packed",),
+            "slc": (),
             "swa": ("block_size", "per_head"),
         }[self.branch]
         default = {f.name: f.default for f in fields(self)}
@@ -59,15 +61,19 @@ class KernelCase:
             return False
         # All pairs of these are there; three at once would only multiply the sweep.
         rare = [
-            name for name in ("T", "dtype", "packed", "block_size", "per_head") if getattr(self, name) != default[name]
+            name
+            for name in ("T", "dtype", "packed", "block_size", "per_head", "deterministic")
+            if getattr(self, name) != default[name]
         ]
         if len(rare) > 2:
+            return False
+        if self.deterministic and not (self.backward and self.arch == 90):
             return False
         return not (self.per_head and self.heads[0] == self.heads[1])
 
     @property
     def config(self) -> NSAConfig:
-        return NSAConfig(block_size=self.block_size, per_head=self.per_head)
+        return NSAConfig(block_size=self.block_size, per_head=self.per_head, deterministic=self.deterministic)
 
 
 OPTIONS: dict[str, tuple] = {
@@ -82,6 +88,7 @@ OPTIONS: dict[str, tuple] = {
     "block_size": (64, 256),
     "per_head": (False, True),
     "T": (1000, 100),
+    "deterministic": (False, True),
 }
 
 
@@ -143,16 +150,19 @@ def _sparsity(case: KernelCase):
 
     from nsa_layer import branches
 
-    cpu = torch.device("cpu")
-    if case.branch == "slc":
-        Hq, Hkv = case.heads
-        M, n = case.config.num_tiles(case.T), case.config.list_width(case.T)
-        indices = torch.arange(n, dtype=torch.int32).expand(1, Hq if case.per_head else Hkv, M, n)
-        tile = branches.BACKWARD_TILE if case.backward else branches.forward_tile(cpu, case.block_size)
-        return branches.selected_sparsity(
-            indices, case.T, Hq, problem=_problem(case), tile=tile, backward=case.backward
-        )
-    return None
+    if case.branch != "slc":
+        return None
+    problem, heads = _problem(case), case.heads
+    T, Hs = case.T, heads[0] if case.per_head else heads[1]
+    M, n = case.config.num_tiles(T), case.config.list_width(T)
+    indices, starts = torch.arange(n, dtype=torch.int32).expand(1, Hs, M, n), None
+    if case.packed:
+        tiles = sum(map(case.config.num_tiles, problem.lengths))
+        indices = indices[0, :, :1].expand(Hs, tiles, n)
+        starts = torch.tensor([0, *problem.lengths]).cumsum(0).to(torch.int32)
+    tile = (branches.backward_tile if case.backward else branches.forward_tile)(torch.device("cpu"), case.block_size)
+    static = dict(problem=problem, tile=tile, backward=case.backward, cu_seqlens=starts)
+    return branches.selected_sparsity(indices, T, heads, **static)
 
 
 def _call(case: KernelCase, sparsity) -> None:
@@ -172,7 +182,7 @@ def _call(case: KernelCase, sparsity) -> None:
     if case.branch == "swa":
         options["cu_seqlens"] = starts
     elif case.branch == "slc":
-        options["sparsity"] = sparsity.to_empty(torch.device("cuda"))
+        options |= dict(sparsity=sparsity.to_empty(torch.device("cuda")), cu_seqlens=starts)
     else:
         longest = dict(max_seqlen_q=T, max_seqlen_k=Tk)
         options["packing"] = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, **longest) if case.packed else {}

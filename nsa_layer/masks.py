@@ -27,10 +27,11 @@ def causal_mask() -> Callable:
 
 
 @lru_cache(maxsize=None)
-def selected_mask(block_size: int, q_tile: int, heads_per_list: int, causal: bool) -> Callable:
+def selected_mask(block_size: int, q_tile: int, heads_per_list: int, causal: bool, packed: bool = False) -> Callable:
     """Token s is visible to query t iff its block is listed for t's tile, and ``s <= t`` where causal.
 
-    aux_tensors[0]: the bitmap of `sparsity.block_bitmap`, int32 [B, Hs, M, words].
+    aux_tensors[0]: the bitmap of `sparsity.block_bitmap`, int32 [B, Hs, M, words]; packed [1, Hs, all rows, words],
+    and aux_tensors[1] says at which row each sequence starts.
     """
 
     @cute.jit
@@ -39,6 +40,9 @@ def selected_mask(block_size: int, q_tile: int, heads_per_list: int, causal: boo
         b = utils.ssa_to_scalar(batch)
         h = utils.ssa_to_scalar(head) // heads_per_list
         tile = utils.ssa_to_scalar(q_idx) // q_tile
+        if cutlass.const_expr(packed):
+            tile = tile + aux_tensors[1][b]
+            b = 0
         block = utils.ssa_to_scalar(kv_idx) // block_size
         word = bitmap[b, h, tile, block // 32]
         listed = ((word >> (block % 32)) & 1) == 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from nsa_layer.config import NSAConfig
 
@@ -22,30 +24,32 @@ class BlockLists:
         mask_cnt, full_cnt: int32 [B, H, rows], entries in use.
         mask_idx, full_idx: int32 [B, H, rows, width], ascending; what follows the entries in use is 0.
         block_size: (queries, keys) of a tile.
+
+    Without full_cnt and full_idx nobody asks which tiles need no mask: mask_idx has them all.
     """
 
     mask_cnt: torch.Tensor
     mask_idx: torch.Tensor
-    full_cnt: torch.Tensor
-    full_idx: torch.Tensor
+    full_cnt: torch.Tensor | None
+    full_idx: torch.Tensor | None
     block_size: tuple[int, int]
-
-    def expand_heads(self, G: int) -> BlockLists:
-        """Each list G times over, for G query heads a list."""
-        if G == 1:
-            return self
-        tensors = (t.repeat_interleave(G, dim=1) for t in (self.mask_cnt, self.mask_idx, self.full_cnt, self.full_idx))
-        return BlockLists(*tensors, self.block_size)
 
     def transpose(self, num_kv_tiles: int) -> BlockLists:
         """The same tiles, listed by key/value tile: what backward walks."""
         mask = _transpose(self.mask_cnt, self.mask_idx, num_kv_tiles)
-        full = _transpose(self.full_cnt, self.full_idx, num_kv_tiles)
+        full = (None, None) if self.full_cnt is None else _transpose(self.full_cnt, self.full_idx, num_kv_tiles)
         return BlockLists(*mask, *full, self.block_size)
 
 
 def selected_lists(
-    block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool, tile_q: int, kv_tile: int = KV_TILE
+    block_indices: torch.Tensor,
+    T: int,
+    *,
+    config: NSAConfig,
+    causal: bool,
+    tile_q: int,
+    kv_tile: int = KV_TILE,
+    split: bool = True,
 ) -> BlockLists:
     """Tiles of `kv_tile` keys that hold a listed block, for query tiles of `tile_q`, a multiple of ``config.q_tile``.
 
@@ -54,6 +58,7 @@ def selected_lists(
 
     Args:
         block_indices: int32 [B, Hs, M, n] as `choose_blocks` gives them.
+        split: tell the tiles that need the mask from those that need none.
     """
     l, merged = config.block_size, tile_q // config.q_tile
     indices = _pad_rows(block_indices, merged).unflatten(2, (-1, merged)).flatten(3)
@@ -73,10 +78,34 @@ def selected_lists(
         absent |= tiles * kv_tile >= first_query + tile_q
     ids, blocks = (x[..., :N] for x in _count_runs(torch.where(absent, N, tiles).sort(-1).values))
     listed = ids < N
+    if not split:
+        return BlockLists(*_compact(ids, listed), None, None, (tile_q, kv_tile))
     last_token = (ids + 1) * kv_tile - 1
     in_sight = last_token <= first_query if causal else last_token < T
     full = listed & (blocks == blocks_per_tile) & in_sight
     return BlockLists(*_compact(ids, listed & ~full), *_compact(ids, full), (tile_q, kv_tile))
+
+
+def choices_of_sequences(
+    block_indices: torch.Tensor, lengths: Sequence[int], *, config: NSAConfig
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """A packed choice [Hs, tiles, n] as [1, Hs, M, n] and its tokens, for each sequence that is not empty."""
+    start = 0
+    for length in lengths:
+        end = start + config.num_tiles(length)
+        if length:
+            yield block_indices[None, :, start:end, : config.list_width(length)], length
+        start = end
+
+
+def joined_rows(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """[1, H, rows, ...] of several sequences, one after the other: [H, all rows, ...], as wide as the widest."""
+    if parts[0] is None:
+        return None
+    if parts[0].ndim == 4:
+        width = max(part.shape[-1] for part in parts)
+        parts = [pad(part, (0, width - part.shape[-1])) for part in parts]
+    return torch.cat(parts, dim=2).squeeze(0)
 
 
 def block_bitmap(block_indices: torch.Tensor, T: int, *, config: NSAConfig, tile_q: int = 0) -> torch.Tensor:
@@ -96,7 +125,7 @@ def block_bitmap(block_indices: torch.Tensor, T: int, *, config: NSAConfig, tile
 
 def _pad_rows(indices: torch.Tensor, multiple: int) -> torch.Tensor:
     missing = -indices.shape[2] % multiple
-    return torch.nn.functional.pad(indices, (0, 0, 0, missing), value=-1) if missing else indices
+    return pad(indices, (0, 0, 0, missing), value=-1) if missing else indices
 
 
 def _count_runs(ordered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

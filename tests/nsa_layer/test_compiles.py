@@ -43,6 +43,6 @@ def test_a_list_entry_is_whole_kernel_tiles_and_whole_query_tiles(q_tile: int, r
 
     problem = Problem(NSAConfig(block_size=128, q_tile=q_tile), True, 1.0)
     indices = torch.zeros(1, 1, problem.config.num_tiles(1000), 1, dtype=torch.int32)
-    sparsity = branches.selected_sparsity(indices, 1000, 4, problem=problem, tile=(256, 128), backward=False)
-    assert sparsity.lists.block_size == (rows, 128)
-    assert sparsity.lists.mask_cnt.shape[2] == -(-1000 // rows)
+    sparsity = branches.selected_sparsity(indices, 1000, (4, 1), problem=problem, tile=(256, 128), backward=False)
+    assert sparsity.tensors.block_size == (rows, 128)
+    assert sparsity.tensors.mask_block_cnt.shape[2] == -(-1000 // rows)

@@ -17,6 +17,15 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture
+def hopper() -> None:
+    """Skips a test of what only Hopper's kernels do."""
+    from nsa_layer.support import device_arch, kernel_family
+
+    if kernel_family(device_arch()) != 90:
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.fixture
 def whole_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One test at a time, over all workers: a quadratic reference at thousands of tokens fills the memory."""
     import fcntl
@@ -39,6 +48,13 @@ def test_kernels(G: int, D: int, dtype: torch.dtype, packed: bool, T: int) -> No
     case = Case(
         B=2, T=T, Hq=2 * G, Hkv=2, D=D, dtype=dtype, lengths=lengths, config=config, compress_weights=T % 2 == 0
     )
+    assert_close_to_reference(case, "cute", "cuda")
+
+
+@pytest.mark.parametrize("T", [1, 100, 128])
+def test_one_list_of_one_tile(T: int) -> None:
+    """A bitmap of one word: the kernels need a second to tell its contiguous dimension."""
+    case = Case(T=T, Hq=4, Hkv=1, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=6, window_size=200))
     assert_close_to_reference(case, "cute", "cuda")
 
 
@@ -102,7 +118,9 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
     case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
     inputs = make_inputs(case, "cuda")
     chosen = run("cute", inputs).aux.block_indices
-    forward, backward = (_selected_sparsity(inputs.q, chosen, case.problem, backward=b) for b in (False, True))
+    forward, backward = (
+        _selected_sparsity(inputs.q, inputs.k, chosen, case.problem, backward=b) for b in (False, True)
+    )
     tile = 10
     rows = slice(tile * config.q_tile, (tile + 1) * config.q_tile)
     listed = set(chosen[0, :, tile].flatten().tolist())
@@ -158,10 +176,46 @@ def test_forward_gives_the_same_bits_twice() -> None:
     assert torch.equal(first, second)
 
 
-def test_deterministic_backward_is_refused_before_any_launch() -> None:
-    case = Case(T=300, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(deterministic=True))
-    with pytest.raises(NotImplementedError, match="deterministic backward"):
-        run("cute", make_inputs(case, "cuda"))
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("lengths", [None, (1500, 1, 0, 2500)], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(D=64), dict(D=128), dict(D=128, Hkv=4), dict(D=64, config=dict(per_head=True)), dict(D=128, Hkv=1)],
+    ids=str,
+)
+def test_deterministic_gradients_have_the_same_bits(options: dict, lengths: tuple[int, ...] | None) -> None:
+    """Twenty times, while other work comes and goes on the card."""
+    config = NSAConfig(deterministic=True, block_counts=6).replace(**options.get("config", {}))
+    shape = dict(T=4000, Hq=4, Hkv=2, dtype=torch.bfloat16, compress_weights=True) | options
+    inputs = make_inputs(Case(**(shape | dict(lengths=lengths, config=config))), "cuda")
+    first, side = run("cute", inputs), torch.cuda.Stream()
+    busy = torch.randn(2048, 2048, device="cuda")
+    for turn in range(20):
+        with torch.cuda.stream(side):
+            for _ in range(turn % 5):
+                busy @ busy
+        again = run("cute", inputs)
+        for name, x in again.tensors().items():
+            assert torch.equal(x, first.tensors()[name]), f"{name} has other bits in run {turn}"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("lengths", [None, (700, 0, 1, 299)], ids=["batch", "packed"])
+@pytest.mark.parametrize("options", [dict(D=64), dict(D=128), dict(D=128, Hkv=4)], ids=str)
+def test_deterministic_gradients(options: dict, lengths: tuple[int, ...] | None) -> None:
+    config = NSAConfig(deterministic=True, block_counts=6)
+    shape = dict(T=1000, Hq=4, Hkv=2, dtype=torch.bfloat16) | options
+    assert_close_to_reference(Case(**shape, lengths=lengths, config=config), "cute", "cuda")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("lengths", [None, (1300, 0, 1, 699)], ids=["batch", "packed"])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("D", [64, 128])
+def test_tiles_of_either_width_in_backward(D: int, block_size: int, lengths: tuple[int, ...] | None) -> None:
+    config = NSAConfig(block_size=block_size, block_counts=6)
+    case = Case(T=2000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, lengths=lengths, config=config)
+    assert_close_to_reference(case, "cute", "cuda")
 
 
 def test_strided_inputs() -> None:

@@ -101,11 +101,15 @@ def test_bitmap_holds_the_choice(T: int, block_size: int, tile_q: int) -> None:
     assert not bits[:, :, indices.shape[2] :].any()
 
 
-def test_expanded_lists_repeat_each_list() -> None:
-    config = NSAConfig(block_counts=4)
-    indices = random_choice(512, 1, 2, config, torch.Generator().manual_seed(0))
-    lists = selected_lists(indices, 512, config=config, causal=True, tile_q=128)
-    expanded = lists.expand_heads(3)
-    for name in ("mask_cnt", "mask_idx", "full_cnt", "full_idx"):
-        assert torch.equal(getattr(expanded, name)[:, 4], getattr(lists, name)[:, 1])
-        assert getattr(expanded, name).shape[1] == 6
+def test_lists_that_are_not_split_hold_the_same_tiles() -> None:
+    config = NSAConfig(block_counts=6)
+    indices = random_choice(1000, 2, 2, config, torch.Generator().manual_seed(0))
+    options = dict(config=config, causal=True, tile_q=128, kv_tile=64)
+    mask, full = dense_of(selected_lists(indices, 1000, **options), 16)
+    lists = selected_lists(indices, 1000, split=False, **options)
+    for one, expected in ((lists, mask | full), (lists.transpose(16), (mask | full).mT)):
+        assert one.full_cnt is None and one.full_idx is None
+        none = torch.zeros_like(one.mask_cnt), torch.zeros_like(one.mask_idx)
+        assert torch.equal(
+            dense_of(BlockLists(one.mask_cnt, one.mask_idx, *none, (128, 64)), 16 if one is lists else 8)[0], expected
+        )

@@ -37,8 +37,8 @@ UNSUPPORTED = {
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=96)),
     "any other q_tile": dict(config=NSAConfig(q_tile=64)),
     "compress_offset 0 with block_stride 1": dict(config=NSAConfig(block_stride=1, compress_offset=0)),
-    "deterministic backward": dict(config=NSAConfig(deterministic=True)),
 }
+UNSUPPORTED_ON_ONE = {(100, "deterministic backward"): dict(config=NSAConfig(deterministic=True))}
 
 
 @pytest.mark.parametrize("backend", [None, "cute"])
@@ -47,6 +47,16 @@ def test_what_the_kernels_lack_is_refused_and_named(arch: int, feature: str, bac
     with pytest.raises(NotImplementedError, match=f"sm_{arch}: the kernels do not support {feature}"):
         choose(backend, **UNSUPPORTED[feature])
     assert choose("eager", **UNSUPPORTED[feature]) == "eager"
+
+
+@pytest.mark.parametrize("only,feature", UNSUPPORTED_ON_ONE)
+def test_what_one_architecture_lacks_is_refused_there(arch: int, only: int, feature: str) -> None:
+    asked = UNSUPPORTED_ON_ONE[only, feature]
+    if arch != only:
+        assert choose(**asked) == "cute"
+        return
+    with pytest.raises(NotImplementedError, match=f"sm_{arch}: the kernels do not support {feature}"):
+        choose(**asked)
 
 
 def test_deterministic_forward_is_supported(arch: int) -> None:
@@ -72,6 +82,7 @@ def test_the_table_agrees_with_what_is_refused(arch: int) -> None:
     column = header.index(f"cute sm_{arch}")
     refused = {row[0] for row in rows if row[column] == "no"}
     named = {name.replace("\\", "") for name in UNSUPPORTED}
+    named |= {name for only, name in UNSUPPORTED_ON_ONE if only == arch}
     assert refused == named
     assert all(len(row) == len(header) for row in rows)
 

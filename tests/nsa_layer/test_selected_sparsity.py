@@ -1,0 +1,142 @@
+"""What the kernels of the selected branch are handed: every query sees the listed blocks, in a batch and in a pack."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_sparsity import random_choice, visible_tokens
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.problem import Problem
+from nsa_layer.sparsity import choices_of_sequences
+
+LENGTHS = (300, 0, 1, 128, 700)
+HEADS = (6, 2)
+
+
+@pytest.fixture(params=[True, False], ids=["hopper", "blackwell"])
+def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    from nsa_layer import branches
+
+    monkeypatch.setattr(branches, "_on_hopper", lambda device: request.param)
+    return request.param
+
+
+def packed_choice(config: NSAConfig, heads: int, lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    generator, width = torch.Generator().manual_seed(0), config.list_width(max(lengths))
+    parts = [random_choice(length, 1, heads, config, generator)[0] for length in lengths if length]
+    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[-1]), value=-1) for p in parts], dim=1)
+
+
+def make(config: NSAConfig, choice: torch.Tensor, *, causal: bool, backward: bool, lengths=LENGTHS, heads=HEADS):
+    from nsa_layer import branches
+
+    starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    tile = (branches.backward_tile if backward else branches.forward_tile)(choice.device, config.block_size)
+    problem = Problem(config, causal, 1.0, lengths)
+    T = 700 if lengths is None else sum(lengths)
+    static = dict(problem=problem, tile=tile, backward=backward, cu_seqlens=starts)
+    return branches.selected_sparsity(choice, T, heads, **static)
+
+
+def shown(sparsity, config: NSAConfig, number: int, T: int, backward: bool, causal: bool) -> torch.Tensor:
+    """bool [H, T, T]: what the kernels show of a packed sequence, by their own rules for lists, causal and mask_mod."""
+    tensors, (tile_q, tile_k) = sparsity.tensors, sparsity.tensors.block_size
+    starts = tensors.cu_total_n_blocks if backward else tensors.cu_total_m_blocks
+    seen = torch.zeros(tensors.mask_block_cnt.shape[0], -(-T // tile_q) * tile_q, -(-T // tile_k) * tile_k, dtype=bool)
+    allowed = torch.ones_like(seen)
+    if sparsity.aux_tensors:
+        bitmap, first = sparsity.aux_tensors
+        tiles = first[number] + torch.arange(seen.shape[1]) // config.q_tile
+        block = torch.arange(seen.shape[2]) // config.block_size
+        allowed = (bitmap[0, :, tiles][:, :, block // 32] >> (block % 32)) & 1 == 1
+    if sparsity.mask_mod is not None and causal:
+        allowed = allowed.tril()
+    for cnt, idx, rule in (
+        (tensors.mask_block_cnt, tensors.mask_block_idx, allowed),
+        (tensors.full_block_cnt, tensors.full_block_idx, torch.ones_like(seen)),
+    ):
+        if cnt is None:
+            continue
+        for h in range(len(seen)):
+            for row in range(int(starts[number + 1] - starts[number])):
+                at = int(starts[number]) + row
+                for entry in idx[h, at, : cnt[h, at]].tolist():
+                    m, n = (entry, row) if backward else (row, entry)
+                    place = h, slice(m * tile_q, (m + 1) * tile_q), slice(n * tile_k, (n + 1) * tile_k)
+                    assert not seen[place].any(), "a tile is listed twice"
+                    seen[place] = rule[place]
+    seen = seen[:, :T, :T]
+    return seen.tril() if sparsity.causal else seen
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("options", [{}, dict(block_size=16), dict(block_size=256), dict(per_head=True)], ids=str)
+def test_a_pack_shows_exactly_the_choice(options: dict, backward: bool, causal: bool, hopper: bool) -> None:
+    config = NSAConfig(**(dict(block_counts=5) | options))
+    Hs = HEADS[0] if config.per_head else HEADS[1]
+    choice = packed_choice(config, Hs)
+    sparsity = make(config, choice, causal=causal, backward=backward)
+    assert sparsity.tensors.mask_block_cnt.shape[0] == Hs, "lists are not repeated over heads"
+    assert sparsity.tensors.plan is None
+    parts = choice.split([config.num_tiles(T) for T in LENGTHS], dim=1)
+    for number, (own, T) in enumerate(zip(parts, LENGTHS, strict=True)):
+        expected = visible_tokens(own[None], T, config, causal)[0]
+        assert torch.equal(shown(sparsity, config, number, T, backward, causal), expected), f"sequence {number}"
+
+
+def test_whose_mask_it_is(hopper: bool) -> None:
+    """Where tiles hold nothing but listed blocks no mask_mod is asked, but for Blackwell's causal edge."""
+    config = NSAConfig(block_size=128, block_counts=3, q_tile=256)
+    choice = packed_choice(config, 2, (700,))[None]
+    for causal in (True, False):
+        for backward in (False, True):
+            made = make(config, choice, causal=causal, backward=backward, lengths=None)
+            assert not made.aux_tensors
+            assert (made.mask_mod is None) == (hopper or not causal)
+            assert made.causal == (hopper and causal)
+            assert (made.tensors.full_block_cnt is None) == hopper
+
+
+def test_a_batch_has_a_plan_where_work_can_be_shared(hopper: bool) -> None:
+    config = NSAConfig(block_counts=5)
+    choice = packed_choice(config, 2, (700,))[None]
+    options = dict(causal=True, lengths=None)
+    assert (make(config, choice, backward=True, **options).tensors.plan is not None) == hopper
+    assert make(config, choice, backward=False, **options).tensors.plan is None
+    assert make(config, choice, backward=True, heads=(2, 2), **options).tensors.plan is None
+
+
+@pytest.mark.parametrize("options", [{}, dict(block_size=256)], ids=str)
+@pytest.mark.parametrize("hopper", [True], indirect=True)
+def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_later_one(
+    options: dict, hopper: bool
+) -> None:
+    from flash_attn.cute.list_validation import validate_lists
+    from nsa_layer import branches
+
+    config = NSAConfig(**(dict(block_counts=5, deterministic=True) | options))
+    choice = packed_choice(config, 2)
+    packed = make(config, choice, causal=True, backward=True).tensors
+    assert packed.spt is True
+    tile = branches.backward_tile(choice.device, config.block_size)
+    numbers = [number for number, length in enumerate(LENGTHS) if length]
+    for number, (own, T) in zip(numbers, choices_of_sequences(choice, LENGTHS, config=config), strict=True):
+        plain = Problem(config.replace(deterministic=False), True, 1.0)
+        forward, backward = (
+            branches.selected_sparsity(own, T, HEADS, problem=plain, tile=tile, backward=b).tensors
+            for b in (False, True)
+        )
+        rows = slice(int(packed.cu_total_n_blocks[number]), int(packed.cu_total_n_blocks[number + 1]))
+        width = backward.mask_block_idx.shape[-1]
+        ordered = backward._replace(spt=True, plan=None)
+        for name in ("dq_write_order", "dq_write_order_full"):
+            order = getattr(packed, name)
+            if order is not None:
+                ordered = ordered._replace(**{name: order[None, :, rows, :width].contiguous()})
+        validate_lists(forward, ordered, seqlen_q=T, seqlen_k=T, num_heads=HEADS[0], num_heads_kv=HEADS[1])
+        planned = branches.selected_sparsity(
+            own, T, HEADS, problem=Problem(config, True, 1.0), tile=tile, backward=True
+        ).tensors
+        assert planned.plan is not None and planned.dq_write_order is not None
