@@ -4,7 +4,8 @@
 
 Shape: bf16, 32 query heads, 8 key/value heads, D 128; T queries over T / factor keys, key j visible to query t iff
 j * factor + offset <= t. Medians of CUDA-event timings after a warm-up, the host's part hidden;
-inputs rotate past the L2; variants take turns.
+inputs rotate past the L2; variants take turns. cuDNN's flex attention takes part where it is installed
+(`pip install nvidia-cudnn-frontend`, 1.32 or newer).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
@@ -24,6 +26,7 @@ from nsa_layer.timing import Call, interleaved, sets_past_l2
 
 HQ, HKV, D = 32, 8, 128
 LENGTHS = [4096, 16384, 65536, 262144, 1048576]
+CUDNN = "cuDNN flex"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -110,6 +113,8 @@ def variants(T: int, factor: int, offset: int, *, only: list[str] | None) -> Ite
             o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **forward)
             calls.append(_bind(_flash_attn_bwd, q, k, v, o, do, lse, **backward))
         yield f"{name}, backward", _turns(calls)
+    if not only or CUDNN in only:
+        yield from cudnn_flex(sets, do, factor, offset)
 
 
 def ways(T: int, keys: int, factor: int, offset: int) -> dict[str, tuple[dict, dict]]:
@@ -123,6 +128,27 @@ def ways(T: int, keys: int, factor: int, offset: int) -> dict[str, tuple[dict, d
         "block sparse": (mask | dict(block_sparse_tensors=sparse[0]), mask | dict(block_sparse_tensors=sparse[1])),
         "not causal": ({}, {}),
     }
+
+
+def cudnn_flex(sets: list[Inputs], do: torch.Tensor, factor: int, offset: int) -> Iterator[tuple[str, Call]]:
+    """cuDNN's attention by intervals of visible keys; its plan, as the block lists, is made ahead of time."""
+    try:
+        from cudnn.flex_attention import create_mask_plan, flex_attn_func
+    except ImportError as error:
+        print(f"{CUDNN} is left out: {error}", file=sys.stderr)
+        return
+    T, keys = sets[0][0].shape[1], sets[0][1].shape[1]
+    t = torch.arange(T, device="cuda")
+    # A query sees the keys from 0 to before this one.
+    end = ((t - offset) // factor + 1).clamp(0, keys).to(torch.int32).view(1, 1, T)
+    plan = create_mask_plan(end, *sets[0], build_backward=True)
+    yield f"{CUDNN}, forward", _turns([_bind(flex_attn_func, *qkv, mask_plan=plan) for qkv in sets])
+    calls = []
+    for qkv in sets:
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        o = flex_attn_func(*leaves, mask_plan=plan)
+        calls.append(_bind(torch.autograd.grad, o, leaves, do, retain_graph=True))
+    yield f"{CUDNN}, backward", _turns(calls)
 
 
 def block_lists(T: int, keys: int, factor: int, offset: int) -> tuple:

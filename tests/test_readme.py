@@ -28,6 +28,12 @@ def test_example_runs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__readme__"})
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_example_runs_on_a_gpu(number: int) -> None:
+    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__readme__"})
+
+
 def test_every_option_is_in_the_tables() -> None:
     rows = "\n".join(line for line in README.splitlines() if line.startswith("|"))
     for name in [*inspect.signature(nsa).parameters, *(f.name for f in fields(NSAConfig))]:
