@@ -79,6 +79,19 @@ def assert_case(case: Case) -> None:
         assert_close(f"{name} of {case}", mine, true, rough)
 
 
+def assert_bits_repeat(case: Case, runs: int, beside_other_work: bool = False) -> None:
+    """Backward gives the same bits, `runs` times."""
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    first = backward(case, x, o, lse)
+    other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    for _ in range(runs):
+        if beside_other_work:
+            with torch.cuda.stream(other):
+                square @ square
+        assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))
+
+
 def assert_close(name: str, mine: torch.Tensor, true: torch.Tensor, rough: torch.Tensor) -> None:
     assert mine.isfinite().all(), f"{name}: {int((~mine.isfinite()).sum())} values are not finite"
     error = (mine.double() - true).abs()

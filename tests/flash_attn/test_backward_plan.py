@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from fa_cases import Case, backward, compile_case, forward, make_inputs
+from fa_cases import Case, compile_case
 from fa_compile import Worker, WorkerError
-from fa_reference import assert_case
+from fa_reference import assert_bits_repeat, assert_case
 
 PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
 CASES = [
@@ -151,11 +151,4 @@ def test_numbers(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in CASES if case.deterministic], ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
-    x = make_inputs(case)
-    o, lse = forward(case, x)
-    first = backward(case, x, o, lse)
-    other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
-    for _ in range(100):
-        with torch.cuda.stream(other):
-            square @ square
-        assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))
+    assert_bits_repeat(case, 100, beside_other_work=True)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fa_cases import Case, backward, backward_lists, compile_case, forward, make_inputs
+from fa_cases import Case, backward, backward_lists, compile_case, make_inputs
 from fa_compile import Worker, WorkerError
-from fa_reference import assert_case
+from fa_reference import assert_bits_repeat, assert_case
 
 ORDERED = dict(T_q=700, T_k=700, deterministic=True)
 CASES = [
@@ -107,6 +107,32 @@ def test_one_walk_holds_both_kinds_by_lock_value() -> None:
     assert walk.dq_write_order[0, 0, 0, :4].tolist() == [0, 0, 1, 3]
 
 
+def test_compact_lists_of_packed_sequences_are_walked_row_by_row() -> None:
+    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+
+    batch = cpu_lists(
+        mask_block_cnt=torch.tensor([[[2, 0, 1, 3, 1]]], dtype=torch.int32),
+        mask_block_idx=torch.randperm(15, generator=torch.Generator().manual_seed(0)).int().view(1, 1, 5, 3) % 7,
+        dq_write_order=torch.tensor([2, 0, 4, 1, 0, 0, 3, 0, 0, 4, 1, 2, 0, 0, 0], dtype=torch.int32).view(1, 1, 5, 3),
+    )
+    names = ("mask_block_cnt", "mask_block_idx", "dq_write_order")
+    packed = batch._replace(**{name: getattr(batch, name).squeeze(0) for name in names})
+    mine, other = (one_walk(require_write_order(lists), num_q_blocks=7) for lists in (packed, batch))
+    for name in names:
+        assert getattr(mine, name).equal(getattr(other, name).squeeze(0))
+    assert other.dq_write_order[0, 0, 3].tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("entries", [(1, 40), (40,)], ids=["stacked", "ragged"])
+def test_other_forms_of_packed_lists_are_refused(entries: tuple[int, ...]) -> None:
+    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+
+    idx = torch.zeros(entries, dtype=torch.int32)
+    lists = cpu_lists(mask_block_cnt=torch.ones(1, 5, dtype=torch.int32), mask_block_idx=idx, dq_write_order=idx)
+    with pytest.raises(NotImplementedError, match="padded, .* or compact"):
+        one_walk(require_write_order(lists), num_q_blocks=7)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case: Case) -> None:
@@ -116,11 +142,4 @@ def test_numbers(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
-    x = make_inputs(case)
-    o, lse = forward(case, x)
-    first = backward(case, x, o, lse)
-    other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
-    for _ in range(100):
-        with torch.cuda.stream(other):
-            square @ square
-        assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))
+    assert_bits_repeat(case, 100, beside_other_work=True)
