@@ -117,15 +117,7 @@ def _merged(lists: Any, order: torch.Tensor, num_q_blocks: int, listed: Optional
         num_q_blocks=num_q_blocks,
         listed=None if listed is None else listed * B * heads,
     )
-    return lists._replace(
-        mask_block_cnt=walk.cnt,
-        mask_block_idx=walk.entries,
-        full_block_cnt=None,
-        full_block_idx=None,
-        dq_write_order=walk.locks,
-        dq_write_order_full=None,
-        spt=False,
-    )
+    return walk.in_place_of(lists)._replace(spt=False)
 
 
 def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int) -> torch.Tensor:

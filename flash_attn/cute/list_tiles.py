@@ -1,13 +1,9 @@
 """Tiles of the SM90 and SM100 kernels for the block sizes of lists that the dense kernels' tiles do not fit.
 
 A kernel's tile of queries may be a part of a block of queries; on SM90 its tile of keys has to be a
-block of keys. `BACKWARD` holds the tiles to take where the dense one does not fit;
-`forced_backward_tile` puts another one in its place.
+block of keys. `BACKWARD` holds the tiles to take where the dense one does not fit.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Optional
 
@@ -52,18 +48,6 @@ BACKWARD: dict[int, tuple[BackwardTile, ...]] = {
     128: (_tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1),),
 }
 
-_forced: ContextVar[Optional[BackwardTile]] = ContextVar("forced_backward_tile", default=None)
-
-
-@contextmanager
-def forced_backward_tile(tile: Optional[BackwardTile]) -> Iterator[None]:
-    """SM90 backward with lists takes `tile` in the body, whatever the head dimension: for measuring."""
-    token = _forced.set(tile)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-
 
 def backward_tile(
     head_dim: int, head_dim_v: int, dense_m: int, dense_n: int, tensors: Optional[BlockSparseTensorsTorch]
@@ -71,8 +55,6 @@ def backward_tile(
     """The tile for SM90 backward with these lists; None where dense_m x dense_n fits, or nothing does."""
     if tensors is None or tensors.block_size is None:
         return None
-    if _forced.get() is not None:
-        return _forced.get()
     block_q, block_k = tensors.block_size
     if block_q % dense_m == 0 and block_k == dense_n:
         return None

@@ -100,14 +100,7 @@ def one_walk(lists: Any, *, num_q_blocks: Optional[int]) -> Any:
     width = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)
     width = width if num_q_blocks is None else min(width, num_q_blocks)
     walk = merged_walk(lists, locks, descending=not lists.spt, width=width, num_q_blocks=num_q_blocks)
-    lists = lists._replace(
-        mask_block_cnt=walk.cnt,
-        mask_block_idx=walk.entries,
-        full_block_cnt=None,
-        full_block_idx=None,
-        dq_write_order=walk.locks,
-        dq_write_order_full=None,
-    )
+    lists = walk.in_place_of(lists)
     return _each(lists, lambda t: t.squeeze(0)) if packed else lists
 
 

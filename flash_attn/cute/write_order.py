@@ -49,6 +49,17 @@ class Walk(NamedTuple):
     entries: torch.Tensor
     locks: OptionalTensor
 
+    def in_place_of(self, lists: Any) -> Any:
+        """`lists` with this walk as their one list: entries in mask_block_idx, lock values in dq_write_order."""
+        return lists._replace(
+            mask_block_cnt=self.cnt,
+            mask_block_idx=self.entries,
+            full_block_cnt=None,
+            full_block_idx=None,
+            dq_write_order=self.locks,
+            dq_write_order_full=None,
+        )
+
 
 class CompactWalk(NamedTuple):
     """`Walk` without padding: a row's entries follow the row before.

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -26,6 +27,23 @@ class ListCase:
     sort: bool = True
     spare: int = 0  # places past the longest row
     seed: int = 0
+
+
+def list_cases(**more: st.SearchStrategy) -> st.SearchStrategy[ListCase]:
+    """Small cases of every kind; `more` draws what is otherwise left as it is."""
+    return st.builds(
+        ListCase,
+        B=st.integers(1, 2),
+        H=st.integers(1, 3),
+        M=st.integers(1, 7),
+        N=st.integers(1, 7),
+        density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        full=st.sampled_from([0.0, 0.5, 1.0]),
+        keep_empty=st.booleans(),
+        spare=st.integers(0, 3),
+        seed=st.integers(0, 1 << 30),
+        **more,
+    )
 
 
 def random_rows(case: ListCase) -> dict[str, list[list[list[Row]]]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fa_lists import ListCase, pack, random_lists, random_rows, transposed_rows, unpack
+from fa_lists import ListCase, list_cases, pack, random_lists, random_rows, transposed_rows, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,18 +21,7 @@ from flash_attn.cute.block_lists import (
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.write_order import compute_dq_write_order
 
-CASES = st.builds(
-    ListCase,
-    B=st.integers(1, 2),
-    H=st.integers(1, 3),
-    M=st.integers(1, 7),
-    N=st.integers(1, 7),
-    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    full=st.sampled_from([0.0, 0.5, 1.0]),
-    keep_empty=st.booleans(),
-    spare=st.integers(0, 3),
-    seed=st.integers(0, 1 << 30),
-)
+CASES = list_cases()
 
 
 def rows_of(lists: BlockSparseTensorsTorch) -> list:

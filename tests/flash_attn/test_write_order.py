@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from fa_lists import ListCase, random_lists, unpack
+from fa_lists import ListCase, list_cases, random_lists, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,19 +21,7 @@ from flash_attn.cute.write_order import (
     merged_walk,
 )
 
-CASES = st.builds(
-    ListCase,
-    B=st.integers(1, 2),
-    H=st.integers(1, 3),
-    M=st.integers(1, 7),
-    N=st.integers(1, 7),
-    density=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    full=st.sampled_from([0.0, 0.5, 1.0]),
-    keep_empty=st.booleans(),
-    sort=st.booleans(),
-    spare=st.integers(0, 3),
-    seed=st.integers(0, 1 << 30),
-)
+CASES = list_cases(sort=st.booleans())
 
 
 def arguments(forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> tuple[torch.Tensor | None, ...]:
