@@ -1,0 +1,44 @@
+"""Ranges name the parts of a call to whoever watches, and to nobody else."""
+
+import timeit
+from contextlib import contextmanager
+
+import pytest
+
+from nsa_layer.ranges import COMPONENTS, component, observed
+
+
+@contextmanager
+def _logged(log, name):
+    log.append(f"+{name}")
+    yield
+    log.append(f"-{name}")
+
+
+def test_ranges_reach_the_observer_and_nothing_afterwards():
+    log = []
+    with observed(lambda name: _logged(log, name)):
+        with component("slc"), component("convert"):
+            pass
+    with component("gate"):
+        pass
+    assert log == ["+slc", "+convert", "-convert", "-slc"]
+
+
+def test_a_failure_inside_is_passed_on_and_ends_the_watch():
+    with pytest.raises(ZeroDivisionError), observed(lambda name: _logged([], name)), component("cmp"):
+        1 / 0
+    with pytest.raises(ZeroDivisionError), component("cmp"):
+        1 / 0
+    with observed(lambda name: _logged([], name)), pytest.raises(RuntimeError, match="watched already"):
+        with observed(lambda name: _logged([], name)):
+            pass
+
+
+def test_an_unwatched_range_costs_no_more_than_a_microsecond():
+    def ranges():
+        for name in COMPONENTS:
+            with component(name):
+                pass
+
+    assert min(timeit.repeat(ranges, number=1000, repeat=5)) / 1000 / len(COMPONENTS) < 1e-6
