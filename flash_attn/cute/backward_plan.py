@@ -14,6 +14,8 @@ from typing import Any, Optional
 
 import torch
 
+from flash_attn.cute.list_arguments import fields, integer, padded_lists
+from flash_attn.cute.packed_entries import packed_rows, ragged_walk
 from flash_attn.cute.write_order import deterministic_walk
 
 LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
@@ -34,40 +36,48 @@ def plan_backward(
     """Backward lists with a plan, and with lock values where `deterministic`, ready for SM90 backward.
 
     Args:
-        lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], where H is 1,
-            `num_heads_kv` (one list for the query heads of a group) or `num_heads`.
-        num_q_blocks: query blocks of a head.
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], or compact or ragged
+            ones, [H, rows of all sequences]. H is 1, `num_heads_kv` (one list for the query heads of a group) or
+            `num_heads`.
+        num_q_blocks: query blocks of a head, in the longest sequence.
         deterministic: also merge mask and full blocks into one walk by rising lock value. Lock values that `lists`
-            hold already are ignored.
+            hold already are ignored. Packed lists become ragged.
         schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
-            "longest first", or a permutation of the key blocks, integers [N].
+            "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
         longest: entries of an item at most; an entry is a block of queries.
         listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the
             GPU; without it the number of items is read back, once.
 
     Returns:
         The lists with `plan`, int32 [items, 6]: batch, query head, key block, first entry, end, and how many items
-        add to the same dk and dv before.
+        add to the same dk and dv before. With ragged lists [items, 8]: the low and the high 32 bits of where the key
+        block's entries start, too.
 
     Raises:
+        NotImplementedError: stacked lists of packed sequences.
         ValueError: a head count, schedule or length that does not fit.
     """
-    heads = lists.mask_block_cnt.shape[1]
+    given = fields(lists)
+    rows = packed_rows(lists) if getattr(given[0], "ndim", 3) == 2 else None
+    if rows is None:
+        padded_lists(given)
+    for name, value in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv), ("num_q_blocks", num_q_blocks)):
+        integer(name, value)
+    integer("longest", longest)
+    if listed is not None:
+        integer("listed", listed, least=0)
+    counts = _counts(lists) if rows is None else rows.total().unsqueeze(0)
+    heads = counts.shape[1]
     if num_heads % num_heads_kv or heads not in (1, num_heads_kv, num_heads):
         raise ValueError(
             f"lists have {heads} heads, expected 1, num_heads_kv={num_heads_kv} or num_heads={num_heads}, a multiple "
             "of num_heads_kv"
         )
-    if longest < 1:
-        raise ValueError(f"longest has to be at least 1, got {longest}")
-    if lists.mask_block_cnt.ndim != 3:
-        raise ValueError(
-            f"mask_block_cnt has shape {tuple(lists.mask_block_cnt.shape)}, expected [B, H, N]: plans are for padded "
-            "lists"
-        )
-    counts = lists.mask_block_cnt if lists.full_block_cnt is None else lists.mask_block_cnt + lists.full_block_cnt
     order = _order(schedule, counts, max(1, heads // num_heads_kv))
-    if deterministic:
+    if deterministic and rows is not None:
+        most = int(counts.sum()) if listed is None else listed * heads
+        lists = ragged_walk(rows, lists, num_q_blocks=num_q_blocks, order=order[0], listed=most)._replace(spt=False)
+    elif deterministic:
         lists = _merged(lists, order, num_q_blocks, listed)
     else:
         lists = lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
@@ -80,7 +90,31 @@ def plan_backward(
     most = None
     if listed is not None:
         most = pieces.numel() + counts.shape[0] * num_heads * listed // longest * (num_heads > num_heads_kv)
-    return lists._replace(plan=_items(counts, pieces, order, num_heads // num_heads_kv, most))
+    plan = _items(counts, pieces, order, num_heads // num_heads_kv, most)
+    if rows is not None:
+        plan = _of_sequences(plan, rows, lists, num_heads, stored=num_heads == num_heads_kv)
+    return lists._replace(plan=plan)
+
+
+def _counts(lists: Any) -> torch.Tensor:
+    return lists.mask_block_cnt if lists.full_block_cnt is None else lists.mask_block_cnt + lists.full_block_cnt
+
+
+def _of_sequences(plan: torch.Tensor, rows: Any, lists: Any, num_heads: int, stored: bool) -> torch.Tensor:
+    """Items over the rows of all sequences as items of the sequences' own blocks; with ragged rows' starts.
+
+    stored: items of nothing are of a key block too, whose zeros they store; otherwise they only fill up the plan.
+    """
+    _, head, row, begin, end, turn = plan.unbind(-1)
+    real = torch.ones_like(row, dtype=torch.bool) if stored else end > begin
+    columns = [rows.sequence.index_select(0, row), head, rows.block.index_select(0, row), begin, end, turn]
+    if lists.mask_block_idx.ndim == 1:
+        starts = lists.cu_block_idx_offsets.long()
+        own = torch.div(head * starts.shape[0], num_heads, rounding_mode="floor")
+        start = starts.flatten().index_select(0, own * starts.shape[1] + row)
+        columns += [start & 0xFFFFFFFF, start >> 32]
+        columns[6] = torch.where(columns[6] >= 1 << 31, columns[6] - (1 << 32), columns[6])
+    return torch.where(real.unsqueeze(-1), torch.stack(columns, dim=-1), 0).int()
 
 
 def _items(

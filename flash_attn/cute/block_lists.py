@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 
+from flash_attn.cute import list_arguments
 from flash_attn.cute.backward_plan import plan_backward
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.list_entries import FlatEntries, distinct_lists, fields, flat_entries, scatter
+from flash_attn.cute.list_arguments import fields
+from flash_attn.cute.list_entries import FlatEntries, distinct_lists, flat_entries, scatter
 from flash_attn.cute.list_validation import validate_lists
 from flash_attn.cute.packed_lists import cu_total_blocks
 from flash_attn.cute.write_order import compute_dq_write_order
@@ -57,7 +59,7 @@ def lists_from_dense(mask: torch.Tensor, block_size: BlockSize, *, width: Width 
         width: as in `lists_from_blocks`.
     """
     mask = _four_dimensions("mask", mask)
-    rows, columns = block_size
+    rows, columns = list_arguments.block_size(block_size)
     Sq, Sk = mask.shape[2:]
     missing = (0, -Sk % columns, 0, -Sq % rows)
     M, N = -(-Sq // rows), -(-Sk // columns)
@@ -80,7 +82,13 @@ def lists_from_blocks(
             row, which synchronises with the host once.
     """
     listed = _four_dimensions("listed", listed)
-    kinds = [listed] if full is None else [listed & ~_four_dimensions("full", full), listed & full.view(listed.shape)]
+    block_size = list_arguments.block_size(block_size)
+    kinds = [listed]
+    if full is not None:
+        full = _four_dimensions("full", full)
+        if full.shape != listed.shape:
+            raise ValueError(f"full has shape {tuple(full.shape)}, expected that of listed, {tuple(listed.shape)}")
+        kinds = [listed & ~full, listed & full]
     counts = [kind.sum(-1, dtype=torch.int32) for kind in kinds]
     tensors: list[torch.Tensor | None] = []
     for kind, cnt, wide in zip(kinds, counts, _widths(width, counts), strict=False):
@@ -88,7 +96,7 @@ def lists_from_blocks(
         idx = torch.zeros(*cnt.shape, wide + 1, dtype=torch.int32, device=cnt.device)
         block = torch.arange(kind.shape[3], dtype=torch.int32, device=cnt.device).expand(kind.shape)
         tensors += [cnt, idx.scatter_(-1, place, block)[..., :wide].contiguous()]
-    return BlockSparseTensorsTorch(*tensors, block_size=tuple(block_size))
+    return BlockSparseTensorsTorch(*tensors, block_size=block_size)
 
 
 def lists_from_window(
@@ -111,10 +119,11 @@ def lists_from_window(
         causal: nothing to the right, whatever `window_right` is.
         block_size: (queries, keys) of a block.
     """
-    for name, value in (("window_left", window_left), ("window_right", window_right)):
-        if value is not None and value < -1:
-            raise ValueError(f"{name}={value}, expected at least 0, or None or -1 for no limit")
-    rows, columns = block_size
+    list_arguments.window_side("window_left", window_left)
+    list_arguments.window_side("window_right", window_right)
+    list_arguments.integer("seqlen_q", seqlen_q, least=0)
+    list_arguments.integer("seqlen_k", seqlen_k, least=0)
+    rows, columns = list_arguments.block_size(block_size)
     left = seqlen_q + seqlen_k if window_left in (None, -1) else window_left
     right = 0 if causal else seqlen_q + seqlen_k if window_right in (None, -1) else window_right
     first = torch.arange(0, seqlen_q, rows) + seqlen_k - seqlen_q
@@ -143,7 +152,10 @@ def lists_from_block_mask(
         width: of the lists, as in `lists_from_blocks`; for both directions. None: the longest row of each, which
             synchronises with the host.
     """
-    size = tuple(block_mask.BLOCK_SIZE)
+    size = getattr(block_mask, "BLOCK_SIZE", None)
+    if size is None:
+        raise TypeError(f"block_mask has to be a FlexAttention BlockMask, got {type(block_mask).__name__}")
+    size = tuple(size)
     names = ("{}_num_blocks", "{}_indices", "full_{}_num_blocks", "full_{}_indices")
     forward, backward = ([getattr(block_mask, name.format(side)) for name in names] for side in ("kv", "q"))
     lists = _cut(forward, width, size)
@@ -168,6 +180,7 @@ def transpose_lists(
             enough.
         listed: upper bound of the blocks listed, all heads and batches together.
     """
+    list_arguments.integer("num_kv_blocks", num_kv_blocks, least=0)
     own = distinct_lists(fields(lists), None)
     M = own.mask_cnt.shape[2]
     entries = flat_entries(own, None, own.heads * M * own.width if listed is None else listed)
@@ -206,6 +219,12 @@ def draw_lists(
     Returns:
         The axes. Needs matplotlib.
     """
+    list_arguments.padded_lists(fields(lists))
+    list_arguments.integer("num_columns", num_columns)
+    for name, value, size in zip(("batch", "head"), (batch, head), lists.mask_block_cnt.shape, strict=False):
+        if not 0 <= list_arguments.integer(name, value, least=0) < size:
+            raise ValueError(f"{name} has to be in 0 .. {size - 1}, got {value}")
+
     import matplotlib.pyplot as plt
 
     picture, labels = _picture(lists, num_columns, batch, head, backward)
@@ -269,6 +288,7 @@ def _cut(tensors: list[torch.Tensor | None], width: Width, block_size: BlockSize
 
 def _widths(width: Width, counts: list[torch.Tensor]) -> list[int]:
     """Of mask and full lists; at least 1, because kernels want a dimension with stride 1."""
+    list_arguments.width(width)
     if width is None:
         longest = torch.stack([cnt.max() if cnt.numel() else cnt.new_zeros(()) for cnt in counts])
         return [max(1, wide) for wide in longest.tolist()]
@@ -276,8 +296,7 @@ def _widths(width: Width, counts: list[torch.Tensor]) -> list[int]:
 
 
 def _four_dimensions(name: str, mask: torch.Tensor) -> torch.Tensor:
-    if mask.dtype != torch.bool or mask.ndim not in (2, 4):
-        raise ValueError(f"{name} is {mask.dtype} {tuple(mask.shape)}, expected bool with 4 dimensions, or 2")
+    mask = list_arguments.bool_table(name, mask)
     return mask if mask.ndim == 4 else mask[None, None]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flash_attn.cute.list_validation import NAMES, ORDERS, validate_lists
+from flash_attn.cute.packed_entries import is_packed, packed_rows
 from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction
 
 ALWAYS = "FLASH_ATTENTION_CUTE_VALIDATE_LISTS"  # "1": every call's lists are checked
@@ -51,7 +52,8 @@ def validate_call(
         return
     backward = _without_plan(backward, q.shape[-2], k.shape[-2])
     heads = dict(num_heads=q.shape[-2], num_heads_kv=k.shape[-2])
-    if cu_seqlens_q is None and cu_seqlens_k is None:
+    given = [(d, lists) for d, lists in ((FORWARD, forward), (BACKWARD, backward)) if lists is not None]
+    if cu_seqlens_q is None and cu_seqlens_k is None and not any(is_packed(lists) for _, lists in given):
         size = (_block("forward", forward, q.shape[1]), _block("backward", backward, k.shape[1]))
         sizes = dict(seqlen_q=q.shape[1], seqlen_k=k.shape[1], batch_size=q.shape[0], block_size=size)
         validate_lists(forward, backward, **sizes, **heads)
@@ -60,7 +62,6 @@ def validate_call(
     lengths_k = _lengths(k, cu_seqlens_k, seqused_k)
     batch = max(len(lengths_q), len(lengths_k))
     lengths = list(zip(lengths_q * (batch // len(lengths_q)), lengths_k * (batch // len(lengths_k)), strict=True))
-    given = [(d, lists) for d, lists in ((FORWARD, forward), (BACKWARD, backward)) if lists is not None]
     for _, lists in given:
         if lists.block_size is None:
             raise ValueError(
@@ -216,6 +217,8 @@ def _without_plan(lists: Any, num_heads: int, num_heads_kv: int) -> Any:
     lists = lists._replace(plan=None)
     if lists.dq_write_order is None:
         return lists
+    if lists.mask_block_idx.ndim == 1:
+        lists = _as_compact(lists)
     # One walk, 2 * block + is_full: mask blocks first, each kind in the order of the walk. The plan has the launch.
     cnt, idx, locks = lists.mask_block_cnt, lists.mask_block_idx, lists.dq_write_order
     used = torch.arange(idx.shape[-1], device=idx.device) < cnt.unsqueeze(-1)
@@ -235,17 +238,50 @@ def _without_plan(lists: Any, num_heads: int, num_heads_kv: int) -> Any:
     )
 
 
+def _as_compact(lists: Any) -> Any:
+    """A ragged walk with lock values in rows of equal width."""
+    cnt, starts = lists.mask_block_cnt, lists.cu_block_idx_offsets[:, : lists.mask_block_cnt.shape[1]].long()
+    cnt, starts = torch.broadcast_tensors(cnt, starts)
+    place = torch.arange(max(1, int(cnt.max())) if cnt.numel() else 1, device=cnt.device)
+    used = place < cnt.unsqueeze(-1)
+    at = starts.unsqueeze(-1) + place
+    past = used & ((at < 0) | (at >= lists.mask_block_idx.numel()))
+    if past.any():
+        h, row, _ = past.nonzero()[0].tolist()
+        raise ValueError(
+            f"backward cu_block_idx_offsets[{h}, {row}] = {int(starts[h, row])} with {int(cnt[h, row])} entries, "
+            f"expected them within the {lists.mask_block_idx.numel()} of mask_block_idx"
+        )
+    at = torch.where(used, at, 0)
+    rows = {name: getattr(lists, name)[at] for name in ("mask_block_idx", "dq_write_order")}
+    return lists._replace(mask_block_cnt=cnt, **rows, cu_block_idx_offsets=None)
+
+
 def _check_plan(lists: Any, num_heads: int) -> None:
     """Each entry of each key block's walk is in one item of every query head."""
-    counts = lists.mask_block_cnt if lists.full_block_cnt is None else lists.mask_block_cnt + lists.full_block_cnt
+    plan, rows = lists.plan.long(), packed_rows(lists) if is_packed(lists) else None
+    batch, head, block, begin, end, _ = plan[:, :6].unbind(-1)
+    if rows is not None:  # rows of all sequences as rows of one
+        before = lists.cu_total_n_blocks.long()
+        sequence = batch.clamp(0, before.numel() - 2)
+        wrong = (batch != sequence) | (block >= before.diff()[sequence])
+        counts, own_row = rows.total().unsqueeze(0), before[sequence] + block
+        batch = torch.zeros_like(batch)
+    else:
+        wrong, own_row = torch.zeros_like(batch, dtype=torch.bool), block
+        counts = lists.mask_block_cnt if lists.full_block_cnt is None else lists.mask_block_cnt + lists.full_block_cnt
     counts = counts.long().repeat_interleave(num_heads // counts.shape[1], dim=1)
     B, H, N = counts.shape
-    plan = lists.plan.long()
     limits = torch.tensor([B, H, N], device=plan.device)
-    batch, head, block, begin, end, _ = plan.unbind(-1)
-    wrong = ((plan[:, :3] < 0) | (plan[:, :3] >= limits)).any(-1) | (begin < 0) | (begin > end)
-    row = ((batch * H + head) * N + block).clamp(0, counts.numel() - 1)
+    place = torch.stack([batch, head, own_row], dim=-1)
+    wrong |= ((place < 0) | (place >= limits)).any(-1) | (block < 0) | (begin < 0) | (begin > end)
+    row = ((batch * H + head) * N + own_row).clamp(0, counts.numel() - 1)
     wrong |= end > counts.flatten()[row]
+    if lists.mask_block_idx.ndim == 1:
+        starts = rows.starts[0].repeat_interleave(num_heads // rows.starts[0].shape[0], dim=0)
+        low, high = plan[:, 6] & 0xFFFFFFFF, plan[:, 7]
+        wrong |= (end > begin) & (starts.flatten()[row] != ((high << 32) | low))
+    wrong &= plan.any(-1)  # what a plan has room for beyond its items is zeros
     if wrong.any():
         at = int(wrong.int().argmax())
         raise ValueError(

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from flash_attn.cute.list_arguments import padded_lists
 
 OptionalTensor = torch.Tensor | None
 
@@ -90,7 +91,9 @@ def flat_entries(lists: DistinctLists, order: OptionalTensor, most: int) -> Flat
     rows = torch.arange(lists.heads * N, device=counts.device, dtype=torch.int32)
     if order is not None:
         rows = rows.view(-1, N)
-        rows = (rows.narrow(1, 0, 1) + order.expand(*lists.mask_cnt.shape[:2], N).flatten(0, 1)).flatten().int()
+        # Repeated like the lists it may have more heads than is left of them.
+        order = narrow(order, lists.mask_cnt.shape[:2])
+        rows = (rows.narrow(1, 0, 1) + order.flatten(0, 1)).flatten().int()
         counts = counts.index_select(0, rows)
     most = min(most, lists.heads * N * lists.width)
     ends = counts.cumsum(0)
@@ -138,23 +141,11 @@ def scatter(values: torch.Tensor, at: torch.Tensor, own: torch.Tensor, shape: Se
     return spread.narrow(0, 0, size).view(shape)
 
 
-def fields(lists: Any) -> tuple[torch.Tensor, torch.Tensor, OptionalTensor, OptionalTensor]:
-    return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
-
-
 def distinct_lists(
     tensors: Sequence[OptionalTensor], order: OptionalTensor, locks: Sequence[OptionalTensor] | None = None
 ) -> DistinctLists:
     """The lists without what is repeated over batches and heads: computed once, and repeated as they were."""
-    mask_cnt, mask_idx, full_cnt, full_idx = tensors
-    for name, cnt, idx in (("mask", mask_cnt, mask_idx), ("full", full_cnt, full_idx)):
-        if (cnt is None) != (idx is None):
-            raise ValueError(f"{name}_block_cnt and {name}_block_idx must be given together")
-        if cnt is not None and (idx.ndim != 4 or cnt.ndim != 3 or cnt.shape[2] != idx.shape[2]):
-            raise ValueError(
-                f"{name}_block_cnt {tuple(cnt.shape)} and {name}_block_idx {tuple(idx.shape)} must be [B, H, N] and "
-                f"[B, H, N, width]"
-            )
+    padded_lists(tensors)
     given = [t for t in tensors if t is not None]
     repeated = tuple(torch.broadcast_shapes(*(t.shape[:2] for t in given)))
     distinct = [t for t in (*given, order, *(locks or ())) if t is not None]

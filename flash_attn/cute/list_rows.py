@@ -42,12 +42,18 @@ class ListRow:
 
 
 def find_row(
-    tensors: BlockSparseTensors, rows_before: cute.Tensor | None, batch: Int32, head: Int32, block: Int32, across: Int32
+    tensors: BlockSparseTensors,
+    rows_before: cute.Tensor | None,
+    batch: Int32,
+    head: Int32,
+    block: Int32,
+    across: Int32,
+    start: Int64 | None = None,
 ) -> ListRow:
     """The row of a sequence's block.
 
     rows_before: [B + 1], rows of all sequences before each one. across: how many blocks the sequence
-    has in the other direction.
+    has in the other direction. start: where the row's entries start, if that is known and the lists are ragged.
     """
     form = len(tensors.mask_block_cnt.shape), len(tensors.mask_block_idx.shape)
     if form == (3, 4):
@@ -59,7 +65,7 @@ def find_row(
     offsets = tensors.cu_block_idx_offsets
     if form == (2, 1):
         of_full = tensors.cu_full_block_idx_offsets
-        start = Int64(offsets[head, row])
+        start = Int64(offsets[head, row]) if start is None else start
         return ListRow((head, row), (start, start if of_full is None else Int64(of_full[head, row])))
     assert form == (2, 2), form
     start = Int64(first) * across if offsets is None else Int64(offsets[batch])

@@ -233,6 +233,9 @@ def _candidates(
     lists: Any, group: int, interleave: int | Sequence[int], slots: int, costs: Costs, num_q_blocks: int | None
 ) -> Iterator[Launch]:
     lists = _on_cpu(lists)
+    heads = lists.mask_block_cnt.shape[1]
+    if group < 1 or heads % group:
+        raise ValueError(f"group={group} must divide the {heads} query heads")
     counts = lists.mask_block_cnt if lists.full_block_cnt is None else lists.mask_block_cnt + lists.full_block_cnt
     B, H, N = counts.shape
     default = simulate(deterministic_walk(lists)._replace(locks=None), range(B * H * N), slots=slots, costs=costs)

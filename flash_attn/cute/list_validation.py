@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute.list_entries import DistinctLists, FlatEntries, distinct_lists, fields, flat_entries, narrow
+from flash_attn.cute.list_arguments import fields
+from flash_attn.cute.list_entries import DistinctLists, FlatEntries, distinct_lists, flat_entries, narrow
 from flash_attn.cute.write_order import as_launch_order, ranks
 
 NAMES = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
@@ -163,8 +164,9 @@ def _check_shapes(name: str, lists: Any, shape: _Shape, block_size: tuple[int, i
                 f"{what}, expected B of {batches}, H of {heads} and {rows} rows, for seqlen_q={shape.seqlen_q}, "
                 f"seqlen_k={shape.seqlen_k} and block_size={tuple(size)}"
             )
-        if tensor.ndim == 4 and tensor.shape[3] > columns:
-            raise ValueError(f"{what}, expected a width of at most {columns}: a row cannot list more blocks")
+        most = max(columns, 1)  # kernels want a dimension with stride 1, so lists of nothing are that wide too
+        if tensor.ndim == 4 and tensor.shape[3] > most:
+            raise ValueError(f"{what}, expected a width of at most {most}: a row cannot list more blocks")
     _check_companions(name, lists)
     return tuple(size)
 

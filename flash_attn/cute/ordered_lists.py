@@ -5,7 +5,8 @@ from typing import Any, Optional
 
 import torch
 
-from flash_attn.cute.write_order import merged_walk
+from flash_attn.cute.packed_entries import packed_rows, ragged_walk
+from flash_attn.cute.write_order import MOST_QUERY_BLOCKS, merged_walk
 
 SM90 = 9  # arch // 10
 ORDERS = (("dq_write_order", "mask_block_idx"), ("dq_write_order_full", "full_block_idx"))
@@ -77,22 +78,19 @@ def require_write_order(lists: Any) -> Any:
 def one_walk(lists: Any, *, num_q_blocks: Optional[int]) -> Any:
     """Mask and full blocks of each key block in one list, sorted by lock value: entries are 2 * block + is_full.
 
-    The lists have passed `require_write_order`; packed ones are padded or compact. The result has the entries in
-    mask_block_idx and their lock values in dq_write_order.
+    The lists have passed `require_write_order`; packed ones are padded, compact or ragged. The result has the entries
+    in mask_block_idx and their lock values in dq_write_order.
 
     Args:
         num_q_blocks: of the longest sequence; None where it is not known.
 
     Raises:
-        NotImplementedError: stacked or ragged lists of packed sequences.
+        NotImplementedError: stacked lists of packed sequences.
     """
     form = lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim
     if form not in ((3, 4), (2, 3)):
-        raise NotImplementedError(
-            f"deterministic=True with mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx "
-            f"{tuple(lists.mask_block_idx.shape)} on SM90: lists of packed sequences have to be padded, [B, H, N, n], "
-            "or compact, [H, rows, n]"
-        )
+        most = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
+        return ragged_walk(packed_rows(lists), lists, num_q_blocks=most, locks=True, descending=not lists.spt)
     packed = form == (2, 3)
     if packed:  # its rows do not meet here, so those of all sequences are rows of one
         lists = _each(lists, lambda t: t.unsqueeze(0))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from flash_attn.cute import list_arguments
+
 if TYPE_CHECKING:  # which imports this module
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -146,6 +148,9 @@ def cu_total_blocks(cu_seqlens: torch.Tensor, block_size: int) -> torch.Tensor:
 
     With the queries' cu_seqlens this is cu_total_m_blocks, with the keys' cu_total_n_blocks.
     """
+    list_arguments.integer("block_size", block_size)
+    if list_arguments.tensor("cu_seqlens", cu_seqlens).ndim != 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, expected integers [B + 1]")
     blocks = (cu_seqlens[1:] - cu_seqlens[:-1] + block_size - 1) // block_size
     return torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
 

@@ -19,7 +19,7 @@ from typing import Callable, Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 from quack import copy_utils
 
 from flash_attn.cute import barrier
@@ -32,7 +32,8 @@ from flash_attn.cute.named_barrier import NamedBarrierBwd
 class Item:
     """What a plan deals out to one CTA: entries `begin` .. `end` - 1 of a key tile's walk.
 
-    `turn`: how many other items add to the same dk and dv first.
+    `turn`: how many other items add to the same dk and dv first. `start`: where a row of ragged lists starts, so that
+    nobody has to look it up; None for other lists.
     """
 
     batch: Int32
@@ -41,13 +42,18 @@ class Item:
     begin: Int32
     end: Int32
     turn: Int32
+    start: Optional[Int64] = None
 
     @staticmethod
     def read(tensors: Optional[BlockSparseTensors], place: Int32) -> "Optional[Item]":
         """The item that is launched in this place; None without a plan."""
         if tensors is None or tensors.plan is None:
             return None
-        return Item(*(tensors.plan[place, field] for field in range(6)))
+        start = None
+        if len(tensors.mask_block_idx.shape) == 1:
+            low, high = (tensors.plan[place, field] for field in (6, 7))
+            start = (Int64(high) << 32) | Int64(Uint32(low))
+        return Item(*(tensors.plan[place, field] for field in range(6)), start)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ class QueryWalk:
     ) -> "QueryWalk":
         """query_tiles: how many of the kernel's query tiles the sequence has."""
         across = cute.ceil_div(query_tiles, subtiles)
-        row = find_row(tensors, tensors.cu_total_n_blocks, batch, head, n_block, across)
+        start = None if item is None else item.start
+        row = find_row(tensors, tensors.cu_total_n_blocks, batch, head, n_block, across, start)
         count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
         begin, end = Int32(0), count
         full_idx, locks = None, None

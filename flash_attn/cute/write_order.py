@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn.cute.list_arguments import fields, padded_lists, tensor
 from flash_attn.cute.list_entries import (
     DistinctLists,
     FlatEntries,
     distinct_lists,
-    fields,
     flat_entries,
     narrow,
     scatter,
@@ -108,6 +108,7 @@ def compute_dq_write_order(
     Raises:
         ValueError: `spt` and `order` are both given, or a shape does not fit.
     """
+    padded_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx))
     order = as_launch_order(spt, order, bwd_mask_cnt.shape[2], bwd_mask_cnt.device)
     lists = distinct_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx), order)
     M = fwd_mask_idx.shape[2]
@@ -145,22 +146,10 @@ def merged_walk(
     Raises:
         ValueError: the sort's keys would pass 63 bits (give `num_q_blocks`), or a shape does not fit.
     """
+    padded_lists(fields(lists))
     locks = _given_locks(lists, locks)
     own = distinct_lists(fields(lists), None, locks)
     return _padded(_walk(own, locks, descending, sort, num_q_blocks, listed), own, width)
-
-
-def compact_walk(lists: Any, locks: Sequence[OptionalTensor] | None = None, **options: Any) -> CompactWalk:
-    """`merged_walk` without padding, with the same options but `width`.
-
-    Where one key block is listed by all query blocks, as the first block often is, rows padded to the longest make a
-    table of all pairs: 8 GiB at 1M tokens, 32 heads and blocks of 128. This holds what is listed. Lists that are
-    repeated over heads or batches come out once (`ends` has size 1 there).
-    """
-    options = {"descending": True, "sort": True, "num_q_blocks": None, "listed": None} | options
-    locks = _given_locks(lists, locks)
-    own = distinct_lists(fields(lists), None, locks)
-    return _walk(own, locks, **options)
 
 
 def deterministic_walk(
@@ -181,12 +170,13 @@ def deterministic_walk(
         descending: as in `merged_walk`. None: unless `spt`.
         width, num_q_blocks, listed: as in `merged_walk`.
     """
+    padded_lists(fields(lists))
     N, device = lists.mask_block_cnt.shape[2], lists.mask_block_cnt.device
     order = as_launch_order(spt, order, N, device)
     own = distinct_lists(fields(lists), order)
     entries = flat_entries(own, order, _at_most(own.heads * N * own.width, listed))
     M = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
-    ordered = _sorted(entries, ranks(entries, M), not spt if descending is None else descending, M)
+    ordered = sorted_walk(entries, ranks(entries, M), not spt if descending is None else descending, M)
     return _padded(ordered, own, width)
 
 
@@ -205,7 +195,7 @@ def _walk(
         values = entries.take(*unrepeated)
     if not sort:
         return _compact(entries, entries.block.int() * 2 + entries.is_full, values)
-    return _sorted(entries, values, descending, MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks)
+    return sorted_walk(entries, values, descending, MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks)
 
 
 def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
@@ -222,8 +212,11 @@ def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
     return torch.empty_like(key, dtype=torch.int32).scatter_(0, source, (at - first).int())
 
 
-def _sorted(entries: FlatEntries, locks: OptionalTensor, descending: bool, M: int) -> CompactWalk:
-    """Entries by row, then lock value, then query block: all of it in one key, from which the result is read again."""
+def sorted_walk(entries: FlatEntries, locks: OptionalTensor, descending: bool, M: int) -> CompactWalk:
+    """Entries by row, then lock value, then query block: all of it in one key, from which the result is read again.
+
+    M: query blocks are below it.
+    """
     rows, N = entries.lists.heads * entries.N, entries.N
     most_locks = 1 if locks is None else max(N, 1)
     if rows * most_locks * M * 2 >= 1 << 63:
@@ -273,7 +266,7 @@ def as_launch_order(spt: bool, order: OptionalTensor, N: int, device: torch.devi
         return torch.arange(N - 1, -1, -1, device=device, dtype=torch.int32).view(1, 1, N) if spt else None
     if spt:
         raise ValueError("spt=True and order are both given: an order says which key block is launched first")
-    if not 1 <= order.ndim <= 3 or order.shape[-1] != N:
+    if not 1 <= tensor("order", order).ndim <= 3 or order.shape[-1] != N:
         raise ValueError(f"order has shape {tuple(order.shape)}, expected [N], [H, N] or [B, H, N] with N = {N}")
     return order.to(device).view(*(1,) * (3 - order.ndim), *order.shape)
 

@@ -166,7 +166,11 @@ def backward_lists(case: Case) -> Any:
     if case.packed:
         from fa_packed_lists import packed_backward_lists
 
-        return packed_backward_lists(case)
+        if not case.plan:
+            return packed_backward_lists(case)
+        with unset_fake_temporarily():
+            lists = _planned(case, packed_backward_lists(case, device="cpu"), case.launch, most=None)
+        return type(lists)(*(_to_gpu(field) for field in lists))
     with unset_fake_temporarily():
         lists = _backward_lists(case)
     return type(lists)(*(_to_gpu(field) for field in lists))
@@ -184,7 +188,6 @@ def _to_gpu(field: Any) -> Any:
 
 
 def _backward_lists(case: Case) -> Any:
-    from flash_attn.cute.backward_plan import plan_backward
     from flash_attn.cute.write_order import compute_dq_write_order
 
     block_q, block_k = block(case)
@@ -197,15 +200,22 @@ def _backward_lists(case: Case) -> Any:
     if schedule == "middle first":
         schedule = _int32(sorted(range(n), key=lambda block: abs(block - n // 2)), "cpu")
     if case.plan:
-        return plan_backward(
-            tensors, num_heads=case.Hq, num_heads_kv=case.Hkv, num_q_blocks=m, listed=m * n,
-            deterministic=case.deterministic, schedule=schedule, longest=case.plan,
-        )  # fmt: skip
+        return _planned(case, tensors, schedule, most=m * n)
     if not case.deterministic:
         return tensors
     spt = schedule == "right to left"
     mask, full = compute_dq_write_order(*_tensors(case, forwards, n, "cpu")[:4], *tensors[:4], spt=spt)
     return tensors._replace(dq_write_order=mask, dq_write_order_full=full, spt=spt)
+
+
+def _planned(case: Case, lists: Any, schedule: Any, most: int | None) -> Any:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    m = max(-(-T_q // block(case)[0]) for T_q, _ in case.lengths)
+    return plan_backward(
+        lists, num_heads=case.Hq, num_heads_kv=case.Hkv, num_q_blocks=m, listed=most,
+        deterministic=case.deterministic, schedule=schedule, longest=case.plan,
+    )  # fmt: skip
 
 
 def transposed(rows: list[list[int]], blocks: int) -> list[list[int]]:

@@ -24,11 +24,11 @@ def packed_forward_lists(case: Case, only: slice = EVERY) -> Any:
     return _tensors(case, _heads(case, only, lambda rows, T_k: rows), across[only], "cu_total_m_blocks")
 
 
-def packed_backward_lists(case: Case, only: slice = EVERY) -> Any:
+def packed_backward_lists(case: Case, only: slice = EVERY, device: str = "cuda") -> Any:
     """The transpose."""
     across = [-(-T_q // block(case)[0]) for T_q, _ in case.lengths]
     heads = _heads(case, only, lambda rows, T_k: transposed(rows, -(-T_k // BLOCK_K)))
-    return _tensors(case, heads, across[only], "cu_total_n_blocks")
+    return _tensors(case, heads, across[only], "cu_total_n_blocks", device)
 
 
 def _heads(case: Case, only: slice, turned: Callable[[list[list[int]], int], Any]) -> list[dict[str, Rows]]:
@@ -42,7 +42,9 @@ def _heads(case: Case, only: slice, turned: Callable[[list[list[int]], int], Any
     ]
 
 
-def _tensors(case: Case, heads: list[dict[str, Rows]], across: list[int], rows_before: str) -> Any:
+def _tensors(
+    case: Case, heads: list[dict[str, Rows]], across: list[int], rows_before: str, device: str = "cuda"
+) -> Any:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     kinds = {"mask": [head["partial"] for head in heads]}
@@ -51,12 +53,12 @@ def _tensors(case: Case, heads: list[dict[str, Rows]], across: list[int], rows_b
     fields: dict[str, Any] = {"block_size": (block(case)[0], BLOCK_K)}
     for kind, of_heads in kinds.items():
         counts, indices, more = FORMS[case.form](of_heads, across)
-        fields |= {f"{kind}_block_cnt": _int32(counts), f"{kind}_block_idx": _int32(indices)}
+        fields |= {f"{kind}_block_cnt": _int32(counts, device), f"{kind}_block_idx": _int32(indices, device)}
         if more is not None:
             field = "cu_full_block_idx_offsets" if case.form == "ragged" and kind == "full" else "cu_block_idx_offsets"
-            fields[field] = torch.tensor(more, dtype=torch.int64, device="cuda")
+            fields[field] = torch.tensor(more, dtype=torch.int64, device=device)
     if case.form not in ("padded", "shared"):
-        fields[rows_before] = _int32([0, *accumulate(len(rows) for rows in kinds["mask"][0])])
+        fields[rows_before] = _int32([0, *accumulate(len(rows) for rows in kinds["mask"][0])], device)
     return BlockSparseTensorsTorch(**fields)
 
 

@@ -1,6 +1,7 @@
 """Plans: every entry in one item, items in an order that nothing waits against, and the kernel that follows them."""
 
 import random
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,6 +19,14 @@ CASES = [
     Case(D=96, mask_mod="keyed", deterministic=True, Hkv=4, launch="longest first", **PLANNED),
     Case(D=64, Hkv=4, causal=True, **(PLANNED | {"lists": "no full"})),
     Case(D=128, T_q=1, T_k=300, lists="full", plan=1, Hkv=1),
+]
+# Tails, one query, no queries, no keys, more keys than queries and fewer.
+PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both", plan=2)
+CASES += [
+    Case(D=128, causal=True, form="compact", **PACK),
+    Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, **PACK),
+    Case(D=128, causal=True, form="ragged", deterministic=True, launch="right to left", **PACK),
+    Case(D=64, form="compact", deterministic=True, Hkv=4, list_heads=4, **PACK),
 ]
 
 
@@ -93,6 +102,87 @@ def assert_order(items: list[list[int]], schedule: str, counts: torch.Tensor, gr
         assert own == sorted(own, key=key)
 
 
+def packed_lists(parts: list, form: str):
+    """Lists [1, H, N, M] of several sequences as lists of a pack; ragged ones have their rows in reverse in memory."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    fields = {"cu_total_n_blocks": torch.tensor([0, *accumulate(p.mask_block_cnt.shape[2] for p in parts)]).int()}
+    for kind, offsets in (("mask", "cu_block_idx_offsets"), ("full", "cu_full_block_idx_offsets")):
+        if getattr(parts[0], f"{kind}_block_cnt") is None:
+            continue
+        cnt, idx = (torch.cat([getattr(p, f"{kind}_block_{of}")[0] for p in parts], dim=1) for of in ("cnt", "idx"))
+        if form == "ragged":
+            rows = [row[:n] for row, n in zip(idx.flatten(0, 1).tolist(), cnt.flatten().tolist())][::-1]
+            starts = [0, *accumulate(map(len, rows))][:-1][::-1]
+            idx = torch.tensor(sum(rows, []), dtype=torch.int32)
+            fields[offsets] = torch.tensor(starts).view(cnt.shape)
+        fields |= {f"{kind}_block_cnt": cnt, f"{kind}_block_idx": idx}
+    return BlockSparseTensorsTorch(**fields)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 6])
+@pytest.mark.parametrize("form", ["compact", "ragged"])
+@pytest.mark.parametrize("Hkv", [2, 6])
+def test_a_pack_has_the_items_and_walks_of_its_sequences(form: str, heads: int, deterministic: bool, Hkv: int) -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    if heads not in (1, Hkv, 6):
+        pytest.skip("no list of these heads")
+    M, options = 7, dict(num_heads=6, num_heads_kv=Hkv, schedule="right to left", longest=3)
+    options["deterministic"] = deterministic
+    for seed in range(8):
+        parts = [random_lists(heads, N, M, seed * 4 + N, full=seed % 2 == 0) for N in (5, 0, 1, 6)]
+        parts = [part._replace(**{k: t[:1] for k, t in part._asdict().items() if t is not None}) for part in parts]
+        planned = plan_backward(packed_lists(parts, form), num_q_blocks=M, **options)
+        bounded = plan_backward(packed_lists(parts, form), num_q_blocks=M, listed=12 * M, **options).plan
+        assert bounded[: len(planned.plan)].equal(planned.plan) and not bounded[len(planned.plan) :].any()
+        first = planned.cu_total_n_blocks.tolist()
+        for b, part in enumerate(parts):
+            if not part.mask_block_cnt.shape[2]:
+                assert not (planned.plan[:, 0] == b).any()
+                continue
+            alone = plan_backward(part, num_q_blocks=M, **options)
+            own = planned.plan[planned.plan[:, 0] == b]
+            theirs = alone.plan
+            if Hkv < 6:  # items of nothing stand for a plan of nothing
+                own, theirs = (items[items[:, 4] > items[:, 3]] for items in (own, theirs))
+            assert own[:, 1:6].equal(theirs[:, 1:])
+            assert planned.mask_block_cnt[:, first[b] : first[b + 1]].equal(alone.mask_block_cnt[0])
+            ragged = deterministic or form == "ragged"
+            assert planned.plan.shape[1] == (8 if ragged else 6)
+            for _, head, n, begin, end, _, *start in own.tolist() if ragged else []:
+                head = head * heads // 6
+                if form == "ragged":
+                    assert start == [int(planned.cu_block_idx_offsets[head, first[b] + n]), 0]
+                count = int(alone.mask_block_cnt[0, head, n])
+                for name in ("mask_block_idx", "dq_write_order"):
+                    if getattr(alone, name) is not None:
+                        walked = getattr(planned, name)[start[0] : start[0] + count]
+                        assert walked.equal(getattr(alone, name)[0, head, n, :count])
+
+
+def test_a_start_may_pass_31_bits() -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    lists = packed_lists([random_lists(1, 3, 4, 0, full=False)], "ragged")
+    starts = torch.tensor([[1, 1 << 31, (5 << 32) + (1 << 31) + 7]])
+    options = dict(num_heads=1, num_heads_kv=1, num_q_blocks=4)
+    plan = plan_backward(lists._replace(cu_block_idx_offsets=starts), **options).plan
+    low, high = plan[:, 6].long() & 0xFFFFFFFF, plan[:, 7].long()
+    assert ((high << 32) | low).equal(starts[0])
+
+
+def test_stacked_lists_are_refused() -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    lists = packed_lists([random_lists(1, 3, 4, 0, full=False)], "ragged")
+    with pytest.raises(NotImplementedError, match="compact, .* or ragged"):
+        plan_backward(
+            lists._replace(mask_block_idx=lists.mask_block_idx[None]), num_heads=1, num_heads_kv=1, num_q_blocks=4
+        )
+
+
 def test_every_key_block_is_stored_where_nothing_is_added() -> None:
     from flash_attn.cute.backward_plan import plan_backward
 
@@ -120,7 +210,7 @@ def test_what_does_not_fit_is_refused(options: dict, said: str) -> None:
         plan_backward(lists, **({"num_heads": 6, "num_heads_kv": 2, "num_q_blocks": 7} | options))
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], CASES[4], CASES[6]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:3], CASES[4], CASES[6], *CASES[8:]], ids=str)
 def test_compiles(compiler_sm90: Worker, case: Case) -> None:
     compiler_sm90.run(compile_case, case)
 

@@ -1,4 +1,7 @@
-"""Without compress_factor the kernels are upstream's: the same machine code, instruction for instruction."""
+"""Without compress_factor the kernels are upstream's: the same machine code, instruction for instruction.
+
+But for one, named here: forward in a short sliding window, whose tiles overlap on SM90.
+"""
 
 # What runs in a worker is imported there with upstream's package, so nothing here may ask for ours.
 from __future__ import annotations
@@ -6,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,10 @@ CASES = [
     Case(D=128, causal=True),
     Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4),
     Case(window=(64, 0)),
+    Case(D=96, window=(4096, 0)),
 ]
+# How many of a case's kernels are other ones on purpose.
+OUR_OWN = {("sm_90", Case(window=(64, 0))): 1}
 
 
 @pytest.fixture(scope="session")
@@ -74,4 +81,6 @@ def test_default_is_upstreams_machine_code(arch: str, stock: Path, tmp_path: Pat
     for case, stock_code, our_code in zip(CASES, code["stock"], code["ours"]):
         # A forward and a backward, and what goes before and after the latter.
         assert len(stock_code) >= 4
-        assert our_code == stock_code, f"{case} on {arch}"
+        assert len(our_code) == len(stock_code), f"{case} on {arch}"
+        others = Counter(stock_code) - Counter(our_code)
+        assert others.total() == OUR_OWN.get((arch, case), 0), f"{case} on {arch}"

@@ -123,13 +123,46 @@ def test_compact_lists_of_packed_sequences_are_walked_row_by_row() -> None:
     assert other.dq_write_order[0, 0, 3].tolist() == [1, 2, 4]
 
 
-@pytest.mark.parametrize("entries", [(1, 40), (40,)], ids=["stacked", "ragged"])
-def test_other_forms_of_packed_lists_are_refused(entries: tuple[int, ...]) -> None:
+def test_ragged_lists_of_packed_sequences_are_walked_like_compact_ones() -> None:
     from flash_attn.cute.ordered_lists import one_walk, require_write_order
 
-    idx = torch.zeros(entries, dtype=torch.int32)
+    draw = torch.Generator().manual_seed(1)
+    compact = cpu_lists(
+        mask_block_cnt=torch.tensor([[2, 0, 1, 3, 1]], dtype=torch.int32),
+        mask_block_idx=torch.randperm(15, generator=draw).int().view(1, 5, 3) % 7,
+        dq_write_order=torch.randperm(15, generator=draw).int().view(1, 5, 3) % 4,
+        full_block_cnt=torch.tensor([[0, 1, 2, 2, 0]], dtype=torch.int32),
+        full_block_idx=torch.randperm(10, generator=draw).int().view(1, 5, 2) % 7,
+        dq_write_order_full=torch.randperm(10, generator=draw).int().view(1, 5, 2) % 4,
+        cu_total_n_blocks=torch.tensor([0, 2, 2, 5], dtype=torch.int32),
+    )
+    # The same rows from the last to the first, one behind the other.
+    flat = {}
+    for kind, order, width, starts in (
+        ("mask", "dq_write_order", 3, "cu_block_idx_offsets"),
+        ("full", "dq_write_order_full", 2, "cu_full_block_idx_offsets"),
+    ):
+        names = (f"{kind}_block_idx", order)
+        flat |= {name: getattr(compact, name).squeeze(0).flip(0).flatten() for name in names}
+        flat[starts] = torch.arange(4, -1, -1).view(1, 5) * width
+    for spt in (False, True):
+        ragged = compact._replace(**flat, spt=spt)
+        mine = one_walk(require_write_order(ragged), num_q_blocks=7)
+        other = one_walk(require_write_order(compact._replace(spt=spt)), num_q_blocks=7)
+        assert mine.full_block_idx is None and mine.mask_block_cnt.equal(other.mask_block_cnt)
+        for row, (start, count) in enumerate(
+            zip(mine.cu_block_idx_offsets[0].tolist(), mine.mask_block_cnt[0].tolist())
+        ):
+            for name in ("mask_block_idx", "dq_write_order"):
+                assert getattr(mine, name)[start : start + count].equal(getattr(other, name)[0, row, :count])
+
+
+def test_stacked_lists_of_packed_sequences_are_refused() -> None:
+    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+
+    idx = torch.zeros(1, 40, dtype=torch.int32)
     lists = cpu_lists(mask_block_cnt=torch.ones(1, 5, dtype=torch.int32), mask_block_idx=idx, dq_write_order=idx)
-    with pytest.raises(NotImplementedError, match="padded, .* or compact"):
+    with pytest.raises(NotImplementedError, match="compact, .* or ragged"):
         one_walk(require_write_order(lists), num_q_blocks=7)
 
 

@@ -130,6 +130,27 @@ def test_ragged_lists_may_share_their_starts(plain: None) -> None:
     assert row.entries(entries).of.tolist() == row.entries(entries, full=True).of.tolist() == [5, 6]
 
 
+def test_a_plan_knows_where_ragged_rows_start(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute import query_walk
+
+    monkeypatch.setattr(query_walk, "Int64", Int64)
+    monkeypatch.setattr(query_walk, "Uint32", lambda low: int(low) & 0xFFFFFFFF)
+    start = (3 << 32) + (1 << 31) + 2
+    plan = Held(torch.tensor([[0] * 8, [5, 6, 7, 8, 9, 10, 2 - (1 << 31), 3]]))
+    ragged, compact = (SimpleNamespace(plan=plan, mask_block_idx=SimpleNamespace(shape=s)) for s in ((9,), (1, 3, 3)))
+    item = query_walk.Item.read(ragged, 1)
+    assert item == query_walk.Item(5, 6, 7, 8, 9, 10, start)
+    assert query_walk.Item.read(compact, 1).start is None
+    tensors = SimpleNamespace(
+        mask_block_cnt=SimpleNamespace(shape=(1, 3)),
+        mask_block_idx=SimpleNamespace(shape=(9,)),
+        cu_block_idx_offsets=None,  # not looked at
+        cu_full_block_idx_offsets=None,
+    )
+    row = list_rows.find_row(tensors, [0, Int32(3)], 0, 0, Int32(1), Int32(4), item.start)
+    assert row.starts == (start, start)
+
+
 @pytest.mark.parametrize("offsets", [None, 2**33])
 def test_places_pass_32_bits(plain: None, offsets: int | None) -> None:
     """47,000 blocks of 128 are 6 million tokens: with a row of them for each, 32 bits do not do."""

@@ -10,7 +10,7 @@ from fa_lists import ListCase, random_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_attn.cute.block_lists import lists_from_dense, transpose_lists
+from flash_attn.cute.block_lists import lists_from_blocks, lists_from_dense, transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.list_validation import validate_lists
 from flash_attn.cute.write_order import compute_dq_write_order
@@ -258,3 +258,10 @@ def test_packed_lists() -> None:
     packed = lists()[0]._replace(cu_total_m_blocks=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(NotImplementedError, match="cu_total_m_blocks is given"):
         validate_lists(packed, **SIZES)
+
+
+def test_lists_of_nothing_are_one_wide() -> None:
+    """Kernels want a dimension with stride 1, so lists are made no narrower, even for no keys."""
+    lists = lists_from_blocks(torch.zeros(2, 0, dtype=torch.bool), block_size=(128, 128))
+    assert lists.mask_block_idx.shape[3] == 1
+    validate_lists(lists, transpose_lists(lists, 0), seqlen_q=256, seqlen_k=0, num_heads=1)

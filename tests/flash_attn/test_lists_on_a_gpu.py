@@ -13,7 +13,7 @@ from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.list_schedule import long_rows_first
 from flash_attn.cute.list_validation import validate_lists
-from flash_attn.cute.write_order import compact_walk, compute_dq_write_order, deterministic_walk, merged_walk
+from flash_attn.cute.write_order import compute_dq_write_order, deterministic_walk, merged_walk
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,6 @@ def results(case: ListCase, forward: BlockSparseTensorsTorch, backward: BlockSpa
         order = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
         yield order
         yield merged_walk(backward, order, descending=not spt)
-        yield compact_walk(backward, order, num_q_blocks=case.M)
         yield deterministic_walk(backward, spt=spt, num_q_blocks=case.M)
     yield merged_walk(backward, sort=False)
     yield transpose_lists(forward, case.N, width=case.M)[:4]

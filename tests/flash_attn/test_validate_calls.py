@@ -171,6 +171,52 @@ def test_plans(deterministic: bool, schedule: str) -> None:
     assert said(forward, plan, *tensors).startswith("backward plan[3] = ")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("form", ["compact", "ragged"])
+def test_plans_of_packed_sequences(form: str, deterministic: bool) -> None:
+    (forward, backward, *tensors), options = packed_call(form)
+    static = dict(num_heads=4, num_heads_kv=2, num_q_blocks=5, longest=2, schedule="right to left", listed=60)
+    plan = plan_backward(backward, deterministic=deterministic, **static)
+    validate_call(True, forward, plan, *tensors, **options)
+    if plan.mask_block_idx.ndim == 1:
+        plan.plan[3, 6] += 1
+        assert said(forward, plan, *tensors, **options).startswith("backward plan[3] = ")
+        plan.plan[3, 6] -= 1
+    was = plan.plan[3].clone()
+    plan.plan[3, 0] = 3  # a sequence without keys
+    assert said(forward, plan, *tensors, **options).startswith("backward plan[3] = [3, ")
+    plan.plan[3] = was
+    plan.plan[3, 4] = was[3]
+    assert "backward plan deals out" in said(forward, plan, *tensors, **options)
+
+
+def test_wrong_entry_behind_a_ragged_plan() -> None:
+    (forward, backward, *tensors), options = packed_call("ragged")
+    static = dict(num_heads=4, num_heads_kv=2, num_q_blocks=5, deterministic=True)
+    plan = plan_backward(backward, **static)
+    plan.dq_write_order[0] += 1
+    assert "the lock values of a query block are 0, 1, 2" in said(forward, plan, *tensors, **options)
+    plan = plan_backward(backward, **static)
+    plan.mask_block_idx[0] = 2 * 99
+    assert "mask_block_idx" in said(forward, plan, *tensors, **options)
+
+
+def test_ragged_lists_of_a_batch() -> None:
+    """Backward lists may be ragged where sequences are not packed: each has as many rows as the others."""
+    forward, backward = random_lists(ListCase(B=2, H=2, M=6, N=5, density=0.7, full=0.0, keep_empty=False))
+    count, idx = (t.transpose(0, 1).flatten(1, 2) for t in (backward.mask_block_cnt, backward.mask_block_idx))
+    starts = torch.arange(count.numel()).view(count.shape) * idx.shape[-1]
+    ragged = backward._replace(mask_block_cnt=count, mask_block_idx=idx.flatten(), cu_block_idx_offsets=starts)
+    ragged = ragged._replace(cu_total_n_blocks=int32([0, 5, 10]))
+    tensors = qk(2, 700, keys=640)
+    for deterministic in (False, True):
+        static = dict(num_heads=4, num_heads_kv=2, num_q_blocks=6, deterministic=deterministic)
+        validate_call(True, forward, plan_backward(ragged, **static), *tensors)
+    validate_call(True, forward, ragged, *tensors)
+    ragged.mask_block_idx[int(starts[1, 7])] = 6
+    assert said(forward, ragged, *tensors).startswith("sequence 1, ")
+
+
 def test_plans_that_deal_out_an_entry_twice() -> None:
     forward, backward = random_lists(ListCase(H=1, M=6, N=1, density=1.0))
     plan = plan_backward(backward, num_heads=2, num_heads_kv=1, num_q_blocks=6, longest=3)

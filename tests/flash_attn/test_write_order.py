@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from flash_attn.cute import block_sparsity
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.write_order import (
-    CompactWalk,
     Walk,
-    compact_walk,
     compute_dq_write_order,
     deterministic_walk,
     merged_walk,
@@ -124,23 +122,6 @@ def test_same_as_upstream(case: ListCase, spt: bool) -> None:
         assert unpack(cnt, mine) == unpack(cnt, other)
 
 
-@settings(max_examples=60, deadline=None)
-@given(CASES, st.booleans())
-def test_compact(case: ListCase, spt: bool) -> None:
-    forward, backward = random_lists(case)
-    locks = compute_dq_write_order(*arguments(forward, backward), spt=spt)
-    padded = merged_walk(backward, locks)
-    walk = compact_walk(backward, locks, num_q_blocks=case.M)
-    assert isinstance(walk, CompactWalk)
-    begin = 0
-    for row, end in enumerate(walk.ends.flatten().tolist()):
-        count = end - begin
-        assert walk.entries[begin:end].tolist() == padded.entries.flatten(0, 2)[row, :count].tolist()
-        assert walk.locks[begin:end].tolist() == padded.locks.flatten(0, 2)[row, :count].tolist()
-        begin = end
-    assert begin == int(padded.cnt.sum()) and not walk.entries[begin:].any() and not walk.locks[begin:].any()
-
-
 def test_lists_as_given() -> None:
     _, backward = random_lists(ListCase(M=9, sort=False, seed=3))
     walk = merged_walk(backward, sort=False)
@@ -233,3 +214,18 @@ def test_errors() -> None:
         merged_walk(backward, (backward.mask_block_idx[..., :1], backward.full_block_idx))
     with pytest.raises(ValueError, match="makes keys past 63 bits"):
         merged_walk(backward, num_q_blocks=1 << 60)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_orders_that_are_repeated_over_heads_like_the_lists(repeated: bool) -> None:
+    """Both with stride 0 over heads: they are computed once."""
+    _, backward = random_lists(ListCase(B=1, H=1, M=4, N=3, density=1.0))
+    order = torch.tensor([2, 0, 1])
+    expected = deterministic_walk(backward, order=order)
+    lists = backward._replace(
+        **{n: t.expand(-1, 2, *t.shape[2:]) for n, t in backward._asdict().items() if torch.is_tensor(t)}
+    )
+    given = order.expand(1, 2, 3) if repeated else order.repeat(1, 2, 1)
+    walk = deterministic_walk(lists, order=given)
+    for own, once in zip(walk, expected, strict=True):
+        assert own.equal(once.expand(own.shape))

@@ -1,0 +1,186 @@
+"""The listed blocks of packed sequences, one after the other, and walks over them in ragged lists.
+
+What is known of padded lists (`list_entries`, `write_order`) holds here too once the rows of all sequences are rows of
+one, and a query block is told from those of other sequences. Ragged lists, which hold nothing but what is listed, are
+what comes out. PyTorch only, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flash_attn.cute.list_entries import DistinctLists, FlatEntries
+from flash_attn.cute.packed_lists import FORMS
+from flash_attn.cute.write_order import CompactWalk, ranks, sorted_walk
+
+OptionalTensor = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Compact or ragged backward lists, flattened: mask lists, and full ones if there are any.
+
+    Attributes:
+        counts: of each kind, [H, rows].
+        starts: of each kind, [H, rows]: where a row's entries start in `indices`.
+        indices: of each kind, flat.
+        locks: of each kind, flat like its indices; None without lock values.
+        sequence: int32 [rows], the sequence that a row belongs to.
+        block: int32 [rows], the row's number in its sequence.
+        sequences: how many there are.
+    """
+
+    counts: tuple[torch.Tensor, ...]
+    starts: tuple[torch.Tensor, ...]
+    indices: tuple[torch.Tensor, ...]
+    locks: tuple[torch.Tensor, ...] | None
+    sequence: torch.Tensor
+    block: torch.Tensor
+    sequences: int
+
+    def total(self) -> torch.Tensor:
+        """Entries of each row, [H, rows]."""
+        return sum(self.counts[1:], start=self.counts[0])
+
+    @property
+    def places(self) -> int:
+        """How many entries can be listed, where no two rows share any."""
+        return sum(t.numel() for t in self.indices)
+
+
+def is_packed(lists: Any) -> bool:
+    """Whether the rows of all sequences stand one after the other."""
+    return lists.mask_block_cnt.ndim == 2
+
+
+def packed_rows(lists: Any) -> PackedRows:
+    """Compact or ragged backward lists as rows.
+
+    Raises:
+        NotImplementedError: stacked lists, whose rows' places depend on the sequences' lengths.
+        ValueError: lists of another form, or the rows before each sequence are missing.
+    """
+    shapes = (
+        f"mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx {tuple(lists.mask_block_idx.shape)}"
+    )
+    form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
+    if form == "stacked":
+        raise NotImplementedError(
+            f"{shapes}: lists of packed sequences have to be compact, [H, rows, n], or ragged, [L]"
+        )
+    if form not in ("compact", "ragged"):
+        raise ValueError(f"{shapes}, expected [H, rows], and [H, rows, n] or [L]")
+    if lists.cu_total_n_blocks is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
+        raise ValueError("cu_total_n_blocks, and cu_block_idx_offsets of ragged lists, have to be given")
+    kinds = [("mask_block_cnt", "mask_block_idx", "dq_write_order", lists.cu_block_idx_offsets)]
+    if lists.full_block_cnt is not None:
+        own = lists.cu_full_block_idx_offsets
+        offsets = lists.cu_block_idx_offsets if own is None else own
+        kinds.append(("full_block_cnt", "full_block_idx", "dq_write_order_full", offsets))
+    heads = max(t.shape[0] for cnt, idx, _, o in kinds for t in (getattr(lists, cnt), getattr(lists, idx), o)
+                if t is not None and t.ndim > 1)  # fmt: skip
+    rows, device = lists.mask_block_cnt.shape[1], lists.mask_block_cnt.device
+    counts, starts, indices, locks = [], [], [], []
+    for cnt, idx, lock, offsets in kinds:
+        own = getattr(lists, idx)
+        if form == "ragged":
+            start = offsets[:, :rows].long().expand(heads, rows)
+        else:
+            own = own.expand(heads, -1, -1)
+            start = torch.arange(heads * rows, device=device).view(heads, rows) * own.shape[2]
+        counts.append(getattr(lists, cnt).expand(heads, rows))
+        starts.append(start)
+        indices.append(own.reshape(-1))
+        if getattr(lists, lock) is not None:
+            locks.append(getattr(lists, lock).expand(own.shape).reshape(-1))
+    row = torch.arange(rows, device=device, dtype=torch.int32)
+    before = lists.cu_total_n_blocks.int()
+    # Rows behind the last sequence's list nothing, and may count as its.
+    sequence = (torch.searchsorted(before, row, right=True, out_int32=True) - 1).clamp(0, before.shape[0] - 2)
+    return PackedRows(
+        *map(tuple, (counts, starts, indices)),
+        tuple(locks) if len(locks) == len(kinds) else None,
+        sequence,
+        row - before.index_select(0, sequence),
+        before.shape[0] - 1,
+    )
+
+
+def ragged_walk(
+    rows: PackedRows,
+    lists: Any,
+    *,
+    num_q_blocks: int,
+    order: OptionalTensor = None,
+    locks: bool = False,
+    descending: bool = True,
+    listed: int | None = None,
+) -> Any:
+    """`lists` as ragged ones with one walk a key block, by rising lock value: entries are 2 * block + is_full.
+
+    Args:
+        num_q_blocks: of the longest sequence.
+        order: [1 or H, rows], the rows of a head in the order of their launch, from which lock values follow; None: the
+            rows' own order.
+        locks: take the lists' own lock values instead.
+        descending: among equal lock values the later query block comes first.
+        listed: upper bound of the entries of all heads. None: the room that there is, which rows then must not share.
+    """
+    M = rows.sequences * num_q_blocks
+    entries, places = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
+    if locks:
+        values = _pick(rows.locks, places, entries.is_full)
+    else:
+        values = ranks(entries, M)
+    return _ragged(sorted_walk(entries, values, descending, M), lists, 2 * num_q_blocks)
+
+
+def _flat_entries(
+    rows: PackedRows, order: OptionalTensor, num_q_blocks: int, most: int
+) -> tuple[FlatEntries, tuple[torch.Tensor, ...]]:
+    """Entries by head and row in order, and where they stand in the indices; blocks count through all sequences."""
+    H, R = rows.counts[0].shape
+    row = torch.arange(H * R, device=rows.sequence.device)
+    if order is not None:
+        row = (row.view(H, R)[:, :1] + order).flatten()
+    counts = rows.total().flatten().index_select(0, row)
+    ends = counts.cumsum(0)
+    at = torch.arange(most, device=row.device)
+    number = torch.searchsorted(ends, at, right=True)
+    listed = number < row.numel()
+    number = number.clamp(max=row.numel() - 1)
+    place = torch.where(listed, at - (ends - counts).index_select(0, number), 0)
+    row = row.index_select(0, number)
+    masks = rows.counts[0].flatten().index_select(0, row)
+    is_full = place >= masks if len(rows.counts) > 1 else torch.zeros_like(listed)
+    places = tuple(
+        torch.where(own & listed, start.flatten().index_select(0, row) + place - before, 0)
+        for start, own, before in zip(rows.starts, (~is_full, is_full), (0, masks))
+    )
+    block = _pick(rows.indices, places, is_full) + rows.sequence.index_select(0, row % R) * num_q_blocks
+    cnt = [t.unsqueeze(0) for t in rows.counts] + [None]
+    own = DistinctLists(cnt[0], rows.indices[0], cnt[1], None, (1, H))
+    return FlatEntries(row.int(), place.int(), block, is_full, listed, own), places
+
+
+def _pick(tensors: tuple[torch.Tensor, ...], places: tuple[torch.Tensor, ...], is_full: torch.Tensor) -> torch.Tensor:
+    picked = [t.index_select(0, at) if t.numel() else at.int() for t, at in zip(tensors, places)]
+    return picked[0] if len(picked) == 1 else torch.where(is_full, picked[1], picked[0])
+
+
+def _ragged(walk: CompactWalk, lists: Any, entries_a_sequence: int) -> Any:
+    ends = walk.ends.squeeze(0)
+    counts = ends.flatten().diff(prepend=ends.new_zeros(1)).view(ends.shape)
+    return lists._replace(
+        mask_block_cnt=counts.int(),
+        mask_block_idx=walk.entries % entries_a_sequence,
+        full_block_cnt=None,
+        full_block_idx=None,
+        cu_block_idx_offsets=ends - counts,
+        cu_full_block_idx_offsets=None,
+        dq_write_order=walk.locks,
+        dq_write_order_full=None,
+    )

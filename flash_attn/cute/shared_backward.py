@@ -1,0 +1,384 @@
+"""Backward calls that share what stands around them: row sums computed once, accumulators converted once.
+
+Several attention calls over the same queries, whose outputs are weighed and summed, need one gradient of q between
+them, and where they read the same keys one of k and v. By itself each call reads o and do for its row sums, clears an
+fp32 accumulator, and converts it; then somebody sums the results. With ``shared=SharedBackward(...)``
+
+- row sums come from the caller: no preprocess is launched, ``out`` and ``lse`` may be None;
+- accumulators come from the caller: they are added to, in the order the kernel keeps them in, and not converted;
+- `convert` turns an accumulator into a gradient, once, and may add it to what the output holds already.
+
+What may share an accumulator is asked beforehand: `backward_layout` takes the arguments of a call and returns how its
+accumulators lie, `aligned` lets several calls agree, and equal `AccumLayout.place` means that they may share.
+
+    cmp, swa = aligned(backward_layout(q, k_cmp, v_cmp, **of_cmp), backward_layout(q, k, v, **of_swa))
+    dq, flags = torch.empty(cmp.dq.shape), ...        # cmp.dq.place == swa.dq.place
+    (dk, dv) = zeroed(swa.dk, swa.dv, device=q.device)
+    _flash_attn_bwd(q, k_cmp, v_cmp, None, do, None, **of_cmp, shared=SharedBackward(cmp, *rows_cmp, dq, first=True))
+    _flash_attn_bwd(q, k, v, None, do, None, **of_swa, shared=SharedBackward(swa, *rows_swa, dq, dk, dv))
+    convert(dq, cmp.dq, out_dq, scale=softmax_scale, add=True)
+
+**Row sums.** ``dpsum`` is rowsum(o * do), ``lse_log2`` is lse * log2(e), both fp32 [B, Hq, rows], packed [Hq, rows],
+where ``rows`` is `AccumLayout.rows` of dq. A packed sequence b starts at row (cu_seqlens[b] + b * start) // start *
+start, with ``start`` that of dq's layout. The kernel reads whole tiles: up to the next multiple of its tile, rows past
+a sequence's end have to hold dpsum 0 and lse_log2 +inf. The probabilities are exp2(scores - lse_log2), so
+
+- lse_log2 = +inf gives exact zeros, never NaN, since scores are finite or -inf: right for padding, and for a row whose
+  gate is 0. Its dpsum and do have to be finite;
+- a row that sees no key has to hold 0 (any finite number, or +inf), not its lse of -inf: all its scores are -inf;
+- lse - ln(g) for lse scales the probabilities by g: with the same ``do`` for all branches, and dpsum not scaled, dq, dk
+  and dv come out as if ``do`` had been g * do.
+
+**Without GQA** (Hq == Hkv) dk and dv have no accumulators: one CTA stores each tile, in the output's dtype. Calls then
+have dk and dv of their own, and the caller sums them. In deterministic mode bits repeat as long as the calls come in
+the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Hashable, NamedTuple, Optional
+
+import torch
+
+ALIGNED = 64  # elements: a buffer inside another one starts at a multiple of 256 bytes
+
+
+class Tile(NamedTuple):
+    """How a kernel writes a tile of an accumulator, and how the conversion reads it."""
+
+    arch: int
+    rows: int
+    threads: int
+    atoms: int  # warpgroups along the rows
+    swapped: bool
+    two_cta: bool
+    multiple: int  # the head dimension is rounded up to this
+    order: Optional[Hashable]  # sm_100's AccumTileOrder
+
+    @property
+    def pattern(self) -> Hashable:
+        """Equal for tiles that put every element in the same place.
+
+        sm_90 keeps wgmma's registers: for 64 rows, by 8 columns, then by thread, then by register. Whether warpgroups
+        share the columns of 64 rows, or take 64 rows each, is then nowhere to be seen, nor is the number of rows.
+        """
+        groups = self.threads // 128
+        whole = self.rows == 64 * self.atoms and self.atoms in (1, groups)
+        if self.arch // 10 == 9 and whole and not self.swapped:
+            return "rows of 64"
+        return self._replace(threads=0)
+
+
+@dataclass(frozen=True)
+class AccumLayout:
+    """How a call's fp32 accumulator of dq, dk or dv lies in memory; hashable."""
+
+    heads: tuple[int, ...]  # (B, H), packed (H,)
+    tokens: int  # of a sequence; packed: of all
+    sequences: Optional[int]  # packed: how many; None where all have one length
+    start: int  # rows are rounded up to a multiple of this; packed: every sequence starts at one
+    head_dim: int
+    tile: Tile
+
+    @cached_property
+    def rows(self) -> int:
+        """Of a head."""
+        spare = 0 if self.sequences is None else self.sequences * self.start
+        return -(-(self.tokens + spare) // self.start) * self.start
+
+    @cached_property
+    def width(self) -> int:
+        return -(-self.head_dim // self.tile.multiple) * self.tile.multiple
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.heads, self.rows * self.width)
+
+    @cached_property
+    def place(self) -> Hashable:
+        """Equal for accumulators that calls may share."""
+        return self.heads, self.tokens, self.sequences, self.start, self.head_dim, self.tile.pattern
+
+
+@dataclass(frozen=True)
+class BackwardLayout:
+    """A call's accumulators; hashable."""
+
+    dq: AccumLayout
+    dk: Optional[AccumLayout]  # None without GQA
+    dv: Optional[AccumLayout]
+    flags: Optional[tuple[int, ...]]  # int32, where the call can store the first part of dq (first_writer)
+
+    @cached_property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of dpsum and lse_log2."""
+        return (*self.dq.heads, self.dq.rows)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dq, self.dk, self.dv, self.flags))
+
+
+class SharedBackward(NamedTuple):
+    """What a backward call is given, and leaves to its caller.
+
+    Attributes:
+        layout: what `backward_layout` returned for this call, or `aligned` made of it.
+        dpsum, lse_log2: the row sums, as the module's docstring says.
+        dq: fp32 accumulator of ``layout.dq.shape``; added to. None: the call has its own and returns dq.
+        dk, dv: the same for ``layout.dk.shape``, ``layout.dv.shape``, under GQA; both or neither.
+        first: dq holds nothing yet, and may be uninitialised: this call is to leave exactly its own part there. Under
+            compressed-causal masking the kernel stores that part instead of adding it; else the call clears dq.
+        flags: zeroed int32 of ``layout.flags``, for ``first``; None: the call makes its own.
+    """
+
+    layout: Optional[BackwardLayout]
+    dpsum: Optional[torch.Tensor]
+    lse_log2: Optional[torch.Tensor]
+    dq: Optional[torch.Tensor] = None
+    dk: Optional[torch.Tensor] = None
+    dv: Optional[torch.Tensor] = None
+    first: bool = False
+    flags: Optional[torch.Tensor] = None
+
+
+LAYOUT_ONLY = SharedBackward(None, None, None)  # asks `_flash_attn_bwd` for the call's layout
+
+
+def backward_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> BackwardLayout:
+    """How the accumulators of a backward call lie; nothing is read, computed or launched.
+
+    Args:
+        q, k, v: as the call's; only shape, stride, dtype and device count (a device of type "meta" will do).
+        options: the call's other arguments.
+
+    Raises:
+        ValueError: no tokens, or options that cannot be shared.
+        NotImplementedError: an architecture without such hooks.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dout = q if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return _flash_attn_bwd(q, k, v, None, dout, None, **options, shared=LAYOUT_ONLY)
+
+
+def aligned(*layouts: BackwardLayout) -> tuple[BackwardLayout, ...]:
+    """The calls' layouts with rows, and starts of packed sequences, at common multiples: one form of row sums for all.
+
+    Where sequences are packed only sm_90's kernels can do with other starts than their own.
+    """
+    q, k = (math.lcm(*(each.start for each in accums if each)) for accums in zip(*((x.dq, x.dk) for x in layouts)))
+    if any(x.dq.sequences is not None and x.dq.tile.arch // 10 != 9 for x in layouts):
+        return layouts
+
+    def moved(x: BackwardLayout) -> BackwardLayout:
+        dk, dv = (None if each is None else replace(each, start=k) for each in (x.dk, x.dv))
+        return replace(x, dq=replace(x.dq, start=q), dk=dk, dv=dv)
+
+    return tuple(map(moved, layouts))
+
+
+def zeroed(*wanted: AccumLayout | tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    """Zeros for all of them in one allocation and one launch: fp32 for a layout, int32 for the shape of flags."""
+    shapes = [each.shape if isinstance(each, AccumLayout) else each for each in wanted]
+    sizes = [math.prod(shape) for shape in shapes]
+    room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    whole = torch.zeros(sum(room), dtype=torch.float32, device=device)
+    parts = []
+    for each, shape, size, part in zip(wanted, shapes, sizes, whole.split_with_sizes(room)):
+        part = part if part.shape[0] == size else part.narrow(0, 0, size)
+        parts.append((part if isinstance(each, AccumLayout) else part.view(torch.int32)).view(shape))
+    return parts
+
+
+def convert(
+    accum: torch.Tensor,
+    layout: AccumLayout,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    cu_seqlens: Optional[torch.Tensor] = None,
+    add: bool = False,
+) -> torch.Tensor:
+    """Write round(scale * accum) to ``out``, or with ``add`` round(scale * accum + out), and return it.
+
+    Args:
+        accum: fp32, of ``layout.shape``.
+        layout: of any of the calls that added to it.
+        out: [B, T, H, D], packed [total, H, D]; fp16 or bf16, contiguous in its last dimension.
+        scale: softmax_scale for dq and dk, 1 for dv.
+        cu_seqlens: int32 [sequences + 1], of packed sequences.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    from flash_attn.cute import interface
+
+    _check("accum", accum, layout.shape, torch.float32)
+    batch = layout.heads[:-1]
+    _check("out", out, (*batch, layout.tokens, layout.heads[-1], layout.head_dim), out.dtype)
+    if (cu_seqlens is None) != (layout.sequences is None):
+        raise ValueError(f"cu_seqlens is {cu_seqlens}, expected one exactly where sequences are packed: {layout}")
+    tile = layout.tile
+    interface._bwd_postprocess_convert(
+        accum, out, scale, cu_seqlens, None, tile.arch, interface.torch2cute_dtype_map[out.dtype], layout.head_dim,
+        tile.rows, tile.threads, tile.atoms, tile.swapped, use_2cta_instrs=tile.two_cta,
+        cluster_size=1 if layout.sequences is None else layout.start // tile.rows, hdim_multiple_of=tile.multiple,
+        accum_order=tile.order, add_to=add, fake_mode=type(accum) is not torch.Tensor and interface.is_fake_mode(),
+    )  # fmt: skip
+    return out
+
+
+# What `_flash_attn_bwd` calls.
+
+
+def left_to_caller(shared: Optional[SharedBackward], **alone: Any) -> tuple[bool, bool]:
+    """Whether dq, and whether dk and dv, are not for the call to convert.
+
+    Args:
+        alone: arguments that a call with ``shared`` cannot have.
+    """
+    if shared is None:
+        return False, False
+    given = [name for name, value in alone.items() if value is not None]
+    if given:
+        raise ValueError(f"{given[0]} cannot be given together with shared")
+    if (shared.dk is None) != (shared.dv is None):
+        raise ValueError("shared.dk and shared.dv: expected both or neither")
+    return shared.dq is not None, shared.dk is not None
+
+
+def without_tokens(
+    shared: SharedBackward, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[Optional[torch.Tensor], ...]:
+    """A call's results where there is no query or no key."""
+    if shared is LAYOUT_ONLY:
+        raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}: without tokens there are no accumulators")
+    if shared.first and shared.dq is not None:
+        shared.dq.zero_()
+    kept = (shared.dq, shared.dk, shared.dv)
+    return tuple(torch.zeros_like(x) if accum is None else None for x, accum in zip((q, k, v), kept))
+
+
+@lru_cache(maxsize=1024)
+def call_layout(
+    arch: int,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    *,
+    sequences: tuple[Optional[int], Optional[int]],
+    tile: tuple[int, int],
+    threads: tuple[int, int],
+    atoms: tuple[int, int],
+    swapped: tuple[bool, bool],
+    orders: tuple[Optional[Hashable], Optional[Hashable]],
+    cluster_size: int,
+    two_cta: bool,
+    multiple: int,
+    writes_first: bool,
+) -> BackwardLayout:
+    """From the shapes of q, k and v; pairs are of queries and keys, ``sequences`` None where they are not packed."""
+
+    def accum(x: tuple[int, ...], which: int) -> AccumLayout:
+        how = Tile(
+            arch, tile[which], threads[which], atoms[which], swapped[which], two_cta and which == 0, multiple,
+            orders[which],
+        )  # fmt: skip
+        heads = x[-2:-1] if sequences[which] is not None else (x[0], x[2])
+        start = tile[which] * (cluster_size if which else 1)
+        return AccumLayout(tuple(heads), x[-3], sequences[which], start, x[-1], how)
+
+    dq = accum(q, 0)
+    dk, dv = (None, None) if q[-2] == k[-2] else (accum(k, 1), accum(v, 1))
+    flags = (*dq.heads, -(-dq.tokens // tile[0]), 1) if writes_first else None
+    return BackwardLayout(dq, dk, dv, flags)
+
+
+def checked(shared: SharedBackward, layout: BackwardLayout, device: torch.device) -> SharedBackward:
+    """``shared`` with what it leaves to the call allocated.
+
+    Raises:
+        ValueError: a tensor that does not fit the call.
+    """
+    given = shared.layout
+    if given is not layout:
+        _check_fits(given, layout)
+    _check("shared.dpsum", shared.dpsum, given.row_shape, torch.float32)
+    _check("shared.lse_log2", shared.lse_log2, given.row_shape, torch.float32)
+    dq, dk, dv, first, flags = shared[3:]
+    if dq is None:
+        _check_own("dq", given.dq, layout.dq)
+        dq, first = torch.empty(given.dq.shape, dtype=torch.float32, device=device), True
+    else:
+        _check("shared.dq", dq, given.dq.shape, torch.float32)
+    if dk is not None:
+        if layout.dk is None:
+            raise ValueError("shared.dk: without GQA dk and dv are stored, not accumulated; expected None")
+        _check("shared.dk", dk, given.dk.shape, torch.float32)
+        _check("shared.dv", dv, given.dv.shape, torch.float32)
+    elif layout.dk is not None:
+        _check_own("dk", given.dk, layout.dk)
+        dk, dv = zeroed(given.dk, given.dv, device=device)
+    if first and layout.flags is not None:
+        if flags is None:
+            flags = torch.zeros(layout.flags, dtype=torch.int32, device=device)
+        _check("shared.flags", flags, layout.flags, torch.int32)
+    return SharedBackward(given, shared.dpsum, shared.lse_log2, dq, dk, dv, first, flags)
+
+
+def clear_first(shared: SharedBackward, seen_from: Optional[int]) -> None:
+    """Clear what the call's kernel adds to of an accumulator that holds nothing yet.
+
+    Args:
+        seen_from: the kernel stores the first part of every row from this one on; None: it stores nothing.
+    """
+    if not shared.first:
+        return
+    if seen_from is None:
+        shared.dq.zero_()
+    elif seen_from:
+        shared.dq.narrow(-1, 0, seen_from * shared.layout.dq.width).zero_()
+
+
+def sequence_starts(shared: Optional[SharedBackward], tile: tuple[int, int]) -> Optional[tuple[int, ...]]:
+    """Multiples at which packed queries and keys start, for a compile key.
+
+    None without ``shared``: a preprocess goes before the kernel.
+    """
+    if shared is None:
+        return None
+    accums = shared.layout.dq, shared.layout.dk
+    return tuple(own if x is None or x.sequences is None else x.start for x, own in zip(accums, tile))
+
+
+@lru_cache(maxsize=1024)
+def _check_fits(given: Optional[BackwardLayout], own: BackwardLayout) -> None:
+    if not isinstance(given, BackwardLayout):
+        raise ValueError(f"shared.layout is {given!r}, expected this call's backward_layout")
+    for name in ("dq", "dk", "dv"):
+        theirs, ours = getattr(given, name), getattr(own, name)
+        moved = ours if theirs is None or ours is None else replace(ours, start=theirs.start)
+        rounded = ours is None or theirs is None or theirs.start % ours.start == 0
+        packed = theirs is not None and theirs.sequences is not None and theirs.tile.arch // 10 != 9
+        if theirs != (ours if packed else moved) or not rounded:
+            raise ValueError(f"shared.layout.{name} is {theirs}, expected {ours}, or a multiple of its start")
+    if given.flags != own.flags:
+        raise ValueError(f"shared.layout.flags is {given.flags}, expected {own.flags}")
+
+
+def _check_own(name: str, given: AccumLayout, own: AccumLayout) -> None:
+    if own.sequences is not None and given.start != own.start:
+        raise ValueError(f"shared.{name} is None: expected an accumulator, as sequences start at {given.start} rows")
+
+
+def _check(name: str, tensor: Optional[torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor is None or tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
+        found = None if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(f"{name} is {found}, expected {dtype} {tuple(shape)}, contiguous in its last dimension")
