@@ -18,6 +18,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.call_recording import observed
 from nsa_layer.support import device_arch
 
 Compiled = Callable[..., object]
@@ -50,7 +51,7 @@ def launch(name: str, key: tuple[Hashable, ...], compile_kernel: Callable[[], Co
     if kernel is None:
         kernel = _compiled[entry] = _load_or_compile(name, key, compile_kernel)
     if not _is_fake(arguments):
-        kernel(*arguments)
+        observed(kernel)(*arguments)
 
 
 def fake_tensor(

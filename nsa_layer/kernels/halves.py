@@ -1,0 +1,56 @@
+"""fp32 rows as two rows of fp16 and a power of two: ``x = (hi + lo) * scale`` to 22 bits, for dot products by fp16 MMA.
+
+A row's largest number is brought to [2^14, 2^15), where fp16 has room below for what is far smaller. Both halves have
+one scale, so that ``hi.hi + hi.lo + lo.hi`` goes into one accumulator; lo.lo is below its rounding. What has 11 bits,
+such as means of small integers, has lo = 0 and is exact.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+VECTOR = 8  # numbers of a row in one thread: 16 bytes of fp16
+
+# Of the exponent's 8 bits, biased by 127: 14 is what the largest number gets.
+TOP = 14
+LEAST_EXPONENT = TOP + 1  # so that scale and its inverse are both normal numbers
+
+
+@dsl_user_op
+def bits_of(x: Float32, *, loc=None, ip=None) -> Int32:
+    return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def float_of(bits: Int32, *, loc=None, ip=None) -> Float32:
+    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
+
+
+def largest(share: list[Float32], lanes: int) -> Float32:
+    """Of the absolute values of a row that lies over `lanes` neighbouring threads."""
+    top = Float32(0.0)
+    for x in share:
+        top = cute.arch.fmax(top, cute.arch.fmax(x, -x))
+    return cute.arch.warp_reduction_max(top, threads_in_group=lanes)
+
+
+def split(share: list[Float32], lanes: int, row: cute.Tensor, lane: Int32, active: bool) -> Float32:
+    """Write a thread's share of a row as [hi | lo], 2 D numbers of fp16, where `active`; returns the row's scale."""
+    exponent = (bits_of(largest(share, lanes)) >> 23) & 0xFF
+    exponent = cutlass.max(exponent, LEAST_EXPONENT)
+    up, scale = float_of((254 + TOP - exponent) << 23), float_of((exponent - TOP) << 23)
+    hi, lo = (cute.make_rmem_tensor((VECTOR,), Float16) for _ in range(2))
+    for c, x in enumerate(share):
+        hi[c] = (x * up).to(Float16)
+        lo[c] = (x * up - hi[c].to(Float32)).to(Float16)
+    write(row, lane, lanes, hi, lo, active)
+    return scale
+
+
+@cute.jit
+def write(row: cute.Tensor, lane: Int32, lanes: int, hi: cute.Tensor, lo: cute.Tensor, active: bool):
+    if active:
+        cute.autovec_copy(hi, cute.local_tile(row, (VECTOR,), (lane,)))
+        cute.autovec_copy(lo, cute.local_tile(row, (VECTOR,), (lanes + lane,)))

@@ -1,0 +1,63 @@
+"""Rows of one head in both layouts: which sequence a tile of a packed batch is in, and 16-byte pieces of a row.
+
+A thread block finds its sequence by itself: sequence s has the tiles from ``start[s] // size + s`` on, which leaves
+room for its last, short tile whatever the lengths are; tiles past a sequence's end have nothing to do.
+"""
+
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32
+
+from nsa_layer.kernels.launch import fake_tensor
+
+
+@cute.jit
+def find_sequence(starts: cute.Tensor, tile: Int32, size: cutlass.Constexpr[int]):
+    """The last sequence whose first tile is not after `tile`; starts: [sequences + 1]."""
+    low, high = Int32(0), Int32(starts.shape[0] - 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if starts[middle] // size + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def tiles_and_batch(x: cute.Tensor, starts: Optional[cute.Tensor], size: int):
+    """Tiles of `size` rows: exactly in a batch, at most in packed input."""
+    if starts is None:
+        return cute.ceil_div(x.shape[1], size), x.shape[0]
+    return x.shape[0] // size + starts.shape[0] - 1, 1
+
+
+def head_rows(x: cute.Tensor, batch: Int32, head: Int32) -> cute.Tensor:
+    """[rows, D] of [B, rows, H, D], or of packed [rows, H, D]."""
+    return x[batch, None, head, None] if cute.rank(x) == 4 else x[None, head, None]
+
+
+def vector(x: cute.Tensor, row: Int32, lane: Int32, size: int) -> cute.Tensor:
+    """Elements ``lane * size`` and on of a row of [rows, D]."""
+    return cute.local_tile(x[row, None], (size,), (lane,))
+
+
+def divided(total: cute.Tensor, l: int) -> cute.TensorSSA:
+    """By a power of two exactly, and fast."""
+    return total.load() * (1.0 / l) if l & (l - 1) == 0 else total.load() / float(l)
+
+
+def round_to(value: cute.TensorSSA, target: cute.Tensor) -> None:
+    rounded = cute.make_rmem_tensor(target.shape, target.element_type)
+    rounded.store(value.to(target.element_type))
+    cute.autovec_copy(rounded, target)
+
+
+def fake_rows(dtype: torch.dtype, D: int, packed: bool) -> cute.Tensor:
+    return fake_tensor(dtype, (*[cute.sym_int() for _ in range(2 if packed else 3)], D))
+
+
+def fake_starts(packed: bool) -> list[Optional[cute.Tensor]]:
+    return [fake_tensor(torch.int32, (cute.sym_int(),), align=4) if packed else None for _ in range(2)]

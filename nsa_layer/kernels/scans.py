@@ -1,0 +1,190 @@
+"""Running sums by a single CTA: where rows of lists and their plan items start, and where packed sequences do.
+
+A CTA of 1,024 threads goes through its input 8,192 numbers at a time and carries the totals along: the lists of 65,536
+tokens are one step, those of a million sixteen. More CTAs would have to wait for each other, which takes as long.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, Int64, const_expr
+
+from flash_attn.cute.utils import warp_prefix_sum
+from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
+
+THREADS = 1024
+WARPS = THREADS // 32
+PER_THREAD = 8
+
+
+@cute.jit
+def sum_before(value: Int32, sums: cute.Tensor, warp: Int32, lane: Int32):
+    """(the sum of `value` over the CTA's threads before this one, over all of them); sums: [WARPS] shared."""
+    through = warp_prefix_sum(value, lane)
+    if lane == 31:
+        sums[warp] = through
+    cute.arch.sync_threads()
+    of_warps = warp_prefix_sum(sums[lane], lane)
+    total = cute.arch.shuffle_sync(of_warps, WARPS - 1)
+    before = cute.arch.shuffle_sync(of_warps, cutlass.max(warp - 1, 0))
+    if warp == 0:
+        before = Int32(0)
+    cute.arch.sync_threads()  # the sums' next use
+    return before + through - value, total
+
+
+class RowStartsKernel:
+    """Counts of rows -> where their entries start, and how many plan items of one head come before a row's.
+
+    longest: entries of an item at most; 0: a row is one item, whatever it lists.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    @cute.jit
+    def __call__(
+        self,
+        counts: cute.Tensor,  # [H, rows], contiguous like starts
+        starts: cute.Tensor,
+        items_before: cute.Tensor,  # [H * rows + 1]
+        cu_rows: cute.Tensor | None,  # [B + 1] of a batch of equal length, written; None: packed
+        rows_a_sequence: Int32,
+        stream,
+    ):
+        counts, starts = (cute.make_tensor(t.iterator, cute.make_layout((cute.size(t),))) for t in (counts, starts))
+        arguments = (counts, starts, items_before, cu_rows, rows_a_sequence)
+        self.kernel(*arguments).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        counts: cute.Tensor,
+        starts: cute.Tensor,
+        items_before: cute.Tensor,
+        cu_rows: cute.Tensor | None,
+        rows_a_sequence: Int32,
+    ):
+        tidx = cute.arch.thread_idx()[0]
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = cutlass.utils.SmemAllocator()
+        entry_sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=4)
+        item_sums = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=4)
+        if const_expr(cu_rows is not None):
+            for b in cutlass.range(tidx, cu_rows.shape[0], THREADS):
+                cu_rows[b] = rows_a_sequence * b
+        rows = counts.shape[0]
+        entries, items = Int64(0), Int32(0)
+        own = cute.make_rmem_tensor(PER_THREAD, Int32)
+        for step in cutlass.range(cute.ceil_div(rows, THREADS * PER_THREAD)):
+            begin = (step * THREADS + tidx) * PER_THREAD
+            listed, pieces = Int32(0), Int32(0)
+            for i in cutlass.range_constexpr(PER_THREAD):
+                own[i] = Int32(0)
+                if begin + i < rows:
+                    own[i] = counts[begin + i]
+                    pieces += items_of(own[i], self.longest)
+                listed += own[i]
+            listed_before, all_listed = sum_before(listed, entry_sums, warp, lane)
+            pieces_before, all_pieces = sum_before(pieces, item_sums, warp, lane)
+            start, item = entries + listed_before, items + pieces_before
+            for i in cutlass.range_constexpr(PER_THREAD):
+                if begin + i < rows:
+                    starts[begin + i] = start
+                    items_before[begin + i] = item
+                    start += own[i]
+                    item += items_of(own[i], self.longest)
+            entries += all_listed
+            items += all_pieces
+        if tidx == 0:
+            items_before[rows] = items
+
+
+def items_of(count: Int32, longest: int) -> Int32:
+    """How many plan items a row with `count` entries makes."""
+    return Int32(1) if longest == 0 else (count + (longest - 1)) // longest
+
+
+@cute.jit
+def sequence_of(cu_rows: cute.Tensor, row: Int32) -> Int32:
+    """The packed sequence that has the row: the last that starts at or before it."""
+    low, high = Int32(0), cu_rows.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if cu_rows[middle] <= row:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class SequenceStartsKernel:
+    """cu_seqlens -> how many query tiles and how many key tiles the sequences before each one have."""
+
+    def __init__(self, q_tile: int, kv_tile: int) -> None:
+        self.tiles = q_tile, kv_tile
+
+    @cute.jit
+    def __call__(self, cu_seqlens: cute.Tensor, cu_q: cute.Tensor, cu_k: cute.Tensor, stream):
+        self.kernel(cu_seqlens, cu_q, cu_k).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, cu_seqlens: cute.Tensor, cu_q: cute.Tensor, cu_k: cute.Tensor):
+        tidx = cute.arch.thread_idx()[0]
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        sums = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=4)
+        sequences = cu_seqlens.shape[0] - 1
+        carried = [Int32(0), Int32(0)]
+        for step in cutlass.range(cute.ceil_div(sequences + 1, THREADS)):
+            b = step * THREADS + tidx
+            tokens = Int32(0)
+            if b < sequences:
+                tokens = cu_seqlens[b + 1] - cu_seqlens[b]
+            for side in cutlass.range_constexpr(2):
+                number = (tokens + (self.tiles[side] - 1)) // self.tiles[side]
+                before, total = sum_before(number, sums, warp, lane)
+                if b <= sequences:
+                    (cu_q, cu_k)[side][b] = carried[side] + before
+                carried[side] += total
+
+
+def row_starts(
+    counts: torch.Tensor,
+    starts: torch.Tensor,
+    items_before: torch.Tensor,
+    *,
+    cu_rows: torch.Tensor | None,
+    rows_a_sequence: int,
+    longest: int,
+) -> None:
+    """Fill `starts` int64 [H, rows] and `items_before` int32 [H * rows + 1] from counts int32 [H, rows].
+
+    Args:
+        cu_rows: int32 [B + 1], filled with multiples of `rows_a_sequence`; None: left alone.
+        longest: entries of a plan item at most; 0: an item for every row.
+    """
+
+    def compile_kernel():
+        rows, heads = cute.sym_int(), cute.sym_int()
+        fake = [
+            fake_tensor(torch.int32, (heads, rows), align=4),
+            fake_tensor(torch.int64, (heads, rows), align=8),
+            fake_tensor(torch.int32, (cute.sym_int(),), align=4),
+            None if cu_rows is None else fake_tensor(torch.int32, (cute.sym_int(),), align=4),
+        ]
+        return cute.compile(RowStartsKernel(longest), *fake, Int32(0), fake_stream(), options=OPTIONS)
+
+    key = (longest, cu_rows is None)
+    launch("row_starts", key, compile_kernel, counts, starts, items_before, cu_rows, rows_a_sequence)
+
+
+def sequence_starts(cu_seqlens: torch.Tensor, q_tile: int, kv_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(query tiles, key tiles) of all packed sequences before each one, int32 [B + 1] like cu_seqlens."""
+
+    def compile_kernel():
+        fake = [fake_tensor(torch.int32, (cute.sym_int(),), align=4) for _ in range(3)]
+        return cute.compile(SequenceStartsKernel(q_tile, kv_tile), *fake, fake_stream(), options=OPTIONS)
+
+    cu_q, cu_k = torch.empty_like(cu_seqlens), torch.empty_like(cu_seqlens)
+    launch("sequence_starts", (q_tile, kv_tile), compile_kernel, cu_seqlens, cu_q, cu_k)
+    return cu_q, cu_k

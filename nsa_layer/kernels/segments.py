@@ -1,0 +1,60 @@
+"""How a thread block of the pooling kernels takes apart its tile of tokens: static arithmetic, nothing of the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+THREADS = 128
+VECTOR = 8  # elements that a thread has of a row: 16 bytes of fp16 and bf16
+IN_FLIGHT = 8  # rows that a thread loads before it adds the first
+ROWS_A_TILE = 64  # of 128 elements: 16 KB a thread block, of which more than ten are on a multiprocessor
+SMEM_FLOATS = 24 * 1024
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Blocks of `l` tokens, every `d` tokens."""
+
+    l: int
+    d: int
+
+    @property
+    def overlap(self) -> int:
+        """Blocks that a token is in, away from the ends."""
+        return self.l // self.d
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How a thread block takes apart its tile.
+
+    Attributes:
+        blocks: consecutive blocks in a tile.
+        size: tokens that are summed before shared memory; a divisor of the stride, or of the block where there is one.
+        count: segments in a tile.
+    """
+
+    blocks: int
+    size: int
+    count: int
+
+
+def plan_blocks(pooling: Pooling, widest: int) -> int:
+    """Blocks a tile: enough rows to keep memory busy, and few read twice; 1 where sharing would not fit."""
+    shared = pooling.overlap - 1
+    strides = max(8 * shared, ROWS_A_TILE * 128 // widest // pooling.d)
+    return max(1, min(strides, SMEM_FLOATS // widest) - shared)
+
+
+def plan_segments(pooling: Pooling, blocks: int, D: int) -> Segments:
+    """The longest segments that leave none of a tile's threads idle and fit into shared memory."""
+    tokens = (blocks - 1) * pooling.d + pooling.l
+    unit = pooling.d if blocks > 1 else pooling.l
+    groups = THREADS // (D // VECTOR)
+    fitting = [m for m in divisors(unit) if tokens // m * D <= SMEM_FLOATS]
+    size = max((m for m in fitting if tokens // m >= groups), default=min(fitting))
+    return Segments(blocks, size, tokens // size)
+
+
+def divisors(n: int) -> list[int]:
+    return [m for m in range(1, n + 1) if n % m == 0]

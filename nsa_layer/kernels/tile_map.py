@@ -1,0 +1,61 @@
+"""Where a query tile stands: its sequence among packed ones, and which blocks are its candidates and forced."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+
+@cute.jit
+def locate(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr[int], number: Int32):
+    """Of groups of `group` tiles of `size` tokens, in order of sequences, each sequence's last one perhaps short.
+
+    For all threads of a warp together. Returns the sequence that group `number` belongs to, -1 where there is no such
+    group, the group's number in it, and how many tiles the sequences before it have.
+    """
+    lane = cute.arch.lane_idx()
+    S = cu_seqlens.shape[0] - 1
+    sequence, groups_before, tiles_before = Int32(-1), Int32(0), Int32(0)
+    chunk = Int32(0)
+    while (sequence < 0) & (chunk < S):
+        tiles = Int32(0)
+        if chunk + lane < S:
+            tiles = cute.ceil_div(cu_seqlens[chunk + lane + 1] - cu_seqlens[chunk + lane], size)
+        groups = cute.ceil_div(tiles, group)
+        tiles_to, groups_to = tiles, groups
+        for step in cutlass.range_constexpr(5):
+            other_tiles = cute.arch.shuffle_sync_up(tiles_to, 1 << step)
+            other_groups = cute.arch.shuffle_sync_up(groups_to, 1 << step)
+            if lane >= (1 << step):
+                tiles_to += other_tiles
+                groups_to += other_groups
+        found = cute.arch.vote_ballot_sync(groups_before + groups_to > number)
+        if found != 0:
+            first = cute.arch.popc((found & -found) - 1)
+            sequence = chunk + first
+            tiles_before += cute.arch.shuffle_sync(tiles_to - tiles, first)
+            groups_before += cute.arch.shuffle_sync(groups_to - groups, first)
+        else:
+            tiles_before += cute.arch.shuffle_sync(tiles_to, 31)
+            groups_before += cute.arch.shuffle_sync(groups_to, 31)
+        chunk += 32
+    return sequence, number - groups_before, tiles_before
+
+
+def candidates_end(t0: Int32, T: Int32, block_size: Int32, causal: bool) -> Int32:
+    """Blocks below this are complete: at the tile's first token t0, or at all."""
+    return (t0 + 1) // block_size if causal else T // block_size
+
+
+def forced_range(t0: Int32, T: Int32, block_size: Int32, q_tile: Int32) -> tuple[Int32, Int32]:
+    """First and last of the blocks of a tile's own tokens and the block before; block 0 is forced beside them."""
+    return cutlass.max(t0 // block_size - 1, 0), cutlass.min(t0 + q_tile - 1, T - 1) // block_size
+
+
+def eligible(block: Int32, end: Int32, forced: tuple[Int32, Int32], causal: bool, force: bool) -> Boolean:
+    """Whether a block may be chosen: a candidate that is not forced."""
+    if const_expr(not force):
+        return block < end
+    first, last = forced
+    if const_expr(causal):  # no candidate lies behind the tile
+        return (block > 0) & (block < cutlass.min(end, first))
+    return (block > 0) & (block < end) & ((block < first) | (block > last))

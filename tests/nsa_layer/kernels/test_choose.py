@@ -1,0 +1,253 @@
+"""The choice of blocks by kernels: compiles everywhere, and on a GPU chooses what `select.choose_blocks` does."""
+
+# What runs in a worker is imported there, so nothing up here may ask for the kernels.
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from nsa_layer import NSAConfig
+from nsa_layer.compress import mean_pool
+from nsa_layer.select import choose_blocks, tile_queries
+from nsa_layer.testing import Case, Inputs, assert_same_choice, make_inputs
+
+SMALL = NSAConfig(block_size=8, block_counts=5, q_tile=16, window_size=8)
+HALF = Case(T=1024, Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=SMALL)
+
+
+def with_config(case: Case, **changes: object) -> Case:
+    return replace(case, config=case.config.replace(**changes))
+
+
+VARIANTS = {
+    "default": HALF,
+    "128": replace(HALF, D=128, dtype=torch.float16),
+    "one step": replace(HALF, T=300),
+    "one head": replace(HALF, Hq=2),
+    "two heads": replace(HALF, Hq=4),
+    "three heads": replace(HALF, Hq=6),
+    "eight heads": replace(HALF, Hq=16),
+    "32 heads": replace(HALF, Hq=32, Hkv=1),
+    "per head": with_config(HALF, per_head=True),
+    "not causal": replace(HALF, causal=False),
+    "not causal, unforced": replace(with_config(HALF, force_blocks=False), causal=False),
+    "unforced": with_config(HALF, force_blocks=False),
+    "own mean": with_config(HALF, tile_query="mean"),
+    "stride": with_config(HALF, block_stride=2),
+    "small tiles": with_config(HALF, q_tile=4),
+    "wide tiles": with_config(HALF, q_tile=64, block_counts=16),
+    "one block": with_config(HALF, block_counts=1),
+    "33 blocks": with_config(HALF, block_counts=33),
+    "64 blocks": replace(with_config(HALF, block_counts=64), Hq=2, T=4096),
+    "packed": replace(HALF, lengths=(1024, 0, 1, 16, 0, 688, *(16 * i for i in range(40)), 2304)),
+    "packed, stride, three heads": replace(with_config(HALF, block_stride=4), Hq=6, lengths=(0, 528, 32, 1040, 0)),
+    "packed, not causal": replace(HALF, lengths=(512, 16, 2048), causal=False),
+    "long": replace(HALF, T=20480, B=1, D=128),
+}
+BATCHES = {name: case if case.lengths or case.B > 1 else replace(case, B=2) for name, case in VARIANTS.items()}
+
+
+def compile_case(case: Case) -> list[tuple[int, ...]]:
+    """For the architecture of a worker; the shapes that come back."""
+    from nsa_layer.kernels.choose import choose
+
+    tokens = (case.B, case.T) if case.lengths is None else (sum(case.lengths),)
+    q = torch.empty(*tokens, case.Hq, case.D, dtype=case.dtype, device="cuda")
+    rows = (case.B, case.config.compressed_length(case.T)) if case.lengths is None else (7,)
+    k_mean = torch.empty(*rows, case.Hkv, case.D, device="cuda")
+    starts = torch.empty(9, dtype=torch.int32, device="cuda") if case.lengths else None
+    choice = dict(config=case.config, causal=case.causal, softmax_scale=0.125)
+    lists = choose(q, k_mean, **choice, cu_seqlens=starts, cu_blocks=starts, lengths=case.lengths)
+    return [tuple(x.shape) for x in lists]
+
+
+@pytest.mark.parametrize("name", ["default", "64 blocks", "eight heads", "not causal", "packed, stride, three heads"])
+def test_compiles(compiler: Worker, name: str) -> None:
+    for importance in ("softmax", "logit"):
+        case = with_config(BATCHES[name], importance=importance)
+        indices, counts = compiler.run(compile_case, case)
+        lengths = case.lengths or [case.T]
+        tiles, width = sum(map(case.config.num_tiles, lengths)), case.config.list_width(max(lengths))
+        lead = () if case.lengths else (case.B,)
+        assert indices == (*lead, case.Hkv, tiles, width) and counts == indices[:-1]
+
+
+def test_says_what_it_does_not_cover() -> None:
+    pytest.importorskip("cutlass")
+    from nsa_layer.kernels.choose import unsupported
+
+    covered = dict(G=4, D=128, dtype=torch.bfloat16, softmax_scale=0.1)
+    assert unsupported(NSAConfig(), **covered) is None
+    assert unsupported(NSAConfig(per_head=True), **covered | {"G": 64}) is None
+    for config, changes, said in [
+        (NSAConfig(), {"D": 96}, "dimension 96"),
+        (NSAConfig(), {"dtype": torch.float32}, "torch.float32"),
+        (NSAConfig(), {"G": 33}, "33"),
+        (NSAConfig(block_counts=65), {}, "block_counts"),
+        (NSAConfig(), {"softmax_scale": 0.0}, "softmax_scale"),
+    ]:
+        assert said in unsupported(config, **covered | changes)
+
+
+@pytest.fixture
+def filled() -> Iterator[None]:
+    """`torch.empty` gives NaN and the largest integers."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def kernel_choice(inputs: Inputs, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    from nsa_layer.kernels.choose import choose
+
+    case, packed = inputs.case, {}
+    choice = dict(config=case.config, causal=case.causal, softmax_scale=softmax_scale)
+    if case.lengths is None:
+        return choose(inputs.q, mean_pool(inputs.k, config=case.config), **choice)
+    means = [mean_pool(k[None], config=case.config)[0] for k in inputs.k.split(case.lengths)]
+    starts = torch.tensor([0, *accumulate(map(len, means))], dtype=torch.int32, device=inputs.q.device)
+    packed = dict(cu_seqlens=inputs.cu_seqlens, cu_blocks=starts, lengths=case.lengths)
+    return choose(inputs.q, torch.cat(means), **choice, **packed)
+
+
+def exact_choice(inputs: Inputs, softmax_scale: float) -> torch.Tensor:
+    """In fp64, sequence by sequence."""
+    case = inputs.case
+    width = case.config.list_width(max(case.lengths) if case.lengths else case.T)
+    lists = []
+    for q, k, _ in inputs.to(torch.float64).sequences():
+        if len(q):
+            k_mean = mean_pool(k[None], config=case.config)
+            choice = dict(config=case.config, causal=case.causal, softmax_scale=softmax_scale)
+            chosen = choose_blocks(q[None], k_mean, **choice)[0]
+            lists.append(torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1))
+    return torch.cat(lists, dim=1) if case.lengths else torch.stack(lists)
+
+
+def assert_equal_lists(case: Case, got: tuple[torch.Tensor, torch.Tensor], expected: torch.Tensor) -> None:
+    indices, counts = got
+    assert indices.shape == expected.shape and indices.dtype == torch.int32, f"{indices.shape}: {case!r}"
+    wrong = (indices != expected).any(-1).nonzero()
+    assert not len(wrong), (
+        f"{len(wrong)} lists of {counts.numel()} differ, first {(at := tuple(wrong[0].tolist()))}: "
+        f"got {indices[at].tolist()}, expected {expected[at].tolist()}: {case!r}"
+    )
+    assert torch.equal(counts, (expected >= 0).sum(-1).int()), f"counts: {case!r}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_exact_scores(name: str) -> None:
+    """Small integers: the sums of scores are exact, and there are many ties."""
+    for seed in range(2):
+        case = with_config(replace(BATCHES[name], integers=True, seed=seed), importance="logit")
+        inputs = make_inputs(case, "cuda")
+        assert_equal_lists(case, kernel_choice(inputs, 0.125), exact_choice(inputs, 0.125))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("importance", ["softmax", "logit"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_real_scores(name: str, importance: str) -> None:
+    case = with_config(BATCHES[name], importance=importance)
+    inputs = make_inputs(case, "cuda")
+    # Heads of a group with very different softmaxes.
+    spread = torch.arange(1, case.Hq + 1, device="cuda")[:, None].to(case.dtype)
+    for q in (inputs.q, inputs.q * spread):
+        given = replace(inputs, q=q)
+        indices, counts = kernel_choice(given, case.problem.softmax_scale)
+        assert_same_choice(given, indices)
+        assert torch.equal(counts, (indices >= 0).sum(-1).int())
+        again = kernel_choice(given, case.problem.softmax_scale)
+        assert torch.equal(again[0], indices), f"other bits: {case!r}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 16, 17, 100, 1023, 1025, 2049])
+def test_lengths(T: int) -> None:
+    for importance in ("softmax", "logit"):
+        for causal in (True, False):
+            case = with_config(replace(HALF, T=T, B=2, causal=causal), importance=importance)
+            inputs = make_inputs(case, "cuda")
+            assert_same_choice(inputs, kernel_choice(inputs, case.problem.softmax_scale)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("importance", ["softmax", "logit"])
+def test_ties_go_to_the_earlier_block(importance: str) -> None:
+    case = with_config(replace(HALF, T=4096), importance=importance)
+    inputs = make_inputs(case, "cuda")
+    inputs = replace(inputs, q=torch.zeros_like(inputs.q))
+    assert_equal_lists(case, kernel_choice(inputs, 0.125), exact_choice(inputs, 0.125))
+
+
+@pytest.mark.gpu
+def test_strided_inputs() -> None:
+    """q is some heads of a bigger tensor, k_mean too."""
+    from nsa_layer.kernels.choose import choose
+
+    case = replace(HALF, B=2, D=128)
+    inputs = make_inputs(case, "cuda")
+    k_mean = mean_pool(inputs.k, config=case.config)
+    choice = dict(config=case.config, causal=True, softmax_scale=0.1)
+    whole, counts = choose(inputs.q, k_mean, **choice)
+    part, part_counts = choose(inputs.q[:, :, 4:], k_mean[:, :, 1:], **choice)
+    assert torch.equal(part, whole[:, 1:]) and torch.equal(part_counts, counts[:, 1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize("importance", ["softmax", "logit"])
+def test_any_numbers_give_lists(importance: str, value: float) -> None:
+    """Whatever is chosen then, lists are ascending, in range and of the right length."""
+    case = with_config(replace(HALF, T=4096), importance=importance)
+    inputs = make_inputs(case, "cuda")
+    proper, counts = kernel_choice(inputs, 0.125)
+    for name in ("q", "k"):
+        x = getattr(inputs, name).clone()
+        x[:, 100::900] = value
+        got, got_counts = kernel_choice(replace(inputs, **{name: x}), 0.125)
+        assert torch.equal(got_counts, counts) and torch.equal(got >= 0, proper >= 0)
+        assert (got < case.config.num_blocks(case.T)).all() and (got >= -1).all()
+        assert ((got[..., 1:] > got[..., :-1]) | (got[..., 1:] < 0)).all()
+
+
+@pytest.mark.gpu
+def test_huge_and_tiny_numbers_are_scored() -> None:
+    """Powers of two of a key or a query change nothing but the scores' scale."""
+    case = with_config(replace(HALF, T=2048, D=128), importance="logit")
+    inputs = make_inputs(case, "cuda")
+    indices, _ = kernel_choice(inputs, 0.125)
+    for factor in (2.0**60, 2.0**-60):
+        scaled = replace(inputs, q=inputs.q * factor)
+        assert torch.equal(kernel_choice(scaled, 0.125)[0], indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("lengths", [None, (300, 0, 1, 1000, 17)])
+def test_tile_means(own: bool, lengths: tuple[int, ...] | None) -> None:
+    from nsa_layer.kernels.tile_means import tile_means
+
+    config = NSAConfig(tile_query="mean" if own else "before", q_tile=64)
+    inputs = make_inputs(Case(B=2, T=1000, Hq=6, Hkv=2, D=64, dtype=torch.bfloat16, lengths=lengths), "cuda")
+    k_mean = torch.randn(*inputs.k.shape[:-3], 33, 2, 64, device="cuda")
+    expected = [
+        tile_queries(q[None].double(), config=config, causal=True)[0] for q, _, _ in inputs.sequences() if len(q)
+    ]
+    expected = torch.cat(expected)
+    means, keys = tile_means(inputs.q, k_mean, q_tile=64, own=own, tiles=len(expected), cu_seqlens=inputs.cu_seqlens)
+    for got, true in ((means, expected), (keys, k_mean.double().flatten(0, -3))):
+        hi, lo = got.rows.double().unflatten(-1, (2, -1)).unbind(-2)
+        error = (got.scale.double()[..., None] * (hi + lo) - true).abs()
+        # 22 bits, and what fp32 sums err by.
+        assert (error <= 2.0**-21 * true.abs().amax(-1, keepdim=True)).all()

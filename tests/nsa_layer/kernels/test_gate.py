@@ -1,0 +1,395 @@
+"""The gate's kernels compile everywhere, and on a GPU their numbers are those of nsa_layer/gate.py and of fp64."""
+
+# What runs in a worker is imported there, so nothing up here may ask for the kernels.
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, product
+from typing import Any
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from nsa_layer.gate import gate_values, gate_values_backward, weighted_sum, weighted_sum_backward
+
+LOG2_E = 1.4426950408889634
+MODES = ["equal", "weight", "gates"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of the gate; `lengths` packs, `strided` makes every tensor a slice of a bigger one."""
+
+    mode: str = "weight"
+    B: int = 2
+    T: int = 300
+    Hq: int = 4
+    D: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    gate_dtype: torch.dtype | None = None  # of gate_weight or gates; the other tensors' unless given
+    lengths: tuple[int, ...] | None = None
+    strided: bool = False
+    tile_m: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: torch.Tensor
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    lses: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    do: torch.Tensor
+    gate_weight: torch.Tensor | None
+    gates: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+
+def make_inputs(case: Case, device: str = "cuda") -> Inputs:
+    generator = torch.Generator("cpu").manual_seed(case.seed)
+    lead = (case.B, case.T) if case.lengths is None else (sum(case.lengths),)
+
+    def draw(shape: tuple[int, ...], dtype: torch.dtype, dim: int) -> torch.Tensor:
+        """`dim` counts what a slice has less of: heads or tokens."""
+        wide = list(shape)
+        if case.strided:
+            wide[dim] += 3
+        values = torch.randn(wide, generator=generator, dtype=torch.float32).to(device, dtype)
+        return values.narrow(dim, 1, shape[dim]) if case.strided else values
+
+    def rows() -> torch.Tensor:
+        return draw((*lead, case.Hq, case.D), case.dtype, -2)
+
+    def lse() -> torch.Tensor:
+        heads_first = (*lead[:-1], case.Hq, lead[-1])
+        empty = draw(heads_first, torch.float32, -1) < -1.5
+        return draw(heads_first, torch.float32, -1).mul_(3).masked_fill_(empty, -torch.inf)
+
+    gate_dtype = case.gate_dtype or case.dtype
+    q, outputs, lses, do = rows(), tuple(rows() for _ in range(3)), tuple(lse() for _ in range(3)), rows()
+    weight = draw((case.Hq, 3, case.D), gate_dtype, 0).mul_(case.D**-0.5) if case.mode == "weight" else None
+    gates = draw((*lead, case.Hq, 3), gate_dtype, -1) if case.mode == "gates" else None
+    cu_seqlens = None
+    if case.lengths is not None:
+        cu_seqlens = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=device)
+    return Inputs(q, outputs, lses, do, weight, gates, cu_seqlens)
+
+
+def forward(x: Inputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    from nsa_layer.kernels.gate import gated_sum
+
+    return gated_sum(x.q, *x.outputs, gate_weight=x.gate_weight, gates=x.gates)
+
+
+def backward(x: Inputs, g: torch.Tensor | None, tile_m: int) -> Any:
+    from nsa_layer.kernels.gate_backward import gated_sum_backward
+
+    static = dict(gate_weight=x.gate_weight, gates=x.gates, tile_m=tile_m, cu_seqlens=x.cu_seqlens)
+    return gated_sum_backward(x.do, *x.outputs, *x.lses, g=g, q=x.q, **static)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors are full of NaN."""
+    torch.use_deterministic_algorithms(True)  # with this, torch.empty fills
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return (got.double() - exact.double()).abs().max().item() if got.numel() else 0.0
+
+
+def assert_close(
+    case: Case, name: str, got: torch.Tensor, eager: torch.Tensor | None, exact: torch.Tensor, dtype: torch.dtype
+) -> None:
+    assert got.shape == exact.shape and got.dtype == dtype, f"{name} of {case}: {got.shape} {got.dtype}"
+    assert got.isfinite().all(), f"{name} of {case} is not finite"
+    # fp32 sums of a few hundred numbers, whatever the dtype
+    rounding = max(torch.finfo(dtype).eps, 4e-6) * exact.abs().max().item() + 1e-6
+    allowed = 2 * (error(eager, exact) if eager is not None else 0.0) + rounding
+    assert error(got, exact) <= allowed, f"{name} of {case}: error {error(got, exact):.3g}, allowed {allowed:.3g}"
+
+
+def in_tiles(case: Case, by_heads: torch.Tensor, fill: float) -> torch.Tensor:
+    """[B, Hq, T] (packed [Hq, total]) as attention's backward has its rows: each sequence from a tile's start on."""
+    m, T = case.tile_m, by_heads.shape[-1]
+    if case.lengths is None:
+        return torch.nn.functional.pad(by_heads, (0, -T % m), value=fill)
+    total = (T + (len(case.lengths) + 1) * m - 1) // m * m
+    out = by_heads.new_full((by_heads.shape[0], total), torch.nan)  # NaN: nobody's
+    start = 0
+    for n, length in enumerate(case.lengths):
+        begin = (start + n * m) // m * m
+        out[:, begin : begin + length] = by_heads[:, start : start + length]
+        out[:, begin + length : begin + length + -length % m] = fill
+        start += length
+    return out
+
+
+def assert_rows(case: Case, name: str, got: torch.Tensor, exact: torch.Tensor) -> None:
+    """Where NaN stands in `exact` anything may stand."""
+    assert got.shape == exact.shape and got.dtype == torch.float32, f"{name} of {case}: {got.shape}"
+    owned = ~exact.isnan()
+    got, exact = got[owned].double(), exact[owned].double()
+    assert torch.equal(got.isinf(), exact.isinf()), f"{name} of {case}: other rows are infinite"
+    finite = exact.isfinite()
+    torch.testing.assert_close(got[finite], exact[finite], rtol=1e-5, atol=2e-5, msg=lambda m: f"{name} of {case}: {m}")
+
+
+def check_backward(case: Case) -> None:
+    x = make_inputs(case)
+    with poisoned():
+        _, g = forward(x)
+        got = backward(x, g, case.tile_m)
+
+    q, do, outputs = x.q.double(), x.do.double(), [o.double() for o in x.outputs]
+    weight = None if x.gate_weight is None else x.gate_weight.double()
+    exact_g = gate_values(q, weight, None if x.gates is None else x.gates.double())
+    delta = torch.stack([(do * o).sum(-1) for o in outputs], -1)
+    eager_g = gate_values(x.q, x.gate_weight, x.gates)
+    eager_do, eager_dg = weighted_sum_backward(x.do, eager_g, x.outputs, need_gates=True)
+
+    assert (got.dq is None) == (got.d_weight is None) == (case.mode != "weight")
+    assert (got.d_gates is None) == (got.do_branches is None) == (case.mode != "gates")
+    if case.mode == "weight":
+        eager = gate_values_backward(eager_dg, eager_g, x.q, x.gate_weight)
+        exact = gate_values_backward(delta, exact_g, q, weight)
+        assert_close(case, "dq", got.dq, eager[0], exact[0], case.dtype)
+        assert_close(case, "d_weight", got.d_weight, eager[1], exact[1], x.gate_weight.dtype)
+    if case.mode == "gates":
+        assert_close(case, "d_gates", got.d_gates, eager_dg.to(x.gates.dtype), delta, x.gates.dtype)
+    for i in range(3):
+        sent, lowered = delta[..., i], exact_g[..., i].log()
+        if case.mode == "gates":
+            do_i = got.do_branches[i]
+            assert_close(case, f"do {i}", do_i, eager_do[i], exact_g[..., i : i + 1] * do, case.dtype)
+            sent, lowered = (do_i.double() * outputs[i]).sum(-1), 0.0
+        sent = in_tiles(case, sent.mT.contiguous(), 0.0)
+        assert_rows(case, f"dpsum {i}", got.dpsum[i], sent)
+        lse = x.lses[i].double()
+        lowered = lowered.mT if isinstance(lowered, torch.Tensor) else lowered
+        lse = torch.where(lse == -torch.inf, 0.0, (lse - lowered) * LOG2_E)
+        assert_rows(case, f"lse_log2 {i}", got.lse_log2[i], in_tiles(case, lse, torch.inf))
+
+
+def compile_all() -> None:
+    """In a worker: tensors are fake, kernels are compiled."""
+    for case in COMPILED:
+        lead = (case.B, case.T) if case.lengths is None else (case.T,)
+
+        def fake(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        row, heads_first = (*lead, case.Hq, case.D), (*lead[:-1], case.Hq, lead[-1])
+        gate_dtype = case.gate_dtype or case.dtype
+        x = Inputs(
+            q=fake(*row),
+            outputs=tuple(fake(*row) for _ in range(3)),
+            lses=tuple(fake(*heads_first, dtype=torch.float32) for _ in range(3)),
+            do=fake(*row),
+            gate_weight=fake(case.Hq, 3, case.D, dtype=gate_dtype) if case.mode == "weight" else None,
+            gates=fake(*lead, case.Hq, 3, dtype=gate_dtype) if case.mode == "gates" else None,
+            cu_seqlens=None if case.lengths is None else fake(len(case.lengths) + 1, dtype=torch.int32),
+        )
+        o, g = forward(x)
+        assert o.shape == row and o.dtype == case.dtype
+        assert (g is None) == (case.mode == "equal") and (g is None or g.shape == (*lead, case.Hq, 3))
+        got = backward(x, g, case.tile_m)
+        for stat in (*got.dpsum, *got.lse_log2):
+            assert stat.dtype == torch.float32 and stat.is_contiguous()
+            assert stat.shape == in_tiles(case, torch.zeros(heads_first), 0.0).shape
+
+
+COMPILED = [
+    Case("equal", Hq=32),
+    Case("equal", D=64, lengths=(300,), Hq=3, tile_m=80),
+    Case("weight", Hq=32),
+    Case("weight", D=64, lengths=(100, 0, 200), Hq=64, dtype=torch.float16, gate_dtype=torch.float32, tile_m=128),
+    Case("gates", lengths=(300,), Hq=6, dtype=torch.float16),
+    Case("gates", D=64, gate_dtype=torch.float32, tile_m=128),
+]
+
+
+def test_compiles(compiler: Worker) -> None:
+    compiler.run(compile_all)
+
+
+@pytest.mark.parametrize("wrong", [dict(dtype=torch.float32), dict(D=96)], ids=["fp32", "D96"])
+def test_refuses_what_it_cannot(wrong: dict[str, Any]) -> None:
+    x = make_inputs(Case("equal", T=5, **wrong), "cpu")
+    for call in (lambda: forward(x), lambda: backward(x, None, 64)):
+        with pytest.raises(NotImplementedError, match="float32|96"):
+            call()
+
+
+SHAPES = [
+    dict(B=2, T=1, Hq=1),
+    dict(B=3, T=63, Hq=3),
+    dict(B=1, T=300, Hq=32),
+    dict(B=2, T=257, Hq=6, strided=True),
+    dict(B=1, T=5000, Hq=2),
+    dict(lengths=(100, 0, 1, 64, 300, 0), Hq=4),
+    dict(lengths=(0, 0, 7), Hq=16, strided=True),
+    dict(lengths=(129, 128, 127) * 9, Hq=1),
+]
+
+
+WAYS = [(128, torch.bfloat16, None), (64, torch.float16, None), (128, torch.float16, torch.float32)]
+TILES = (64, 80, 128, 64, 128, 80, 64, 128)
+
+
+def every_case() -> list[Case]:
+    cases = []
+    for n, (mode, (shape, tile_m)) in enumerate(product(MODES, zip(SHAPES, TILES))):
+        D, dtype, gate_dtype = WAYS[n % len(WAYS)]
+        cases.append(Case(mode, D=D, dtype=dtype, gate_dtype=gate_dtype, tile_m=tile_m, seed=n, **shape))
+    return cases
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", every_case(), ids=str)
+def test_forward(case: Case) -> None:
+    x = make_inputs(case)
+    with poisoned():
+        o, g = forward(x)
+    weight, gates = (None if t is None else t.double() for t in (x.gate_weight, x.gates))
+    exact_g = gate_values(x.q.double(), weight, gates)
+    eager_g = gate_values(x.q, x.gate_weight, x.gates)
+    exact = weighted_sum(exact_g, *(o.double() for o in x.outputs))
+    assert_close(case, "o", o, weighted_sum(eager_g, *x.outputs), exact, case.dtype)
+    if case.mode == "equal":
+        assert g is None
+    else:
+        assert_close(case, "g", g, eager_g, exact_g, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", every_case(), ids=str)
+def test_backward(case: Case) -> None:
+    check_backward(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [None, (300, 0, 65, 1, 128)], ids=["batch", "packed"])
+def test_rows_are_those_of_attentions_own_preprocess(lengths: tuple[int, ...] | None) -> None:
+    """Gates of 1 leave do and lse as they are: every number that the preprocess writes, and where it writes none."""
+    from flash_attn.cute.interface import _bwd_preprocess
+
+    case = Case("gates", lengths=lengths, gate_dtype=torch.float32)
+    x = make_inputs(case)
+    x.gates.fill_(1.0)
+    with poisoned():
+        got = backward(x, x.gates, case.tile_m)
+        theirs = [[torch.empty_like(got.dpsum[0]) for _ in range(2)] for _ in range(3)]
+    for i, (dpsum, lse_log2) in enumerate(theirs):
+        _bwd_preprocess(
+            *(x.outputs[i], x.do, dpsum, x.lses[i], lse_log2, None, x.cu_seqlens, None, None),
+            *(_cute_dtype(case.dtype), case.D, case.D, case.tile_m),
+            fake_mode=False,
+        )
+        for ours, their in ((got.dpsum[i], dpsum), (got.lse_log2[i], lse_log2)):
+            torch.testing.assert_close(ours, their, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def _cute_dtype(dtype: torch.dtype) -> Any:
+    from nsa_layer.kernels.launch import DTYPES
+
+    return DTYPES[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_bits_repeat(mode: str) -> None:
+    x = make_inputs(Case(mode, B=2, T=3000, Hq=8))
+    runs = []
+    for _ in range(3):
+        o, g = forward(x)
+        got = backward(x, g, 64)
+        tensors = (o, g, got.dq, got.d_weight, got.d_gates, *got.dpsum, *got.lse_log2, *(got.do_branches or ()))
+        runs.append([t for t in tensors if t is not None])
+    for again in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], again))
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """o [B, T, H, D], lse and scores [B, H, T, (T)] of masked attention; a row that sees nothing is 0."""
+    scores = (torch.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    lse = scores.detach().logsumexp(-1)
+    empty = (lse == -torch.inf).unsqueeze(-1)
+    p = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return torch.einsum("bhts,bshd->bthd", p, v), lse, scores
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_attentions_gradients_come_out_of_what_is_handed_on(mode: str) -> None:
+    """The whole chain in fp64 around the kernels: gates of 0, rows that see nothing, masked scores of -inf."""
+    T, H, D, tile_m = 100, 4, 64, 64
+    case = Case(mode, B=1, T=T, Hq=H, D=D, tile_m=tile_m)
+    x = make_inputs(case)
+    k, v = (torch.randn_like(x.q) for _ in range(2))
+    t = torch.arange(T, device="cuda")
+    back = t.view(-1, 1) - t
+    masks = (back >= 40, back >= 0, (back >= 0) & (back < 9))  # the first 40 rows of the first branch see nothing
+    if mode == "weight":
+        x.q[..., 0, 0].fill_(10.0)
+        x.gate_weight[0].zero_()
+        x.gate_weight[0, :, 0] = torch.tensor([-100.0, 0.0, 100.0])
+    if mode == "gates":
+        x.gates[..., 0, 0] = 0.0
+
+    leaves = [y.double().requires_grad_() for y in (x.q, k, v)]
+    gate_leaf = x.gate_weight if mode == "weight" else x.gates
+    if gate_leaf is not None:
+        leaves.append(gate_leaf.double().requires_grad_())
+    branches = [attention(*leaves[:3], seen) for seen in masks]
+    g = gate_values(leaves[0], leaves[3] if mode == "weight" else None, leaves[3] if mode == "gates" else None)
+    exact = torch.autograd.grad(weighted_sum(g, *(o for o, _, _ in branches)), leaves, x.do.double())
+
+    given = Inputs(
+        x.q,
+        tuple(o.detach().to(case.dtype) for o, _, _ in branches),
+        tuple(lse.detach().float() for _, lse, _ in branches),
+        *(x.do, x.gate_weight, x.gates, None),
+    )
+    _, g = forward(given)
+    if mode == "weight":
+        assert (g[..., 0, 0] == 0).all() and (g[..., 0, 2] == 1).all()
+    got = backward(given, g, tile_m)
+    dq = got.dq.double() if mode == "weight" else torch.zeros_like(leaves[0])
+    dk, dv = torch.zeros_like(leaves[1]), torch.zeros_like(leaves[2])
+    for i, (_, _, scores) in enumerate(branches):
+        do = (x.do if got.do_branches is None else got.do_branches[i]).double()
+        p = torch.exp2(scores.detach() * LOG2_E - got.lse_log2[i][..., :T, None].double())
+        assert p.isfinite().all()
+        if mode == "weight" and i == 0:
+            assert (p[:, 0] == 0).all()
+        dv += torch.einsum("bhts,bthd->bshd", p, do)
+        ds = p * (torch.einsum("bthd,bshd->bhts", do, v.double()) - got.dpsum[i][..., :T, None].double())
+        dq += torch.einsum("bhts,bshd->bthd", ds, k.double()) * D**-0.5
+        dk += torch.einsum("bhts,bthd->bshd", ds, x.q.double()) * D**-0.5
+    made: list[torch.Tensor] = [dq, dk, dv]
+    if mode != "equal":
+        made.append((got.d_weight if mode == "weight" else got.d_gates).double())
+    for name, ours, theirs in zip(("dq", "dk", "dv", "d_gate"), made, exact):
+        scale = theirs.abs().max().item()
+        assert error(ours, theirs) <= 0.01 * scale, f"{name} with {mode}: {error(ours, theirs):.3g} of {scale:.3g}"
+
+
+@pytest.mark.gpu
+def test_a_graph_captures_both() -> None:
+    x = make_inputs(Case("weight", B=1, T=200))
+    expected_o, expected_g = forward(x)
+    expected = backward(x, expected_g, 64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, g = forward(x)
+        got = backward(x, g, 64)
+    graph.replay()
+    assert torch.equal(o, expected_o) and torch.equal(got.dq, expected.dq)
+    assert torch.equal(got.d_weight, expected.d_weight)

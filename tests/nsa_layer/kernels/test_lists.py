@@ -1,0 +1,233 @@
+"""Lists made by kernels against the lists, transposes and plans that PyTorch makes of the same choice."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from fa_compile import Worker  # noqa: E402
+from test_sparsity import random_choice  # noqa: E402
+
+from nsa_layer.config import NSAConfig  # noqa: E402
+from nsa_layer.sparsity import selected_lists  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Case:
+    """`lengths`: packed sequences; one number: a batch of two of that length."""
+
+    lengths: tuple[int, ...] = (1000,)
+    heads: tuple[int, int] = (4, 2)
+    block_size: int = 64
+    q_tile: int = 128
+    n: int = 6
+    causal: bool = True
+    per_head: bool = False
+    deterministic: bool = False
+    longest: int = 32
+
+    def __str__(self) -> str:
+        lengths = self.lengths if len(self.lengths) < 10 else f"{len(self.lengths)} sequences"
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return str(given | dict(lengths=lengths)).replace(" ", "")
+
+    @property
+    def packed(self) -> bool:
+        return len(self.lengths) > 1
+
+    @property
+    def kv_tile(self) -> int:
+        return 64 if self.block_size == 64 else 128
+
+    @property
+    def config(self) -> NSAConfig:
+        return NSAConfig(
+            block_size=self.block_size, q_tile=self.q_tile, block_counts=self.n, deterministic=self.deterministic
+        )
+
+    @property
+    def static(self) -> dict:
+        return dict(block_size=self.block_size, q_tile=self.q_tile, kv_tile=self.kv_tile, causal=self.causal)
+
+
+PACK = (300, 0, 1, 128, 2000, 0)
+MANY = Case((70, 700, 5) * 100 + (4000,), deterministic=True)
+CASES = [
+    Case(),
+    Case(deterministic=True),
+    Case(lengths=(1,), deterministic=True),
+    Case(lengths=(63,), heads=(2, 2)),
+    Case(lengths=(5000,), n=16, longest=3),
+    Case(lengths=(5000,), n=16, longest=3, deterministic=True),
+    Case(lengths=(5000,), n=7, causal=False, deterministic=True, heads=(8, 1)),
+    Case(block_size=256, q_tile=256, deterministic=True),
+    Case(block_size=256, n=3, causal=False),
+    Case(block_size=256, n=3, per_head=True, deterministic=True),
+    Case(per_head=True, longest=2),
+    Case(heads=(3, 3), deterministic=True),
+    Case(heads=(3, 3)),
+    Case(PACK),
+    Case(PACK, deterministic=True, longest=2),
+    Case(PACK, heads=(3, 3), deterministic=True),
+    Case(PACK, block_size=128, per_head=True, causal=False, deterministic=True),
+    Case(PACK, block_size=256, longest=2),
+    MANY,
+    Case((40_000,), n=16, deterministic=True),
+    Case((200_000,), n=16, heads=(2, 1)),
+]
+
+
+def choice(case: Case, seed: int = 0) -> list[torch.Tensor]:
+    """The listed blocks [B, Hs, M, n] of each sequence that is not empty."""
+    generator, config = torch.Generator().manual_seed(seed), case.config
+    B, Hs = 1 if case.packed else 2, case.heads[0] if case.per_head else case.heads[1]
+    draw = random_choice if max(case.lengths) < 10_000 else many_blocks
+    return [draw(T, B, Hs, config, generator) for T in case.lengths if T]
+
+
+def many_blocks(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
+    """What long lists look like: the first block, the tile's own, and others anywhere before; quick to draw."""
+    M, n, own = config.num_tiles(T), config.list_width(T), config.q_tile // config.block_size
+    last = torch.arange(1, M + 1).view(-1, 1) * own - 1
+    drawn = (torch.rand(B, H, M, n, generator=generator) * (last + 1)).int()
+    drawn[..., 0] = 0
+    drawn[..., 1:3] = (last - torch.arange(2)).clamp(min=0)
+    ordered = drawn.sort(-1).values
+    ordered[..., 1:][ordered.diff(dim=-1) == 0] = T  # twice is once
+    ordered = ordered.clamp(max=T).sort(-1).values
+    return torch.where(ordered < config.num_blocks(T), ordered, -1).int()
+
+
+def made(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
+    """Forward and backward lists out of the kernels; memory that they leave alone is poisoned beforehand."""
+    from nsa_layer.kernels.lists import backward_lists, forward_lists
+
+    T, packing, lengths = case.lengths[0], {}, {}
+    lists = parts[0].to(device)
+    if case.packed:
+        width = max(part.shape[-1] for part in parts)
+        parts = [torch.nn.functional.pad(part, (0, width - part.shape[-1]), value=-1)[0] for part in parts]
+        lists = torch.cat(parts, dim=1).to(device)
+        starts = torch.tensor([0, *case.lengths]).cumsum(0).to(device, torch.int32)
+        packing, lengths = dict(cu_seqlens=starts), dict(lengths=case.lengths)
+    for _ in range(2):
+        poison = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]
+        del poison
+        forward = forward_lists(lists, None, T, **case.static, **packing)
+        options = dict(deterministic=case.deterministic, longest=case.longest)
+        backward = backward_lists(lists, T, case.heads, **case.static, **options, **packing, **lengths)
+    return forward, backward
+
+
+def assert_right(case: Case) -> None:
+    """Every row and item, in order, is that of PyTorch."""
+    from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    parts = choice(case)
+    forward, backward = (to_cpu(lists) for lists in made(case, parts))
+    Hq, Hkv = case.heads
+    planned = case.deterministic or Hq > Hkv
+    assert (backward.plan is not None) == planned
+    items = backward.plan[backward.plan[:, 4] > backward.plan[:, 3]] if planned else None
+    numbers = [b for b, T in enumerate(case.lengths) if T] if case.packed else [0, 1]
+    for at, b in enumerate(numbers):
+        T, lists = (case.lengths[b], parts[at]) if case.packed else (case.lengths[0], parts[0][b : b + 1])
+        one = selected_lists(
+            lists, T, config=case.config, causal=case.causal, tile_q=case.q_tile, kv_tile=case.kv_tile, split=False
+        )
+        assert_rows(case, forward, one.mask_cnt[0], one.mask_idx[0], b)
+        N = -(-T // case.kv_tile)
+        turned = one.transpose(N)
+        tensors = BlockSparseTensorsTorch(turned.mask_cnt, turned.mask_idx, block_size=one.block_size)
+        order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if case.deterministic else {}
+        sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=lists.shape[2], longest=case.longest)
+        expected = plan_backward(tensors, **sizes, **order)
+        rows = int(backward.cu_total_n_blocks[b])
+        assert int(backward.cu_total_n_blocks[b + 1]) - rows == N
+        starts = backward.cu_block_idx_offsets[:, rows : rows + N]
+        counts = expected.mask_block_cnt[0]
+        assert torch.equal(backward.mask_block_cnt[:, rows : rows + N], counts)
+        for name in ("mask_block_idx", "dq_write_order"):
+            ours, theirs = getattr(backward, name), getattr(expected, name)
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                used = torch.arange(theirs.shape[-1]) < counts.unsqueeze(-1)
+                at_entries = torch.where(used, starts.unsqueeze(-1) + torch.arange(theirs.shape[-1]), 0)
+                assert torch.equal(torch.where(used, ours[at_entries], 0), torch.where(used, theirs[0], 0)), name
+        if planned:
+            own = items[items[:, 0] == b]
+            theirs = expected.plan[expected.plan[:, 4] > expected.plan[:, 3]]
+            assert torch.equal(own[:, 1:6], theirs[:, 1:6])
+            place = (own[:, 6].long() & 0xFFFFFFFF) | (own[:, 7].long() << 32)
+            assert torch.equal(place, starts[own[:, 1].long() * starts.shape[0] // Hq, own[:, 2].long()])
+    if planned:
+        assert_launch(case, backward, items)
+
+
+def assert_rows(case: Case, forward, counts: torch.Tensor, tiles: torch.Tensor, b: int) -> None:
+    cnt, idx = forward.mask_block_cnt, forward.mask_block_idx
+    if case.packed:
+        first, last = forward.cu_total_m_blocks[b : b + 2].tolist()
+        cnt, idx = cnt[:, first:last], idx[:, first:last]
+    else:
+        cnt, idx = cnt[b], idx[b]
+    assert torch.equal(cnt, counts)
+    width = min(idx.shape[-1], tiles.shape[-1])
+    used = torch.arange(width) < counts.unsqueeze(-1)
+    assert torch.equal(torch.where(used, idx[..., :width], 0), torch.where(used, tiles[..., :width], 0))
+
+
+def assert_launch(case: Case, backward, items: torch.Tensor) -> None:
+    """Items of nothing stand at the end, or store the zeros of a row; the heads that share dk and dv take turns."""
+    plan, (Hq, Hkv) = backward.plan, case.heads
+    empty = plan[plan[:, 4] == plan[:, 3]]
+    if Hq > Hkv:
+        assert torch.equal(plan[: len(items)], items) and not empty.any()
+    else:
+        assert len(plan) == backward.mask_block_cnt.numel() and not empty[:, 3:6].any()
+    launched: dict[tuple[int, int, int], int] = {}
+    for b, h, n, _, _, turn, *_ in items.tolist():
+        key = b, h * Hkv // Hq, n
+        assert turn == launched.get(key, 0)
+        launched[key] = turn + 1
+
+
+def to_cpu(lists):
+    return lists._replace(**{k: t.cpu() for k, t in lists._asdict().items() if isinstance(t, torch.Tensor)})
+
+
+def compile_lists(fields_of_case: dict) -> None:
+    """In a compiling worker: everything that `made` launches."""
+    from nsa_layer.kernels.lists import backward_lists, forward_lists
+
+    case = Case(**fields_of_case)
+    Hs = case.heads[0] if case.per_head else case.heads[1]
+    n = case.config.list_width(max(case.lengths))
+    tiles = sum(map(case.config.num_tiles, case.lengths))
+    packing, shape = {}, (2, Hs, tiles, n)
+    if case.packed:
+        starts = torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda")
+        packing, shape = dict(cu_seqlens=starts), (Hs, tiles, n)
+    lists = torch.empty(shape, dtype=torch.int32, device="cuda")
+    forward_lists(lists, None, case.lengths[0], **case.static, **packing)
+    if case.packed:
+        packing["lengths"] = case.lengths
+    backward_lists(lists, case.lengths[0], case.heads, **case.static, deterministic=case.deterministic, **packing)
+
+
+@pytest.mark.parametrize("case", [*CASES[:3], *CASES[6:10], *CASES[11:19], CASES[20]], ids=str)
+def test_compiles(compiler: Worker, case: Case) -> None:
+    compiler.run(compile_lists, asdict(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_and_items_are_those_of_pytorch(case: Case) -> None:
+    assert_right(case)

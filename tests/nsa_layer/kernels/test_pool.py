@@ -1,0 +1,242 @@
+"""Block means and their transpose: plans cover every token, kernels compile, numbers are the definition's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from nsa_layer.compress import mean_pool, mean_pool_backward
+from nsa_layer.config import NSAConfig
+from nsa_layer.kernels.pool import pool, unpool
+from nsa_layer.kernels.segments import SMEM_FLOATS, Pooling, plan_blocks, plan_segments
+
+POOLINGS = [(64, 64), (64, 16), (32, 16), (16, 16), (128, 64), (7, 7), (12, 3), (96, 96), (512, 512), (64, 1), (512, 1)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Packed lengths, or B sequences of T tokens; the last `H` heads of a tensor with `beside` more."""
+
+    T: int = 1000
+    B: int = 2
+    lengths: tuple[int, ...] | None = None
+    H: int = 3
+    beside: int = 0
+    D: int = 128
+    Dv: int = 128
+    pooling: tuple[int, int] = (64, 64)
+    dtype: torch.dtype = torch.bfloat16
+    k_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+    @property
+    def config(self) -> NSAConfig:
+        l, d = self.pooling
+        return NSAConfig(block_size=l, block_stride=d, q_tile=l)
+
+    @property
+    def options(self) -> dict[str, int]:
+        return dict(block_size=self.pooling[0], stride=self.pooling[1])
+
+    def tensor(self, D: int, dtype: torch.dtype, rows: int | None = None) -> torch.Tensor:
+        """`rows` of them; None: as many as there are tokens."""
+        packed = self.lengths is not None
+        leading = (
+            (sum(self.lengths) if rows is None else rows,) if packed else (self.B, self.T if rows is None else rows)
+        )
+        return torch.randn(*leading, self.beside + self.H, D, device="cuda").to(dtype)[..., self.beside :, :]
+
+    def starts(self) -> dict[str, torch.Tensor]:
+        if self.lengths is None:
+            return {}
+        blocks = [self.config.compressed_length(length) for length in self.lengths]
+        return {
+            name: torch.tensor([0, *accumulate(of)], dtype=torch.int32, device="cuda")
+            for name, of in (("cu_seqlens", self.lengths), ("cu_blocks", blocks))
+        }
+
+    @property
+    def blocks(self) -> int:
+        if self.lengths is None:
+            return self.config.compressed_length(self.T)
+        return sum(map(self.config.compressed_length, self.lengths))
+
+    def split(self, x: torch.Tensor, lengths: list[int] | tuple[int, ...]) -> list[torch.Tensor]:
+        return [part.unsqueeze(0) for part in x.split(list(lengths))]
+
+    def means(self, x: torch.Tensor) -> torch.Tensor:
+        """The definition, in fp64."""
+        if self.lengths is None:
+            return mean_pool(x.double(), config=self.config)
+        parts = [mean_pool(part.double(), config=self.config) for part in self.split(x, self.lengths)]
+        return torch.cat(parts, 1).squeeze(0)
+
+    def gradients(self, d_means: torch.Tensor) -> torch.Tensor:
+        """The definition, in fp64."""
+        if self.lengths is None:
+            return mean_pool_backward(d_means.double(), self.T, config=self.config)
+        parts = self.split(d_means, [self.config.compressed_length(length) for length in self.lengths])
+        pairs = zip(parts, self.lengths)
+        return torch.cat([mean_pool_backward(d.double(), T, config=self.config) for d, T in pairs], 1).squeeze(0)
+
+
+CASES = [
+    Case(),
+    *[Case(pooling=pooling) for pooling in POOLINGS],
+    *[Case(pooling=pooling, lengths=(130, 0, 1, 700, 63, 64)) for pooling in POOLINGS],
+    *[Case(T=T) for T in (1, 63, 64, 65, 128)],
+    Case(lengths=(5, 0, 63)),
+    Case(lengths=(0, 0, 64, 0)),
+    Case(lengths=tuple(range(0, 300))),
+    Case(D=64, Dv=64),
+    Case(D=128, Dv=64, pooling=(32, 16)),
+    Case(D=64, Dv=128, pooling=(64, 32), lengths=(400, 31, 500)),
+    Case(dtype=torch.float16, k_dtypes=(torch.float32,)),
+    Case(beside=5, H=1),
+    Case(beside=2, H=2, lengths=(300, 300)),
+    Case(H=16, B=1, T=20000, k_dtypes=(torch.float32, torch.bfloat16)),
+]
+COMPILED = [
+    replace(case, H=2)
+    for case in (
+        Case(),
+        Case(lengths=(100, 200)),
+        Case(D=64, Dv=128, pooling=(32, 16), lengths=(100, 200), dtype=torch.float16),
+        Case(D=128, Dv=64, pooling=(12, 3), k_dtypes=(torch.float32,)),
+        Case(pooling=(64, 1), D=64, Dv=64),
+    )
+]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("pooling", [*POOLINGS, (1, 1), (127, 127), (1024, 16), (4096, 4096)], ids=str)
+def test_every_block_of_a_tile_is_whole_segments_in_shared_memory(pooling: tuple[int, int], D: int) -> None:
+    l, d = pooling
+    blocks = plan_blocks(Pooling(l, d), D)
+    plan = plan_segments(Pooling(l, d), blocks, D)
+    assert l % plan.size == 0 and (blocks == 1 or d % plan.size == 0)
+    assert plan.size * plan.count == (blocks - 1) * d + l
+    assert plan.count * D <= SMEM_FLOATS
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_tokens_of_overlapping_blocks_are_read_little_more_than_once(D: int) -> None:
+    for l, d in ((64, 16), (32, 16), (64, 32), (128, 64)):
+        blocks = plan_blocks(Pooling(l, d), D)
+        assert (blocks - 1) * d + l <= 1.15 * blocks * d
+
+
+def compile_both(index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    case = COMPILED[index]
+    leading = (sum(case.lengths),) if case.lengths else (case.B, case.T)
+    k, v = (torch.empty(*leading, case.H, D, dtype=case.dtype, device="cuda") for D in (case.D, case.Dv))
+    starts, total = {}, {}
+    if case.lengths:
+        names = ("cu_seqlens", "cu_blocks")
+        starts = {name: torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda") for name in names}
+        total = {"total_blocks": case.blocks}
+    k_means, v_mean = pool(k, v, k_dtypes=case.k_dtypes, v_dtype=case.dtype, **starts, **total, **case.options)
+    gradients = unpool(k_means[0], v_mean, like_k=k, like_v=v, **starts, **case.options)
+    return [(tuple(t.shape), t.dtype) for t in (*k_means, v_mean, *gradients)]
+
+
+@pytest.mark.parametrize("index", range(len(COMPILED)), ids=lambda i: str(COMPILED[i]))
+def test_kernels_compile(compiler: Worker, index: int) -> None:
+    case = COMPILED[index]
+    leading = (sum(case.lengths),) if case.lengths else (case.B, case.T)
+    blocks = (case.blocks,) if case.lengths else (case.B, case.blocks)
+    assert compiler.run(compile_both, index) == [
+        *(((*blocks, case.H, case.D), dtype) for dtype in case.k_dtypes),
+        ((*blocks, case.H, case.Dv), case.dtype),
+        ((*leading, case.H, case.D), case.dtype),
+        ((*leading, case.H, case.Dv), case.dtype),
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes,named",
+    [(dict(dtype=torch.float32), "torch.float32"), (dict(D=96), "96 and 128"), (dict(Dv=192), "128 and 192")],
+    ids=["float32", "D", "Dv"],
+)
+def test_what_has_no_kernel_is_named(changes: dict, named: str) -> None:
+    case = replace(Case(), **changes)
+    k = torch.empty(1, 64, 1, case.D, dtype=case.dtype)
+    v = torch.empty(1, 64, 1, case.Dv, dtype=case.dtype)
+    with pytest.raises(NotImplementedError, match=named):
+        pool(k, v, k_dtypes=(torch.float32,), v_dtype=torch.float32, **case.options)
+    with pytest.raises(NotImplementedError, match=named):
+        unpool(k, v, like_k=k, like_v=v, **case.options)
+
+
+def test_without_a_complete_block_nothing_is_launched() -> None:
+    k = torch.full((2, 5, 3, 64), float("nan"), dtype=torch.bfloat16)
+    (k_mean,), v_mean = pool(k, k, k_dtypes=(torch.float32,), v_dtype=k.dtype, block_size=64, stride=64)
+    assert k_mean.shape == v_mean.shape == (2, 0, 3, 64)
+    dk, dv = unpool(k_mean, v_mean, like_k=k, like_v=k, block_size=64, stride=64)
+    assert torch.equal(dk, torch.zeros_like(k)) and torch.equal(dv, torch.zeros_like(k))
+
+
+def filled(like: torch.Tensor) -> torch.Tensor:
+    return like.fill_(float("nan"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_means_are_the_definitions(case: Case) -> None:
+    torch.manual_seed(0)
+    k, v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
+    out = (
+        tuple(filled(case.tensor(case.D, dtype, case.blocks)) for dtype in case.k_dtypes),
+        filled(case.tensor(case.Dv, case.dtype, case.blocks)),
+    )
+    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **case.starts(), **case.options)
+    k_means, v_mean = pool(k, v, total_blocks=case.blocks, out=out, **static)
+    # Products of a sum of l numbers of size one: fp32 rounding of that sum.
+    torch.testing.assert_close(k_means[0].double(), case.means(k), rtol=1e-6, atol=1e-6, msg=lambda m: f"{case}: {m}")
+    for other in k_means[1:]:
+        assert torch.equal(other, k_means[0].to(other.dtype)), case
+    half_ulp = torch.finfo(case.dtype).eps / 2
+    torch.testing.assert_close(v_mean.double(), case.means(v), rtol=1.01 * half_ulp, atol=1e-6)
+    assert out[1] is v_mean
+    again = pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
+    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip((*again[0], again[1]), (*k_means, v_mean)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_the_definitions(case: Case) -> None:
+    torch.manual_seed(0)
+    like_k, like_v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
+    for dtype in (torch.float32, case.dtype):
+        dk_cmp, dv_cmp = (case.tensor(D, dtype, case.blocks) for D in (case.D, case.Dv))
+        out = dict(out_k=filled(like_k), out_v=filled(like_v))
+        dk, dv = unpool(dk_cmp, dv_cmp, like_k=like_k, like_v=like_v, **out, **case.starts(), **case.options)
+        half_ulp = torch.finfo(case.dtype).eps / 2
+        for got, d_cmp in ((dk, dk_cmp), (dv, dv_cmp)):
+            expected = case.gradients(d_cmp)
+            torch.testing.assert_close(
+                got.double(), expected, rtol=1.01 * half_ulp, atol=1e-6, msg=lambda m: f"{case}: {m}"
+            )
+
+
+@pytest.mark.gpu
+def test_rows_past_two_gigabytes() -> None:
+    """64-bit offsets: the last tokens of 2**31 elements and more."""
+    T, H, D = 2**18 + 100, 70, 128
+    assert T * H * D > 2**31
+    x = torch.zeros(1, T, H, D, device="cuda", dtype=torch.bfloat16)
+    x[:, -200:] = torch.randn(200, H, D, device="cuda", dtype=torch.bfloat16)
+    static = dict(block_size=64, stride=64)
+    (mean,), _ = pool(x, x, k_dtypes=(torch.float32,), v_dtype=x.dtype, **static)
+    tail = T // 64 * 64 - 128
+    expected = x[:, tail : tail + 128].double().unflatten(1, (-1, 64)).mean(2)
+    torch.testing.assert_close(mean[:, -2:].double(), expected, rtol=1e-6, atol=1e-6)
+    out = dict(out_k=filled(x), out_v=torch.empty_like(x))
+    dx, _ = unpool(mean, mean, like_k=x, like_v=x, **out, **static)
+    torch.testing.assert_close(
+        dx[:, tail : tail + 128].float(), (mean[:, -2:] / 64).repeat_interleave(64, 1), rtol=1e-2, atol=0.0
+    )
+    assert not dx[:, tail + 128 :].any() and not dx.isnan().any()
