@@ -3,5 +3,6 @@
 from nsa_layer.api import nsa
 from nsa_layer.config import NSAConfig
 from nsa_layer.module import NSAttention
+from nsa_layer.policy import MemoryPolicy
 
-__all__ = ["NSAConfig", "NSAttention", "nsa"]
+__all__ = ["MemoryPolicy", "NSAConfig", "NSAttention", "nsa"]

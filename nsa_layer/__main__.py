@@ -7,9 +7,10 @@ from importlib import import_module
 
 COMMANDS = {
     "demo": "train a small language model with sparse and with dense attention, side by side",
-    "bench": "time the layer and its branches against dense attention",
-    "profile": "show where the time of a shape goes, operator by operator",
-    "memory": "predict and measure the peak memory of a shape",
+    "bench": "time the layer against dense attention",
+    "check": "check sampled rows and gradients of a call of any length against an oracle in fp64",
+    "profile": "show where the time of a call goes, component by component, and how far it is from its floor",
+    "memory": "predict and measure the peak memory of a shape, and find the longest that fits",
     "inspect": "print versions, patches, supported features and the backend that a shape takes",
     "compile": "compile the kernels for an architecture, without a GPU",
 }

@@ -9,6 +9,7 @@ import torch
 from nsa_layer import support
 from nsa_layer.config import NSAConfig
 from nsa_layer.inputs import check_inputs
+from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
 
 
@@ -27,6 +28,7 @@ def nsa(
     max_seqlen: int | None = None,
     causal: bool = True,
     backend: str | None = None,
+    memory: MemoryPolicy = MemoryPolicy(),
     return_aux: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Aux]:
     """Native Sparse Attention: compressed, selected and sliding-window attention, gated and summed.
@@ -49,6 +51,7 @@ def nsa(
         causal: False lets every query see the whole sequence.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
             kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
+        memory: what the kernels may take, and what they compute again instead of saving; other backends have no choice.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
 
     Returns:
@@ -60,6 +63,8 @@ def nsa(
 
     Source: arXiv:2502.11089; the choice of blocks is per query tile, see the README.
     """
+    if not isinstance(memory, MemoryPolicy):
+        raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
     problem = check_inputs(
         q,
         k,
@@ -86,6 +91,8 @@ def nsa(
         needs_grad=needs_grad,
     )
     implementation = import_module(support.BACKENDS[name])
+    # What only the kernels have a choice in.
+    kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
     o, aux = implementation.attend(
         q,
         k,
@@ -96,5 +103,6 @@ def nsa(
         compress_k_weight=compress_k_weight,
         compress_v_weight=compress_v_weight,
         cu_seqlens=cu_seqlens,
+        **kernels,
     )
     return (o, aux) if return_aux else o

@@ -1,7 +1,8 @@
-"""The three attention calls, forward and backward. The only caller of the fork's kernels.
+"""The three attention calls: what each asks of the fork's kernels, its forward, and the lists of the selected one.
 
 Shapes are those of one batch of equal length, [B, T, H, D], or of packed sequences, [total, H, D]. Every forward
-returns (o, lse), every backward (dq, dk, dv); lse is [B, Hq, T], packed [Hq, total], natural, -inf for empty rows.
+returns (o, lse); lse is [B, Hq, T], packed [Hq, total], natural, -inf for empty rows. Backward, where the three calls
+share what stands around them, is `shared_backward`.
 """
 
 from __future__ import annotations
@@ -12,22 +13,28 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa_layer.config import NSAConfig
 from nsa_layer.fork import require_patched
+from nsa_layer.packing import Packing
 from nsa_layer.problem import Problem
 from nsa_layer.sparsity import KV_TILE, BlockLists, block_bitmap, choices_of_sequences, joined_rows, selected_lists
 from nsa_layer.support import device_arch, kernel_family
 
 require_patched()
 
+from flash_attn.cute import interface  # noqa: E402
 from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward  # noqa: E402
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
-from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd, flash_attn_func  # noqa: E402
 from flash_attn.cute.packed_lists import cu_total_blocks  # noqa: E402
+from flash_attn.cute.prepared_calls import Prepared  # noqa: E402
 from flash_attn.cute.write_order import compute_dq_write_order  # noqa: E402
+from nsa_layer.kernels import lists as list_kernels  # noqa: E402
 from nsa_layer.masks import causal_mask, selected_mask  # noqa: E402
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# A short call is host work above all: it is done for each kind of call, not for each call.
+_flash_attn_fwd = Prepared(interface._flash_attn_fwd)
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -79,49 +86,23 @@ class Sparsity:
 
 
 def compressed_forward(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *, problem: Problem, packing: dict
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *, problem: Problem, packing: Packing | None
 ) -> Pair:
-    """q [B, T, Hq, D] over k_cmp [B, Tc, Hkv, D], v_cmp [B, Tc, Hkv, Dv] under the compressed-causal mask.
-
-    Args:
-        packing: what `compressed_packing` gives.
-    """
+    """q [B, T, Hq, D] over k_cmp [B, Tc, Hkv, D], v_cmp [B, Tc, Hkv, Dv] under the compressed-causal mask."""
     if k_cmp.shape[-3] == 0:
         return _nothing_seen(q, v_cmp.shape[-1])
-    return _forward(q, k_cmp, v_cmp, problem, _compressed_options(problem) | packing)
+    return forward(q, k_cmp, v_cmp, problem, compressed_options(problem, packing))
 
 
-def compressed_backward(
-    q: torch.Tensor,
-    k_cmp: torch.Tensor,
-    v_cmp: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    *,
-    problem: Problem,
-    packing: dict,
-) -> Triple:
-    """Gradients of `compressed_forward`."""
-    if k_cmp.shape[-3] == 0:
-        return torch.zeros_like(q), torch.zeros_like(k_cmp), torch.zeros_like(v_cmp)
-    return _backward(q, k_cmp, v_cmp, o, lse, do, problem, _compressed_options(problem) | packing)
-
-
-def compressed_packing(problem: Problem, cu_seqlens: torch.Tensor | None) -> dict:
-    """Where the packed sequences' queries and compressed keys start, as the kernels take it; {} for a batch."""
-    if problem.lengths is None:
-        return {}
-    keys = [problem.config.compressed_length(length) for length in problem.lengths]
-    starts = torch.tensor([0, *keys]).cumsum(0).to(cu_seqlens.device, torch.int32)
-    longest = dict(max_seqlen_q=max(problem.lengths), max_seqlen_k=max(keys))
-    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=starts, **longest)
-
-
-def _compressed_options(problem: Problem) -> dict:
-    if not problem.causal:
-        return {}
-    return dict(causal=True, compress_factor=problem.config.stride, compress_offset=problem.config.offset)
+def compressed_options(problem: Problem, packing: Packing | None) -> dict:
+    """What the compressed branch asks of attention, forward and backward."""
+    options: dict = {}
+    if packing is not None:
+        lengths = dict(max_seqlen_q=packing.longest, max_seqlen_k=packing.longest_blocks)
+        options = dict(cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_blocks, **lengths)
+    if problem.causal:
+        options |= dict(causal=True, compress_factor=problem.config.stride, compress_offset=problem.config.offset)
+    return options
 
 
 def selected_sparsity(
@@ -133,12 +114,14 @@ def selected_sparsity(
     tile: tuple[int, int],
     backward: bool,
     cu_seqlens: torch.Tensor | None = None,
+    block_counts: torch.Tensor | None = None,
 ) -> Sparsity:
     """How T queries see the tokens of the listed blocks.
 
     Args:
         block_indices: [B, Hs, M, n]; packed [Hs, tiles of all sequences, n], with ``cu_seqlens``.
         heads: (Hq, Hkv).
+        block_counts: [B, Hs, M]; packed [Hs, tiles of all sequences]: how many blocks are listed, if that is known.
         tile: as in `forward_tile` and `backward_tile`.
     """
     config, causal, device = problem.config, problem.causal, block_indices.device
@@ -148,6 +131,14 @@ def selected_sparsity(
     # Blackwell's forward masks every tile where it is causal by itself: there a mask_mod leaves full tiles alone.
     hopper = _on_hopper(device)
     plain = exact and (hopper or not causal)
+    if block_indices.is_cuda and kernels_make_lists(config, tile, block_indices.shape[-1], device):
+        static = dict(
+            block_size=config.block_size, q_tile=tile_q, kv_tile=kv_tile, causal=causal, cu_seqlens=cu_seqlens
+        )
+        if not backward:
+            return Sparsity(list_kernels.forward_lists(block_indices, block_counts, T, **static), causal)
+        static |= dict(lengths=problem.lengths, deterministic=config.deterministic)
+        return Sparsity(list_kernels.backward_lists(block_indices, T, heads, **static), causal)
     sequences = [(block_indices, T)]
     if problem.lengths is not None:
         sequences = list(choices_of_sequences(block_indices, problem.lengths, config=config))
@@ -168,6 +159,13 @@ def selected_sparsity(
     heads_per_list = heads[0] // bitmaps[0].shape[1]
     mask = selected_mask(config.block_size, config.q_tile, heads_per_list, causal, cu_seqlens is not None)
     return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
+
+
+def kernels_make_lists(config: NSAConfig, tile: tuple[int, int], width: int, device: torch.device) -> bool:
+    """Whether `nsa_layer.kernels.lists` makes the lists of `width` blocks: on Hopper, for tiles without a mask."""
+    exact = config.q_tile % tile[0] == 0 and config.block_size % tile[1] == 0
+    fits = list_kernels.takes(width, config.block_size, tile[1], deterministic=config.deterministic)
+    return exact and fits and _on_hopper(device)
 
 
 def _tensors(lists: BlockLists) -> BlockSparseTensorsTorch:
@@ -230,87 +228,49 @@ def selected_forward(
     *,
     problem: Problem,
     sparsity: Sparsity,
-    cu_seqlens: torch.Tensor | None = None,
+    packing: Packing | None = None,
 ) -> Pair:
     """q [B, T, Hq, D] over the tokens of the listed blocks of k, v."""
-    return _forward(q, k, v, problem, sparsity.options() | _packing(problem, cu_seqlens))
+    return forward(q, k, v, problem, selected_options(sparsity, packing))
 
 
-def selected_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    *,
-    problem: Problem,
-    sparsity: Sparsity,
-    cu_seqlens: torch.Tensor | None = None,
-) -> Triple:
-    """Gradients of `selected_forward` for the same choice of blocks."""
-    return _backward(q, k, v, o, lse, do, problem, sparsity.options() | _packing(problem, cu_seqlens))
+def selected_options(sparsity: Sparsity, packing: Packing | None) -> dict:
+    """What the selected branch asks of attention, in the direction that the lists are for."""
+    return sparsity.options() | _packing_options(packing)
 
 
 def window_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, problem: Problem, cu_seqlens: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, problem: Problem, packing: Packing | None
 ) -> Pair:
-    """Sliding window of ``config.window_size`` tokens; [B, T, H, D], or packed [total, H, D] with lse [Hq, total]."""
-    return _forward(q, k, v, problem, _window_options(problem, cu_seqlens))
+    """Sliding window of ``config.window_size`` tokens."""
+    return forward(q, k, v, problem, window_options(problem, packing))
 
 
-def window_backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    *,
-    problem: Problem,
-    cu_seqlens: torch.Tensor | None,
-) -> Triple:
-    """Gradients of `window_forward`."""
-    return _backward(q, k, v, o, lse, do, problem, _window_options(problem, cu_seqlens))
-
-
-def _window_options(problem: Problem, cu_seqlens: torch.Tensor | None) -> dict:
+def window_options(problem: Problem, packing: Packing | None) -> dict:
+    """What the window asks of attention, forward and backward."""
     reach = problem.config.window_size - 1
     window = dict(window_size_left=reach, window_size_right=0 if problem.causal else reach)
-    return window | _packing(problem, cu_seqlens)
+    return window | _packing_options(packing)
 
 
-def _packing(problem: Problem, cu_seqlens: torch.Tensor | None) -> dict:
+def _packing_options(packing: Packing | None) -> dict:
     """Where packed sequences start, as the kernels take it; {} for a batch."""
-    if cu_seqlens is None:
+    if packing is None:
         return {}
-    longest = max(problem.lengths)
-    return dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
+    starts, longest = packing.cu_seqlens, packing.longest
+    return dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
 
 
 def dense_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The fork's dense causal attention [B, T, H, D], differentiable: what the layer is compared with."""
-    o, _ = flash_attn_func(q, k, v, causal=True)
+    o, _ = interface.flash_attn_func(q, k, v, causal=True)
     return o
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, options: dict) -> Pair:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, options: dict) -> Pair:
+    """A branch's attention, with what it asks for."""
     o, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=problem.softmax_scale, return_lse=True, **options)
     return o, lse
-
-
-def _backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    do: torch.Tensor,
-    problem: Problem,
-    options: dict,
-) -> Triple:
-    fixed = dict(softmax_scale=problem.softmax_scale, deterministic=problem.config.deterministic)
-    return _flash_attn_bwd(q, k, v, o, do, lse, **fixed, **options)
 
 
 def _nothing_seen(q: torch.Tensor, Dv: int) -> Pair:

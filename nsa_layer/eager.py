@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from nsa_layer.compress import compress
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.problem import Aux, Problem, accumulation_dtype
+from nsa_layer.ranges import component
 from nsa_layer.select import choose_blocks
 
 # Scores held at once, over all heads. A CPU wants a chunk to stay in its cache, a GPU wants few launches.
@@ -92,12 +93,14 @@ class _Plan:
         visible: whether query t sees the key at a position; None where every query sees every key that its chunk reads.
         heads: query heads that lie beside one another in the rows, R.
         softmax_scale: factor of q . k.
+        branch: whose plan it is, one of `ranges.COMPONENTS`.
     """
 
     chunks: tuple[tuple[int, int, _Run | _Blocks], ...]
     visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     heads: int
     softmax_scale: float
+    branch: str
 
     def rows(self, begin: int, end: int) -> tuple[slice, ...]:
         """The rows of queries ``begin .. end - 1`` in a tensor [B, Hkv, F, T * R, ...]."""
@@ -126,6 +129,18 @@ class _SparseAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        with component(plan.branch):
+            _SparseAttention.walk(q, k, v, plan, o, lse)
+        ctx.save_for_backward(q, k, v, lse)
+        ctx.plan = plan
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def walk(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan, o: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        """Write o and lse of every row that sees a key."""
         for begin, end, keys in plan.chunks:
             rows = plan.rows(begin, end)
             scores = plan.scores(q[rows], keys.read(k), begin, end, keys)
@@ -135,10 +150,6 @@ class _SparseAttention(torch.autograd.Function):
             total = p.sum(-1, keepdim=True)
             o[rows] = _dot(p.to(v.dtype), keys.read(v)).div_(total.masked_fill(total == 0, 1))
             lse[rows] = total.log_().add_(top).squeeze(-1)
-        ctx.save_for_backward(q, k, v, lse)
-        ctx.plan = plan
-        ctx.mark_non_differentiable(lse)
-        return o, lse
 
     @staticmethod
     @once_differentiable
@@ -147,6 +158,23 @@ class _SparseAttention(torch.autograd.Function):
         plan, do = ctx.plan, do.contiguous()
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        with component(plan.branch):
+            _SparseAttention.walk_back(q, k, v, lse, do, plan, dq, dk, dv)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+
+    @staticmethod
+    def walk_back(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        lse: torch.Tensor,
+        do: torch.Tensor,
+        plan: _Plan,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        """Write dq, and add to dk and dv in the accumulation dtype."""
         for begin, end, keys in plan.chunks:
             rows = plan.rows(begin, end)
             q_i, do_i, k_i, v_i = q[rows], do[rows], keys.read(k), keys.read(v)
@@ -160,7 +188,6 @@ class _SparseAttention(torch.autograd.Function):
             ds = dp.sub_(delta).mul_(p).mul_(plan.softmax_scale).to(q.dtype)
             dq[rows] = _dot(ds, k_i)
             keys.add(dk, _dot(ds.mT, q_i))
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None
 
 
 def attend(
@@ -195,8 +222,10 @@ def attend(
         lses = [torch.cat(parts, dim=2)[0] for parts in zip(*(r[1] for r in results), strict=True)]
         width = problem.config.list_width(max(problem.lengths))
         choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=2)[0]
-    g = gate_values(q, gate_weight, gates)
-    return weighted_sum(g, *branches).to(q.dtype), Aux(choice, g.detach(), *lses)
+    with component("gate"):
+        g = gate_values(q, gate_weight, gates)
+        o = weighted_sum(g, *branches).to(q.dtype)
+    return o, Aux(choice, g.detach(), *lses)
 
 
 def _attend_batch(
@@ -211,9 +240,11 @@ def _attend_batch(
     config, dtype = problem.config, q.dtype
     if q.device.type == "cpu":
         q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
-    k_cmp = compress(k, compress_k_weight, config=config)
-    v_cmp = compress(v, compress_v_weight, config=config)
-    choice = choose_blocks(q, k_cmp, config=config, causal=problem.causal, softmax_scale=problem.softmax_scale)
+    with component("compress"):
+        k_cmp = compress(k, compress_k_weight, config=config)
+        v_cmp = compress(v, compress_v_weight, config=config)
+    with component("choose"):
+        choice = choose_blocks(q, k_cmp, config=config, causal=problem.causal, softmax_scale=problem.softmax_scale)
     # Attention reads them as the kernels do, rounded to the dtype of the inputs.
     k_cmp, v_cmp = (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
 
@@ -245,7 +276,7 @@ def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, problem: Problem) -> 
     def visible(t: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return j * config.stride + config.offset <= t
 
-    return _Plan(tuple(chunks), visible if problem.causal else None, heads, problem.softmax_scale)
+    return _Plan(tuple(chunks), visible if problem.causal else None, heads, problem.softmax_scale, "cmp")
 
 
 def _selected_plan(q: torch.Tensor, choice: torch.Tensor, heads: int, parts: int, problem: Problem) -> _Plan:
@@ -265,7 +296,7 @@ def _selected_plan(q: torch.Tensor, choice: torch.Tensor, heads: int, parts: int
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return s <= t if problem.causal else s < T
 
-    return _Plan(tuple(chunks), visible, heads, problem.softmax_scale)
+    return _Plan(tuple(chunks), visible, heads, problem.softmax_scale, "slc")
 
 
 def _window_plan(q: torch.Tensor, heads: int, problem: Problem) -> _Plan:
@@ -281,7 +312,7 @@ def _window_plan(q: torch.Tensor, heads: int, problem: Problem) -> _Plan:
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return (s >= t - back) & (s <= t + ahead)
 
-    return _Plan(tuple(chunks), visible, heads, problem.softmax_scale)
+    return _Plan(tuple(chunks), visible, heads, problem.softmax_scale, "swa")
 
 
 def _rows_that_fit(q: torch.Tensor, keys: int) -> int:

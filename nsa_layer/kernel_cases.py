@@ -1,4 +1,4 @@
-"""Which kernels the layer can ask the fork for, and how to compile one without a GPU."""
+"""Which kernels the layer launches, and how to compile them without a GPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class KernelCase:
-    """One kernel that the layer can ask for.
+    """One kernel of the fork that the layer asks for, or the layer's own kernels.
 
     Attributes:
         arch: 90 or 100.
-        branch: "cmp", "slc" or "swa".
+        branch: "cmp", "slc" (with its lists), "swa", or "own" for what is around the branches.
         backward: the direction.
         heads: (Hq, Hkv).
         packed: input packed with cu_seqlens.
@@ -52,9 +52,12 @@ class KernelCase:
             "cmp": ("per_head", "block_size"),
             "slc": (),
             "swa": ("block_size", "per_head"),
+            "own": ("T", "deterministic"),
         }[self.branch]
         default = {f.name: f.default for f in fields(self)}
         if any(getattr(self, name) != default[name] for name in unread):
+            return False
+        if self.branch == "own" and self.backward and (self.causal, self.per_head) != (True, False):
             return False
         # The number of key/value heads matters to block lists only; elsewhere (4, 1) is (8, 2): four heads a group.
         if self.branch != "slc" and self.heads == (4, 1):
@@ -78,7 +81,7 @@ class KernelCase:
 
 OPTIONS: dict[str, tuple] = {
     "arch": (90, 100),
-    "branch": ("cmp", "slc", "swa"),
+    "branch": ("cmp", "slc", "swa", "own"),
     "backward": (False, True),
     "dtype": ("bfloat16", "float16"),
     "D": (64, 128),
@@ -145,8 +148,9 @@ def _problem(case: KernelCase):
 
 
 def _sparsity(case: KernelCase):
-    """The lists of a real choice, made on the CPU."""
+    """The lists of a real choice, made on the CPU; fake ones where kernels make them, which are compiled with it."""
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from nsa_layer import branches
 
@@ -161,8 +165,12 @@ def _sparsity(case: KernelCase):
         indices = indices[0, :, :1].expand(Hs, tiles, n)
         starts = torch.tensor([0, *problem.lengths]).cumsum(0).to(torch.int32)
     tile = (branches.backward_tile if case.backward else branches.forward_tile)(torch.device("cpu"), case.block_size)
-    static = dict(problem=problem, tile=tile, backward=case.backward, cu_seqlens=starts)
-    return branches.selected_sparsity(indices, T, heads, **static)
+    static = dict(problem=problem, tile=tile, backward=case.backward)
+    if not branches.kernels_make_lists(case.config, tile, n, indices.device):
+        return branches.selected_sparsity(indices, T, heads, cu_seqlens=starts, **static)
+    with FakeTensorMode():
+        fake = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (indices, starts)]
+        return branches.selected_sparsity(fake[0], T, heads, cu_seqlens=fake[1], **static)
 
 
 def _call(case: KernelCase, sparsity) -> None:
@@ -170,28 +178,105 @@ def _call(case: KernelCase, sparsity) -> None:
 
     from nsa_layer import branches
 
-    def fake(*shape: int, dtype: torch.dtype = getattr(torch, case.dtype)) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda")
-
     (Hq, Hkv), T, D = case.heads, case.T, case.D
-    lead = (T,) if case.packed else (1, T)
+    dtype, lead = getattr(torch, case.dtype), (T,) if case.packed else (1, T)
     Tk = case.config.compressed_length(T) if case.branch == "cmp" else T
-    q, k, v = fake(*lead, Hq, D), fake(*lead[:-1], Tk, Hkv, D), fake(*lead[:-1], Tk, Hkv, D)
-    options: dict = dict(problem=_problem(case))
-    starts = fake(3, dtype=torch.int32) if case.packed else None
-    if case.branch == "swa":
-        options["cu_seqlens"] = starts
-    elif case.branch == "slc":
-        options |= dict(sparsity=sparsity.to_empty(torch.device("cuda")), cu_seqlens=starts)
-    else:
-        longest = dict(max_seqlen_q=T, max_seqlen_k=Tk)
-        options["packing"] = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, **longest) if case.packed else {}
-    call = {"cmp": "compressed", "slc": "selected", "swa": "window"}[case.branch]
-    if not case.backward:
-        getattr(branches, f"{call}_forward")(q, k, v, **options)
+    q, k, v = _fake(*lead, Hq, D, dtype=dtype), *(_fake(*lead[:-1], Tk, Hkv, D, dtype=dtype) for _ in range(2))
+    problem, packing = _problem(case), _packing(case)
+    if case.branch == "own":
+        (_own_backward if case.backward else _own_forward)(q, k, v, problem, packing)
         return
-    lse = fake(Hq, T, dtype=torch.float32) if case.packed else fake(1, Hq, T, dtype=torch.float32)
-    getattr(branches, f"{call}_backward")(q, k, v, torch.empty_like(q), lse, torch.empty_like(q), **options)
+    options = {
+        "cmp": lambda: branches.compressed_options(problem, packing),
+        "slc": lambda: branches.selected_options(sparsity.to_empty(q.device), packing),
+        "swa": lambda: branches.window_options(problem, packing),
+    }[case.branch]()
+    if case.backward:
+        _attention_backward(q, k, v, options | dict(deterministic=case.deterministic), first=case.branch == "cmp")
+    else:
+        branches.forward(q, k, v, problem, options)
+
+
+def _attention_backward(q, k, v, options: dict, *, first: bool) -> None:
+    """A branch's call, adding to what its calls share, and the conversion of that."""
+    import torch
+
+    from flash_attn.cute.interface import _flash_attn_bwd
+    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
+
+    layout = backward_layout(q, k, v, **options)
+    rows, dq = (_fake(*shape, dtype=torch.float32) for shape in (layout.row_shape, layout.dq.shape))
+    dk, dv = (None if each is None else _fake(*each.shape, dtype=torch.float32) for each in (layout.dk, layout.dv))
+    flags = None if layout.flags is None else _fake(*layout.flags, dtype=torch.int32)
+    shared = SharedBackward(layout, rows, torch.empty_like(rows), dq, dk, dv, first, flags)
+    _flash_attn_bwd(q, k, v, None, q, None, shared=shared, **options)
+    for accum, of, like, starts in ((dq, layout.dq, q, "q"), (dk, layout.dk, k, "k"), (dv, layout.dv, v, "k")):
+        if accum is not None:
+            convert(accum, of, like, scale=1.0, cu_seqlens=options.get(f"cu_seqlens_{starts}"), add=True)
+
+
+def _own_forward(q, k, v, problem, packing) -> None:
+    import torch
+
+    from nsa_layer.choice import choose
+    from nsa_layer.kernels.gate import gated_sum
+    from nsa_layer.kernels.pool import pool
+
+    starts = _starts(packing) | ({} if packing is None else dict(total_blocks=packing.total_blocks))
+    static = dict(block_size=problem.config.block_size, stride=problem.config.stride, **starts)
+    (k_mean,), _ = pool(k, v, k_dtypes=(torch.float32,), v_dtype=torch.float32, **static)
+    (k_mean, _), _ = pool(k, v, k_dtypes=(torch.float32, k.dtype), v_dtype=v.dtype, **static)
+    choose(q, k_mean, problem=problem, packing=packing)
+    for gating in _gating(q):
+        gated_sum(q, q, q, q, **gating)
+
+
+def _own_backward(q, k, v, problem, packing) -> None:
+    import torch
+
+    from nsa_layer.kernels.gate_backward import gated_sum_backward
+    from nsa_layer.kernels.pool import unpool
+
+    config, starts = problem.config, _starts(packing)
+    blocks = packing.total_blocks if packing else config.compressed_length(q.shape[-3])
+    for dtype in (k.dtype, torch.float32):
+        d_mean = _fake(*k.shape[:-3], blocks, *k.shape[-2:], dtype=dtype)
+        unpool(d_mean, d_mean, block_size=config.block_size, stride=config.stride, like_k=k, like_v=v, **starts)
+    lse = _fake(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
+    for gating in _gating(q):
+        g = _fake(*q.shape[:-1], 3, dtype=torch.float32) if any(x is not None for x in gating.values()) else None
+        cu_seqlens = None if packing is None else packing.cu_seqlens
+        gated_sum_backward(q, q, q, q, lse, lse, lse, g=g, q=q, tile_m=64, cu_seqlens=cu_seqlens, **gating)
+
+
+def _gating(q) -> list[dict]:
+    """The three ways of weighing the branches."""
+    weight, gates = _fake(q.shape[-2], 3, q.shape[-1], dtype=q.dtype), _fake(*q.shape[:-1], 3, dtype=q.dtype)
+    ways = ((weight, None), (None, gates), (None, None))
+    return [dict(gate_weight=weight, gates=gates) for weight, gates in ways]
+
+
+def _packing(case: KernelCase):
+    import torch
+
+    from nsa_layer.packing import Packing
+
+    if not case.packed:
+        return None
+    lengths, config = _problem(case).lengths, case.config
+    starts = (_fake(len(lengths) + 1, dtype=torch.int32) for _ in range(3))
+    totals = (sum(map(counted, lengths)) for counted in (config.compressed_length, config.num_tiles))
+    return Packing(*starts, *totals, max(lengths), max(map(config.compressed_length, lengths)))
+
+
+def _starts(packing) -> dict:
+    return {} if packing is None else dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks)
+
+
+def _fake(*shape: int, dtype):
+    import torch
+
+    return torch.empty(shape, dtype=dtype, device="cuda")
 
 
 def grouped_by_arch(cases: list[KernelCase]) -> Iterator[tuple[int, list[KernelCase]]]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from nsa_layer.api import nsa
 from nsa_layer.config import NSAConfig
+from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
 
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -31,7 +32,7 @@ class NSAttention(nn.Module):
         bias: give the four projections a bias.
         rope: called as ``rope(q, k, positions)`` with q [.., T, Hq, D], k [.., T, Hkv, D], positions [T] or [B, T],
             int64; returns (q, k). `RotaryEmbedding` is one. None: no position embedding.
-        backend: as in `nsa`: None, "cute", "eager" or "reference".
+        backend, memory: as in `nsa`.
         device, dtype: of the parameters.
 
     Raises:
@@ -53,6 +54,7 @@ class NSAttention(nn.Module):
         bias: bool = False,
         rope: Rope | None = None,
         backend: str | None = None,
+        memory: MemoryPolicy = MemoryPolicy(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,10 +66,12 @@ class NSAttention(nn.Module):
             raise TypeError(f"rope must be callable or None, got {rope!r}")
         if backend is not None and not isinstance(backend, str):
             raise TypeError(f"backend must be a string or None, got {backend!r}")
+        if not isinstance(memory, MemoryPolicy):
+            raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
         self.dim, self.num_heads, self.num_kv_heads = dim, num_heads, num_kv_heads
         self.head_dim = D = dim // num_heads if head_dim is None else head_dim
         self.head_dim_v = Dv = D if head_dim_v is None else head_dim_v
-        self.config, self.rope, self.backend = config, rope, backend
+        self.config, self.rope, self.backend, self.memory = config, rope, backend, memory
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, num_heads * D, **options)
         self.k_proj = nn.Linear(dim, num_kv_heads * D, **options)
@@ -120,17 +124,18 @@ class NSAttention(nn.Module):
             TypeError, ValueError: an argument is bad; the message names it. What `nsa` raises besides.
         """
         self._check_input(x, cu_seqlens)
+        if positions is not None:
+            if self.rope is None:
+                raise ValueError("positions are for rope, got positions on a layer without rope")
+            positions = _check_positions(positions, x)
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
         if self.rope is not None:
-            positions = _count_positions(x, cu_seqlens) if positions is None else _check_positions(positions, x)
-            q, k = self.rope(q, k, positions)
-        elif positions is not None:
-            raise ValueError("positions are for rope, got positions on a layer without rope")
+            q, k = self.rope(q, k, _count_positions(x, cu_seqlens) if positions is None else positions)
         # `nsa` accumulates in fp32 where that matters; autocast would round its products again.
         with torch.autocast(x.device.type, enabled=False):
-            o, aux = nsa(
+            attended = nsa(
                 q,
                 k,
                 v,
@@ -142,8 +147,10 @@ class NSAttention(nn.Module):
                 max_seqlen=max_seqlen,
                 causal=causal,
                 backend=self.backend,
-                return_aux=True,
+                memory=self.memory,
+                return_aux=return_aux,
             )
+        o, aux = attended if return_aux else (attended, None)
         out = self.o_proj(o.flatten(-2))
         return (out, aux) if return_aux else out
 
@@ -155,10 +162,17 @@ class NSAttention(nn.Module):
         )
         if x.dim() != dims or x.shape[-1] != self.dim:
             raise ValueError(f"x must be {layout} with dim={self.dim}, got shape {tuple(x.shape)}")
+        weight = self.q_proj.weight
+        if x.device != weight.device:
+            raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
+        if not torch.is_autocast_enabled(x.device.type) and x.dtype != weight.dtype:
+            raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
         if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
             raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
         if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
             raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
+        if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
+            raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
 
     def extra_repr(self) -> str:
         parts = [f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]

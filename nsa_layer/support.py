@@ -95,6 +95,7 @@ def kernel_family(arch: int) -> int:
     return {9: 90, 10: 100}.get(arch // 10, arch)
 
 
+@lru_cache(maxsize=1024)
 def missing_feature(request: Request) -> str | None:
     """The first thing asked for that the kernels lack on this architecture, or None."""
     family = kernel_family(request.arch)
@@ -124,7 +125,7 @@ def choose_backend(
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
         NotImplementedError: the kernels lack something on this architecture; the message says what.
     """
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     if backend in ("eager", "reference"):
         return backend

@@ -225,12 +225,13 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
             allowed = (2 * error + 8 * eps) * scores.values + torch.finfo(torch.float32).tiny
         else:
             allowed = torch.full_like(scores.values, 2 * error * (case.Hq // case.Hkv))
-        _assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
+        assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
 
 
-def _assert_sequence_choice(
+def assert_sequence_choice(
     where: str, given: torch.Tensor, own: torch.Tensor, scores: reference.SelectionScores, allowed: torch.Tensor
 ) -> None:
+    """Lists [Hs, M, n] are the reference's own but for blocks whose score is within `allowed` of the last one in."""
     blocks = torch.arange(scores.values.shape[-1], device=given.device)
     listed, expected = ((x[..., None] == blocks).any(-2) for x in (given, own))
     sorted_again = torch.where(listed, blocks, len(blocks)).sort(-1).values[..., : given.shape[-1]]
@@ -285,6 +286,17 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
     return {f"d{name}": eps * float(grad.abs().max()) for name, grad in zip(wanted, grads, strict=True)}
 
 
+def rounding_error(stored: torch.dtype, inputs: torch.dtype, largest: float, *, lse: bool = False) -> float:
+    """What a tensor in the dtype `stored` may err by beside twice the straight implementation's error.
+
+    Rounding to the dtype errs by eps / 2 of a value; a gradient is the sum of up to four rounded parts (three branches,
+    the gate), and 2 eps of the largest value is that. Sums over tokens are taken in any order in the accumulation
+    dtype: 4 eps of that. An LSE is the logarithm of a sum that errs by a part of itself: by eps however near 0 it is.
+    """
+    eps, acc_eps = torch.finfo(stored).eps, torch.finfo(accumulation_dtype(inputs)).eps
+    return (2 * eps + 4 * acc_eps) * largest + lse * eps
+
+
 def _assert_shape(case: Case, name: str, got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
     assert got.shape == exact.shape, f"{name} has shape {tuple(got.shape)}, not {tuple(exact.shape)}\n{case!r}"
     assert got.dtype == dtype, f"{name} is {got.dtype}, not {dtype}\n{case!r}"
@@ -303,15 +315,10 @@ def _assert_close(
         return
     empty = exact == -torch.inf
     assert torch.equal(got == -torch.inf, empty), f"{name}: -inf in the wrong rows\n{case!r}"
-    eps = torch.finfo(got.dtype).eps
+    stored = got.dtype
     got, straight, exact = (x.double().masked_fill(empty, 0) for x in (got, straight, exact))
     error, straight_error = (got - exact).abs(), float((straight - exact).abs().max()) * finer
-    # Rounding to the dtype errs by eps / 2 of a value; a gradient is the sum of up to four rounded parts (three
-    # branches, the gate), and 2 eps of the largest value is that. Sums over tokens are taken in any order in the
-    # accumulation dtype: 4 eps of that. An LSE is the logarithm of a sum that errs by a part of itself: by eps however
-    # near 0 the LSE is.
-    acc_eps = torch.finfo(accumulation_dtype(case.dtype)).eps
-    rounding = (2 * eps + 4 * acc_eps) * float(exact.abs().max()) + (name in LSES) * eps + noise
+    rounding = rounding_error(stored, case.dtype, float(exact.abs().max()), lse=name in LSES) + noise
     limit = 2 * straight_error + rounding
     worst = int(error.argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape)]

@@ -52,6 +52,37 @@ def milliseconds(call: Call, device: str, *, hide_host: bool = False) -> float:
     return start.elapsed_time(end)
 
 
+def lap_times(call: Callable[[Callable[[], None]], object], device: str) -> list[float]:
+    """Milliseconds between the laps of one ``call(lap)``, its begin and its end; nothing else is in flight."""
+    cuda, marks = device.startswith("cuda"), []
+
+    def lap() -> None:
+        if cuda:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        else:
+            marks.append(time.perf_counter())
+
+    if cuda:
+        torch.cuda.synchronize()
+    lap()
+    call(lap)
+    lap()
+    if not cuda:
+        return [(end - begin) * 1e3 for begin, end in zip(marks, marks[1:])]
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in zip(marks, marks[1:])]
+
+
+def host_microseconds(call: Call, device: str) -> float:
+    """How long the host takes to make one call's launches; the GPU has nothing else to do."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e6
+
+
 def sets_past_l2(bytes_a_set: int) -> int:
-    """How many sets of inputs to rotate over."""
-    return max(2, -(-2 * L2_BYTES // bytes_a_set))
+    """How many sets of inputs to rotate over: one that is many times the L2 pushes itself out of it."""
+    return 1 if bytes_a_set >= 8 * L2_BYTES else max(2, -(-2 * L2_BYTES // bytes_a_set))

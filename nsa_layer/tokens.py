@@ -18,10 +18,12 @@ def token_slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(t.split(max(1, SLICE // widest)) for t in flat))
 
 
-def sum_rounded(parts: Iterable[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-    """The sum in the accumulation dtype, rounded once; None counts as 0."""
+def sum_rounded(
+    parts: Iterable[torch.Tensor | None], dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum in the accumulation dtype, rounded once; None counts as 0. `out` may be one of the parts."""
     present = [part for part in parts if part is not None]
-    total = torch.empty(present[0].shape, dtype=dtype, device=present[0].device)
+    total = torch.empty(present[0].shape, dtype=dtype, device=present[0].device) if out is None else out
     for out, *pieces in token_slices(total, *present):
         subtotal = pieces[0].to(accumulation_dtype(dtype))
         for piece in pieces[1:]:

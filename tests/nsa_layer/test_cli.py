@@ -1,4 +1,4 @@
-"""The command line: help, exit statuses, and the `memory` and `profile` commands at a tiny size."""
+"""The command line: help, exit statuses, and bad arguments, and what commands have in common."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, __main__, eager, nsa
-from nsa_layer.cli import memory, parts, profile
-from nsa_layer.cli.shape import Shape
+from nsa_layer import __main__
+from nsa_layer.cli import bench, check, memory, profile
 from nsa_layer.measure import peak_bytes
 from nsa_layer.tables import markdown
 
@@ -42,7 +41,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "unknown command 'train'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["demo", "memory", "profile"])
+@pytest.mark.parametrize("name", ["demo", "bench", "check", "memory", "profile"])
 def test_help_says_what_units_are(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         __main__.main([name, "--help"])
@@ -51,7 +50,7 @@ def test_help_says_what_units_are(name: str, capsys: pytest.CaptureFixture[str])
     assert f"python -m nsa_layer {name}" in shown and "in tokens" in shown
 
 
-@pytest.mark.parametrize("name", ["demo", "memory", "profile"])
+@pytest.mark.parametrize("name", ["demo", "bench", "check", "memory", "profile"])
 def test_an_unknown_option_exits_with_2(name: str) -> None:
     with pytest.raises(SystemExit) as exit:
         __main__.main([name, "--no-such-option"])
@@ -73,46 +72,6 @@ def test_commands_are_found_by_their_module() -> None:
         assert _functions(path) >= {"main"}, name
 
 
-def test_memory_predicts_and_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory.main([*TINY, "--seqlen", "64", "100"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 6 and shown[0].count("|") == 6
-    assert memory.main([*TINY, "--seqlen", "64", "--no-measure"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].count("|") == 4
-
-
-def test_prediction_of_forward_is_what_the_operator_hands_out() -> None:
-    config = NSAConfig(block_size=8, block_counts=3, q_tile=16, window_size=8)
-    shape = Shape(B=2, T=50, Hq=4, Hkv=2, D=8, Dv=6, dtype=torch.float32, device="cpu", config=config)
-    o, aux = nsa(**shape.inputs(), config=config, return_aux=True)
-    predicted = memory.predict_forward(shape)
-    assert predicted["o"] == o.nbytes and predicted["o of each branch"] == 3 * o.nbytes
-    assert predicted["lse of each branch"] == sum(x.nbytes for x in (aux.lse_cmp, aux.lse_slc, aux.lse_swa))
-    assert predicted["gates"] == aux.gates.nbytes
-    assert predicted["block_indices"] == aux.block_indices.nbytes
-
-
-def test_profile_shows_every_branch_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    assert profile.main([*TINY, "--seqlen=64", "--repeats=1", "--rows=3"]) == 0
-    shown = capsys.readouterr().out
-    for branch in ("compressed", "selected", "sliding window"):
-        assert f"| {branch}, forward" in shown and f"| {branch}, backward" in shown
-    assert "choice of blocks" in shown and "Self CPU" in shown
-
-
-def test_profile_leaves_the_backend_as_it_was() -> None:
-    before = dict(vars(eager)), dict(vars(eager._SparseAttention))
-    with parts.watch("eager", parts.Stopwatch("cpu")):
-        assert vars(eager)["choose_blocks"] is not before[0]["choose_blocks"]
-    assert (dict(vars(eager)), dict(vars(eager._SparseAttention))) == before
-
-
-def test_the_parts_of_the_kernels_exist() -> None:
-    for module, labels in parts.PARTS["cute"].items():
-        names = _functions(REPOSITORY / Path(*module.split(".")).with_suffix(".py"))
-        assert names >= labels.keys(), module
-
-
 def _functions(path: Path) -> set[str]:
     """The functions that a module defines or imports, read without importing it: the kernels need more than a CPU."""
     found = set()
@@ -124,7 +83,7 @@ def _functions(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("run", [memory.main, profile.main])
+@pytest.mark.parametrize("run", [bench.main, check.main, memory.main, profile.main])
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -100,6 +100,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_argument(name: str) -> None:
     arguments, error, message = BAD[name]
+    nsa(**good())  # calls that passed the checks are remembered: this one is not one of them
     with pytest.raises(error, match=message):
         nsa(**arguments)
 
@@ -108,6 +109,15 @@ def test_bad_argument(name: str) -> None:
 def test_what_the_bad_calls_start_from_is_good(arguments: dict) -> None:
     o = nsa(**arguments)
     assert o.shape == (*arguments["q"].shape[:-1], DV) and o.isfinite().all()
+
+
+@pytest.mark.parametrize("change", [dict(causal=1), dict(softmax_scale=True), dict(gates=1.0), dict(q=[1.0])])
+def test_equal_is_not_the_same(change: dict) -> None:
+    """1 == True == 1.0, so what is remembered of a good call has to tell them apart."""
+    arguments = good(softmax_scale=1.0, causal=True)
+    nsa(**arguments)
+    with pytest.raises(TypeError):
+        nsa(**arguments | change)
 
 
 def test_options_are_keyword_only() -> None:

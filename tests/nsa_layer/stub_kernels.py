@@ -1,0 +1,64 @@
+"""Hopper's host code on CPU tensors: what is launched is noted, and nothing runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+LAUNCHED: list[tuple[object, tuple]] = []
+
+
+@contextmanager
+def stubs() -> Iterator[None]:
+    """Within, kernels are what notes its launch: those of the fork, and those of the layer."""
+    from flash_attn.cute import interface
+    from flash_attn.cute.cache_utils import JITCache
+    from nsa_layer import branches
+    from nsa_layer.kernels import launch
+
+    def compiled(*at: object) -> Callable[..., None]:
+        return lambda *args: LAUNCHED.append((at, args))
+
+    class Compiled(JITCache):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __contains__(self, key: object) -> bool:
+            self.cache.setdefault(key, compiled(self.name, key))
+            return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+        patch.setattr(interface, "_get_device_arch", lambda: 90)
+        patch.setattr(branches, "_on_hopper", lambda device: True)
+        patch.setattr(launch, "_compiled", {})
+        patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compiled(name, key))
+        for module in [m for name, m in sys.modules.items() if name.startswith("flash_attn.cute.")]:
+            for name, function in vars(module).items():
+                if hasattr(function, "compile_cache"):
+                    patch.setattr(function, "compile_cache", Compiled(name))
+        yield
+
+
+def launches(call: Callable[[], object], inputs: list[torch.Tensor]) -> tuple[list, object]:
+    """The launches of a call as data: addresses are told by the input, or by which new tensor it is."""
+    LAUNCHED.clear()
+    result = call()
+    places: dict[int, object] = {t.data_ptr(): ("input", i) for i, t in reversed(list(enumerate(inputs)))}
+
+    def data(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            place = places.setdefault(value.data_ptr(), ("new", len(places)))
+            return place, tuple(value.shape), value.stride(), value.dtype
+        if isinstance(value, (tuple, list)):
+            return type(value).__name__, [data(part) for part in value]
+        return type(value).__name__, value
+
+    # What was launched is noted with its tensors: no address stands for two.
+    return [(at, [data(arg) for arg in args]) for at, args in LAUNCHED], data(result)

@@ -1,0 +1,130 @@
+"""The layer in a CUDA graph: forward and backward are captured once and replayed on other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig, NSAttention, nsa
+from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+Tensors = dict[str, torch.Tensor]
+SMALL = dict(T=1000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16)
+
+
+def draw(case: Case, seed: int) -> Tensors:
+    """Inputs of the case, and do."""
+    inputs = make_inputs(Case(**{**vars(case), "seed": seed}), "cuda")
+    named = {name: getattr(inputs, name) for name in (*DIFFERENTIABLE, "do")}
+    return {name: x for name, x in named.items() if x is not None}
+
+
+def step(case: Case, tensors: Tensors) -> Tensors:
+    """Output and gradients."""
+    given = {name: x for name, x in tensors.items() if name != "do"}
+    o = nsa(**given, config=case.config, causal=case.causal)
+    grads = torch.autograd.grad(o, list(given.values()), tensors["do"])
+    return {"o": o.detach()} | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
+
+
+def captured(call: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    """The graph of a call, after three on a side stream, as PyTorch asks for."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = call()
+    return graph, static
+
+
+def needs_hopper(config: NSAConfig) -> None:
+    if config.deterministic and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+CASES = [
+    Case(**SMALL, config=NSAConfig(deterministic=True)),
+    Case(**SMALL, config=NSAConfig(deterministic=True), gate="given", compress_weights=True),
+    Case(**SMALL, config=NSAConfig(deterministic=True, block_stride=32), gate="none"),
+    Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True, per_head=True)),
+    Case(**SMALL | dict(T=4096), config=NSAConfig(deterministic=True)),
+    Case(**SMALL, config=NSAConfig()),
+    Case(**SMALL, config=NSAConfig(block_size=128), causal=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_replays_equal_eager_calls(case: Case) -> None:
+    needs_hopper(case.config)
+    tensors = draw(case, 0)
+    for name, x in tensors.items():
+        x.requires_grad_(name != "do")
+    graph, static = captured(lambda: step(case, tensors))
+    for seed in (1, 2):
+        fresh = draw(case, seed)
+        with torch.no_grad():
+            for name, x in tensors.items():
+                x.copy_(fresh[name])
+            for x in static.values():
+                x.fill_(float("nan"))
+        graph.replay()
+        for name, x in fresh.items():
+            x.requires_grad_(name != "do")
+        want = step(case, fresh)
+        for name, x in static.items():
+            if case.config.deterministic:
+                assert torch.equal(x, want[name]), (name, seed)
+            else:
+                torch.testing.assert_close(x.float(), want[name].float(), rtol=0.02, atol=0.02, msg=f"{name}, {seed}")
+
+
+def test_graphed_function() -> None:
+    case = Case(**SMALL, config=NSAConfig(deterministic=True))
+    needs_hopper(case.config)
+    names = ("q", "k", "v", "gate_weight")
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate_weight: torch.Tensor) -> torch.Tensor:
+        return nsa(q, k, v, gate_weight=gate_weight, config=case.config)
+
+    sample = draw(case, 0)
+    graphed = torch.cuda.make_graphed_callables(layer, tuple(sample[name].requires_grad_() for name in names))
+    for seed in (1, 2):
+        given = draw(case, seed)
+        inputs = [given[name].requires_grad_() for name in names]
+        o = graphed(*inputs)
+        got = [x.clone() for x in (o, *torch.autograd.grad(o, inputs, given["do"]))]
+        want = step(case, given)
+        for name, x in zip(("o", *(f"d{name}" for name in names)), got, strict=True):
+            assert torch.equal(x, want[name]), name
+
+
+def test_graphed_module() -> None:
+    """A training step of the module: output and the gradients of every parameter and of x."""
+    config = NSAConfig(deterministic=True, block_counts=8)
+    needs_hopper(config)
+    torch.manual_seed(0)
+    options = dict(num_heads=8, num_kv_heads=2, config=config, compress_weights=True)
+    layer = NSAttention(512, **options, device="cuda", dtype=torch.bfloat16)
+    own = NSAttention(512, **options, device="cuda", dtype=torch.bfloat16)
+    own.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 640, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(layer, (x.detach().clone().requires_grad_(),))
+    for _ in range(2):
+        x = torch.randn_like(x).requires_grad_()
+        do = torch.randn_like(x)
+        got = graphed(x)
+        got_grads = torch.autograd.grad(got, [x, *layer.parameters()], do)
+        got, got_grads = got.clone(), [g.clone() for g in got_grads]
+        want = own(x)
+        want_grads = torch.autograd.grad(want, [x, *own.parameters()], do)
+        assert torch.equal(got, want)
+        for name, a, b in zip(("x", *dict(own.named_parameters())), got_grads, want_grads, strict=True):
+            assert torch.equal(a, b), name

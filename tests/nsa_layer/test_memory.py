@@ -1,0 +1,134 @@
+"""The `memory` command: predictions by component, what fits, and the measured peaks beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig
+from nsa_layer.cli import memory, peaks
+from nsa_layer.cli.shape import Shape
+from nsa_layer.policy import MemoryPolicy
+from nsa_layer.ranges import component, observed
+
+TINY = "--device=cpu --heads=4 --kv-heads=2 --head-dim=8 --block-size=8 --block-counts=3 --q-tile=16 --window-size=8"
+SHAPE = Shape(B=1, T=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cpu", config=NSAConfig())
+BOTH = dict(gated=True, backward=True)
+
+
+def test_memory_predicts_and_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory.main([*TINY.split(), "--seqlen", "64", "100"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 4 and shown[0].count("|") == 12
+    assert memory.main([*TINY.split(), "--seqlen", "64", "--no-measure", "--mode=forward", "--packed=3"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].count("|") == 10
+
+
+def test_less_memory_means_a_plan_that_takes_less() -> None:
+    plenty = memory.planned(SHAPE.at(1 << 20), total=139 << 30, **BOTH)
+    short = memory.planned(SHAPE.at(1 << 20), total=60 << 30, **BOTH)
+    least = [memory.predicted(SHAPE.at(1 << 20), plan, **BOTH)["peak"] for plan in (plenty, short)]
+    assert len(plenty.groups) == 1 < len(short.groups) and least[1] < least[0]
+
+
+def test_the_longest_that_fits_grows_with_the_memory_and_forward_is_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for options in (["--total=139"], ["--total=80"], ["--total=139", "--mode=forward"]):
+        argv = ["--device=cpu", "--dtype=bf16", "--longest", "--no-measure", *options]
+        assert memory.main(argv) == 0
+        found.append(int(capsys.readouterr().out.split("predicted ")[1].split()[0].replace(",", "")))
+    assert found[1] < found[0] < found[2]
+
+
+@pytest.mark.parametrize("limit", [0, 63, 64, 1000, 4096, 99999])
+@pytest.mark.parametrize("guess", [64, 640, 100000])
+def test_the_longest_is_found_from_any_guess(limit: int, guess: int) -> None:
+    asked = []
+
+    def fits(T: int) -> bool:
+        asked.append(T)
+        return limit >= T
+
+    assert peaks.longest(fits, guess=guess, step=64) == limit // 64 * 64
+    assert len(asked) < 30
+
+
+def test_a_call_that_does_not_fit_is_a_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory, "nsa", full)
+    assert memory.main([*TINY.split(), "--seqlen", "64"]) == 0
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_a_policy_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def attend(q, k, v, **options):
+        seen.append(options.get("memory"))
+        return q
+
+    monkeypatch.setattr(memory, "nsa", attend)
+    policy = MemoryPolicy(budget=5 << 30)
+    for given in (MemoryPolicy(), policy):
+        shape = replace(SHAPE.at(128), policy=given)
+        memory.Measured(shape, "cute", gated=False, backward=False).call()
+    assert seen == [None, policy]
+
+
+def test_a_peak_is_that_of_the_component_that_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = SimpleNamespace(now=100, most=100)
+
+    def take(size: int) -> None:
+        allocator.now += size
+        allocator.most = max(allocator.most, allocator.now)
+
+    def reset() -> None:
+        allocator.most = allocator.now
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocator.most)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocator.now)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def call() -> None:
+        take(10)
+        with component("slc"):
+            take(50), take(-50)
+            with component("convert"):
+                take(30)
+            take(5)
+        take(-40)
+
+    assert peaks.peaks_by_component(call) == {"other": 45, "slc": 60, "convert": 40}
+    with observed(lambda name: None):  # nothing is watched any more
+        pass
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--components"], "--components needs a GPU"),
+        (["--allocators"], "--allocators needs a GPU"),
+        (["--longest"], "--longest without a GPU"),
+        (["--budget=-1"], "budget must be at least 0"),
+    ],
+)
+def test_what_needs_a_gpu_says_so(extra: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run: Callable[[list[str]], int] = memory.main
+    assert run([*TINY.split(), *extra]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_components_and_settings_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory.main(["--seqlen=4096", "--components", "--allocators"]) == 0
+    shown = capsys.readouterr().out
+    assert "compiled kernels" in shown and "expandable_segments:True" in shown and "measured peak" in shown
