@@ -1,132 +1,157 @@
-"""`python -m nsa_layer bench`: the layer and dense causal attention in the same run, forward and backward.
+"""`python -m nsa_layer bench`: the layer and dense causal attention in the same run, forward, backward and both.
 
-CUDA events (a host clock on a CPU), after a warm-up; inputs rotate past the L2; the variants
-take turns; the table shows medians.
+CUDA events (a host clock on a CPU) after a warm-up; inputs rotate past the L2; the variants take turns; the tables show
+medians, and beside them the host's time for one forward call, peak memory, and the error of sampled rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import shlex
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from itertools import cycle
 from pathlib import Path
 
 import torch
 
-from nsa_layer.api import nsa
-from nsa_layer.cli.shape import Shape, add_shape_options, backend_of, shapes
-from nsa_layer.tables import markdown
-from nsa_layer.timing import Call, interleaved, sets_past_l2
+from nsa_layer.cli import bench_table, results
+from nsa_layer.cli.bench_run import Bench, Options
+from nsa_layer.cli.crossover import crossovers
+from nsa_layer.cli.first_call import seconds
+from nsa_layer.cli.shape import add_shape_options, backend_of, shapes
+from nsa_layer.cli.variants import VARIANTS
+
+PATHS = ("--json", "--chart", "--from")  # of the caller's machine: not kept in what is written
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; 2 for bad arguments."""
-    parser = argparse.ArgumentParser(prog="python -m nsa_layer bench", description=__doc__)
-    gpu = torch.cuda.is_available()
-    add_shape_options(parser, seqlen=[8192, 65536, 262144] if gpu else [2048])
-    parser.add_argument("--repeats", type=int, default=7, help="timings whose median is shown (default: 7)")
-    parser.add_argument("--no-dense", action="store_true", help="leave dense attention out")
-    parser.add_argument("--json", type=Path, help="also write every timing, in milliseconds, to this file")
-    given = parser.parse_args(argv)
+    """Run the command; 1 where something failed or is wrong, 2 for bad arguments."""
+    given = _parser().parse_args(argv)
+    if given.read:
+        return _shown_again(given)
     try:
         cases = shapes(given)
         backends = [backend_of(shape, given.backend) for shape in cases]
-        if given.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {given.repeats}")
+        for name in ("repeats", "dense_limit_seconds"):
+            if getattr(given, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(given, name)}")
+        if given.graph and not cases[0].device.startswith("cuda"):
+            raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
+        if given.crossover and "dense" not in given.variants:
+            raise ValueError(f"--crossover needs dense attention among --variants, got {' '.join(given.variants)}")
     except (ValueError, NotImplementedError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    results = []
-    for shape, backend in zip(cases, backends):
-        timings = bench(shape, backend, repeats=given.repeats, dense=not given.no_dense)
-        results.append(dict(shape=shape.describe(), config=asdict(shape.config), backend=backend, ms=timings))
+    options = Options(
+        backends[0],
+        variants=tuple(name for name in VARIANTS if name in given.variants),
+        backward=given.mode == "both",
+        graph=given.graph,
+        repeats=given.repeats,
+        dense_limit=given.dense_limit_seconds,
+        error_rows=given.error_rows,
+    )
+    found = dict(
+        command=f"python -m nsa_layer bench {shlex.join(_without_paths(argv))}".strip(),
+        backend=backends[0],
+        environment=results.environment(cases[0].device),
+        config=asdict(cases[0].config),
+    )
+    bench, crossing = Bench(options), []
+    if given.first_call:
+        try:
+            first = seconds(cases[0], backends[0])
+        except RuntimeError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
         if given.json:
-            given.json.write_text(json.dumps(results, indent=1) + "\n")
-    device = torch.cuda.get_device_name() if cases[0].device.startswith("cuda") else "CPU"
-    print(f"{backends[0]} on {device}, {cases[0].config}")
-    print(table(cases, results))
+            results.write(given.json, results.document(**found, rows=[], first_call=first))
+        shown = ", ".join(f"{taken:.2f}" for taken in first)
+        print(f"first call of a process, {cases[0].describe()}: {shown} s in one process after the other")
+        return 0
+    for shape in () if given.crossover else cases:
+        bench.run(shape)
+        if given.json:
+            results.write(given.json, results.document(**found, rows=bench.rows))
+    if given.crossover:
+        crossing = crossovers(cases[0], options, high=given.crossover)
+        if given.json:
+            results.write(given.json, results.document(**found, rows=bench.rows, crossovers=crossing))
+    _show(bench.rows, crossing, found["environment"], given.chart, f"{backends[0]}, {cases[0].config}")
+    bad = [row for row in bench.rows if row.status == results.FAILED or (row.detail or "").startswith("WRONG")]
+    return 1 if bad else 0
+
+
+def _show(rows: list, crossing: list, environment: dict, chart: Path | None, title: str) -> None:
+    device = environment.get("gpu") or "CPU"
+    tables = [bench_table.times(rows), bench_table.notes(rows)] if rows else []
+    if any(row.status == results.FROM_SHORTER for row in rows):
+        tables.insert(
+            1, "(from T=...): not measured; the time at that length times the ratio of query-key pairs. *: against it."
+        )
+    tables.append(bench_table.crossovers(crossing))
+    print("\n\n".join([f"{device}: {title}", *filter(None, tables)]))
+    if chart and rows:
+        from nsa_layer.cli.chart import draw
+
+        print("\n" + "\n".join(str(path) for path in draw(rows, environment, chart)))
+
+
+def _shown_again(given: argparse.Namespace) -> int:
+    rows, crossing, documents = [], [], []
+    try:
+        for path in given.read:
+            document, more, crossed = results.read(path)
+            rows, crossing, documents = rows + more, crossing + crossed, [*documents, document]
+    except (OSError, ValueError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    _show(rows, crossing, documents[0]["environment"], given.chart, "; ".join(d["command"] for d in documents))
     return 0
 
 
-def table(cases: list[Shape], results: list[dict]) -> str:
-    """Median milliseconds; dense over sparse in brackets."""
-    header = ["shape", "direction", "dense", "NSA", "NSA, gated"]
-    rows = []
-    for shape, result in zip(cases, results):
-        medians = {name: statistics.median(times) for name, times in result["ms"].items()}
-        for direction in ("forward", "backward"):
-            dense = medians.get(f"dense {direction}")
-            cells = [f"{dense:.2f}" if dense else "-"]
-            for variant in ("nsa", "gated"):
-                ms = medians[f"{variant} {direction}"]
-                cells.append(f"{ms:.2f}" + (f" ({dense / ms:.2f}x)" if dense else ""))
-            rows.append([shape.describe(), direction, *cells])
-    return markdown(header, rows, left=2)
+def _without_paths(argv: list[str]) -> list[str]:
+    """The arguments but for files."""
+    kept, skip = [], False
+    for argument in argv:
+        if skip and not argument.startswith("--"):
+            continue
+        skip = argument in PATHS
+        if not skip and not argument.startswith(tuple(f"{name}=" for name in PATHS)):
+            kept.append(argument)
+    return kept
 
 
-def bench(shape: Shape, backend: str, *, repeats: int, dense: bool) -> dict[str, list[float]]:
-    """Milliseconds of every timing, by variant."""
-    calls = dict(variants(shape, backend, dense=dense))
-    return interleaved(calls, repeats=repeats, device=shape.device, label=shape.describe())
-
-
-def variants(shape: Shape, backend: str, *, dense: bool) -> Iterator[tuple[str, Call]]:
-    """(name, call) pairs; each call works on the next of the rotating inputs."""
-    size = shape.B * shape.T * shape.Hq * shape.D * shape.dtype.itemsize
-    sets = [shape.inputs() for _ in range(sets_past_l2(size))]
-    do = torch.randn(shape.B, shape.T, shape.Hq, shape.Dv, device=shape.device).to(shape.dtype)
-    names = ("q", "k", "v")
-    plain = [{name: inputs[name] for name in names} for inputs in sets]
-    sparse = lambda **inputs: nsa(**inputs, config=shape.config, backend=backend)  # noqa: E731
-    for label, attend, groups in (("nsa", sparse, plain), ("gated", sparse, sets)):
-        yield f"{label} forward", _forward(attend, groups)
-        yield f"{label} backward", _Backward(attend, groups, do)
-    if dense:
-        yield "dense forward", _forward(_dense(shape.device), plain)
-        yield "dense backward", _Backward(_dense(shape.device), plain, do)
-
-
-def _forward(attend: Callable, groups: list[dict]) -> Call:
-    turns = cycle(groups)
-
-    def call() -> None:
-        with torch.no_grad():
-            attend(**next(turns))
-
-    return call
-
-
-class _Backward:
-    """Backward alone: the graph is made once for each set of inputs, outside what is timed."""
-
-    def __init__(self, attend: Callable, groups: list[dict], do: torch.Tensor) -> None:
-        self.attend, self.turns, self.do, self.graph = attend, cycle(groups), do, None
-
-    def prepare(self) -> None:
-        inputs = next(self.turns)
-        self.graph = (self.attend(**inputs), list(inputs.values()))
-
-    def __call__(self) -> None:
-        if self.graph is None:
-            self.prepare()
-        o, leaves = self.graph
-        self.graph = None
-        torch.autograd.grad(o, leaves, self.do)
-
-
-def _dense(device: str) -> Callable:
-    if not device.startswith("cuda"):
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return o.transpose(1, 2)
-
-        return attend
-    from nsa_layer.branches import dense_causal
-
-    return dense_causal
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m nsa_layer bench", description=__doc__, allow_abbrev=False)
+    gpu = torch.cuda.is_available()
+    add_shape_options(parser, seqlen=[8192, 65536, 262144] if gpu else [2048])
+    parser.add_argument("--mode", choices=("forward", "both"), default="both", help="both: backward too (default)")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs instead of launching")
+    parser.add_argument("--repeats", type=int, default=7, help="timings whose median is shown (default: 7)")
+    parser.add_argument(
+        "--dense-limit-seconds",
+        type=float,
+        default=120.0,
+        help="where one timing of dense attention would take longer, a shorter length is measured, and its time, "
+        "scaled and marked, is shown (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--error-rows", type=int, default=32, help="queries whose output is compared with fp64 (default: 32; 0: none)"
+    )
+    parser.add_argument(
+        "--crossover",
+        type=int,
+        nargs="?",
+        const=65536,
+        metavar="T",
+        help="find the length up to T tokens (default: 65536) from which on the layer is no slower than dense",
+    )
+    parser.add_argument(
+        "--first-call", action="store_true", help="time the first call of a process, in processes of their own"
+    )
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    parser.add_argument("--chart", type=Path, help="also draw this file, as PNG and as SVG")
+    parser.add_argument("--from", dest="read", type=Path, nargs="+", help="show these JSON files, measure nothing")
+    return parser

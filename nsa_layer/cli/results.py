@@ -1,0 +1,176 @@
+"""What `bench` found: rows, where they were measured, and the JSON file that keeps both.
+
+benchmarks/results/README.md documents the file. Every row has every key; what was not measured is null.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from nsa_layer.cli.shape import Shape
+from nsa_layer.fork import fork_status
+
+SCHEMA = 1
+MEASURED, FROM_SHORTER, NO_MEMORY, FAILED = "measured", "from shorter", "out of memory", "failed"
+PACKAGES = {"cutlass-dsl": "nvidia-cutlass-dsl", "quack": "quack-kernels", "tvm-ffi": "apache-tvm-ffi"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant of attention in one direction at one length.
+
+    Attributes:
+        T, B, Hq, Hkv, D, Dv, dtype: the shape; T counts all tokens of a pack.
+        sequences: packed ones, None for a batch; `longest` is the longest of them, or T.
+        variant: "dense", "nsa" (1/3 for each branch) or "gated".
+        direction: "forward", "backward" or "forward+backward".
+        graph: replayed from a CUDA graph.
+        status: "measured"; "from shorter", no measurement: that of `from_T` tokens times `factor`; "out of memory";
+            "failed", with the reason in `detail`.
+        ms: the median of `timings_ms`.
+        over_dense: the time of dense attention over this one's.
+        host_us: median time in which the host makes one forward call's launches.
+        peak_bytes: the most that was allocated beyond the inputs.
+        error, eager_error: largest error of o at sampled rows against fp64, the layer's and that of a straight
+            implementation in the same dtype; `of_limit`: the worst row's error over what the tests allow.
+    """
+
+    T: int
+    B: int
+    Hq: int
+    Hkv: int
+    D: int
+    Dv: int
+    dtype: str
+    sequences: int | None
+    longest: int
+    variant: str
+    direction: str
+    graph: bool
+    status: str
+    ms: float | None = None
+    timings_ms: tuple[float, ...] = ()
+    from_T: int | None = None
+    factor: float | None = None
+    over_dense: float | None = None
+    host_us: float | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+    eager_error: float | None = None
+    of_limit: float | None = None
+    detail: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossover:
+    """From which length on the layer takes no longer than dense attention.
+
+    Attributes:
+        T: the shortest length that was found to be no slower; None where none up to `high` is.
+        below: the longest that was found to be slower; None where T is the shortest that was tried.
+        points: (T, the layer's ms, dense ms) of all that was measured, by T.
+    """
+
+    variant: str
+    direction: str
+    graph: bool
+    T: int | None
+    below: int | None
+    high: int
+    points: tuple[tuple[int, float, float], ...]
+
+
+def row_of(shape: Shape, **values: object) -> Row:
+    """A row that takes its shape from a `Shape`."""
+    same = {name: getattr(shape, name) for name in ("T", "B", "Hq", "Hkv", "D", "Dv")}
+    sequences = None if shape.lengths is None else len(shape.lengths)
+    longest = shape.T if shape.lengths is None else max(shape.lengths)
+    return Row(**same, dtype=shape.dtype_name(), sequences=sequences, longest=longest, **values)
+
+
+def environment(device: str) -> dict[str, object]:
+    """Where something was measured: the GPU, versions and the date, and nothing else about the machine."""
+    cuda = device.startswith("cuda")
+    properties = torch.cuda.get_device_properties(device) if cuda else None
+    fork = fork_status()
+    return {
+        "gpu": properties.name if cuda else None,
+        "gpu_bytes": properties.total_memory if cuda else None,
+        "multiprocessors": properties.multi_processor_count if cuda else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: _version(distribution) for name, distribution in PACKAGES.items()},
+        "flash_attn.cute": fork.version,
+        "patches": len(fork.patches),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def write(path: Path, document: dict) -> None:
+    """The file, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def document(
+    *,
+    command: str,
+    backend: str,
+    config: dict,
+    environment: dict,
+    rows: Sequence[Row],
+    crossovers: Sequence[Crossover] = (),
+    first_call: Sequence[float] = (),
+) -> dict:
+    """What a file holds."""
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "backend": backend,
+        "environment": environment,
+        "config": config,
+        "rows": [asdict(row) for row in rows],
+        "crossovers": [asdict(found) for found in crossovers],
+        "first_call": list(first_call),
+    }
+
+
+def read(path: Path) -> tuple[dict, list[Row], list[Crossover]]:
+    """A file as `document` made it: the document, its rows and its crossovers.
+
+    Raises:
+        ValueError: it is not such a file; the message says what is wrong.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has no schema {SCHEMA}: it is not a result of `python -m nsa_layer bench`")
+    rows = [_made(Row, values, path) for values in found["rows"]]
+    return found, rows, [_made(Crossover, values, path) for values in found["crossovers"]]
+
+
+def _made(kind: type, values: dict, path: Path):
+    names = {field.name for field in fields(kind)}
+    if set(values) != names:
+        raise ValueError(f"{path}: a {kind.__name__} has other keys: {sorted(names ^ set(values))}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    if kind is Crossover:
+        values["points"] = tuple(map(tuple, values["points"]))
+    return kind(**values)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
