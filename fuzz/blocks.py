@@ -1,0 +1,220 @@
+"""Tables of blocks, the lists that hold them, and what can be read off a table without any cleverness."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, product
+from typing import Any
+
+import torch
+
+from fuzz.case import Blocks, Packed
+
+POISON = -7  # stands where nothing may be read
+ENTRIES = ("mask_block_idx", "full_block_idx")
+Table = torch.Tensor  # bool [B, H, M, N]
+
+
+def pattern_table(name: str, M: int, N: int, density: float, draw: random.Random) -> list[list[bool]]:
+    """Which of M x N blocks a pattern lists."""
+    chance = [[draw.random() < density for _ in range(N)] for _ in range(M)]
+    width, cuts = 1 + int(density * N), sorted({0, *(draw.randrange(N + 1) for _ in range(3))})
+    long, prefix = draw.randrange(max(N, 1)), 1 + draw.randrange(max(N, 1))
+
+    def document(place: int) -> int:
+        return sum(cut <= place for cut in cuts)
+
+    rules = {
+        "random": lambda m, n: chance[m][n],
+        "causal": lambda m, n: n * M <= m * N,
+        "window": lambda m, n: 0 <= m * N // M - n <= width,
+        "full": lambda m, n: True,
+        "empty": lambda m, n: False,
+        "diagonal": lambda m, n: m * N // M == n or chance[m][n] and n == 0,
+        "anti-diagonal": lambda m, n: (M - 1 - m) * N // M == n,
+        "comb": lambda m, n: n % 3 == m % 3,
+        "one long column": lambda m, n: n == long or m * N // M == n,
+        "one long row": lambda m, n: m == M // 2 or chance[m][n] and n % 4 == 0,
+        "documents": lambda m, n: document(m * N // M) == document(n),
+        "prefix": lambda m, n: n < prefix or n * M <= m * N,
+        "empty rows": lambda m, n: m % 2 == 1 and chance[m][n],
+        "empty columns": lambda m, n: n % 2 == 1 and chance[m][n],
+    }
+    return [[bool(rules[name](m, n)) for n in range(N)] for m in range(M)]
+
+
+def tables(case: Blocks) -> tuple[Table, Table]:
+    """Listed blocks, and those of them that are full."""
+    draw = random.Random(case.seed)
+    heads = 1 if case.repeat else case.H
+    listed = [
+        [pattern_table(case.pattern, case.M, case.N, case.density, draw) for _ in range(heads)] for _ in range(case.B)
+    ]
+    listed = torch.tensor(listed, dtype=torch.bool).view(case.B, heads, case.M, case.N)
+    generator = torch.Generator().manual_seed(case.seed)
+    full = listed & (torch.rand(listed.shape, generator=generator) < (case.full or 0.0))
+    return tuple(t.expand(case.B, case.H, case.M, case.N) for t in (listed, full))
+
+
+def lists_of(listed: Table, full: Table | None, draw: random.Random, *, shuffle: bool = False, spare: int = 0) -> Any:
+    """Lists of a table's rows, mask and full; what no one may read holds POISON."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    kinds = [listed] if full is None else [listed & ~full, listed & full]
+    tensors: list[torch.Tensor | None] = []
+    for kind in kinds:
+        B, H, rows, _ = kind.shape
+        width = max(1, int(kind.sum(-1).max()) if kind.numel() else 0) + spare
+        cnt = kind.sum(-1, dtype=torch.int32)
+        idx = torch.full((B, H, rows, width), POISON, dtype=torch.int32)
+        for b, h, m in product(range(B), range(H), range(rows)):
+            row = kind[b, h, m].nonzero().flatten().tolist()
+            if shuffle:
+                draw.shuffle(row)
+            idx[b, h, m, : len(row)] = torch.tensor(row, dtype=torch.int32)
+        tensors += [cnt, idx]
+    return BlockSparseTensorsTorch(*tensors, block_size=(128, 128))
+
+
+def both_directions(case: Blocks) -> tuple[Any, Any]:
+    """Forward lists, and backward lists of the same blocks."""
+    listed, full = tables(case)
+    heads = slice(0, 1) if case.repeat else slice(None)
+    draw = random.Random(case.seed + 1)
+    sides = []
+    for turned in (False, True):
+        own = [t[:, heads].mT if turned else t[:, heads] for t in (listed, full)]
+        own = own if case.full is not None else [own[0], None]
+        lists = lists_of(*own, draw, shuffle=case.shuffle, spare=case.spare)
+        if case.repeat:
+            repeated = {n: t.expand(-1, case.H, *t.shape[2:]) for n, t in _given(lists).items()}
+            lists = lists._replace(**repeated)
+        sides.append(lists)
+    return sides[0], sides[1]
+
+
+def _given(lists: Any) -> dict[str, torch.Tensor]:
+    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+    return {name: getattr(lists, name) for name in names if getattr(lists, name) is not None}
+
+
+def table_of(lists: Any, columns: int) -> tuple[Table, Table]:
+    """The blocks that lists hold, and the full ones; a block that is listed twice is an error."""
+    B, H, rows = lists.mask_block_cnt.shape
+    found = torch.zeros(2, B, H, rows, columns, dtype=torch.int64)
+    for full, name in enumerate(("mask", "full")):
+        cnt, idx = getattr(lists, f"{name}_block_cnt"), getattr(lists, f"{name}_block_idx")
+        if cnt is None:
+            continue
+        cnt, idx = cnt.expand(B, H, rows), idx.expand(B, H, rows, idx.shape[-1])
+        for b, h, row in product(range(B), range(H), range(rows)):
+            for block in idx[b, h, row, : int(cnt[b, h, row])].tolist():
+                found[full, b, h, row, block] += 1
+    assert found.sum(0).max().item() <= 1 if found.numel() else True, "a block is listed twice"
+    return found.sum(0).bool(), found[1].bool()
+
+
+def launch_order(case: Blocks, listed: Table) -> list[int]:
+    """The key blocks in the order of their launch."""
+    order = list(range(case.N))
+    if case.launch == "right to left":
+        order.reverse()
+    if case.launch == "longest first":
+        counts = listed.sum((0, 1, 2)).tolist()
+        order.sort(key=lambda n: -counts[n])
+    if case.launch == "shuffled":
+        random.Random(case.seed).shuffle(order)
+    return order
+
+
+def locks_of(listed: Table, order: list[int]) -> torch.Tensor:
+    """For each pair of blocks, how many key blocks before this one in the order add to the same query block."""
+    B, H, M, N = listed.shape
+    locks = torch.zeros(B, H, M, N, dtype=torch.int64)
+    for b, h, m in product(range(B), range(H), range(M)):
+        added = 0
+        for n in order:
+            if listed[b, h, m, n]:
+                locks[b, h, m, n] = added
+                added += 1
+    return locks
+
+
+def packed_tables(case: Packed) -> list[tuple[Table, Table]]:
+    """Of each sequence, [1, heads, query blocks, key blocks]."""
+    parts = []
+    for b, (T_q, T_k) in enumerate(case.lengths):
+        M, N = -(-T_q // case.block[0]), -(-T_k // case.block[1])
+        shape = dict(H=case.heads, M=M, N=N, pattern=case.pattern, density=case.density, full=case.full)
+        parts.append(tables(Blocks(**shape, seed=case.seed + b)))
+    return parts
+
+
+def packed_lists(case: Packed) -> tuple[Any, Any]:
+    """Forward and backward lists of packed sequences in the case's form."""
+    parts = packed_tables(case)
+    sides = []
+    for side, field in enumerate(("cu_total_m_blocks", "cu_total_n_blocks")):
+        turned = [tuple(t.mT if side else t for t in pair) for pair in parts]
+        sides.append(pack(turned, case.form, field, case.block, has_full=case.full is not None))
+    return sides[0], sides[1]
+
+
+def pack(
+    parts: list[tuple[Table, Table]], form: str, rows_before: str, block: tuple[int, int], *, has_full: bool
+) -> Any:
+    """Tables of sequences, rows by columns, as lists in one of the forms that the kernels take."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    heads, across = parts[0][0].shape[1], [listed.shape[3] for listed, _ in parts]
+    fields: dict[str, Any] = {"block_size": block}
+    kinds = {"mask": [listed & ~full for listed, full in parts]} if has_full else {"mask": [p[0] for p in parts]}
+    if has_full:
+        kinds["full"] = [listed & full for listed, full in parts]
+    for kind, of_sequences in kinds.items():
+        rows = [[[row.nonzero().flatten().tolist() for row in own[0, h]] for own in of_sequences] for h in range(heads)]
+        cnt, idx, starts = _formed(rows, form, across)
+        fields |= {f"{kind}_block_cnt": cnt, f"{kind}_block_idx": idx}
+        if starts is not None:
+            own_starts = form == "ragged" and kind == "full"
+            fields["cu_full_block_idx_offsets" if own_starts else "cu_block_idx_offsets"] = starts
+    if form != "padded":
+        before = [0, *accumulate(listed.shape[2] for listed, _ in parts)]
+        fields[rows_before] = torch.tensor(before, dtype=torch.int32)
+    return BlockSparseTensorsTorch(**fields)
+
+
+def _formed(rows: list, form: str, across: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """rows[head][sequence][row]: counts, entries, and where sequences or rows start."""
+    longest = max((len(row) for head in rows for own in head for row in own), default=0)
+    width = max(1, longest)
+
+    def filled(row: list[int], width: int) -> list[int]:
+        return row + [POISON] * (width - len(row))
+
+    def int32(values: Any, *shape: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).reshape(shape)
+
+    heads, B = len(rows), len(rows[0])
+    if form == "padded":
+        most = max(1, *(len(own) for own in rows[0]))
+        even = [[rows[h][b] + [[]] * (most - len(rows[h][b])) for h in range(heads)] for b in range(B)]
+        cnt = [[[len(row) for row in own] for own in batch] for batch in even]
+        idx = [[[filled(row, width) for row in own] for own in batch] for batch in even]
+        return int32(cnt, B, heads, most), int32(idx, B, heads, most, width), None
+    flat = [[row for own in head for row in own] for head in rows]
+    total = len(flat[0])
+    cnt = int32([[len(row) for row in head] for head in flat], heads, total)
+    if form == "compact":
+        return cnt, int32([[filled(row, width) for row in head] for head in flat], heads, total, width), None
+    if form == "stacked":
+        entries = [[e for b, own in enumerate(head) for row in own for e in filled(row, across[b])] for head in rows]
+        starts = [0, *accumulate(len(own) * wide for own, wide in zip(rows[0], across, strict=True))]
+        return cnt, int32(entries, heads, len(entries[0])), torch.tensor(starts)
+    entries, starts = [POISON] * 3, []
+    for head in flat:
+        starts.append([])
+        for row in head:
+            starts[-1].append(len(entries))
+            entries += [*row, POISON]
+    return cnt, int32(entries, len(entries)), torch.tensor(starts).reshape(heads, total)

@@ -1,0 +1,180 @@
+"""What is drawn: each kind of case as plain data, whose repr is an expression that makes it again.
+
+Tensors are never drawn. A case holds sizes, choices and a seed, from which its tensors are filled: so a failure is one
+line to paste, and hypothesis makes it smaller without touching what kernels are compiled for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+PATTERNS = (
+    "random", "causal", "window", "full", "empty", "diagonal", "anti-diagonal", "comb", "one long column",
+    "one long row", "documents", "prefix", "empty rows", "empty columns",
+)  # fmt: skip
+LAUNCHES = ("left to right", "right to left", "longest first", "shuffled")
+FORMS = ("padded", "compact", "stacked", "ragged")
+LAYOUTS = ("contiguous", "heads first", "fused", "expanded batch")
+
+
+class Pasteable:
+    """A dataclass whose repr leaves out what has its default."""
+
+    def __repr__(self) -> str:
+        shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Blocks(Pasteable):
+    """Block lists: which blocks of keys each block of queries reads.
+
+    Attributes:
+        M, N: blocks of queries and of keys.
+        pattern: one of PATTERNS; density: of the blocks that the pattern leaves to chance.
+        full: the share of the listed blocks that need no mask; None: there are no full lists.
+        shuffle: rows in no order. spare: places in a row past the longest one.
+        repeat: lists are one for all heads, repeated with stride 0.
+        group: query heads that share a key/value head. launch: of key blocks, one of LAUNCHES.
+        slots: CTAs that run at a time. interleave: query heads launched together.
+        longest: entries of a plan's item at most.
+        fault: what `fuzz.corrupt` does to the lists, where a property asks for wrong ones.
+    """
+
+    B: int = 1
+    H: int = 2
+    M: int = 6
+    N: int = 5
+    pattern: str = "random"
+    density: float = 0.4
+    full: float | None = 0.5
+    shuffle: bool = False
+    spare: int = 0
+    repeat: bool = False
+    group: int = 1
+    launch: str = "left to right"
+    slots: int = 3
+    interleave: int = 1
+    longest: int = 2
+    fault: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Packed(Pasteable):
+    """Block lists of packed sequences, as (queries, keys) of each.
+
+    Attributes:
+        form: one of FORMS. block: (queries, keys) of a block. heads: lists.
+        fault: as in `Blocks`.
+    """
+
+    lengths: tuple[tuple[int, int], ...] = ((10, 10),)
+    form: str = "compact"
+    block: tuple[int, int] = (4, 4)
+    heads: int = 1
+    pattern: str = "random"
+    density: float = 0.4
+    full: float | None = 0.5
+    fault: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Edge(Pasteable):
+    """Compressed-causal masking on tiles: key j is visible to query t iff ``j * factor + offset <= t``."""
+
+    seqlen_q: int = 10
+    seqlen_k: int = 10
+    factor: int = 1
+    offset: int = 0
+    tile_m: int = 4
+    tile_n: int = 4
+    group: int = 1
+    heads: int = 8
+    num_sms: int = 132
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Window(Pasteable):
+    """A sliding window, or any dense mask, on blocks; None is no limit."""
+
+    seqlen_q: int = 10
+    seqlen_k: int = 10
+    left: int | None = None
+    right: int | None = None
+    causal: bool = False
+    block: tuple[int, int] = (4, 4)
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Texts(Pasteable):
+    """A file before and after a patch, and another file to copy from."""
+
+    old: str = ""
+    new: str = ""
+    other: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Fields(Pasteable):
+    """Arguments of NSAConfig, good or bad."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Kind(Pasteable):
+    """What attention kernels are compiled for.
+
+    Attributes:
+        mask: "none", "causal", "window", "compressed", or "table": a mask_mod that looks the pair up.
+        lists: whether block lists are given; form: of packed ones, one of FORMS; heads: "one", "kv" or "q" of them.
+        block_k: keys of a block.
+        plan: backward follows a plan.
+    """
+
+    D: int = 64
+    Dv: int | None = None
+    dtype: str = "bfloat16"
+    Hq: int = 4
+    Hkv: int = 2
+    packed: bool = False
+    mask: str = "none"
+    lists: bool = False
+    form: str = "padded"
+    heads: str = "one"
+    block_k: int = 128
+    full_lists: bool = True
+    deterministic: bool = False
+    plan: bool = False
+    pack_gqa: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Attention(Pasteable):
+    """One call of the kernels: what they are compiled for, and the data.
+
+    Attributes:
+        lengths: (queries, keys) of each sequence; all alike unless ``kind.packed``.
+        window: (left, right). factor, offset: of compressed-causal masking.
+        pattern, density, full, shuffle: of the block lists and of the table, as in `Blocks`.
+        launch: of key blocks in deterministic backward. layout: of q, k and v in memory, one of LAYOUTS.
+        scale: of the values in q and k.
+    """
+
+    kind: Kind = Kind()
+    lengths: tuple[tuple[int, int], ...] = ((128, 128),)
+    window: tuple[int | None, int | None] = (None, None)
+    factor: int = 1
+    offset: int = 0
+    pattern: str = "random"
+    density: float = 0.4
+    full: float = 0.5
+    shuffle: bool = False
+    launch: str = "left to right"
+    layout: str = "contiguous"
+    scale: float = 1.0
+    seed: int = 0

@@ -1,0 +1,141 @@
+"""Right block lists made wrong in one place, each in a way that the checks of lists have to notice."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+FAULTS = (
+    "count too large", "count negative", "index past the end", "index negative", "listed twice",
+    "entry lost in backward", "entry lost in forward", "another block in backward", "lock off by one",
+    "locks swapped", "int64", "a row short",
+)  # fmt: skip
+PACKED_FAULTS = (
+    "count too large", "count negative", "index past the end", "listed twice", "entry lost in backward",
+    "starts shifted", "starts cut", "no block size",
+)  # fmt: skip
+# One direction alone shows these; the others only show beside the other direction, or need the lock values.
+LOCAL = (
+    "count too large",
+    "count negative",
+    "index past the end",
+    "index negative",
+    "listed twice",
+    "int64",
+    "a row short",
+)
+BIG = 1 << 15
+
+
+def spoil(fault: str, forward: Any, backward: Any, seed: int) -> tuple[Any, Any] | None:
+    """The lists with one fault in them, or None where these lists have no place for it. The arguments stay whole."""
+    draw = random.Random(seed)
+    sides = [_copy(forward), _copy(backward)]
+    at = {"entry lost in forward": 0, "entry lost in backward": 1, "another block in backward": 1}.get(fault)
+    at = draw.randrange(2) if at is None else at
+    lists = sides[at]
+    if fault in ("lock off by one", "locks swapped"):
+        spoilt = _spoil_locks(fault, sides[1], draw)
+        return tuple(sides) if spoilt else None
+    if fault == "int64":
+        sides[at] = lists._replace(mask_block_idx=lists.mask_block_idx.long())
+        return sides[0], sides[1]
+    if fault == "a row short":
+        cnt, idx = lists.mask_block_cnt[..., 1:], lists.mask_block_idx[..., 1:, :]
+        sides[at] = lists._replace(mask_block_cnt=cnt, mask_block_idx=idx)
+        return sides[0], sides[1]
+    if fault == "no block size":
+        sides[at] = lists._replace(block_size=None)
+        return sides[0], sides[1]
+    if fault in ("starts shifted", "starts cut"):
+        spoilt = _spoil_starts(fault, sides, at)
+        return tuple(sides) if spoilt else None
+    kind = draw.choice([k for k in ("mask", "full") if getattr(lists, f"{k}_block_cnt") is not None])
+    cnt, idx = getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")
+    if cnt.numel() == 0:
+        return None
+    if fault.startswith("count"):
+        cnt.view(-1)[draw.randrange(cnt.numel())] = BIG if fault == "count too large" else -1 - draw.randrange(3)
+        return sides[0], sides[1]
+    return _spoil_entry(fault, sides, lists, kind, draw)
+
+
+def _spoil_entry(fault: str, sides: list, lists: Any, kind: str, draw: random.Random) -> tuple[Any, Any] | None:
+    cnt, _idx = getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")
+    used = cnt.flatten().nonzero().flatten().tolist()
+    if not used:
+        return None
+    row = draw.choice(used)
+    count = int(cnt.view(-1)[row])
+    entries = _row(lists, kind, row, count)
+    if entries is None:
+        return None
+    if fault.startswith("entry lost"):
+        cnt.view(-1)[row] -= 1
+        return sides[0], sides[1]
+    if fault == "listed twice":
+        if count < 2:
+            return None
+        entries[0] = int(entries[-1])
+        return sides[0], sides[1]
+    place = draw.randrange(count)
+    if fault == "another block in backward":
+        unlisted = sorted(set(range(int(entries.max()) + 2)) - set(entries.tolist()))
+        entries[place] = unlisted[0]
+        return sides[0], sides[1]
+    entries[place] = BIG if fault == "index past the end" else -1
+    return sides[0], sides[1]
+
+
+def _row(lists: Any, kind: str, row: int, count: int) -> torch.Tensor | None:
+    """A view of a row's entries in use; None for forms whose rows this module does not find."""
+    idx = getattr(lists, f"{kind}_block_idx")
+    if idx.ndim == getattr(lists, f"{kind}_block_cnt").ndim + 1:
+        return idx.view(-1, idx.shape[-1])[row, :count]
+    if idx.ndim == 1:
+        starts = lists.cu_full_block_idx_offsets if kind == "full" else lists.cu_block_idx_offsets
+        start = int(starts.flatten()[row])
+        return idx[start : start + count]
+    return None
+
+
+def _spoil_locks(fault: str, lists: Any, draw: random.Random) -> bool:
+    orders = [t for t in (lists.dq_write_order, lists.dq_write_order_full) if t is not None]
+    places = []
+    for order, cnt in zip(orders, (lists.mask_block_cnt, lists.full_block_cnt), strict=False):
+        used = torch.arange(order.shape[-1]) < cnt.unsqueeze(-1)
+        places += [(order, int(at)) for at in used.flatten().nonzero()]
+    if not places:
+        return False
+    order, at = draw.choice(places)
+    value = int(order.view(-1)[at])
+    if fault == "lock off by one":
+        order.view(-1)[at] = value + 1
+        return True
+    others = [(o, a) for o, a in places if int(o.view(-1)[a]) != value]
+    if not others:
+        return False
+    other, there = draw.choice(others)
+    order.view(-1)[at], other.view(-1)[there] = int(other.view(-1)[there]), value
+    return True
+
+
+def _spoil_starts(fault: str, sides: list, at: int) -> bool:
+    name = ("cu_total_m_blocks", "cu_total_n_blocks")[at]
+    starts = getattr(sides[at], name)
+    if starts is None:
+        return False
+    spoilt = starts[:-1] if fault == "starts cut" else starts + BIG
+    sides[at] = sides[at]._replace(**{name: spoilt})
+    return True
+
+
+def _copy(lists: Any) -> Any:
+    """Without repeated strides, so that one place can be written."""
+    return lists._replace(**{n: t.clone(memory_format=torch.contiguous_format) for n, t in _tensors(lists)})
+
+
+def _tensors(lists: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, t) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)]

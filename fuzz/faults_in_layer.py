@@ -1,0 +1,146 @@
+"""Faults in the operator: what chooses, what masks, what is summed, and what is checked before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fuzz.mutations import fault
+
+
+@fault("leaking selection", "nsa_layer.select:block_roles", "layer.causality", "layer.choice")
+def _leaking(original: Callable) -> Callable:
+    """Blocks that are complete at the end of a tile, not at its start, are candidates."""
+
+    def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
+        forced, candidate = original(tiles, T, config=config, causal=causal)
+        if causal:
+            ends = torch.arange(candidate.shape[1]) * config.block_size + config.block_size - 1
+            last = (tiles * config.q_tile + config.q_tile - 1).clamp(max=T - 1)
+            candidate = ends <= last.unsqueeze(1)
+        return forced, candidate
+
+    return wrong
+
+
+@fault("leaking query", "nsa_layer.select:tile_queries", "layer.causality", "layer.choice")
+def _query(original: Callable) -> Callable:
+    """A tile's own queries ask for it, later ones included, where the ones before should."""
+    return lambda q, *, config, causal: original(q, config=config.replace(tile_query="mean"), causal=causal)
+
+
+@fault("ties to the later block", "nsa_layer.select:_tie_broken", "layer.choice")
+def _ties(original: Callable) -> Callable:
+    """Among equal scores the later block is taken."""
+
+    def wrong(scores: Any, eligible: Any) -> Any:
+        return original(scores.flip(-1), eligible.flip(-1)).flip(-1)
+
+    return wrong
+
+
+@fault("forced blocks not counted", "nsa_layer.select:_list_blocks", "layer.is its")
+def _forced(original: Callable) -> Callable:
+    """The block before a tile is no longer forced."""
+
+    def wrong(scores: Any, forced: Any, candidate: Any, n: int, *, config: Any) -> Any:
+        forced = forced.clone()
+        own = forced.int().cumsum(-1)
+        forced &= ~((own == 2) & (forced.sum(-1, keepdim=True) > 2))
+        return original(scores, forced, candidate, n, config=config)
+
+    return wrong
+
+
+@fault("missing tail mask", "nsa_layer.eager:_selected_plan", "layer")
+def _tail(original: Callable) -> Callable:
+    """Where attention is not causal, the zeros behind the last key of a block are keys as well."""
+
+    def wrong(q: Any, choice: Any, heads: int, parts: int, problem: Any) -> Any:
+        plan = original(q, choice, heads, parts, problem)
+        T, size = q.shape[1], problem.config.block_size
+        if problem.causal:
+            return plan
+        return replace(plan, visible=lambda t, s: s < -(-T // size) * size)
+
+    return wrong
+
+
+@fault("compressed key too early", "nsa_layer.eager:_compressed_plan", "layer")
+def _early(original: Callable) -> Callable:
+    """A compressed block is visible one token before its last one is reached."""
+
+    def wrong(q: Any, Tc: int, heads: int, problem: Any) -> Any:
+        config = problem.config.replace(compress_offset=problem.config.offset - 1)
+        return original(q, Tc, heads, replace(problem, config=config))
+
+    return wrong
+
+
+@fault("window one too short", "nsa_layer.eager:_window_plan", "layer")
+def _short(original: Callable) -> Callable:
+    """The sliding window lacks its oldest token."""
+
+    def wrong(q: Any, heads: int, problem: Any) -> Any:
+        config = problem.config.replace(window_size=max(1, problem.config.window_size - 1))
+        return original(q, heads, replace(problem, config=config))
+
+    return wrong
+
+
+@fault("mean over the wrong count", "nsa_layer.compress:mean_pool", "layer")
+def _mean(original: Callable) -> Callable:
+    """A block that overlaps others is divided by the stride."""
+    return lambda x, *, config: original(x, config=config) * (config.block_size / config.stride)
+
+
+@fault("gates exchanged", "nsa_layer.gate:weighted_sum", "layer")
+def _gates(original: Callable) -> Callable:
+    """The selected branch is weighed by the window's gate, and the other way round."""
+    return lambda g, o_cmp, o_slc, o_swa: original(g, o_cmp, o_swa, o_slc)
+
+
+@fault("half a gradient", "nsa_layer.eager:_SparseAttention.backward", "layer")
+def _half(original: Callable) -> Callable:
+    """The gradient of the keys lacks its last one."""
+
+    def wrong(ctx: Any, *args: Any) -> Any:
+        grads = list(original(ctx, *args))
+        dk = grads[1].clone()
+        dk[..., -1, :] = 0
+        return grads[0], dk, *grads[2:]
+
+    return wrong
+
+
+@fault("log-sum-exp to base 2", "nsa_layer.eager:_unfold", "layer")
+def _base(original: Callable) -> Callable:
+    """The log-sum-exp comes out in powers of two."""
+    return lambda x, T: original(x, T) * (1.4426950408889634 if x.ndim == 4 else 1.0)
+
+
+@fault("full tile that is not", "nsa_layer.sparsity:selected_lists", "layer.lists")
+def _full(original: Callable) -> Callable:
+    """A tile that holds tokens after its first query counts as full."""
+    return lambda indices, T, **more: original(indices, T, **(more | {"causal": False}))
+
+
+@fault("bit of the next block", "nsa_layer.sparsity:block_bitmap", "layer.lists")
+def _bit(original: Callable) -> Callable:
+    """The bitmap of the blocks has the bit after the block's."""
+    return lambda indices, T, **more: original(torch.where(indices >= 0, indices + 1, indices), T, **more)
+
+
+@fault("any choice taken", "nsa_layer.config:_require_choice", "options")
+def _choice(original: Callable) -> Callable:
+    """NSAConfig takes any word for who asks and what ranks."""
+    return lambda name, value, choices: None
+
+
+@fault("zero taken", "nsa_layer.config:_require_int", "options")
+def _zero(original: Callable) -> Callable:
+    """Sizes of 0 pass."""
+    return lambda name, value, *, least=None: original(name, value, least=None if least is None else least - 1)

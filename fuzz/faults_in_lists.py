@@ -1,0 +1,187 @@
+"""Faults in what decides about tiles and lists: classification, transpose, lock values, plans, checks, the codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fuzz.mutations import fault
+
+
+@fault("classification off by one", "flash_attn.cute.compress:keys_seen_by", "compress")
+def _seen(original: Callable) -> Callable:
+    """A row sees one key too many: its own tile is visited too late, or a masked pair goes without a mask."""
+    return lambda row, factor, offset: original(row, factor, offset) + (1 if row % 5 == 4 else 0)
+
+
+@fault("first row off by one", "flash_attn.cute.compress:first_row_seeing", "compress")
+def _first_row(original: Callable) -> Callable:
+    """Backward starts one query late for every key."""
+    return lambda key, factor, offset: original(key, factor, offset) + 1
+
+
+@fault("shares overlap", "flash_attn.cute.compress_schedule:query_shares", "compress")
+def _shares(original: Callable) -> Callable:
+    """The last of several shares of the queries is left out."""
+
+    def wrong(*args: Any) -> Any:
+        plan = original(*args)
+        return plan._replace(count=plan.count - 1) if plan.count > 1 else plan
+
+    return wrong
+
+
+@fault("dropped last block", "flash_attn.cute.block_lists:transpose_lists", "lists.transposed")
+def _dropped(original: Callable) -> Callable:
+    """The transpose loses the last entry of a full row."""
+
+    def wrong(lists: Any, *args: Any, **more: Any) -> Any:
+        turned = original(lists, *args, **more)
+        cnt = turned.mask_block_cnt.clone()
+        cnt[cnt == lists.mask_block_cnt.shape[2]] -= 1
+        return turned._replace(mask_block_cnt=cnt)
+
+    return wrong
+
+
+@fault("swapped write order", "flash_attn.cute.write_order:compute_dq_write_order", "lists.write order", "lists.walk")
+def _swapped(original: Callable) -> Callable:
+    """The first two key blocks that add to a query block have each other's lock value."""
+
+    def wrong(*args: Any, **more: Any) -> Any:
+        swap = torch.tensor([1, 0])
+        return tuple(
+            None if t is None else torch.where(t < 2, swap.to(t)[t.clamp(0, 1).long()], t)
+            for t in original(*args, **more)
+        )
+
+    return wrong
+
+
+@fault(
+    "launch order ignored", "flash_attn.cute.write_order:as_launch_order", "schedule.right orders", "lists.write order"
+)
+def _ignored(original: Callable) -> Callable:
+    """Lock values follow the key blocks' numbers whatever their launch is: the GPU would hang."""
+
+    def wrong(spt: bool, order: Any, N: int, device: Any) -> Any:
+        original(spt, order, N, device)
+        return None
+
+    return wrong
+
+
+@fault("walk by block", "flash_attn.cute.write_order:sorted_walk", "lists.walk")
+def _by_block(original: Callable) -> Callable:
+    """Among equal lock values the walk goes the other way."""
+    return lambda entries, locks, descending, M: original(entries, locks, not descending, M)
+
+
+@fault("plan loses the remainder", "flash_attn.cute.backward_plan:_items", "lists.plan", "schedule.plans")
+def _remainder(original: Callable) -> Callable:
+    """The last entry of the last item of a walk that is cut is not dealt out."""
+
+    def wrong(counts: Any, pieces: Any, *args: Any) -> Any:
+        plan = original(counts, pieces, *args).clone()
+        last = plan[:, 4] == counts[plan[:, 0].long(), plan[:, 1].long(), plan[:, 2].long()]
+        cut = (plan[:, 3] > 0) & last
+        plan[cut, 4] -= 1
+        return plan
+
+    return wrong
+
+
+@fault("turns forgotten", "flash_attn.cute.backward_plan:_items", "schedule.plans", "lists.plan")
+def _turns(original: Callable) -> Callable:
+    """All items that add to the same dk and dv believe to be first."""
+
+    def wrong(*args: Any) -> Any:
+        plan = original(*args).clone()
+        plan[:, 5] = 0
+        return plan
+
+    return wrong
+
+
+@fault("window one too wide", "flash_attn.cute.block_lists:_ranges", "windows.lists")
+def _window(original: Callable) -> Callable:
+    """The full blocks of a window begin one block early."""
+    return lambda begin, skip, resume, end: original(begin, (skip - 1).clamp(min=0), resume, end)
+
+
+@fault("full across the end", "flash_attn.cute.block_lists:lists_from_blocks", "windows.dense", "lists.made")
+def _across(original: Callable) -> Callable:
+    """The last block of keys counts as full wherever the one before it is: a missing tail mask."""
+
+    def wrong(listed: Any, full: Any = None, **more: Any) -> Any:
+        if full is not None and full.shape[-1] > 1:
+            full = full.clone()
+            full[..., -1] |= full[..., -2]
+        return original(listed, full, **more)
+
+    return wrong
+
+
+@fault("blind to duplicates", "flash_attn.cute.list_validation:_indices", "lists.wrong", "packed.wrong")
+def _blind(original: Callable) -> Callable:
+    """The check of lists overlooks a block that is listed twice."""
+
+    def wrong(side: Any, flat: Any, ascending: bool) -> Any:
+        checks = list(original(side, flat, ascending))
+        yield from checks[:1] + checks[2:]
+
+    return wrong
+
+
+@fault("blind to lock values", "flash_attn.cute.list_validation:_locks", "lists.wrong")
+def _blind_locks(original: Callable) -> Callable:
+    """The check of lists takes any lock values."""
+
+    def wrong(*args: Any) -> Any:
+        check = original(*args)
+        return type(check)(torch.full_like(check.found, -1), check.message)
+
+    return wrong
+
+
+@fault("tails cut off", "flash_attn.cute.packed_lists:cu_total_blocks", "packed")
+def _tails(original: Callable) -> Callable:
+    """Blocks of a packed sequence are counted without its short last one."""
+
+    def wrong(cu_seqlens: Any, block_size: int) -> Any:
+        blocks = (cu_seqlens[1:] - cu_seqlens[:-1]) // block_size
+        return torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
+
+    return wrong
+
+
+@fault("model never stuck", "flash_attn.cute.list_schedule:waits_for_earlier_launches", "schedule.the model")
+def _never_stuck(original: Callable) -> Callable:
+    """The check of a launch order says yes to every one."""
+    return lambda *args, **more: True
+
+
+@fault("a line lost", "patches.codec:_join_drops", "patches")
+def _line(original: Callable) -> Callable:
+    """A stretch of more than two dropped lines keeps its last."""
+
+    def wrong(ops: Any) -> Any:
+        for op in original(ops):
+            long = type(op).__name__ == "Drop" and op.count > 2
+            yield type(op)(op.at, op.count - 1) if long else op
+
+    return wrong
+
+
+@fault("codec hangs", "patches.codec:_shift", "patches", seconds=90.0)
+def _hang(original: Callable) -> Callable:
+    """Indenting a line never ends: what the watchdog is for."""
+
+    def wrong(line: str, indent: int) -> str:
+        while indent:
+            pass
+        return original(line, indent)
+
+    return wrong

@@ -1,0 +1,98 @@
+"""Planted faults: switches that break the code under test in one place, to see that the properties notice.
+
+Each replaces a function, wherever it has been imported to, with one that is wrong in the way that such code tends to be
+wrong. Nothing outside of fuzzing imports this.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from fuzz.case import Kind
+
+PACKAGES = ("fuzz", "nsa_layer", "flash_attn", "patches")
+Change = Callable[[Callable], Callable]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault.
+
+    Attributes:
+        target: "module:function" or "module:Class.method".
+        change: the function as it is -> the function as it is wrong.
+        seconds: within which it has to be found, on two slow cores; on a GPU for those that need one.
+        properties: those that are drawn from when looking for it; their names begin so.
+    """
+
+    name: str
+    what: str
+    target: str
+    change: Change
+    properties: tuple[str, ...]
+    seconds: float = 60.0
+    needs: str = ""
+
+    def suits(self, kind: Kind | None) -> bool:
+        """Whether kernels may run with it: a wrong one that waits for its turn waits forever, and a plan reads on."""
+        return kind is None or not (kind.deterministic or kind.plan)
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def fault(name: str, target: str, *properties: str, **options: Any) -> Callable[[Change], Change]:
+    """Register a change, described by its docstring."""
+
+    def register(change: Change) -> Change:
+        what = " ".join((change.__doc__ or "").split())
+        MUTATIONS[name] = Mutation(name, what, target, change, properties, **options)
+        return change
+
+    return register
+
+
+def all_mutations() -> dict[str, Mutation]:
+    for module in ("fuzz.faults_in_lists", "fuzz.faults_in_layer", "fuzz.faults_in_kernels"):
+        import_module(module)
+    return MUTATIONS
+
+
+@contextmanager
+def planted(name: str) -> Iterator[Mutation]:
+    """Within, the fault is there, in every module that has the function."""
+    from fuzz.prop import properties
+
+    properties()  # they import what they check by name
+    mutation = all_mutations()[name]
+    path, _, attribute = mutation.target.partition(":")
+    owner: Any = import_module(path)
+    *outer, last = attribute.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    original = owner.__dict__[last]
+    function = getattr(original, "__func__", original)
+    wrong = mutation.change(function)
+    places = [(owner, last, original)]
+    if not outer:
+        places = [
+            (module, n, original) for module in _modules() for n, value in vars(module).items() if value is original
+        ]
+    replacement = type(original)(wrong) if isinstance(original, (staticmethod, classmethod)) else wrong
+    for place, attribute, _ in places:
+        setattr(place, attribute, replacement)
+    try:
+        yield mutation
+    finally:
+        for place, attribute, before in places:
+            setattr(place, attribute, before)
+
+
+def _modules() -> list[Any]:
+    loaded = [m for n, m in sys.modules.items() if n.split(".")[0] in PACKAGES and m is not None]
+    return [module for module in loaded if hasattr(module, "__dict__")]

@@ -1,0 +1,79 @@
+"""A property: which cases it is drawn from, and what has to hold for every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from hypothesis.strategies import SearchStrategy
+
+from fuzz.case import Kind
+from nsa_layer.fork import fork_status
+
+MODULES = ("lists", "packed", "schedule", "masks", "layer", "options", "kernels", "relations", "compiling", "faults")
+STOCK_MODULES = ("kernels",)  # the others ask for modules of the fork
+GPU, SM90, SM100 = "gpu", "sm_90", "sm_100"  # what a property may need; the latter two compile without a GPU
+
+
+class Skip(Exception):
+    """The case says nothing about the property; it does not count as an example."""
+
+
+@dataclass(frozen=True)
+class Property:
+    """One of them.
+
+    Attributes:
+        cases: the strategy; of a kind of kernels, where there are `kinds`.
+        check: raises if the property does not hold.
+        kinds: what kernels are compiled for; each is drawn from on its own.
+        needs: GPU, SM90, SM100 or nothing.
+        pr: examples in the profile of that name; the others go on until their time is over.
+        stock: whether the unpatched package has what the property asks of it.
+    """
+
+    name: str
+    cases: Callable[..., SearchStrategy]
+    check: Callable[[Any], None]
+    kinds: tuple[Kind | None, ...] = (None,)
+    needs: str = ""
+    pr: int = 20
+    stock: bool = False
+
+    def strategy(self, kind: int = 0) -> SearchStrategy:
+        chosen = self.kinds[kind]
+        return self.cases() if chosen is None else self.cases(chosen)
+
+
+_all: dict[str, Property] = {}
+
+
+def holds(name: str, cases: Callable[..., SearchStrategy], **options: Any) -> Callable:
+    """Register a function of a case as a property."""
+
+    def register(check: Callable[[Any], None]) -> Callable[[Any], None]:
+        if name in _all:
+            raise ValueError(f"name={name!r} is registered twice")
+        _all[name] = Property(name, cases, check, **options)
+        return check
+
+    return register
+
+
+def properties() -> dict[str, Property]:
+    """All of them, by name; where the stock package is installed, those that do without the fork's modules."""
+    for module in STOCK_MODULES if fork_status().kind == "stock" else MODULES:
+        import_module(f"fuzz.properties.{module}")
+    return _all
+
+
+def on_this_machine(stock: bool = False) -> Iterator[Property]:
+    """Those that can run here; with `stock` only those that the unpatched package has to satisfy."""
+    import torch
+
+    gpu = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
+    for each in properties().values():
+        if (gpu or each.needs != GPU) and (each.stock or not stock):
+            yield each

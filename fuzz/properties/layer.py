@@ -1,0 +1,269 @@
+"""The operator in plain PyTorch: against its definition, and what has to hold between one call and another."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+
+from fuzz import strategies
+from fuzz.prop import GPU, Skip, holds
+from nsa_layer import NSAConfig, reference
+from nsa_layer.sparsity import block_bitmap, selected_lists
+from nsa_layer.testing import (
+    Case,
+    Inputs,
+    assert_backward_causal,
+    assert_close_to_reference,
+    assert_forward_causal,
+    make_inputs,
+    run,
+)
+
+GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
+
+
+def output(inputs: Inputs) -> torch.Tensor:
+    return run("eager", inputs).o
+
+
+@holds("layer.is its definition", strategies.layer_cases, pr=100)
+def is_its_definition(case: Case) -> None:
+    assert_close_to_reference(case, "eager")
+
+
+@holds(
+    "layer.is its definition in any dtype",
+    lambda: strategies.layer_cases((torch.float32, torch.bfloat16, torch.float16)),
+)
+def is_its_definition_in_any_dtype(case: Case) -> None:
+    assert_close_to_reference(case, "eager")
+
+
+@holds(
+    "layer.choice is the oracle's",
+    lambda: strategies.layer_cases((torch.float32, torch.bfloat16), integers=True, D=4, compress_weights=False),
+    pr=40,
+)
+def choice_is_the_oracles(case: Case) -> None:
+    """Where scores are exact, the blocks are the same ones: ties go to the earlier block.
+
+    They are sums of small integers over powers of 2: D is 4, so that its root divides exactly, and no softmax is taken.
+    """
+    size = case.config.block_size if case.config.block_size != 6 else 8
+    config = case.config.replace(block_size=size, block_stride=None, q_tile=2 * size, importance="logit")
+    case = replace(case, config=config)
+    inputs = make_inputs(case)
+    got = run("eager", inputs).aux.block_indices
+    exact = inputs.to(torch.float64)
+    names = {n: getattr(exact, n) for n in ("q", "k", "v", "gate_weight", "gates")}
+    _, aux = reference.attend(**names, problem=case.problem, cu_seqlens=inputs.cu_seqlens)
+    lengths = [case.T] if case.lengths is None else case.lengths
+    asked_by_few = config.tile_query == "mean" or not case.causal  # a short last tile divides by what it has
+    kept = torch.cat([_tiles(length, config, cut=asked_by_few) for length in lengths])
+    got, expected = got[..., kept, :], aux.block_indices[..., kept, :]
+    assert got.equal(expected), f"chosen {got.tolist()}, expected {expected.tolist()}"
+
+
+def _tiles(T: int, config: NSAConfig, cut: bool) -> torch.Tensor:
+    """Which tiles of a sequence are compared; `cut`: not a short last one."""
+    kept = torch.ones(config.num_tiles(T), dtype=torch.bool)
+    if cut and T % config.q_tile:
+        kept[-1] = False
+    return kept
+
+
+def causal_only(case: Case) -> Case:
+    """The nearest case that promises causality."""
+    config = case.config.replace(
+        compress_offset=max(case.config.offset, case.config.block_size - 1), tile_query="before"
+    )
+    return replace(case, lengths=None, causal=True, config=config)
+
+
+@holds("layer.causality", strategies.layer_cases)
+def causality(case: Case) -> None:
+    """Later tokens change no bit, and get no gradient from earlier outputs."""
+    case = causal_only(case)
+    t = case.seed % case.T
+    assert_forward_causal(case, "eager", t)
+    assert_backward_causal(case, "eager", t)
+
+
+@holds("layer.prefixes", strategies.layer_cases)
+def prefixes(case: Case) -> None:
+    """Keys that no one sees change nothing: a prefix of the input gives the prefix of the output.
+
+    Where blocks are forced it has to end with a tile: fewer blocks are forced for a short last tile, and more chosen.
+    """
+    case = causal_only(case)
+    T = max(1, case.T - 1 - case.seed % 50)
+    if case.config.force_blocks and T > case.config.q_tile:
+        T -= T % case.config.q_tile
+    inputs = make_inputs(case)
+    names = [name for name in ("q", "k", "v", "do", "gates") if getattr(inputs, name) is not None]
+    prefix = replace(inputs, case=replace(case, T=T), **{name: getattr(inputs, name)[:, :T] for name in names})
+    torch.testing.assert_close(output(prefix), output(inputs)[:, :T])
+
+
+@holds("layer.packed is one at a time", strategies.layer_cases)
+def packed_is_one_at_a_time(case: Case) -> None:
+    """Sequences of a pack never see each other: output and gradients are those of each alone."""
+    if case.lengths is None:
+        case = replace(case, lengths=(case.T, 0, 1 + case.seed % 30))
+    inputs = make_inputs(case)
+    whole = run("eager", inputs)
+    start = 0
+    for length in case.lengths:
+        own = slice(start, start + length)
+        start += length
+        if not length:
+            continue
+        names = [name for name in ("q", "k", "v", "do", "gates") if getattr(inputs, name) is not None]
+        alone_case = replace(case, B=1, T=length, lengths=None)
+        cut = {name: getattr(inputs, name)[None, own] for name in names}
+        alone = run("eager", replace(inputs, case=alone_case, cu_seqlens=None, **cut))
+        torch.testing.assert_close(whole.o[own], alone.o[0])
+        for name in ("q", "k", "v"):
+            torch.testing.assert_close(whole.grads[name][own], alone.grads[name][0])
+
+
+@holds("layer.permutations", strategies.layer_cases)
+def permutations(case: Case) -> None:
+    """Batches, groups of heads, and the heads within a group may come in any order."""
+    draw = random.Random(case.seed)
+    case = replace(case, lengths=None)
+    inputs = make_inputs(case)
+    batches, groups, G = list(range(case.B)), list(range(case.Hkv)), case.Hq // case.Hkv
+    within = list(range(G))
+    for order in (batches, groups, within):
+        draw.shuffle(order)
+    heads = [g * G + i for g in groups for i in within]
+    moved = {name: getattr(inputs, name)[batches][:, :, heads] for name in ("q", "do")}
+    moved |= {name: getattr(inputs, name)[batches][:, :, groups] for name in ("k", "v")}
+    if inputs.gates is not None:
+        moved["gates"] = inputs.gates[batches][:, :, heads]
+    if inputs.gate_weight is not None:
+        moved["gate_weight"] = inputs.gate_weight[heads]
+    if case.compress_weights:
+        moved |= {name: getattr(inputs, name)[groups] for name in ("compress_k_weight", "compress_v_weight")}
+    torch.testing.assert_close(output(replace(inputs, **moved)), output(inputs)[batches][:, :, heads])
+
+
+@holds("layer.doubled key/value heads", strategies.layer_cases)
+def doubled_heads(case: Case) -> None:
+    """A list for every query head comes out the same with every key/value head given to each query head alone."""
+    case = replace(case, config=case.config.replace(per_head=True))
+    inputs = make_inputs(case)
+    G = case.Hq // case.Hkv
+    repeated = {name: getattr(inputs, name).repeat_interleave(G, -2) for name in ("k", "v")}
+    if case.compress_weights:
+        names = ("compress_k_weight", "compress_v_weight")
+        repeated |= {name: getattr(inputs, name).repeat_interleave(G, 0) for name in names}
+    doubled = run("eager", replace(inputs, case=replace(case, Hkv=case.Hq), **repeated))
+    once = run("eager", inputs)
+    torch.testing.assert_close(doubled.o, once.o)
+    for name in ("k", "v"):
+        torch.testing.assert_close(doubled.grads[name].unflatten(-2, (case.Hkv, G)).sum(-2), once.grads[name])
+
+
+@holds("layer.linear in v and do", strategies.layer_cases)
+def linear(case: Case) -> None:
+    inputs = make_inputs(case)
+    other = make_inputs(replace(case, seed=case.seed + 1000))
+    both = output(replace(inputs, v=inputs.v + 3 * other.v))
+    torch.testing.assert_close(both, output(inputs) + 3 * output(replace(inputs, v=other.v)))
+    results = [run("eager", replace(inputs, do=do)).grads for do in (inputs.do, other.do, inputs.do + 3 * other.do)]
+    for name, grad in results[2].items():
+        torch.testing.assert_close(grad, results[0][name] + 3 * results[1][name])
+
+
+@holds("layer.rows of dS sum to 0", strategies.layer_cases)
+def rows_sum_to_0(case: Case) -> None:
+    """A vector added to all keys changes no softmax: the gradient of k sums to 0 over a sequence's tokens."""
+    if case.gate == "weight":
+        case = replace(case, gate="none")
+    case = replace(case, compress_weights=False)
+    inputs = make_inputs(case)
+    dk = run("eager", inputs).grads["k"]
+    size = float(dk.abs().max()) + 1e-9
+    for part in dk.split(case.lengths) if case.lengths else dk:
+        # Where blocks overlap, tokens count as often as they are in a block; each block's share still sums to dS's.
+        assert part.numel() == 0 or float(part.sum(0).abs().max()) < 1e-9 * max(1.0, size) * max(1, len(part)), (
+            f"dk sums to {part.sum(0).abs().max()}"
+        )
+
+
+@holds("layer.lists hold the choice", strategies.layer_cases)
+def lists_hold_the_choice(case: Case) -> None:
+    """Tiles, bitmap and full tiles made of a choice of blocks let through what the definition lets through."""
+    case = replace(case, lengths=None)
+    config, T = case.config, case.T
+    choice = run("eager", make_inputs(case)).aux.block_indices
+    tile_q, kv = config.q_tile * (1 + case.seed % 2), config.block_size * (1 + case.seed % 3)
+    if kv % config.block_size and config.block_size % kv:
+        raise Skip
+    lists = selected_lists(choice, T, config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
+    for b in range(case.B):
+        visible = reference.selected_mask(choice[b], T, config=config, causal=case.causal)
+        for h in range(choice.shape[1]):
+            for m in range(-(-T // tile_q)):
+                rows = visible[h, m * tile_q : (m + 1) * tile_q]
+                masked = lists.mask_idx[b, h, m, : int(lists.mask_cnt[b, h, m])].tolist()
+                full = lists.full_idx[b, h, m, : int(lists.full_cnt[b, h, m])].tolist()
+                seen = {n for n in range(-(-T // kv)) if rows[:, n * kv : (n + 1) * kv].any()}
+                assert seen <= set(masked + full), f"tile {b, h, m} lists {masked + full}, sees {seen}"
+                for n in full:
+                    assert rows[:, n * kv : (n + 1) * kv].all(), f"tile {b, h, m}: {n} is full, and hides a pair"
+                    assert (n + 1) * kv <= T, f"tile {b, h, m}: {n} is full, and reaches past the end"
+    bitmap = block_bitmap(choice, T, config=config, tile_q=tile_q).long()
+    for j in range(config.num_blocks(T)):
+        bit = (bitmap[:, :, : choice.shape[2], j // 32] >> (j % 32)) & 1
+        assert bit.bool().equal((choice == j).any(-1)), f"the bits of block {j}"
+
+
+KERNEL_CONFIGS = dict(D=64, dtype=torch.bfloat16)
+
+
+@holds("layer.kernels are its definition", lambda: kernel_cases(), needs=GPU)
+def kernels_are_its_definition(case: Case) -> None:
+    assert_close_to_reference(case, "cute", "cuda")
+
+
+@holds("layer.kernels are causal", lambda: kernel_cases(), needs=GPU)
+def kernels_are_causal(case: Case) -> None:
+    case = causal_only(case)
+    t = case.seed % case.T
+    assert_forward_causal(case, "cute", t, "cuda")
+    assert_backward_causal(case, "cute", t, "cuda")
+
+
+def kernel_cases():
+    """Few kinds of kernels, any data."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def case(draw: st.DrawFn) -> Case:
+        config = NSAConfig(
+            block_size=draw(st.sampled_from((64, 128))),
+            block_counts=draw(st.integers(1, 12)),
+            window_size=draw(st.integers(1, 700)),
+            importance=draw(st.sampled_from(("softmax", "logit"))),
+            force_blocks=draw(st.booleans()),
+        )
+        lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4).filter(any).map(tuple)
+        return Case(
+            B=draw(st.integers(1, 2)),
+            T=draw(st.one_of(st.integers(1, 1500), st.sampled_from((1, 64, 128, 129)))),
+            Hq=draw(st.sampled_from((4, 2))) * 2,
+            Hkv=2,
+            **KERNEL_CONFIGS,
+            config=config,
+            lengths=draw(st.none() | lengths),
+            gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
+            compress_weights=draw(st.booleans()),
+            seed=draw(st.integers(0, 999)),
+        )
+
+    return case()

@@ -1,0 +1,181 @@
+"""Block lists of a batch: made, transposed, ordered, merged, planned and checked, against tables of blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from flash_attn.cute.backward_plan import plan_backward
+from flash_attn.cute.block_lists import lists_from_blocks, lists_from_dense, transpose_lists
+from flash_attn.cute.call_validation import validate_call
+from flash_attn.cute.list_validation import validate_lists
+from flash_attn.cute.write_order import compute_dq_write_order, deterministic_walk, merged_walk
+from fuzz import strategies
+from fuzz.blocks import both_directions, launch_order, locks_of, table_of, tables
+from fuzz.case import Blocks
+from fuzz.corrupt import LOCAL, spoil
+from fuzz.prop import Skip, holds
+
+BLOCK = 128
+
+
+def same(lists, listed: torch.Tensor, full: torch.Tensor) -> None:
+    """Lists hold the blocks of a table, and nothing else."""
+    got = table_of(lists, listed.shape[3])
+    listed, full = (t.expand(got[0].shape) for t in (listed, full))
+    assert got[0].equal(listed), f"listed {got[0].int().tolist()}, expected {listed.int().tolist()}"
+    assert got[1].equal(full), f"full {got[1].int().tolist()}, expected {full.int().tolist()}"
+
+
+@holds("lists.made", strategies.blocks)
+def made(case: Blocks) -> None:
+    """Lists of a table hold the table; with a width given they are as wide."""
+    listed, full = tables(case)
+    lists = lists_from_blocks(listed, None if case.full is None else full, block_size=(BLOCK, BLOCK))
+    same(lists, listed, full)
+    assert (lists.full_block_cnt is None) == (case.full is None)
+    wide = lists_from_blocks(listed, full, block_size=(BLOCK, BLOCK), width=case.N + case.spare)
+    assert wide.mask_block_idx.shape[3] == wide.full_block_idx.shape[3] == case.N + case.spare
+    same(wide, listed, full)
+    # A mask that is the table at one token a block: full wherever it is listed.
+    same(lists_from_dense(listed, (1, 1)), listed, listed)
+
+
+@holds("lists.transposed", strategies.blocks)
+def transposed(case: Blocks) -> None:
+    """Backward lists hold the transposed table; transposed again they hold the table."""
+    case = replace(case, spare=0)  # the check of lists takes no wider rows
+    listed, full = tables(case)
+    forward, backward = both_directions(case)
+    bound = int(listed.sum()) + case.slots
+    for width, most in ((None, None), (case.M, None), (case.M, bound)):
+        turned = transpose_lists(forward, case.N, width=width, listed=most)
+        same(turned, listed.mT, full.mT)
+        same(transpose_lists(turned, case.M), listed, full)
+    same(transpose_lists(backward, case.M), listed, full)
+    validate_lists(forward, turned, seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H)
+
+
+@holds("lists.write order", strategies.blocks)
+def write_order(case: Blocks) -> None:
+    """An entry's lock value is the number of key blocks, launched earlier, that add to the same query block."""
+    listed, _ = tables(case)
+    forward, backward = both_directions(case)
+    order = launch_order(case, listed)
+    expected = locks_of(listed, order)
+    arguments = (*forward[:4], *backward[:4])
+    launches = [dict(order=torch.tensor(order))]
+    if case.launch in ("left to right", "right to left"):
+        launches.append(dict(spt=case.launch == "right to left"))
+    for launch in launches:
+        locks = compute_dq_write_order(*arguments, **launch)
+        for own, cnt, idx in zip(locks, backward[:4:2], backward[1:4:2], strict=True):
+            assert (own is None) == (idx is None)
+            if idx is None:
+                continue
+            assert own.shape == idx.shape and own.dtype == torch.int32
+            for b, h, n in product(range(case.B), range(case.H), range(case.N)):
+                count = int(cnt[b, h, n])
+                here = [int(expected[b, h, m, n]) for m in idx[b, h, n, :count].tolist()]
+                assert own[b, h, n, :count].tolist() == here, f"locks of {b, h, n}: {own[b, h, n]}, expected {here}"
+
+
+@holds("lists.walk", strategies.blocks)
+def walk(case: Blocks) -> None:
+    """Mask and full blocks in one list: by rising lock value, the far end first among equals."""
+    listed, full = tables(case)
+    forward, backward = both_directions(case)
+    order = launch_order(case, listed)
+    locks = locks_of(listed, order)
+    bound = int(listed.sum()) + case.spare
+    given = compute_dq_write_order(*forward[:4], *backward[:4], order=torch.tensor(order))
+    for descending in (True, False):
+        options = dict(descending=descending, num_q_blocks=case.M)
+        walks = [
+            deterministic_walk(backward, order=torch.tensor(order), **options),
+            deterministic_walk(backward, order=torch.tensor(order), width=case.M, listed=bound, **options),
+            merged_walk(backward, given, **options),
+        ]
+        for b, h, n in product(range(case.B), range(case.H), range(case.N)):
+            rows = [m for m in range(case.M) if listed[b, h, m, n]]
+            rows.sort(key=lambda m: (int(locks[b, h, m, n]), -m if descending else m))
+            entries = [2 * m + int(full[b, h, m, n]) for m in rows]
+            values = [int(locks[b, h, m, n]) for m in rows]
+            for one in walks:
+                count = int(one.cnt[b, h, n])
+                assert one.entries[b, h, n, :count].tolist() == entries, f"walk of {b, h, n}"
+                assert one.locks[b, h, n, :count].tolist() == values, f"lock values of {b, h, n}"
+
+
+@holds("lists.plan", strategies.blocks)
+def plan(case: Blocks) -> None:
+    """A plan deals out every entry once, in items that are no longer than asked, and the check of lists takes it."""
+    case = replace(case, spare=0)
+    listed, _ = tables(case)
+    forward, backward = both_directions(case)
+    Hkv = case.H // case.group
+    schedule = case.launch if case.launch != "shuffled" else torch.tensor(launch_order(case, listed))
+    q, k = (torch.zeros(1).expand(case.B, n * BLOCK, h, 64) for n, h in ((case.M, case.H), (case.N, Hkv)))
+    most = int(listed.sum((2, 3)).max())
+    for deterministic, bound in product((False, True), (None, most)):
+        options = dict(num_heads=case.H, num_heads_kv=Hkv, num_q_blocks=case.M, longest=case.longest)
+        planned = plan_backward(backward, deterministic=deterministic, schedule=schedule, listed=bound, **options)
+        validate_call(True, forward, planned, q, k)
+        dealt: Counter = Counter()
+        for b, h, n, begin, end, _ in planned.plan.tolist():
+            assert 0 <= begin <= end and (end - begin <= case.longest or case.group == 1), f"item {begin} .. {end}"
+            dealt.update((b, h, n, place) for place in range(begin, end))
+        counts = listed.sum(2)
+        places = product(range(case.B), range(case.H), range(case.N))
+        expected = Counter((b, h, n, i) for b, h, n in places for i in range(int(counts[b, h, n])))
+        assert dealt == expected, f"dealt out {dealt - expected} too often, {expected - dealt} not at all"
+
+
+@holds("lists.right ones pass", strategies.blocks)
+def right_ones_pass(case: Blocks) -> None:
+    forward, backward = both_directions(replace(case, spare=0))
+    sizes = dict(seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H, batch_size=case.B)
+    for sides in ((forward, backward), (forward, None), (None, backward)):
+        validate_lists(*sides, **sizes, ascending=not case.shuffle)
+
+
+@holds("lists.wrong ones are refused", lambda: strategies.blocks(faults=True), pr=60)
+def wrong_ones_are_refused(case: Blocks) -> None:
+    """One wrong entry anywhere is a ValueError."""
+    forward, backward = both_directions(replace(case, spare=0))
+    spt = case.launch == "right to left"
+    order, order_full = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
+    backward = backward._replace(dq_write_order=order, dq_write_order_full=order_full, spt=spt)
+    spoilt = spoil(case.fault, forward, backward, case.seed)
+    if spoilt is None:
+        raise Skip
+    sizes = dict(seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H, batch_size=case.B)
+    validate_lists(forward, backward, **sizes)
+    assert refused(*spoilt, **sizes), f"{case.fault}: nobody noticed"
+    if case.fault in LOCAL:
+        alone = refused(spoilt[0], None, **sizes) or refused(None, spoilt[1], **sizes)
+        assert alone, f"{case.fault}: nobody noticed without the other direction"
+
+
+def refused(forward: Any, backward: Any, **sizes: int) -> bool:
+    try:
+        validate_lists(forward, backward, **sizes)
+    except ValueError as error:
+        assert "forward" in str(error) or "backward" in str(error), f"the message names no lists: {error}"
+        return True
+    return False
+
+
+@holds("lists.order of rows", strategies.blocks)
+def order_of_rows(case: Blocks) -> None:
+    """Rows in another order hold the same blocks: the transpose comes out the same."""
+    forward, _ = both_directions(case)
+    turned = transpose_lists(forward, case.N)
+    back = transpose_lists(turned, case.M)
+    again = transpose_lists(back, case.N)
+    for one, other in zip(turned[:4], again[:4], strict=True):
+        assert (one is None) == (other is None) and (one is None or one.equal(other))

@@ -1,0 +1,46 @@
+"""Options and files: what NSAConfig takes and refuses, and that a patch gives back the text it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+
+from fuzz import strategies
+from fuzz.case import Fields, Texts
+from fuzz.prop import holds
+from nsa_layer import NSAConfig
+from patches.codec import Library, decode, encode, format_ops, parse_ops
+
+NAMES = {f.name for f in fields(NSAConfig)}
+
+
+@holds("options.good or named", strategies.fields, pr=60)
+def good_or_named(case: Fields) -> None:
+    """A configuration is consistent, or the error names what is wrong with it."""
+    try:
+        config = NSAConfig(**case.values)
+    except (TypeError, ValueError) as error:
+        assert NAMES & set(str(error).replace("=", " ").replace(",", " ").split()), f"names no field: {error}"
+        return
+    for name in ("block_size", "stride", "block_counts", "q_tile", "window_size"):
+        value = getattr(config, name)
+        assert type(value) is int and value >= 1, f"{name}={value!r} was taken"
+    assert config.block_size % config.stride == 0
+    assert config.q_tile % config.block_size == 0 or config.block_size % config.q_tile == 0
+    assert config.tile_query in ("before", "mean") and config.importance in ("softmax", "logit")
+    assert all(type(getattr(config, name)) is bool for name in ("per_head", "force_blocks", "deterministic"))
+    assert NSAConfig.from_dict(asdict(config)) == config and config.replace() == config
+    assert hash(config) == hash(config.replace())
+    for T in (1, config.block_size, 1000):
+        assert 0 <= config.list_width(T) <= config.num_blocks(T)
+        assert config.compressed_length(T) * config.stride <= T + config.block_size
+
+
+@holds("patches.text comes back", strategies.texts, pr=40)
+def text_comes_back(case: Texts) -> None:
+    """Encoded, written, read and decoded; an unchanged text needs no operation."""
+    library = None if case.other is None else Library({"other.py": case.other})
+    ops = encode(case.old, case.new, library)
+    lines = format_ops(ops)
+    assert parse_ops("\n".join(lines).split("\n") if lines else []) == ops, "the lines stand for other operations"
+    assert decode(case.old, ops, library) == case.new, "another text came back"
+    assert case.old != case.new or not ops, "operations for an unchanged text"

@@ -1,0 +1,165 @@
+"""`python -m fuzz soak`: training steps of the layer with changing shapes, and whether memory stays where it is.
+
+After a warm-up, host and GPU memory may grow by less than 1 MiB a minute, no parameter or loss may become NaN, and the
+files of the kernel cache may not go on growing. Exit codes: 0 all of it held; 1 some did not; 2 too few steps ran to
+say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from nsa_layer import NSAConfig, NSAttention
+from nsa_layer.rope import RotaryEmbedding
+from nsa_layer.tables import markdown
+
+MIB = 1 << 20
+MOST_GROWTH = 1.0  # MiB a minute
+WARM_UP = 0.4  # of the time
+LEAST_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds since the start; MiB of the process, of live and of reserved GPU memory; files of the kernel cache."""
+
+    at: float
+    host: float
+    live: float
+    reserved: float
+    files: int
+
+
+def resident() -> float:
+    """MiB of memory that the process holds."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def take_sample(started: float, device: str, cache: Path | None) -> Sample:
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)  # what the allocator keeps for itself is no leak
+    live = reserved = 0.0
+    if device == "cuda":
+        torch.cuda.synchronize()
+        live, reserved = torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
+    files = sum(1 for path in cache.rglob("*") if path.is_file()) if cache is not None and cache.is_dir() else 0
+    return Sample(time.monotonic() - started, resident(), live, reserved, files)
+
+
+def growth(samples: Sequence[Sample], name: str) -> float:
+    """MiB a minute: the median of all slopes, which no single peak moves."""
+    slopes = [
+        (getattr(b, name) - getattr(a, name)) / (b.at - a.at) * 60
+        for i, a in enumerate(samples)
+        for b in samples[i + 1 :]
+        if b.at > a.at
+    ]
+    slopes.sort()
+    return slopes[len(slopes) // 2] if slopes else 0.0
+
+
+class Trainer:
+    """Layers of a few configurations, each with an optimizer, and steps of drawn shapes."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.device, self.draw = device, random.Random(seed)
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        torch.manual_seed(seed)
+        width, D = (512, 64) if device == "cuda" else (32, 8)
+        size = 64 if device == "cuda" else 8
+        base = NSAConfig(block_size=size, block_counts=6, window_size=3 * size, q_tile=2 * size)
+        # On a GPU only Hopper's kernels have a deterministic backward.
+        exact = device == "cpu" or torch.cuda.get_device_capability()[0] == 9
+        configs = [base, base.replace(deterministic=exact), base.replace(importance="logit", force_blocks=False)]
+        heads = width // D
+        self.layers = [
+            NSAttention(
+                width, num_heads=heads, num_kv_heads=heads // 4 or 1, config=config, compress_weights=True,
+                rope=RotaryEmbedding(D), device=device, dtype=self.dtype,
+            )
+            for config in configs
+        ]  # fmt: skip
+        self.optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-3) for layer in self.layers]
+        self.longest = 4096 if device == "cuda" else 200
+
+    def step(self) -> float:
+        which = self.draw.randrange(len(self.layers))
+        layer, optimizer = self.layers[which], self.optimizers[which]
+        T = self.draw.choice((1, self.draw.randint(1, self.longest), self.longest))
+        starts = None
+        if self.draw.random() < 0.4:
+            cuts = sorted(self.draw.randint(0, T) for _ in range(self.draw.randint(0, 5)))
+            starts = torch.tensor([0, *cuts, T], dtype=torch.int32, device=self.device)
+        shape = (T,) if starts is not None else (self.draw.randint(1, 2), T)
+        x = torch.randn(*shape, layer.dim, device=self.device, dtype=self.dtype)
+        target = x.roll(1, -2)
+        optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.mse_loss(layer(x, cu_seqlens=starts).float(), target.float())
+        loss.backward()
+        optimizer.step()
+        value = float(loss.detach())
+        if value != value or any(bool(p.isnan().any()) for p in layer.parameters()):
+            raise FloatingPointError(f"NaN after a step with shape {tuple(x.shape)}, cu_seqlens {starts}")
+        return value
+
+
+def soak(minutes: float, device: str, seed: int, cache: Path | None) -> tuple[int, list[Sample], str]:
+    """Train for so long: steps, samples, and what went wrong on the way."""
+    trainer, started, samples, steps = Trainer(device, seed), time.monotonic(), [], 0
+    end, every = minutes * 60, max(1.0, minutes * 60 / 120)
+    with tqdm(total=round(end), desc="soak", unit="s", file=sys.stderr, mininterval=1) as bar:
+        while (now := time.monotonic() - started) < end:
+            try:
+                loss = trainer.step()
+            except FloatingPointError as error:
+                return steps, samples, str(error)
+            steps += 1
+            if not samples or now - samples[-1].at >= every:
+                samples.append(take_sample(started, device, cache))
+                bar.set_postfix(steps=steps, loss=f"{loss:.3f}", host=f"{samples[-1].host:.0f} MiB")
+                bar.update(min(round(now), round(end)) - bar.n)
+    return steps, samples, ""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fuzz soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    folder = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    steps, samples, wrong = soak(options.minutes, options.device, options.seed, Path(folder) if folder else None)
+    settled = [sample for sample in samples if sample.at >= WARM_UP * options.minutes * 60]
+    rows = [
+        [f"{s.at:.0f}", f"{s.host:.1f}", f"{s.live:.1f}", f"{s.reserved:.1f}", s.files]
+        for s in samples[:: max(1, len(samples) // 12)]
+    ]
+    print(markdown(["s", "host, MiB", "GPU live, MiB", "GPU reserved, MiB", "cache files"], rows))
+    if wrong:
+        print(wrong)
+        return 1
+    if len(settled) < LEAST_SAMPLES:
+        print(f"{steps} steps, {len(settled)} samples after the warm-up: too few to say")
+        return 2
+    grown = {name: growth(settled, name) for name in ("host", "live", "reserved")}
+    said = ", ".join(f"{name} {value:+.2f}" for name, value in grown.items())
+    files = settled[-1].files - settled[0].files
+    print(f"{steps} steps; growth after the warm-up, MiB a minute: {said}; cache files {files:+d}")
+    return 1 if max(grown.values()) >= MOST_GROWTH or files > 0 else 0

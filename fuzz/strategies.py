@@ -1,0 +1,249 @@
+"""Whole cases, drawn. Sizes are small where the property is quadratic; edges are drawn often, not waited for."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Kind, Packed, Texts, Window
+from fuzz.corrupt import FAULTS, PACKED_FAULTS
+from nsa_layer import NSAConfig
+from nsa_layer.testing import Case
+
+SEEDS = st.integers(0, 1 << 20)
+DENSITIES = st.sampled_from((0.4, 0.0, 0.1, 0.8, 1.0))
+FULLS = st.sampled_from((0.5, None, 0.0, 1.0))
+
+
+def blocks(faults: bool = False) -> st.SearchStrategy[Blocks]:
+    """Block lists of a batch; with `faults`, to be spoilt in one of all known ways."""
+    return st.builds(
+        lambda Hkv, group, **more: Blocks(H=Hkv * group, group=group, **more),
+        Hkv=st.integers(1, 2),
+        group=st.integers(1, 3),
+        B=st.integers(1, 2),
+        M=st.integers(1, 9),
+        N=st.integers(1, 9),
+        pattern=st.sampled_from(PATTERNS),
+        density=DENSITIES,
+        full=FULLS,
+        shuffle=st.booleans(),
+        spare=st.sampled_from((0, 0, 1, 3)),
+        repeat=st.booleans(),
+        launch=st.sampled_from(LAUNCHES),
+        slots=st.sampled_from((1, 2, 3, 7, 132)),
+        interleave=st.integers(1, 4),
+        longest=st.sampled_from((1, 2, 3, 32)),
+        fault=st.sampled_from(FAULTS) if faults else st.just(""),
+        seed=SEEDS,
+    )
+
+
+def packed(faults: bool = False) -> st.SearchStrategy[Packed]:
+    """Block lists of packed sequences: empty ones, many tiny ones, one huge one among them."""
+    length = st.one_of(st.integers(0, 20), st.sampled_from((0, 1, 4, 5)))
+    usual = st.lists(st.tuples(length, length), min_size=1, max_size=5)
+    tiny = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=6, max_size=12)
+    huge = st.tuples(st.just((1, 1)), st.just((60, 45)), st.just((0, 3))).map(list)
+    return st.builds(
+        Packed,
+        lengths=st.one_of(usual, tiny, huge).map(tuple),
+        form=st.sampled_from(FORMS),
+        block=st.sampled_from(((4, 4), (8, 4), (4, 2), (1, 1))),
+        heads=st.sampled_from((1, 2, 4)),
+        pattern=st.sampled_from(PATTERNS),
+        density=DENSITIES,
+        full=FULLS,
+        fault=st.sampled_from(PACKED_FAULTS) if faults else st.just(""),
+        seed=SEEDS,
+    )
+
+
+@st.composite
+def edges(draw: st.DrawFn, large: bool = True) -> Edge:
+    """Tiles under compressed-causal masking, small ones and such as come near the end of 32 bits."""
+    big = large and draw(st.integers(0, 3)) == 0
+    factor = draw(st.one_of(st.integers(1, 9), st.sampled_from((16, 64, 1000)), st.integers(1, 1 << 22 if big else 70)))
+    lengths = st.integers(1, 1 << 24) if big else st.one_of(st.integers(1, 40), st.sampled_from((1, 4, 8, 33)))
+    T = draw(lengths)
+    seen = max((T - 1) // factor + 1, 1)
+    near = st.integers(max(seen - 5, 1), seen + 5)
+    offset = st.one_of(
+        st.sampled_from((0, factor - 1, -1, 1, factor)), st.integers(-60, 60), st.integers(-T - factor, T + factor)
+    )
+    return Edge(
+        seqlen_q=T,
+        seqlen_k=draw(st.one_of(near, lengths)),
+        factor=factor,
+        offset=max(-(1 << 29), min(1 << 29, draw(offset))),
+        tile_m=draw(st.sampled_from((128, 64, 192) if big else (4, 1, 6, 8, 64))),
+        tile_n=draw(st.sampled_from((128, 80, 64) if big else (4, 1, 8, 16, 80))),
+        group=draw(st.sampled_from((1, 2, 3, 8))),
+        heads=draw(st.sampled_from((8, 1, 2, 64))),
+        num_sms=draw(st.sampled_from((132, 1, 148))),
+    )
+
+
+def windows() -> st.SearchStrategy[Window]:
+    side = st.one_of(st.none(), st.integers(0, 45), st.just(-1))
+    return st.builds(
+        Window,
+        seqlen_q=st.integers(1, 40),
+        seqlen_k=st.integers(1, 40),
+        left=side,
+        right=side,
+        causal=st.booleans(),
+        block=st.sampled_from(((4, 4), (8, 4), (3, 5), (1, 1), (64, 16))),
+        seed=SEEDS,
+    )
+
+
+LINES = st.one_of(
+    st.sampled_from(
+        (
+            "def load(pointer, count):",
+            "    values = read_from(pointer, count)",
+            "    return values",
+            "",
+            "\t",
+            "x",
+            "        check_that_it_is_finite(value)",
+            "        return values",
+            "\r",
+            "é = 'ü\u2028\x0c'",
+        )  # fmt: skip
+    ),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n"), max_size=30),
+)
+
+
+def texts() -> st.SearchStrategy[Texts]:
+    """Two versions of a file: usually the second is the first with lines changed, moved, indented or dropped."""
+    text = st.lists(LINES, max_size=15)
+
+    @st.composite
+    def edited(draw: st.DrawFn) -> Texts:
+        old = draw(text)
+        new = list(old)
+        for _ in range(draw(st.integers(0, 4))):
+            at = draw(st.integers(0, len(new)))
+            edit = draw(st.sampled_from(("add", "drop", "move", "indent", "word")))
+            if edit == "add":
+                new.insert(at, draw(LINES))
+            elif at < len(new):
+                line = new.pop(at)
+                if edit == "move":
+                    new.insert(draw(st.integers(0, len(new))), line)
+                if edit == "indent":
+                    new.insert(at, "    " + line)
+                if edit == "word":
+                    new.insert(at, line.replace("values", "numbers") + "  # changed")
+        other = draw(st.none() | text.map("\n".join))
+        return Texts(old="\n".join(old), new="\n".join(new), other=other)
+
+    whole = text.map("\n".join)
+    return st.one_of(edited(), st.builds(Texts, old=whole, new=whole, other=st.none() | whole))
+
+
+def configs() -> st.SearchStrategy[NSAConfig]:
+    """Good configurations of small blocks."""
+
+    @st.composite
+    def config(draw: st.DrawFn) -> NSAConfig:
+        size = draw(st.sampled_from((4, 1, 6, 16)))
+        return NSAConfig(
+            block_size=size,
+            block_stride=draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0])),
+            block_counts=draw(st.integers(1, 6)),
+            q_tile=draw(st.sampled_from([n for n in range(1, 33) if n % size == 0 or size % n == 0])),
+            window_size=draw(st.integers(1, 40)),
+            tile_query=draw(st.sampled_from(("before", "mean"))),
+            importance=draw(st.sampled_from(("softmax", "logit"))),
+            per_head=draw(st.booleans()),
+            compress_offset=draw(st.none() | st.integers(-20, 40)),
+            force_blocks=draw(st.booleans()),
+            deterministic=draw(st.booleans()),
+        )
+
+    return config()
+
+
+def layer_cases(dtypes: tuple[torch.dtype, ...] = (torch.float64,), **fixed: object) -> st.SearchStrategy[Case]:
+    """Calls of the operator. In fp64, unless said otherwise: a wrong mask cannot hide behind rounding there."""
+
+    @st.composite
+    def case(draw: st.DrawFn) -> Case:
+        Hkv = draw(st.integers(1, 3))
+        lengths = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any).map(tuple)
+        options = dict(
+            B=draw(st.integers(1, 3)),
+            T=draw(st.one_of(st.integers(1, 90), st.sampled_from((1, 16, 32, 33)))),
+            Hq=Hkv * draw(st.integers(1, 4)),
+            Hkv=Hkv,
+            D=draw(st.integers(2, 9)),
+            Dv=draw(st.none() | st.integers(2, 9)),
+            dtype=draw(st.sampled_from(dtypes)),
+            config=draw(configs()),
+            causal=draw(st.booleans()),
+            lengths=draw(st.none() | lengths),
+            gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
+            compress_weights=draw(st.booleans()),
+            seed=draw(st.integers(0, 999)),
+        )
+        return Case(**(options | fixed))
+
+    return case()
+
+
+def fields() -> st.SearchStrategy[Fields]:
+    """Arguments of NSAConfig: mostly good ones, and anything else."""
+    sizes = st.one_of(st.sampled_from((1, 2, 16, 64, 128, 512)), st.integers(-2, 300))
+    odd = st.sampled_from((None, True, 1.0, "64", (), 0, -1, 1 << 40, float("nan")))
+    good = {
+        "block_size": sizes, "block_stride": st.none() | sizes, "block_counts": sizes, "q_tile": sizes,
+        "window_size": sizes, "tile_query": st.sampled_from(("before", "mean", "after")),
+        "importance": st.sampled_from(("softmax", "logit", "")), "per_head": st.booleans(),
+        "compress_offset": st.none() | st.integers(-200, 200), "force_blocks": st.booleans(),
+        "deterministic": st.booleans(),
+    }  # fmt: skip
+    values = st.fixed_dictionaries({}, optional={name: own | odd for name, own in good.items()})
+    return st.builds(Fields, values=values)
+
+
+def attention(kind: Kind) -> st.SearchStrategy[Attention]:
+    """Data for kernels that are compiled for `kind`: nothing drawn here compiles anything anew."""
+
+    @st.composite
+    def call(draw: st.DrawFn) -> Attention:
+        length = st.one_of(st.integers(1, 700), st.sampled_from((1, 64, 127, 128, 129, 256, 513, 1000)))
+        if kind.packed:
+            some = st.one_of(st.integers(0, 400), st.sampled_from((0, 1, 128, 129)))
+            usual = st.lists(st.tuples(some, some), min_size=1, max_size=5)
+            tiny = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=8, max_size=40)
+            huge = st.just([(1, 1), (2000, 1500), (0, 7), (3, 0)])
+            lengths = draw(st.one_of(usual, usual, tiny, huge).filter(lambda x: all(map(sum, zip(*x)))).map(tuple))
+        else:
+            lengths = ((draw(length), draw(length)),) * draw(st.integers(1, 3))
+        factor = draw(st.sampled_from((16, 1, 2, 3, 7, 64)))
+        offset = draw(st.one_of(st.sampled_from((factor - 1, 0, -1, 1)), st.integers(-300, 300)))
+        if (factor, offset) == (1, 0):
+            offset = 1  # that pair is plain causal
+        side = st.one_of(st.integers(0, 300), st.sampled_from((0, 127, 128)))
+        sides = draw(st.sampled_from(("left", "right", "both")))
+        return Attention(
+            kind=kind,
+            lengths=lengths,
+            window=(draw(side) if sides != "right" else None, draw(side) if sides != "left" else None),
+            factor=factor,
+            offset=offset,
+            pattern=draw(st.sampled_from(PATTERNS)),
+            density=draw(st.sampled_from((0.4, 0.1, 0.8))),
+            full=draw(st.sampled_from((0.5, 0.0, 1.0))),
+            shuffle=draw(st.booleans()),
+            launch=draw(st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES)),
+            layout=draw(st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3])),
+            scale=draw(st.sampled_from((1.0, 0.1, 4.0))),
+            seed=draw(SEEDS),
+        )
+
+    return call()

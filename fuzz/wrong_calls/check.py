@@ -1,0 +1,156 @@
+"""Run the catalogue: which wrong calls pass, raise something else, say nothing of the argument, or touch their inputs.
+
+Exit codes: 0 all are refused as they should be; 1 some are not; 2 there were none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
+
+from fuzz.wrong_calls import Arguments, WrongCall, catalogue
+
+REFUSALS = (ValueError, TypeError, NotImplementedError)
+HARMLESS = (
+    "empty",
+    "detach",
+    "alias",
+    "view",
+    "expand",
+    "t.",
+    "transpose",
+    "select",
+    "slice",
+    "unsqueeze",
+    "permute",
+    "as_strided",
+)
+
+
+class _Watch(TorchDispatchMode):
+    """Operators that compute floating-point numbers: what a call does that has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = str(function).removeprefix("aten.")
+        results = result if isinstance(result, (tuple, list)) else [result]
+        floats = any(isinstance(t, torch.Tensor) and t.is_floating_point() for t in results)
+        if floats and not name.startswith(HARMLESS):
+            self.begun.append(name)
+        return result
+
+
+def complaint(call: WrongCall) -> str | None:
+    """What is wrong with how a wrong call is refused, or None."""
+    with ExitStack() as stack:
+        device = call.spec.device
+        if device == "cuda" and not torch.cuda.is_available():
+            stack.enter_context(fake_gpu())
+        given = call.arguments(device)
+        with unset_fake_temporarily():
+            before = list(_copies(given))
+        stack.enter_context(no_kernels())
+        watch = stack.enter_context(_Watch())
+        try:
+            call.spec.call(**given)
+        except REFUSALS as error:
+            said = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            return f"raised {type(error).__name__}: {str(error)[:200]}"
+        else:
+            return "was taken"
+        begun = list(watch.begun)
+    if not any(re.search(rf"(?<![A-Za-z]){re.escape(word)}(?![A-Za-z])", said) for word in call.words):
+        return f"does not name {' or '.join(call.words)}: {said[:200]}"
+    if begun:
+        return f"was refused only after {begun[:3]}"
+    for tensor, copy in before:
+        if not torch.equal(tensor.contiguous().view(torch.uint8), copy.view(torch.uint8)):
+            return "changed one of its inputs"
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        if float(torch.ones(2, device="cuda").sum()) != 2:
+            return "left the GPU unusable"
+    return None
+
+
+def _copies(given: Arguments) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for value in given.values():
+        parts = value if isinstance(value, tuple) else [value]
+        for part in parts:
+            if type(part) is torch.Tensor and part.device.type != "meta" and part.numel():
+                yield part, part.contiguous().clone()
+
+
+@contextmanager
+def no_kernels() -> Iterator[None]:
+    """Within, making a kernel is an error: whoever makes one is about to launch it."""
+    import cutlass.cute as cute
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a kernel is compiled")
+
+    original, cute.compile = cute.compile, refuse
+    try:
+        yield
+    finally:
+        cute.compile = original
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Tensors of a Hopper GPU that have shapes and nothing in them."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from flash_attn.cute import interface
+
+    original = interface._get_device_arch
+    interface._get_device_arch = lambda *args: 90
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), patch.dict(os.environ, FLASH_ATTENTION_NUM_SMS="132"):
+            yield
+    finally:
+        interface._get_device_arch = original
+
+
+def good_calls_complaint(call: WrongCall) -> str | None:
+    """What is wrong with the good call that a wrong one is made from, or None; not run where it would launch."""
+    try:
+        call.spec.call(**call.spec.good(call.spec.device))
+    except Exception as error:
+        return f"the good call raised {type(error).__name__}: {str(error)[:300]}"
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fuzz wrong-calls", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="print the catalogue and run nothing")
+    parser.add_argument("--only", default="", metavar="TEXT", help="calls whose name holds this")
+    options = parser.parse_args(argv)
+    calls = [call for call in catalogue() if options.only in call.name]
+    if options.list:
+        print("\n".join(call.name for call in calls))
+        return 0
+    wrong = 0
+    for call in tqdm(calls, desc="wrong calls", file=sys.stderr):
+        said = complaint(call)
+        if said is not None:
+            wrong += 1
+            print(f"{call.name}: {said}")
+    print(f"{len(calls)} wrong calls, {wrong} not refused as they should be")
+    return 2 if not calls else 1 if wrong else 0

@@ -1,0 +1,149 @@
+"""What a run reports: counts, the smallest failure and its file, exit codes, hangs; and canaries, and growth."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from fuzz import cli, soak
+from fuzz.canary import Guarded, untouched
+from fuzz.case import Attention, Blocks, Edge, Kind
+from fuzz.failures import parse_case, read_failure, write_failure
+from fuzz.pool import Job, Pool
+from fuzz.profiles import PROFILES
+from fuzz.prop import Property, Skip, properties
+from fuzz.run import Budget, Failure, run_property
+from nsa_layer import NSAConfig
+from nsa_layer.testing import Case
+
+
+def too_large(case: Edge) -> None:
+    assert case.seqlen_q < 7, "too large"
+
+
+def skipped(case: Edge) -> None:
+    raise Skip
+
+
+CASES = st.builds(Edge, seqlen_q=st.integers(0, 1000))
+
+
+def test_the_smallest_case_is_reported() -> None:
+    outcome = run_property(Property("made up", lambda: CASES, too_large), Budget(examples=50))
+    assert outcome.failure.case == "Edge(seqlen_q=7)" and outcome.failure.error.startswith("AssertionError: too large")
+    assert "too_large" in outcome.failure.trace
+
+
+def test_skipped_cases_do_not_count() -> None:
+    outcome = run_property(Property("made up", lambda: CASES, skipped), Budget(examples=50))
+    assert outcome.examples == 0 and outcome.failure is None
+
+
+def test_time_ends_a_run() -> None:
+    started = time.monotonic()
+    slow = Property("made up", lambda: CASES, lambda case: time.sleep(0.05))
+    outcome = run_property(slow, Budget(examples=10_000, seconds=0.5))
+    assert 0 < outcome.examples < 50 and time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Blocks(M=3, full=None, fault="listed twice"),
+        Edge(offset=-5),
+        Attention(kind=Kind(D=128, packed=True), lengths=((0, 1), (3, 4)), window=(None, 3)),
+        Case(dtype=torch.float64, config=NSAConfig(block_size=4, q_tile=8), lengths=(1, 0)),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+def test_cases_can_be_pasted(case: object, tmp_path: Path) -> None:
+    assert parse_case(repr(case)) == case
+    path = write_failure(Failure("lists.made", repr(case), "said\nmore"), tmp_path)
+    assert read_failure(path) == ("lists.made", repr(case))
+    assert f"--replay {path}" in path.read_text()
+
+
+def fuzz(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "fuzz", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).resolve().parents[2])
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    folder = ("--folder", str(tmp_path), "--workers", "1")
+    passed = fuzz("--profile", "pr", "--only", "options", *folder)
+    assert passed.returncode == 0 and "60 examples of 1 properties, 0 failed" in passed.stdout, passed.stdout
+    assert "block_size" in passed.stdout, "what was drawn is printed"
+    assert cli.main(["--profile", "pr", "--only", "no such property", *folder]) == 2
+    found = fuzz("--mutate", "zero taken", *folder)
+    assert found.returncode == 1 and "1 of 1 found" in found.stdout, found.stdout + found.stderr
+    (path,) = (tmp_path / "planted").iterdir()
+    assert cli.main(["--replay", str(path), "--mutate", "zero taken"]) == 1
+    assert cli.main(["--replay", str(path)]) == 0
+
+
+def test_commands_without_work(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["--list-mutations"]) == 0
+    assert "leaking selection" in capsys.readouterr().out
+    assert cli.main(["--mutate", "no such fault"]) == 2
+    assert cli.main(["--list"]) == 0
+    assert "attention.is its definition" in capsys.readouterr().out
+
+
+def test_a_hang_becomes_a_report(tmp_path: Path) -> None:
+    prop = properties()["patches.text comes back"]
+    jobs = iter([Job(prop, 0, Budget(examples=500, seconds=60))])
+    pool = Pool(1, tmp_path, patience=5, mutation="codec hangs", stop=lambda tally: bool(tally.failures))
+    tally = pool.run({"": jobs}, time.monotonic() + 60)
+    failure = tally.failures[prop.name, 0]
+    assert tally.hangs == 1 and failure.error.startswith("hang") and failure.case.startswith("Texts(")
+
+
+def test_canaries_and_nan() -> None:
+    with Guarded("cpu") as guard:
+        x, y, z = torch.empty(3, 5), torch.zeros(4, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int32)
+        like = torch.empty_like(x.mT)
+    assert x.isnan().all() and not y.any() and (z != 0).all() and like.stride() == (1, 5)
+    guard.check()
+    x.fill_(1)
+    guard.check()
+    x.as_strided((16,), (1,), x.storage_offset())[15] = 1
+    with pytest.raises(AssertionError, match="4 bytes written after allocation 1"):
+        guard.check()
+
+
+def test_an_allocation_fails_on_purpose() -> None:
+    with pytest.raises(torch.OutOfMemoryError), Guarded("cpu", fail_at=2):
+        torch.empty(1)
+        torch.empty(1)
+
+
+def test_changed_inputs_are_noticed() -> None:
+    tensors = {"x": torch.tensor([0.0, float("nan")]), "none": None}
+    check = untouched(tensors)
+    check()
+    tensors["x"][0] = -0.0
+    with pytest.raises(AssertionError, match="x was changed"):
+        check()
+
+
+def test_growth() -> None:
+    steady = soak.Sample(0, 100, 5, 8, 2)
+    samples = [replace(steady, at=10.0 * i, host=100 + 0.5 * i, live=5 + 50 * (i == 4)) for i in range(20)]
+    assert soak.growth(samples, "host") == pytest.approx(3.0) and soak.growth(samples, "live") == 0
+
+
+def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
+    assert soak.main(["--minutes", "0.03", "--device", "cpu"]) in (0, 2)
+    assert "steps" in capsys.readouterr().out
+
+
+def test_profiles_are_bounded() -> None:
+    assert not PROFILES["pr"].random and PROFILES["pr"].passes == 1 and PROFILES["pr"].minutes <= 1
+    assert all(profile.patience for profile in PROFILES.values())
