@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,9 @@ class Packing(NamedTuple):
         """None for a batch of equal length."""
         if problem.lengths is None:
             return None
-        starts, blocks, tiles = _starts(problem.lengths, problem.config, cu_seqlens.device)
+        # Fake tensors, which kernels are compiled with, are not for later calls.
+        find = _starts if type(cu_seqlens) is torch.Tensor else _starts.__wrapped__
+        starts, blocks, tiles = find(problem.lengths, problem.config, cu_seqlens.device)
         longest = max(problem.lengths)
         return cls(cu_seqlens, *starts, blocks, tiles, longest, problem.config.compressed_length(longest))
 
@@ -42,7 +45,8 @@ class Packing(NamedTuple):
 def _starts(
     lengths: tuple[int, ...], config: NSAConfig, device: torch.device
 ) -> tuple[tuple[torch.Tensor, ...], int, int]:
-    counts = torch.tensor([[counted(n) for n in lengths] for counted in (config.compressed_length, config.num_tiles)])
-    blocks, tiles = counts.sum(1).tolist()
-    starts = torch.nn.functional.pad(counts.cumsum(1), (1, 0)).to(device, torch.int32)
-    return starts.unbind(), blocks, tiles
+    starts = [
+        list(accumulate(map(counted, lengths), initial=0)) for counted in (config.compressed_length, config.num_tiles)
+    ]
+    blocks, tiles = (of[-1] for of in starts)
+    return torch.tensor(starts, dtype=torch.int32).to(device).unbind(), blocks, tiles
