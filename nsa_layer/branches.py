@@ -24,6 +24,7 @@ require_patched()
 
 from flash_attn.cute import interface  # noqa: E402
 from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward  # noqa: E402
+from flash_attn.cute.block_lists import transpose_lists  # noqa: E402
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
 from flash_attn.cute.packed_lists import cu_total_blocks  # noqa: E402
 from flash_attn.cute.prepared_calls import Prepared  # noqa: E402
@@ -183,7 +184,8 @@ def _backward_tensors(
     """Forward lists of a batch, or of each sequence, as backward takes them: transposed, and in an order or a plan."""
     deterministic, parts = problem.config.deterministic, []
     for forward, tokens in zip(lists, lengths, strict=True):
-        tensors = _tensors(forward.transpose(-(-tokens // forward.block_size[1])))
+        rows = forward.mask_cnt.shape[2]
+        tensors = transpose_lists(_tensors(forward), -(-tokens // forward.block_size[1]), width=rows)
         if cu_seqlens is None:
             return _planned(tensors, forward, heads, deterministic)
         if deterministic:

@@ -30,20 +30,6 @@ def mean_pool(x: torch.Tensor, *, config: NSAConfig) -> torch.Tensor:
     return total / l
 
 
-def mean_pool_backward(d_pooled: torch.Tensor, T: int, *, config: NSAConfig) -> torch.Tensor:
-    """The transpose of `mean_pool`: [B, Tc, H, D] -> [B, T, H, D], tokens of no complete block get 0."""
-    l, d = config.block_size, config.stride
-    B, Tc, H, D = d_pooled.shape
-    dx = d_pooled.new_zeros(B, T, H, D)
-    if Tc == 0:
-        return dx
-    per_token = d_pooled / l
-    covered = dx[:, : (Tc - 1) * d + l].unflatten(1, (-1, d))
-    for shift in range(l // d):
-        covered[:, shift : shift + Tc] += per_token.unsqueeze(2)
-    return dx
-
-
 def project(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """``x[..., h, :] @ weight[h]`` in x's dtype: one batched product of views, nothing is copied.
 

@@ -34,12 +34,6 @@ class BlockLists:
     full_idx: torch.Tensor | None
     block_size: tuple[int, int]
 
-    def transpose(self, num_kv_tiles: int) -> BlockLists:
-        """The same tiles, listed by key/value tile: what backward walks."""
-        mask = _transpose(self.mask_cnt, self.mask_idx, num_kv_tiles)
-        full = (None, None) if self.full_cnt is None else _transpose(self.full_cnt, self.full_idx, num_kv_tiles)
-        return BlockLists(*mask, *full, self.block_size)
-
 
 def selected_lists(
     block_indices: torch.Tensor,
@@ -145,22 +139,3 @@ def _compact(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, to
     front = torch.zeros(*values.shape[:-1], width + 1, dtype=torch.int32, device=values.device)
     front.scatter_(-1, place, values.to(torch.int32))
     return keep.sum(-1, dtype=torch.int32), front[..., :width].contiguous()
-
-
-def _transpose(cnt: torch.Tensor, idx: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lists of columns by row [B, H, rows, width] as lists of rows by column [B, H, columns, rows]."""
-    B, H, rows, width = idx.shape
-    row = torch.arange(rows, device=idx.device).view(-1, 1)
-    used = torch.arange(width, device=idx.device) < cnt.unsqueeze(-1)
-    # Sorted by (column, row), an entry's place in its column is its distance from the column's first.
-    keys = torch.where(used, idx.long() * rows + row, columns * rows).flatten(2).sort(-1).values
-    column, row = keys // rows, keys % rows
-    counts = torch.zeros(B, H, columns + 1, dtype=torch.int64, device=idx.device)
-    counts.scatter_add_(-1, column, torch.ones_like(column))
-    first = counts.cumsum(-1) - counts
-    place = torch.arange(keys.shape[-1], device=idx.device) - first.gather(-1, column)
-    # Unused entries all go to one place past the end.
-    target = torch.where(column < columns, column * rows + place, columns * rows)
-    lists = torch.zeros(B, H, columns * rows + 1, dtype=torch.int32, device=idx.device)
-    lists.scatter_(-1, target, row.to(torch.int32))
-    return counts[..., :columns].to(torch.int32), lists[..., :-1].view(B, H, columns, rows).contiguous()

@@ -9,13 +9,12 @@ a sequence's ends walk equally far, so dealing them out by number ends evenly.
 from typing import Optional, Tuple
 
 from flash_attn.cute import compress_schedule
+from flash_attn.cute.list_overlap import MOST_HEAD_DIM
 
 # Key tiles of a tile of queries, at most: what 2,048 keys reach into, whichever tile the kernel takes. Waiting for
 # queries and output takes as long as a few key tiles: there is less to win the longer the walk. And the last round of
 # a fixed deal costs up to one walk, where a CTA to a tile goes to whichever multiprocessor is free first.
 MOST_KEY_TILES = 20
-
-MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for walking on
 
 
 def overlapped_stages(

@@ -13,10 +13,42 @@ import pytest
 import torch
 from fa_compile import Worker
 
-from nsa_layer.gate import gate_values, gate_values_backward, weighted_sum, weighted_sum_backward
+from nsa_layer.gate import gate_values, weighted_sum
+from nsa_layer.tokens import token_slices
 
 LOG2_E = 1.4426950408889634
 MODES = ["equal", "weight", "gates"]
+
+
+@torch.no_grad()
+def weighted_sum_backward(
+    do: torch.Tensor, g: torch.Tensor, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], *, need_gates: bool
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Gradients of `weighted_sum`: each branch's ``do_i = g_i * do`` in do's dtype, and dg [..., Hq, 3] if needed."""
+    do_branches = [torch.empty(do.shape, dtype=do.dtype, device=do.device) for _ in outputs]
+    dg = torch.empty_like(g) if need_gates else None
+    tensors = (do, g, *outputs, *do_branches, *(() if dg is None else (dg,)))
+    for do_part, g_part, *rest in token_slices(*tensors):
+        do_acc = do_part.to(g.dtype)
+        for i in range(3):
+            rest[3 + i].copy_(g_part[..., i : i + 1] * do_acc)
+            if dg is not None:
+                rest[6][..., i] = (do_acc * rest[i]).sum(-1)
+    return do_branches, dg
+
+
+@torch.no_grad()
+def gate_values_backward(
+    dg: torch.Tensor, g: torch.Tensor, q: torch.Tensor, gate_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of ``sigmoid(q . gate_weight)``: dq's share in q's dtype, and that of the weight."""
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    d_weight = torch.zeros_like(gate_weight, dtype=g.dtype)
+    for dq_part, dg_part, g_part, q_part in token_slices(dq, dg, g, q):
+        d_logit = dg_part * g_part * (1 - g_part)
+        d_weight += torch.einsum("thi,thd->hid", d_logit, q_part.to(g.dtype))
+        dq_part.copy_(torch.einsum("thi,hid->thd", d_logit, gate_weight.to(g.dtype)))
+    return dq, d_weight.to(gate_weight.dtype)
 
 
 @dataclass(frozen=True)

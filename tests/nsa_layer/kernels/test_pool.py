@@ -9,12 +9,26 @@ import pytest
 import torch
 from fa_compile import Worker
 
-from nsa_layer.compress import mean_pool, mean_pool_backward
+from nsa_layer.compress import mean_pool
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.pool import pool, unpool
 from nsa_layer.kernels.segments import SMEM_FLOATS, Pooling, plan_blocks, plan_segments
 
 POOLINGS = [(64, 64), (64, 16), (32, 16), (16, 16), (128, 64), (7, 7), (12, 3), (96, 96), (512, 512), (64, 1), (512, 1)]
+
+
+def mean_pool_backward(d_pooled: torch.Tensor, T: int, *, config: NSAConfig) -> torch.Tensor:
+    """The transpose of `mean_pool`: [B, Tc, H, D] -> [B, T, H, D], tokens of no complete block get 0."""
+    l, d = config.block_size, config.stride
+    B, Tc, H, D = d_pooled.shape
+    dx = d_pooled.new_zeros(B, T, H, D)
+    if Tc == 0:
+        return dx
+    per_token = d_pooled / l
+    covered = dx[:, : (Tc - 1) * d + l].unflatten(1, (-1, d))
+    for shift in range(l // d):
+        covered[:, shift : shift + Tc] += per_token.unsqueeze(2)
+    return dx
 
 
 @dataclass(frozen=True)
