@@ -4,7 +4,9 @@
 
 Shape: bf16, B 1, 32 query heads, 8 key/value heads, D 128, lists for each key/value head unless said otherwise. TFLOP/s
 count every listed tile whole (see tile_lists.py), the dense causal kernel's too, which is what they are compared with.
-"planned" and "deterministic" are backward after `plan_backward`; lists and plans are made ahead of time. Medians of
+"backward" and "planned" are one pass, without a plan and by one; "two passes" have the plan for dk and dv, and dq
+over the lists of forward; "deterministic" are two passes too, "deterministic, one pass" follows a plan with lock
+values. Lists and plans are made ahead of time. Medians of
 CUDA-event timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns.
 
 First, every kernel's numbers are checked against fp32 on a small case, in processes of their own, which compile it into
@@ -136,7 +138,7 @@ def section(name: str, cases: list[Case], repeats: int, results: dict) -> dict:
     return {"rows": rows, "table": markdown(HEADERS[name], table, left=2)}
 
 
-RATES = ["forward", "backward", "planned", "deterministic"]
+RATES = list(WAYS)
 HEADERS = {
     "sparsity": ["T", "sparsity", *RATES, "det. / planned", "det. / backward"],
     "kinds": ["T", "lists", *RATES, "det. / planned", "det. / backward", "plan, ms"],
@@ -256,7 +258,7 @@ def others(cases: list[Case], repeats: int) -> dict:
         lists = case.lists()
         tensors = inputs(1, case.T)
         ours = variants(case, lists, tensors)
-        calls: dict[str, Call] = {f"here, {way}": ours[way] for way in ("forward", "backward", "planned")}
+        calls: dict[str, Call] = {f"here, {way}": ours[way] for way in ("forward", "backward", "planned", "two passes")}
         expected = {"forward": ours["forward"]()[0], "backward": ours["backward"]()[0]}
         row: Row = {}
         for name, theirs in other_attention.offered(case, lists[0], tensors):
@@ -304,7 +306,7 @@ def plot(results: dict, path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, constrained_layout=True)
     for ax, ways in zip(axes, (["forward"], list(BACKWARD)), strict=True):
         for T in dict.fromkeys(row["T"] for row in results["sparsity"]["rows"].values()):
-            for way, style in zip(ways, ("-", "--", ":"), strict=False):
+            for way, style in zip(ways, ("-", "--", ":", "-.", (0, (1, 4))), strict=False):
                 rows = [r for r in results["sparsity"]["rows"].values() if r["T"] == T and way in r]
                 points = [(row["listed"], of_dense(row, results["dense"], way)) for row in rows]
                 if points:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tile_lists import BLOCK, HKV, HQ, Case, D, selected_in_sequences
 
-BACKWARD = ("backward", "planned", "deterministic")
+BACKWARD = ("backward", "planned", "two passes", "deterministic", "deterministic, one pass")
 WAYS = ("forward", *BACKWARD)
 Call = Callable[[], tuple[torch.Tensor, ...]]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,18 +30,21 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs) -> dict[str, C
     M = case.T // BLOCK
     most = M * sum(0 if idx is None else idx.shape[-1] for idx in (forward.mask_block_idx, forward.full_block_idx))
     options = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M)
-    deterministic = plan_backward(backward, deterministic=True, schedule="right to left", **options)
+    ordered = plan_backward(backward, deterministic=True, schedule="right to left", **options)
     planned = plan_backward(backward, **options)
     o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **case.mask)
 
-    def back(with_lists: Any, **more: bool) -> Call:
-        return lambda: _flash_attn_bwd(q, k, v, o, do, lse, block_sparse_tensors=with_lists, **case.mask, **more)
+    def back(with_lists: Any, passes: int, **more: bool) -> Call:
+        of_both = dict(block_sparse_tensors=with_lists, block_sparse_tensors_fwd=forward, passes=passes)
+        return lambda: _flash_attn_bwd(q, k, v, o, do, lse, **of_both, **case.mask, **more)
 
     return {
         "forward": lambda: _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **case.mask),
-        "backward": back(backward),
-        "planned": back(planned),
-        "deterministic": back(deterministic, deterministic=True),
+        "backward": back(backward, 1),
+        "planned": back(planned, 1),
+        "two passes": back(planned, 2),
+        "deterministic": back(planned, 2, deterministic=True),
+        "deterministic, one pass": back(ordered, 1, deterministic=True),
         "plan": lambda: plan_backward(backward, listed=most, **options),
     }
 
@@ -61,7 +64,7 @@ def check(case: Case) -> dict[str, float | str]:
         try:
             got = calls[way]()
             found[way] = _largest(got[:1] if way == "forward" else got, expected[way != "forward" :])
-            if way == "deterministic" and not all(map(torch.equal, got, calls[way]())):
+            if way.startswith("deterministic") and not all(map(torch.equal, got, calls[way]())):
                 found[way] = "another result the second time"
         except Exception as error:
             found[way] = _said(error)

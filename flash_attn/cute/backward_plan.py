@@ -3,8 +3,8 @@
 Without a plan there is a CTA for each key block and query head. That waits where lists are uneven: a key block that all
 queries list, as the first one often is, keeps one CTA busy long after all others have finished. A plan's items are
 stretches of at most `longest` entries of one key block's walk, so many CTAs share a long one. They lie in one row for
-all heads and batches, head by head: what the CTAs in flight read and add to then stays in the L2. PyTorch only; the
-kernel's side is `query_walk`.
+all heads and batches, head by head: what the CTAs in flight read and add to then stays in the L2. An item is of one
+query head, or of all that a key/value head has, one after the other. PyTorch only; the kernel's side is `query_walk`.
 
 In deterministic mode every wait points to an item launched earlier: an item adds to a query block's dq after those of
 the key blocks that come earlier in the schedule, and to dk and dv after the items of the same key block before it.
@@ -30,8 +30,9 @@ def plan_backward(
     num_q_blocks: int,
     deterministic: bool = False,
     schedule: str | torch.Tensor = LEFT_TO_RIGHT,
-    longest: int = LONGEST,
+    longest: Optional[int] = None,
     listed: Optional[int] = None,
+    per_group: bool = False,
 ) -> Any:
     """Backward lists with a plan, and with lock values where `deterministic`, ready for SM90 backward.
 
@@ -44,14 +45,17 @@ def plan_backward(
             hold already are ignored. Packed lists become ragged.
         schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
             "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
-        longest: entries of an item at most; an entry is a block of queries.
+        longest: entries of an item at most; an entry is a block of queries, of one head or of a group. None: 32, and
+            as many fewer as a group has heads.
         listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the
             GPU; without it the number of items is read back, once.
+        per_group: items are of all query heads of a key/value head, which have to share their lists. For calls that
+            leave dq out.
 
     Returns:
-        The lists with `plan`, int32 [items, 6]: batch, query head, key block, first entry, end, and how many items
-        add to the same dk and dv before. With ragged lists [items, 8]: the low and the high 32 bits of where the key
-        block's entries start, too.
+        The lists with `plan`, int32 [items, 6]: batch, query head or, per group, key/value head, key block, first
+        entry, end, and how many items add to the same dk and dv before. With ragged lists [items, 8]: the low and the
+        high 32 bits of where the key block's entries start, too.
 
     Raises:
         NotImplementedError: stacked lists of packed sequences.
@@ -63,11 +67,16 @@ def plan_backward(
         padded_lists(given)
     for name, value in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv), ("num_q_blocks", num_q_blocks)):
         integer(name, value)
+    adds, per_group = num_heads > num_heads_kv, per_group and num_heads > num_heads_kv
+    if longest is None:
+        longest = max(1, LONGEST * num_heads_kv // num_heads) if per_group else LONGEST
     integer("longest", longest)
     if listed is not None:
         integer("listed", listed, least=0)
     counts = _counts(lists) if rows is None else rows.total().unsqueeze(0)
     heads = counts.shape[1]
+    if per_group and heads > num_heads_kv:
+        raise ValueError(f"per_group=True with lists of {heads} heads, expected 1 or num_heads_kv={num_heads_kv}")
     if num_heads % num_heads_kv or heads not in (1, num_heads_kv, num_heads):
         raise ValueError(
             f"lists have {heads} heads, expected 1, num_heads_kv={num_heads_kv} or num_heads={num_heads}, a multiple "
@@ -81,19 +90,20 @@ def plan_backward(
         lists = _merged(lists, order, num_q_blocks, listed)
     else:
         lists = lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
-    counts = counts.long().repeat_interleave(num_heads // heads, dim=1)
-    order = order.expand(counts.shape[0], heads, -1).repeat_interleave(num_heads // heads, dim=1)
-    if num_heads > num_heads_kv:
+    planned = num_heads_kv if per_group else num_heads  # heads that have items of their own
+    counts = counts.long().repeat_interleave(planned // heads, dim=1)
+    order = order.expand(counts.shape[0], heads, -1).repeat_interleave(planned // heads, dim=1)
+    if adds:
         pieces = torch.div(counts + longest - 1, longest, rounding_mode="floor")
     else:  # dk and dv are stored, not added: one item each, and zeros come from it too
         pieces = torch.ones_like(counts)
     most = None
     if listed is not None:
-        most = pieces.numel() + counts.shape[0] * num_heads * listed // longest * (num_heads > num_heads_kv)
-    plan = _items(counts, pieces, order, num_heads // num_heads_kv, most)
+        most = pieces.numel() + counts.shape[0] * planned * listed // longest * adds
+    plan = _items(counts, pieces, order, planned // num_heads_kv, most)
     if rows is not None:
-        plan = _of_sequences(plan, rows, lists, num_heads, stored=num_heads == num_heads_kv)
-    return lists._replace(plan=plan)
+        plan = _of_sequences(plan, rows, lists, planned, stored=not adds)
+    return lists._replace(plan=plan, plan_per_group=per_group or None)
 
 
 def _counts(lists: Any) -> torch.Tensor:

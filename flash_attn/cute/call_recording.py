@@ -9,10 +9,11 @@ that depend on values, tensors that the function neither got nor made.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -93,9 +94,16 @@ class Recording(TorchDispatchMode):
         for slot, tensor in enumerate(inputs):
             self._own(slot, tensor)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import Dynamo to hide `__torch_dispatch__` from it; `_hide_from_dynamo` waits for others to."""
+        return False
+
     def __enter__(self) -> Recording:
         if active() is not None:
             raise RuntimeError("this thread is recording already")
+        if "torch._dynamo" in sys.modules:
+            _hide_from_dynamo()
         super().__enter__()
         _active.recording = self
         return self
@@ -274,6 +282,12 @@ class Recording(TorchDispatchMode):
             if done and at + 1 < len(self._steps):
                 steps.append(_releasing(done))
         return steps
+
+
+@lru_cache(maxsize=1)
+def _hide_from_dynamo() -> None:
+    """Keep torch.compile from compiling what watches the operators, as it would within a function that it compiles."""
+    Recording.__torch_dispatch__ = torch.compiler.disable(Recording.__torch_dispatch__)
 
 
 def holds_tensor(value: Any) -> bool:

@@ -213,8 +213,8 @@ def _without_plan(lists: Any, num_heads: int, num_heads_kv: int) -> Any:
     """The lists that a plan was made of, the plan checked."""
     if lists is None or lists.plan is None:
         return lists
-    _check_plan(lists, num_heads)
-    lists = lists._replace(plan=None)
+    _check_plan(lists, num_heads_kv if lists.plan_per_group else num_heads)
+    lists = lists._replace(plan=None, plan_per_group=None)
     if lists.dq_write_order is None:
         return lists
     if lists.mask_block_idx.ndim == 1:
@@ -258,7 +258,7 @@ def _as_compact(lists: Any) -> Any:
 
 
 def _check_plan(lists: Any, num_heads: int) -> None:
-    """Each entry of each key block's walk is in one item of every query head."""
+    """Each entry of each key block's walk is in one item of every query head; per group of every key/value head."""
     plan, rows = lists.plan.long(), packed_rows(lists) if is_packed(lists) else None
     batch, head, block, begin, end, _ = plan[:, :6].unbind(-1)
     if rows is not None:  # rows of all sequences as rows of one
@@ -285,7 +285,7 @@ def _check_plan(lists: Any, num_heads: int) -> None:
     if wrong.any():
         at = int(wrong.int().argmax())
         raise ValueError(
-            f"backward plan[{at}] = {lists.plan[at].tolist()}, expected batch, query head and key block within "
+            f"backward plan[{at}] = {lists.plan[at].tolist()}, expected batch, head and key block within "
             f"{[B, H, N]} and entries within what the key block lists"
         )
     planned = torch.zeros(counts.numel() + 1, dtype=torch.long, device=plan.device)
@@ -301,5 +301,5 @@ def _check_plan(lists: Any, num_heads: int) -> None:
         at = int(short.int().argmax())
         raise ValueError(
             f"backward plan deals out {int(planned[at])} entries of key block {at % N} for batch {at // (H * N)} and "
-            f"query head {at // N % H}, expected the {int(counts.flatten()[at])} that it lists, each once"
+            f"head {at // N % H}, expected the {int(counts.flatten()[at])} that it lists, each once"
         )

@@ -89,7 +89,7 @@ def flat_entries(lists: DistinctLists, order: OptionalTensor, most: int) -> Flat
     N = lists.mask_cnt.shape[2]
     counts = lists.counts()
     rows = torch.arange(lists.heads * N, device=counts.device, dtype=torch.int32)
-    if order is not None:
+    if order is not None and N:
         rows = rows.view(-1, N)
         # Repeated like the lists it may have more heads than is left of them.
         order = narrow(order, lists.mask_cnt.shape[:2])

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from flash_attn.cute.list_arguments import integer, tensor
 from flash_attn.cute.write_order import Walk, deterministic_walk
 
 NEVER = float("-inf")
@@ -127,10 +128,12 @@ def simulate(
         rows: ``(batch * H + head) * N + key_block`` of every CTA.
         group: query heads that share a key/value head.
         slots: CTAs that run at a time.
+
+    Raises:
+        TypeError, ValueError: rows, group or slots that do not fit.
     """
-    launch = torch.as_tensor(rows).tolist()
-    if sorted(launch) != list(range(walk.cnt.numel())):
-        raise ValueError(f"rows must hold each of 0 .. {walk.cnt.numel() - 1} once, got {len(launch)} numbers")
+    launch = _launched(walk, rows, group).tolist()
+    integer("slots", slots)
     if walk.locks is None:
         return _unlocked(walk, launch, slots, costs)
     return _Simulation(walk, group, costs).run(launch, slots)
@@ -140,10 +143,13 @@ def waits_for_earlier_launches(walk: Walk, rows: torch.Tensor | Sequence[int], *
     """Whether every wait points to a CTA launched earlier: enough for the GPU never to get stuck, whatever its timing.
 
     The earliest CTA in flight then waits for CTAs that have ended, so it goes on. Without locks nothing waits.
+
+    Raises:
+        TypeError, ValueError: as `simulate`.
     """
+    rows = _launched(walk, rows, group).to(walk.cnt.device)
     if walk.locks is None:
         return True
-    rows = torch.as_tensor(rows, dtype=torch.int64, device=walk.cnt.device)
     B, H, N = walk.cnt.shape
     position = torch.empty_like(rows).scatter_(0, rows, torch.arange(rows.numel(), device=rows.device))
     if (position.view(B * H // group, group, N).diff(dim=1) < 0).any():
@@ -155,6 +161,18 @@ def waits_for_earlier_launches(walk: Walk, rows: torch.Tensor | Sequence[int], *
     by_lock = (block * (lock.max() + 1 if used.any() else 1) + lock).sort().indices
     same = block[by_lock].diff() == 0
     return bool((~same | (position.view(B, H, N, 1).expand_as(used)[used][by_lock].diff() > 0)).all())
+
+
+def _launched(walk: Walk, rows: torch.Tensor | Sequence[int], group: int) -> torch.Tensor:
+    """The rows as int64, each CTA of the walk once."""
+    if not isinstance(walk, Walk):
+        raise TypeError(f"walk has to be a Walk, got {type(walk).__name__}")
+    launch = torch.as_tensor(rows)
+    if launch.is_floating_point() or sorted(launch.flatten().tolist()) != list(range(walk.cnt.numel())):
+        raise ValueError(f"rows must hold each of 0 .. {walk.cnt.numel() - 1} once, got {launch.numel()} numbers")
+    if walk.cnt.shape[1] % integer("group", group):
+        raise ValueError(f"group={group} must divide the {walk.cnt.shape[1]} query heads")
+    return launch.flatten().long()
 
 
 def launch_rows(
@@ -190,7 +208,11 @@ def long_rows_first(counts: torch.Tensor, *, times: float = LONG) -> torch.Tenso
     Args:
         counts: int32 [B, H, N], blocks listed.
         times: the mean, from which a row is long.
+
+    Raises:
+        TypeError: counts that are no tensor.
     """
+    tensor("counts", counts)
     flat = counts.flatten()
     length = torch.where(flat > times * flat.double().mean(), flat, 0)
     return length.sort(descending=True, stable=True).indices.int()
@@ -199,7 +221,14 @@ def long_rows_first(counts: torch.Tensor, *, times: float = LONG) -> torch.Tenso
 def heads_in_l2(
     seqlen_q: int, head_dim: int, head_dim_v: int, *, element_size: int = 2, l2_bytes: int = 50 << 20
 ) -> int:
-    """Query heads whose q, do and fp32 dq fit the L2 together, a power of two: as many as SM90 launches together."""
+    """Query heads whose q, do and fp32 dq fit the L2 together, a power of two: as many as SM90 launches together.
+
+    Raises:
+        TypeError, ValueError: a size that is no int of at least 1.
+    """
+    sizes = dict(seqlen_q=seqlen_q, head_dim=head_dim, head_dim_v=head_dim_v, element_size=element_size)
+    for name, size in (sizes | dict(l2_bytes=l2_bytes)).items():
+        integer(name, size)
     one = seqlen_q * ((head_dim + head_dim_v) * element_size + head_dim * 4)
     return 1 << max(l2_bytes // one, 1).bit_length() - 1
 

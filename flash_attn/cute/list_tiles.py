@@ -36,6 +36,8 @@ def _tile(
     return BackwardTile(m, n, *stages, *map(bool, swap), *atoms, **more)
 
 
+DENSE_BLOCK = (128, 128)  # of lists that do not say what a block is
+
 # By the largest head dimension, in the order of trying: the first whose tile fits the blocks is taken.
 # Blocks of 64 keys add twice as much to dq as blocks of 128, which bounds them whatever the tile: at head dimension 128
 # the best of ten tiles are within 2 % of each other, 1.3 times the time of 128-wide blocks a listed token; at 64, where
@@ -49,16 +51,39 @@ BACKWARD: dict[int, tuple[BackwardTile, ...]] = {
 }
 
 
+# The same for kernels without dq. Their keys and values stay, nothing is staged for memory, and dS goes from registers
+# into dK's product: there is room for a second CTA, or for more stages of queries.
+WITHOUT_DQ: dict[int, tuple[BackwardTile, ...]] = {
+    64: (
+        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
+        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
+    ),
+    128: (
+        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
+        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
+    ),
+}
+
+
 def backward_tile(
-    head_dim: int, head_dim_v: int, dense_m: int, dense_n: int, tensors: Optional[BlockSparseTensorsTorch]
+    head_dim: int,
+    head_dim_v: int,
+    dense_m: int,
+    dense_n: int,
+    tensors: Optional[BlockSparseTensorsTorch],
+    *,
+    without_dq: bool = False,
 ) -> Optional[BackwardTile]:
-    """The tile for SM90 backward with these lists; None where dense_m x dense_n fits, or nothing does."""
-    if tensors is None or tensors.block_size is None:
+    """The tile for SM90 backward with these lists; None where dense_m x dense_n fits, or nothing does.
+
+    Without dq a tile of the table is taken before the dense one.
+    """
+    if tensors is None:
         return None
-    block_q, block_k = tensors.block_size
-    if block_q % dense_m == 0 and block_k == dense_n:
+    block_q, block_k = tensors.block_size or (DENSE_BLOCK if without_dq else (dense_m, dense_n))
+    if not without_dq and block_q % dense_m == 0 and block_k == dense_n:
         return None
-    for largest, tiles in BACKWARD.items():
+    for largest, tiles in (WITHOUT_DQ if without_dq else BACKWARD).items():
         if max(head_dim, head_dim_v) <= largest:
             fitting = (t for t in tiles if block_q % t.m_block_size == 0 and block_k == t.n_block_size)
             return next(fitting, None)

@@ -126,9 +126,8 @@ class QueryWalk:
 
 
 @cute.jit
-def load_queries(walk: QueryWalk, state_q, state_do, load_tile: Callable, m_block_max: Int32):
-    """Load the walk's tiles of q and do; k and v with the first of them. Returns the advanced states."""
-    kv_loaded = False
+def load_queries(walk: QueryWalk, state_q, state_do, load_tile: Callable, m_block_max: Int32, kv_loaded=False):
+    """Load the walk's tiles of q and do; k and v with the first of them, if not before. Returns the advanced states."""
     coming = walk.entry(walk.begin)
     for tile in cutlass.range(walk.begin, walk.end, unroll=1):
         m_block = walk.m_block(coming, tile)
@@ -195,7 +194,6 @@ def add_dq(
     of their lock values.
     """
     ordered = const_expr(semaphore is not None)
-    lane = cute.arch.lane_idx()
     coming, lock_coming = walk.entry(walk.begin), Int32(0)
     if const_expr(ordered):
         lock_coming = walk.lock(walk.begin)
@@ -205,25 +203,41 @@ def add_dq(
         if const_expr(ordered):
             lock_coming = walk.lock(tile + 1)
         if m_block < m_block_max:
-            for part in cutlass.range_constexpr(parts):
-                if const_expr(not ordered):  # otherwise all adding has ended before
-                    cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
-                cute.arch.barrier_arrive(
-                    barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part,
-                    number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
-                )
-            if const_expr(ordered):
-                barrier.wait_eq(semaphore[(m_block, None)].iterator, lane, 0, lock)
-            for part in cutlass.range_constexpr(parts):
-                cute.arch.barrier(
-                    barrier_id=int(NamedBarrierBwd.dQFullWG0) + part,
-                    number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
-                )
-                with cute.arch.elect_one():
-                    copy_utils.cpasync_reduce_bulk_add_f32(
-                        staged[None, part].iterator, accumulator[(None, part), m_block].iterator, part_bytes
-                    )
-                cute.arch.cp_async_bulk_commit_group()
-            if const_expr(ordered):
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
-                barrier.arrive_inc(semaphore[(m_block, None)].iterator, lane, 0, 1)
+            add_tile(staged, accumulator, semaphore, m_block, lock, parts, threads_per_part, part_bytes)
+
+
+@cute.jit
+def add_tile(
+    staged: cute.Tensor,
+    accumulator: cute.Tensor,
+    semaphore: Optional[cute.Tensor],
+    m_block: Int32,
+    lock: Int32,
+    parts: cutlass.Constexpr[int],
+    threads_per_part: cutlass.Constexpr[int],
+    part_bytes: cutlass.Constexpr[int],
+):
+    """Add the dq of one query tile, as `add_dq` does: with a semaphore once `lock` others have added theirs."""
+    ordered, lane = const_expr(semaphore is not None), cute.arch.lane_idx()
+    for part in cutlass.range_constexpr(parts):
+        if const_expr(not ordered):  # otherwise all adding has ended before
+            cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
+        cute.arch.barrier_arrive(
+            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part,
+            number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
+        )
+    if const_expr(ordered):
+        barrier.wait_eq(semaphore[(m_block, None)].iterator, lane, 0, lock)
+    for part in cutlass.range_constexpr(parts):
+        cute.arch.barrier(
+            barrier_id=int(NamedBarrierBwd.dQFullWG0) + part,
+            number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
+        )
+        with cute.arch.elect_one():
+            copy_utils.cpasync_reduce_bulk_add_f32(
+                staged[None, part].iterator, accumulator[(None, part), m_block].iterator, part_bytes
+            )
+        cute.arch.cp_async_bulk_commit_group()
+    if const_expr(ordered):
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        barrier.arrive_inc(semaphore[(m_block, None)].iterator, lane, 0, 1)

@@ -301,8 +301,13 @@ def call_layout(
     return BackwardLayout(dq, dk, dv, flags)
 
 
-def checked(shared: SharedBackward, layout: BackwardLayout, device: torch.device) -> SharedBackward:
+def checked(
+    shared: SharedBackward, layout: BackwardLayout, device: torch.device, *, without_dq: bool = False
+) -> SharedBackward:
     """``shared`` with what it leaves to the call allocated.
+
+    Args:
+        without_dq: the call leaves dq out, and has no accumulator for it.
 
     Raises:
         ValueError: a tensor that does not fit the call.
@@ -313,7 +318,11 @@ def checked(shared: SharedBackward, layout: BackwardLayout, device: torch.device
     _check("shared.dpsum", shared.dpsum, given.row_shape, torch.float32)
     _check("shared.lse_log2", shared.lse_log2, given.row_shape, torch.float32)
     dq, dk, dv, first, flags = shared[3:]
-    if dq is None:
+    if without_dq:
+        if dq is not None:
+            raise ValueError("shared.dq cannot be given together with without_dq=True")
+        first = False
+    elif dq is None:
         _check_own("dq", given.dq, layout.dq)
         dq, first = torch.empty(given.dq.shape, dtype=torch.float32, device=device), True
     else:

@@ -41,6 +41,7 @@ class Case:
         "left to right"  # of key blocks in backward with lists: "right to left", "longest first", "middle first"
     )
     plan: int = 0  # entries of an item, at most; 0 for no plan
+    per_group: bool = False  # an item is of all query heads of a key/value head
     seed: int = 0
 
     def __str__(self) -> str:
@@ -215,6 +216,7 @@ def _planned(case: Case, lists: Any, schedule: Any, most: int | None) -> Any:
     return plan_backward(
         lists, num_heads=case.Hq, num_heads_kv=case.Hkv, num_q_blocks=m, listed=most,
         deterministic=case.deterministic, schedule=schedule, longest=case.plan,
+        per_group=case.per_group,
     )  # fmt: skip
 
 

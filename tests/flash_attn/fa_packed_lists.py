@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from fa_cases import BLOCK_K, Case, _int32, block, block_lists, transposed
+from fa_cases import Case, _int32, block, block_lists, transposed
 
 NOWHERE = 1 << 20  # stands where no kernel may read
 EVERY = slice(None)
@@ -20,14 +20,14 @@ Rows = list[list[list[int]]]  # [sequence][row][entry]
 
 def packed_forward_lists(case: Case, only: slice = EVERY) -> Any:
     """The key blocks of each query block, of all sequences or of those that `only` says."""
-    across = [-(-T_k // BLOCK_K) for _, T_k in case.lengths]
+    across = [-(-T_k // block(case)[1]) for _, T_k in case.lengths]
     return _tensors(case, _heads(case, only, lambda rows, T_k: rows), across[only], "cu_total_m_blocks")
 
 
 def packed_backward_lists(case: Case, only: slice = EVERY, device: str = "cuda") -> Any:
     """The transpose."""
     across = [-(-T_q // block(case)[0]) for T_q, _ in case.lengths]
-    heads = _heads(case, only, lambda rows, T_k: transposed(rows, -(-T_k // BLOCK_K)))
+    heads = _heads(case, only, lambda rows, T_k: transposed(rows, -(-T_k // block(case)[1])))
     return _tensors(case, heads, across[only], "cu_total_n_blocks", device)
 
 
@@ -50,7 +50,7 @@ def _tensors(
     kinds = {"mask": [head["partial"] for head in heads]}
     if case.lists != "no full":
         kinds["full"] = [head["full"] for head in heads]
-    fields: dict[str, Any] = {"block_size": (block(case)[0], BLOCK_K)}
+    fields: dict[str, Any] = {"block_size": block(case)}
     for kind, of_heads in kinds.items():
         counts, indices, more = FORMS[case.form](of_heads, across)
         fields |= {f"{kind}_block_cnt": _int32(counts, device), f"{kind}_block_idx": _int32(indices, device)}

@@ -92,10 +92,11 @@ def assert_bits_repeat(case: Case, runs: int, beside_other_work: bool = False) -
         assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))
 
 
-def assert_close(name: str, mine: torch.Tensor, true: torch.Tensor, rough: torch.Tensor) -> None:
+def assert_close(name: str, mine: torch.Tensor, true: torch.Tensor, rough: torch.Tensor, rounding: float = 0.0) -> None:
+    """Within twice the error of `rough`, or what rounding alone can make, and a rounding."""
     assert mine.isfinite().all(), f"{name}: {int((~mine.isfinite()).sum())} values are not finite"
     error = (mine.double() - true).abs()
-    limit = 2 * (rough.double() - true).abs().max() + 2**-8 * true.abs().max() + 1e-6
+    limit = max(2 * float((rough.double() - true).abs().max()), rounding) + 2**-8 * float(true.abs().max()) + 1e-6
     worst = int(error.argmax())
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape))
     assert error.max() <= limit, (

@@ -71,17 +71,17 @@ def test_who_overlaps(case: Case, expected: int, compiler_sm90: Worker) -> None:
 
 def prefetched(case: Case) -> int:
     """For how many lists a traced kernel asks ahead."""
-    from flash_attn.cute import list_overlap
+    from flash_attn.cute import list_prefetch
     from flash_attn.cute.interface import _flash_attn_fwd
 
     _flash_attn_fwd.compile_cache.clear()
     seen: list[int] = []
-    original = list_overlap._prefetch_list
-    list_overlap._prefetch_list = lambda *args: (seen.append(1), original(*args))[1]
+    original = list_prefetch._prefetch_list
+    list_prefetch._prefetch_list = lambda *args: (seen.append(1), original(*args))[1]
     try:
         forward(case, make_inputs(case))
     finally:
-        list_overlap._prefetch_list = original
+        list_prefetch._prefetch_list = original
     return len(seen)
 
 

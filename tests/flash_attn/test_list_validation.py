@@ -264,4 +264,9 @@ def test_lists_of_nothing_are_one_wide() -> None:
     """Kernels want a dimension with stride 1, so lists are made no narrower, even for no keys."""
     lists = lists_from_blocks(torch.zeros(2, 0, dtype=torch.bool), block_size=(128, 128))
     assert lists.mask_block_idx.shape[3] == 1
-    validate_lists(lists, transpose_lists(lists, 0), seqlen_q=256, seqlen_k=0, num_heads=1)
+    backward = transpose_lists(lists, 0)
+    validate_lists(lists, backward, seqlen_q=256, seqlen_k=0, num_heads=1)
+    for spt in (False, True):  # and in an order of launch
+        order, _ = compute_dq_write_order(*lists[:4], *backward[:4], spt=spt)
+        ordered = backward._replace(dq_write_order=order, spt=spt)
+        validate_lists(lists, ordered, seqlen_q=256, seqlen_k=0, num_heads=1)

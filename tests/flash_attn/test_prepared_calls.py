@@ -6,6 +6,7 @@ import ast
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import NamedTuple
 
 import pytest
@@ -332,8 +333,28 @@ def test_a_recording_keeps_no_memory() -> None:
     assert prepared.refusals == [] and len(prepared._programs) == 1 and not most[20:]
 
 
+def test_what_watches_operators_is_not_compiled() -> None:
+    """A recording within a compiled function sees the function's operators, not those of compiling the recording."""
+
+    def recorded(x: torch.Tensor) -> tuple[Recording, torch.Tensor]:
+        with Recording([x]) as recording:
+            y = torch.empty_like(x)
+            y.copy_(x * 2)
+            out = y + 1
+        return recording, out
+
+    x = torch.randn(4)
+    steps = len(recorded(x)[0]._steps)
+    compiled = torch.compile(lambda x: recorded(x + 0), backend="eager")
+    for _ in range(2):
+        recording, out = compiled(x)
+        assert recording.refusal is None and len(recording._steps) == steps
+        assert torch.equal(out, x * 2 + 1)
+
+
 def test_every_cache_of_kernels_is_one_that_a_recording_sees() -> None:
-    caches = [f.compile_cache for f in vars(interface).values() if hasattr(f, "compile_cache")]
+    functions = [f for f in vars(interface).values() if isinstance(f, FunctionType)]
+    caches = [f.compile_cache for f in functions if hasattr(f, "compile_cache")]
     assert len(caches) > 8 and all(isinstance(cache, JITCache) for cache in caches)
 
 

@@ -158,9 +158,11 @@ def test_lists_that_are_not_packed(block_size: tuple[int, int] | None) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("schedule", ["left to right", "right to left", "longest first"])
-def test_plans(deterministic: bool, schedule: str) -> None:
+@pytest.mark.parametrize("per_group", [False, True])
+def test_plans(per_group: bool, deterministic: bool, schedule: str) -> None:
     forward, backward = random_lists(ListCase(B=2, H=2, M=6, N=5, density=0.7, sort=False))
     options: dict[str, Any] = dict(num_heads=4, num_heads_kv=2, num_q_blocks=6, longest=2)
+    options["per_group"] = per_group
     plan = plan_backward(backward, deterministic=deterministic, schedule=schedule, **options)
     tensors = qk(2, 700, keys=640)
     validate_call(True, forward, plan, *tensors)

@@ -49,7 +49,7 @@ def cases() -> list[tuple[object, bool]]:
 @contextmanager
 def recorded_pairs():
     """Whether each SM100 backward kernel that is built in the body uses pairs of CTAs."""
-    from flash_attn.cute.interface import FlashAttentionBackwardSm100 as Kernel
+    from flash_attn.cute.flash_bwd_sm100 import FlashAttentionBackwardSm100 as Kernel
 
     pairs, original = [], Kernel.__init__
 

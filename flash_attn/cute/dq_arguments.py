@@ -1,0 +1,194 @@
+"""What a call of the dq pass may bring: checked on the host before anything is compiled or launched."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any, Optional
+
+import torch
+
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.cute_dsl_utils import validate_output_layout
+from flash_attn.cute.dq_spec import DTYPES, ROWS, STEP, TILE_M, Output
+
+HEAD_DIMS = (64, 96, 128)
+
+Tensor = torch.Tensor
+
+
+def unsupported(
+    arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, lists: Optional[BlockSparseTensorsTorch]
+) -> Optional[str]:
+    """Why `backward_dq` cannot do a call, or None."""
+    if arch // 10 != 9:
+        return f"sm_{arch}: the dq pass is for sm_90"
+    if dtype not in DTYPES:
+        return f"q is {dtype}: the dq pass takes float16 and bfloat16"
+    if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
+        return f"head dimensions {head_dim} and {head_dim_v}: the dq pass takes equal ones of {HEAD_DIMS}"
+    if lists is None:
+        return "no block lists: the dq pass walks lists"
+    block_q, block_k = lists.block_size or (TILE_M, STEP)
+    if block_q % TILE_M or block_k not in (STEP // 2, STEP):
+        return (
+            f"blocks of {block_q} queries and {block_k} keys: the dq pass takes multiples of {TILE_M} queries, and "
+            f"{STEP // 2} or {STEP} keys"
+        )
+    return None
+
+
+def supports(
+    arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, lists: Optional[BlockSparseTensorsTorch]
+) -> bool:
+    """Whether `backward_dq` can do a call; what it cannot is for the one-pass kernel."""
+    return unsupported(arch, dtype, head_dim, head_dim_v, lists) is None
+
+
+def edges(causal: bool, window_size: tuple[Optional[int], Optional[int]]) -> tuple[Optional[int], Optional[int]]:
+    """How many keys before and after its own a query sees; None for all."""
+    left, right = window_size
+    if left is not None and right is not None and left < 0 and right < 0:
+        left, right = None, None
+    return left, 0 if causal else right
+
+
+def check_types(lists: Any, tensors: dict[str, Any], optional: dict[str, Any]) -> None:
+    """What is a tensor, and where; ``optional`` ones may be None. All have to be where the first of `tensors` is.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if lists is not None and not isinstance(lists, BlockSparseTensorsTorch):
+        raise TypeError(f"lists is a {type(lists).__name__}, expected BlockSparseTensorsTorch")
+    device = None
+    for name, x in (tensors | {name: x for name, x in optional.items() if x is not None}).items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}, expected a tensor")
+        device = x.device if device is None else device
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device}, expected {device}, where {next(iter(tensors))} is")
+
+
+def check_options(
+    softmax_scale: Any,
+    window_size: Any,
+    mask_mod: Any,
+    aux_tensors: Any,
+    *,
+    max_seqlen_q: Any,
+    start: Any,
+    **switches: Any,
+) -> None:
+    """What is no tensor.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if softmax_scale is not None and not isinstance(softmax_scale, Real):
+        raise TypeError(f"softmax_scale is {softmax_scale!r}, expected a number or None")
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or any(side is not None and not isinstance(side, Integral) for side in window_size):
+        raise TypeError(f"window_size is {window_size!r}, expected two numbers of keys, or None for no limit")
+    if mask_mod is not None and not callable(mask_mod):
+        raise TypeError(f"mask_mod is {mask_mod!r}, expected a function or None")
+    if aux_tensors is not None and not (
+        isinstance(aux_tensors, (tuple, list)) and all(isinstance(x, Tensor) for x in aux_tensors)
+    ):
+        raise TypeError("aux_tensors is no list of tensors")
+    if max_seqlen_q is not None and (not isinstance(max_seqlen_q, Integral) or max_seqlen_q < 0):
+        raise ValueError(f"max_seqlen_q is {max_seqlen_q!r}, expected a number of queries or None")
+    if not isinstance(start, Integral):
+        raise TypeError(f"start is {start!r}, expected a multiple of {ROWS}")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, expected a bool")
+
+
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    packed: tuple[bool, bool],
+    lengths: tuple[Optional[Tensor], ...],
+    batch: int,
+) -> None:
+    for name, x, is_packed in (("q", q, packed[0]), ("k", k, packed[1])):
+        if x.ndim != 4 - is_packed:
+            expected = "[total, H, D]" if is_packed else "[B, T, H, D]"
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}")
+    for name, x, like in (("dout", dout, q), ("v", v, k), ("k", k, q)):
+        if x.dtype != q.dtype or (name != "k" and x.shape != like.shape):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, expected {q.dtype} {tuple(like.shape)}")
+    if k.shape[-1] != q.shape[-1] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}: heads or head dimensions do not fit")
+    if not packed[1] and k.shape[0] != batch:
+        raise ValueError(f"k has shape {tuple(k.shape)}, expected {batch} sequences")
+    sizes = (batch + 1, batch + 1, batch, batch)
+    for name, x, size in zip(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"), lengths, sizes):
+        if x is not None and (x.dtype != torch.int32 or x.shape != (size,) or x.stride(0) != 1):
+            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}, expected contiguous torch.int32 {(size,)}")
+
+
+def checked_output(q: Tensor, dq: Optional[Tensor], add: bool, accum: Optional[Tensor], first: bool) -> Output:
+    if dq is None and accum is None:
+        raise ValueError("dq and accum are None, expected one of them or both")
+    if add and dq is None:
+        raise ValueError("add is for dq, which is None")
+    if first and (accum is None or dq is not None):
+        raise ValueError("first is for accum alone, which it leaves the call's own part in")
+    if dq is not None:
+        if dq.shape != q.shape or dq.dtype != q.dtype:
+            raise ValueError(f"dq is {dq.dtype} {tuple(dq.shape)}, expected {q.dtype} {tuple(q.shape)}")
+        try:
+            validate_output_layout(dq, "dq", 16)
+        except AssertionError as error:
+            raise ValueError(f"dq has strides {dq.stride()}: {error}") from None
+    if accum is not None:
+        _check_accum(q, accum)
+    return Output(from_accum=accum is not None and not first, to_dq=dq is not None, onto_dq=add)
+
+
+def _check_accum(q: Tensor, accum: Tensor) -> None:
+    lead = (*q.shape[:-3], q.shape[-2])
+    if accum.dtype != torch.float32 or accum.shape[:-1] != lead or accum.shape[-1] % (ROWS * q.shape[-1]):
+        raise ValueError(
+            f"accum is {accum.dtype} {tuple(accum.shape)}, expected torch.float32 {lead} with whole tiles of "
+            f"{ROWS} rows of {q.shape[-1]}"
+        )
+    if accum.stride(-1) != 1 or any(s % 4 for s in accum.stride()[:-1]) or accum.storage_offset() % 4:
+        raise ValueError(f"accum has strides {accum.stride()}, expected rows of heads that are aligned to 16 bytes")
+
+
+def check_rows(
+    q: Tensor, dpsum: Tensor, lse_log2: Tensor, accum: Optional[Tensor], start: int, sequences: Optional[int]
+) -> None:
+    """sequences: how many are packed; None where q is not."""
+    if start <= 0 or start % ROWS:
+        raise ValueError(f"start is {start}, expected a multiple of {ROWS}")
+    lead, rows = (*q.shape[:-3], q.shape[-2]), q.shape[-3]
+    if sequences is not None:
+        rows = -(-(rows + sequences * start) // start) * start
+    for name, x in (("dpsum", dpsum), ("lse_log2", lse_log2)):
+        good = x.dtype == torch.float32 and x.shape[:-1] == lead and x.shape[-1] >= rows
+        if not good or x.shape != dpsum.shape or x.stride(-1) != 1:
+            found = f"{x.dtype} {tuple(x.shape)}"
+            raise ValueError(f"{name} is {found}, expected torch.float32 {lead} with {rows} rows, contiguous in them")
+    rows = -(-rows // ROWS) * ROWS
+    if accum is not None and accum.shape[-1] < rows * q.shape[-1]:
+        raise ValueError(f"accum has shape {tuple(accum.shape)}, too few for {rows} rows of {q.shape[-1]}")
+
+
+def check_sums(q: Tensor, out: Optional[Tensor], lse: Optional[Tensor], start: int) -> None:
+    """What row sums are computed from."""
+    if (out is None) != (lse is None):
+        raise ValueError("expected both out and lse, or neither")
+    if out is None:
+        return
+    if out.shape != q.shape or out.dtype != q.dtype:
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, expected {q.dtype} {tuple(q.shape)}")
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if lse.shape != shape or lse.dtype != torch.float32 or lse.stride(-1) != 1:
+        raise ValueError(f"lse is {lse.dtype} {tuple(lse.shape)}, expected torch.float32 {shape}, contiguous in rows")
+    if TILE_M % start:
+        raise ValueError(f"start is {start}, expected {ROWS} or {TILE_M} with out")

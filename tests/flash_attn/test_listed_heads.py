@@ -1,0 +1,260 @@
+"""A CTA that walks block lists for all query heads of a key/value head: which do, their plans, and dk and dv."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, backward_lists, forward, make_inputs
+from fa_compile import Worker, WorkerError
+from test_backward_plan import random_lists
+from test_two_pass_backward import without_dq
+
+LISTED = dict(T_q=900, T_k=900, lists="both")
+PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both")
+CASES = [
+    Case(D=128, causal=True, **LISTED),
+    Case(D=128, mask_mod="thirds", block=(128, 64), Hq=6, list_heads=2, **LISTED),
+    Case(D=64, window=(200, 0), Hkv=1, **LISTED),
+    Case(D=64, causal=True, block=(128, 64), list_heads=2, **LISTED),
+    Case(D=96, mask_mod="keyed", **LISTED),
+    Case(D=128, T_q=300, T_k=900, lists="full"),
+    Case(D=128, causal=True, form="ragged", **PACK),
+    Case(D=64, mask_mod="thirds", form="compact", block=(128, 64), list_heads=2, **PACK),
+]
+PLANNED = [
+    Case(D=128, causal=True, plan=2, per_group=True, **LISTED),
+    Case(D=128, mask_mod="thirds", block=(128, 64), Hq=6, list_heads=2, plan=3, per_group=True, **LISTED),
+    Case(D=128, causal=True, form="ragged", Hkv=1, plan=2, per_group=True, **PACK),
+    Case(D=64, mask_mod="keyed", form="compact", plan=100, per_group=True, **PACK),
+]
+# A CTA for each head: heads with lists of their own, a plan for each head, nobody to share with.
+ALONE = [
+    Case(D=128, list_heads=4, **LISTED),
+    Case(D=128, plan=2, **LISTED),
+    Case(D=128, Hkv=4, **LISTED),
+    Case(D=128, Hkv=4, plan=2, per_group=True, **LISTED),
+]
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls without a plan walk groups where they can."""
+    from flash_attn.cute import two_pass_backward
+
+    monkeypatch.setattr(two_pass_backward, "WALKS_GROUP", True)
+
+
+def compiled_kernel(case: Case, deterministic: bool, **more: Any) -> tuple[int, bool, bool]:
+    """Of the compiled kernel: heads a CTA walks, whether it stores dk and dv, whether it takes turns; in a worker."""
+    import cutlass.cute as cute
+
+    from flash_attn.cute import two_pass_backward
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    _flash_attn_bwd.compile_cache.clear()
+    compiled, compile_, before = [], cute.compile, two_pass_backward.WALKS_GROUP
+
+    def compile_recorded(kernel, *args, **named):
+        compiled.append(kernel)
+        return compile_(kernel, *args, **named)
+
+    x = make_inputs(case)
+    o = torch.empty_like(x.do)
+    lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
+    cute.compile, two_pass_backward.WALKS_GROUP = compile_recorded, True
+    try:
+        without_dq(case, x, o, lse, deterministic=deterministic, **more)
+    finally:
+        cute.compile, two_pass_backward.WALKS_GROUP = compile_, before
+    (kernel,) = (kernel for kernel in compiled if type(kernel).__name__ == "FlashAttentionBackwardSm90")
+    return kernel.heads_per_cta, kernel.stores_dkv, kernel.takes_turns
+
+
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES + PLANNED + ALONE, ids=str)
+def test_what_is_compiled(case: Case, deterministic: bool, compiler_sm90: Worker) -> None:
+    group = case.Hq // case.Hkv
+    walked = 1 if case in ALONE else group
+    stores = group == 1 or (case in CASES)
+    expected = (walked, stores, deterministic and not stores)
+    assert compiler_sm90.run(compiled_kernel, case, deterministic) == expected
+
+
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize(
+    ("case", "more", "kind", "said"),
+    [
+        (PLANNED[0], {"without_dq": False}, "NotImplementedError", "one pass walks query heads one by one"),
+        (PLANNED[0], {"swapped": True}, "ValueError", "lists for each of 4 query heads"),
+    ],
+)
+def test_refused(case: Case, more: dict[str, bool], kind: str, said: str, compiler_sm90: Worker) -> None:
+    with pytest.raises(WorkerError, match=said) as refusal:
+        compiler_sm90.run(refused, case, more)
+    assert refusal.value.kind == kind
+
+
+def refused(case: Case, more: dict[str, bool]) -> None:
+    x = make_inputs(case)
+    o = torch.empty_like(x.do)
+    lse = o.new_empty((case.B, case.Hq, case.T_q), dtype=torch.float32)
+    if more.pop("swapped", False):
+        own = backward_lists(replace(case, plan=0, list_heads=case.Hq))
+        more = dict(block_sparse_tensors=own._replace(plan=backward_lists(case).plan, plan_per_group=True))
+    without_dq(case, x, o, lse, **more)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("longest", [1, 3, None])
+def test_items_of_a_group_hold_every_entry_once(heads: int, longest: int | None, deterministic: bool) -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    Hkv, N, M = 2, 5, 40
+    for seed in range(8):
+        lists = random_lists(heads, N, M, seed, full=seed % 2 == 0)
+        options = dict(num_heads=6, num_heads_kv=Hkv, num_q_blocks=M, longest=longest, per_group=True)
+        planned = plan_backward(lists, deterministic=deterministic, **options)
+        assert planned.plan_per_group
+        counts = lists.mask_block_cnt + (0 if lists.full_block_cnt is None else lists.full_block_cnt)
+        counts, items, before = counts.expand(2, Hkv, N), planned.plan.tolist(), {}
+        for b, h, n, begin, end, turn in items:
+            assert begin < end <= begin + (longest or 10)
+            assert (begin, turn) == before.get((b, h, n), (0, 0))
+            before[b, h, n] = end, turn + 1
+        listed = {(b, h, n): int(counts[b, h, n]) for b in range(2) for h in range(Hkv) for n in range(N)}
+        assert {row: end for row, (end, _) in before.items()} == {row: count for row, count in listed.items() if count}
+        bounded = plan_backward(lists, deterministic=deterministic, listed=N * M, **options).plan
+        assert bounded[: len(items)].tolist() == items and not bounded[len(items) :].any()
+
+
+def test_a_plan_for_groups_takes_two_passes() -> None:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.two_pass_backward import takes
+
+    q, lists = torch.empty(1, 1, 4, 128, dtype=torch.bfloat16), BlockSparseTensorsTorch(None, None)
+    static = dict(arch=90, q=q, v=q, forward=lists, deterministic=False)
+    assert takes(None, backward=lists._replace(plan_per_group=True), **static)
+    assert not takes(None, backward=lists, **static)
+
+
+def test_groups_have_to_share_their_lists() -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    with pytest.raises(ValueError, match="per_group=True with lists of 6 heads"):
+        plan_backward(random_lists(6, 5, 7, 0, True), num_heads=6, num_heads_kv=2, num_q_blocks=7, per_group=True)
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference, of the largest value."""
+    assert ours.isfinite().all()
+    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES + PLANNED, ids=str)
+def test_dk_and_dv_of_heads_one_by_one(
+    case: Case, deterministic: bool, groups: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flash_attn.cute import two_pass_backward
+
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    _, *got = without_dq(case, x, o, lse, deterministic=deterministic)
+    if deterministic:
+        for _ in range(20):
+            _, *again = without_dq(case, x, o, lse, deterministic=True)
+            assert all(map(torch.equal, got, again))
+    monkeypatch.setattr(two_pass_backward, "WALKS_GROUP", False)
+    _, *expected = without_dq(replace(case, plan=0, per_group=False), x, o, lse)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert apart(ours, theirs) < 0.01  # two roundings to bf16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=str)
+def test_groups_add_to_accumulators_of_the_caller(case: Case, groups: None) -> None:
+    from fa_cases import _masks
+
+    from flash_attn.cute.interface import _flash_attn_bwd
+    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert, zeroed
+
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    _, *expected = without_dq(case, x, o, lse)
+    options = _masks(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True)
+    layout = backward_layout(x.q, x.k, x.v, **options)
+    rows = sums_of_rows(case, x, o, lse, layout)
+    dk, dv = zeroed(layout.dk, layout.dv, device=x.q.device)
+    for _ in range(2):
+        _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **options, shared=SharedBackward(layout, *rows, None, dk, dv))
+    cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens[1]
+    for accum, of, theirs, scale in ((dk, layout.dk, expected[0], case.D**-0.5), (dv, layout.dv, expected[1], 1.0)):
+        ours = convert(accum, of, torch.empty_like(theirs), scale=scale / 2, cu_seqlens=cu_seqlens)
+        assert apart(ours, theirs) < 0.01
+
+
+def sums_of_rows(
+    case: Case, x: Any, o: torch.Tensor, lse: torch.Tensor, layout: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dpsum and lse_log2 as shared calls take them."""
+    dpsum = torch.zeros(layout.row_shape, device=x.q.device)
+    lse_log2 = torch.full(layout.row_shape, torch.inf, device=x.q.device)
+    own = (o.float() * x.do.float()).sum(-1).mT
+    bits = torch.where(lse == -torch.inf, 0.0, lse * 1.4426950408889634)
+    at, start = 0, layout.dq.start
+    for b, (T_q, _) in enumerate(case.packed or (case.lengths[0],)):
+        to = (at + b * start) // start * start
+        dpsum[..., to : to + T_q] = own[..., at : at + T_q]
+        lse_log2[..., to : to + T_q] = bits[..., at : at + T_q]
+        at += T_q
+    return dpsum, lse_log2
+
+
+def shapes(rows: int, width: int, heads: int = 8) -> Any:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    counts = torch.empty(1, heads, rows, dtype=torch.int32, device="meta")
+    indices = torch.empty(1, heads, rows, width, dtype=torch.int32, device="meta")
+    return BlockSparseTensorsTorch(counts, indices, block_size=(128, 128))
+
+
+@pytest.mark.parametrize(
+    ("forward_width", "backward_width", "tokens", "heads", "expected"),
+    [
+        (8, 50, 65536, (32, 8, 8), True),
+        (8, 50, 65536, (32, 8, 1), True),
+        (8, 50, 65536, (32, 8, 32), False),  # query heads have lists of their own
+        (8, 50, 65536, (8, 8, 8), False),
+        (8, 512, 65536, (32, 8, 8), False),  # all queries list one block
+        (8, 50, 8192, (32, 8, 8), False),  # one such list is as much as a multiprocessor gets to do
+        (8, 50, 65536, (64, 4, 4), False),  # sixteen heads make it long
+    ],
+)
+def test_groups_are_walked_where_no_list_is_long(
+    forward_width: int,
+    backward_width: int,
+    tokens: int,
+    heads: tuple[int, int, int],
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flash_attn.cute.two_pass_backward import takes, walks_group
+
+    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
+    rows, (Hq, Hkv, of_lists) = tokens // 128, heads
+    q, v = (torch.empty(1, tokens, H, 128, dtype=torch.bfloat16, device="meta") for H in (Hq, Hkv))
+    forward, backward = (shapes(rows, width, of_lists) for width in (forward_width, backward_width))
+    assert walks_group(forward, backward, q, v) is expected
+    call = dict(arch=90, q=q, v=v, deterministic=False)
+    assert takes(None, forward=forward, backward=backward, **call) is expected  # else one pass is faster
+    planned = backward._replace(plan=torch.empty(1, 6, device="meta"))
+    assert not walks_group(forward, planned, q, v)
+    assert not walks_group(None, backward, q, v)
+    ragged = backward._replace(mask_block_idx=torch.empty(1, dtype=torch.int32, device="meta"))
+    assert not walks_group(forward, ragged, q, v)

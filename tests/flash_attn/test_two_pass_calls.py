@@ -1,0 +1,379 @@
+"""Block-sparse backward in two passes: which calls take them, what is compiled and launched, and the gradients."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, make_inputs
+from fa_compile import Worker, WorkerError
+from fa_dq import call, rounded_sums, row_sums
+from fa_reference import assert_close, attention
+
+LISTED = dict(T_q=900, T_k=900, lists="both")
+HALVES = dict(block=(128, 64), **LISTED)
+PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both")
+CASES = [
+    Case(D=128, causal=True, **LISTED),
+    Case(D=128, mask_mod="thirds", Hkv=4, **HALVES),
+    Case(D=128, causal=True, Hkv=1, plan=3, **HALVES),
+    Case(D=128, T_q=200, T_k=700, causal=True, lists="full", block=(256, 64), list_heads=4),
+    Case(D=64, window=(200, 0), list_heads=2, **HALVES),
+    Case(D=64, causal=True, Hkv=4, plan=3, **LISTED),
+    Case(D=96, mask_mod="keyed", list_heads=4, **LISTED),
+    Case(D=64, T_q=1, T_k=1, lists="no full"),
+    # Lists that an order came with.
+    Case(D=128, causal=True, Hq=8, plan=3, deterministic=True, launch="right to left", **LISTED),
+    Case(D=64, list_heads=2, deterministic=True, **HALVES),
+]
+PACKED = [
+    Case(D=128, causal=True, form="stacked", **PACK),
+    Case(D=128, causal=True, form="ragged", list_heads=2, plan=2, block=(128, 64), **PACK),
+    Case(D=128, window=(100, 30), form="compact", list_heads=4, Hkv=4, **PACK),
+    Case(D=64, mask_mod="thirds", form="padded", block=(128, 64), **PACK),
+    Case(D=64, causal=True, form="shared", **PACK),
+]
+
+
+def gradients(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, **more: Any) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv with the lists of both directions; in two passes unless `more` says otherwise."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    lists = dict(block_sparse_tensors=backward_lists(case), block_sparse_tensors_fwd=forward_lists(case))
+    options = _masks(case, x) | lists | dict(passes=2) | more
+    return _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, **options)
+
+
+# Which calls.
+
+
+def tables(block: tuple[int, int] | None = (128, 128), **fields: Any) -> Any:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    cnt, idx = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 2, dtype=torch.int32)
+    return BlockSparseTensorsTorch(cnt, idx, block_size=block, **fields)
+
+
+def takes(passes: int | None = None, **changes: Any) -> bool:
+    """Whether a call on SM90 takes two passes: at head dimension 128, with default lists, and what `changes` says."""
+    from flash_attn.cute import two_pass_backward
+
+    block, D = changes.pop("block", (128, 128)), changes.pop("D", 128)
+    of_keys = changes.pop("block_of_backward", block)
+    x = torch.empty(1, 512, 4, D, dtype=changes.pop("dtype", torch.bfloat16), device="meta")
+    given = dict(arch=90, q=x, v=x, forward=tables(block), backward=tables(of_keys), deterministic=False)
+    return two_pass_backward.takes(passes, **(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),  # wide blocks are faster in one pass
+        ({"passes": 2}, True),
+        ({"deterministic": True}, True),
+        ({"deterministic": True, "passes": 1}, False),
+        ({"block": (128, 64)}, True),
+        ({"block": (256, 64), "D": 64}, True),
+        ({"block": (128, 64), "D": 96, "dtype": torch.float16}, True),
+        ({"block": (128, 64), "arch": 100}, False),
+        ({"block": (128, 64), "forward": None}, False),
+        ({"block": (64, 64)}, False),  # tiles of pass 2 have 128 queries
+        ({"block": (128, 64), "D": 256}, False),
+        ({"block": (128, 64), "score_mod": abs}, False),
+        ({"deterministic": True, "score_mod": None}, True),
+        ({"deterministic": True, "block": None}, True),
+        ({"deterministic": True, "block": None, "D": 64}, False),  # forward may have tiles of 192
+    ],
+    ids=str,
+)
+def test_which_calls_take_two_passes(changes: dict[str, Any], expected: bool) -> None:
+    assert takes(**changes) is expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"passes": 3}, ValueError, "passes is 3"),
+        ({"passes": True}, ValueError, "passes is True"),
+        ({"passes": 2, "shared": ()}, ValueError, "shared cannot be given together with passes=2"),
+        ({"passes": 2, "arch": 100}, NotImplementedError, "sm_100"),
+        ({"passes": 2, "D": 256}, NotImplementedError, "head dimensions 256"),
+        ({"passes": 2, "forward": None}, NotImplementedError, "both directions"),
+        ({"passes": 2, "backward": None}, NotImplementedError, "both directions"),
+        ({"passes": 2, "block": None, "D": 64}, NotImplementedError, "without block_size"),
+        ({"passes": 2, "block_of_backward": (192, 96)}, NotImplementedError, r"blocks \(192, 96\)"),
+    ],
+    ids=str,
+)
+def test_two_passes_that_cannot_be_are_refused(changes: dict[str, Any], kind: type, said: str) -> None:
+    with pytest.raises(kind, match=said):
+        takes(**changes)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_autograd_hands_over_both_lists(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    from flash_attn.cute import interface
+
+    seen: dict[str, Any] = {}
+
+    def forward_stub(q: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return q.detach().clone(), q.new_zeros(q.shape[:-1]), None, None, None
+
+    def backward_stub(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        seen.update(kwargs)
+        return q, k, v
+
+    monkeypatch.setattr(interface, "_flash_attn_fwd", forward_stub)
+    monkeypatch.setattr(interface, "_flash_attn_bwd", backward_stub)
+    lists = dict(block_sparse_tensors=tables(), block_sparse_tensors_bwd=tables((128, 64)))
+    q, k, v = (torch.randn(*(() if packed else (1,)), 512, 4, 64, requires_grad=True) for _ in range(3))
+    function = interface.flash_attn_varlen_func if packed else interface.flash_attn_func
+    function(q, k, v, deterministic=True, **lists)[0].sum().backward()
+    assert seen["block_sparse_tensors_fwd"] is lists["block_sparse_tensors"]
+    assert seen["block_sparse_tensors"] is lists["block_sparse_tensors_bwd"]
+    assert seen["deterministic"] and "passes" not in seen
+
+
+# What is compiled.
+
+
+def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
+    """The kernels that a deterministic call traces, in turn, and the shapes of fp32 tensors that it makes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from flash_attn.cute import flash_bwd_dq_sm90, interface
+    from flash_attn.cute.dq_kernel_sm90 import FlashAttentionBackwardDqSm90
+    from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+
+    names, shapes = [], []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                shapes.append(tuple(out.shape))
+            return out
+
+    def recording(kernel: type) -> Any:
+        original = kernel.__init__
+
+        @wraps(original)
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            names.append(kernel.__name__)
+            if not getattr(self, "computes_dq", True):
+                names[-1] += " without dq"
+
+        return init
+
+    kernels = FlashAttentionBackwardPreprocess, FlashAttentionBackwardSm90, FlashAttentionBackwardDqSm90
+    x = make_inputs(case)
+    o = torch.empty_like(x.do)
+    lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
+    with ExitStack() as undo:
+        for kernel in kernels:
+            undo.callback(setattr, kernel, "__init__", kernel.__init__)
+            kernel.__init__ = recording(kernel)
+        for function in (interface._flash_attn_bwd, interface._bwd_preprocess, flash_bwd_dq_sm90._compiled):
+            undo.callback(setattr, function, "compile_cache", function.compile_cache)
+            function.compile_cache = {}  # whatever this worker has compiled before
+        undo.enter_context(Made())
+        dq, dk, dv = gradients(case, x, o, lse, deterministic=True, passes=None)
+    assert (dq.shape, dk.shape, dv.shape) == (x.q.shape, x.k.shape, x.v.shape) and dq.dtype == x.q.dtype
+    return names, shapes
+
+
+@pytest.mark.parametrize("case", [CASES[2], PACKED[0]], ids=str)
+def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
+    """Deterministic by default, without an order of adds to dq; nothing in fp32 is as large as dq."""
+    names, shapes = compiler_sm90.run(compiled, case)
+    assert names == ["FlashAttentionBackwardDqSm90", "FlashAttentionBackwardSm90 without dq"]  # and no preprocess
+    tokens = sum(pair[0] for pair in case.packed) or case.T_q
+    assert all(shape[-2:-1] != (case.Hq,) or shape[-1] < tokens * case.D for shape in shapes)
+
+
+def rows_of_layout(case: Case, without_dq: bool) -> Any:
+    """How a call's accumulators lie, and the same of a window call without lists."""
+    from flash_attn.cute.shared_backward import aligned, backward_layout
+
+    x = make_inputs(case)
+    masks = _masks(case, x)
+    lengths = {name: masks[name] for name in masks if "seqlen" in name}
+    own = backward_layout(x.q, x.k, x.v, **masks, block_sparse_tensors=backward_lists(case), without_dq=without_dq)
+    window = backward_layout(x.q, x.k, x.v, window_size_left=100, window_size_right=0, **lengths)
+    return own, aligned(own, window)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[4], PACKED[3], PACKED[4]], ids=str)
+def test_rows_serve_both_passes(compiler_sm90: Worker, case: Case) -> None:
+    own, both = compiler_sm90.run(rows_of_layout, case, True)
+    assert own.dq.tile.pattern == "rows of 64" and own.dq.start == 64 and own.dq.width == case.D
+    assert both[0].dq.place == both[1].dq.place and both[0].dq.start % 64 == 0
+    assert (own.dk is None) == (case.Hq == case.Hkv)
+
+
+def ordered_refusal(case: Case, more: dict[str, Any]) -> None:
+    x = make_inputs(case)
+    o = torch.empty_like(x.do)
+    lse = o.new_empty((case.B, case.Hq, case.T_q), dtype=torch.float32)
+    gradients(case, x, o, lse, deterministic=True, **more)
+
+
+@pytest.mark.parametrize("more", [{"passes": 1}, {"passes": None, "softcap": 30.0}], ids=str)
+def test_one_pass_still_needs_an_order(compiler_sm90: Worker, more: dict[str, Any]) -> None:
+    with pytest.raises(WorkerError, match="requires dq_write_order") as refusal:
+        compiler_sm90.run(ordered_refusal, CASES[1], more)
+    assert refusal.value.kind == "ValueError"
+
+
+def test_sm100_needs_an_order_with_both_lists(compiler_sm100: Worker) -> None:
+    case = replace(CASES[0], block=(256, 128))
+    with pytest.raises(WorkerError, match="requires dq_write_order") as refusal:
+        compiler_sm100.run(ordered_refusal, case, {"passes": None})
+    assert refusal.value.kind == "ValueError"
+
+
+# The numbers.
+
+
+def compared(case: Case, x: Inputs, got: Any) -> None:
+    exact, plain = (attention(case, x, dtype)[1:] for dtype in (torch.float64, torch.bfloat16))
+    for name, mine, true, rough in zip(("dq", "dk", "dv"), got, exact, plain, strict=True):
+        assert_close(f"{name} of {case}", mine, true, rough, rounded_sums(case, x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES + PACKED, ids=str)
+def test_gradients(case: Case, deterministic: bool) -> None:
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    got = gradients(case, x, o, lse, deterministic=deterministic)
+    compared(case, x, got)
+    for _ in range(20 if deterministic else 0):
+        assert all(map(torch.equal, got, gradients(case, x, o, lse, deterministic=True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], PACKED[0]], ids=str)
+def test_autograd(case: Case) -> None:
+    """Deterministic, with lists that have no order; stacked ones too."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    x = make_inputs(case)
+    masks = _masks(case, x)
+    masks["window_size"] = (masks.pop("window_size_left"), masks.pop("window_size_right"))
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    o, _ = (flash_attn_varlen_func if case.packed else flash_attn_func)(
+        *leaves, **masks, deterministic=True, block_sparse_tensors=forward_lists(case),
+        block_sparse_tensors_bwd=backward_lists(case),
+    )  # fmt: skip
+    got = torch.autograd.grad(o, leaves, x.do, retain_graph=True)
+    assert all(map(torch.equal, got, torch.autograd.grad(o, leaves, x.do)))
+    compared(case, replace(x, q=x.q.detach(), k=x.k.detach(), v=x.v.detach()), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", ["dlse", "softmax_scale", "dq", "strides of 0"])
+def test_what_else_reaches_both_passes(given: str) -> None:
+    """As in one pass."""
+    case = Case(D=128, causal=True, **HALVES)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    if given == "strides of 0":
+        x, more = replace(x, do=x.do[:, :1].expand(x.do.shape), v=x.v[:1].expand(x.v.shape)), {}
+    else:
+        values = dict(dlse=torch.randn_like(lse), softmax_scale=0.2, dq=torch.full_like(x.q, torch.nan))
+        more = {given: values[given]}
+    expected = [t.clone() for t in gradients(case, x, o, lse, **more, passes=1)]
+    got = gradients(case, x, o, lse, **more, passes=2)
+    same(expected, got)
+    assert given != "dq" or got[0] is more["dq"]
+
+
+@pytest.mark.gpu
+def test_keys_in_use() -> None:
+    """Fewer keys than the tensors hold."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    case = Case(D=128, **HALVES)
+    x, lists = make_inputs(case), forward_lists(case)
+    used = torch.tensor([900, 500], dtype=torch.int32, device="cuda")
+    o, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, seqused_k=used, block_sparse_tensors=lists, return_lse=True)
+    one, two = (list(gradients(case, x, o, lse, seqused_k=used, passes=passes)) for passes in (1, 2))
+    kept = (torch.arange(900, device="cuda") < used[:, None])[..., None, None]
+    for of in (one, two):
+        of[1:] = [torch.where(kept, t, 0) for t in of[1:]]
+    same(one, two)
+
+
+def same(expected: Any, got: Any) -> None:
+    """Up to two roundings to bf16."""
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.isfinite().all()
+        apart = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+        assert apart < 0.01, f"{apart:.2g} of the largest value"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[2], PACKED[1]], ids=str)
+def test_captured_and_prepared_calls(case: Case) -> None:
+    from flash_attn.cute.prepared_calls import Prepared
+
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    lists = dict(block_sparse_tensors=backward_lists(case), block_sparse_tensors_fwd=forward_lists(case))
+
+    def function(do: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        options = _masks(case, x) | lists
+        return _flash_attn_bwd(x.q, x.k, x.v, o, do, lse, **options, deterministic=True)
+
+    expected = function(x.do)
+    graph, static = torch.cuda.CUDAGraph(), torch.randn_like(x.do)
+    with torch.cuda.graph(graph):
+        captured = function(static)
+    static.copy_(x.do)
+    graph.replay()
+    assert all(map(torch.equal, expected, captured))
+    tensors = [x.q, x.k, x.v, o, lse, *lists["block_sparse_tensors"], *lists["block_sparse_tensors_fwd"]]
+    tensors = [t for t in (*tensors, *(x.cu_seqlens or ())) if isinstance(t, torch.Tensor)]
+    prepared = Prepared(lambda do, *rest: function(do))
+    for _ in range(3):
+        assert all(map(torch.equal, expected, prepared(x.do, *tensors)))
+    assert not prepared.refusals
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", [64, 128])
+@pytest.mark.parametrize("case", [CASES[2], CASES[6], PACKED[1], PACKED[4]], ids=str)
+def test_passes_that_share(case: Case, start: int) -> None:
+    """Row sums and accumulators of the caller's for both passes, as the layer calls them."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+    from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert, zeroed
+
+    x = make_inputs(case)
+    options = _masks(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True, deterministic=True)
+    layout = backward_layout(x.q, x.k, x.v, **options)
+    layout = replace(layout, dq=replace(layout.dq, start=start))
+    sums = row_sums(case, x, start)
+    rows = [t.nan_to_num(fill) for t, fill in zip(sums, (0.0, math.inf))]
+    dk, dv = zeroed(layout.dk, layout.dv, device=x.q.device)
+    shared = SharedBackward(layout, *rows, None, dk, dv)
+    got = _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **options, shared=shared)
+    assert got == (None, None, None)
+    accum = torch.full(layout.dq.shape, torch.nan, device="cuda")
+    call(case, x, sums, accum=accum, first=True, start=start)
+    cu_q, cu_k = x.cu_seqlens or (None, None)
+    outputs = [torch.full_like(t, torch.nan) for t in (x.q, x.k, x.v)]
+    convert(accum, layout.dq, outputs[0], scale=case.D**-0.5, cu_seqlens=cu_q)
+    convert(dk, layout.dk, outputs[1], scale=case.D**-0.5, cu_seqlens=cu_k)
+    convert(dv, layout.dv, outputs[2], scale=1.0, cu_seqlens=cu_k)
+    compared(case, x, outputs)
