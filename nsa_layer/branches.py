@@ -22,7 +22,7 @@ from nsa_layer.support import device_arch, kernel_family
 
 require_patched()
 
-from flash_attn.cute import interface  # noqa: E402
+from flash_attn.cute import interface, two_pass_backward  # noqa: E402
 from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward  # noqa: E402
 from flash_attn.cute.block_lists import transpose_lists  # noqa: E402
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
@@ -54,6 +54,19 @@ def backward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int,
     A tile of 128 keys adds half as much to dq, but reads a bitmap for the blocks that are not listed: half as fast.
     """
     return 128, 64 if block_size == 64 and _on_hopper(device) else KV_TILE
+
+
+def takes_two_passes(q: torch.Tensor, v: torch.Tensor, problem: Problem) -> bool:
+    """Whether the selected branch's backward takes two passes: dk and dv over lists of keys, dq over forward's."""
+    if not _on_hopper(q.device):
+        return False
+    config = problem.config
+    tiles = (tile(q.device, config.block_size) for tile in (forward_tile, backward_tile))
+    sizes = ((math.lcm(config.q_tile, tile_q), kv_tile) for tile_q, kv_tile in tiles)
+    forward, backward = (BlockSparseTensorsTorch(None, None, block_size=size) for size in sizes)
+    return two_pass_backward.takes(
+        None, arch=90, q=q, v=v, forward=forward, backward=backward, deterministic=config.deterministic
+    )
 
 
 def _on_hopper(device: torch.device) -> bool:
@@ -114,6 +127,7 @@ def selected_sparsity(
     problem: Problem,
     tile: tuple[int, int],
     backward: bool,
+    ordered: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     block_counts: torch.Tensor | None = None,
 ) -> Sparsity:
@@ -124,6 +138,7 @@ def selected_sparsity(
         heads: (Hq, Hkv).
         block_counts: [B, Hs, M]; packed [Hs, tiles of all sequences]: how many blocks are listed, if that is known.
         tile: as in `forward_tile` and `backward_tile`.
+        ordered: backward lists say in which order dq is added to, for one deterministic pass.
     """
     config, causal, device = problem.config, problem.causal, block_indices.device
     tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
@@ -132,13 +147,13 @@ def selected_sparsity(
     # Blackwell's forward masks every tile where it is causal by itself: there a mask_mod leaves full tiles alone.
     hopper = _on_hopper(device)
     plain = exact and (hopper or not causal)
-    if block_indices.is_cuda and kernels_make_lists(config, tile, block_indices.shape[-1], device):
+    if block_indices.is_cuda and kernels_make_lists(config, tile, block_indices.shape[-1], device, ordered=ordered):
         static = dict(
             block_size=config.block_size, q_tile=tile_q, kv_tile=kv_tile, causal=causal, cu_seqlens=cu_seqlens
         )
         if not backward:
             return Sparsity(list_kernels.forward_lists(block_indices, block_counts, T, **static), causal)
-        static |= dict(lengths=problem.lengths, deterministic=config.deterministic)
+        static |= dict(lengths=problem.lengths, deterministic=ordered)
         return Sparsity(list_kernels.backward_lists(block_indices, T, heads, **static), causal)
     sequences = [(block_indices, T)]
     if problem.lengths is not None:
@@ -146,7 +161,7 @@ def selected_sparsity(
     options = dict(config=config, causal=causal, tile_q=tile_q, kv_tile=kv_tile, split=not (plain and hopper))
     lists = [selected_lists(chosen, tokens, **options) for chosen, tokens in sequences]
     if backward:
-        tensors = _backward_tensors(lists, [tokens for _, tokens in sequences], heads, problem, cu_seqlens)
+        tensors = _backward_tensors(lists, [tokens for _, tokens in sequences], heads, ordered, cu_seqlens)
     else:
         tensors = _joined([_tensors(part) for part in lists], cu_seqlens)
     if plain:
@@ -162,10 +177,12 @@ def selected_sparsity(
     return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
 
 
-def kernels_make_lists(config: NSAConfig, tile: tuple[int, int], width: int, device: torch.device) -> bool:
+def kernels_make_lists(
+    config: NSAConfig, tile: tuple[int, int], width: int, device: torch.device, *, ordered: bool = False
+) -> bool:
     """Whether `nsa_layer.kernels.lists` makes the lists of `width` blocks: on Hopper, for tiles without a mask."""
     exact = config.q_tile % tile[0] == 0 and config.block_size % tile[1] == 0
-    fits = list_kernels.takes(width, config.block_size, tile[1], deterministic=config.deterministic)
+    fits = list_kernels.takes(width, config.block_size, tile[1], deterministic=ordered)
     return exact and fits and _on_hopper(device)
 
 
@@ -178,17 +195,17 @@ def _backward_tensors(
     lists: list[BlockLists],
     lengths: list[int],
     heads: tuple[int, int],
-    problem: Problem,
+    ordered: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> BlockSparseTensorsTorch:
     """Forward lists of a batch, or of each sequence, as backward takes them: transposed, and in an order or a plan."""
-    deterministic, parts = problem.config.deterministic, []
+    parts = []
     for forward, tokens in zip(lists, lengths, strict=True):
         rows = forward.mask_cnt.shape[2]
         tensors = transpose_lists(_tensors(forward), -(-tokens // forward.block_size[1]), width=rows)
         if cu_seqlens is None:
-            return _planned(tensors, forward, heads, deterministic)
-        if deterministic:
+            return _planned(tensors, forward, heads, ordered)
+        if ordered:
             listed = forward.mask_idx.numel()
             order = compute_dq_write_order(*_tensors(forward)[:4], *tensors[:4], spt=True, listed=listed)
             tensors = tensors._replace(dq_write_order=order[0], dq_write_order_full=order[1], spt=True)
@@ -197,14 +214,14 @@ def _backward_tensors(
 
 
 def _planned(
-    tensors: BlockSparseTensorsTorch, forward: BlockLists, heads: tuple[int, int], deterministic: bool
+    tensors: BlockSparseTensorsTorch, forward: BlockLists, heads: tuple[int, int], ordered: bool
 ) -> BlockSparseTensorsTorch:
     """On Hopper, lists with a plan: a key block that every query chooses is work for many CTAs, not for one."""
     (Hq, Hkv), (rows, width) = heads, forward.mask_idx.shape[2:]
     # A key/value head of its own for each query head is written once, by one CTA: nothing can be shared.
-    if not _on_hopper(forward.mask_idx.device) or (Hq == Hkv and not deterministic):
+    if not _on_hopper(forward.mask_idx.device) or (Hq == Hkv and not ordered):
         return tensors
-    order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if deterministic else {}
+    order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if ordered else {}
     shape = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=rows)
     # A row's mask and full tiles together are no more than either list has room for.
     return plan_backward(tensors, listed=rows * width, **shape, **order)
@@ -239,6 +256,13 @@ def selected_forward(
 def selected_options(sparsity: Sparsity, packing: Packing | None) -> dict:
     """What the selected branch asks of attention, in the direction that the lists are for."""
     return sparsity.options() | _packing_options(packing)
+
+
+def dq_options(sparsity: Sparsity, packing: Packing | None) -> dict:
+    """What the selected branch asks of the dq pass, with the lists of forward."""
+    options = selected_options(sparsity, packing)
+    options.pop("max_seqlen_k", None)
+    return options | dict(lists=options.pop("block_sparse_tensors"))
 
 
 def window_forward(

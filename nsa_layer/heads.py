@@ -118,8 +118,8 @@ def backward(
     """Write the gradients of the group's q, k and v to dq, dk and dv, and return those of the rest."""
     q, k, v, packing = *inputs[:3], inputs.packing
     with component("lists"):
-        sparsity = _sparsity(inputs, kept.block_indices, kept.block_counts, problem, backward=True)
-    calls = _calls(inputs, kept, sparsity, problem)
+        selected = _selected_call(inputs, kept, problem)
+    calls = _calls(inputs, kept, selected, problem)
     layouts = backward_layouts(q, tuple(calls.values()), key=problem)
     lses = (kept.lse_cmp, kept.lse_slc, kept.lse_swa)
     with component("gate"):
@@ -144,12 +144,11 @@ def backward(
             dk_cmp, dv_cmp = sums.compressed(q, do_cmp, calls["cmp"], *rows_cmp)
     else:
         dk_cmp, dv_cmp = torch.zeros_like(kept.k_cmp), torch.zeros_like(kept.v_cmp)
-    with component("slc"):
-        sums.tokens(q, do_slc, calls["slc"], *rows_slc)
     with component("swa"):
         sums.tokens(q, do_swa, calls["swa"], *rows_swa)
-    with component("convert"):
-        sums.dq(dq, calls["swa"], add=inputs.gate_weight is not None)
+    with component("slc"):
+        sums.tokens(q, do_slc, calls["slc"], *rows_slc)
+    sums.dq(q, dq, calls["swa"], add=inputs.gate_weight is not None)
     with component("compress"):
         d_k_mean, dw_k = project_backward(dk_cmp, kept.k_mean, inputs.w_k)
         d_v_mean, dw_v = project_backward(dv_cmp, kept.v_mean, inputs.w_v)
@@ -184,7 +183,7 @@ def _compressed(inputs: Inputs, k_cmp: Tensor, v_cmp: Tensor, problem: Problem) 
 
 def _selected(inputs: Inputs, indices: Tensor, counts: Tensor, problem: Problem) -> branches.Pair:
     with component("lists"):
-        sparsity = _sparsity(inputs, indices, counts, problem, backward=False)
+        sparsity = _sparsity(inputs, indices, counts, problem)
     with component("slc"):
         return branches.selected_forward(*inputs[:3], problem=problem, sparsity=sparsity, packing=inputs.packing)
 
@@ -207,22 +206,36 @@ def _outputs(inputs: Inputs, kept: Kept, problem: Problem) -> tuple[Tensor, Tens
 
 
 def _sparsity(
-    inputs: Inputs, indices: Tensor, counts: Tensor, problem: Problem, *, backward: bool
+    inputs: Inputs, indices: Tensor, counts: Tensor, problem: Problem, *, backward: bool = False, ordered: bool = False
 ) -> branches.Sparsity:
     q, k, packing = inputs.q, inputs.k, inputs.packing
     tile = (branches.backward_tile if backward else branches.forward_tile)(q.device, problem.config.block_size)
     cu_seqlens = None if packing is None else packing.cu_seqlens
-    static = dict(problem=problem, tile=tile, backward=backward, cu_seqlens=cu_seqlens, block_counts=counts)
-    return branches.selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), **static)
+    static = dict(problem=problem, tile=tile, cu_seqlens=cu_seqlens, block_counts=counts)
+    return branches.selected_sparsity(
+        indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=backward, ordered=ordered, **static
+    )
 
 
-def _calls(inputs: Inputs, kept: Kept, sparsity: branches.Sparsity, problem: Problem) -> dict[str, Call]:
+def _selected_call(inputs: Inputs, kept: Kept, problem: Problem) -> Call:
+    """The selected branch's backward: in two passes where they are faster, or where adds to dq would need an order."""
+    q, k, v, packing = *inputs[:3], inputs.packing
+    chosen, deterministic = (kept.block_indices, kept.block_counts), problem.config.deterministic
+    two = branches.takes_two_passes(q, v, problem)
+    of_keys = _sparsity(inputs, *chosen, problem, backward=True, ordered=deterministic and not two)
+    options = branches.selected_options(of_keys, packing) | dict(deterministic=deterministic)
+    if not two:
+        return Call(k, v, options)
+    of_queries = _sparsity(inputs, *chosen, problem)
+    return Call(k, v, options | dict(without_dq=True), branches.dq_options(of_queries, packing))
+
+
+def _calls(inputs: Inputs, kept: Kept, selected: Call, problem: Problem) -> dict[str, Call]:
     """The branches' backward calls; no compressed one where no block is complete."""
     _, k, v, packing = *inputs[:3], inputs.packing
     static = dict(deterministic=problem.config.deterministic)
     calls = {}
     if kept.k_cmp.shape[-3]:
         calls["cmp"] = Call(kept.k_cmp, kept.v_cmp, branches.compressed_options(problem, packing) | static)
-    calls["slc"] = Call(k, v, branches.selected_options(sparsity, packing) | static)
     calls["swa"] = Call(k, v, branches.window_options(problem, packing) | static)
-    return calls
+    return calls | {"slc": selected}

@@ -133,10 +133,10 @@ def compile_case(case: KernelCase) -> float:
             raise RuntimeError(
                 f"{name} must be {value!r} to compile for sm_{case.arch}, it is {os.environ.get(name)!r}"
             )
-    sparsity = _sparsity(case)
+    lists = _lists(case)
     started = time.perf_counter()
     with FakeTensorMode(), torch.no_grad():
-        _call(case, sparsity)
+        _call(case, *lists)
     return time.perf_counter() - started
 
 
@@ -147,15 +147,29 @@ def _problem(case: KernelCase):
     return Problem(case.config, case.causal, case.D**-0.5, lengths)
 
 
-def _sparsity(case: KernelCase):
+def _lists(case: KernelCase) -> list:
+    """What makes the selected branch's call sparse, and where backward takes two passes, the second one."""
+    import torch
+
+    from nsa_layer import branches
+
+    if case.branch != "slc":
+        return [None]
+    if not case.backward:
+        return [_sparsity(case, backward=False)]
+    q, deterministic = torch.empty(1, case.D, dtype=getattr(torch, case.dtype)), case.deterministic
+    two = branches.takes_two_passes(q, q, _problem(case))
+    of_keys = _sparsity(case, backward=True, ordered=deterministic and not two)
+    return [of_keys, _sparsity(case, backward=False)] if two else [of_keys]
+
+
+def _sparsity(case: KernelCase, *, backward: bool, ordered: bool = False):
     """The lists of a real choice, made on the CPU; fake ones where kernels make them, which are compiled with it."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from nsa_layer import branches
 
-    if case.branch != "slc":
-        return None
     problem, heads = _problem(case), case.heads
     T, Hs = case.T, heads[0] if case.per_head else heads[1]
     M, n = case.config.num_tiles(T), case.config.list_width(T)
@@ -164,16 +178,16 @@ def _sparsity(case: KernelCase):
         tiles = sum(map(case.config.num_tiles, problem.lengths))
         indices = indices[0, :, :1].expand(Hs, tiles, n)
         starts = torch.tensor([0, *problem.lengths]).cumsum(0).to(torch.int32)
-    tile = (branches.backward_tile if case.backward else branches.forward_tile)(torch.device("cpu"), case.block_size)
-    static = dict(problem=problem, tile=tile, backward=case.backward)
-    if not branches.kernels_make_lists(case.config, tile, n, indices.device):
+    tile = (branches.backward_tile if backward else branches.forward_tile)(torch.device("cpu"), case.block_size)
+    static = dict(problem=problem, tile=tile, backward=backward, ordered=ordered)
+    if not branches.kernels_make_lists(case.config, tile, n, indices.device, ordered=ordered):
         return branches.selected_sparsity(indices, T, heads, cu_seqlens=starts, **static)
     with FakeTensorMode():
         fake = [None if x is None else torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (indices, starts)]
         return branches.selected_sparsity(fake[0], T, heads, cu_seqlens=fake[1], **static)
 
 
-def _call(case: KernelCase, sparsity) -> None:
+def _call(case: KernelCase, sparsity, of_queries=None) -> None:
     import torch
 
     from nsa_layer import branches
@@ -192,25 +206,35 @@ def _call(case: KernelCase, sparsity) -> None:
         "swa": lambda: branches.window_options(problem, packing),
     }[case.branch]()
     if case.backward:
-        _attention_backward(q, k, v, options | dict(deterministic=case.deterministic), first=case.branch == "cmp")
+        options |= dict(deterministic=case.deterministic)
+        of_dq = None if of_queries is None else branches.dq_options(of_queries.to_empty(q.device), packing)
+        _attention_backward(q, k, v, options, of_dq, first=case.branch == "cmp")
     else:
         branches.forward(q, k, v, problem, options)
 
 
-def _attention_backward(q, k, v, options: dict, *, first: bool) -> None:
-    """A branch's call, adding to what its calls share, and the conversion of that."""
+def _attention_backward(q, k, v, options: dict, dq_options: dict | None, *, first: bool) -> None:
+    """A branch's call, adding to what its calls share, and the conversion of that; or two passes, ending such calls."""
     import torch
 
     from flash_attn.cute.interface import _flash_attn_bwd
     from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
+    from flash_attn.cute.two_pass_backward import backward_dq
 
+    two = dq_options is not None
+    options |= dict(without_dq=two)
     layout = backward_layout(q, k, v, **options)
     rows, dq = (_fake(*shape, dtype=torch.float32) for shape in (layout.row_shape, layout.dq.shape))
     dk, dv = (None if each is None else _fake(*each.shape, dtype=torch.float32) for each in (layout.dk, layout.dv))
     flags = None if layout.flags is None else _fake(*layout.flags, dtype=torch.int32)
-    shared = SharedBackward(layout, rows, torch.empty_like(rows), dq, dk, dv, first, flags)
+    shared = SharedBackward(layout, rows, torch.empty_like(rows), None if two else dq, dk, dv, first, flags)
     _flash_attn_bwd(q, k, v, None, q, None, shared=shared, **options)
-    for accum, of, like, starts in ((dq, layout.dq, q, "q"), (dk, layout.dk, k, "k"), (dv, layout.dv, v, "k")):
+    if two:
+        for add in (False, True):
+            static = dict(dq=torch.empty_like(q), accum=dq, add=add, start=layout.dq.start)
+            backward_dq(q, k, v, q, rows, rows, **static, **dq_options)
+    kept = [] if two else [(dq, layout.dq, q, "q")]
+    for accum, of, like, starts in (*kept, (dk, layout.dk, k, "k"), (dv, layout.dv, v, "k")):
         if accum is not None:
             convert(accum, of, like, scale=1.0, cu_seqlens=options.get(f"cu_seqlens_{starts}"), add=True)
 

@@ -1,7 +1,8 @@
 """The backward of the three branches together: row sums from the gate, one dq for all, one dk and dv for two of them.
 
 Each branch's attention call is handed its row sums and adds to accumulators; gradients are rounded once, at the end.
-Where two calls' accumulators do not lie alike, each has its own, and the conversions add up.
+Where two calls' accumulators do not lie alike, each has its own, and the conversions add up. The selected branch may
+take two passes; the second one adds what the others left in dq's accumulator, and writes dq.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.fork import require_patched
+from nsa_layer.ranges import component
 from nsa_layer.tokens import sum_rounded
 
 require_patched()
@@ -26,6 +28,7 @@ from flash_attn.cute.shared_backward import (  # noqa: E402
     convert,
     zeroed,
 )
+from flash_attn.cute.two_pass_backward import backward_dq  # noqa: E402
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,11 +37,27 @@ _known: dict[Hashable, Layouts] = {}
 
 
 class Call(NamedTuple):
-    """One branch's attention: keys, values, and what `_flash_attn_bwd` takes but for softmax_scale."""
+    """One branch's attention.
+
+    Attributes:
+        options: what `_flash_attn_bwd` takes but for softmax_scale.
+        dq_options: of a call without dq, what `backward_dq` takes besides what both do.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     options: dict
+    dq_options: dict | None = None
+
+
+class Pass(NamedTuple):
+    """A call whose dq is still to be computed."""
+
+    call: Call
+    layout: AccumLayout
+    do: torch.Tensor
+    dpsum: torch.Tensor
+    lse_log2: torch.Tensor
 
 
 class Layouts(NamedTuple):
@@ -52,7 +71,7 @@ def backward_layouts(q: torch.Tensor, calls: tuple[Call, ...], *, key: Hashable)
     """The layouts of these calls over the same queries, looked up where the same key and shapes came before.
 
     Args:
-        calls: the compressed branch (left out where it has no keys), the selected one, the window.
+        calls: the compressed branch (left out where it has no keys), then the window and the selected one.
         key: what the options' values depend on, but for tensors' contents: the problem and the lists' block size.
     """
     key = (key, q.shape, q.dtype, q.device, *(call.k.shape for call in calls), calls[0].v.shape[-1])
@@ -84,6 +103,7 @@ class BranchGradients:
         self._of_blocks = accums[0] if of_blocks and of_blocks[0].dk is not None else None
         self._of_tokens = {x.dk.place: (dk, dv, x) for dk, dv, x in accums[-len(shared) :]} if shared else {}
         self._dq: dict[Hashable, tuple[torch.Tensor, AccumLayout]] = {}
+        self._dq_pass: Pass | None = None
         self._stored: list[Pair] = []  # without GQA each call stores its dk and dv
         self._device = device
 
@@ -108,13 +128,18 @@ class BranchGradients:
         else:
             self._add(q, do, call, dpsum, lse_log2, *self._of_tokens[layout.dk.place][:2])
 
-    def dq(self, out: torch.Tensor, call: Call, *, add: bool) -> torch.Tensor:
+    def dq(self, q: torch.Tensor, out: torch.Tensor, call: Call, *, add: bool) -> torch.Tensor:
         """dq of all calls, written to ``out``; with ``add`` on top of what it holds. Its memory is let go of."""
         cu_seqlens = call.options.get("cu_seqlens_q")
-        accums, self._dq = self._dq, {}
-        for accum, layout in accums.values():
-            convert(accum, layout, out, scale=self._scale, cu_seqlens=cu_seqlens, add=add)
-            add = True
+        (accums, last), self._dq, self._dq_pass = (self._dq, self._dq_pass), {}, None
+        read = None if last is None else accums.pop(last.layout.place, (None,))[0]
+        with component("convert"):
+            for accum, layout in accums.values():
+                convert(accum, layout, out, scale=self._scale, cu_seqlens=cu_seqlens, add=add)
+                add = True
+        if last is not None:
+            with component("slc"):
+                self._last_pass(q, last, out, read, add)
         return out
 
     def dk_dv(self, dk: torch.Tensor, dv: torch.Tensor, call: Call, *, add: bool) -> Pair:
@@ -131,15 +156,24 @@ class BranchGradients:
         self, q: torch.Tensor, do: torch.Tensor, call: Call, dpsum: torch.Tensor, lse_log2: torch.Tensor,
         dk: torch.Tensor | None, dv: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-        layout = self._waiting.pop(0)
+        layout, fixed = self._waiting.pop(0), dict(softmax_scale=self._scale)
+        if call.dq_options is not None:
+            self._dq_pass = Pass(call, layout.dq, do, dpsum, lse_log2)
+            shared = SharedBackward(layout, dpsum, lse_log2, None, dk, dv)
+            return _flash_attn_bwd(q, call.k, call.v, None, do, None, **fixed, shared=shared, **call.options)[1:]
         first = layout.dq.place not in self._dq
         if first:
             empty = torch.empty(layout.dq.shape, dtype=torch.float32, device=self._device)
             self._dq[layout.dq.place] = (empty, layout.dq)
         dq = self._dq[layout.dq.place][0]
         shared = SharedBackward(layout, dpsum, lse_log2, dq, dk, dv, first, self._flags if layout.flags else None)
-        fixed = dict(softmax_scale=self._scale, shared=shared)
-        return _flash_attn_bwd(q, call.k, call.v, None, do, None, **fixed, **call.options)[1:]
+        return _flash_attn_bwd(q, call.k, call.v, None, do, None, **fixed, shared=shared, **call.options)[1:]
+
+    def _last_pass(self, q: torch.Tensor, last: Pass, out: torch.Tensor, accum: torch.Tensor | None, add: bool) -> None:
+        """dq of a call without it, on top of the other calls' in ``accum``, and with ``add`` of what ``out`` holds."""
+        call, layout, do, dpsum, lse_log2 = last
+        static = dict(softmax_scale=self._scale, dq=out, accum=accum, add=add, start=layout.start)
+        backward_dq(q, call.k, call.v, do, dpsum, lse_log2, **static, **call.dq_options)
 
     def _converted(
         self, accums: tuple[torch.Tensor, torch.Tensor, BackwardLayout], dk: torch.Tensor, dv: torch.Tensor,

@@ -35,7 +35,8 @@ def call(argv: list[str], device: str) -> None:
     shape = shapes(given)[0]
     inputs = shape.inputs()
     o = nsa(**inputs, **shape.options(), backend=backend_of(shape, given.backend))
-    torch.autograd.grad(o, list(inputs.values()), torch.ones_like(o))
+    # A loss, as in training: where it is given a gradient instead, PyTorch first imports sympy.
+    torch.autograd.grad(o.square().sum(), list(inputs.values()))
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 

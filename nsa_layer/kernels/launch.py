@@ -19,6 +19,7 @@ from torch._guards import detect_fake_mode
 
 from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.call_recording import observed
+from flash_attn.cute.deferred import import_compiler
 from nsa_layer.support import device_arch
 
 Compiled = Callable[..., object]
@@ -85,6 +86,7 @@ def _load_or_compile(name: str, key: tuple[Hashable, ...], compile_kernel: Calla
     # The fork's cache knows of changes to the fork's own files only.
     versioned = (_sources(), device_arch(), *key)
     if versioned not in cache:
+        import_compiler()
         cache[versioned] = compile_kernel()
     return cache[versioned]
 

@@ -74,7 +74,8 @@ def backward_lists(
     kv_tile: int,
     causal: bool,
     deterministic: bool = False,
-    longest: int = LONGEST,
+    longest: int | None = None,
+    per_group: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     lengths: Sequence[int] | None = None,
 ) -> BlockSparseTensorsTorch:
@@ -88,11 +89,12 @@ def backward_lists(
         block_indices, block_size, q_tile, kv_tile, causal: as in `forward_lists`.
         T: tokens of a sequence; not read where they are packed.
         heads: (Hq, Hkv); lists are for either.
-        longest: entries of a plan item at most.
+        longest: entries of a plan item at most. None: 32, and as many fewer as an item has heads.
+        per_group: an item is of all query heads of a key/value head, for calls without dq; lists are of the latter.
         cu_seqlens, lengths: where packed sequences start, and how long they are as the host knows it.
 
     Raises:
-        ValueError: `deterministic` with more than 512 key tiles in a list.
+        ValueError: `deterministic` with more than 512 key tiles in a list, or `per_group` with one for each query head.
     """
     (Hq, Hkv), packed, device = heads, cu_seqlens is not None, block_indices.device
     parts = _parts(block_size, kv_tile)
@@ -108,7 +110,12 @@ def backward_lists(
     else:
         cu_tiles, cu_rows = None, torch.empty(B + 1, dtype=torch.int32, device=device)
         rows, most_tiles = B * -(-T // kv_tile), M
+    if per_group and Hs > Hkv:
+        raise ValueError(f"per_group=True with lists of {Hs} heads, expected {Hkv}")
     planned, shares = deterministic or Hq > Hkv, Hq > Hkv
+    copies = 1 if per_group else Hq // Hs
+    if longest is None:
+        longest = max(1, LONGEST * Hkv // Hq) if per_group else LONGEST
     counts = torch.empty(Hs, rows, dtype=torch.int32, device=device)
     starts = torch.empty(Hs, rows, dtype=torch.int64, device=device)
     items_before = torch.empty(Hs * rows + 1, dtype=torch.int32, device=device)
@@ -122,7 +129,7 @@ def backward_lists(
         # A row's last item is the only one that may be shorter, and rows that nobody lists have none.
         used = min(Hs * rows, listed)
         items = (listed + (longest - 1) * used) // longest if shares else Hs * rows
-        plan = torch.empty(max(1, items * (Hq // Hs)), ITEM, dtype=torch.int32, device=device)
+        plan = torch.empty(max(1, items * copies), ITEM, dtype=torch.int32, device=device)
     words = -(-most_tiles // 32)
     few = -(-rows * Hs // CTAS)
     rows_a_cta = min(max(WARPS, few), rows, MANY_WORDS // words)
@@ -150,7 +157,7 @@ def backward_lists(
     static |= dict(
         fills=True,
         locks=-(-width // 32) * 32 if deterministic else 0,
-        copies=Hq // Hs,
+        copies=copies,
         sharing=Hs // Hkv,
         longest=longest,
         planned=planned,
@@ -165,6 +172,7 @@ def backward_lists(
         dq_write_order=locks,
         spt=False if deterministic else None,
         plan=plan,
+        plan_per_group=(per_group and shares) or None,
     )
 
 

@@ -21,7 +21,10 @@ NAMES = ("dq", "dk", "dv", "dk_cmp", "dv_cmp")
 
 @dataclass(frozen=True)
 class Setup:
-    """Three calls, and what they are run on; ``lengths`` for packed sequences, in place of B and T."""
+    """Three calls, and what they are run on; ``lengths`` for packed sequences, in place of B and T.
+
+    two_passes: how the selected branch's backward is called.
+    """
 
     D: int = 128
     heads: tuple[int, int] = (8, 2)
@@ -31,6 +34,7 @@ class Setup:
     lengths: tuple[int, ...] | None = None
     causal: bool = True
     deterministic: bool = False
+    two_passes: bool = False
     window: int = 200
     dtype: torch.dtype = torch.bfloat16
 
@@ -42,7 +46,8 @@ class Setup:
 
 @dataclass
 class Data:
-    """What a setup's calls read; o and lse of each branch, gates fp32 [..., Hq] of each."""
+    """What a setup's calls read; o and lse of the compressed branch, the window and the selected one, and the gates
+    fp32 [..., Hq] of each."""
 
     setup: Setup
     q: Tensor
@@ -55,6 +60,7 @@ class Data:
     chosen: Tensor
     cu_seqlens: Tensor | None
     sparsity: Any = None
+    sparsity_of_queries: Any = None
     outputs: tuple[tuple[Tensor, Tensor], ...] = ()
     gates: tuple[Tensor, ...] = ()
 
@@ -103,13 +109,16 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
     for backward in (False, True):
         tile = (branches.backward_tile if backward else branches.forward_tile)(q.device, setup.block_size)
         static = dict(problem=problem, tile=tile, backward=backward, cu_seqlens=cu_seqlens)
-        sparsity = branches.selected_sparsity(chosen, q.shape[-3], setup.heads, **static)
+        sparsity = branches.selected_sparsity(
+            chosen, q.shape[-3], setup.heads, ordered=backward and setup.deterministic, **static
+        )
         if not backward:
+            data.sparsity_of_queries = sparsity
             static = dict(problem=problem, packing=Packing.of(problem, cu_seqlens))
             data.outputs = (
                 branches.compressed_forward(q, k_cmp, v_cmp, **static),
-                branches.selected_forward(q, k, v, sparsity=sparsity, **static),
                 branches.window_forward(q, k, v, **static),
+                branches.selected_forward(q, k, v, sparsity=sparsity, **static),
             )
     data.sparsity = sparsity
     gates = [torch.rand(q.shape[:-1], device=device) for _ in range(3)]
@@ -117,7 +126,7 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
     return data
 
 
-def calls(data: Data) -> tuple:
+def calls(data: Data, *, two_passes: bool = False) -> tuple:
     """As `nsa_layer.shared_backward` takes them."""
     from nsa_layer import branches
     from nsa_layer.shared_backward import Call
@@ -125,10 +134,12 @@ def calls(data: Data) -> tuple:
     problem = data.setup.problem
     packing, fixed = Packing.of(problem, data.cu_seqlens), dict(deterministic=problem.config.deterministic)
     cmp = branches.compressed_options(problem, packing) | fixed
-    of_tokens = (
-        Call(data.k, data.v, branches.selected_options(data.sparsity, packing) | fixed),
-        Call(data.k, data.v, branches.window_options(problem, packing) | fixed),
-    )
+    selected, of_dq = branches.selected_options(data.sparsity, packing) | fixed, None
+    if two_passes:
+        selected |= dict(without_dq=True)
+        of_dq = branches.dq_options(data.sparsity_of_queries, packing)
+    window = branches.window_options(problem, packing) | fixed
+    of_tokens = (Call(data.k, data.v, window), Call(data.k, data.v, selected, of_dq))
     return (Call(data.k_cmp, data.v_cmp, cmp), *of_tokens) if data.k_cmp.shape[-3] else of_tokens
 
 
@@ -159,7 +170,7 @@ def together(data: Data, rows: Any = None, layouts: Any = None, of_calls: Any = 
     """Gradients by shared calls, on top of what was there before."""
     from nsa_layer.shared_backward import BranchGradients, backward_layouts
 
-    problem, of_calls = data.setup.problem, of_calls or calls(data)
+    problem, of_calls = data.setup.problem, of_calls or calls(data, two_passes=data.setup.two_passes)
     layouts = layouts or backward_layouts(data.q, of_calls, key=problem)
     rows = rows or row_sums(data, layouts)
     grads = BranchGradients(layouts, data.q.device, softmax_scale=problem.softmax_scale)
@@ -169,7 +180,7 @@ def together(data: Data, rows: Any = None, layouts: Any = None, of_calls: Any = 
     for call, row in zip(of_calls[-2:], rows[-2:]):
         grads.tokens(data.q, data.do, call, *row)
     dq, dk, dv = (x.clone() for x in data.before)
-    dq = grads.dq(dq, of_calls[-1], add=True)
+    dq = grads.dq(data.q, dq, of_calls[-1], add=True)
     dk, dv = grads.dk_dv(dk, dv, of_calls[-1], add=True)
     return dict(zip(NAMES, (dq, dk, dv, dk_cmp, dv_cmp)))
 
@@ -211,8 +222,8 @@ def exact(data: Data) -> Grads:
         whole = (blocks[None] + config.offset <= t[:, None]) | torch.tensor(not setup.causal, device=q.device)
         for seen, keys, values, g in (
             (whole.expand(chosen.shape[0], -1, -1), k_cmp, v_cmp, gates[0][b]),
-            (_listed(chosen, t, config) & causal, k, v, gates[1][b]),
-            ((near & causal).expand(chosen.shape[0], -1, -1), k, v, gates[2][b]),
+            ((near & causal).expand(chosen.shape[0], -1, -1), k, v, gates[1][b]),
+            (_listed(chosen, t, config) & causal, k, v, gates[2][b]),
         ):
             if len(keys):
                 total = total + (_attention(q, keys, values, seen) * g.unsqueeze(-1) * dos[b]).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def stubs() -> Iterator[None]:
         patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compiled(name, key))
         for module in [m for name, m in sys.modules.items() if name.startswith("flash_attn.cute.")]:
             for name, function in vars(module).items():
-                if hasattr(function, "compile_cache"):
+                if isinstance(function, FunctionType) and hasattr(function, "compile_cache"):
                     patch.setattr(function, "compile_cache", Compiled(name))
         yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, eager, select
+from nsa_layer.problem import Aux
 from nsa_layer.testing import Case, assert_close_to_reference, make_inputs, run
 
 SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=40)
@@ -57,6 +59,36 @@ def cases() -> Iterator[Case]:
 @pytest.mark.parametrize("case", list(cases()), ids=repr)
 def test_close_to_reference(case: Case) -> None:
     assert_close_to_reference(case, "eager")
+
+
+TINY = NSAConfig(block_size=1, block_counts=1, q_tile=8, window_size=19, tile_query="mean", importance="logit")
+# Gradients and scores of few numbers, of which the straight implementation's error says little; found by fuzzing.
+FEW = Case(B=2, T=83, Hq=12, Hkv=3, D=3, Dv=4, config=TINY.replace(per_head=True), causal=False, compress_weights=True)
+FEW_NUMBERS = [
+    replace(FEW, config=FEW.config.replace(compress_offset=-6), seed=428),
+    Case(B=3, T=1, D=2, dtype=torch.float16, config=TINY.replace(block_counts=6), causal=False, compress_weights=True,
+         seed=2),
+    Case(T=4, Hq=3, Hkv=1, D=5, dtype=torch.float16, config=NSAConfig(block_size=4, q_tile=20, window_size=33),
+         gate="cmp", compress_weights=True, seed=759),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FEW_NUMBERS, ids=repr)
+def test_few_numbers(case: Case) -> None:
+    assert_close_to_reference(case, "eager")
+
+
+@pytest.mark.parametrize("name", ["compress_k_weight", "q", "v"])
+def test_a_small_error_shows_in_few_numbers(name: str) -> None:
+    """A gradient that is too large by a part of 20,000."""
+
+    def wrong(**given: Any) -> tuple[torch.Tensor, Aux]:
+        leaf = given[name].view_as(given[name])
+        leaf.register_hook(lambda grad: grad * (1 + 5e-5))
+        return eager.attend(**given | {name: leaf})
+
+    with pytest.raises(AssertionError, match=f"d{name}"):
+        assert_close_to_reference(FEW_NUMBERS[0], wrong)
 
 
 @pytest.mark.parametrize("causal", [True, False])

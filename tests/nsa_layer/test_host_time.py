@@ -75,6 +75,7 @@ def selected(case: Case, generator: torch.Generator, backward: bool, cu_seqlens:
     indices = parts[0] if case.lengths is None else torch.cat(parts, 2)[0]
     tile = (128, 64 if config.block_size == 64 else 128)
     static = dict(problem=case.problem, tile=tile, backward=backward, cu_seqlens=cu_seqlens)
+    static |= dict(ordered=backward and config.deterministic)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branches, "_on_hopper", lambda device: True)
         return branches.selected_sparsity(indices, sum(lengths), (case.Hq, case.Hkv), **static)

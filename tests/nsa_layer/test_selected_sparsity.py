@@ -36,7 +36,7 @@ def make(config: NSAConfig, choice: torch.Tensor, *, causal: bool, backward: boo
     problem = Problem(config, causal, 1.0, lengths)
     T = 700 if lengths is None else sum(lengths)
     static = dict(problem=problem, tile=tile, backward=backward, cu_seqlens=starts)
-    return branches.selected_sparsity(choice, T, heads, **static)
+    return branches.selected_sparsity(choice, T, heads, ordered=backward and config.deterministic, **static)
 
 
 def shown(sparsity, config: NSAConfig, number: int, T: int, backward: bool, causal: bool) -> torch.Tensor:
@@ -137,6 +137,19 @@ def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_l
                 ordered = ordered._replace(**{name: order[None, :, rows, :width].contiguous()})
         validate_lists(forward, ordered, seqlen_q=T, seqlen_k=T, num_heads=HEADS[0], num_heads_kv=HEADS[1])
         planned = branches.selected_sparsity(
-            own, T, HEADS, problem=Problem(config, True, 1.0), tile=tile, backward=True
+            own, T, HEADS, problem=Problem(config, True, 1.0), tile=tile, backward=True, ordered=True
         ).tensors
         assert planned.plan is not None and planned.dq_write_order is not None
+
+
+@pytest.mark.parametrize("Hq", [2, 8])
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_passes_are_known_before_lists_are(hopper: bool, Hq: int, block_size: int, deterministic: bool) -> None:
+    """By the block size and the mode alone: where there is one pass, and heads share, the lists get a plan."""
+    from nsa_layer import branches
+
+    q, v = (torch.empty(1, 300, heads, 64, dtype=torch.bfloat16) for heads in (Hq, 2))
+    config = NSAConfig(block_size=block_size, deterministic=deterministic)
+    two = branches.takes_two_passes(q, v, Problem(config, True, 1.0, None))
+    assert two == (hopper and (block_size == 64 or deterministic))

@@ -57,12 +57,16 @@ def fake_data(setup: Setup) -> shared_calls.Data:
         tiles = sum(map(config.num_tiles, lengths or [setup.T]))
         chosen = torch.zeros(*lead[:-1], Hkv, tiles, 1, dtype=torch.int32).expand(*lead[:-1], Hkv, tiles, 16)
         starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        tile = branches.backward_tile(torch.device("cuda", 0), setup.block_size)
-        static = dict(problem=setup.problem, tile=tile, backward=True, cu_seqlens=starts)
-        sparsity = branches.selected_sparsity(chosen, lead[-1], setup.heads, **static)
+        of_queries, of_keys = (
+            branches.selected_sparsity(
+                chosen, lead[-1], setup.heads, problem=setup.problem, cu_seqlens=starts, backward=backward,
+                tile=tile(torch.device("cuda", 0), setup.block_size), ordered=backward and setup.deterministic,
+            )
+            for backward, tile in enumerate((branches.forward_tile, branches.backward_tile))
+        )  # fmt: skip
     cu_seqlens = None if lengths is None else torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
-    sparsity = sparsity.to_empty(torch.device("cuda", 0))
-    return shared_calls.Data(setup, q, k, v, k_cmp, v_cmp, do, (q, k, v), chosen, cu_seqlens, sparsity)
+    both = (sparsity.to_empty(torch.device("cuda", 0)) for sparsity in (of_keys, of_queries))
+    return shared_calls.Data(setup, q, k, v, k_cmp, v_cmp, do, (q, k, v), chosen, cu_seqlens, *both)
 
 
 def agreement(options: dict) -> tuple[int, int, int]:
@@ -71,8 +75,9 @@ def agreement(options: dict) -> tuple[int, int, int]:
 
     setup = Setup(**options)
     data = fake_data(setup)
-    layouts = backward_layouts(data.q, shared_calls.calls(data), key=setup.problem)
-    assert layouts is backward_layouts(data.q, shared_calls.calls(data), key=setup.problem)
+    of_calls, key = shared_calls.calls(data, two_passes=setup.two_passes), (setup.problem, setup.two_passes)
+    layouts = backward_layouts(data.q, of_calls, key=key)
+    assert layouts is backward_layouts(data.q, of_calls, key=key)
     of_tokens = {x.dk and x.dk.place for x in layouts.calls[-2:]} - {None}
     return len({x.dq.place for x in layouts.calls}), len(of_tokens), layouts.tile_m
 
@@ -87,6 +92,10 @@ PACKED = (300, 1, 0, 513, 64, 129)
         (Setup(), (1, 1, 64)),
         (Setup(block_size=128), (1, 1, 64)),
         (Setup(D=64), (1, 1, 128)),
+        (Setup(two_passes=True), (1, 1, 64)),
+        (Setup(two_passes=True, D=64), (1, 1, 128)),
+        (Setup(two_passes=True, block_size=128, deterministic=True), (1, 1, 64)),
+        (Setup(two_passes=True, lengths=PACKED), (1, 1, 64)),
         (Setup(lengths=PACKED), (1, 1, 64)),
         (Setup(D=64, lengths=PACKED), (1, 1, 128)),
         (Setup(deterministic=True), (1, 1, 64)),
@@ -114,7 +123,8 @@ def compile_together(options: dict) -> list[tuple[int, ...]]:
 
     setup = Setup(**options)
     data = fake_data(setup)
-    layouts = backward_layouts(data.q, shared_calls.calls(data), key=setup.problem)
+    of_calls = shared_calls.calls(data, two_passes=setup.two_passes)
+    layouts = backward_layouts(data.q, of_calls, key=(setup.problem, setup.two_passes))
     rows = [tuple(torch.empty(x.row_shape, device="cuda") for _ in range(2)) for x in layouts.calls]
     return [tuple(x.shape) for x in shared_calls.together(data, rows).values()]
 
@@ -128,7 +138,16 @@ def test_it_compiles_for_blackwell(blackwell: Worker, setup: Setup) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("sm_90")
-@pytest.mark.parametrize("setup", [Setup(causal=False), Setup(D=64, lengths=PACKED, block_size=256)], ids=str)
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(causal=False),
+        Setup(D=64, lengths=PACKED, block_size=256),
+        Setup(two_passes=True),
+        Setup(two_passes=True, causal=False, lengths=PACKED),
+    ],
+    ids=str,
+)
 def test_it_compiles_for_hopper(hopper: Worker, setup: Setup) -> None:
     assert len(hopper.run(compile_together, asdict(setup))) == len(shared_calls.NAMES)
 
@@ -149,6 +168,16 @@ ON_A_GPU = [
     Setup(T=40),
     Setup(T=1),
     Setup(heads=(8, 1), T=1500, dtype=torch.float16),
+    Setup(two_passes=True),
+    Setup(two_passes=True, D=64, T=777),
+    Setup(two_passes=True, lengths=PACKED),
+    Setup(two_passes=True, D=64, lengths=PACKED, deterministic=True),
+    Setup(two_passes=True, block_size=128, deterministic=True),
+    Setup(two_passes=True, block_size=256, lengths=(700, 333), deterministic=True),
+    Setup(two_passes=True, causal=False, T=600),
+    Setup(two_passes=True, causal=False, lengths=PACKED),
+    Setup(two_passes=True, heads=(4, 4)),
+    Setup(two_passes=True, T=1),
 ]
 
 

@@ -30,7 +30,8 @@ class Case:
     causal: bool = True
     per_head: bool = False
     deterministic: bool = False
-    longest: int = 32
+    longest: int | None = None
+    per_group: bool = False
 
     def __str__(self) -> str:
         lengths = self.lengths if len(self.lengths) < 10 else f"{len(self.lengths)} sequences"
@@ -80,6 +81,10 @@ CASES = [
     MANY,
     Case((40_000,), n=16, deterministic=True),
     Case((200_000,), n=16, heads=(2, 1)),
+    Case(heads=(6, 2), per_group=True),
+    Case(lengths=(5000,), n=16, longest=2, heads=(8, 1), per_group=True, deterministic=True),
+    Case(PACK, per_group=True, longest=2),
+    Case(heads=(3, 3), per_group=True, deterministic=True),
 ]
 
 
@@ -120,7 +125,7 @@ def made(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
         poison = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]
         del poison
         forward = forward_lists(lists, None, T, **case.static, **packing)
-        options = dict(deterministic=case.deterministic, longest=case.longest)
+        options = dict(deterministic=case.deterministic, longest=case.longest, per_group=case.per_group)
         backward = backward_lists(lists, T, case.heads, **case.static, **options, **packing, **lengths)
     return forward, backward
 
@@ -133,7 +138,7 @@ def assert_right(case: Case) -> None:
     parts = choice(case)
     forward, backward = (to_cpu(lists) for lists in made(case, parts))
     Hq, Hkv = case.heads
-    planned = case.deterministic or Hq > Hkv
+    planned, heads = case.deterministic or Hq > Hkv, Hkv if case.per_group else Hq
     assert (backward.plan is not None) == planned
     items = backward.plan[backward.plan[:, 4] > backward.plan[:, 3]] if planned else None
     numbers = [b for b, T in enumerate(case.lengths) if T] if case.packed else [0, 1]
@@ -148,7 +153,8 @@ def assert_right(case: Case) -> None:
         tensors = BlockSparseTensorsTorch(turned.mask_cnt, turned.mask_idx, block_size=one.block_size)
         order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if case.deterministic else {}
         sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=lists.shape[2], longest=case.longest)
-        expected = plan_backward(tensors, **sizes, **order)
+        expected = plan_backward(tensors, **sizes, **order, per_group=case.per_group)
+        assert backward.plan_per_group == expected.plan_per_group or not planned
         rows = int(backward.cu_total_n_blocks[b])
         assert int(backward.cu_total_n_blocks[b + 1]) - rows == N
         starts = backward.cu_block_idx_offsets[:, rows : rows + N]
@@ -166,7 +172,7 @@ def assert_right(case: Case) -> None:
             theirs = expected.plan[expected.plan[:, 4] > expected.plan[:, 3]]
             assert torch.equal(own[:, 1:6], theirs[:, 1:6])
             place = (own[:, 6].long() & 0xFFFFFFFF) | (own[:, 7].long() << 32)
-            assert torch.equal(place, starts[own[:, 1].long() * starts.shape[0] // Hq, own[:, 2].long()])
+            assert torch.equal(place, starts[own[:, 1].long() * starts.shape[0] // heads, own[:, 2].long()])
     if planned:
         assert_launch(case, backward, items)
 
@@ -194,7 +200,7 @@ def assert_launch(case: Case, backward, items: torch.Tensor) -> None:
         assert len(plan) == backward.mask_block_cnt.numel() and not empty[:, 3:6].any()
     launched: dict[tuple[int, int, int], int] = {}
     for b, h, n, _, _, turn, *_ in items.tolist():
-        key = b, h * Hkv // Hq, n
+        key = b, h if case.per_group else h * Hkv // Hq, n
         assert turn == launched.get(key, 0)
         launched[key] = turn + 1
 
@@ -219,10 +225,11 @@ def compile_lists(fields_of_case: dict) -> None:
     forward_lists(lists, None, case.lengths[0], **case.static, **packing)
     if case.packed:
         packing["lengths"] = case.lengths
-    backward_lists(lists, case.lengths[0], case.heads, **case.static, deterministic=case.deterministic, **packing)
+    options = dict(deterministic=case.deterministic, per_group=case.per_group)
+    backward_lists(lists, case.lengths[0], case.heads, **case.static, **options, **packing)
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], *CASES[6:10], *CASES[11:19], CASES[20]], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:3], *CASES[6:10], *CASES[11:19], CASES[20], CASES[21]], ids=str)
 def test_compiles(compiler: Worker, case: Case) -> None:
     compiler.run(compile_lists, asdict(case))
 
@@ -231,3 +238,11 @@ def test_compiles(compiler: Worker, case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_and_items_are_those_of_pytorch(case: Case) -> None:
     assert_right(case)
+
+
+def test_groups_have_to_share_their_lists() -> None:
+    from nsa_layer.kernels.lists import backward_lists
+
+    blocks = torch.zeros(1, 4, 2, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="per_group=True with lists of 4 heads, expected 2"):
+        backward_lists(blocks, 256, (4, 2), block_size=64, q_tile=128, kv_tile=64, causal=True, per_group=True)

@@ -1,0 +1,69 @@
+"""What a process imports for its first calls: nothing that only compiling needs, if the kernels are compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from nsa_layer.kernels import launch
+
+# The third step repeats what was recorded of the second.
+STEPS = """
+import sys
+import torch
+import nsa_layer
+assert "cutlass" not in sys.modules, "imported with the layer"
+from stub_kernels import LAUNCHED, stubs
+from nsa_layer import NSAConfig
+from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
+
+import flash_attn.cute.interface
+import nsa_layer.autograd as autograd
+
+for lengths in (None, (300, 0, 70)):
+    case = Case(T=300, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, lengths=lengths)
+    inputs = make_inputs(case)
+    tensors = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    [x.requires_grad_() for x in tensors.values() if x is not None]
+    for _ in range(3):
+        with stubs():
+            o, _ = autograd.attend(**tensors, problem=case.problem, cu_seqlens=inputs.cu_seqlens)
+            (o * inputs.do).sum().backward()  # given a gradient, PyTorch itself imports sympy
+assert autograd._forward._programs and not autograd._forward.refusals + autograd._backward.refusals
+assert len(LAUNCHED) > 60, len(LAUNCHED)
+print(*sorted({"quack", "triton", "sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)))
+"""
+
+
+def test_steps_with_compiled_kernels_import_no_compiler() -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
+
+
+def test_kernels_of_the_layer_are_compiled_with_quack_there() -> None:
+    """Without it the DSL takes less of Python."""
+    program = """
+import sys
+from nsa_layer.kernels import launch
+before = "quack" in sys.modules
+launch._load_or_compile("none", ("key",), lambda: print(before, "quack" in sys.modules))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_ARCH": "sm_90"},
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["False", "True"], launch.__file__
