@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from fuzz.blocks import Table, lists_of, pack, pattern_table
+from fuzz.blocks import Table, lists_of, locks_of, pack, pattern_table
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Kind
+from fuzz.prop import Skip
+from nsa_layer.fork import fork_status
 
-BLOCK_Q = 128
 PAST = 256  # rows and columns of a table past the longest sequence: whole tiles read it
 NAMES = ("o", "dq", "dk", "dv")
 Tensors = dict[str, torch.Tensor]
@@ -44,35 +45,48 @@ def make(case: Attention, device: str = "cuda") -> Call:
         return laid_out(values, case.layout)
 
     q, k = draw(0, kind.Hq, kind.D, case.scale), draw(1, kind.Hkv, kind.D, case.scale)
-    v, do = draw(1, kind.Hkv, Dv), draw(0, kind.Hq, Dv).contiguous()
-    table = None
-    if kind.mask == "table":
-        longest = [max(pair[side] for pair in case.lengths) + PAST for side in (0, 1)]
-        table = (torch.rand(len(case.lengths), *longest, generator=generator) < case.density).int().to(device)
-        table[:, case.seed % 7 :: 11] = 0  # queries that see nothing
-        table[:, :, case.seed % 5 :: 13] = 0  # keys that nobody sees
+    v, do = draw(1, kind.Hkv, Dv), draw(0, kind.Hq, Dv)
+    if kind.expanded == "batch":
+        q, k, v = (x[:1].expand(x.shape) for x in (q, k, v))
+    if kind.expanded == "heads":
+        k, v = (x[..., :1, :].expand(x.shape) for x in (k, v))
+    table = token_table(case, generator).to(device) if kind.mask == "table" else None
     return Call(case, q, k, v, do, table, block_tables(case) if kind.lists else None)
 
 
+def token_table(case: Attention, generator: torch.Generator) -> torch.Tensor:
+    """Which pairs a mask_mod lets through, int32 [B, queries, keys]: a pattern, and chance past the sequences' ends."""
+    longest = [max(pair[side] for pair in case.lengths) + PAST for side in (0, 1)]
+    table = torch.rand(len(case.lengths), *longest, generator=generator) < case.density
+    draw = random.Random(case.seed)
+    for b, (T_q, T_k) in enumerate(case.lengths):
+        table[b, :T_q, :T_k] = pattern_table(case.pattern, T_q, T_k, case.density, draw)
+    table[:, case.seed % 7 :: 11] = 0  # queries that see nothing
+    table[:, :, case.seed % 5 :: 13] = 0  # keys that nobody sees
+    return table.int()
+
+
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values (for "expanded batch" the first batch's), with other strides."""
+    """The same values with other strides."""
     if layout == "heads first":
         return x.transpose(-3, -2).contiguous().transpose(-3, -2)
     if layout == "fused":
         return torch.cat([x, x.flip(-2)], -2).narrow(-2, 0, x.shape[-2])
-    if layout == "expanded batch":
-        return x[:1].expand(x.shape)
+    if layout == "every other batch" and x.dim() == 4:
+        return torch.stack([x, x.flip(0)], 1)[:, 0]
     return x
 
 
 def block_tables(case: Attention) -> list[tuple[Table, Table]]:
     kind, draw = case.kind, random.Random(case.seed)
-    heads = {"one": 1, "kv": kind.Hkv, "q": kind.Hq}[kind.heads]
+    heads = {"one": 1, "kv": kind.Hkv, "q": kind.Hq, "all": 1}[kind.heads]
     parts = []
     for T_q, T_k in case.lengths:
-        M, N = -(-T_q // BLOCK_Q), -(-T_k // kind.block_k)
-        rows = [pattern_table(case.pattern, M, N, case.density, draw) for _ in range(heads)]
-        listed = torch.tensor(rows, dtype=torch.bool).view(1, heads, M, N)
+        if parts and kind.heads == "all" and not kind.packed:
+            parts.append(parts[0])
+            continue
+        M, N = -(-T_q // kind.block_q), -(-T_k // kind.block_k)
+        listed = torch.stack([pattern_table(case.pattern, M, N, case.density, draw) for _ in range(heads)])[None]
         full = torch.tensor([draw.random() < case.full for _ in range(listed.numel())]).bool().view(listed.shape)
         parts.append((listed, listed & full if kind.full_lists else torch.zeros_like(listed)))
     return parts
@@ -84,27 +98,43 @@ def lists_for(call: Call, backward: bool) -> Any:
         return None
     case, kind = call.case, call.case.kind
     turned = [tuple(t.mT if backward else t for t in pair) for pair in call.blocks]
-    draw, size = random.Random(case.seed), (BLOCK_Q, kind.block_k)
+    draw, size = random.Random(case.seed), (kind.block_q, kind.block_k)
     if kind.packed:
-        lists = pack(
-            turned, kind.form, ("cu_total_m_blocks", "cu_total_n_blocks")[backward], size, has_full=kind.full_lists
-        )
+        before = ("cu_total_m_blocks", "cu_total_n_blocks")[backward]
+        ordered = backward and ordered_adds(case) and not kind.plan
+        locks = [locks_of(listed, launched(case, listed)).mT for listed, _ in call.blocks] if ordered else None
+        lists = pack(turned, kind.form, before, size, has_full=kind.full_lists, locks=locks)
+        lists = lists._replace(spt=_right_to_left(case)) if ordered else lists
     else:
-        listed, full = (torch.cat(parts) for parts in zip(*turned, strict=True))
-        lists = lists_of(listed, full if kind.full_lists else None, draw, shuffle=case.shuffle)
+        one = slice(0, 1) if kind.heads == "all" else slice(None)
+        listed, full = (torch.cat(parts[one]) for parts in zip(*turned, strict=True))
+        lists = lists_of(
+            listed, full if kind.full_lists else None, draw, shuffle=case.shuffle, spare=_spare(case, listed)
+        )
         lists = lists._replace(block_size=size)
     if backward and kind.plan:
         lists = _planned(call, lists)
-    elif backward and kind.deterministic:
+    elif backward and ordered_adds(case) and not kind.packed:
         lists = _ordered(call, lists)
     tensors = {name: t.to(call.q.device) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)}
     return lists._replace(**tensors)
 
 
+def _spare(case: Attention, listed: Table) -> int:
+    """Places past the longest row that keep rows, which hold one place at least, as narrow as there are blocks."""
+    longest = max(1, int(listed.sum(-1).max()) if listed.numel() else 0)
+    return max(0, min(case.spare, listed.shape[3] - longest))
+
+
+def ordered_adds(case: Attention) -> bool:
+    """Whether backward lists, or their plan, bring lock values: in two passes they may."""
+    return case.kind.deterministic and (case.locks or case.kind.passes != 2)
+
+
 def _planned(call: Call, lists: Any) -> Any:
     from flash_attn.cute.backward_plan import plan_backward
 
-    kind, N = call.case.kind, lists.mask_block_cnt.shape[2]
+    kind, N = call.case.kind, lists.mask_block_cnt.shape[-1]
     schedule: Any = call.case.launch
     if schedule == "shuffled":
         schedule = torch.randperm(N, generator=torch.Generator().manual_seed(call.case.seed))
@@ -112,17 +142,27 @@ def _planned(call: Call, lists: Any) -> Any:
         lists,
         num_heads=kind.Hq,
         num_heads_kv=kind.Hkv,
-        num_q_blocks=-(-call.case.lengths[0][0] // BLOCK_Q),
-        deterministic=kind.deterministic,
+        num_q_blocks=max(1, -(-max(T_q for T_q, _ in call.case.lengths) // kind.block_q)),
+        deterministic=ordered_adds(call.case),
         schedule=schedule,
         longest=1 + call.case.seed % 5,
     )
 
 
+def _right_to_left(case: Attention) -> bool:
+    return case.launch == "right to left"
+
+
+def launched(case: Attention, listed: Table) -> list[int]:
+    """The key blocks in the order of their launch, without a plan."""
+    order = list(range(listed.shape[3]))
+    return order[::-1] if _right_to_left(case) else order
+
+
 def _ordered(call: Call, lists: Any) -> Any:
     from flash_attn.cute.write_order import compute_dq_write_order
 
-    spt = call.case.launch == "right to left"
+    spt = _right_to_left(call.case)
     listed, full = (torch.cat(parts) for parts in zip(*call.blocks, strict=True))
     forward = lists_of(listed, full if call.case.kind.full_lists else None, random.Random(0))
     order, order_full = compute_dq_write_order(*forward[:4], *lists[:4], spt=spt)
@@ -154,31 +194,68 @@ def run(call: Call, *, times: int = 1) -> list[Tensors]:
 
     Whatever the kernels get room for is NaN before, and guarded; the inputs have to stay as they are.
     """
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-    both, results = options(call), []
+    if call.case.kind.passes == 2 and torch.cuda.get_device_capability()[0] != 9:
+        raise Skip
     unchanged = untouched({"q": call.q, "k": call.k, "v": call.v, "do": call.do})
-    forward, backward = lists_for(call, False), lists_for(call, True)
+    both, lists = options(call), (lists_for(call, False), lists_for(call, True))
     with Guarded("cuda") as guard:
-        o, lse, *_ = _flash_attn_fwd(
-            call.q,
-            call.k,
-            call.v,
-            **both,
-            block_sparse_tensors=forward,
-            pack_gqa=call.case.kind.pack_gqa,
-            return_lse=True,
-        )
-        for _ in range(times):
-            dq, dk, dv, *_ = _flash_attn_bwd(
-                call.q, call.k, call.v, o, call.do, lse, **both, block_sparse_tensors=backward,
-                deterministic=call.case.kind.deterministic,
-            )  # fmt: skip
-            results.append({"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
+        results = called(call, both, *lists, times=times)
         torch.cuda.synchronize()
     guard.check()
     unchanged()
     return results
+
+
+def called(call: Call, both: dict[str, Any], forward: Any, backward: Any, *, times: int = 1) -> list[Tensors]:
+    """As `run`, with nothing around it; `both` are `options`, the rest lists of both directions."""
+    way = _through_autograd if call.case.autograd else _straight
+    return way(call, both, forward, backward, times)
+
+
+def _straight(call: Call, both: dict[str, Any], forward: Any, backward: Any, times: int) -> list[Tensors]:
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    kind, inputs = call.case.kind, (call.q, call.k, call.v)
+    o, lse, *_ = _flash_attn_fwd(*inputs, **both, block_sparse_tensors=forward, pack_gqa=kind.pack_gqa, return_lse=True)
+    results = []
+    for _ in range(times):
+        dq, dk, dv, *_ = _flash_attn_bwd(
+            *inputs, o, call.do, lse, **both, block_sparse_tensors=backward, deterministic=kind.deterministic,
+            **_passes(kind, forward),
+        )  # fmt: skip
+        results.append({"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
+    return results
+
+
+def _passes(kind: Kind, forward: Any) -> dict[str, Any]:
+    """What lets backward take two passes, as autograd does; the unpatched package knows nothing of it."""
+    if forward is None or fork_status().kind == "stock":
+        return {}
+    return dict(block_sparse_tensors_fwd=forward, passes=kind.passes)
+
+
+def _through_autograd(call: Call, both: dict[str, Any], forward: Any, backward: Any, times: int) -> list[Tensors]:
+    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    o, lse = public(call, leaves, both, forward, backward)
+    results = []
+    for _ in range(times):
+        dq, dk, dv = torch.autograd.grad(o, leaves, call.do, retain_graph=True)
+        results.append({"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv})
+    return results
+
+
+def public(call: Call, inputs: list[torch.Tensor], both: dict[str, Any], forward: Any, backward: Any) -> Any:
+    """(o, lse) of the public function for q, k and v in place of the call's own; arguments as for the kernels."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    given = dict(both)
+    window = given.pop("window_size_left", None), given.pop("window_size_right", None)
+    lists = dict(block_sparse_tensors=forward, block_sparse_tensors_bwd=backward) if forward is not None else {}
+    attend = flash_attn_varlen_func if call.case.kind.packed else flash_attn_func
+    return attend(
+        *inputs, **given, **lists, window_size=window, pack_gqa=call.case.kind.pack_gqa, return_lse=True,
+        deterministic=call.case.kind.deterministic,
+    )  # fmt: skip
 
 
 def visible(call: Call, b: int) -> torch.Tensor:
@@ -205,7 +282,7 @@ def visible(call: Call, b: int) -> torch.Tensor:
 
 
 def _spread(table: torch.Tensor, kind: Kind, T_q: int, T_k: int) -> torch.Tensor:
-    seen = table.repeat_interleave(BLOCK_Q, 1)[:, :T_q].repeat_interleave(kind.block_k, 2)[:, :, :T_k]
+    seen = table.repeat_interleave(kind.block_q, 1)[:, :T_q].repeat_interleave(kind.block_k, 2)[:, :, :T_k]
     return seen if len(seen) == 1 else seen.repeat_interleave(kind.Hq // len(seen), 0)
 
 

@@ -15,32 +15,34 @@ ENTRIES = ("mask_block_idx", "full_block_idx")
 Table = torch.Tensor  # bool [B, H, M, N]
 
 
-def pattern_table(name: str, M: int, N: int, density: float, draw: random.Random) -> list[list[bool]]:
-    """Which of M x N blocks a pattern lists."""
-    chance = [[draw.random() < density for _ in range(N)] for _ in range(M)]
+def pattern_table(name: str, M: int, N: int, density: float, draw: random.Random) -> torch.Tensor:
+    """Which of M x N blocks, or pairs of tokens, a pattern lists: bool [M, N]."""
+    chance = torch.rand(M, N, generator=torch.Generator().manual_seed(draw.randrange(1 << 32))) < density
     width, cuts = 1 + int(density * N), sorted({0, *(draw.randrange(N + 1) for _ in range(3))})
     long, prefix = draw.randrange(max(N, 1)), 1 + draw.randrange(max(N, 1))
+    m, n = torch.arange(M)[:, None], torch.arange(N)[None, :]
+    here = m * N // max(M, 1)  # the place in a row that the diagonal goes through
 
-    def document(place: int) -> int:
-        return sum(cut <= place for cut in cuts)
+    def document(place: torch.Tensor) -> torch.Tensor:
+        return sum((place >= cut).int() for cut in cuts)
 
     rules = {
-        "random": lambda m, n: chance[m][n],
-        "causal": lambda m, n: n * M <= m * N,
-        "window": lambda m, n: 0 <= m * N // M - n <= width,
-        "full": lambda m, n: True,
-        "empty": lambda m, n: False,
-        "diagonal": lambda m, n: m * N // M == n or chance[m][n] and n == 0,
-        "anti-diagonal": lambda m, n: (M - 1 - m) * N // M == n,
-        "comb": lambda m, n: n % 3 == m % 3,
-        "one long column": lambda m, n: n == long or m * N // M == n,
-        "one long row": lambda m, n: m == M // 2 or chance[m][n] and n % 4 == 0,
-        "documents": lambda m, n: document(m * N // M) == document(n),
-        "prefix": lambda m, n: n < prefix or n * M <= m * N,
-        "empty rows": lambda m, n: m % 2 == 1 and chance[m][n],
-        "empty columns": lambda m, n: n % 2 == 1 and chance[m][n],
+        "random": lambda: chance,
+        "causal": lambda: n * M <= m * N,
+        "window": lambda: (here - n >= 0) & (here - n <= width),
+        "full": lambda: n >= 0,
+        "empty": lambda: n < 0,
+        "diagonal": lambda: (here == n) | chance & (n == 0),
+        "anti-diagonal": lambda: (M - 1 - m) * N // max(M, 1) == n,
+        "comb": lambda: n % 3 == m % 3,
+        "one long column": lambda: (n == long) | (here == n),
+        "one long row": lambda: (m == M // 2) | chance & (n % 4 == 0),
+        "documents": lambda: document(here) == document(n),
+        "prefix": lambda: (n < prefix) | (n * M <= m * N),
+        "empty rows": lambda: (m % 2 == 1) & chance,
+        "empty columns": lambda: (n % 2 == 1) & chance,
     }
-    return [[bool(rules[name](m, n)) for n in range(N)] for m in range(M)]
+    return rules[name]().expand(M, N)
 
 
 def tables(case: Blocks) -> tuple[Table, Table]:
@@ -50,7 +52,7 @@ def tables(case: Blocks) -> tuple[Table, Table]:
     listed = [
         [pattern_table(case.pattern, case.M, case.N, case.density, draw) for _ in range(heads)] for _ in range(case.B)
     ]
-    listed = torch.tensor(listed, dtype=torch.bool).view(case.B, heads, case.M, case.N)
+    listed = torch.stack([torch.stack(own) for own in listed])
     generator = torch.Generator().manual_seed(case.seed)
     full = listed & (torch.rand(listed.shape, generator=generator) < (case.full or 0.0))
     return tuple(t.expand(case.B, case.H, case.M, case.N) for t in (listed, full))
@@ -161,9 +163,18 @@ def packed_lists(case: Packed) -> tuple[Any, Any]:
 
 
 def pack(
-    parts: list[tuple[Table, Table]], form: str, rows_before: str, block: tuple[int, int], *, has_full: bool
+    parts: list[tuple[Table, Table]],
+    form: str,
+    rows_before: str,
+    block: tuple[int, int],
+    *,
+    has_full: bool,
+    locks: list[torch.Tensor] | None = None,
 ) -> Any:
-    """Tables of sequences, rows by columns, as lists in one of the forms that the kernels take."""
+    """Tables of sequences, rows by columns, as lists in one of the forms that the kernels take.
+
+    locks: lock values of each sequence's entries, like the tables.
+    """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     heads, across = parts[0][0].shape[1], [listed.shape[3] for listed, _ in parts]
@@ -178,6 +189,13 @@ def pack(
         if starts is not None:
             own_starts = form == "ragged" and kind == "full"
             fields["cu_full_block_idx_offsets" if own_starts else "cu_block_idx_offsets"] = starts
+        if locks is not None:
+            own = [t.expand(listed.shape) for t, listed in zip(locks, of_sequences, strict=True)]
+            values = [
+                [[t[0, h, r][kept[0, h, r]].tolist() for r in range(t.shape[2])] for t, kept in zip(own, of_sequences)]
+                for h in range(heads)
+            ]
+            fields["dq_write_order" if kind == "mask" else "dq_write_order_full"] = _formed(values, form, across)[1]
     if form != "padded":
         before = [0, *accumulate(listed.shape[2] for listed, _ in parts)]
         fields[rows_before] = torch.tensor(before, dtype=torch.int32)

@@ -2,7 +2,7 @@
 
 Within `Guarded` each tensor that PyTorch makes room for is a part of a larger one. Its inside is NaN, or a number that
 no index has, until somebody writes it; what stands around it has to be there unchanged in the end. The same mode makes
-an allocation fail on purpose.
+an allocation fail on purpose: any that an operator makes, a copy or a sum as well as an empty tensor.
 """
 
 from __future__ import annotations
@@ -35,13 +35,20 @@ class Guarded(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        made = function in EMPTY or function in ZEROS
-        if not made or result.device.type != self.device or not _is_dense(result):
+        if not self._is_made(function, result):
             return result
         self.count += 1
         if self.count == self.fail_at:
-            raise torch.OutOfMemoryError(f"allocation {self.count} fails on purpose")
+            raise torch.OutOfMemoryError(f"allocation {self.count}, of {function}, fails on purpose")
+        if function not in EMPTY and function not in ZEROS or not _is_dense(result):
+            return result
         return self._guard(result, zero=function in ZEROS, name=str(function))
+
+    def _is_made(self, function: Any, result: Any) -> bool:
+        """Whether the operator made room for a result: none of its results shows an argument's memory."""
+        results = result if isinstance(result, (tuple, list)) else [result]
+        tensors = [t for t in results if isinstance(t, torch.Tensor) and t.device.type == self.device and t.numel()]
+        return bool(tensors) and all(returned.alias_info is None for returned in function._schema.returns)
 
     def _guard(self, like: torch.Tensor, zero: bool, name: str) -> torch.Tensor:
         size = like.numel() * like.element_size()

@@ -15,7 +15,7 @@ PATTERNS = (
 )  # fmt: skip
 LAUNCHES = ("left to right", "right to left", "longest first", "shuffled")
 FORMS = ("padded", "compact", "stacked", "ragged")
-LAYOUTS = ("contiguous", "heads first", "fused", "expanded batch")
+LAYOUTS = ("contiguous", "heads first", "fused", "every other batch")
 
 
 class Pasteable:
@@ -131,9 +131,12 @@ class Kind(Pasteable):
 
     Attributes:
         mask: "none", "causal", "window", "compressed", or "table": a mask_mod that looks the pair up.
-        lists: whether block lists are given; form: of packed ones, one of FORMS; heads: "one", "kv" or "q" of them.
-        block_k: keys of a block.
+        lists: whether block lists are given; form: of packed ones, one of FORMS; heads: "one", "kv" or "q" of them, or
+            "all": one list for every head and every batch.
+        block_q, block_k: queries and keys of a block.
         plan: backward follows a plan.
+        passes: of backward with lists on SM90: 1 or 2, or None for the faster way.
+        expanded: what is one in memory and repeated with stride 0: "batch", of q, k and v; "heads", of k and v.
     """
 
     D: int = 64
@@ -146,11 +149,14 @@ class Kind(Pasteable):
     lists: bool = False
     form: str = "padded"
     heads: str = "one"
+    block_q: int = 128
     block_k: int = 128
     full_lists: bool = True
     deterministic: bool = False
     plan: bool = False
+    passes: int | None = None
     pack_gqa: bool | None = None
+    expanded: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -160,9 +166,11 @@ class Attention(Pasteable):
     Attributes:
         lengths: (queries, keys) of each sequence; all alike unless ``kind.packed``.
         window: (left, right). factor, offset: of compressed-causal masking.
-        pattern, density, full, shuffle: of the block lists and of the table, as in `Blocks`.
-        launch: of key blocks in deterministic backward. layout: of q, k and v in memory, one of LAYOUTS.
+        pattern, density: of the block lists and of the table; full, shuffle, spare: of the lists; as in `Blocks`.
+        launch: of key blocks in deterministic backward. locks: whether its lists bring lock values where two passes,
+            asked for, do without. layout: of q, k, v and do in memory, one of LAYOUTS.
         scale: of the values in q and k.
+        autograd: through the public function and PyTorch's autograd, not straight to forward and backward.
     """
 
     kind: Kind = Kind()
@@ -174,7 +182,10 @@ class Attention(Pasteable):
     density: float = 0.4
     full: float = 0.5
     shuffle: bool = False
+    spare: int = 0
     launch: str = "left to right"
+    locks: bool = True
     layout: str = "contiguous"
     scale: float = 1.0
+    autograd: bool = False
     seed: int = 0

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="how long; the profile says, unless given")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     parser.add_argument("--profile", choices=PROFILES, default="ci")
-    parser.add_argument("--only", metavar="TEXT", help="properties whose name holds this")
+    parser.add_argument("--only", metavar="TEXT", nargs="+", help="properties whose name holds this, or one of these")
     parser.add_argument("--stock", action="store_true", help="only what the unpatched flash_attn.cute has to satisfy")
     parser.add_argument("--folder", type=Path, default=Path(".fuzz"), help="of examples, failures and kernels (.fuzz)")
     parser.add_argument("--seed", type=int, help="of a run that can be repeated")
@@ -116,7 +116,8 @@ def by_need(
 
 def _fuzz(options: argparse.Namespace) -> int:
     profile = PROFILES[options.profile]
-    chosen = [p for p in on_this_machine(options.stock) if options.only is None or options.only in p.name]
+    only = options.only or [""]
+    chosen = [p for p in on_this_machine(options.stock) if any(text in p.name for text in only)]
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 30)
     minutes = profile.minutes if options.minutes is None else options.minutes
     suits = in_stock if options.stock else lambda kind: True
@@ -201,7 +202,7 @@ def _hunt(mutation: Mutation, options: argparse.Namespace) -> Tally:
     seed = options.seed if options.seed is not None else 0
     groups = {"": _shorter(jobs(chosen, profile, options.folder / "hunt", seed, mutation.suits))} if chosen else {}
     minutes = mutation.seconds / 60 if options.minutes is None else options.minutes
-    hangs = 20.0 if mutation.name.endswith("hangs") else profile.patience
+    hangs = 20.0 if mutation.name == "codec hangs" else profile.patience  # kernels have to be compiled in that time
     workers = options.workers if mutation.needs else min(options.workers, max(1, len(chosen)))
     own = argparse.Namespace(**(vars(options) | {"workers": workers}))
     stop = dict(stop=lambda tally: bool(tally.failures), mutation=mutation.name, patience=hangs)

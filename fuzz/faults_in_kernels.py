@@ -1,10 +1,11 @@
-"""Faults in the kernels themselves, found on a GPU; kernels are compiled anew with them, past the cache."""
+"""Faults in the kernels themselves and in what they wait for, found on a GPU; kernels are compiled past the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from fuzz.kinds import two_passes
 from fuzz.mutations import fault
 from fuzz.prop import GPU
 
@@ -32,13 +33,21 @@ def _no_tail(original: Callable) -> Callable:
     "attention.is",
     needs=GPU,
     seconds=120.0,
+    shows=lambda kind: kind.mask == "compressed",
 )
 def _seen(original: Callable) -> Callable:
     """A query sees one compressed key too many."""
     return lambda self, row: original(self, row) + 1
 
 
-@fault("kernel: dropped entry", "flash_attn.cute.query_walk:QueryWalk.create", "attention.is", needs=GPU, seconds=120.0)
+@fault(
+    "kernel: dropped entry",
+    "flash_attn.cute.query_walk:QueryWalk.create",
+    "attention.is",
+    needs=GPU,
+    seconds=120.0,
+    shows=lambda kind: kind.lists,
+)
 def _dropped(original: Callable) -> Callable:
     """Backward leaves out the first entry of every list of two or more."""
     from dataclasses import replace
@@ -54,12 +63,64 @@ def _dropped(original: Callable) -> Callable:
     return wrong
 
 
-@fault("kernel: first sequence's rows", "flash_attn.cute.list_rows:find_row", "attention.is", needs=GPU, seconds=120.0)
+@fault(
+    "kernel: first sequence's rows",
+    "flash_attn.cute.list_rows:find_row",
+    "attention.is",
+    needs=GPU,
+    seconds=120.0,
+    shows=lambda kind: kind.lists and kind.heads != "all" and (not kind.packed or kind.form == "padded"),
+)
 def _rows(original: Callable) -> Callable:
     """Every batch reads the first one's lists; not in a pack, whose rows are of different widths."""
 
-    def wrong(tensors: Any, rows_before: Any, batch: Any, head: Any, block: Any, across: Any) -> Any:
+    def wrong(tensors: Any, rows_before: Any, batch: Any, *place: Any, **more: Any) -> Any:
         own = batch * 0 if rows_before is None else batch
-        return original(tensors, rows_before, own, head, block, across)
+        return original(tensors, rows_before, own, *place, **more)
+
+    return wrong
+
+
+@fault(
+    "kernel: dq loses its last step",
+    "flash_attn.cute.key_walk:KeyWalk.create",
+    "attention.is",
+    needs=GPU,
+    seconds=120.0,
+    shows=two_passes,
+)
+def _lost_step(original: Callable) -> Callable:
+    """The dq pass leaves out the last step of every walk of two or more."""
+    from dataclasses import replace
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        import cutlass
+        from cutlass import Int32
+
+        walk = original(*args, **kwargs)
+        lost = cutlass.select_(walk.count > walk.parts, Int32(walk.parts), Int32(0))
+        return replace(walk, count=walk.count - lost)
+
+    return wrong
+
+
+@fault(
+    "kernel: hangs",
+    "fuzz.attention:lists_for",
+    "attention.is",
+    needs=GPU,
+    seconds=300.0,
+    shows=lambda kind: kind.passes == 1 and kind.deterministic and not kind.plan and not kind.packed,
+    waits=True,
+)
+def _never_its_turn(original: Callable) -> Callable:
+    """Every add to dq waits for one more than comes before it, so that none is first: what the watchdog is for."""
+
+    def wrong(call: Any, backward: bool) -> Any:
+        lists = original(call, backward)
+        if not backward or lists is None:
+            return lists
+        orders = {name: getattr(lists, name) for name in ("dq_write_order", "dq_write_order_full")}
+        return lists._replace(**{name: None if order is None else order + 1 for name, order in orders.items()})
 
     return wrong

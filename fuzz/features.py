@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Packed, Texts, Window
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
+from fuzz.kinds import heads_of_a_cta, two_passes
 from nsa_layer.testing import Case
 
 
@@ -125,11 +126,20 @@ def _attention(c: Attention) -> Iterator[str]:
     yield f"mask {c.kind.mask}"
     yield f"layout {c.layout}"
     yield f"lists {c.kind.form}" if c.kind.lists else "no lists"
-    if c.kind.lists:
+    yield "autograd" if c.autograd else "no autograd"
+    if c.kind.lists or c.kind.mask == "table":
         yield f"pattern {c.pattern}"
+    if c.kind.lists:
         yield "rows in no order" if c.shuffle else "rising rows"
+        yield "wide rows" if c.spare else "compact rows"
+        yield "two passes" if two_passes(c.kind) else "one pass"
     if c.kind.deterministic:
         yield f"deterministic, {c.launch}"
+        if c.kind.lists:
+            yield "lock values" if c.locks else "no lock values"
+    heads, group = heads_of_a_cta(c), c.kind.Hq // c.kind.Hkv
+    if heads > 1:
+        yield "a CTA walks all heads of a group" if heads == group else "a CTA walks some heads of a group"
     if any(0 in pair for pair in c.lengths):
         yield "an empty sequence"
     if (1, 1) in c.lengths or c.lengths[0][0] == 1:
@@ -175,7 +185,8 @@ CLAIMS: dict[type, tuple[str, ...]] = {
         "nothing forced", "tiles smaller than blocks", "compression weights", "heads alone", "another width of v",
     ),
     Attention: (
-        *(f"layout {name}" for name in LAYOUTS), "one token", "fewer keys", "as many keys, or more",
+        *_PATTERNS, *(f"layout {name}" for name in LAYOUTS), "one token", "fewer keys", "as many keys, or more",
+        "autograd", "no autograd", "rows in no order", "rising rows", "wide rows", "compact rows",
     ),
 }  # fmt: skip
 FAULT_CLAIMS = {

@@ -28,6 +28,8 @@ class Mutation:
         change: the function as it is -> the function as it is wrong.
         seconds: within which it has to be found, on two slow cores; on a GPU for those that need one.
         properties: those that are drawn from when looking for it; their names begin so.
+        shows: kinds of kernels in which it can show.
+        waits: whether kernels with it wait for a turn that never comes: what the watchdog is for.
     """
 
     name: str
@@ -37,10 +39,14 @@ class Mutation:
     properties: tuple[str, ...]
     seconds: float = 60.0
     needs: str = ""
+    shows: Callable[[Kind], bool] = lambda kind: True
+    waits: bool = False
 
     def suits(self, kind: Kind | None) -> bool:
         """Whether kernels may run with it: a wrong one that waits for its turn waits forever, and a plan reads on."""
-        return kind is None or not (kind.deterministic or kind.plan)
+        if kind is None:
+            return True
+        return self.shows(kind) and (self.waits or not (kind.deterministic or kind.plan))
 
 
 MUTATIONS: dict[str, Mutation] = {}
@@ -72,6 +78,7 @@ def planted(name: str) -> Iterator[Mutation]:
     mutation = all_mutations()[name]
     path, _, attribute = mutation.target.partition(":")
     owner: Any = import_module(path)
+    _import_kernels()
     *outer, last = attribute.split(".")
     for part in outer:
         owner = getattr(owner, part)
@@ -91,6 +98,18 @@ def planted(name: str) -> Iterator[Mutation]:
     finally:
         for place, attribute, before in places:
             setattr(place, attribute, before)
+
+
+def _import_kernels() -> None:
+    """All that a kernel would otherwise import when it is compiled: within, it would take the fault and keep it."""
+    classes = sys.modules.get("flash_attn.cute.kernel_classes")
+    if classes is None:
+        return
+    from flash_attn.cute.deferred import Deferred
+
+    for value in vars(classes).values():
+        if isinstance(value, Deferred):
+            value.load()
 
 
 def _modules() -> list[Any]:

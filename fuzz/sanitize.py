@@ -1,7 +1,8 @@
 """`python -m fuzz sanitize`: chosen kernels under NVIDIA's compute-sanitizer, for bad accesses, races and barriers.
 
-Needs a GPU, the compute-sanitizer of a CUDA toolkit, and a driver that lets it at the device; says which of them is
-missing. Exit codes: 0 nothing found; 1 something was; 2 it could not run.
+Kernels are compiled before, without it, and come from the cache on disk; other kernels than this repository's run as
+they are. Needs a GPU, the compute-sanitizer of a CUDA toolkit, and a driver that lets it at the device; says which of
+them is missing. Exit codes: 0 nothing found; 1 something was; 2 it could not run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from fuzz.case import Attention, Kind
+from nsa_layer import NSAConfig
+from nsa_layer.testing import Case
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
@@ -22,7 +27,7 @@ REFUSED = ("Device not supported", "LibraryNotLoaded", "Error: Target applicatio
 CASES = (
     Attention(kind=Kind(D=128, mask="compressed"), lengths=((300, 20),), factor=16, offset=15),
     Attention(
-        kind=Kind(lists=True, heads="q", plan=True, deterministic=True, mask="causal"),
+        kind=Kind(lists=True, heads="q", plan=True, deterministic=True, mask="causal", passes=1),
         lengths=((300, 260),),
         density=0.8,
     ),
@@ -30,7 +35,20 @@ CASES = (
         kind=Kind(D=128, lists=True, heads="kv", packed=True, form="compact"), lengths=((300, 129), (1, 1), (0, 4))
     ),
     Attention(kind=Kind(lists=True, heads="one", mask="table", block_k=64), lengths=((200, 200),)),
-)
+    Attention(
+        kind=Kind(D=128, lists=True, heads="kv", deterministic=True, mask="window", full_lists=False),
+        lengths=((300, 260),),
+        window=(100, 0),
+        autograd=True,
+    ),
+    Attention(kind=Kind(mask="window", Hq=8, Hkv=2, pack_gqa=True), lengths=((200, 330),), window=(100, None)),
+    Case(T=300, Hq=8, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=3, window_size=100)),
+    Case(
+        Hq=8, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=3, window_size=100, deterministic=True),
+        lengths=(130, 0, 1, 200), gate="given", compress_weights=True,
+    ),
+)  # fmt: skip
+OURS = "kns=kernel_cutlass"  # a part of the names that the DSL gives kernels
 
 
 def find() -> str | None:
@@ -48,8 +66,6 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.inside is not None:
         return _run_case(CASES[options.inside])
-    import torch
-
     if not torch.cuda.is_available():
         print("no GPU here: nothing ran")
         return 2
@@ -65,21 +81,17 @@ def main(argv: Sequence[str]) -> int:
     return 1 if 1 in results else 0 if 0 in results else 2
 
 
-def _run_case(case: Attention) -> int:
-    import torch
+def _run_case(case: Attention | Case) -> int:
+    """Forward and backward, once; without guards, whose memory around a buffer would hide what is read there."""
+    if isinstance(case, Case):
+        from nsa_layer.testing import make_inputs, run
 
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-    from fuzz.attention import lists_for, make, options
+        run("cute", make_inputs(case, "cuda"))
+    else:
+        from fuzz.attention import called, lists_for, make, options
 
-    call = make(case)
-    both = options(call)
-    o, lse, *_ = _flash_attn_fwd(
-        call.q, call.k, call.v, **both, block_sparse_tensors=lists_for(call, False), return_lse=True
-    )
-    _flash_attn_bwd(
-        call.q, call.k, call.v, o, call.do, lse, **both, block_sparse_tensors=lists_for(call, True),
-        deterministic=case.kind.deterministic,
-    )  # fmt: skip
+        call = make(case)
+        called(call, options(call), lists_for(call, False), lists_for(call, True))
     torch.cuda.synchronize()
     return 0
 
@@ -89,9 +101,11 @@ def _sanitize(binary: str, tool: str, number: int, seconds: float) -> int:
     # The allocator's cache would hide what is read past the end of a buffer.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     inside = [sys.executable, "-m", "fuzz", "sanitize", "--inside", str(number)]
-    command = [binary, "--tool", tool, "--error-exitcode", "86", "--print-limit", "5", *inside]
+    command = [binary, "--tool", tool, "--error-exitcode", "86", "--print-limit", "5", "--kernel-name", OURS]
+    if tool == "memcheck":
+        command += ["--report-api-errors", "no"]  # PyTorch asks what it may be told no to
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run([*command, *inside], env=environment, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         print(f"{tool}, case {number}: no end after {seconds:.0f} s; it says nothing about {CASES[number]}")
         return 2

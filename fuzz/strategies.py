@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
 from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Kind, Packed, Texts, Window
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
+from fuzz.kinds import two_passes
 from nsa_layer import NSAConfig
 from nsa_layer.testing import Case
 
@@ -213,6 +216,9 @@ def fields() -> st.SearchStrategy[Fields]:
 def attention(kind: Kind) -> st.SearchStrategy[Attention]:
     """Data for kernels that are compiled for `kind`: nothing drawn here compiles anything anew."""
 
+    any_way = kind.passes is None or two_passes(kind) and two_passes(replace(kind, passes=None))  # autograd chooses
+    without_locks = kind.passes == 2 and kind.deterministic
+
     @st.composite
     def call(draw: st.DrawFn) -> Attention:
         length = st.one_of(st.integers(1, 700), st.sampled_from((1, 64, 127, 128, 129, 256, 513, 1000)))
@@ -223,7 +229,7 @@ def attention(kind: Kind) -> st.SearchStrategy[Attention]:
             huge = st.just([(1, 1), (2000, 1500), (0, 7), (3, 0)])
             lengths = draw(st.one_of(usual, usual, tiny, huge).filter(lambda x: all(map(sum, zip(*x)))).map(tuple))
         else:
-            lengths = ((draw(length), draw(length)),) * draw(st.integers(1, 3))
+            lengths = ((draw(length), draw(length)),) * draw(st.integers(2 if kind.expanded == "batch" else 1, 3))
         factor = draw(st.sampled_from((16, 1, 2, 3, 7, 64)))
         offset = draw(st.one_of(st.sampled_from((factor - 1, 0, -1, 1)), st.integers(-300, 300)))
         if (factor, offset) == (1, 0):
@@ -240,8 +246,11 @@ def attention(kind: Kind) -> st.SearchStrategy[Attention]:
             density=draw(st.sampled_from((0.4, 0.1, 0.8))),
             full=draw(st.sampled_from((0.5, 0.0, 1.0))),
             shuffle=draw(st.booleans()),
+            spare=draw(st.sampled_from((0, 0, 3))),
             launch=draw(st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES)),
             layout=draw(st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3])),
+            autograd=any_way and draw(st.booleans()),
+            locks=not without_locks or draw(st.booleans()),
             scale=draw(st.sampled_from((1.0, 0.1, 4.0))),
             seed=draw(SEEDS),
         )

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from fuzz import strategies
-from fuzz.attention import lists_for, make, options
+from fuzz.attention import called, lists_for, make, options
 from fuzz.case import FORMS, Attention, Kind
 from fuzz.prop import SM90, SM100, Skip, holds
 
 
 def compiles(case: Attention) -> None:
     """Forward and backward of a case; tensors have shapes and nothing in them."""
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+    from flash_attn.cute import ordered_lists
 
-    call = make(case, "cpu")
+    call = make(replace(case, autograd=False), "cpu")  # autograd asks fake tensors for their GPU
     both, lists = options(call), [lists_for(call, backward) for backward in (False, True)]
-    with FakeTensorMode():
-        q, k, v, do = map(_fake, (call.q, call.k, call.v, call.do))
+
+    def walked(_: Any, **sizes: Any) -> Any:
+        """Ragged lists in order; without a GPU, fake ones stop at operators that ask for theirs."""
+        with unset_fake_temporarily():
+            walk = one_walk(lists[1], **sizes)
+        return type(walk)(*map(_fake, walk))
+
+    one_walk = ordered_lists.one_walk
+    with FakeTensorMode(), patch.object(ordered_lists, "one_walk", walked):
+        call = replace(call, **{name: _fake(getattr(call, name)) for name in ("q", "k", "v", "do")})
         both = {name: _fake(value) for name, value in both.items()}
-        forward, backward = (None if x is None else type(x)(*map(_fake, x)) for x in lists)
         try:
-            pack_gqa = case.kind.pack_gqa
-            o, lse, *_ = _flash_attn_fwd(
-                q, k, v, **both, block_sparse_tensors=forward, pack_gqa=pack_gqa, return_lse=True
-            )
-            _flash_attn_bwd(
-                q, k, v, o, do, lse, **both, block_sparse_tensors=backward, deterministic=case.kind.deterministic
-            )
+            called(call, both, *(None if x is None else type(x)(*map(_fake, x)) for x in lists))
         except NotImplementedError:
             raise Skip from None
 
@@ -52,8 +56,13 @@ def any_kind(draw: st.DrawFn, arch: int) -> Attention:
     lists = D in (64, 128) and draw(st.booleans())
     packed = draw(st.booleans())
     form = draw(st.sampled_from(FORMS)) if lists and packed else "padded"
-    # Lists of packed sequences bring no lock values here.
-    deterministic = draw(st.booleans()) and not (lists and packed)
+    mask = draw(st.sampled_from(("none", "causal", "window", "compressed", "table")))
+    block_q = draw(st.sampled_from((64, 128, 192, 256) if arch == 90 else (128, 256))) if lists else 128
+    deterministic = draw(st.booleans())
+    passes: tuple[int | None, ...] = (None,)
+    if lists and arch == 90:
+        two = mask != "compressed" and block_q % 128 == 0
+        passes = (None, *((1,) if not deterministic or form != "stacked" else ()), *((2,) if two else ()))
     kind = Kind(
         D=D,
         Dv=Dv,
@@ -61,14 +70,17 @@ def any_kind(draw: st.DrawFn, arch: int) -> Attention:
         Hq=4,
         Hkv=Hkv,
         packed=packed,
-        mask=draw(st.sampled_from(("none", "causal", "window", "compressed", "table"))),
+        mask=mask,
         lists=lists,
         form=form,
-        heads=draw(st.sampled_from(("one", "kv", "q"))) if lists else "one",
+        heads=draw(st.sampled_from(("one", "kv", "q", "all"))) if lists else "one",
+        block_q=block_q,
         block_k=draw(st.sampled_from((64, 128))) if lists and arch == 90 else 128,
         full_lists=draw(st.booleans()) if lists else True,
         deterministic=deterministic,
-        plan=lists and not packed and arch == 90 and draw(st.booleans()),
+        plan=lists and (not packed or form in ("compact", "ragged")) and arch == 90 and draw(st.booleans()),
+        passes=draw(st.sampled_from(passes)),
+        expanded=draw(st.sampled_from(("", "batch", "heads") if not packed else ("", "heads"))),
     )
     return draw(strategies.attention(kind))
 

@@ -2,86 +2,241 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from fuzz import strategies
+from fuzz.attention import lists_for, make, options, public
 from fuzz.canary import Guarded, untouched
+from fuzz.case import Attention, Kind
+from fuzz.kinds import ALL
 from fuzz.prop import GPU, Skip, holds
 from fuzz.properties.layer import kernel_cases
 from nsa_layer import nsa
-from nsa_layer.testing import DIFFERENTIABLE, Case, Inputs, make_inputs, run
+from nsa_layer.testing import DIFFERENTIABLE, Case, Inputs, Result, make_inputs, run
 
 Leaves = dict[str, torch.Tensor]
+
+SEGMENT = 2 << 20  # what PyTorch's allocator asks the driver for, at least
+
+
+def unwritten(inputs: Inputs, backend: str, device: str) -> tuple[Result, Result]:
+    """A call as it is, and one with NaN in all new memory and canaries around it; inputs stay as they are."""
+    once = run(backend, inputs)
+    unchanged = untouched({name: getattr(inputs, name) for name in (*DIFFERENTIABLE, "do", "cu_seqlens")})
+    with Guarded(device) as guard:
+        again = run(backend, inputs)
+    guard.check()
+    unchanged()
+    return once, again
 
 
 @holds("faults.nothing unwritten is read", strategies.layer_cases)
 def nothing_unwritten_is_read(case: Case) -> None:
-    """With NaN in all new memory, and canaries around it, the layer gives the same bits."""
-    inputs = make_inputs(case)
-    once = run("eager", inputs).tensors()
-    unchanged = untouched({name: getattr(inputs, name) for name in (*DIFFERENTIABLE, "do", "cu_seqlens")})
-    with Guarded("cpu") as guard:
-        again = run("eager", inputs).tensors()
-    guard.check()
-    unchanged()
+    """The layer gives the same bits."""
+    once, again = (result.tensors() for result in unwritten(make_inputs(case), "eager", "cpu"))
     for name, x in once.items():
         assert x.equal(again[name]), f"{name} depends on what was in memory before"
 
 
-def leaves_of(inputs: Inputs) -> Leaves:
-    given = {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
-    return {name: x.detach().clone().requires_grad_() for name, x in given.items()}
+@holds("faults.nothing unwritten is read, kernels", kernel_cases, needs=GPU)
+def nothing_unwritten_is_read_by_kernels(case: Case) -> None:
+    """The same bits where kernels are deterministic, and nowhere NaN."""
+    exact, inputs = case.config.deterministic, make_inputs(case, "cuda")
+    unwritten(inputs, "cute", "cuda")  # twice: later calls of a kind repeat a recording
+    once, again = unwritten(inputs, "cute", "cuda")
+    for name, x in once.tensors().items():
+        assert _alike(again.tensors()[name], x, exact or name == "o"), f"{name} depends on what was in memory before"
 
 
-def backward(inputs: Inputs, leaves: Leaves, backend: str) -> Leaves:
-    """The leaves, after forward and backward through autograd."""
-    static = dict(config=inputs.case.config, causal=inputs.case.causal, backend=backend, cu_seqlens=inputs.cu_seqlens)
-    nsa(**leaves, **static).backward(inputs.do)
-    return leaves
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of something.
+
+    Attributes:
+        fresh: leaves without gradients, the same values each time.
+        run: gives leaves their gradients, through autograd.
+        same_bits: whether those have the same bits each time.
+    """
+
+    fresh: Callable[[], Leaves]
+    run: Callable[[Leaves], None]
+    same_bits: bool
+
+    def grads(self) -> Leaves:
+        leaves = self.fresh()
+        self.run(leaves)
+        return {name: x.grad for name, x in leaves.items()}
 
 
-def survives_running_out(case: Case, backend: str, device: str, same_bits: bool) -> None:
-    """Some allocation of forward or backward fails: no gradient is half written, and the next call is right."""
-    inputs = make_inputs(case, device)
-    with Guarded(device) as counted:
-        right = {name: x.grad for name, x in backward(inputs, leaves_of(inputs), backend).items()}
-    if not counted.count:
+def survives_running_out(step: Step, runs_out: Callable[[], AbstractContextManager]) -> bool:
+    """The step in want of memory: no gradient is half written, and the next call is right.
+
+    A gradient that was there before, as in steps whose gradients add up, stays or is added to as a whole. Returns
+    whether memory ran out.
+    """
+    ran_out = False
+    right, before = step.grads(), {name: x.clone() for name, x in step.grads().items()}
+    for earlier in (False, True):
+        leaves = step.fresh()
+        unchanged = untouched(leaves)
+        for name, x in leaves.items():
+            x.grad = before[name].clone() if earlier else None
+        try:
+            with runs_out():
+                step.run(leaves)
+        except torch.OutOfMemoryError as error:
+            said = str(error)
+        else:
+            continue
+        ran_out = True
+        unchanged()
+        for name, x in leaves.items():
+            assert _whole(x.grad, before[name] if earlier else None, right[name], step.same_bits), (
+                f"a gradient of {name} is half written: {said}"
+            )
+        for name, grad in step.grads().items():
+            assert _alike(grad, right[name], step.same_bits), f"the next gradient of {name} differs, after {said}"
+    return ran_out
+
+
+def asserted(ran_out: bool) -> None:
+    """A case for which memory was enough says nothing."""
+    if not ran_out:
         raise Skip
-    fail_at = 1 + case.seed % counted.count
-    unchanged = untouched({name: getattr(inputs, name) for name in (*DIFFERENTIABLE, "do")})
-    leaves = leaves_of(inputs)
-    try:
-        with Guarded(device, fail_at=fail_at):
-            backward(inputs, leaves, backend)
-    except torch.OutOfMemoryError:
-        pass
-    else:
-        raise Skip  # an allocation that only the first call makes
-    unchanged()
-    for name, x in leaves.items():
-        if x.grad is not None:
-            assert _alike(x.grad, right[name], same_bits), f"allocation {fail_at}: a gradient of {name} is half written"
-    for name, x in backward(inputs, leaves_of(inputs), backend).items():
-        assert _alike(x.grad, right[name], same_bits), (
-            f"after allocation {fail_at} failed, the gradient of {name} differs"
-        )
+
+
+def _whole(grad: torch.Tensor | None, before: torch.Tensor | None, right: torch.Tensor | None, same_bits: bool) -> bool:
+    """Whether a gradient is as it was, or that and the right one together."""
+    if grad is None or before is None:
+        return before is None and (grad is None or _alike(grad, right, same_bits))
+    return grad.equal(before) or _alike(grad, before + right, same_bits)
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, same_bits: bool) -> bool:
-    """Kernels add in any order, unless they are deterministic."""
+    """Kernels add in any order, unless they are deterministic; a log-sum-exp may be -inf."""
     if same_bits:
         return one.equal(other)
-    size = max(float(other.double().abs().max()), 1e-3)
-    return bool(one.isfinite().all()) and float((one.double() - other.double()).abs().max()) <= 0.05 * size
+    finite = other.isfinite()
+    if not finite.equal(one.isfinite()) or not one[~finite].equal(other[~finite]):
+        return False
+    one, other = one[finite].double(), other[finite].double()
+    if not one.numel():
+        return True
+    return float((one - other).abs().max()) <= 0.05 * max(float(other.abs().max()), 1e-3)
+
+
+def nth_allocation(step: Step, device: str, number: int) -> Callable[[], AbstractContextManager]:
+    """A context in which one allocation of the step fails, of all that it makes."""
+    step.grads()
+    leaves = step.fresh()
+    with Guarded(device) as counted:
+        step.run(leaves)
+    if not counted.count:
+        raise Skip
+    return partial(Guarded, device, fail_at=1 + number % counted.count)
+
+
+@contextmanager
+def capped(spare: int) -> Iterator[None]:
+    """Within, PyTorch gets no more than so many bytes of GPU memory beyond what is in use."""
+    total = torch.cuda.get_device_properties().total_memory
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + spare) / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
+
+
+def layer_step(case: Case, backend: str, device: str, *, same_bits: bool) -> Step:
+    inputs = make_inputs(case, device)
+    given = {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
+    static = dict(config=case.config, causal=case.causal, backend=backend, cu_seqlens=inputs.cu_seqlens)
+    return Step(
+        lambda: {name: x.detach().clone().requires_grad_() for name, x in given.items()},
+        lambda leaves: nsa(**leaves, **static).backward(inputs.do),
+        same_bits,
+    )
+
+
+def attention_step(case: Attention) -> Step:
+    call = make(case)
+    both, lists = options(call), [lists_for(call, backward) for backward in (False, True)]
+
+    def both_ways(leaves: Leaves) -> None:
+        o, _ = public(call, list(leaves.values()), both, *lists)
+        o.backward(call.do)
+
+    given = {name: getattr(call, name) for name in "qkv"}
+    return Step(
+        lambda: {name: x.detach().clone().requires_grad_() for name, x in given.items()},
+        both_ways,
+        case.kind.deterministic,
+    )
 
 
 @holds("faults.out of memory", strategies.layer_cases)
 def out_of_memory(case: Case) -> None:
-    survives_running_out(case, "eager", "cpu", same_bits=True)
+    step = layer_step(case, "eager", "cpu", same_bits=True)
+    asserted(survives_running_out(step, nth_allocation(step, "cpu", case.seed)))
 
 
 @holds("faults.out of memory, kernels", kernel_cases, needs=GPU)
 def out_of_memory_in_kernels(case: Case) -> None:
-    survives_running_out(replace(case, seed=case.seed * 7919), "cute", "cuda", same_bits=False)
+    step = layer_step(case, "cute", "cuda", same_bits=case.config.deterministic)
+    asserted(survives_running_out(step, nth_allocation(step, "cuda", case.seed * 7919)))
+
+
+@holds("faults.out of memory while preparing", kernel_cases, needs=GPU)
+def out_of_memory_while_preparing(case: Case) -> None:
+    """First calls of a kind fail, while they are prepared and recorded; later ones are what an unprepared one is."""
+    from nsa_layer import autograd, branches
+
+    step, ran_out = layer_step(case, "cute", "cuda", same_bits=case.config.deterministic), False
+    for attempt in range(3):
+        try:
+            with Guarded("cuda", fail_at=1 + (31 * case.seed + 7 * attempt) % 60):
+                step.grads()
+        except torch.OutOfMemoryError:
+            ran_out = True
+    asserted(ran_out)
+    later = [step.grads() for _ in range(3)]
+    for prepared in (autograd._forward, autograd._backward, branches._flash_attn_fwd):
+        prepared.clear()
+    for name, right in step.grads().items():
+        assert all(_alike(grads[name], right, step.same_bits) for grads in later), f"a gradient of {name} is wrong"
+
+
+@holds("faults.out of GPU memory", kernel_cases, needs=GPU)
+def out_of_gpu_memory(case: Case) -> None:
+    """PyTorch's own allocator runs out, wherever it does: in operators, in autograd, in the kernels' outputs."""
+    case = replace(case, T=case.T + 2000, lengths=None)
+    step = layer_step(case, "cute", "cuda", same_bits=case.config.deterministic)
+    step.grads()
+    asserted(survives_running_out(step, partial(capped, case.seed % 40 * SEGMENT)))
+
+
+MEMORY_KINDS = (
+    Kind(D=128, mask="causal", dtype="float16"),
+    Kind(mask="compressed", Hkv=4, deterministic=True),
+    Kind(lists=True, heads="kv", plan=True, deterministic=True, mask="causal", block_k=64),
+    Kind(D=128, lists=True, heads="kv", packed=True, form="compact"),
+)
+assert set(MEMORY_KINDS) <= set(ALL), "kernels of their own would have to be compiled"
+
+
+@holds("faults.out of memory, attention", strategies.attention, kinds=MEMORY_KINDS, needs=GPU)
+def out_of_memory_in_attention(case: Attention) -> None:
+    """The public functions: an allocation fails, or PyTorch's allocator runs out."""
+    step = attention_step(case)
+    step.grads()
+    planted = nth_allocation(step, "cuda", case.seed)
+    ways = (planted, partial(capped, case.seed % 20 * SEGMENT))
+    asserted(any([survives_running_out(step, runs_out) for runs_out in ways]))

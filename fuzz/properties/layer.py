@@ -6,12 +6,16 @@ import random
 from dataclasses import replace
 
 import torch
+from hypothesis import strategies as st
 
 from fuzz import strategies
+from fuzz.attention import laid_out
+from fuzz.case import LAYOUTS
 from fuzz.prop import GPU, Skip, holds
 from nsa_layer import NSAConfig, reference
 from nsa_layer.sparsity import block_bitmap, selected_lists
 from nsa_layer.testing import (
+    LSES,
     Case,
     Inputs,
     assert_backward_causal,
@@ -223,7 +227,24 @@ def lists_hold_the_choice(case: Case) -> None:
         assert bit.bool().equal((choice == j).any(-1)), f"the bits of block {j}"
 
 
-KERNEL_CONFIGS = dict(D=64, dtype=torch.bfloat16)
+def strided(inputs: Inputs, layout: str) -> Inputs:
+    """The same values, laid out in another way."""
+    names = [name for name in ("q", "k", "v", "do", "gates") if getattr(inputs, name) is not None]
+    return replace(inputs, **{name: laid_out(getattr(inputs, name), layout) for name in names})
+
+
+@holds("layer.strides", strategies.layer_cases)
+def strides(case: Case) -> None:
+    """Views of larger tensors, heads before tokens, every other batch: the same output and gradients."""
+    inputs = make_inputs(case)
+    once, other = (run("eager", x).tensors() for x in (inputs, strided(inputs, LAYOUTS[case.seed % len(LAYOUTS)])))
+    for name, x in once.items():
+        torch.testing.assert_close(other[name], x, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def hopper() -> bool:
+    """Whether a GPU is here whose kernels have a deterministic backward."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @holds("layer.kernels are its definition", lambda: kernel_cases(), needs=GPU)
@@ -239,9 +260,23 @@ def kernels_are_causal(case: Case) -> None:
     assert_backward_causal(case, "cute", t, "cuda")
 
 
-def kernel_cases():
+@holds("layer.kernels give the same bits", lambda: kernel_cases(), needs=GPU)
+def kernels_give_the_same_bits(case: Case) -> None:
+    """The output always, gradients where they are deterministic; whatever the strides, and while other work goes on."""
+    inputs, square = make_inputs(case, "cuda"), torch.randn(1024, 1024, device="cuda")
+    once, other = run("cute", inputs).tensors(), torch.cuda.Stream()
+    for turn in range(2 * len(LAYOUTS)):
+        with torch.cuda.stream(other):
+            for _ in range((case.seed + 7 * turn) % 20):
+                square @ square
+        again = run("cute", strided(inputs, LAYOUTS[turn % len(LAYOUTS)])).tensors()
+        for name, x in again.items():
+            if case.config.deterministic or name in ("o", *LSES):
+                assert x.equal(once[name]), f"{name} has {int((x != once[name]).sum())} other numbers in round {turn}"
+
+
+def kernel_cases() -> st.SearchStrategy[Case]:
     """Few kinds of kernels, any data."""
-    from hypothesis import strategies as st
 
     @st.composite
     def case(draw: st.DrawFn) -> Case:
@@ -251,6 +286,7 @@ def kernel_cases():
             window_size=draw(st.integers(1, 700)),
             importance=draw(st.sampled_from(("softmax", "logit"))),
             force_blocks=draw(st.booleans()),
+            deterministic=draw(st.booleans()) and hopper(),
         )
         lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4).filter(any).map(tuple)
         return Case(
@@ -258,7 +294,8 @@ def kernel_cases():
             T=draw(st.one_of(st.integers(1, 1500), st.sampled_from((1, 64, 128, 129)))),
             Hq=draw(st.sampled_from((4, 2))) * 2,
             Hkv=2,
-            **KERNEL_CONFIGS,
+            D=draw(st.sampled_from((64, 128))),
+            dtype=torch.bfloat16,
             config=config,
             lengths=draw(st.none() | lengths),
             gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),

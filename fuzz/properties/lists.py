@@ -18,7 +18,7 @@ from fuzz import strategies
 from fuzz.blocks import both_directions, launch_order, locks_of, table_of, tables
 from fuzz.case import Blocks
 from fuzz.corrupt import LOCAL, spoil
-from fuzz.prop import Skip, holds
+from fuzz.prop import GPU, Skip, holds
 
 BLOCK = 128
 
@@ -179,3 +179,35 @@ def order_of_rows(case: Blocks) -> None:
     again = transpose_lists(back, case.N)
     for one, other in zip(turned[:4], again[:4], strict=True):
         assert (one is None) == (other is None) and (one is None or one.equal(other))
+
+
+def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[str, torch.Tensor]:
+    """What is made of lists on a device: a transpose, lock values, a walk, plans; as tensors of the CPU."""
+    sides = [lists._replace(**{n: t.to(device) for n, t in tensors_of(lists)}) for lists in (forward, backward)]
+    order = torch.tensor(launch_order(case, tables(case)[0]), device=device)
+    sizes = dict(num_heads=case.H, num_heads_kv=case.H // case.group, num_q_blocks=case.M, longest=case.longest)
+    walk = deterministic_walk(sides[1], order=order, num_q_blocks=case.M)
+    made = {
+        "transposed": transpose_lists(sides[0], case.N),
+        "locks": compute_dq_write_order(*sides[0][:4], *sides[1][:4], order=order),
+        "walk": walk,
+        "plan": plan_backward(sides[1], **sizes),
+        "deterministic plan": plan_backward(sides[1], deterministic=True, schedule=order, **sizes),
+    }
+    return {f"{name}, {i}": t.cpu() for name, x in made.items() for i, t in enumerate(x) if isinstance(t, torch.Tensor)}
+
+
+def tensors_of(lists: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, t) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)]
+
+
+@holds("lists.on a GPU", strategies.blocks, needs=GPU)
+def on_a_gpu(case: Blocks) -> None:
+    """Lists on a GPU become what lists on a CPU become, to the last place; and pass the check there."""
+    forward, backward = both_directions(replace(case, spare=0))
+    here, there = (made_from(forward, backward, case, device) for device in ("cpu", "cuda"))
+    assert set(here) == set(there)
+    for name, x in here.items():
+        assert x.equal(there[name]), f"{name}: {there[name].tolist()}, on a CPU {x.tolist()}"
+    moved = [lists._replace(**{n: t.cuda() for n, t in tensors_of(lists)}) for lists in (forward, backward)]
+    validate_lists(*moved, seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H, batch_size=case.B)

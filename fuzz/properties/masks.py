@@ -128,8 +128,7 @@ def dense_lists(case: Window) -> None:
     import random
 
     draw = random.Random(case.seed)
-    rows = pattern_table(draw.choice(PATTERNS), case.seqlen_q, case.seqlen_k, draw.choice((0.1, 0.5, 0.95)), draw)
-    mask = torch.tensor(rows, dtype=torch.bool)
+    mask = pattern_table(draw.choice(PATTERNS), case.seqlen_q, case.seqlen_k, draw.choice((0.1, 0.5, 0.95)), draw)
     listed, full = by_definition(mask, case.block)
     got = table_of(lists_from_dense(mask, case.block), listed.shape[1])
     assert got[0][0, 0].equal(listed), f"listed {got[0].int().tolist()}, expected {listed.int().tolist()}"

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 
 from fuzz import strategies
 from fuzz.attention import PAST, Call, Tensors, alone, make, run, sequences, visible
@@ -34,7 +35,7 @@ def all_near(one: Tensors, other: Tensors, names: tuple[str, ...] = ("o", "dq", 
         near(name, one[name], other[name])
 
 
-@holds("relations.packed is one at a time", strategies.attention, kinds=PACKED, needs=GPU)
+@holds("relations.packed is one at a time", strategies.attention, kinds=PACKED, needs=GPU, stock=True)
 def packed_is_one_at_a_time(case: Attention) -> None:
     call = make(case)
     (whole,) = run(call)
@@ -46,7 +47,7 @@ def packed_is_one_at_a_time(case: Attention) -> None:
         near(name, sequences(case, whole[name], name in ("dk", "dv"))[longest], single[name][0])
 
 
-@holds("relations.lists are a mask", strategies.attention, kinds=LISTED, needs=GPU)
+@holds("relations.lists are a mask", strategies.attention, kinds=LISTED, needs=GPU, stock=True)
 def lists_are_a_mask(case: Attention) -> None:
     """Lists, and a mask_mod that hides what they do not list, one head at a time."""
     call = make(case)
@@ -65,7 +66,29 @@ def lists_are_a_mask(case: Attention) -> None:
     near("dq", sparse["dq"][:, :, head], dense["dq"][:, :, 0])
 
 
-@holds("relations.permutations", strategies.attention, kinds=PLAIN, needs=GPU)
+@holds("relations.rows in any order", strategies.attention, kinds=LISTED, needs=GPU, stock=True)
+def rows_in_any_order(case: Attention) -> None:
+    """The blocks of a row may be listed in any order, in rows of any width."""
+    (rising,), (mixed,) = (run(make(replace(case, shuffle=mixed, spare=5 * mixed))) for mixed in (False, True))
+    all_near(rising, mixed)
+
+
+@holds("relations.unlisted keys", strategies.attention, kinds=LISTED, needs=GPU, stock=True)
+def unlisted_keys(case: Attention) -> None:
+    """Blocks of keys that no row lists change nothing, and get no gradient."""
+    (T_q, T_k), wide = case.lengths[0], case.kind.block_k
+    T_k, more = -(-T_k // wide) * wide, (1 + case.seed % 2) * wide  # the last block's keys have to stay the same ones
+    case = replace(case, lengths=((T_q, T_k),) * len(case.lengths), layout="contiguous")
+    call, longer = make(case), replace(case, lengths=((T_q, T_k + more),) * len(case.lengths))
+    k, v = (torch.cat([t, 100 * torch.ones_like(t[:, :1]).expand(-1, more, -1, -1)], 1) for t in (call.k, call.v))
+    blocks = [tuple(pad(t, (0, more // wide)) for t in pair) for pair in call.blocks]
+    table = None if call.table is None else pad(call.table, (0, more))
+    (once,), (other,) = run(call), run(Call(longer, call.q, k, v, call.do, table, blocks))
+    assert not other["dk"][:, T_k:].any() and not other["dv"][:, T_k:].any(), "unlisted keys have a gradient"
+    all_near(once, other | {name: other[name][:, :T_k] for name in ("dk", "dv")})
+
+
+@holds("relations.permutations", strategies.attention, kinds=PLAIN, needs=GPU, stock=True)
 def permutations(case: Attention) -> None:
     """Batches, and key/value heads with their query heads, in another order; the same numbers in that order."""
     call = make(case)
@@ -82,7 +105,7 @@ def permutations(case: Attention) -> None:
         near(name, other[name], once[name][batches][:, :, own])
 
 
-@holds("relations.doubled key/value heads", strategies.attention, kinds=PLAIN, needs=GPU)
+@holds("relations.doubled key/value heads", strategies.attention, kinds=PLAIN, needs=GPU, stock=True)
 def doubled_heads(case: Attention) -> None:
     """Keys and values repeated for every query head of a group: the same output, and gradients that add up."""
     kind = case.kind
@@ -99,7 +122,7 @@ def doubled_heads(case: Attention) -> None:
     all_near(once, doubled | summed)
 
 
-@holds("relations.twice the values", strategies.attention, kinds=PLAIN, needs=GPU)
+@holds("relations.twice the values", strategies.attention, kinds=PLAIN, needs=GPU, stock=True)
 def twice_the_values(case: Attention) -> None:
     """Linear in v and in do: a factor of 2 rounds nowhere, so the output has exactly the bits of twice itself."""
     call = make(case)
@@ -112,7 +135,7 @@ def twice_the_values(case: Attention) -> None:
     all_near({name: once[name] * 2 for name in ("dq", "dk", "dv")}, outputs, ("dq", "dk", "dv"))
 
 
-@holds("relations.rows of dS sum to 0", strategies.attention, kinds=PLAIN + LISTED[:2], needs=GPU)
+@holds("relations.rows of dS sum to 0", strategies.attention, kinds=PLAIN + LISTED[:2], needs=GPU, stock=True)
 def rows_sum_to_0(case: Attention) -> None:
     """A vector added to all keys changes no softmax: the gradient of k sums to 0 over the keys."""
     call = make(replace(case, scale=1.0))

@@ -11,10 +11,13 @@ from flash_attn.cute.list_schedule import launch_order as best_launch
 from flash_attn.cute.list_schedule import launch_rows, long_rows_first, simulate, waits_for_earlier_launches
 from flash_attn.cute.write_order import Walk, deterministic_walk
 from fuzz import strategies
-from fuzz.blocks import both_directions, launch_order, tables
-from fuzz.case import Blocks
-from fuzz.prop import holds
+from fuzz.attention import launched, make, run
+from fuzz.blocks import both_directions, launch_order, lists_of, tables
+from fuzz.case import Attention, Blocks
+from fuzz.kinds import EXACT
+from fuzz.prop import GPU, holds
 
+ORDERED = tuple(kind for kind in EXACT if kind.passes == 1 and not kind.packed and not kind.plan)
 Item = tuple[list[tuple[object, int]], tuple[object, int]]  # locks to take in turn; the turn at dk and dv
 
 
@@ -115,3 +118,21 @@ def plans_end(case: Blocks) -> None:
         own = ("dk", b, h // case.group, n) if case.group > 1 else ("dk", b, h, n, begin)
         items.append((steps, (own, turn if case.group > 1 else 0)))
     assert ends(items, case.slots), "the plan gets stuck"
+
+
+@holds("schedule.the GPU ends as the model says", strategies.attention, kinds=ORDERED, needs=GPU)
+def the_gpu_ends(case: Attention) -> None:
+    """The model of a deterministic launch, with a slot for each multiprocessor, ends; so does the launch.
+
+    Where it does not, the watchdog says so. What the model takes for stuck is not launched: it would be.
+    """
+    call, kind = make(case), case.kind
+    listed = torch.cat([part[0] for part in call.blocks])
+    listed = listed.expand(len(case.lengths), *listed.shape[1:]).repeat_interleave(kind.Hq // listed.shape[1], 1)
+    group, order = kind.Hq // kind.Hkv, launched(case, listed)
+    walk = deterministic_walk(lists_of(listed.mT, None, random.Random(0)), order=torch.tensor(order))
+    rows = launch_rows(order, *listed.shape[:2], group=group)
+    slots = torch.cuda.get_device_properties().multi_processor_count if call.q.is_cuda else 132
+    said = simulate(walk, rows, group=group, slots=slots)
+    assert said.stuck is None, f"the model is stuck: {said.stuck}"
+    run(call)

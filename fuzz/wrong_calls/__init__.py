@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 Arguments = dict[str, Any]
-PARTS = ("layer", "lists", "attention")
+PARTS = ("layer", "lists", "attention", "two_passes")
 
 
 class Changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -14,6 +15,7 @@ from flash_attn.cute.block_lists import compute_dq_write_order
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.call_validation import validate_call
 from flash_attn.cute.interface import _flash_attn_bwd
+from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import FORMS, Blocks, Packed
 from fuzz.corrupt import FAULTS, PACKED_FAULTS, spoil
@@ -281,6 +283,70 @@ PAGED = Spec(
     {"page_table": {"given": torch.zeros(1, 1, dtype=torch.int32)}},
 )
 
+LAYOUT = Spec(
+    "backward_layout",
+    lambda q, k, v, **options: backward_layout(q, k, v, **options),
+    qkv,
+    {
+        "q": {"no tokens": Changed(lambda x: x.narrow(1, 0, 0))},
+        "learnable_sink": {"given": torch.zeros(HQ)},
+        "seqused_q": {"given": torch.zeros(B, dtype=torch.int32)},
+    },
+    device="cuda",
+)
+
+
+def converted(device: str) -> dict[str, Any]:
+    given = qkv(device)
+    layout = backward_layout(**given).dq
+    return dict(
+        accum=torch.empty(layout.shape, dtype=torch.float32, device=device),
+        layout=layout,
+        out=torch.empty_like(given["q"]),
+        scale=1.0,
+    )
+
+
+CONVERT = Spec(
+    "convert",
+    lambda accum, layout, out, **more: convert(accum, layout, out, **more),
+    converted,
+    {
+        "accum": {"half precision": Changed(lambda x: x.half()), "smaller": Changed(lambda x: less(x, 0))},
+        "out": {"fewer tokens": Changed(lambda x: less(x, 1)), "fewer heads": Changed(lambda x: less(x, 2))},
+        "cu_seqlens": {"for a batch": torch.zeros(3, dtype=torch.int32)},
+    },
+    device="cuda",
+)
+
+
+def shared_call(device: str) -> dict[str, Any]:
+    given = qkv(device)
+    layout = backward_layout(**given)
+    rows = torch.empty(layout.row_shape, dtype=torch.float32, device=device)
+    return given | dict(dout=torch.empty_like(given["q"]), shared=SharedBackward(layout, rows, rows))
+
+
+SHARED = Spec(
+    "backward of flash_attn_func, shared",
+    lambda q, k, v, dout, **more: _flash_attn_bwd(q, k, v, None, dout, None, **more),
+    shared_call,
+    {
+        "shared": {
+            "no layout": Changed(lambda x: x._replace(layout=None)),
+            "a layout of fewer heads": Changed(
+                lambda x: x._replace(layout=replace(x.layout, dq=replace(x.layout.dq, heads=(B, 1))))
+            ),
+            "no row sums": Changed(lambda x: x._replace(dpsum=None)),
+            "no log-sum-exp": Changed(lambda x: x._replace(lse_log2=None)),
+            "half row sums": Changed(lambda x: x._replace(dpsum=x.dpsum.half())),
+            "fewer row sums": Changed(lambda x: x._replace(dpsum=less(x.dpsum, 1))),
+            "an accumulator of row sums": Changed(lambda x: x._replace(dq=x.dpsum)),
+            "dk without dv": Changed(lambda x: x._replace(dk=torch.empty_like(x.dpsum))),
+        },
+    },
+    device="cuda",
+)
 SPECS = (
     compress_spec("flash_attn_func, compressed", flash_attn_func, False),
     compress_spec("flash_attn_varlen_func, compressed", flash_attn_varlen_func, True),
@@ -292,4 +358,7 @@ SPECS = (
     CHECKED,
     BACKWARD,
     PAGED,
+    LAYOUT,
+    CONVERT,
+    SHARED,
 )

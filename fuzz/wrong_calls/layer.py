@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_SIZE, NOT_A_TENSOR, Changed, Spec
-from nsa_layer import NSAConfig, NSAttention, nsa
+from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa
 from nsa_layer.rope import RotaryEmbedding
 from nsa_layer.testing import Case
 
@@ -81,6 +81,7 @@ OPERATOR = Spec(
         "max_seqlen": {"without cu_seqlens": T, "a float": 20.0},
         "causal": NOT_A_BOOL,
         "backend": {"unknown": "triton", "a number": 3, "a list": ["eager"], "for another device": "cute"},
+        "memory": {"None": None, "a dict": {"budget": 1}, "a number": 1 << 30, "its class": MemoryPolicy},
     },
     also={"q": ("k",), "cu_seqlens": ("packed",)},
     together={
@@ -99,6 +100,15 @@ PACKED = Spec(
         "k": {"fewer tokens": Changed(lambda x: x[:-1])},
     },
     also={"q": ("packed",)},
+)
+POLICY = Spec(
+    "MemoryPolicy",
+    lambda **given: MemoryPolicy(**given),
+    lambda device: dict(budget=1 << 30, recompute="all"),
+    {
+        "budget": {"a float": 1e9, "a string": "1 GB", "True": True, "negative": -1},
+        "recompute": {"unknown": "some", "None": None, "a list": ["all"], "True": True},
+    },
 )
 GOOD_CONFIG = dict(block_size=16, block_stride=8, block_counts=4, q_tile=32, window_size=8)
 SIZES = ("block_size", "block_counts", "q_tile", "window_size")
@@ -201,4 +211,4 @@ ROTATED = Spec(
 CASES = Spec(
     "testing.Case", lambda **given: Case(**given), lambda device: {}, {"gate": {"unknown": "sum", "None": None}}
 )
-SPECS = (OPERATOR, PACKED, CONFIGURATION, REPLACED, FROM_DICT, MODULE, CALLED, ROPE, ROTATED, CASES)
+SPECS = (OPERATOR, PACKED, POLICY, CONFIGURATION, REPLACED, FROM_DICT, MODULE, CALLED, ROPE, ROTATED, CASES)

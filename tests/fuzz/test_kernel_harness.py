@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
 
 import fuzz.properties.kernels as kernels
 import fuzz.properties.relations as relations
-from fuzz import attention
-from fuzz.case import Attention
-from fuzz.prop import properties
+import fuzz.properties.schedule as schedule
+from flash_attn.cute.call_validation import validate_call
+from fuzz import attention, strategies
+from fuzz.blocks import both_directions
+from fuzz.case import Attention, Blocks, Kind
+from fuzz.kinds import KINDS
+from fuzz.prop import Property, properties
+from fuzz.properties.lists import made_from
 from fuzz.run import Budget, run_property
 
-NAMES = [name for name in properties() if name.startswith(("attention.is", "relations"))]
+NAMES = [name for name in properties() if name.startswith(("attention.is", "relations", "schedule.the GPU"))]
+TWO_CALLS = [name for name in NAMES if name.startswith("relations") and "rows of dS" not in name]
 Tensors = dict[str, torch.Tensor]
 
 
@@ -31,7 +39,7 @@ def plain(call: attention.Call, *, times: int = 1) -> list[Tensors]:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     def place(run: Callable) -> None:
-        for module in (kernels, relations):
+        for module in (kernels, relations, schedule):
             monkeypatch.setattr(module, "make", partial(attention.make, device="cpu"))
             monkeypatch.setattr(module, "run", run)
 
@@ -65,9 +73,96 @@ def test_wrong_results_do_not(wrong: Callable, stand_in: Callable) -> None:
     assert failure is not None and failure.case.startswith(Attention.__name__)
 
 
+@pytest.mark.parametrize("name", TWO_CALLS)
+def test_calls_that_disagree_are_noticed(name: str, stand_in: Callable) -> None:
+    """Each call's results are a tenth larger than those of the call before."""
+    calls: list[int] = []
+
+    def drifting(call: attention.Call, *, times: int = 1) -> list[Tensors]:
+        calls.append(1)
+        (got,) = plain(call)
+        return [{name: t * 1.1 ** len(calls) for name, t in got.items()}] * times
+
+    stand_in(drifting)
+    assert run_property(properties()[name], Budget(examples=20, shrink=0.1)).failure is not None
+
+
+def test_a_stuck_model_is_not_launched(stand_in: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(call: attention.Call, *, times: int = 1) -> list[Tensors]:
+        raise RuntimeError("launched")
+
+    stand_in(never)
+    monkeypatch.setattr(schedule, "launched", lambda case, listed: list(range(listed.shape[3])))
+    monkeypatch.setattr(schedule, "launch_rows", lambda order, B, H, group: torch.arange(B * H * len(order)).flip(0))
+    case = Attention(kind=schedule.ORDERED[0], lengths=((300, 128 * 140),), pattern="full")
+    with pytest.raises(AssertionError, match="the model is stuck"):
+        schedule.the_gpu_ends(case)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_public_functions_get_what_they_take(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of kernels' arguments, for forward and backward as for the public functions."""
+    from flash_attn import cute
+
+    name = "flash_attn_varlen_func" if packed else "flash_attn_func"
+    takes, given = signature(getattr(cute, name)), []
+    monkeypatch.setattr(cute, name, lambda *args, **more: given.append(takes.bind(*args, **more).arguments))
+    for kind in (kind for kind in KINDS if kind.packed == packed):
+        case = Attention(kind=kind, lengths=((3, 200), (300, 4)) if packed else ((300, 200),) * 2, window=(7, None))
+        call = attention.make(case, "cpu")
+        lists = [attention.lists_for(call, backward) for backward in (False, True)]
+        attention.public(call, [call.q, call.k, call.v], attention.options(call), *lists)
+        got = given[-1]
+        assert got["window_size"] == ((7, None) if kind.mask == "window" else (None, None))
+        assert (got.get("block_sparse_tensors") is None) == (got.get("block_sparse_tensors_bwd") is None)
+        assert got["deterministic"] == kind.deterministic and ("cu_seqlens_k" in got) == packed
+
+
+LISTED = [number for number, kind in enumerate(KINDS) if kind.lists]
+
+
+def right_lists(case: Attention) -> None:
+    """What kernels are given passes the check of lists: the transpose, lock values and plans among it."""
+    call = attention.make(replace(case, spare=0), "cpu")  # the check takes no wider rows
+    starts = {name: value for name, value in attention.options(call).items() if name.startswith("cu_seqlens")}
+    validate_call(True, *(attention.lists_for(call, backward) for backward in (False, True)), call.q, call.k, **starts)
+
+
+@pytest.mark.parametrize("number", LISTED, ids=lambda number: repr(KINDS[number]))
+def test_kernels_get_right_lists(number: int) -> None:
+    prop = Property("made up", strategies.attention, right_lists, kinds=KINDS)
+    failure = run_property(prop, Budget(examples=12, seconds=10, shrink=1), kind=number).failure
+    assert failure is None, f"{failure.case}\n{failure.trace}"
+
+
+@pytest.mark.parametrize("pattern", ["empty", "diagonal", "full"])
+def test_rows_are_no_wider_than_there_are_blocks(pattern: str) -> None:
+    """Kernels refuse wider ones; rows hold one place even where they list nothing."""
+    for kind in (kind for kind in KINDS if kind.lists and not kind.packed):
+        for lengths in ((1, 1), (300, 1), (1, 300), (300, 400)):
+            case = Attention(kind=kind, lengths=(lengths,), pattern=pattern, shuffle=True, spare=5)
+            call = attention.make(case, "cpu")
+            for backward in (False, True):
+                lists = attention.lists_for(call, backward)
+                blocks = call.blocks[0][0].shape[2 if backward else 3]
+                assert all(
+                    1 <= x.shape[3] <= blocks for x in (lists.mask_block_idx, lists.full_block_idx) if x is not None
+                )
+
+
+def test_lists_made_on_a_device() -> None:
+    """What the GPU's are compared with: every kind of list, and nothing left on a device."""
+    case = Blocks(M=3, N=4)
+    made = made_from(*both_directions(case), case, "cpu")
+    assert {name.split(",")[0] for name in made} == {"transposed", "locks", "walk", "plan", "deterministic plan"}
+
+
 def test_layouts_hold_the_same_values() -> None:
     x = torch.randn(2, 5, 3, 4)
-    for layout in ("heads first", "fused"):
+    for layout in ("heads first", "fused", "every other batch"):
         other = attention.laid_out(x, layout)
         assert other.equal(x) and not other.is_contiguous() and other.stride(-1) == 1
-    assert attention.laid_out(x, "expanded batch").stride(0) == 0
+    call = attention.make(Attention(kind=Kind(expanded="batch"), lengths=((3, 4),) * 2), "cpu")
+    assert call.q.stride(0) == call.v.stride(0) == 0
+    call = attention.make(Attention(kind=Kind(expanded="heads")), "cpu")
+    assert call.k.stride(2) == call.v.stride(2) == 0 and call.q.stride(2) > 0

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import reduce
+from importlib import import_module
+from inspect import signature
+
 import pytest
 
+from fuzz import attention
+from fuzz.case import Attention, Kind
 from fuzz.failures import parse_case
+from fuzz.kinds import KINDS
 from fuzz.mutations import MUTATIONS, all_mutations, planted
 from fuzz.prop import GPU, properties
 from fuzz.run import Budget, check_one, run_property
@@ -18,6 +27,33 @@ def test_there_are_enough() -> None:
     assert len(ON_A_CPU) >= 12 and MUTATIONS is not None
     assert {"leaking selection", "missing tail mask", "swapped write order", "dropped last block"} < set(ALL)
     assert all(mutation.what and mutation.properties for mutation in ALL.values())
+
+
+def test_kernel_faults_have_kinds_to_show_in() -> None:
+    """Kernels that wait for a turn run only with the fault that is there for the watchdog."""
+    for mutation in ALL.values():
+        suiting = [kind for kind in KINDS if mutation.suits(kind)]
+        assert suiting and all(mutation.waits or not (kind.deterministic or kind.plan) for kind in suiting)
+
+
+@pytest.mark.parametrize("name", [name for name, m in ALL.items() if m.needs == GPU])
+def test_kernel_faults_take_what_the_function_takes(name: str) -> None:
+    """Or they would be found by a TypeError."""
+    path, _, attribute = ALL[name].target.partition(":")
+    original = reduce(getattr, attribute.split("."), import_module(path))
+    takes = signature(getattr(original, "__func__", original)).parameters.values()
+    positional = [p.name for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = {p.name: None for p in takes if p.kind is p.KEYWORD_ONLY}
+    signature(ALL[name].change(original)).bind(*positional, **by_name)
+
+
+def test_a_turn_that_never_comes() -> None:
+    """The fault for the watchdog leaves no entry that may add first."""
+    case = Attention(kind=Kind(lists=True, deterministic=True, passes=1), lengths=((300, 300),), pattern="full")
+    call = attention.make(case, "cpu")
+    assert (attention.lists_for(call, True).dq_write_order == 0).any()
+    with planted("kernel: hangs"):
+        assert (attention.lists_for(call, True).dq_write_order[..., :1] > 0).all()
 
 
 @pytest.mark.parametrize("name", ON_A_CPU)
@@ -34,14 +70,28 @@ def test_it_is_found(name: str) -> None:
     assert check_one(properties()[failure.property], case) is None, "it fails without the fault as well"
 
 
+def test_what_is_imported_within_does_not_keep_a_fault() -> None:
+    """Kernels import their modules when they are compiled, which a fault may be there for."""
+    program = """
+from fuzz.mutations import planted
+from flash_attn.cute import list_rows
+own = list_rows.find_row
+with planted("kernel: first sequence's rows"):
+    from flash_attn.cute import block_sparse_utils
+    assert block_sparse_utils.find_row is list_rows.find_row is not own
+assert block_sparse_utils.find_row is list_rows.find_row is own
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, mutation in ALL.items() if mutation.needs == GPU])
+@pytest.mark.parametrize("name", [name for name, m in ALL.items() if m.needs == GPU and not m.waits])
 def test_it_is_found_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import interface
+    from flash_attn.cute import flash_bwd_dq_sm90, interface
     from flash_attn.cute.cache_utils import JITCache
 
-    for function in ("_flash_attn_fwd", "_flash_attn_bwd"):  # never on disk
-        monkeypatch.setattr(getattr(interface, function), "compile_cache", JITCache())
+    for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, flash_bwd_dq_sm90._compiled):
+        monkeypatch.setattr(function, "compile_cache", JITCache())  # never on disk
     prop = properties()["attention.is its definition"]
     suiting = [i for i, kind in enumerate(prop.kinds) if ALL[name].suits(kind)]
     with planted(name):

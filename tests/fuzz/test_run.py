@@ -139,6 +139,26 @@ def test_growth() -> None:
     assert soak.growth(samples, "host") == pytest.approx(3.0) and soak.growth(samples, "live") == 0
 
 
+def test_files_of_the_cache_late_in_a_soak() -> None:
+    """Kernels may be compiled as long as more than a quarter of the time is left."""
+    samples = [soak.Sample(at, 100, 5, 8, files) for at, files in ((0, 63), (50, 414), (70, 460), (80, 460), (99, 460))]
+    assert soak.late_files(samples, 100) == 0
+    assert soak.late_files([*samples, replace(samples[-1], at=100, files=461)], 100) == 1
+    growing = [replace(samples[0], at=float(at), files=at) for at in range(100)]
+    assert soak.late_files(growing, 100) == 24
+    assert soak.late_files([replace(samples[0], at=90), replace(samples[0], at=95, files=64)], 100) == 1
+
+
+@pytest.mark.parametrize(("late", "code"), [(0, 0), (1, 1)])
+def test_a_soak_fails_for_late_files(
+    late: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    steady = [soak.Sample(float(at), 100, 5, 8, min(at, 70) + late * (at > 90)) for at in range(0, 100, 5)]
+    monkeypatch.setattr(soak, "soak", lambda *given: (20, steady, ""))
+    assert soak.main(["--minutes", str(100 / 60), "--device", "cpu"]) == code
+    assert f"cache files in the last quarter +{late}" in capsys.readouterr().out
+
+
 def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
     assert soak.main(["--minutes", "0.03", "--device", "cpu"]) in (0, 2)
     assert "steps" in capsys.readouterr().out

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis.errors import NoSuchExample
 
-from fuzz import strategies
-from fuzz.case import Kind
+from flash_attn.cute import two_pass_backward
+from fuzz import attention, strategies
+from fuzz.case import FORMS, Attention, Kind
 from fuzz.features import CLAIMS, FAULT_CLAIMS, features
-from fuzz.kinds import KINDS
+from fuzz.kinds import KINDS, two_passes
 
 WAYS: dict[str, Callable] = {
     "blocks": strategies.blocks,
@@ -22,7 +23,7 @@ WAYS: dict[str, Callable] = {
     "texts": strategies.texts,
     "fields": strategies.fields,
     "layer": strategies.layer_cases,
-    "attention": lambda: strategies.attention(Kind(mask="causal")),
+    "attention": lambda: strategies.attention(Kind(mask="causal", lists=True)),
 }
 quiet = settings(
     max_examples=400, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -70,12 +71,68 @@ def test_data_never_changes_what_kernels_are_compiled_for() -> None:
 def test_kinds_meet() -> None:
     """What is compiled for covers each feature, and most pairs of mask and lists."""
     for name, values in {
-        "D": {64, 128, 192},
+        "D": {64, 96, 128, 192, 256},
         "mask": {"none", "causal", "window", "compressed", "table"},
         "form": {"padded", "compact", "stacked", "ragged"},
-        "heads": {"one", "kv", "q"},
-        "block_k": {64, 128},
+        "heads": {"one", "kv", "q", "all"},
+        "block_q": {64, 128, 192, 256},
+        "block_k": {64, 96, 128},
+        "expanded": {"", "batch", "heads"},
+        "passes": {None, 1, 2},
         "dtype": {"bfloat16", "float16"},
     }.items():
         assert {getattr(kind, name) for kind in KINDS} == values
     assert {(kind.mask, kind.lists) for kind in KINDS} >= {(m, s) for m in ("causal", "compressed") for s in (0, 1)}
+    listed = [kind for kind in KINDS if kind.lists and kind.deterministic]
+    assert {kind.form for kind in listed if kind.packed} == set(FORMS), "deterministic lists of every form"
+    assert {(kind.packed, kind.plan) for kind in listed} == {(p, s) for p in (False, True) for s in (False, True)}
+    ordered = [kind for kind in listed if not two_passes(kind)]
+    assert {kind.form for kind in ordered if kind.packed} == set(FORMS) - {"stacked"}, "and in one pass"
+    both = [kind for kind in KINDS if two_passes(kind)]
+    assert {kind.form for kind in both if kind.packed} >= {"compact", "stacked", "ragged"}
+    for name, values in {
+        "D": {64, 96, 128}, "heads": {"one", "kv", "q", "all"}, "block_k": {64, 128}, "plan": {False, True},
+        "deterministic": {False, True}, "full_lists": {False, True}, "mask": {"none", "causal", "window", "table"},
+    }.items():  # fmt: skip
+        assert {getattr(kind, name) for kind in both} == values, f"{name} of kinds in two passes"
+
+
+def test_two_passes_are_those_of_the_kernels() -> None:
+    """What fuzzing takes for two passes is what a call on SM90 takes."""
+    for kind in KINDS:
+        if not kind.lists or kind.mask == "compressed":
+            continue
+        call = attention.make(Attention(kind=kind), "cpu")
+        lists = dict(forward=attention.lists_for(call, False), backward=attention.lists_for(call, True))
+        given = dict(arch=90, q=call.q, v=call.v, deterministic=kind.deterministic)
+        assert two_pass_backward.takes(kind.passes, **given, **lists) == two_passes(kind), kind
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.passes == 2 and kind.deterministic], ids=repr)
+def test_two_passes_without_lock_values(kind: Kind) -> None:
+    """Lists with lock values, which are ignored, and without, through autograd too."""
+    _, counts = drawn(strategies.attention(kind))
+    assert {"two passes", "lock values", "no lock values", "autograd", "no autograd"} <= set(counts)
+
+
+def test_one_pass_is_asked_for() -> None:
+    """Autograd would take two."""
+    kind = next(kind for kind in KINDS if kind.passes == 1 and kind.deterministic)
+    _, counts = drawn(strategies.attention(kind))
+    assert {"one pass", "lock values", "no autograd"} <= set(counts)
+    assert not {"two passes", "no lock values", "autograd"} & set(counts)
+
+
+def test_ctas_walk_several_heads() -> None:
+    """In backward under a window, all heads of a group and some, each where bits are to repeat and where not."""
+    found: dict[tuple[bool, bool], Counter] = {}
+    for kind in KINDS:
+        if kind.mask == "window" and kind.Hq >= 24:
+            _, counts = drawn(strategies.attention(kind))
+            found.setdefault((kind.packed, kind.deterministic), Counter()).update(counts)
+    some, every = (f"a CTA walks {which} heads of a group" for which in ("some", "all"))
+    assert set(found) == {(False, False), (False, True), (True, True)}
+    for counts in found.values():
+        assert counts[some] + counts[every] >= 20, "of 400"
+    total = sum(found.values(), Counter())
+    assert total[some] >= 40 and total[every] >= 20
