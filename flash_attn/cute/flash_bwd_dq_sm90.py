@@ -42,7 +42,8 @@ from flash_attn.cute.utils import AuxData
 
 __all__ = ["backward_dq", "supports"]
 
-MULTIPLE = 32  # head dimensions of accumulators are multiples of this
+# How accumulators lie, of head dimensions rounded up to 32.
+ACCUM_TILE = Tile(90, ROWS, THREADS, 1, False, False, 32, None)
 
 Tensor = torch.Tensor
 
@@ -200,8 +201,7 @@ def without_tokens(
         sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         if sequences is None:
             start = accum.shape[-1] // dq.shape[-1]  # all rows, however many more there are than queries
-        tile = Tile(90, ROWS, THREADS, 1, False, False, MULTIPLE, None)
-        layout = AccumLayout((*dq.shape[:-3], dq.shape[-2]), dq.shape[-3], sequences, start, dq.shape[-1], tile)
+        layout = AccumLayout((*dq.shape[:-3], dq.shape[-2]), dq.shape[-3], sequences, start, dq.shape[-1], ACCUM_TILE)
         convert(accum, layout, dq, scale=softmax_scale, cu_seqlens=cu_seqlens_q, add=output.onto_dq)
 
 

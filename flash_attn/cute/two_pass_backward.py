@@ -15,10 +15,10 @@ from typing import Any, Optional
 import torch
 
 from flash_attn.cute import dq_arguments, list_tiles
-from flash_attn.cute.dq_spec import ROWS, THREADS
-from flash_attn.cute.flash_bwd_dq_sm90 import MULTIPLE, backward_dq
+from flash_attn.cute.dq_spec import ROWS
+from flash_attn.cute.flash_bwd_dq_sm90 import ACCUM_TILE, backward_dq
 from flash_attn.cute.list_heads import ListHeads
-from flash_attn.cute.shared_backward import BackwardLayout, Tile
+from flash_attn.cute.shared_backward import BackwardLayout
 from flash_attn.cute.target_sms import target_sm_count
 
 __all__ = ["backward_dq", "heads_per_cta", "lists_of_keys", "pays", "rows_for_both", "takes", "walks_group"]
@@ -184,5 +184,4 @@ def rows_for_both(layout: BackwardLayout) -> BackwardLayout:
     Sequences start at multiples of the first pass's tile and of the second one's 64 rows, and dq lies as the second
     pass keeps it.
     """
-    tile = Tile(layout.dq.tile.arch, ROWS, THREADS, 1, False, False, MULTIPLE, None)
-    return replace(layout, dq=replace(layout.dq, start=math.lcm(layout.dq.start, ROWS), tile=tile))
+    return replace(layout, dq=replace(layout.dq, start=math.lcm(layout.dq.start, ROWS), tile=ACCUM_TILE))
