@@ -133,6 +133,7 @@ def made(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
 def assert_right(case: Case) -> None:
     """Every row and item, in order, is that of PyTorch."""
     from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward
+    from flash_attn.cute.block_lists import transpose_lists
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     parts = choice(case)
@@ -149,8 +150,7 @@ def assert_right(case: Case) -> None:
         )
         assert_rows(case, forward, one.mask_cnt[0], one.mask_idx[0], b)
         N = -(-T // case.kv_tile)
-        turned = one.transpose(N)
-        tensors = BlockSparseTensorsTorch(turned.mask_cnt, turned.mask_idx, block_size=one.block_size)
+        tensors = transpose_lists(BlockSparseTensorsTorch(one.mask_cnt, one.mask_idx, block_size=one.block_size), N)
         order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if case.deterministic else {}
         sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=lists.shape[2], longest=case.longest)
         expected = plan_backward(tensors, **sizes, **order, per_group=case.per_group)
