@@ -90,9 +90,9 @@ class FlashAttentionBackwardDqSm90:
         sK_layout = layout((STEP, spec.head_dim), spec.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
         q_box = layout((ROWS, spec.head_dim))
-        k_box = layout((spec.block_k, spec.box_columns), major_mode_size=spec.head_dim)
+        k_box = layout(spec.box, major_mode_size=spec.head_dim)
         tma_q, tma_do = [cpasync.make_tiled_tma_atom(load, t, q_box, (ROWS, spec.head_dim)) for t in (mQ, mdO)]
-        tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, k_box, (spec.block_k, spec.box_columns)) for t in (mK, mV)]
+        tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, k_box, spec.box) for t in (mK, mV)]
 
         tiles = self.tiles_of_head(lists, mQ) * mQ.shape[2]
         if const_expr(cute.rank(lists.mask_block_cnt) == 3):
@@ -239,7 +239,8 @@ class FlashAttentionBackwardDqSm90:
             if steps > 0:
                 of = list(zip(tma, staged, pipelines))
                 load_q, load_do = [query_loader(*each, seqlen, place) for each in of[:2]]
-                load_k, load_v = [key_loader(*each, seqlen, place, self.spec) for each in of[2:]]
+                head_kv = place.head // self.spec.group
+                load_k, load_v = [key_loader(*each, seqlen, place.batch, head_kv, self.spec.box) for each in of[2:]]
                 coming = walk.entries(Int32(0))
                 for step in cutlass.range(steps, unroll=1):
                     entries = coming

@@ -12,7 +12,7 @@ from quack import copy_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute.dq_output import Place
-from flash_attn.cute.dq_spec import ROWS, WARPGROUPS, DqSpec
+from flash_attn.cute.dq_spec import ROWS, WARPGROUPS
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
 TmaTensor = tuple[cute.CopyAtom, cute.Tensor]
@@ -41,22 +41,26 @@ def key_loader(
     staged: cute.Tensor,
     stages: pipeline_custom.PipelineTmaAsync,
     seqlen: SeqlenInfoQK,
-    place: Place,
-    spec: DqSpec,
+    batch: Int32,
+    head_kv: Int32,
+    box: tuple[int, int],
 ) -> Callable[[tuple[Int32, ...], pipeline.PipelineState], None]:
-    """For a step's entries of k or v, [S, D, Hkv, B] (packed [total, D, Hkv]): each goes into its part of the stage."""
+    """For a step's entries of k or v, [S, D, Hkv, B] (packed [total, D, Hkv]): each goes into its part of the stage.
+
+    box: keys of a block, and head dimensions that are loaded at a time (`box_columns`).
+    """
     atom, mX = tma
-    box = (spec.block_k, spec.box_columns)
-    gX = seqlen.offset_batch_K(mX, place.batch, dim=3)[None, None, place.head // spec.group]
+    gX = seqlen.offset_batch_K(mX, batch, dim=3)[None, None, head_kv]
     gX = cute.local_tile(gX, box, (None, None))  # (block, columns, blocks, boxes)
     sX = cute.flat_divide(staged, box)  # (block, columns, parts, boxes, stages)
+    boxes = cute.size(sX, mode=[3])
     sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
 
     def load(entries: tuple[Int32, ...], state: pipeline.PipelineState) -> None:
         stages.producer_acquire(state)
         barrier = stages.producer_get_barrier(state)
         for part, entry in enumerate(entries):
-            for i in range(spec.head_dim // box[1]):
+            for i in range(boxes):
                 cute.copy(atom, gX[None, entry >> 1, i], sX[None, part, i, state.index], tma_bar_ptr=barrier)
 
     return load

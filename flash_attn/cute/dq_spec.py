@@ -68,6 +68,11 @@ class DqSpec:
         return min(MOST_STAGES, (SHARED_MEMORY - TILE_M * row) // (STEP * row))
 
     @property
-    def box_columns(self) -> int:
-        """Head dimensions that one swizzled row of shared memory holds: what is loaded at a time."""
-        return 64 if self.head_dim % 64 == 0 else 32
+    def box(self) -> tuple[int, int]:
+        """Keys and head dimensions of k or v that are loaded at a time."""
+        return self.block_k, box_columns(self.head_dim)
+
+
+def box_columns(head_dim: int) -> int:
+    """Head dimensions that one swizzled row of shared memory holds."""
+    return 64 if head_dim % 64 == 0 else 32

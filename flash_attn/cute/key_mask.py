@@ -27,6 +27,7 @@ class KeyMask:
     """The edges of a warpgroup's rows; `first` is the first of them in the sequence.
 
     left, right: how many keys before and after its own one a query sees; None for all. Causal is right = 0.
+    packed: how many query heads' rows take turns, a token's one after the other; `head` is then their key/value head.
     """
 
     seqlen: SeqlenInfoQK
@@ -38,6 +39,7 @@ class KeyMask:
     right: Optional[Int32]
     mask_mod: cutlass.Constexpr[Optional[Callable]]
     aux_data: AuxData
+    packed: int = 1
 
     @property
     def shift(self) -> Int32:
@@ -45,8 +47,18 @@ class KeyMask:
         return self.seqlen.seqlen_k - self.seqlen.seqlen_q
 
     def row(self, r: int) -> Int32:
-        """The thread's r-th row in the sequence."""
+        """The query of the thread's r-th row, in the sequence."""
+        return self._query(self._place(r))
+
+    def _place(self, r: int) -> Int32:
         return self.first + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+
+    def _query(self, place: Int32) -> Int32:
+        return place if self.packed == 1 else place // self.packed
+
+    def query_head(self, r: int) -> Int32:
+        """Of the thread's r-th row."""
+        return self.head if self.packed == 1 else self.head * self.packed + self._place(r) % self.packed
 
     def column(self, c: int) -> Int32:
         """Of the thread's c-th register of a row, counted from the block's first key."""
@@ -58,9 +70,9 @@ class KeyMask:
         end = key + width
         seen = end <= self.seqlen.seqlen_k
         if const_expr(self.right is not None):
-            seen = seen and end - 1 <= self.first + self.shift + self.right
+            seen = seen and end - 1 <= self._query(self.first) + self.shift + self.right
         if const_expr(self.left is not None):
-            last = cutlass.min(self.first + ROWS, self.seqlen.seqlen_q) - 1
+            last = cutlass.min(self._query(self.first + (ROWS - 1)) + 1, self.seqlen.seqlen_q) - 1
             seen = seen and key >= last + self.shift - self.left
         return seen
 
@@ -104,8 +116,9 @@ class KeyMask:
         self, scores: cute.Tensor, key: Int32, begin: cutlass.Constexpr[int], count: cutlass.Constexpr[int]
     ) -> None:
         # Rows and keys past the ends are hidden anyway; tensors that a mask_mod reads may end there.
-        batch, head = (utils.scalar_to_ssa(x, Int32) for x in (self.batch, self.head))
+        batch = utils.scalar_to_ssa(self.batch, Int32)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            head = utils.scalar_to_ssa(self.query_head(r), Int32)
             row = utils.scalar_to_ssa(cutlass.min(self.row(r), self.seqlen.seqlen_q - 1), Int32)
             for c in cutlass.range_constexpr(count):
                 column = cutlass.min(key + self.column(c), self.seqlen.seqlen_k - 1)

@@ -90,6 +90,21 @@ def backward_tile(
     return None
 
 
+STEP = 128  # keys of a step of `list_steps`
+# Blocks of a step, by keys of a block.
+STEPS: dict[int, int] = {64: 2}
+
+
+def forward_parts(head_dim: int, head_dim_v: int, tile_n: int, overlaps_products: bool, plain: bool) -> int:
+    """How many blocks SM90 forward takes at a step by `list_steps`; 0 where it takes its own tile of `tile_n` keys.
+
+    `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
+    no paged keys.
+    """
+    fits = head_dim == head_dim_v and head_dim in (64, 96, 128)
+    return STEPS.get(tile_n, 0) if fits and overlaps_products and plain else 0
+
+
 def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch]) -> int:
     """How many query tiles an SM100 forward CTA works on: one, where a block holds no whole number of pairs."""
     if tensors is None or tensors.block_size is None or tensors.block_size[0] % (stages * tile_m) == 0:

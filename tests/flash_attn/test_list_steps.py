@@ -1,0 +1,105 @@
+"""SM90 forward takes two blocks of 64 keys at a step: which calls do, and that the numbers are right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from fa_cases import Case, forward, make_inputs
+from fa_compile import Worker
+from fa_reference import assert_case
+
+HALVES = dict(T_q=700, T_k=700, lists="both", block=(128, 64))
+CASES = [
+    Case(D=128, **HALVES, causal=True, list_heads=2),
+    Case(D=64, **HALVES, causal=True, list_heads=2, pack_gqa=False),
+    Case(D=96, **HALVES, window=(200, 30), list_heads=2),
+    Case(D=128, **HALVES, Hq=6, list_heads=2, window=(100, None), mask_mod="thirds"),
+    Case(D=128, **HALVES, Hq=6, list_heads=6, causal=True, mask_mod="thirds"),
+    Case(D=128, **(HALVES | dict(lists="no full")), Hq=8, Hkv=1, causal=True),
+    Case(D=64, **(HALVES | dict(lists="full")), window=(None, 100)),
+    Case(D=128, T_q=130, T_k=700, lists="both", block=(128, 64), causal=True, list_heads=2),
+    Case(D=128, T_q=700, T_k=65, lists="both", block=(128, 64)),
+    Case(D=128, T_q=300, T_k=1, lists="both", block=(64, 64), causal=True),
+]
+PACK = ((300, 300), (0, 0), (1, 1), (700, 700), (64, 200))
+PACKED = [
+    Case(D=128, packed=PACK, lists="both", block=(128, 64), causal=True, list_heads=2),
+    Case(D=128, packed=PACK, lists="both", block=(128, 64), form="compact", list_heads=2, mask_mod="thirds"),
+    Case(D=64, packed=PACK, lists="both", block=(128, 64), form="stacked", window=(100, 20)),
+    Case(D=128, packed=PACK, lists="no full", block=(128, 64), form="ragged", causal=True),
+]
+# Of key blocks, or head dimensions, that a step of two blocks does not fit.
+OWN_TILE = [
+    Case(D=128, T_q=300, T_k=300, lists="both"),
+    Case(D=256, T_q=300, T_k=300, lists="both", block=(128, 64)),
+    Case(D=192, Dv=128, Hkv=4, T_q=300, T_k=300, lists="both", block=(64, 96)),
+]
+
+
+def kernels_of(case: Case, **options: object) -> list[tuple[int, int]]:
+    """Blocks of a step and keys of a tile, of every forward kernel that a call compiles."""
+    from flash_attn.cute import interface
+    from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90 as Forward
+
+    made = []
+    original = Forward.__init__
+
+    def noted(self: Forward, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        made.append((self.list_parts, self.tile_n))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forward, "__init__", noted)
+        patch.setattr(interface._flash_attn_fwd, "compile_cache", {})
+        if options:
+            patch.setattr(interface, "_flash_attn_fwd", _with(interface._flash_attn_fwd, options))
+        forward(case, make_inputs(case))
+    return made
+
+
+def _with(call, options):
+    def with_options(*args, **kwargs):
+        return call(*args, **kwargs, **options)
+
+    with_options.compile_cache = call.compile_cache
+    return with_options
+
+
+def softcapped(case: Case) -> list[tuple[int, int]]:
+    return kernels_of(case, softcap=20.0)
+
+
+@pytest.mark.parametrize("case", [*CASES[:6], *PACKED[1:]], ids=str)
+def test_two_blocks_of_64_are_a_tile(compiler_sm90: Worker, case: Case) -> None:
+    assert compiler_sm90.run(kernels_of, case) == [(2, 128)]
+
+
+@pytest.mark.parametrize("case", OWN_TILE, ids=str)
+def test_other_blocks_are_a_tile_each(compiler_sm90: Worker, case: Case) -> None:
+    ((parts, tile_n),) = compiler_sm90.run(kernels_of, case)
+    assert parts == 0 and tile_n == (case.block or (128, 128))[1]
+
+
+def test_a_score_mod_takes_tiles_of_a_block(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.run(softcapped, CASES[0]) == [(0, 64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *PACKED], ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_a_step_of_two_is_two_steps_of_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute import list_tiles
+
+    case = replace(case, Hq=case.Hq, B=1)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    monkeypatch.setattr(list_tiles, "STEPS", {})
+    alone, lse_alone = forward(case, x)
+    assert (o.float() - alone.float()).abs().max() < 2e-2
+    assert (lse - lse_alone).abs().nan_to_num(0.0).max() < 1e-4
