@@ -45,7 +45,7 @@ def nsa(
             Without ``gate_weight`` and ``gates`` each branch counts 1/3.
         compress_k_weight: [Hkv, D, D], applied to the mean of a block of k; None: the identity.
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
-        softmax_scale: factor of q . k; None: ``D ** -0.5``.
+        softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
         cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total; read on the host once a call.
         max_seqlen: an upper bound of the packed lengths, in tokens; only checked.
         causal: False lets every query see the whole sequence.

@@ -41,8 +41,10 @@ def plan_backward(
             ones, [H, rows of all sequences]. H is 1, `num_heads_kv` (one list for the query heads of a group) or
             `num_heads`.
         num_q_blocks: query blocks of a head, in the longest sequence.
-        deterministic: also merge mask and full blocks into one walk by rising lock value. Lock values that `lists`
-            hold already are ignored. Packed lists become ragged.
+        deterministic: also merge mask and full blocks into one walk by rising lock value, for deterministic calls in
+            one pass. Lock values that `lists` hold already are ignored. Packed lists become ragged. Deterministic
+            calls in two passes, which they are where the call can have them, need none of this and follow plans made
+            without it.
         schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
             "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
         longest: entries of an item at most; an entry is a block of queries, of one head or of a group. None: 32, and

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Optional
 
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.call_options import bounded_window, check_scale, check_switch
 from flash_attn.cute.cute_dsl_utils import validate_output_layout
 from flash_attn.cute.dq_spec import DTYPES, ROWS, STEP, TILE_M, Output
 
@@ -46,10 +47,26 @@ def supports(
 
 def edges(causal: bool, window_size: tuple[Optional[int], Optional[int]]) -> tuple[Optional[int], Optional[int]]:
     """How many keys before and after its own a query sees; None for all."""
-    left, right = window_size
+    left, right = bounded_window(*window_size)
     if left is not None and right is not None and left < 0 and right < 0:
         left, right = None, None
     return left, 0 if causal else right
+
+
+def with_plain_strides(x: Optional[Tensor]) -> Optional[Tensor]:
+    """The same tensor, with the strides of dimensions of one element that a contiguous tensor would have.
+
+    They lead nowhere and may hold anything, but a compiled kernel refuses those that are not aligned.
+    """
+    if x is None or 1 not in x.shape:
+        return x
+    strides = list(x.stride())
+    after = 1
+    for dim in reversed(range(x.ndim)):
+        if x.shape[dim] == 1:
+            strides[dim] = after
+        after = strides[dim] * x.shape[dim]
+    return x if tuple(strides) == x.stride() else x.as_strided(x.shape, strides)
 
 
 def check_types(lists: Any, tensors: dict[str, Any], optional: dict[str, Any]) -> None:
@@ -84,8 +101,7 @@ def check_options(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    if softmax_scale is not None and not isinstance(softmax_scale, Real):
-        raise TypeError(f"softmax_scale is {softmax_scale!r}, expected a number or None")
+    check_scale(softmax_scale)
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not pair or any(side is not None and not isinstance(side, Integral) for side in window_size):
         raise TypeError(f"window_size is {window_size!r}, expected two numbers of keys, or None for no limit")
@@ -100,8 +116,7 @@ def check_options(
     if not isinstance(start, Integral):
         raise TypeError(f"start is {start!r}, expected a multiple of {ROWS}")
     for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}, expected a bool")
+        check_switch(name, value)
 
 
 def check_tensors(

@@ -59,6 +59,37 @@ def stays(lists: BlockSparseTensorsTorch) -> bool:
     return rectangular and sum(indices.shape[-1] for _, indices in given) <= MOST_ENTRIES
 
 
+def lists_of_queries(
+    q: Tensor,
+    k: Tensor,
+    lists: BlockSparseTensorsTorch,
+    *,
+    cu_seqlens: tuple[Optional[Tensor], Optional[Tensor]],
+    seqused: tuple[Optional[Tensor], Optional[Tensor]],
+    max_seqlen_q: Optional[int],
+) -> NamedTuple:
+    """Forward lists as the kernel takes them: checked, and normalised.
+
+    Args:
+        q, k, lists, max_seqlen_q: as in `backward_dq`.
+        cu_seqlens, seqused: of queries and of keys.
+
+    Raises:
+        ValueError: lists that do not fit the call.
+    """
+    packed = cu_seqlens[0] is not None
+    return normalize_block_sparse_config(
+        lists,
+        batch_size=cu_seqlens[0].shape[0] - 1 if packed else q.shape[0],
+        num_head=ListHeads.of(lists, q.shape[-2], k.shape[-2]).count,
+        seqlen_q=q.shape[-3] if max_seqlen_q is None or not packed else max_seqlen_q,
+        seqlen_k=k.shape[-3],
+        block_size=(TILE_M, STEP if lists.block_size is None else lists.block_size[1]),
+        q_stage=1,
+        packed=packed_lists.packing(*cu_seqlens, *seqused, max_seqlen_q, None),
+    )
+
+
 def backward_dq(
     q: Tensor,
     k: Tensor,
@@ -97,7 +128,8 @@ def backward_dq(
     ``add`` adds what dq holds before rounding, as `shared_backward.convert` does.
 
     Args:
-        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
+        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. In these and all others, the stride of a
+            dimension of one element may be anything.
         k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
         dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`. Rows past a sequence's end are
             not read. With ``out`` they are written: all rows of tiles of TILE_M queries, as that docstring wants them.
@@ -130,6 +162,10 @@ def backward_dq(
     dq_arguments.check_options(
         softmax_scale, window_size, mask_mod, aux_tensors, max_seqlen_q=max_seqlen_q, start=start, add=add, first=first
     )
+    q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = map(
+        dq_arguments.with_plain_strides,
+        (q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
+    )
     reason = dq_arguments.unsupported(interface._get_device_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is not None:
         raise NotImplementedError(reason)
@@ -148,15 +184,13 @@ def backward_dq(
 
     left, right = dq_arguments.edges(causal, window_size)
     heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
-    normalized = normalize_block_sparse_config(
+    normalized = lists_of_queries(
+        q,
+        k,
         lists,
-        batch_size=batch,
-        num_head=heads.count,
-        seqlen_q=q.shape[-3] if max_seqlen_q is None or not packed[0] else max_seqlen_q,
-        seqlen_k=k.shape[-3],
-        block_size=(TILE_M, STEP if lists.block_size is None else lists.block_size[1]),
-        q_stage=1,
-        packed=packed_lists.packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, None),
+        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+        seqused=(seqused_q, seqused_k),
+        max_seqlen_q=max_seqlen_q,
     )
     spec = DqSpec(
         dtype=q.dtype,

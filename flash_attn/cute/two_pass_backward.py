@@ -16,12 +16,21 @@ import torch
 
 from flash_attn.cute import dq_arguments, list_tiles
 from flash_attn.cute.dq_spec import ROWS
-from flash_attn.cute.flash_bwd_dq_sm90 import ACCUM_TILE, backward_dq
+from flash_attn.cute.flash_bwd_dq_sm90 import ACCUM_TILE, backward_dq, lists_of_queries
 from flash_attn.cute.list_heads import ListHeads
 from flash_attn.cute.shared_backward import BackwardLayout
 from flash_attn.cute.target_sms import target_sm_count
 
-__all__ = ["backward_dq", "heads_per_cta", "lists_of_keys", "pays", "rows_for_both", "takes", "walks_group"]
+__all__ = [
+    "backward_dq",
+    "heads_per_cta",
+    "lists_of_keys",
+    "lists_of_queries",
+    "pays",
+    "rows_for_both",
+    "takes",
+    "walks_group",
+]
 
 SM90 = 9  # arch // 10
 OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself

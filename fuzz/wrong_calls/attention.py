@@ -19,7 +19,7 @@ from flash_attn.cute.shared_backward import SharedBackward, backward_layout, con
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import FORMS, Blocks, Packed
 from fuzz.corrupt import FAULTS, PACKED_FAULTS, spoil
-from fuzz.wrong_calls import Changed, Spec
+from fuzz.wrong_calls import NOT_A_SCALE, Changed, Spec
 
 B, M, N, HQ, HKV, D = 2, 3, 2, 4, 2, 64
 TQ, TK = M * 128, N * 128
@@ -92,7 +92,8 @@ def compress_spec(name: str, call: Any, packed: bool) -> Spec:
         name,
         lambda **given: call(**given),
         lambda device: compressed(device, packed),
-        {"compress_factor": FACTOR, "compress_offset": OFFSET, "window_size": {"a window": (100, 0)}},
+        {"compress_factor": FACTOR, "compress_offset": OFFSET, "window_size": {"a window": (100, 0)}}
+        | {"softmax_scale": NOT_A_SCALE | {"a tensor": torch.ones(1)}},
         together={
             "not causal": ("compress_factor", dict(causal=False)),
             "an offset, not causal": ("compress_offset", dict(causal=False, compress_factor=1)),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_SIZE, NOT_A_TENSOR, Changed, Spec
+from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_SCALE, NOT_A_SIZE, NOT_A_TENSOR, Changed, Spec
 from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa
 from nsa_layer.rope import RotaryEmbedding
 from nsa_layer.testing import Case
@@ -76,7 +76,7 @@ OPERATOR = Spec(
         "gates": WEIGHTS | {"a wrong shape": torch.zeros(B, T, HQ)},
         "compress_k_weight": WEIGHTS,
         "compress_v_weight": WEIGHTS,
-        "softmax_scale": {"a string": "1", "nan": float("nan"), "infinite": float("inf"), "True": True},
+        "softmax_scale": NOT_A_SCALE | {"True": True},
         "cu_seqlens": {"for a batch": torch.tensor([0, T], dtype=torch.int32)},
         "max_seqlen": {"without cu_seqlens": T, "a float": 20.0},
         "causal": NOT_A_BOOL,

@@ -8,7 +8,7 @@ import torch
 
 from flash_attn.cute.flash_bwd_dq_sm90 import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from fuzz.wrong_calls import NOT_A_TENSOR, Changed, Spec
+from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_SCALE, NOT_A_TENSOR, Changed, Spec
 from fuzz.wrong_calls.attention import (
     HQ,
     LENGTHS,
@@ -75,7 +75,7 @@ DQ = Spec(
         "lists": {"None": None, "a tuple": (1, 2)}
         | {"blocks of 64 queries": changed(block_size=(64, 128)), "blocks of 96 keys": changed(block_size=(128, 96))}
         | LISTS,
-        "softmax_scale": {"a string": "1", "a tensor": torch.ones(1)},
+        "softmax_scale": NOT_A_SCALE | {"a tensor": torch.ones(1)},
         "window_size": {"an int": 3, "three": (1, 2, 3), "floats": (1.5, 0), "strings": ("1", "2"), "None": None},
         "mask_mod": {"a string": "causal"},
         "aux_tensors": {"a number": 3, "numbers": [3]},
@@ -157,7 +157,8 @@ TWO = Spec(
             "None": None,
             "blocks of 64 queries": changed(block_size=(64, 128)),
             "blocks of 96 keys": changed(block_size=(128, 96)),
-        },
+        }
+        | LISTS,
         "score_mod": {"given": score},
         "softcap": {"given": 3.0},
         "aux_scalars": {"given": (1,)},
@@ -186,6 +187,7 @@ WITHOUT = Spec(
         "block_sparse_tensors": {"None": None, "blocks of 96 keys": changed(block_size=(128, 96))},
         "dq": {"given": Changed(lambda _: torch.empty(1))},
         "learnable_sink": {"given": torch.zeros(HQ)},
+        "without_dq": NOT_A_BOOL | {"zero": 0},
     },
     {"block_sparse_tensors": ("without_dq", *WORDS)},
     device="cuda",

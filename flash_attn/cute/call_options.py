@@ -1,0 +1,38 @@
+"""Options of a call of attention that are no tensors: what is refused before anything is launched, and what is cut."""
+
+import math
+from numbers import Real
+from typing import Any, Optional
+
+# Positions are 32 bits wide in the kernels. No sequence is as long as this, so a wider window is no other window, and
+# a position with a window added or taken away still fits.
+WIDEST_WINDOW = 1 << 30
+
+
+def check_scale(softmax_scale: Any) -> None:
+    """Refuse a factor of q . k that gives no softmax: hidden scores are -inf, and have to stay so.
+
+    Raises:
+        TypeError: no number, and not None.
+        ValueError: 0, negative, infinite or NaN.
+    """
+    if softmax_scale is None:
+        return
+    if not isinstance(softmax_scale, Real):
+        raise TypeError(f"softmax_scale is {softmax_scale!r}, expected a number or None")
+    if not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale is {softmax_scale!r}, expected a positive and finite number")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """
+    Raises:
+        TypeError: value is no bool.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected a bool")
+
+
+def bounded_window(left: Optional[int], right: Optional[int]) -> tuple[Optional[int], Optional[int]]:
+    """The same window, with sides that kernels can add to a position. None: no limit."""
+    return tuple(side if side is None else max(-WIDEST_WINDOW, min(WIDEST_WINDOW, side)) for side in (left, right))

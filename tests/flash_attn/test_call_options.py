@@ -1,0 +1,216 @@
+"""Options of a call that are no tensors: refused, or cut, before anything is launched."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, backward_lists, forward, forward_lists, make_inputs
+from fa_compile import Worker, WorkerError
+from fa_reference import assert_case
+
+from flash_attn.cute import dq_arguments, flash_attn_func, flash_attn_varlen_func, interface
+
+EACH = pytest.mark.parametrize("attend", [flash_attn_func, flash_attn_varlen_func])
+LISTED = Case(D=128, causal=True, T_q=900, T_k=900, lists="both")
+NO_LIMIT = (2**31 - 1, 2**31, 2**40)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that get as far as the autograd function say so, and do no more."""
+    stand_in = SimpleNamespace(apply=lambda *args: "launched")
+    monkeypatch.setattr(interface, "FlashAttnFunc", stand_in)
+    monkeypatch.setattr(interface, "FlashAttnVarlenFunc", stand_in)
+
+
+def inputs() -> list[torch.Tensor]:
+    return [torch.zeros(1, 512, 2, 64) for _ in "qkv"]
+
+
+# softmax_scale
+
+
+@EACH
+@pytest.mark.parametrize("scale", [0, 0.0, -0.125, math.nan, math.inf, -math.inf])
+def test_scale_that_gives_no_softmax(launched: None, attend: Any, scale: float) -> None:
+    with pytest.raises(ValueError, match="softmax_scale is .*, expected a positive and finite number"):
+        attend(*inputs(), softmax_scale=scale)
+
+
+@EACH
+def test_scale_that_is_no_number(launched: None, attend: Any) -> None:
+    with pytest.raises(TypeError, match="softmax_scale is '1'"):
+        attend(*inputs(), softmax_scale="1")
+
+
+@EACH
+@pytest.mark.parametrize("scale", [None, 1, 0.125, 1e-30])
+def test_scale_that_is_right(launched: None, attend: Any, scale: float | None) -> None:
+    assert attend(*inputs(), softmax_scale=scale) == "launched"
+
+
+# window_size
+
+
+@pytest.mark.parametrize("wide", NO_LIMIT)
+def test_wide_windows_stay_in_32_bits(wide: int) -> None:
+    """With the positions of the longest sequences added or taken away; and they are as wide as any."""
+    longest = 1 << 29
+    for given in [(wide, 3), (3, wide), (wide, wide), (-wide, 3)]:
+        *_, left, right = interface._resolve_causal_local_window(False, *given)
+        assert dq_arguments.edges(False, given) == (left, right)
+        for side, was in zip((left, right), given, strict=True):
+            assert abs(side) + longest < 2**31
+            assert side == was or (abs(side) >= longest and (side < 0) == (was < 0))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, -1), (-7, 3), (None, -1), (0, 0), (None, None), (100, None)])
+def test_other_windows_are_left_alone(window: tuple[int | None, int | None], causal: bool) -> None:
+    """Both sides below 0 are no limit; one of them alone is a place before, or behind, the query's own."""
+    *_, left, right = interface._resolve_causal_local_window(causal, *window)
+    expected = (None, None) if window == (-1, -1) else window
+    if causal:
+        expected = expected[0], None if expected[0] is None else 0
+    assert (left, right) == expected or (window == (None, -1) and (left, right) == (None, None))
+
+
+WIDE = [Case(D=128, T_q=300, T_k=300, window=window) for window in ((2**31 - 1, 10), (20, 2**31 - 1), (2**40, None))]
+WIDE.append(Case(D=128, T_q=700, T_k=700, window=(2**31 - 1, 2**31 - 1), lists="both"))
+WIDE.append(Case(D=64, T_q=200, T_k=700, window=(2**31 - 1, 0), lists="both", block=(128, 64)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_wide_windows(case: Case) -> None:
+    assert_case(case)
+
+
+# Backward in two passes
+
+
+def wrong_forward_lists(named: str) -> tuple[str, str, list[str]]:
+    """What backward in two passes raises, and what it has made before; in a worker."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    made: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.is_floating_point() and "empty" not in str(function):
+                made.append(str(function))
+            return result
+
+    x, lists = make_inputs(LISTED), forward_lists(LISTED)
+    o, lse = torch.empty_like(x.do), x.q.new_empty((LISTED.B, LISTED.Hq, LISTED.T_q), dtype=torch.float32)
+    changes = {
+        "mask_block": lambda t: t.to(torch.int64),
+        "full_block": lambda t: t.narrow(2, 0, t.shape[2] - 1),
+    }
+    field = f"{named}_cnt"
+    both = dict(
+        block_sparse_tensors=backward_lists(LISTED),
+        block_sparse_tensors_fwd=lists._replace(**{field: changes[named](getattr(lists, field))}),
+    )
+    try:
+        with Watch():
+            _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, causal=True, passes=2, **both)
+    except Exception as error:
+        return type(error).__name__, str(error), made
+    return "nothing", "", made
+
+
+@pytest.mark.parametrize("named", ["mask_block", "full_block"])
+def test_wrong_forward_lists_are_refused_first(compiler_sm90: Worker, named: str) -> None:
+    kind, said, made = compiler_sm90.run(wrong_forward_lists, named)
+    assert kind == "ValueError" and named in said
+    assert not made
+
+
+def no_bool(value: Any) -> None:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    x = make_inputs(LISTED)
+    lse = x.q.new_empty((LISTED.B, LISTED.Hq, LISTED.T_q), dtype=torch.float32)
+    lists = backward_lists(LISTED)
+    _flash_attn_bwd(x.q, x.k, x.v, x.do, x.do, lse, causal=True, block_sparse_tensors=lists, without_dq=value)
+
+
+@pytest.mark.parametrize("value", [1, 0, "no", None])
+def test_without_dq_is_a_bool(compiler_sm90: Worker, value: Any) -> None:
+    with pytest.raises(WorkerError, match="without_dq is .*, expected a bool") as refusal:
+        compiler_sm90.run(no_bool, value)
+    assert refusal.value.kind == "TypeError"
+
+
+# Strides of one element
+
+
+def odd(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor with a stride of 1 for its dimensions of one element, as some views have it."""
+    return x.as_strided(x.shape, [1 if size == 1 else stride for size, stride in zip(x.shape, x.stride())])
+
+
+def plain_strides() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes and strides that the kernel of dq is launched with for tensors that are `odd`; in a worker."""
+    from unittest.mock import patch
+
+    from flash_attn.cute import flash_bwd_dq_sm90
+
+    seen: list[torch.Tensor] = []
+    case = Case(D=128, B=1, Hq=1, Hkv=1, T_q=1, T_k=1, lists="full")
+    x = make_inputs(case)
+    rows = [odd(torch.empty(1, 1, 128, dtype=torch.float32, device=x.q.device)) for _ in range(2)]
+    lse = odd(torch.empty(1, 1, 1, dtype=torch.float32, device=x.q.device))
+    used = torch.empty(1, dtype=torch.int32, device=x.q.device).as_strided((1,), (3,))
+    kernel = lambda *args: seen.extend(t for t in args if isinstance(t, torch.Tensor))  # noqa: E731
+    with (
+        patch.object(flash_bwd_dq_sm90, "_compiled", lambda *args: kernel),
+        patch.object(flash_bwd_dq_sm90, "is_fake_mode", lambda: False),
+    ):
+        flash_bwd_dq_sm90.backward_dq(
+            *map(odd, (x.q, x.k, x.v, x.do)), *rows, forward_lists(case), dq=odd(torch.empty_like(x.q)),
+            accum=odd(torch.empty(1, 1, 64 * 128, dtype=torch.float32, device=x.q.device)),
+            out=odd(torch.empty_like(x.q)), lse=lse, seqused_k=used,
+        )  # fmt: skip
+    return [(tuple(t.shape), t.stride()) for t in seen]
+
+
+def test_strides_of_one_element_may_be_anything(compiler_sm90: Worker) -> None:
+    seen = compiler_sm90.run(plain_strides)
+    assert len(seen) == 11  # q, k, v, do, two row sums, o, lse, dq, the accumulator, seqused_k
+    for shape, strides in seen:
+        contiguous = torch.empty(shape, device="meta").stride()
+        assert strides == contiguous
+
+
+def test_other_strides_are_kept() -> None:
+    fused = torch.empty(1, 64, 3, 4, 128)[:, :, 1]
+    for x in (fused, torch.empty(2, 64, 1, 128), torch.empty(2, 1, 4, 128).expand(2, 64, 4, 128)):
+        assert dq_arguments.with_plain_strides(x) is x
+    for x in (fused, torch.empty(3, 7, 1)[:, ::2]):
+        plain = dq_arguments.with_plain_strides(odd(x))
+        assert plain.stride() == x.stride() and plain.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_k", [64, 128])
+def test_gradients_of_tensors_with_odd_strides(block_k: int) -> None:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    case = Case(D=128, B=1, Hq=1, Hkv=1, causal=True, T_q=300, T_k=300, lists="both", block=(128, block_k))
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    lists = dict(block_sparse_tensors=backward_lists(case), block_sparse_tensors_fwd=forward_lists(case))
+    tensors = (x.q, x.k, x.v, o, x.do, lse)
+    expected, got = (
+        _flash_attn_bwd(*given, causal=True, passes=2, **lists) for given in (tensors, tuple(map(odd, tensors)))
+    )
+    assert all(map(torch.equal, expected, got)) and all(t.isfinite().all() for t in got)
