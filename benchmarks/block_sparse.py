@@ -1,17 +1,18 @@
 """Block-sparse attention: how much of the dense kernels' rate listed tiles run at, forward and backward.
 
-    python benchmarks/block_sparse.py [--only sparsity kinds keys varlen others] [--json FILE] [--plot FILE]
+    python benchmarks/block_sparse.py [--only sparsity kinds keys varlen others masks] [--json FILE] [--plot FILE]
 
 Shape: bf16, B 1, 32 query heads, 8 key/value heads, D 128, lists for each key/value head unless said otherwise. TFLOP/s
 count every listed tile whole (see tile_lists.py), the dense causal kernel's too, which is what they are compared with.
-"backward" and "planned" are one pass, without a plan and by one; "two passes" have the plan for dk and dv, and dq
-over the lists of forward; "deterministic" are two passes too, "deterministic, one pass" follows a plan with lock
-values. Lists and plans are made ahead of time. Medians of
-CUDA-event timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns.
+"backward" and "deterministic" are calls as a user makes them with lists of both directions: one pass or two, by the
+rule of `flash_attn.cute.two_pass_backward`; "planned" the same with a plan. "two passes" follow the plan,
+"deterministic, one pass" one with lock values. Lists and plans are made ahead of time. Medians of CUDA-event timings
+after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns. "masks" has every mask that
+fuzzing draws (see list_masks.py), and what deterministic backward costs on each.
 
 First, every kernel's numbers are checked against fp32 on a small case, in processes of their own, which compile it into
-the kernel cache by the way. FlexAttention takes part where torch.compile works, cuDNN's block-sparse attention where it
-is installed (`pip install nvidia-cudnn-frontend`, 1.32 or newer).
+the kernel cache by the way (see checked_kernels.py). FlexAttention takes part where torch.compile works, cuDNN's
+block-sparse attention where it is installed (`pip install nvidia-cudnn-frontend`, 1.32 or newer).
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import cycle
-from multiprocessing import get_context
 from pathlib import Path
 
+import checked_kernels
+import list_masks
 import other_attention
 import torch
-from sparse_variants import BACKWARD, WAYS, check, check_packed, inputs, variants
+from sparse_variants import WAYS, Setup, dense_calls, inputs, variants
 from tile_lists import BLOCK, HQ, Case, D, drawn_lengths, selected_in_sequences, tflop, tiles
 
 from nsa_layer.tables import markdown
@@ -41,32 +42,60 @@ LENGTHS = [8192, 65536, 262144]
 SPARSITIES = [0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995]
 MOST_TFLOP = 60  # of a forward pass: what would take longer is left out
 HELD = (16, 32768)  # sequences, and tokens of the longest
-SECTIONS = ["sparsity", "kinds", "keys", "varlen", "others"]
+LONG_TFLOP = 300  # of a round of timings
+SECTIONS = ["sparsity", "kinds", "keys", "varlen", "others", "masks"]
 Row = dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--seqlen", type=int, nargs="+", default=LENGTHS, help="of sparsity and kinds")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
-    parser.add_argument("--no-check", action="store_true", help="leave the comparison with fp32 out")
-    parser.add_argument("--json", type=Path, help="write every number")
-    parser.add_argument("--plot", type=Path, help="write a PNG of the section sparsity")
-    given = parser.parse_args()
+    given = parsed()
     begin = time.perf_counter()
     cases = {name: section_cases(name, given.seqlen) for name in given.only}
-    results: dict = {"errors": {} if given.no_check else errors(cases, given.workers)}
+    results: dict = {"errors": {}}
+    with checked_kernels.pool(given.workers) as workers:
+        models = {repr(case): workers.submit(list_masks.predicted, case) for case in cases.get("masks", [])}
+        if not given.no_check:
+            found = errors(workers, cases)
+            results["errors"] = found
+            print(f"{checked_kernels.table(found)}\n\ncompiled and checked ({seconds_since(begin)})", flush=True)
+            checked_kernels.say_failures(found)
+        results["models"] = {name: future.result() for name, future in models.items()}
     results["dense"] = dense_rate(given.repeats)
     print(f"\ndense causal, TFLOP/s: {rates(results['dense'])}")
     for name in given.only:
         results[name] = section(name, cases[name], given.repeats, results)
-        print(f"\n{name} ({time.perf_counter() - begin:.0f} s since the start)\n\n{results[name]['table']}", flush=True)
+        print(f"\n{name} ({seconds_since(begin)})\n\n{results[name]['table']}", flush=True)
         if given.json:
             given.json.write_text(json.dumps(results, indent=1) + "\n")
     if given.plot and "sparsity" in results:
         plot(results, given.plot)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--seqlen", type=int, nargs="+", default=LENGTHS, help="of sparsity and kinds")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=checked_kernels.most_workers())
+    parser.add_argument("--no-check", action="store_true", help="leave the comparison with fp32 out")
+    parser.add_argument("--json", type=Path, help="write every number")
+    parser.add_argument("--plot", type=Path, help="write a PNG of the section sparsity")
+    return parser.parse_args()
+
+
+def seconds_since(begin: float) -> str:
+    return f"{time.perf_counter() - begin:.0f} s since the start"
+
+
+def errors(workers: ProcessPoolExecutor, cases: dict[str, list[Case]]) -> checked_kernels.Errors:
+    """What checking found of every way that a section times."""
+    ways: dict[Case, dict[str, None]] = {}
+    for name, some in cases.items():
+        for case in some:
+            ways.setdefault(case, {}).update(dict.fromkeys(("forward", *ways_of(name, case))))
+    wanted = checked_kernels.jobs((Setup.of(case), own) for case, own in ways.items())
+    torch.cuda.empty_cache()
+    return checked_kernels.errors(workers, wanted, packed="varlen" in cases)
 
 
 def section_cases(name: str, lengths: list[int]) -> list[Case]:
@@ -82,7 +111,7 @@ def section_cases(name: str, lengths: list[int]) -> list[Case]:
         return [Case(kind, 65536, listed, block_k=k) for kind in ("random", "selected") for listed, k in sizes]
     if name == "others":
         return [Case("random", 65536, listed, HQ) for listed in (51, 10)]
-    return []
+    return list_masks.patterns() if name == "masks" else []
 
 
 def sparsity_cases(T: int) -> Iterator[Case]:
@@ -90,34 +119,6 @@ def sparsity_cases(T: int) -> Iterator[Case]:
         listed = round(T // BLOCK * (1 - sparsity))
         if listed >= 1 and tflop(T // BLOCK * listed)["forward"] <= MOST_TFLOP:
             yield Case("random", T, listed)
-
-
-def errors(cases: dict[str, list[Case]], workers: int) -> dict[str, dict[str, float | str]]:
-    """The largest error of each kernel against fp32, over the largest value: by what a kernel is compiled for."""
-    small = {c for some in cases.values() for case in some for c in [replace(case, T=1024, listed=min(case.listed, 6))]}
-    small = sorted({(c.kind, c.heads, c.block_k): c for c in small}.values(), key=str)
-    jobs: dict[str, tuple[Callable, tuple]] = {described(case): (check, (case,)) for case in small}
-    if "varlen" in cases:
-        jobs["packed selected"] = (check_packed, ())
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {name: pool.submit(function, *arguments) for name, (function, arguments) in jobs.items()}
-        found = {name: future.result() for name, future in futures.items()}
-    rows = [[name, *(shown(found[name].get(way)) for way in WAYS)] for name in found]
-    print(f"largest error over largest value, T 1024\n\n{markdown(['lists', *WAYS], rows)}", flush=True)
-    for name, errors_ in found.items():
-        for way, error in errors_.items():
-            if isinstance(error, str):
-                print(f"{name}, {way} is left out: {error}", file=sys.stderr)
-    return found
-
-
-def described(case: Case) -> str:
-    heads = "query head" if case.heads == HQ else "key/value head"
-    return f"{case.kind}, by {heads}, {case.block_k} keys"
-
-
-def shown(error: float | str | None) -> str:
-    return "-" if error is None else "failed" if isinstance(error, str) else f"{error:.1e}"
 
 
 def section(name: str, cases: list[Case], repeats: int, results: dict) -> dict:
@@ -128,60 +129,96 @@ def section(name: str, cases: list[Case], repeats: int, results: dict) -> dict:
         return others(cases, repeats)
     rows, table = {}, []
     for case in cases:
-        failed = [w for w, e in results["errors"].get(described(case), {}).items() if isinstance(e, str)]
+        failed = checked_kernels.failed(results["errors"], case)
         try:
-            row = rows[str(case)] = measure(case, repeats, left_out=failed)
+            row = rows[str(case)] = measure(case, ways_of(name, case), repeats, left_out=failed)
         except Exception as error:  # the other rows are still worth having
             print(f"{case} is left out: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        table.append(table_row(name, case, row, results["dense"]))
-    return {"rows": rows, "table": markdown(HEADERS[name], table, left=2)}
+        if name == "masks":
+            row |= {"kind": case.kind, "share": case.share}
+        else:
+            table.append(table_row(name, case, row, results["dense"]))
+    if name == "masks":
+        return {"rows": rows, "table": list_masks.report(rows, results["models"])}
+    return {"rows": rows, "table": markdown(HEADERS[name], table, left=2) + worst(rows)}
 
 
-RATES = list(WAYS)
-HEADERS = {
-    "sparsity": ["T", "sparsity", *RATES, "det. / planned", "det. / backward"],
-    "kinds": ["T", "lists", *RATES, "det. / planned", "det. / backward", "plan, ms"],
-    "keys": ["lists", "keys", *(f"{way}, ps a pair" for way in RATES)],
+ONE_PASS_AT = 65536  # tokens, where the deterministic way in one pass is timed too: it takes longest
+BY_RULE = ("forward", "backward", "planned", "two passes", "deterministic")
+WAYS_OF = {
+    "sparsity": (*BY_RULE, "deterministic, one pass"),
+    "kinds": WAYS,
+    "keys": ("forward", "backward", "two passes", "deterministic"),
 }
+RATIOS = {  # deterministic time over the default's of the same lists
+    "det. / backward": ("deterministic", "backward"),
+    "det., planned / planned": ("deterministic, planned", "planned"),
+}
+HEADERS = {
+    "sparsity": ["T", "sparsity", *WAYS_OF["sparsity"], "det. / backward"],
+    "kinds": ["T", "lists", *WAYS_OF["kinds"], *RATIOS, "plan, ms"],
+    "keys": ["lists", "keys", *(f"{way}, ps a pair" for way in WAYS_OF["keys"]), "det. / backward"],
+}
+
+
+def ways_of(name: str, case: Case) -> tuple[str, ...]:
+    """What a section times of a case."""
+    if name == "masks":
+        return list_masks.ways(case)
+    if name == "others":
+        return ("forward", "backward", "planned", "two passes")
+    return tuple(way for way in WAYS_OF[name] if way != "deterministic, one pass" or case.T == ONE_PASS_AT)
 
 
 def table_row(name: str, case: Case, row: Row, dense: Row) -> list[str]:
     """Rates as TFLOP/s (of dense), and deterministic time over the others'."""
+    ratios = [f"{row[d] / row[b]:.2f}" if {d, b} <= row.keys() else "-" for d, b in RATIOS.values()]
     if name == "keys":
         # A listed pair of tokens, of all query heads; whole tiles.
         pairs = row["tiles"] * HQ * BLOCK * case.block_k
-        times = [f"{row[way] * 1e9 / pairs:.3f}" if way in row else "-" for way in RATES]
-        return [case.kind, str(case.block_k), *times]
-    cells = [f"{row[f'{w} TFLOP/s']:.0f} ({of_dense(row, dense, w):.2f})" if w in row else "-" for w in RATES]
-    det = row.get("deterministic")
-    ratios = [f"{det / row[way]:.2f}" if det and way in row else "-" for way in ("planned", "backward")]
+        times = [f"{row[way] * 1e9 / pairs:.3f}" if way in row else "-" for way in WAYS_OF[name]]
+        return [case.kind, str(case.block_k), *times, ratios[0]]
+    ways = WAYS_OF[name]
+    cells = [f"{row[f'{w} TFLOP/s']:.0f} ({of_dense(row, dense, w):.2f})" if w in row else "-" for w in ways]
     if name == "sparsity":
-        return [f"{case.T:,}", f"{(1 - case.listed / (case.T // BLOCK)) * 100:.1f} %", *cells, *ratios]
+        return [f"{case.T:,}", f"{(1 - case.listed / (case.T // BLOCK)) * 100:.1f} %", *cells, ratios[0]]
     what = {"window": f"window {case.listed * BLOCK:,}"}.get(case.kind, f"{case.kind}, {case.listed}")
     what += ", by query head" if case.heads == HQ else ""
     return [f"{case.T:,}", what, *cells, *ratios, f"{row['plan']:.2f}"]
+
+
+def worst(rows: dict[str, Row]) -> str:
+    """The largest ratio of a section."""
+    found = {}
+    for case, row in rows.items():
+        for name, (slow, fast) in RATIOS.items():
+            if {slow, fast} <= row.keys():
+                found[f"{name} of {case}"] = row[slow] / row[fast]
+    most = max(found, key=found.__getitem__, default=None)
+    return "" if most is None else f"\n\nworst: {most}: {found[most]:.2f}"
 
 
 def of_dense(row: Row, dense: Row, way: str) -> float:
     return row[f"{way} TFLOP/s"] / dense["forward" if way == "forward" else "backward"]
 
 
-def measure(case: Case, repeats: int, *, left_out: list[str]) -> Row:
+def measure(case: Case, ways: Iterable[str], repeats: int, *, left_out: list[str]) -> Row:
     """Milliseconds and TFLOP/s of each way, the time to make a plan, and the tiles of a head."""
     lists = case.lists()
     number = tiles(lists[0])
     sets = [inputs(1, case.T) for _ in range(sets_past_l2(case.T * HQ * D * 2))]
-    of_sets = [variants(case, lists, tensors) for tensors in sets]
-    calls: dict[str, Call] = {
-        way: _turns([of_set[way] for of_set in of_sets]) for way in of_sets[0] if way not in left_out
-    }
-    timings = interleaved(calls, repeats=repeats, device="cuda", label=f"{case.kind} T={case.T:,}", hide_host=True)
-    row = {way: statistics.median(ms) for way, ms in timings.items()}
+    ways = [way for way in ways if way not in left_out]
+    of_sets = [variants(case, lists, tensors, ways) for tensors in sets]
+    calls: dict[str, Call] = {way: _turns([of_set[way] for of_set in of_sets]) for way in of_sets[0]}
     work = tflop(number, case.block_k)
-    for way in WAYS:
-        if way in row:
-            row[f"{way} TFLOP/s"] = work["forward" if way == "forward" else "backward"] / row[way] * 1e3
+    # A second of work is timed half as often.
+    repeats = repeats if len(ways) * work["backward"] < LONG_TFLOP else max(3, repeats // 2)
+    options = dict(device="cuda", label=f"{case.name} T={case.T:,}", hide_host=True, warm_ups=1)
+    timings = interleaved(calls, repeats=repeats, **options)
+    row = {way: statistics.median(ms) for way, ms in timings.items()}
+    for way in ways:
+        row[f"{way} TFLOP/s"] = work["forward" if way == "forward" else "backward"] / row[way] * 1e3
     del of_sets, calls, sets
     torch.cuda.empty_cache()
     return row | {"T": case.T, "listed": case.listed, "tiles": number}
@@ -189,15 +226,7 @@ def measure(case: Case, repeats: int, *, left_out: list[str]) -> Row:
 
 def dense_rate(repeats: int, T: int = 32768) -> Row:
     """TFLOP/s of the dense causal kernels."""
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-    q, k, v, do = inputs(1, T)
-    o, lse, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
-    calls: dict[str, Call] = {
-        "forward": lambda: _flash_attn_fwd(q, k, v, causal=True, return_lse=True),
-        "backward": lambda: _flash_attn_bwd(q, k, v, o, do, lse, causal=True),
-    }
-    timings = interleaved(calls, repeats=repeats, device="cuda", label="dense", hide_host=True)
+    timings = interleaved(dense_calls(T), repeats=repeats, device="cuda", label="dense", hide_host=True)
     work = tflop((T // BLOCK) * (T // BLOCK + 1) / 2)
     return {way: work[way] / statistics.median(ms) * 1e3 for way, ms in timings.items()}
 
@@ -257,8 +286,9 @@ def others(cases: list[Case], repeats: int) -> dict:
     for case in cases:
         lists = case.lists()
         tensors = inputs(1, case.T)
-        ours = variants(case, lists, tensors)
-        calls: dict[str, Call] = {f"here, {way}": ours[way] for way in ("forward", "backward", "planned", "two passes")}
+        ways = ways_of("others", case)
+        ours = variants(case, lists, tensors, ways)
+        calls: dict[str, Call] = {f"here, {way}": ours[way] for way in ways}
         expected = {"forward": ours["forward"]()[0], "backward": ours["backward"]()[0]}
         row: Row = {}
         for name, theirs in other_attention.offered(case, lists[0], tensors):
@@ -304,7 +334,7 @@ def plot(results: dict, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, constrained_layout=True)
-    for ax, ways in zip(axes, (["forward"], list(BACKWARD)), strict=True):
+    for ax, ways in zip(axes, (["forward"], list(WAYS_OF["sparsity"][1:])), strict=True):
         for T in dict.fromkeys(row["T"] for row in results["sparsity"]["rows"].values()):
             for way, style in zip(ways, ("-", "--", ":", "-.", (0, (1, 4))), strict=False):
                 rows = [r for r in results["sparsity"]["rows"].values() if r["T"] == T and way in r]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tile_lists import BLOCK, HKV, HQ, Case, D, selected_in_sequences
 
-BACKWARD = ("backward", "planned", "two passes", "deterministic", "deterministic, one pass")
+BACKWARD = (
+    "backward", "planned", "two passes", "deterministic", "deterministic, planned", "deterministic, one pass",
+)  # fmt: skip
 WAYS = ("forward", *BACKWARD)
+ONE_PASS = ("one pass", "one pass, locks")  # of masks.py: without a plan, and in the order of lock values
+WIDE = 65  # room in a row of lists, from which kernels' CTAs have a tile each
 Call = Callable[[], tuple[torch.Tensor, ...]]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,8 +25,12 @@ def inputs(*lead: int) -> Inputs:
     return q, k, v, do
 
 
-def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs) -> dict[str, Call]:
-    """`WAYS`, and "plan": making the plan that "planned" follows, which waits for nothing."""
+def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable[str] = WAYS) -> dict[str, Call]:
+    """The calls `ways`, of `WAYS` and `ONE_PASS`, and "plan": making the plan that others follow, which never waits.
+
+    "backward" and "deterministic" are calls as a user makes them, who gives lists of both directions, without a plan;
+    "planned" and "deterministic, planned" the same with one. The others say how many passes they take.
+    """
     from flash_attn.cute.backward_plan import plan_backward
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
@@ -30,45 +39,104 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs) -> dict[str, C
     M = case.T // BLOCK
     most = M * sum(0 if idx is None else idx.shape[-1] for idx in (forward.mask_block_idx, forward.full_block_idx))
     options = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M)
-    ordered = plan_backward(backward, deterministic=True, schedule="right to left", **options)
     planned = plan_backward(backward, **options)
     o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **case.mask)
 
-    def back(with_lists: Any, passes: int, **more: bool) -> Call:
+    def back(with_lists: Any, passes: int | None, **more: bool) -> Call:
         of_both = dict(block_sparse_tensors=with_lists, block_sparse_tensors_fwd=forward, passes=passes)
         return lambda: _flash_attn_bwd(q, k, v, o, do, lse, **of_both, **case.mask, **more)
 
+    makers: dict[str, Callable[[], Call]] = {
+        "forward": lambda: lambda: _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **case.mask),
+        "backward": lambda: back(backward, None),
+        "planned": lambda: back(planned, None),
+        "two passes": lambda: back(planned, 2),
+        "deterministic": lambda: back(backward, None, deterministic=True),
+        "deterministic, planned": lambda: back(planned, None, deterministic=True),
+        "deterministic, one pass": lambda: back(
+            plan_backward(backward, deterministic=True, schedule="right to left", **options), 1, deterministic=True
+        ),
+        "one pass": lambda: back(backward, 1),
+        "one pass, locks": lambda: back(_with_locks(forward, backward), 1, deterministic=True),
+        "plan": lambda: lambda: plan_backward(backward, listed=most, **options),
+    }
+    return {way: makers[way]() for way in (*ways, "plan")}
+
+
+def _with_locks(forward: Any, backward: Any) -> Any:
+    from flash_attn.cute.block_lists import compute_dq_write_order
+
+    order, order_full = compute_dq_write_order(*forward[:4], *backward[:4], spt=True)
+    return backward._replace(dq_write_order=order, dq_write_order_full=order_full, spt=True)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What kernels of a case are compiled for beyond its masks and heads.
+
+    Attributes:
+        wide: rows of forward lists have room for more than `WIDE` blocks.
+        groups: without a plan, a CTA of backward walks a list for all query heads of a key/value head.
+    """
+
+    case: Case
+    wide: bool = False
+    groups: bool = False
+
+    @classmethod
+    def of(cls, case: Case) -> Setup:
+        """As the case's own lists have it."""
+        from flash_attn.cute.two_pass_backward import walks_group
+
+        forward, backward = case.lists()
+        q, v = (torch.empty(1, case.T, H, D, device="meta") for H in (HQ, HKV))
+        room = sum(0 if idx is None else idx.shape[-1] for idx in (forward.mask_block_idx, forward.full_block_idx))
+        return cls(case, room >= WIDE, walks_group(forward, backward, q, v))
+
+
+def check(setup: Setup, way: str) -> float | str:
+    """The largest error of a way against fp32 over the largest value, or what went wrong."""
+    from flash_attn.cute import two_pass_backward
+
+    torch.manual_seed(0)
+    case = setup.case
+    two_pass_backward.WALKS_GROUP = setup.groups
+    try:
+        lists, tensors = case.lists(), inputs(1, case.T)
+        if setup.wide:
+            lists = _widened(lists[0]), lists[1]
+        expected = fp32(*tensors, _visible(case))
+        _poison_memory()
+        call = variants(case, lists, tensors, [way])[way]
+        got = call()
+        if way.startswith("deterministic") and not all(map(torch.equal, got, call())):
+            return "another result the second time"
+        return _largest(got[:1] if way == "forward" else got, expected[way != "forward" :])
+    except Exception as error:  # every way of failing is a line of the table
+        return _said(error)
+
+
+def dense_calls(T: int) -> dict[str, Call]:
+    """The dense causal kernels."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    q, k, v, do = inputs(1, T)
+    o, lse, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
     return {
-        "forward": lambda: _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **case.mask),
-        "backward": back(backward, 1),
-        "planned": back(planned, 1),
-        "two passes": back(planned, 2),
-        "deterministic": back(planned, 2, deterministic=True),
-        "deterministic, one pass": back(ordered, 1, deterministic=True),
-        "plan": lambda: plan_backward(backward, listed=most, **options),
+        "forward": lambda: _flash_attn_fwd(q, k, v, causal=True, return_lse=True),
+        "backward": lambda: _flash_attn_bwd(q, k, v, o, do, lse, causal=True),
     }
 
 
-def check(case: Case) -> dict[str, float | str]:
-    """Of each way, the largest error against fp32 over the largest value, or what went wrong."""
-    torch.manual_seed(0)
-    lists, tensors = case.lists(), inputs(1, case.T)
-    expected = fp32(*tensors, _visible(case))
-    _poison_memory()
-    found: dict[str, float | str] = {}
-    try:
-        calls = variants(case, lists, tensors)
-    except Exception as error:  # every way of failing is a line of the table
-        return dict.fromkeys(WAYS, _said(error))
-    for way in WAYS:
-        try:
-            got = calls[way]()
-            found[way] = _largest(got[:1] if way == "forward" else got, expected[way != "forward" :])
-            if way.startswith("deterministic") and not all(map(torch.equal, got, calls[way]())):
-                found[way] = "another result the second time"
-        except Exception as error:
-            found[way] = _said(error)
-    return found
+def compile_dense() -> None:
+    for call in dense_calls(1024).values():
+        call()
+
+
+def _widened(lists: Any) -> Any:
+    """The same lists, with room for as many blocks more."""
+    pad = torch.nn.functional.pad
+    return lists._replace(mask_block_idx=pad(lists.mask_block_idx, (0, WIDE)).contiguous())
 
 
 def check_packed() -> dict[str, float | str]:
@@ -115,10 +183,10 @@ def _visible(case: Case) -> torch.Tensor:
     """bool [Hq, T, T], from the table that the lists are made of."""
     t = torch.arange(case.T, device="cuda")
     behind = t.view(-1, 1) - t
-    if case.kind == "window":
+    if "window_size_left" in case.mask:
         return ((behind >= 0) & (behind < case.listed * BLOCK)).expand(HQ, -1, -1)
     tokens = case.table().repeat_interleave(BLOCK, 1).repeat_interleave(case.block_k, 2)
-    tokens = tokens if case.kind == "random" else tokens & (behind >= 0)
+    tokens = tokens & (behind >= 0) if case.mask["causal"] else tokens
     return tokens.repeat_interleave(HQ // case.heads, 0)
 
 

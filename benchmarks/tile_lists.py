@@ -38,11 +38,15 @@ class Case:
     block_k: int = BLOCK
 
     @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
     def mask(self) -> dict[str, Any]:
         """Options of the call."""
         if self.kind == "window":
             return dict(window_size_left=self.listed * BLOCK - 1, window_size_right=0)
-        return dict(causal=self.kind != "random")
+        return dict(causal=self.kind in ("causal", "selected"))
 
     def lists(self) -> tuple[Any, Any]:
         """Forward and backward lists, [1, heads, rows, width]."""
@@ -54,7 +58,7 @@ class Case:
         else:
             listed = self.table()
             full = listed
-            if self.kind != "random":
+            if self.mask["causal"]:
                 last_key = (torch.arange(N, device="cuda") + 1) * self.block_k - 1
                 full = listed & (last_key <= torch.arange(0, self.T, BLOCK, device="cuda").view(-1, 1))
             forward = lists_from_blocks(listed[None], full[None], block_size=size)

@@ -16,16 +16,22 @@ Call = Callable[[], object]
 
 
 def interleaved(
-    calls: Mapping[str, Call], *, repeats: int, device: str, label: str = "", hide_host: bool = False
+    calls: Mapping[str, Call],
+    *,
+    repeats: int,
+    device: str,
+    label: str = "",
+    hide_host: bool = False,
+    warm_ups: int = 2,
 ) -> dict[str, list[float]]:
-    """Milliseconds of `repeats` timings of each call; a call may have a ``prepare()``, which is not timed.
+    """Milliseconds of `repeats` timings of each call, after so many `warm_ups`; its ``prepare()`` is not timed.
 
     With `hide_host` a GPU is kept busy while the host makes a call's launches: what is timed is the GPU alone.
     """
     timings: dict[str, list[float]] = {name: [] for name in calls}
     for call in tqdm(calls.values(), desc=f"{label}: warm-up", leave=False):
-        call()
-        call()
+        for _ in range(warm_ups):
+            call()
     for _ in tqdm(range(repeats), desc=label, leave=False):
         for name, call in calls.items():
             timings[name].append(milliseconds(call, device, hide_host=hide_host))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from fa_cases import Case, Inputs, backward, block, block_lists, forward, make_inputs
 
@@ -83,13 +85,20 @@ def assert_bits_repeat(case: Case, runs: int, beside_other_work: bool = False) -
     """Backward gives the same bits, `runs` times."""
     x = make_inputs(case)
     o, lse = forward(case, x)
-    first = backward(case, x, o, lse)
+    assert_call_repeats(lambda: backward(case, x, o, lse), runs, beside_other_work=beside_other_work)
+
+
+def assert_call_repeats(
+    call: Callable[[], Iterable[torch.Tensor]], runs: int, *, beside_other_work: bool = False
+) -> None:
+    """A call gives the same bits, `runs` times."""
+    first = tuple(call())
     other, square = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
     for _ in range(runs):
         if beside_other_work:
             with torch.cuda.stream(other):
                 square @ square
-        assert all(once.equal(again) for once, again in zip(first, backward(case, x, o, lse)))
+        assert all(once.equal(again) for once, again in zip(first, call(), strict=True))
 
 
 def assert_close(name: str, mine: torch.Tensor, true: torch.Tensor, rough: torch.Tensor, rounding: float = 0.0) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fa_cases import Case, backward, backward_lists, compile_case, make_inputs
+from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, forward_lists, make_inputs
 from fa_compile import Worker, WorkerError
-from fa_reference import assert_bits_repeat, assert_case
+from fa_reference import assert_bits_repeat, assert_call_repeats, assert_case
 
 ORDERED = dict(T_q=700, T_k=700, deterministic=True)
 CASES = [
@@ -176,3 +176,29 @@ def test_numbers(case: Case) -> None:
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
     assert_bits_repeat(case, 100, beside_other_work=True)
+
+
+UNORDERED = dict(T_q=700, T_k=700, lists="both")
+TWO_PASSES = [
+    Case(D=128, causal=True, Hq=8, **UNORDERED),
+    Case(D=128, mask_mod="thirds", Hkv=4, block=(128, 64), **UNORDERED),
+    Case(D=96, list_heads=4, **UNORDERED),
+    Case(D=64, causal=True, Hkv=1, plan=3, **UNORDERED),
+    Case(D=64, window=(200, 0), packed=((300, 300), (0, 200), (700, 640)), lists="both", form="compact"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TWO_PASSES, ids=str)
+def test_bits_of_two_passes_repeat_beside_other_work(case: Case) -> None:
+    """As a user calls it: lists of both directions, no lock values."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    lists = dict(block_sparse_tensors=backward_lists(case), block_sparse_tensors_fwd=forward_lists(case))
+    assert_call_repeats(
+        lambda: _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, deterministic=True, **_masks(case, x), **lists),
+        100,
+        beside_other_work=True,
+    )

@@ -1,0 +1,95 @@
+"""Host parts of the benchmark of block-sparse attention: which cases and kernels it has, and what its tables say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fuzz.case import PATTERNS
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def benchmarks() -> Iterator[SimpleNamespace]:
+    """Its modules, which find each other beside the script."""
+    before = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import checked_kernels
+        import list_masks
+        import sparse_variants
+        import tile_lists
+
+        yield SimpleNamespace(
+            checked=checked_kernels, masks=list_masks, variants=sparse_variants, tile_lists=tile_lists
+        )
+    finally:
+        sys.path[:] = before
+
+
+def test_masks_are_all_that_fuzzing_draws(benchmarks: SimpleNamespace) -> None:
+    kinds = {pattern.kind for pattern in benchmarks.masks.patterns()}
+    assert kinds == set(PATTERNS) - {"empty"}
+
+
+@pytest.mark.parametrize("kind", ["causal", "one long column", "documents", "empty rows"])
+def test_masks_as_lists(benchmarks: SimpleNamespace, kind: str) -> None:
+    pattern = benchmarks.masks.Pattern(kind, 1024, 0, share=0.4)
+    table = benchmarks.masks.drawn(pattern)
+    forward, backward = benchmarks.masks.lists_of(table)
+    assert forward.full_block_cnt[0].equal(table.sum(-1).int()) and not forward.mask_block_cnt.any()
+    assert backward.full_block_cnt[0].equal(table.sum(-2).int())
+    assert pattern.mask == {"causal": False}
+
+
+def test_the_model_says_what_one_pass_costs(benchmarks: SimpleNamespace) -> None:
+    Pattern, predicted = benchmarks.masks.Pattern, benchmarks.masks.predicted
+    one, every = (predicted(Pattern(kind, 8192, 0, share=0.02)) for kind in ("diagonal", "one long row"))
+    assert 1.0 <= one < every  # where all key blocks add to one query block, they wait for one another
+    assert predicted(Pattern("full", 65536, 0)) is None
+
+
+def test_the_worst_mask_is_marked(benchmarks: SimpleNamespace) -> None:
+    def row(kind: str, det: float, planned: float) -> dict[str, float | str]:
+        times = {"backward": 2.0, "deterministic": det, "planned": 1.0, "deterministic, planned": planned}
+        return times | {"kind": kind, "share": 0.1, "tiles": 512, "T": 65536}
+
+    rows = {"a": row("random", 3.0, 1.2), "b": row("comb", 1.0, 1.7)}
+    said = benchmarks.masks.report(rows, {"a": 1.25, "b": None})
+    assert said.count("(worst)") == 1 and "1.70 (worst)" in said and "1.25" in said and "1.50" in said
+    assert said.endswith("worst: b: deterministic, planned takes 1.70 times the time of planned")
+
+
+def test_kernels_that_are_compiled(benchmarks: SimpleNamespace) -> None:
+    """One job a kernel: cases that share it are checked one after the other."""
+    Case, Setup = benchmarks.tile_lists.Case, benchmarks.variants.Setup
+    ways = ("forward", "backward", "two passes")
+    wanted = [
+        (Setup(Case("causal", 65536, 8), groups=True), ways),
+        (Setup(Case("selected", 65536, 16)), ways),
+        (Setup(Case("random", 65536, 256), wide=True), ways),
+    ]
+    found = benchmarks.checked.jobs(wanted)
+    assert all(setup.case.T == 1024 and setup.case.listed <= 6 for setups in found.values() for setup in setups)
+    of = {}
+    for (masks, _, _, way, wide, groups), setups in found.items():
+        of[dict(masks)["causal"], way, wide, groups] = [setup.case.kind for setup in setups]
+    assert of[True, "forward", False, False] == ["causal", "selected"]
+    assert of[True, "backward", False, True] == ["causal"] and of[True, "backward", False, False] == ["selected"]
+    assert of[False, "forward", True, False] == of[False, "forward", False, False] == ["random"]
+    assert len(found) == 10
+
+
+def test_failures_are_not_timed(benchmarks: SimpleNamespace) -> None:
+    case = benchmarks.tile_lists.Case("random", 65536, 16)
+    found = {benchmarks.checked.described(case): {"forward": 1e-3, "backward": "ValueError: no"}}
+    assert benchmarks.checked.failed(found, case) == ["backward"]
+    assert "failed" in benchmarks.checked.table(found)
+    assert list(benchmarks.checked.failures(found)) == [
+        "random, by key/value head, 128 keys, backward is left out: ValueError: no"
+    ]
