@@ -27,6 +27,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.list_arguments import fields
 from flash_attn.cute.list_entries import FlatEntries, distinct_lists, flat_entries, scatter
 from flash_attn.cute.list_validation import validate_lists
+from flash_attn.cute.packed_entries import packed_write_order
 from flash_attn.cute.packed_lists import cu_total_blocks
 from flash_attn.cute.write_order import compute_dq_write_order
 
@@ -39,6 +40,7 @@ __all__ = [
     "lists_from_blocks",
     "lists_from_dense",
     "lists_from_window",
+    "packed_write_order",
     "plan_backward",
     "transpose_lists",
     "validate_lists",

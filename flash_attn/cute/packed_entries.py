@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flash_attn.cute.list_arguments import fields, integer
 from flash_attn.cute.list_entries import DistinctLists, FlatEntries
 from flash_attn.cute.packed_lists import FORMS
 from flash_attn.cute.write_order import CompactWalk, ranks, sorted_walk
@@ -107,6 +108,78 @@ def packed_rows(lists: Any) -> PackedRows:
         row - before.index_select(0, sequence),
         before.shape[0] - 1,
     )
+
+
+def packed_write_order(lists: Any, *, num_q_blocks: int, spt: bool = False, listed: int | None = None) -> Any:
+    """Compact or ragged backward lists of packed sequences with lock values, for deterministic backward in one pass.
+
+    What `compute_dq_write_order` is for padded lists: time and memory go with the blocks listed, rows may be in any
+    order, and nothing waits for the device.
+
+    Args:
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`; lock values in them are replaced.
+        num_q_blocks: of the longest sequence.
+        spt: key blocks are launched from the last to the first.
+        listed: upper bound of the blocks listed, all heads and sequences together. None: the room that there is.
+
+    Returns:
+        The lists with dq_write_order and, of full lists, dq_write_order_full: int32, like the indices, 0 after the
+        entries in use; and with `spt`. Compact lists of one head are repeated where those of the other kind have more.
+
+    Raises:
+        NotImplementedError: stacked lists.
+        TypeError, ValueError: lists of another form, ragged lists whose heads share places, or a wrong number.
+    """
+    _check_kinds(fields(lists))
+    integer("num_q_blocks", num_q_blocks)
+    if listed is not None:
+        integer("listed", listed, least=0)
+    if not isinstance(spt, bool):
+        raise TypeError(f"spt has to be a bool, got {spt!r}")
+    rows = packed_rows(lists)
+    heads, every = rows.counts[0].shape
+    _refuse_shared_places(lists, heads)
+    order = torch.arange(every, device=rows.sequence.device).flip(0) if spt else None
+    entries, places = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
+    locks = ranks(entries, rows.sequences * num_q_blocks)
+    changed: dict[str, Any] = {"spt": spt, "dq_write_order_full": None}
+    for number, (kind, name) in enumerate((("mask", "dq_write_order"), ("full", "dq_write_order_full"))):
+        counts, indices = getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")
+        if counts is None:
+            continue
+        if indices.ndim == 3:
+            counts, indices = (t.expand(heads, *t.shape[1:]) for t in (counts, indices))
+        own = entries.listed & (entries.is_full == bool(number))
+        size = indices.numel()
+        values = locks.new_zeros(size + 1).scatter_(0, torch.where(own, places[number], size), locks)
+        changed |= {f"{kind}_block_cnt": counts, f"{kind}_block_idx": indices, name: values[:size].view(indices.shape)}
+    return lists._replace(**changed)
+
+
+def _check_kinds(given: tuple[Any, Any, Any, Any]) -> None:
+    """Counts and indices, mask and full: given together, integers, and as many rows."""
+    for name, cnt, idx in (("mask", *given[:2]), ("full", *given[2:])):
+        if name == "full" and cnt is None and idx is None:
+            continue
+        if cnt is None or idx is None:
+            raise ValueError(f"{name}_block_cnt and {name}_block_idx have to be given together")
+        for field, t in ((f"{name}_block_cnt", cnt), (f"{name}_block_idx", idx)):
+            if t.is_floating_point():
+                raise ValueError(f"{field} is {t.dtype}, expected integers")
+        if idx.ndim == 3 and cnt.shape != idx.shape[:2]:
+            raise ValueError(f"{name}_block_cnt has shape {tuple(cnt.shape)}, {name}_block_idx {tuple(idx.shape)}")
+
+
+def _refuse_shared_places(lists: Any, heads: int) -> None:
+    """Heads with lists of their own in one kind have lock values of their own in both."""
+    full = lists.cu_block_idx_offsets if lists.cu_full_block_idx_offsets is None else lists.cu_full_block_idx_offsets
+    for kind, starts in (("mask", lists.cu_block_idx_offsets), ("full", full)):
+        indices = getattr(lists, f"{kind}_block_idx")
+        if indices is not None and indices.ndim == 1 and starts.shape[0] != heads:
+            raise ValueError(
+                f"{kind}_block_idx of {starts.shape[0]} heads beside lists of {heads}: heads of ragged lists cannot share "
+                "places, where each has lock values of its own"
+            )
 
 
 def ragged_walk(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from flash_attn.cute.block_lists import (
     lists_from_blocks,
     lists_from_dense,
     lists_from_window,
+    packed_write_order,
     transpose_lists,
     validate_lists,
 )
@@ -29,12 +31,13 @@ from flash_attn.cute.list_schedule import (
     waits_for_earlier_launches,
 )
 from flash_attn.cute.write_order import deterministic_walk, merged_walk
-from fuzz.blocks import both_directions
-from fuzz.case import Blocks
+from fuzz.blocks import both_directions, packed_lists
+from fuzz.case import Blocks, Packed
 from fuzz.corrupt import FAULTS, spoil
-from fuzz.wrong_calls import NOT_A_SIZE, NOT_A_TENSOR, Changed, Spec
+from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_SIZE, NOT_A_TENSOR, Changed, Spec
 
 CASE = Blocks(B=1, H=2, M=4, N=5, pattern="full", group=2)
+PACKED = Packed(lengths=((300, 200), (0, 64), (129, 256)), block=(128, 128), heads=2, pattern="full")
 SIZES = dict(seqlen_q=4 * 128, seqlen_k=5 * 128, num_heads=2)
 BLOCK_SIZE = {
     "an int": 128, "a string": "128", "one number": (128,), "three numbers": (128, 128, 128), "a zero": (128, 0),
@@ -155,6 +158,21 @@ ORDERING = (
         },
         {"bwd_mask_cnt": ("mask_block_cnt",), "bwd_mask_idx": ("mask_block_idx",), "bwd_full_idx": ("full_block_idx",)},
         {"both orders": ("order", dict(spt=True))},
+    ),
+    Spec(
+        "packed_write_order",
+        lambda **given: packed_write_order(**given),
+        lambda device: dict(lists=packed_lists(PACKED)[1], num_q_blocks=3),
+        {
+            "lists": LISTS
+            | {label: change for label, change in BROKEN.items() if label != "indices of one dimension"}
+            | {"padded": sides()[1], "no rows before": Changed(lambda x: x._replace(cu_total_n_blocks=None))}
+            | {"stacked": packed_lists(replace(PACKED, form="stacked"))[1]},
+            "num_q_blocks": NOT_A_SIZE,
+            "spt": NOT_A_BOOL,
+            "listed": {"negative": -1, "a float": 4.0, "a string": "4"},
+        },
+        {"lists": (*NAMED, "cu_total_n_blocks")},
     ),
     Spec(
         "deterministic_walk",

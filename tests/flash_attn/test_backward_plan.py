@@ -1,11 +1,13 @@
 """Plans: every entry in one item, items in an order that nothing waits against, and the kernel that follows them."""
 
 import random
+from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, compile_case
+from fa_cases import Case, backward, backward_lists, compile_case, forward, make_inputs
 from fa_compile import Worker, WorkerError
 from fa_reference import assert_bits_repeat, assert_case
 
@@ -102,7 +104,7 @@ def assert_order(items: list[list[int]], schedule: str, counts: torch.Tensor, gr
         assert own == sorted(own, key=key)
 
 
-def packed_lists(parts: list, form: str):
+def packed_lists(parts: list, form: str) -> Any:
     """Lists [1, H, N, M] of several sequences as lists of a pack; ragged ones have their rows in reverse in memory."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -157,6 +159,64 @@ def test_a_pack_has_the_items_and_walks_of_its_sequences(form: str, heads: int, 
                     if getattr(alone, name) is not None:
                         walked = getattr(planned, name)[start[0] : start[0] + count]
                         assert walked.equal(getattr(alone, name)[0, head, n, :count])
+
+
+@pytest.mark.parametrize("spt", [False, True])
+@pytest.mark.parametrize("form", ["compact", "ragged"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_a_pack_has_the_lock_values_of_its_sequences(form: str, heads: int, spt: bool) -> None:
+    from flash_attn.cute.block_lists import compute_dq_write_order, packed_write_order
+
+    M = 7
+    for seed in range(8):
+        parts = [random_lists(heads, N, M, seed * 4 + N, full=seed % 2 == 0) for N in (5, 0, 1, 6)]
+        parts = [part._replace(**{k: t[:1] for k, t in part._asdict().items() if t is not None}) for part in parts]
+        given = packed_lists(parts, form)
+        ordered = packed_write_order(given, num_q_blocks=M, spt=spt)
+        bounded = packed_write_order(given, num_q_blocks=M, spt=spt, listed=heads * 12 * M)
+        first = given.cu_total_n_blocks.tolist()
+        assert ordered.spt is spt
+        for kind, name in (("mask", "dq_write_order"), ("full", "dq_write_order_full")):
+            idx, order = getattr(ordered, f"{kind}_block_idx"), getattr(ordered, name)
+            assert (order is None) == (getattr(given, f"{kind}_block_idx") is None)
+            if order is None:
+                continue
+            assert idx.equal(getattr(given, f"{kind}_block_idx")) and order.dtype == torch.int32
+            assert order.shape == idx.shape and order.equal(getattr(bounded, name))
+            for b, part in enumerate(parts):
+                alone = compute_dq_write_order(*forward_shape(part, M), *part[:4], spt=spt)[kind == "full"]
+                for head in range(heads):
+                    for n, count in enumerate(getattr(part, f"{kind}_block_cnt")[0, head].tolist()):
+                        assert row_of(ordered, kind, order, head, first[b] + n)[:count].equal(alone[0, head, n, :count])
+
+
+def forward_shape(part: Any, M: int) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    """Forward lists with room for every block: of them `compute_dq_write_order` reads the shapes."""
+    _, heads, N = part.mask_block_cnt.shape
+    return torch.zeros(1, heads, M).int(), torch.zeros(1, heads, M, 2 * N).int(), None, None
+
+
+def row_of(lists: Any, kind: str, values: torch.Tensor, head: int, row: int) -> torch.Tensor:
+    if values.ndim == 3:
+        return values[head, row]
+    offsets = lists.cu_full_block_idx_offsets if kind == "full" else lists.cu_block_idx_offsets
+    return values[int(offsets[head, row]) :]
+
+
+def test_lock_values_where_one_kind_has_a_list_for_all_heads() -> None:
+    from flash_attn.cute.block_lists import packed_write_order
+
+    one, many = (packed_lists([random_lists(H, 5, 4, 3, full=True)], "compact") for H in (1, 3))
+    mixed = many._replace(mask_block_cnt=one.mask_block_cnt, mask_block_idx=one.mask_block_idx)
+    repeated = {
+        n: getattr(one, n).repeat(3, *[1] * (getattr(one, n).ndim - 1)) for n in ("mask_block_cnt", "mask_block_idx")
+    }
+    mine, other = (packed_write_order(lists, num_q_blocks=4) for lists in (mixed, many._replace(**repeated)))
+    for name in ("mask_block_cnt", "mask_block_idx", "dq_write_order", "dq_write_order_full"):
+        assert getattr(mine, name).equal(getattr(other, name))
+    ragged = packed_lists([random_lists(3, 5, 4, 3, full=True)], "ragged")
+    with pytest.raises(ValueError, match="cannot share places"):
+        packed_write_order(ragged._replace(cu_block_idx_offsets=ragged.cu_block_idx_offsets[:1]), num_q_blocks=4)
 
 
 def test_a_start_may_pass_31_bits() -> None:
@@ -239,3 +299,24 @@ def test_numbers(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.deterministic], ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
     assert_bits_repeat(case, 100, beside_other_work=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spt", [False, True])
+@pytest.mark.parametrize("case", [CASES[-4], CASES[-3], CASES[-1]], ids=str)
+def test_lock_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
+    """Without a plan, in one pass: the default's gradients up to the order of the adds, and the same bits every time."""
+    from flash_attn.cute.block_lists import packed_write_order
+
+    case = replace(case, plan=0, deterministic=False)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    expected = backward(case, x, o, lse)
+    most = max(-(-T_q // 128) for T_q, _ in case.packed)
+    ordered = packed_write_order(backward_lists(case), num_q_blocks=most, spt=spt)
+    got = backward(replace(case, deterministic=True), x, o, lse, ordered)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.isfinite().all()
+        assert (ours.float() - theirs.float()).abs().max() < 0.01 * theirs.float().abs().max()
+    for _ in range(20):
+        assert all(map(torch.equal, got, backward(replace(case, deterministic=True), x, o, lse, ordered)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -292,3 +293,18 @@ def _far(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     room = torch.empty((rows - 1) * apart + n, dtype=torch.int32, device=near.device)
     far = room.as_strided((1, rows, n), (room.numel(), apart, 1))
     return lists._replace(mask_block_idx=far.copy_(near))
+
+
+def test_names_of_upstream() -> None:
+    """What upstream's open pull requests call the arguments and fields of packed lists."""
+    arguments = inspect.signature(interface.flash_attn_varlen_func).parameters
+    assert {"block_sparse_tensors", "block_sparse_tensors_bwd"} <= set(arguments)
+    names = {
+        "cu_total_m_blocks",
+        "cu_total_n_blocks",
+        "cu_block_idx_offsets",
+        "dq_write_order",
+        "dq_write_order_full",
+        "spt",
+    }
+    assert names <= set(BlockSparseTensorsTorch._fields)
