@@ -177,7 +177,7 @@ def _refuse_shared_places(lists: Any, heads: int) -> None:
         indices = getattr(lists, f"{kind}_block_idx")
         if indices is not None and indices.ndim == 1 and starts.shape[0] != heads:
             raise ValueError(
-                f"{kind}_block_idx of {starts.shape[0]} heads beside lists of {heads}: heads of ragged lists cannot share "
+                f"{kind}_block_idx of {starts.shape[0]} heads beside lists of {heads}: ragged heads cannot share "
                 "places, where each has lock values of its own"
             )
 

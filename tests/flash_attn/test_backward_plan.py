@@ -305,7 +305,7 @@ def test_bits_repeat_beside_other_work(case: Case) -> None:
 @pytest.mark.parametrize("spt", [False, True])
 @pytest.mark.parametrize("case", [CASES[-4], CASES[-3], CASES[-1]], ids=str)
 def test_lock_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
-    """Without a plan, in one pass: the default's gradients up to the order of the adds, and the same bits every time."""
+    """In one pass without a plan: the default's gradients up to the order of the adds, and the same bits each time."""
     from flash_attn.cute.block_lists import packed_write_order
 
     case = replace(case, plan=0, deterministic=False)
