@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
@@ -26,7 +27,11 @@ Jobs = dict[tuple, list[Setup]]
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_ready)
+    """So many processes, which begin at once to get ready."""
+    executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_ready)
+    for _ in range(workers):
+        executor.submit(time.sleep, 0)
+    return executor
 
 
 def most_workers() -> int:
