@@ -13,6 +13,7 @@ from fuzz.kinds import two_passes
 from nsa_layer import NSAConfig
 from nsa_layer.testing import Case
 
+PAST_32_BITS = ((1 << 31) - 1, 1 << 40)  # sides of a window, with a position added
 SEEDS = st.integers(0, 1 << 20)
 DENSITIES = st.sampled_from((0.4, 0.0, 0.1, 0.8, 1.0))
 FULLS = st.sampled_from((0.5, None, 0.0, 1.0))
@@ -88,7 +89,7 @@ def edges(draw: st.DrawFn, large: bool = True) -> Edge:
 
 
 def windows() -> st.SearchStrategy[Window]:
-    side = st.one_of(st.none(), st.integers(0, 45), st.just(-1))
+    side = st.one_of(st.none(), st.integers(0, 45), st.sampled_from((-1, *PAST_32_BITS)))
     return st.builds(
         Window,
         seqlen_q=st.integers(1, 40),
@@ -234,7 +235,7 @@ def attention(kind: Kind) -> st.SearchStrategy[Attention]:
         offset = draw(st.one_of(st.sampled_from((factor - 1, 0, -1, 1)), st.integers(-300, 300)))
         if (factor, offset) == (1, 0):
             offset = 1  # that pair is plain causal
-        side = st.one_of(st.integers(0, 300), st.sampled_from((0, 127, 128)))
+        side = st.one_of(st.integers(0, 300), st.sampled_from((0, 127, 128, *PAST_32_BITS)))
         sides = draw(st.sampled_from(("left", "right", "both")))
         return Attention(
             kind=kind,
