@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,30 @@ def test_a_hang_becomes_a_report(tmp_path: Path) -> None:
     tally = pool.run({"": jobs}, time.monotonic() + 60)
     failure = tally.failures[prop.name, 0]
     assert tally.hangs == 1 and failure.error.startswith("hang") and failure.case.startswith("Texts(")
+
+
+def test_an_interrupted_run_says_what_came_out(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fuzz", "--minutes", "3", "--only", "options", "--workers", "1"]
+    root = Path(__file__).resolve().parents[2]
+    command += ["--folder", str(tmp_path)]
+    # What a shell runs in its background ignores the signal, and so would this.
+    heeded = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, preexec_fn=heeded) as process:
+        diary, deadline = tmp_path / "workers" / "worker-0.json", time.monotonic() + 120
+        while not (diary.exists() and diary.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(PROFILES["ci"].slice + 2)  # the first slice is over
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130
+    assert "| options.good or named |" in said and "examples of 1 properties, 0 failed" in said
+
+
+def test_an_interrupted_soak_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    steady = [soak.Sample(float(at), 100, 5, 8, 3) for at in range(0, 70, 3)]
+    monkeypatch.setattr(soak, "soak", lambda *given: (20, steady, soak.INTERRUPTED))
+    assert soak.main(["--minutes", str(100 / 60), "--device", "cpu"]) == 2
+    assert "host +0.00" in (said := capsys.readouterr().out) and "interrupted after 69 of 100 s" in said
 
 
 def test_canaries_and_nan() -> None:
