@@ -205,7 +205,9 @@ def _explain(tool: str, subject: str, setup: Setup, said: str) -> None:
     """Which instructions are behind the hazards of racecheck, and, if asked for, which addresses."""
     if tool != "racecheck":
         return
-    disassembler = hazards.find_disassembler(setup.binary)
+    # The layer has several kernels of a name, of whose cubins one is kept: its instructions could be another's.
+    several = subject != CONTROLS and isinstance(CASES[int(subject)], Case)
+    disassembler = None if several else hazards.find_disassembler(setup.binary)
     known = hazards.instructions(setup.cubins(subject), disassembler) if disassembler else {}
     if setup.addresses:
         try:
