@@ -20,7 +20,7 @@ from fuzz.case import Attention, Blocks, Edge, Kind
 from fuzz.failures import parse_case, read_failure, write_failure
 from fuzz.pool import Job, Pool
 from fuzz.profiles import PROFILES
-from fuzz.prop import Property, Skip, properties
+from fuzz.prop import SM90, SM100, Property, Skip, properties
 from fuzz.run import Budget, Failure, run_property
 from nsa_layer import NSAConfig
 from nsa_layer.testing import Case
@@ -193,3 +193,12 @@ def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
 def test_profiles_are_bounded() -> None:
     assert not PROFILES["pr"].random and PROFILES["pr"].passes == 1 and PROFILES["pr"].minutes <= 1
     assert all(profile.patience for profile in PROFILES.values())
+
+
+def test_drawn_configurations_compile(tmp_path: Path) -> None:
+    """A few, for Hopper and for datacenter Blackwell, in workers that each compile for one of them."""
+    needs = {need: properties()[f"compiling.{need}"] for need in (SM90, SM100)}
+    jobs = {need: iter([Job(prop, 0, Budget(examples=3, seconds=200, shrink=1))]) for need, prop in needs.items()}
+    tally = Pool(2, tmp_path, patience=250).run(jobs, time.monotonic() + 400)
+    assert not tally.failures, [f"{failure.case}\n{failure.error}" for failure in tally.failures.values()]
+    assert all(tally.examples[prop.name] for prop in needs.values()), tally.examples
