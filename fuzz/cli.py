@@ -1,7 +1,7 @@
 """The command line of a fuzzing run.
 
 Exit codes: 0 every example passed; 1 a property failed (with --mutate: the planted fault was found); 2 no example ran,
-or the arguments are wrong.
+or the arguments are wrong; 130 it was interrupted, once it has said what came out until then.
 """
 
 from __future__ import annotations
@@ -132,6 +132,8 @@ def _fuzz(options: argparse.Namespace) -> int:
         print(f"    replay: python -m fuzz --replay {path}")
     total = sum(tally.examples.values())
     print(f"\n{total} examples of {len(tally.examples)} properties, {len(tally.failures)} failed, seed {seed}")
+    if tally.interrupted:
+        raise KeyboardInterrupt
     return NOTHING_RAN if total == 0 else FAILED if tally.failures else PASSED
 
 
@@ -171,12 +173,14 @@ def _mutate(options: argparse.Namespace) -> int:
     else:
         print(f"no mutation is called {options.mutate!r}; see --list-mutations", file=sys.stderr)
         return NOTHING_RAN
-    rows, found, ran = [], 0, 0
+    rows, found, ran, interrupted = [], 0, 0, False
     for name in names:
+        if interrupted:
+            break
         started = time.monotonic()
         tally = _hunt(known[name], options)
         took = time.monotonic() - started
-        ran += sum(tally.examples.values())
+        ran, interrupted = ran + sum(tally.examples.values()), tally.interrupted
         failure = min(tally.failures.values(), key=lambda f: len(f.case), default=None)
         if failure is not None and failure.case and check_one(properties()[failure.property], parse_case(failure.case)):
             print(f"{name}: {failure.property} fails without the fault too\n    {failure.case}")
@@ -192,6 +196,8 @@ def _mutate(options: argparse.Namespace) -> int:
             rows.append([name, "not found", "", f"{took:.1f}", sum(tally.examples.values())])
     header = ["mutation", "found by", "drawing until then, s", "in all, s", "examples before"]
     print("\n" + markdown(header, rows, left=2) + f"\n\n{found} of {len(names)} found, {ran} examples")
+    if interrupted:
+        raise KeyboardInterrupt
     return NOTHING_RAN if not ran else FAILED if found == len(names) else PASSED
 
 

@@ -58,6 +58,7 @@ class Tally:
     features: dict[str, Counter] = field(default_factory=dict)
     failures: dict[tuple[str, int], Failure] = field(default_factory=dict)  # by property and kind of kernels
     hangs: int = 0
+    interrupted: bool = False
 
     def add(self, job: Job, outcome: dict) -> None:
         name = job.prop.name
@@ -149,7 +150,10 @@ class Pool:
         self.count, self.notice, self.stop, self.tally = workers, notice, stop, Tally()
 
     def run(self, jobs: dict[str, Iterator[Job]], until: float) -> Tally:
-        """Work through the jobs of each need, a worker at least for each, until a time of the monotonic clock."""
+        """Work through the jobs of each need, a worker at least for each, until a time of the monotonic clock.
+
+        Where it is interrupted, the tally says so, and has what came out until then.
+        """
         needs = [need for need in jobs]
         most = max(self.count, len(needs))
         roster = [needs[i % len(needs)] if i < len(needs) else needs[0] for i in range(most)]
@@ -165,6 +169,8 @@ class Pool:
                 self.notice(self.tally)
                 if all(worker is None for worker in self.workers):
                     break
+        except KeyboardInterrupt:
+            self.tally.interrupted = True
         finally:
             for worker in self.workers:
                 if worker is not None:

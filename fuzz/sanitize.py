@@ -1,8 +1,10 @@
 """`python -m fuzz sanitize`: chosen kernels under NVIDIA's compute-sanitizer, for bad accesses, races and barriers.
 
-Kernels are compiled before, without it, and come from the cache on disk; other kernels than this repository's run as
-they are. Needs a GPU, the compute-sanitizer of a CUDA toolkit, and a driver that lets it at the device; says which of
-them is missing. Exit codes: 0 nothing found; 1 something was; 2 it could not run.
+Kernels are compiled before, without it, and come from a cache on disk; other kernels than this repository's run as
+they are. Hazards that racecheck reports are shown with the instructions behind them, where there is an nvdisasm.
+`--controls` asks racecheck about kernels of which it is known whether they race. Needs a GPU, the compute-sanitizer of
+a CUDA toolkit, and a driver that lets it at the device; says which of them is missing. Exit codes: 0 nothing found, or
+of the controls their plain race; 1 something was found, or not that race; 2 it could not run.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from fuzz import hazards
 from fuzz.case import Attention, Kind
 from nsa_layer import NSAConfig
+from nsa_layer.tables import markdown
 from nsa_layer.testing import Case
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -49,6 +55,35 @@ CASES = (
     ),
 )  # fmt: skip
 OURS = "kns=kernel_cutlass"  # a part of the names that the DSL gives kernels
+CONTROLS = "controls"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run under the sanitizer needs.
+
+    Attributes:
+        binary: the sanitizer.
+        folder: for each subject, its kernels as compiled and their cubins, which go together.
+        seconds: for a tool and a subject.
+        addresses: whether a racecheck that found something is run again to print addresses.
+    """
+
+    binary: str
+    folder: Path
+    seconds: float
+    addresses: bool = False
+
+    def cubins(self, subject: str) -> Path:
+        return self.folder / subject / "cubins"
+
+    def environment(self, subject: str) -> dict[str, str]:
+        return os.environ | {
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(self.folder / subject / "kernels"),
+            "CUTE_DSL_KEEP": "cubin",
+            "CUTE_DSL_DUMP_DIR": str(self.cubins(subject)),
+        }
 
 
 def find() -> str | None:
@@ -58,27 +93,47 @@ def find() -> str | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fuzz sanitize", description=__doc__)
-    parser.add_argument("--tool", choices=TOOLS, action="append", help="all three, unless given")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for a tool and a case")
-    parser.add_argument("--case", type=int, help="of the chosen ones, by number; all, unless given")
-    parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     if options.inside is not None:
-        return _run_case(CASES[options.inside])
+        return _run_controls() if options.inside == CONTROLS else _run_case(CASES[int(options.inside)])
     if not torch.cuda.is_available():
         print("no GPU here: nothing ran")
         return 2
     binary = find()
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # kernels are compiled before, without it
     if binary is None:
         print(f"no compute-sanitizer on the path or in {', '.join(PLACES)}: nothing ran")
         return 2
-    chosen = range(len(CASES)) if options.case is None else [options.case]
-    for number in chosen:
-        subprocess.run([sys.executable, "-m", "fuzz", "sanitize", "--inside", str(number)], check=True)
-    results = [_sanitize(binary, tool, i, options.seconds) for tool in options.tool or TOOLS for i in chosen]
+    setup = Setup(binary, options.folder.resolve(), options.seconds, options.addresses)
+    if options.controls:
+        _compile(CONTROLS, setup)
+        return _judge_controls(setup)
+    chosen = [str(i) for i in (range(len(CASES)) if options.case is None else [options.case])]
+    for subject in chosen:
+        _compile(subject, setup)
+    results = [_sanitize(tool, subject, setup)[0] for tool in options.tool or TOOLS for subject in chosen]
     return 1 if 1 in results else 0 if 0 in results else 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fuzz sanitize", description=__doc__)
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="all three, unless given")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for a tool and a case")
+    parser.add_argument("--case", type=int, help="of the chosen ones, by number; all, unless given")
+    parser.add_argument("--controls", action="store_true", help="racecheck on kernels that are plainly right or wrong")
+    parser.add_argument("--addresses", action="store_true", help="hazards once more, with their shared addresses")
+    parser.add_argument("--folder", type=Path, default=Path(".fuzz/sanitizer"), help="of kernels (.fuzz/sanitizer)")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    return parser
+
+
+def _inside(subject: str) -> list[str]:
+    return [sys.executable, "-m", "fuzz", "sanitize", "--inside", subject]
+
+
+def _compile(subject: str, setup: Setup) -> None:
+    """Run it without the sanitizer: kernels are compiled, and their cubins kept."""
+    setup.cubins(subject).mkdir(parents=True, exist_ok=True)
+    subprocess.run(_inside(subject), env=setup.environment(subject), check=True)
 
 
 def _run_case(case: Attention | Case) -> int:
@@ -96,25 +151,98 @@ def _run_case(case: Attention | Case) -> int:
     return 0
 
 
-def _sanitize(binary: str, tool: str, number: int, seconds: float) -> int:
-    """0 clean, 1 something found, 2 could not run."""
-    # The allocator's cache would hide what is read past the end of a buffer.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    inside = [sys.executable, "-m", "fuzz", "sanitize", "--inside", str(number)]
-    command = [binary, "--tool", tool, "--error-exitcode", "86", "--print-limit", "5", "--kernel-name", OURS]
-    if tool == "memcheck":
-        command += ["--report-api-errors", "no"]  # PyTorch asks what it may be told no to
+def _run_controls() -> int:
+    from fuzz import hand_over
+
+    for name in hand_over.CONTROLS:
+        hand_over.run(name)
+    return 0
+
+
+def _sanitize(tool: str, subject: str, setup: Setup) -> tuple[int, str]:
+    """0 clean, 1 something found, 2 could not run; and what was said."""
+    shown = f"{tool}, {subject if subject == CONTROLS else f'case {subject}'}"
     try:
-        done = subprocess.run([*command, *inside], env=environment, capture_output=True, text=True, timeout=seconds)
+        done = _under(tool, subject, setup)
     except subprocess.TimeoutExpired:
-        print(f"{tool}, case {number}: no end after {seconds:.0f} s; it says nothing about {CASES[number]}")
-        return 2
+        of = "" if subject == CONTROLS else f" about {CASES[int(subject)]}"
+        print(f"{shown}: no end after {setup.seconds:.0f} s; it says nothing{of}")
+        return 2, ""
     said = done.stdout + done.stderr
     if any(words in said for words in REFUSED):
-        print(f"{tool}, case {number}: could not run: {next(words for words in REFUSED if words in said)}")
-        return 2
+        print(f"{shown}: could not run: {next(words for words in REFUSED if words in said)}")
+        return 2, said
     summary = next((line for line in reversed(said.splitlines()) if "SUMMARY" in line), said[-300:])
-    print(f"{tool}, case {number}: exit {done.returncode}; {summary.strip()}")
-    if done.returncode:
-        print(f"    {CASES[number]}\n{said[-2000:]}")
-    return 0 if done.returncode == 0 else 1
+    print(f"{shown}: exit {done.returncode}; {summary.strip()}")
+    if done.returncode and subject != CONTROLS:
+        print(f"    {CASES[int(subject)]}\n{said[-2000:]}")
+        _explain(tool, subject, setup, said)
+    return (0 if done.returncode == 0 else 1), said
+
+
+def _under(tool: str, subject: str, setup: Setup, *more: str, limit: int = 40) -> subprocess.CompletedProcess[str]:
+    """The subject in a process under the sanitizer, which prints so many records at most."""
+    # The allocator's cache would hide what is read past the end of a buffer.
+    environment = setup.environment(subject) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [
+        setup.binary,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "86",
+        "--print-limit",
+        str(limit),
+        "--kernel-name",
+        OURS,
+    ]
+    if tool == "memcheck":
+        command += ["--report-api-errors", "no"]  # PyTorch asks what it may be told no to
+    command += [*more, *_inside(subject)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=setup.seconds)
+
+
+def _explain(tool: str, subject: str, setup: Setup, said: str) -> None:
+    """Which instructions are behind the hazards of racecheck, and, if asked for, which addresses."""
+    if tool != "racecheck":
+        return
+    # The layer has several kernels of a name, of whose cubins one is kept: its instructions could be another's.
+    several = subject != CONTROLS and isinstance(CASES[int(subject)], Case)
+    disassembler = None if several else hazards.find_disassembler(setup.binary)
+    known = hazards.instructions(setup.cubins(subject), disassembler) if disassembler else {}
+    if setup.addresses:
+        try:
+            done = _under(tool, subject, setup, "--racecheck-report", "hazard", limit=4000)
+            said += done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            print(f"    no addresses after {setup.seconds:.0f} s")
+    for line in hazards.explained(said, known):
+        print(f"    {line}")
+
+
+def _judge_controls(setup: Setup) -> int:
+    """What racecheck says of kernels of which it is known whether they race; 1 where it is blind to a plain race."""
+    from fuzz.hand_over import CONTROLS as KERNELS
+
+    code, said = _sanitize("racecheck", CONTROLS, setup)
+    if code == 2:
+        return 2
+    blamed = {access.kernel for access in hazards.accesses(said)}
+    reported = {name: any(kernel.tag in other for other in blamed) for name, kernel in KERNELS.items()}
+    rows = [[name, "right" if KERNELS[name].right else "a race", "yes" if reported[name] else "no"] for name in KERNELS]
+    print(markdown(["hands over by", "is", "reported"], rows, left=3))
+    for line in judged(reported):
+        print(line)
+    _explain("racecheck", CONTROLS, setup, said)
+    return 0 if reported["stores, read too early"] else 1
+
+
+def judged(reported: dict[str, bool]) -> list[str]:
+    """What follows of which controls are reported, for each way of handing over."""
+    meanings = {
+        (False, True): "racecheck tells right from wrong",
+        (True, True): "racecheck reports the right one as it does the wrong one: its hazards there say nothing",
+        (False, False): "racecheck reports neither: it does not see a race there",
+        (True, False): "racecheck reports the right one and not the wrong one",
+    }
+    ways = [name for name in reported if f"{name}, read too early" in reported]
+    return [f"{way}: {meanings[reported[way], reported[f'{way}, read too early']]}" for way in ways]

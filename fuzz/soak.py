@@ -2,7 +2,8 @@
 
 After a warm-up, host and GPU memory may grow by less than 1 MiB a minute, and no parameter or loss may become NaN. The
 kernel cache is bounded: kernels are compiled one by one while steps of new kinds are drawn, but no file may appear in
-the last quarter of the time. Exit codes: 0 all of it held; 1 some did not; 2 too few steps ran to say.
+the last quarter of the time. Exit codes: 0 all of it held; 1 some did not; 2 too few steps ran to say, or it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ MOST_GROWTH = 1.0  # MiB a minute
 WARM_UP = 0.4  # of the time
 LAST = 0.75  # of the time: from here on the kernel cache has all its files
 LEAST_SAMPLES = 8
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ def soak(minutes: float, device: str, seed: int, cache: Path | None) -> tuple[in
                 loss = trainer.step()
             except FloatingPointError as error:
                 return steps, samples, str(error)
+            except KeyboardInterrupt:
+                return steps, samples, INTERRUPTED
             steps += 1
             if not samples or now - samples[-1].at >= every:
                 samples.append(take_sample(started, device, cache))
@@ -163,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
         for s in samples[:: max(1, len(samples) // 12)]
     ]
     print(markdown(["s", "host, MiB", "GPU live, MiB", "GPU reserved, MiB", "cache files"], rows))
-    if wrong:
+    if wrong and wrong != INTERRUPTED:
         print(wrong)
         return 1
     if len(settled) < LEAST_SAMPLES:
@@ -173,4 +177,7 @@ def main(argv: Sequence[str]) -> int:
     said = ", ".join(f"{name} {value:+.2f}" for name, value in grown.items())
     files = late_files(samples, seconds)
     print(f"{steps} steps; growth after the warm-up, MiB a minute: {said}; cache files in the last quarter {files:+d}")
+    if wrong:
+        print(f"{wrong} after {samples[-1].at:.0f} of {seconds:.0f} s")
+        return 2
     return 1 if max(grown.values()) >= MOST_GROWTH or files > 0 else 0

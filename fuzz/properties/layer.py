@@ -70,6 +70,28 @@ def choice_is_the_oracles(case: Case) -> None:
     assert got.equal(expected), f"chosen {got.tolist()}, expected {expected.tolist()}"
 
 
+def assert_earlier_of_equals(case: Case, backend: str, device: str = "cpu") -> None:
+    """Queries of 0 rank all blocks alike, exactly so in any arithmetic: the choice is the oracle's, of the earlier."""
+    inputs = make_inputs(case, device)
+    inputs = replace(inputs, q=torch.zeros_like(inputs.q))
+    got = run(backend, inputs).aux.block_indices
+    exact = inputs.to(torch.float64)
+    names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+    given = {name: getattr(exact, name) for name in names}
+    _, aux = reference.attend(**given, problem=case.problem, cu_seqlens=inputs.cu_seqlens)
+    assert got.equal(aux.block_indices), f"chosen {got.tolist()}, expected {aux.block_indices.tolist()}"
+
+
+@holds("layer.the earlier of equal blocks", lambda: strategies.layer_cases((torch.float32, torch.bfloat16)))
+def the_earlier_of_equal_blocks(case: Case) -> None:
+    assert_earlier_of_equals(case, "eager")
+
+
+@holds("layer.the earlier of equal blocks, kernels", lambda: kernel_cases(), needs=GPU)
+def the_earlier_of_equal_blocks_by_kernels(case: Case) -> None:
+    assert_earlier_of_equals(case, "cute", "cuda")
+
+
 def _tiles(T: int, config: NSAConfig, cut: bool) -> torch.Tensor:
     """Which tiles of a sequence are compared; `cut`: not a short last one."""
     kept = torch.ones(config.num_tiles(T), dtype=torch.bool)

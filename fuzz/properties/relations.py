@@ -19,6 +19,10 @@ LISTED = tuple(kind for kind in KINDS if kind.lists and not kind.packed and kind
 PLAIN = tuple(kind for kind in KINDS if not kind.lists and not kind.packed)[:5]
 COMPRESSED = tuple(kind for kind in KINDS if kind.mask == "compressed" and not kind.packed and not kind.lists)
 
+CAUSAL = tuple(
+    kind for kind in KINDS if kind.mask in ("causal", "compressed") and not (kind.packed or kind.lists or kind.expanded)
+)
+
 
 def near(name: str, one: torch.Tensor, other: torch.Tensor, roundings: float = 8) -> None:
     """Two ways to the same numbers: some roundings of the largest apart."""
@@ -162,3 +166,28 @@ def unseen_keys(case: Attention) -> None:
     assert not other["dk"][:, T_k:].any() and not other["dv"][:, T_k:].any(), "unseen keys have a gradient"
     cut = {name: other[name][:, :T_k] for name in ("dk", "dv")}
     all_near(once, other | cut)
+
+
+def keys_seen(case: Attention, t: int) -> int:
+    """Keys that query t of a causal case sees: so many of the first."""
+    T_q, T_k = case.lengths[0]
+    compressed = case.kind.mask == "compressed"
+    seen = (t - case.offset) // case.factor + 1 if compressed else t + T_k - T_q + 1
+    return max(0, min(T_k, seen))
+
+
+@holds("relations.causality", strategies.attention, kinds=CAUSAL, needs=GPU, stock=True)
+def causality(case: Attention) -> None:
+    """Later queries and keys change no bit of an output, and get no gradient from it."""
+    call = make(replace(case, layout="contiguous"))
+    t = case.seed % case.lengths[0][0]
+    seen = keys_seen(case, t)
+    call.do[:, t + 1 :] = 0
+    sides = {"q": t + 1, "k": seen, "v": seen}
+    changed = {name: torch.cat([x[:, :n], 3 - x[:, n:]], 1) for name, n in sides.items() for x in [getattr(call, name)]}
+    (once,), (other,) = run(call), run(replace(call, **changed))
+    assert once["o"][:, : t + 1].equal(other["o"][:, : t + 1]), f"what comes after query {t} changes o"
+    assert once["lse"][..., : t + 1].equal(other["lse"][..., : t + 1]), f"what comes after query {t} changes lse"
+    for name, n in (("dq", t + 1), ("dk", seen), ("dv", seen)):
+        for result in (once, other):
+            assert not result[name][:, n:].any(), f"{name} past {n} is not 0, for outputs up to query {t}"

@@ -73,6 +73,19 @@ def test_wrong_results_do_not(wrong: Callable, stand_in: Callable) -> None:
     assert failure is not None and failure.case.startswith(Attention.__name__)
 
 
+def leaking(call: attention.Call, *, times: int = 1) -> list[Tensors]:
+    """A compressed key is seen one query too early."""
+    return plain(replace(call, case=replace(call.case, offset=call.case.offset - 1)), times=times)
+
+
+def test_a_leak_is_noticed(stand_in: Callable) -> None:
+    stand_in(leaking)
+    prop = properties()["relations.causality"]
+    (kind,) = [n for n, kind in enumerate(prop.kinds) if kind.mask == "compressed" and not kind.deterministic]
+    failure = run_property(prop, Budget(examples=60, shrink=1), kind=kind).failure
+    assert failure is not None and any(words in failure.error for words in ("what comes after", "is not 0"))
+
+
 @pytest.mark.parametrize("name", TWO_CALLS)
 def test_calls_that_disagree_are_noticed(name: str, stand_in: Callable) -> None:
     """Each call's results are a tenth larger than those of the call before."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from fuzz.case import Attention, Blocks, Edge, Kind
 from fuzz.failures import parse_case, read_failure, write_failure
 from fuzz.pool import Job, Pool
 from fuzz.profiles import PROFILES
-from fuzz.prop import Property, Skip, properties
+from fuzz.prop import SM90, SM100, Property, Skip, properties
 from fuzz.run import Budget, Failure, run_property
 from nsa_layer import NSAConfig
 from nsa_layer.testing import Case
@@ -105,6 +107,30 @@ def test_a_hang_becomes_a_report(tmp_path: Path) -> None:
     assert tally.hangs == 1 and failure.error.startswith("hang") and failure.case.startswith("Texts(")
 
 
+def test_an_interrupted_run_says_what_came_out(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fuzz", "--minutes", "3", "--only", "options", "--workers", "1"]
+    root = Path(__file__).resolve().parents[2]
+    command += ["--folder", str(tmp_path)]
+    # What a shell runs in its background ignores the signal, and so would this.
+    heeded = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=root, preexec_fn=heeded) as process:
+        diary, deadline = tmp_path / "workers" / "worker-0.json", time.monotonic() + 120
+        while not (diary.exists() and diary.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(PROFILES["ci"].slice + 2)  # the first slice is over
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 130
+    assert "| options.good or named |" in said and "examples of 1 properties, 0 failed" in said
+
+
+def test_an_interrupted_soak_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    steady = [soak.Sample(float(at), 100, 5, 8, 3) for at in range(0, 70, 3)]
+    monkeypatch.setattr(soak, "soak", lambda *given: (20, steady, soak.INTERRUPTED))
+    assert soak.main(["--minutes", str(100 / 60), "--device", "cpu"]) == 2
+    assert "host +0.00" in (said := capsys.readouterr().out) and "interrupted after 69 of 100 s" in said
+
+
 def test_canaries_and_nan() -> None:
     with Guarded("cpu") as guard:
         x, y, z = torch.empty(3, 5), torch.zeros(4, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int32)
@@ -167,3 +193,12 @@ def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
 def test_profiles_are_bounded() -> None:
     assert not PROFILES["pr"].random and PROFILES["pr"].passes == 1 and PROFILES["pr"].minutes <= 1
     assert all(profile.patience for profile in PROFILES.values())
+
+
+def test_drawn_configurations_compile(tmp_path: Path) -> None:
+    """A few, for Hopper and for datacenter Blackwell, in workers that each compile for one of them."""
+    needs = {need: properties()[f"compiling.{need}"] for need in (SM90, SM100)}
+    jobs = {need: iter([Job(prop, 0, Budget(examples=3, seconds=200, shrink=1))]) for need, prop in needs.items()}
+    tally = Pool(2, tmp_path, patience=250).run(jobs, time.monotonic() + 400)
+    assert not tally.failures, [f"{failure.case}\n{failure.error}" for failure in tally.failures.values()]
+    assert all(tally.examples[prop.name] for prop in needs.values()), tally.examples

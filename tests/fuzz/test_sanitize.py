@@ -1,0 +1,156 @@
+"""What is read from racecheck's reports, and kernels of which it is known whether they race; without a GPU."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuzz import hazards, sanitize
+from fuzz.hand_over import BULK, CONTROLS, STORES, TENSOR
+from nsa_layer.kernel_cases import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+LOADER, READER = (
+    hazards.Access("Write", "kernel_cutlass_a_0", 0x390),
+    hazards.Access("Read", "kernel_cutlass_a_0", 0x600),
+)
+ANALYSIS = """
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at kernel_cutlass_a_0+0x390
+=========     and Read access at kernel_cutlass_a_0+0x600 [128 hazards]
+=========     and Read access at kernel_cutlass_a_0(float *, int)+0x610 in /some/file.py:7 [64 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+SINGLE = """
+========= Error: Potential RAW hazard detected at __shared__ 0x404 in block (0,0,0) :
+=========     Write Thread (0,0,0) at kernel_cutlass_a_0+0x390
+=========     Read Thread (33,0,0) at kernel_cutlass_a_0+0x600
+=========     Current Value : 66
+=========
+========= Error: Potential RAW hazard detected at __shared__ 0x400 in block (0,0,0) :
+=========     Write Thread (0,0,0) at kernel_cutlass_a_0+0x390
+=========     Read Thread (32,0,0) at kernel_cutlass_a_0+0x600
+"""
+LISTING = """
+.text.kernel_cutlass_a_0:
+        /*0380*/                   UMOV UR4, 0x1 ;
+        /*0390*/                   UBLKCP.S.G [UR10], [UR6], UR15 ;
+        /*0600*/              @!P0 LDS R8, [R7+UR8+-0x80] ;
+.text.kernel_cutlass_b_0:
+        /*0390*/                   STS [R13], R10 ;
+"""
+
+
+def test_accesses_of_a_report() -> None:
+    assert hazards.accesses(ANALYSIS) == {
+        LOADER: 0,
+        READER: 128,
+        hazards.Access("Read", "kernel_cutlass_a_0", 0x610): 64,
+    }
+    older = "=========     and Write access at 0x20 in kernel_cutlass_b_0 [2 hazards]"
+    assert hazards.accesses(older) == {hazards.Access("Write", "kernel_cutlass_b_0", 0x20): 2}
+    assert not hazards.accesses("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
+
+
+def test_addresses_of_single_hazards() -> None:
+    assert hazards.shared_ranges(SINGLE) == {("RAW", LOADER, READER): (0x400, 0x404, 2)}
+    assert not hazards.shared_ranges(ANALYSIS)
+
+
+def test_a_report_with_its_instructions() -> None:
+    known = dict(hazards.parse_instructions(LISTING))
+    assert known["kernel_cutlass_b_0", 0x390] == "STS [R13], R10"
+    said = "\n".join(hazards.explained(ANALYSIS + SINGLE, known))
+    assert "Write at +0x390: UBLKCP.S.G" in said and "@!P0 LDS R8" in said
+    assert "Read at +0x610: instruction not known, of kernel_cutlass_a_0, 64 hazards" in said
+    assert "RAW at shared 0x400 .. 0x404, 2 times" in said
+
+
+def test_what_controls_say() -> None:
+    reported = dict.fromkeys(CONTROLS, False) | {
+        "stores, read too early": True, "bulk copy": True, "bulk copy, read too early": True,
+    }  # fmt: skip
+    stores, bulk, tensor = sanitize.judged(reported)
+    assert stores == "stores: racecheck tells right from wrong"
+    assert bulk.startswith("bulk copy: racecheck reports the right one as it does the wrong one")
+    assert tensor.startswith("tensor copy: racecheck reports neither")
+
+
+def test_controls_are_told_apart_by_name() -> None:
+    tags = [control.tag for control in CONTROLS.values()]
+    assert not any(one in other for one in tags for other in tags if one is not other)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sanitize.Setup:
+    """A sanitizer that prints a report and finds something, on a machine that seems to have a GPU."""
+    binary, report = tmp_path / "compute-sanitizer", tmp_path / "report"
+    binary.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {report}\nexit 86\n')
+    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
+    report.write_text(ANALYSIS + SINGLE)
+    monkeypatch.setattr(sanitize, "find", lambda: str(binary))
+    monkeypatch.setattr(sanitize, "_compile", lambda subject, setup: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hazards, "find_disassembler", lambda binary: "nvdisasm")
+    monkeypatch.setattr(hazards, "instructions", lambda *given: dict(hazards.parse_instructions(LISTING)))
+    return sanitize.Setup(str(binary), tmp_path, 60.0)
+
+
+def test_hazards_are_explained(stand_in: sanitize.Setup, capsys: pytest.CaptureFixture) -> None:
+    given = ["--tool", "racecheck", "--case", "3", "--folder", str(stand_in.folder)]
+    assert sanitize.main(given) == 1
+    said = capsys.readouterr().out
+    assert "racecheck, case 3: exit 86" in said and "Write at +0x390: UBLKCP.S.G" in said
+    assert sanitize.main([*given, "--addresses"]) == 1
+    calls = (stand_in.folder / "calls").read_text().splitlines()
+    assert len(calls) == 3 and "--racecheck-report hazard" in calls[2] and "--inside 3" in calls[2]
+
+
+@pytest.mark.parametrize(("named", "code"), [("stores, read too early", 0), ("bulk copy", 1)])
+def test_controls_are_judged(named: str, code: int, stand_in: sanitize.Setup, capsys: pytest.CaptureFixture) -> None:
+    """A checker that does not see a plain race says nothing."""
+    kernel = f"kernel_cutlass_kernel_HandOver{CONTROLS[named].tag}0"
+    (stand_in.folder / "report").write_text(ANALYSIS.replace("kernel_cutlass_a_0", kernel))
+    assert sanitize.main(["--controls", "--folder", str(stand_in.folder)]) == code
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and "yes" in line]
+    assert len(rows) == 1 and rows[0].startswith(f"| {named} ")
+
+
+COMPILE = """
+from fuzz.hand_over import CONTROLS, compiled
+for control in CONTROLS.values():
+    compiled(control)
+"""
+BRINGS = {STORES: "STS", BULK: "UBLKCP.S.G", TENSOR: "UTMALDG.1D"}
+
+
+@pytest.fixture(scope="module")
+def listing(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], str]:
+    """The instructions of all controls, compiled for Hopper."""
+    disassembler, folder = hazards.find_disassembler(), tmp_path_factory.mktemp("cubins")
+    assert disassembler is not None, "triton's wheel holds nvdisasm"
+    keep = {"CUTE_DSL_KEEP": "cubin", "CUTE_DSL_DUMP_DIR": str(folder)}
+    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+    environment = os.environ | ENVIRONMENT[90] | keep | {"PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", COMPILE], env=environment, check=True, timeout=500)
+    return hazards.instructions(folder, disassembler)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_controls_are_what_they_say(name: str, listing: dict[tuple[str, int], str]) -> None:
+    """The instruction that brings the data, and reads after the wait, or before it."""
+    control = CONTROLS[name]
+    (kernel,) = {kernel for kernel, _ in listing if control.tag in kernel}
+    own = sorted((place, text) for (of, place), text in listing.items() if of == kernel)
+    assert {word for word in BRINGS.values() if any(word in text for _, text in own)} == {BRINGS[control.copy]}
+    reads = [place for place, text in own if "LDS" in text]
+    waits = [place for place, text in own if "SYNCS.PHASECHK" in text and "TRYWAIT" in text]
+    assert len(reads) == 2 and (max(reads) < waits[-1]) == (not control.right), "two numbers a step, early if wrong"
+    assert sum("BAR.SYNC" in text for _, text in own) == (3 if control.named else 1)
