@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute.list_arguments import fields, integer
+from flash_attn.cute.list_arguments import fields, integer, tensor
 from flash_attn.cute.list_entries import DistinctLists, FlatEntries
 from flash_attn.cute.packed_lists import FORMS
 from flash_attn.cute.write_order import CompactWalk, ranks, sorted_walk
@@ -22,7 +22,7 @@ OptionalTensor = torch.Tensor | None
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Compact or ragged backward lists, flattened: mask lists, and full ones if there are any.
+    """Backward lists of packed sequences, flattened: mask lists, and full ones if there are any.
 
     Attributes:
         counts: of each kind, [H, rows].
@@ -57,23 +57,28 @@ def is_packed(lists: Any) -> bool:
     return lists.mask_block_cnt.ndim == 2
 
 
-def packed_rows(lists: Any) -> PackedRows:
-    """Compact or ragged backward lists as rows.
+def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedRows:
+    """Backward lists of packed sequences as rows.
+
+    Args:
+        cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
 
     Raises:
-        NotImplementedError: stacked lists, whose rows' places depend on the sequences' lengths.
+        NotImplementedError: stacked lists without it.
         ValueError: lists of another form, or the rows before each sequence are missing.
     """
     shapes = (
         f"mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx {tuple(lists.mask_block_idx.shape)}"
     )
     form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
-    if form == "stacked":
+    if form == "stacked" and cu_total_m_blocks is None:
         raise NotImplementedError(
-            f"{shapes}: lists of packed sequences have to be compact, [H, rows, n], or ragged, [L]"
+            f"{shapes} are stacked: a plan, and deterministic backward in one pass on SM90, need compact lists, "
+            "[H, rows, n], or ragged ones, [L]; two passes take stacked ones, and packed_write_order with "
+            "cu_total_m_blocks"
         )
-    if form not in ("compact", "ragged"):
-        raise ValueError(f"{shapes}, expected [H, rows], and [H, rows, n] or [L]")
+    if form not in ("compact", "stacked", "ragged"):
+        raise ValueError(f"{shapes}, expected [H, rows], and [H, rows, n], [H, L] or [L]")
     if lists.cu_total_n_blocks is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
         raise ValueError("cu_total_n_blocks, and cu_block_idx_offsets of ragged lists, have to be given")
     kinds = [("mask_block_cnt", "mask_block_idx", "dq_write_order", lists.cu_block_idx_offsets)]
@@ -84,11 +89,20 @@ def packed_rows(lists: Any) -> PackedRows:
     heads = max(t.shape[0] for cnt, idx, _, o in kinds for t in (getattr(lists, cnt), getattr(lists, idx), o)
                 if t is not None and t.ndim > 1)  # fmt: skip
     rows, device = lists.mask_block_cnt.shape[1], lists.mask_block_cnt.device
+    row = torch.arange(rows, device=device, dtype=torch.int32)
+    before = lists.cu_total_n_blocks.int()
+    # Rows behind the last sequence's list nothing, and may count as its.
+    sequence = (torch.searchsorted(before, row, right=True, out_int32=True) - 1).clamp(0, before.shape[0] - 2)
+    block = row - before.index_select(0, sequence)
     counts, starts, indices, locks = [], [], [], []
     for cnt, idx, lock, offsets in kinds:
         own = getattr(lists, idx)
         if form == "ragged":
             start = offsets[:, :rows].long().expand(heads, rows)
+        elif form == "stacked":
+            own = own.expand(heads, -1)
+            start = _stacked_starts(before, offsets, cu_total_m_blocks, sequence, block)
+            start = start + torch.arange(heads, device=device).view(-1, 1) * own.shape[1]
         else:
             own = own.expand(heads, -1, -1)
             start = torch.arange(heads * rows, device=device).view(heads, rows) * own.shape[2]
@@ -97,21 +111,38 @@ def packed_rows(lists: Any) -> PackedRows:
         indices.append(own.reshape(-1))
         if getattr(lists, lock) is not None:
             locks.append(getattr(lists, lock).expand(own.shape).reshape(-1))
-    row = torch.arange(rows, device=device, dtype=torch.int32)
-    before = lists.cu_total_n_blocks.int()
-    # Rows behind the last sequence's list nothing, and may count as its.
-    sequence = (torch.searchsorted(before, row, right=True, out_int32=True) - 1).clamp(0, before.shape[0] - 2)
     return PackedRows(
         *map(tuple, (counts, starts, indices)),
         tuple(locks) if len(locks) == len(kinds) else None,
         sequence,
-        row - before.index_select(0, sequence),
+        block,
         before.shape[0] - 1,
     )
 
 
-def packed_write_order(lists: Any, *, num_q_blocks: int, spt: bool = False, listed: int | None = None) -> Any:
-    """Compact or ragged backward lists of packed sequences with lock values, for deterministic backward in one pass.
+def _stacked_starts(
+    before: torch.Tensor,
+    offsets: OptionalTensor,
+    cu_total_m_blocks: torch.Tensor,
+    sequence: torch.Tensor,
+    block: torch.Tensor,
+) -> torch.Tensor:
+    """int64 [rows]: where rows of one head start, as `list_rows.find_row` has it. before, offsets: [B + 1]."""
+    across = cu_total_m_blocks.long().diff().index_select(0, sequence)
+    if offsets is None:  # sequences of one length in the other direction
+        return (before.index_select(0, sequence) + block) * across
+    return offsets.long().index_select(0, sequence) + block * across
+
+
+def packed_write_order(
+    lists: Any,
+    *,
+    num_q_blocks: int,
+    spt: bool = False,
+    listed: int | None = None,
+    cu_total_m_blocks: OptionalTensor = None,
+) -> Any:
+    """Backward lists of packed sequences with lock values, for deterministic backward in one pass.
 
     What `compute_dq_write_order` is for padded lists: time and memory go with the blocks listed, rows may be in any
     order, and nothing waits for the device.
@@ -121,13 +152,16 @@ def packed_write_order(lists: Any, *, num_q_blocks: int, spt: bool = False, list
         num_q_blocks: of the longest sequence.
         spt: key blocks are launched from the last to the first.
         listed: upper bound of the blocks listed, all heads and sequences together. None: the room that there is.
+        cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
+            need it, whose rows have room for each of them; SM90 takes stacked lists in two passes only.
 
     Returns:
         The lists with dq_write_order and, of full lists, dq_write_order_full: int32, like the indices, 0 after the
-        entries in use; and with `spt`. Compact lists of one head are repeated where those of the other kind have more.
+        entries in use; and with `spt`. Compact and stacked lists of one head are repeated where those of the other
+        kind have more.
 
     Raises:
-        NotImplementedError: stacked lists.
+        NotImplementedError: stacked lists without `cu_total_m_blocks`.
         TypeError, ValueError: lists of another form, ragged lists whose heads share places, or a wrong number.
     """
     _check_kinds(fields(lists))
@@ -136,7 +170,8 @@ def packed_write_order(lists: Any, *, num_q_blocks: int, spt: bool = False, list
         integer("listed", listed, least=0)
     if not isinstance(spt, bool):
         raise TypeError(f"spt has to be a bool, got {spt!r}")
-    rows = packed_rows(lists)
+    _check_starts(lists, cu_total_m_blocks)
+    rows = packed_rows(lists, cu_total_m_blocks)
     heads, every = rows.counts[0].shape
     _refuse_shared_places(lists, heads)
     order = torch.arange(every, device=rows.sequence.device).flip(0) if spt else None
@@ -147,7 +182,7 @@ def packed_write_order(lists: Any, *, num_q_blocks: int, spt: bool = False, list
         counts, indices = getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")
         if counts is None:
             continue
-        if indices.ndim == 3:
+        if indices.ndim > 1:
             counts, indices = (t.expand(heads, *t.shape[1:]) for t in (counts, indices))
         own = entries.listed & (entries.is_full == bool(number))
         size = indices.numel()
@@ -168,6 +203,20 @@ def _check_kinds(given: tuple[Any, Any, Any, Any]) -> None:
                 raise ValueError(f"{field} is {t.dtype}, expected integers")
         if idx.ndim == 3 and cnt.shape != idx.shape[:2]:
             raise ValueError(f"{name}_block_cnt has shape {tuple(cnt.shape)}, {name}_block_idx {tuple(idx.shape)}")
+
+
+def _check_starts(lists: Any, cu_total_m_blocks: OptionalTensor) -> None:
+    """cu_total_m_blocks: a sequence's start for each of cu_total_n_blocks."""
+    if cu_total_m_blocks is None:
+        return
+    before = tensor("cu_total_m_blocks", cu_total_m_blocks)
+    if before.is_floating_point():
+        raise ValueError(f"cu_total_m_blocks is {before.dtype}, expected integers")
+    if lists.cu_total_n_blocks is not None and before.shape != lists.cu_total_n_blocks.shape:
+        raise ValueError(
+            f"cu_total_m_blocks has shape {tuple(before.shape)}, cu_total_n_blocks "
+            f"{tuple(lists.cu_total_n_blocks.shape)}"
+        )
 
 
 def _refuse_shared_places(lists: Any, heads: int) -> None:

@@ -171,6 +171,8 @@ ORDERING = (
             "num_q_blocks": NOT_A_SIZE,
             "spt": NOT_A_BOOL,
             "listed": {"negative": -1, "a float": 4.0, "a string": "4"},
+            "cu_total_m_blocks": {"a list": [0, 3, 3, 5], "of fewer sequences": torch.zeros(3).int()}
+            | {"floats": torch.zeros(4)},
         },
         {"lists": (*NAMED, "cu_total_n_blocks")},
     ),

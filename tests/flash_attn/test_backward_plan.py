@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -219,6 +219,58 @@ def test_lock_values_where_one_kind_has_a_list_for_all_heads() -> None:
         packed_write_order(ragged._replace(cu_block_idx_offsets=ragged.cu_block_idx_offsets[:1]), num_q_blocks=4)
 
 
+def stacked_lists(parts: list, offsets: bool) -> Any:
+    """Lists [1, H, N, M] of several sequences as stacked lists of a pack; with `offsets`, a gap before each."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    fields = {"cu_total_n_blocks": torch.tensor([0, *accumulate(p.mask_block_cnt.shape[2] for p in parts)]).int()}
+    gap = 3 if offsets else 0
+    for kind in ("mask", "full"):
+        counts, stacks, starts = [], [], []
+        for part in parts:
+            idx = getattr(part, f"{kind}_block_idx")[0]
+            starts.append(sum(stack.shape[1] for stack in stacks) + gap)
+            stacks.append(torch.nn.functional.pad(idx.flatten(1), (gap, 0)))
+            counts.append(getattr(part, f"{kind}_block_cnt")[0])
+        fields |= {f"{kind}_block_cnt": torch.cat(counts, 1), f"{kind}_block_idx": torch.cat(stacks, 1)}
+    if offsets:
+        fields["cu_block_idx_offsets"] = torch.tensor([*starts, fields["mask_block_idx"].shape[1]])
+    return BlockSparseTensorsTorch(**fields)
+
+
+@pytest.mark.parametrize("spt", [False, True])
+@pytest.mark.parametrize("rows", [(7, 3, 2, 4), (5, 5, 5, 5)])
+def test_stacked_lists_have_the_lock_values_of_their_sequences(rows: tuple[int, ...], spt: bool) -> None:
+    """Without offsets, where all sequences have as many queries."""
+    from flash_attn.cute.block_lists import compute_dq_write_order, packed_write_order
+
+    offsets, before = len(set(rows)) > 1, torch.tensor([0, *accumulate(rows)]).int()
+    for seed in range(8):
+        parts = [random_lists(3, N, M, seed * 4 + N, full=True) for N, M in zip((5, 0, 1, 6), rows)]
+        given = stacked_lists(parts, offsets)
+        ordered = packed_write_order(given, num_q_blocks=max(rows), spt=spt, cu_total_m_blocks=before)
+        first = given.cu_total_n_blocks.tolist()
+        for kind, name in (("mask", "dq_write_order"), ("full", "dq_write_order_full")):
+            order = getattr(ordered, name)
+            assert order.shape == getattr(given, f"{kind}_block_idx").shape and order.dtype == torch.int32
+            for b, (part, M) in enumerate(zip(parts, rows)):
+                alone = compute_dq_write_order(*forward_shape(part, M), *part[:4], spt=spt)[kind == "full"]
+                start = int(given.cu_block_idx_offsets[b]) if offsets else first[b] * M
+                for head, n in product(range(3), range(part.mask_block_cnt.shape[2])):
+                    count = int(getattr(part, f"{kind}_block_cnt")[0, head, n])
+                    at = start + n * M
+                    assert order[head, at : at + count].equal(alone[0, head, n, :count])
+
+
+def test_starts_of_queries_that_do_not_fit() -> None:
+    from flash_attn.cute.block_lists import packed_write_order
+
+    lists = stacked_lists([random_lists(1, 3, 4, 0, full=True)], True)
+    for starts, said in ((torch.tensor([0, 4, 8]), r"shape \(3,\)"), (torch.tensor([0.0, 4.0]), "expected integers")):
+        with pytest.raises(ValueError, match=f"cu_total_m_blocks .*{said}"):
+            packed_write_order(lists, num_q_blocks=4, cu_total_m_blocks=starts)
+
+
 def test_a_start_may_pass_31_bits() -> None:
     from flash_attn.cute.backward_plan import plan_backward
 
@@ -231,13 +283,16 @@ def test_a_start_may_pass_31_bits() -> None:
 
 
 def test_stacked_lists_are_refused() -> None:
+    """With what takes them."""
     from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.block_lists import packed_write_order
 
-    lists = packed_lists([random_lists(1, 3, 4, 0, full=False)], "ragged")
-    with pytest.raises(NotImplementedError, match="compact, .* or ragged"):
-        plan_backward(
-            lists._replace(mask_block_idx=lists.mask_block_idx[None]), num_heads=1, num_heads_kv=1, num_q_blocks=4
-        )
+    lists = stacked_lists([random_lists(1, 3, 4, 0, full=True)], True)
+    said = "compact lists, .* or ragged .*; two passes take stacked ones, and packed_write_order with cu_total_m_blocks"
+    with pytest.raises(NotImplementedError, match=said):
+        plan_backward(lists, num_heads=1, num_heads_kv=1, num_q_blocks=4)
+    with pytest.raises(NotImplementedError, match=said):
+        packed_write_order(lists, num_q_blocks=4)
 
 
 def test_every_key_block_is_stored_where_nothing_is_added() -> None:

@@ -82,7 +82,9 @@ def derive(case: Case, ordered: bool, block_k: int) -> None:
     backward(replace(case, **options), x, x.do, lse, lists._replace(block_size=(lists.block_size[0], block_k)))
 
 
-@pytest.mark.parametrize(("form", "ordered", "block_k"), [("compact", True, 128), ("stacked", False, 256)])
+@pytest.mark.parametrize(
+    ("form", "ordered", "block_k"), [("compact", True, 128), ("stacked", True, 128), ("stacked", False, 256)]
+)
 def test_more_of_backward_compiles(compiler_sm100: Worker, form: str, ordered: bool, block_k: int) -> None:
     """Two CTAs walk one row where a block of keys is two tiles."""
     compiler_sm100.run(derive, replace(CASES[1], form=form), ordered, block_k)
