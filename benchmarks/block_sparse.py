@@ -2,13 +2,13 @@
 
     python benchmarks/block_sparse.py [--only sparsity kinds keys varlen others masks] [--json FILE] [--plot FILE]
 
-Shape: bf16, B 1, 32 query heads, 8 key/value heads, D 128, lists for each key/value head unless said otherwise. TFLOP/s
-count every listed tile whole (see tile_lists.py), the dense causal kernel's too, which is what they are compared with.
-"backward" and "deterministic" are calls as a user makes them with lists of both directions: one pass or two, by the
-rule of `flash_attn.cute.two_pass_backward`; "planned" the same with a plan. "two passes" follow the plan,
-"deterministic, one pass" one with lock values. Lists and plans are made ahead of time. Medians of CUDA-event timings
-after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns. "masks" has every mask that
-fuzzing draws (see list_masks.py), and what deterministic backward costs on each.
+Shape: bf16, B 1, 32 query heads, 8 key/value heads, D 128 ("keys" at 64 too), lists for each key/value head unless said
+otherwise. TFLOP/s count every listed tile whole (see tile_lists.py), the dense causal kernel's too, which is what they
+are compared with. "backward" and "deterministic" are calls as a user makes them with lists of both directions: one pass
+or two, by the rule of `flash_attn.cute.two_pass_backward`; "planned" the same with a plan. "two passes" follow the
+plan, "deterministic, one pass" one with lock values. Lists and plans are made ahead of time. Medians of CUDA-event
+timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns. "masks" has every mask
+that fuzzing draws (see list_masks.py), and what deterministic backward costs on each.
 
 First, every kernel's numbers are checked against fp32 on a small case, in processes of their own, which compile it into
 the kernel cache by the way (see checked_kernels.py). FlexAttention takes part where torch.compile works, cuDNN's
@@ -107,8 +107,9 @@ def section_cases(name: str, lengths: list[int]) -> list[Case]:
         by_query_head = [Case(kind, 65536, listed, HQ) for kind, listed in (("causal", 8), ("selected", 16))]
         return sorted(some, key=lambda case: case.T) + (by_query_head if 65536 in lengths else [])
     if name == "keys":
+        lists = (("random", D), ("selected", D), ("random", 64))
         sizes = ((16, 128), (32, 64))
-        return [Case(kind, 65536, listed, block_k=k) for kind in ("random", "selected") for listed, k in sizes]
+        return [Case(kind, 65536, n, block_k=k, head_dim=size) for kind, size in lists for n, k in sizes]
     if name == "others":
         return [Case("random", 65536, listed, HQ) for listed in (51, 10)]
     return list_masks.patterns() if name == "masks" else []
@@ -158,7 +159,7 @@ RATIOS = {  # deterministic time over the default's of the same lists
 HEADERS = {
     "sparsity": ["T", "sparsity", *WAYS_OF["sparsity"], "det. / backward"],
     "kinds": ["T", "lists", *WAYS_OF["kinds"], *RATIOS, "plan, ms"],
-    "keys": ["lists", "keys", *(f"{way}, ps a pair" for way in WAYS_OF["keys"]), "det. / backward"],
+    "keys": ["lists", "D", "keys", *(f"{way}, ps a pair" for way in WAYS_OF["keys"]), "det. / backward"],
 }
 
 
@@ -178,7 +179,7 @@ def table_row(name: str, case: Case, row: Row, dense: Row) -> list[str]:
         # A listed pair of tokens, of all query heads; whole tiles.
         pairs = row["tiles"] * HQ * BLOCK * case.block_k
         times = [f"{row[way] * 1e9 / pairs:.3f}" if way in row else "-" for way in WAYS_OF[name]]
-        return [case.kind, str(case.block_k), *times, ratios[0]]
+        return [case.kind, str(case.head_dim), str(case.block_k), *times, ratios[0]]
     ways = WAYS_OF[name]
     cells = [f"{row[f'{w} TFLOP/s']:.0f} ({of_dense(row, dense, w):.2f})" if w in row else "-" for w in ways]
     if name == "sparsity":
@@ -207,11 +208,12 @@ def measure(case: Case, ways: Iterable[str], repeats: int, *, left_out: list[str
     """Milliseconds and TFLOP/s of each way, the time to make a plan, and the tiles of a head."""
     lists = case.lists()
     number = tiles(lists[0])
-    sets = [inputs(1, case.T) for _ in range(sets_past_l2(case.T * HQ * D * 2))]
+    size = case.head_dim
+    sets = [inputs(1, case.T, head_dim=size) for _ in range(sets_past_l2(case.T * HQ * size * 2))]
     ways = [way for way in ways if way not in left_out]
     of_sets = [variants(case, lists, tensors, ways) for tensors in sets]
     calls: dict[str, Call] = {way: _turns([of_set[way] for of_set in of_sets]) for way in of_sets[0]}
-    work = tflop(number, case.block_k)
+    work = tflop(number, case.block_k, size)
     # A second of work is timed half as often.
     repeats = repeats if len(ways) * work["backward"] < LONG_TFLOP else max(3, repeats // 2)
     options = dict(device="cuda", label=f"{case.name} T={case.T:,}", hide_host=True, warm_ups=1)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 from sparse_variants import Setup, check, check_packed, compile_dense
-from tile_lists import HQ, Case
+from tile_lists import HQ, Case, D
 
 from nsa_layer.tables import markdown
 
@@ -49,7 +49,8 @@ def _ready() -> None:
 
 def described(case: Case) -> str:
     heads = "query head" if case.heads == HQ else "key/value head"
-    return f"{case.name}, by {heads}, {case.block_k} keys"
+    size = "" if case.head_dim == D else f", D {case.head_dim}"
+    return f"{case.name}, by {heads}, {case.block_k} keys{size}"
 
 
 def jobs(wanted: Iterable[tuple[Setup, Iterable[str]]]) -> Jobs:
@@ -65,7 +66,7 @@ def jobs(wanted: Iterable[tuple[Setup, Iterable[str]]]) -> Jobs:
         for way in ways:
             groups = setup.groups and way in NO_PLAN
             for wide in {False, setup.wide and way in ("forward", "backward", "two passes", "deterministic")}:
-                own = found.setdefault((masks, case.heads, case.block_k, way, wide, groups), [])
+                own = found.setdefault((masks, case.heads, case.block_k, way, wide, groups, case.head_dim), [])
                 small = Setup(case, wide, groups)
                 if described(case) not in {described(each.case) for each in own}:
                     own.append(small)

@@ -19,9 +19,9 @@ Call = Callable[[], tuple[torch.Tensor, ...]]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def inputs(*lead: int) -> Inputs:
-    """q, k, v, do: [*lead, H, D]."""
-    q, k, v, do = (torch.randn(*lead, H, D, device="cuda", dtype=torch.bfloat16) for H in (HQ, HKV, HKV, HQ))
+def inputs(*lead: int, head_dim: int = D) -> Inputs:
+    """q, k, v, do: [*lead, H, head_dim]."""
+    q, k, v, do = (torch.randn(*lead, H, head_dim, device="cuda", dtype=torch.bfloat16) for H in (HQ, HKV, HKV, HQ))
     return q, k, v, do
 
 
@@ -89,7 +89,7 @@ class Setup:
         from flash_attn.cute.two_pass_backward import walks_group
 
         forward, backward = case.lists()
-        q, v = (torch.empty(1, case.T, H, D, device="meta") for H in (HQ, HKV))
+        q, v = (torch.empty(1, case.T, H, case.head_dim, device="meta") for H in (HQ, HKV))
         room = sum(0 if idx is None else idx.shape[-1] for idx in (forward.mask_block_idx, forward.full_block_idx))
         return cls(case, room >= WIDE, walks_group(forward, backward, q, v))
 
@@ -102,7 +102,7 @@ def check(setup: Setup, way: str) -> float | str:
     case = setup.case
     two_pass_backward.WALKS_GROUP = setup.groups
     try:
-        lists, tensors = case.lists(), inputs(1, case.T)
+        lists, tensors = case.lists(), inputs(1, case.T, head_dim=case.head_dim)
         if setup.wide:
             lists = _widened(lists[0]), lists[1]
         expected = fp32(*tensors, _visible(case))
@@ -173,7 +173,7 @@ def fp32(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, vi
     """o, dq, dk, dv of one sequence; `visible`: bool [Hq, Tq, Tk]. A query that sees nothing gets zeros."""
     leaves = [t.detach().float().requires_grad_() for t in (q, k, v)]
     own_k, own_v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in leaves[1:])
-    score = torch.einsum("bqhd,bkhd->bhqk", leaves[0], own_k) * D**-0.5
+    score = torch.einsum("bqhd,bkhd->bhqk", leaves[0], own_k) * q.shape[-1] ** -0.5
     weight = score.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num()
     o = torch.einsum("bhqk,bkhd->bqhd", weight, own_v)
     return (o.detach(), *torch.autograd.grad(o, leaves, do.float()))

@@ -29,6 +29,7 @@ class Case:
         listed: key blocks that a query block lists, at most; for "window" the tokens that a query sees, in blocks.
         heads: lists: `HKV`, one for the query heads of a group, or `HQ`.
         block_k: keys of a block.
+        head_dim: of queries, keys and values.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Case:
     listed: int
     heads: int = HKV
     block_k: int = BLOCK
+    head_dim: int = D
 
     @property
     def name(self) -> str:
@@ -83,9 +85,9 @@ def tiles(lists: Any) -> int:
     return int(counts.sum()) // counts.shape[1]
 
 
-def tflop(number: float, block_k: int = BLOCK) -> dict[str, float]:
+def tflop(number: float, block_k: int = BLOCK, head_dim: int = D) -> dict[str, float]:
     """Of `number` tiles in every head: two products forward, five backward."""
-    one = number * HQ * BLOCK * block_k * D * 2 / 1e12
+    one = number * HQ * BLOCK * block_k * head_dim * 2 / 1e12
     return {"forward": 2 * one, "backward": 5 * one}
 
 

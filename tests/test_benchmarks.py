@@ -20,13 +20,18 @@ def benchmarks() -> Iterator[SimpleNamespace]:
     before = list(sys.path)
     sys.path.insert(0, str(FOLDER))
     try:
+        import block_sparse
         import checked_kernels
         import list_masks
         import sparse_variants
         import tile_lists
 
         yield SimpleNamespace(
-            checked=checked_kernels, masks=list_masks, variants=sparse_variants, tile_lists=tile_lists
+            block_sparse=block_sparse,
+            checked=checked_kernels,
+            masks=list_masks,
+            variants=sparse_variants,
+            tile_lists=tile_lists,
         )
     finally:
         sys.path[:] = before
@@ -77,7 +82,7 @@ def test_kernels_that_are_compiled(benchmarks: SimpleNamespace) -> None:
     found = benchmarks.checked.jobs(wanted)
     assert all(setup.case.T == 1024 and setup.case.listed <= 6 for setups in found.values() for setup in setups)
     of = {}
-    for (masks, _, _, way, wide, groups), setups in found.items():
+    for (masks, _, _, way, wide, groups, _), setups in found.items():
         of[dict(masks)["causal"], way, wide, groups] = [setup.case.kind for setup in setups]
     assert of[True, "forward", False, False] == ["causal", "selected"]
     assert of[True, "backward", False, True] == ["causal"] and of[True, "backward", False, False] == ["selected"]
@@ -93,3 +98,44 @@ def test_failures_are_not_timed(benchmarks: SimpleNamespace) -> None:
     assert list(benchmarks.checked.failures(found)) == [
         "random, by key/value head, 128 keys, backward is left out: ValueError: no"
     ]
+
+
+def test_keys_at_two_head_dimensions(benchmarks: SimpleNamespace) -> None:
+    sparse, checked = benchmarks.block_sparse, benchmarks.checked
+    cases = sparse.section_cases("keys", [65536])
+    blocks = {(case.kind, case.head_dim): [] for case in cases}
+    for case in cases:
+        blocks[case.kind, case.head_dim].append((case.block_k, case.listed * case.block_k))
+    assert blocks == dict.fromkeys((("random", 128), ("selected", 128), ("random", 64)), [(128, 2048), (64, 2048)])
+    assert len({checked.described(case) for case in cases}) == len(cases)
+    found = checked.jobs((benchmarks.variants.Setup(case), ["forward"]) for case in cases)
+    assert len(found) == len(cases), "kernels of another head dimension are others"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rates_count_the_head_dimension(
+    benchmarks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, head_dim: int
+) -> None:
+    sparse = benchmarks.block_sparse
+    case = benchmarks.tile_lists.Case("random", 1024, 2, block_k=64, head_dim=head_dim)
+    made = []
+
+    def inputs(*lead: int, head_dim: int) -> None:
+        made.append((*lead, head_dim))
+
+    def variants(case: object, lists: object, tensors: object, ways: list[str]) -> dict[str, object]:
+        return dict.fromkeys([*ways, "plan"])
+
+    monkeypatch.setattr(benchmarks.tile_lists.Case, "lists", lambda self: (None, None))
+    monkeypatch.setattr(sparse, "tiles", lambda lists: 16)
+    monkeypatch.setattr(sparse, "inputs", inputs)
+    monkeypatch.setattr(sparse, "variants", variants)
+    monkeypatch.setattr(sparse, "interleaved", lambda calls, **options: {way: [2.0] for way in calls})
+    row = sparse.measure(case, sparse.ways_of("keys", case), 5, left_out=[])
+    assert set(made) == {(1, 1024, head_dim)}
+    flop = 16 * 32 * 128 * 64 * head_dim * 2
+    assert row["forward TFLOP/s"] == pytest.approx(2 * flop / 2e-3 / 1e12)
+    assert row["backward TFLOP/s"] == pytest.approx(5 * flop / 2e-3 / 1e12)
+    cells = sparse.table_row("keys", case, row, {})
+    assert cells[:3] == ["random", str(head_dim), "64"] and len(cells) == len(sparse.HEADERS["keys"])
+    assert cells[3] == f"{2e9 / (16 * 32 * 128 * 64):.3f}", "picoseconds a pair"
