@@ -99,7 +99,7 @@ def forward_parts(head_dim: int, head_dim_v: int, tile_n: int, overlaps_products
     """How many blocks SM90 forward takes at a step by `list_steps`; 0 where it takes its own tile of `tile_n` keys.
 
     `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
-    no paged keys.
+    no paged keys, and no compressed-causal mask, which `key_mask` does not know.
     """
     fits = head_dim == head_dim_v and head_dim in (64, 96, 128)
     return STEPS.get(tile_n, 0) if fits and overlaps_products and plain else 0

@@ -18,7 +18,13 @@ def keyed(batch, head, q, kv, seqlen_info, aux_tensors):
     return utils.scalar_to_ssa(aux_tensors[0][kv[0]], cutlass.Int32) != 0
 
 
+@cute.jit
+def halves(batch, head, q, kv, seqlen_info, aux_tensors):
+    return kv * 2 + 1 <= q
+
+
 MASK_MODS = {
     "thirds": (thirds, lambda q, kv, aux: (q + kv) % 3 != 0),
+    "halves": (halves, lambda q, kv, aux: kv * 2 + 1 <= q),
     "keyed": (keyed, lambda q, kv, aux: aux[0].to(q.device)[kv].ne(0).expand(len(q), -1)),
 }

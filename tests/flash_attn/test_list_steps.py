@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from fa_cases import Case, forward, make_inputs
 from fa_compile import Worker
 from fa_reference import assert_case
@@ -81,6 +84,52 @@ def test_other_blocks_are_a_tile_each(compiler_sm90: Worker, case: Case) -> None
 
 def test_a_score_mod_takes_tiles_of_a_block(compiler_sm90: Worker) -> None:
     assert compiler_sm90.run(softcapped, CASES[0]) == [(0, 64)]
+
+
+def compressed(case: Case) -> list[tuple[int, int]]:
+    return kernels_of(case, compress_factor=2, compress_offset=1)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[9]], ids=str)
+def test_a_compressed_mask_takes_tiles_of_a_block(compiler_sm90: Worker, case: Case) -> None:
+    """The mask of a step of two blocks does not know it."""
+    assert compiler_sm90.run(compressed, case) == [(0, 64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_compressed_mask_is_the_same_as_a_mask_mod(D: int) -> None:
+    """Query t sees key j where 2 * j + 1 <= t."""
+    from fa_cases import forward_lists
+    from fa_mask_mods import halves
+
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    case = Case(D=D, T_q=700, T_k=350, lists="both", block=(128, 64), list_heads=2)
+    x, lists = make_inputs(case), forward_lists(case)
+    of_both = lists._replace(
+        mask_block_cnt=lists.mask_block_cnt + lists.full_block_cnt,
+        mask_block_idx=_joined(lists),
+        full_block_cnt=None,
+        full_block_idx=None,
+    )
+    given = dict(block_sparse_tensors=of_both, return_lse=True)
+    o, lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, causal=True, compress_factor=2, compress_offset=1, **given)
+    same, same_lse, *_ = _flash_attn_fwd(x.q, x.k, x.v, mask_mod=halves, **given)
+    seen = lse.isfinite()
+    assert seen.equal(same_lse.isfinite()) and seen.any() and not seen.all()
+    assert (lse[seen] - same_lse[seen]).abs().max() < 1e-4
+    assert (o.float() - same.float()).abs().max() < 2e-2
+
+
+def _joined(lists: Any) -> torch.Tensor:
+    """A row's mask blocks, then its full ones."""
+    mask, full = lists.mask_block_idx, lists.full_block_idx
+    at = torch.arange(mask.shape[-1] + full.shape[-1], device="cuda").expand(*mask.shape[:-1], -1)
+    first = lists.mask_block_cnt[..., None]
+    both = torch.cat([mask, full], -1)
+    place = torch.where(at < first, at, at - first + mask.shape[-1]).clamp(max=at.shape[-1] - 1)
+    return both.gather(-1, place)
 
 
 @pytest.mark.gpu
