@@ -1,6 +1,7 @@
 """Loads of the dq pass of SM90 backward: tiles of q and do to a warpgroup, blocks of k and v to their part of a stage.
 
-A caller binds a loader to a tile, and calls it once for the tile's queries, and for the keys of every step.
+Those of k and v are also forward's by `list_steps`. A caller binds a loader to a tile, and calls it once for the tile's
+queries, and for the keys of every step.
 """
 
 from typing import Callable

@@ -1,4 +1,4 @@
-"""The key blocks that a tile of queries walks in the dq pass of block-sparse backward on SM90.
+"""The key blocks that a tile of queries walks on SM90: in the dq pass of backward, and in forward by `list_steps`.
 
 All warps of a CTA walk the same blocks in the same order: mask blocks from the first to the last, then
 full ones. A step of the walk is `STEP` keys: one block of 128, or two of 64 that need not be neighbours.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.dq_spec import STEP
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,8 @@ def backward_tile(
     return None
 
 
-STEP = 128  # keys of a step of `list_steps`
-# Blocks of a step, by keys of a block.
-STEPS: dict[int, int] = {64: 2}
+# Blocks of a step of `list_steps`, by keys of a block.
+STEPS: dict[int, int] = {STEP // 2: 2}
 
 
 def forward_parts(head_dim: int, head_dim_v: int, tile_n: int, overlaps_products: bool, plain: bool) -> int:
