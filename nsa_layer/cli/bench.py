@@ -1,7 +1,7 @@
 """`python -m nsa_layer bench`: the layer and dense causal attention in the same run, forward, backward and both.
 
 CUDA events (a host clock on a CPU) after a warm-up; inputs rotate past the L2; the variants take turns; the tables show
-medians, and beside them the host's time for one forward call, peak memory, and the error of sampled rows.
+medians, and beside them the host's time for one call, peak memory, and the error of sampled rows.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Row:
             "failed", with the reason in `detail`.
         ms: the median of `timings_ms`.
         over_dense: the time of dense attention over this one's.
-        host_us: median time in which the host makes one forward call's launches.
+        host_us: median time in which the host makes the launches of one forward call, or of one step of training.
         peak_bytes: the most that was allocated beyond the inputs.
         error, eager_error: largest error of o at sampled rows against fp64, the layer's and that of a straight
             implementation in the same dtype; `of_limit`: the worst row's error over what the tests allow.

@@ -140,6 +140,7 @@ def add_shape_options(parser: argparse.ArgumentParser, *, seqlen: list[int]) -> 
     for name in ("block_size", "block_counts", "q_tile", "window_size"):
         flag, default = "--" + name.replace("_", "-"), getattr(DEFAULTS, name)
         parser.add_argument(flag, type=int, default=default, help=f"of NSAConfig (default: {default})")
+    parser.add_argument("--block-stride", type=int, help="of NSAConfig (default: --block-size)")
     parser.add_argument("--budget", type=float, metavar="GIB", help="of MemoryPolicy, in GiB (default: what is free)")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="auto", help="of MemoryPolicy (default: auto)")
 
@@ -150,7 +151,7 @@ def shapes(given: argparse.Namespace) -> list[Shape]:
     Raises:
         ValueError: a size does not fit.
     """
-    names = ("block_size", "block_counts", "q_tile", "window_size", "deterministic")
+    names = ("block_size", "block_stride", "block_counts", "q_tile", "window_size", "deterministic")
     config = NSAConfig(**{name: getattr(given, name) for name in names})
     dtype = DTYPES[given.dtype or ("fp32" if torch.device(given.device).type == "cpu" else "bf16")]
     Hq, Hkv = PRESETS[given.shape]
