@@ -7,7 +7,6 @@ medians, and beside them the host's time for one call, peak memory, and the erro
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +19,6 @@ from nsa_layer.cli.crossover import crossovers
 from nsa_layer.cli.first_call import seconds
 from nsa_layer.cli.shape import add_shape_options, backend_of, shapes
 from nsa_layer.cli.variants import VARIANTS
-
-PATHS = ("--json", "--chart", "--from")  # of the caller's machine: not kept in what is written
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +49,7 @@ def main(argv: list[str]) -> int:
         error_rows=given.error_rows,
     )
     found = dict(
-        command=f"python -m nsa_layer bench {shlex.join(_without_paths(argv))}".strip(),
+        command=results.command_line("bench", argv),
         backend=backends[0],
         environment=results.environment(cases[0].device),
         config=asdict(cases[0].config),
@@ -108,18 +105,6 @@ def _shown_again(given: argparse.Namespace) -> int:
         return 2
     _show(rows, crossing, documents[0]["environment"], given.chart, "; ".join(d["command"] for d in documents))
     return 0
-
-
-def _without_paths(argv: list[str]) -> list[str]:
-    """The arguments but for files."""
-    kept, skip = [], False
-    for argument in argv:
-        if skip and not argument.startswith("--"):
-            continue
-        skip = argument in PATHS
-        if not skip and not argument.startswith(tuple(f"{name}=" for name in PATHS)):
-            kept.append(argument)
-    return kept
 
 
 def _parser() -> argparse.ArgumentParser:
