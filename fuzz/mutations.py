@@ -104,7 +104,7 @@ def planted(name: str) -> Iterator[Mutation]:
 
 @contextmanager
 def _nothing_on_disk() -> Iterator[None]:
-    """What is compiled within stays out of the cache on disk, where others would find it, and nothing is taken from it."""
+    """What is compiled within stays out of the cache on disk, where others would find it; nothing comes from there."""
     cache = sys.modules.get("flash_attn.cute.cache_utils")
     if cache is None:
         yield
