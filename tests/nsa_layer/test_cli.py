@@ -66,6 +66,16 @@ def test_an_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_what_nobody_reads_ends_a_command_without_a_traceback() -> None:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    arguments = [sys.executable, "-m", "nsa_layer", "inspect"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(arguments, env=environment, cwd="/", stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert result.returncode == 141 and not result.stderr
+
+
 def test_commands_are_found_by_their_module() -> None:
     for name in __main__.COMMANDS:
         path = REPOSITORY / "nsa_layer" / "cli" / f"{name}.py"
