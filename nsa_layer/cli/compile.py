@@ -30,9 +30,12 @@ class Outcome:
 def main(argv: list[str]) -> int:
     """Exit code 0 if every case compiled, 1 if one failed, 2 for a bad argument or kernels that are not the fork's."""
     options = _parser().parse_args(argv)
+    if options.jobs < 1:
+        print(f"compile: --jobs must be at least 1, got {options.jobs}", file=sys.stderr)
+        return 2
     status = fork_status()
     if status.kind != "patched":
-        print(f"{status.detail}; {status.remedy}", file=sys.stderr)
+        print(f"compile: {status.detail}; {status.remedy}", file=sys.stderr)
         return 2
     cases = [
         case

@@ -30,8 +30,6 @@ def main(argv: list[str]) -> int:
     args.head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
     if min(args.heads, args.kv_heads, args.head_dim, args.head_dim_v, args.seqlen) < 1:
         parser.error("heads, dimensions and sequence length must be at least 1")
-    if args.heads % args.kv_heads:
-        parser.error(f"--kv-heads must divide --heads, got {args.kv_heads} and {args.heads}")
     status = fork_status()
     report = {
         "versions": versions(),

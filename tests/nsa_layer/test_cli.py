@@ -167,14 +167,15 @@ def test_inspect_takes_a_shape_as_the_other_commands_do(capsys: pytest.CaptureFi
     shape = ["--heads=16", "--kv-heads=2", "--head-dim=64", "--head-dim-v=128", "--dtype=fp16", "--seqlen=64K"]
     assert inspect.main(shape) == 0
     assert "T=65536 Hq=16 Hkv=2 D=64 Dv=128 float16" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        inspect.main(["--heads=3"])
-    assert "--kv-heads must divide --heads, got 8 and 3" in capsys.readouterr().err
+    assert inspect.main(["--heads=3"]) == 0
+    assert "3 query heads are no multiple of 8 key/value heads" in capsys.readouterr().out
 
 
 def test_compile_says_what_no_case_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert compile.main(["--only", "branch=slc", "D=77"]) == 2
     assert "no case has branch=slc D=77" in capsys.readouterr().err
+    assert compile.main(["--jobs=0"]) == 2
+    assert "--jobs must be at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["lr", "warmup", "threads", "seed", "minutes"])
