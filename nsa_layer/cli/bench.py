@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from nsa_layer.cli import bench_table, results
+from nsa_layer.cli.arguments import output_file, tokens
 from nsa_layer.cli.bench_run import Bench, Options
 from nsa_layer.cli.crossover import crossovers
 from nsa_layer.cli.first_call import seconds
@@ -127,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--crossover",
-        type=int,
+        type=tokens,
         nargs="?",
         const=65536,
         metavar="T",
@@ -136,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--first-call", action="store_true", help="time the first call of a process, in processes of their own"
     )
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
-    parser.add_argument("--chart", type=Path, help="also draw this file, as PNG and as SVG")
+    parser.add_argument("--json", type=output_file, help="also write everything to this file")
+    parser.add_argument("--chart", type=output_file, help="also draw this file, as PNG and as SVG")
     parser.add_argument("--from", dest="read", type=Path, nargs="+", help="show these JSON files, measure nothing")
     return parser
