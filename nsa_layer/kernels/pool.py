@@ -27,6 +27,7 @@ from nsa_layer.kernels.rows import (
 )
 from nsa_layer.kernels.segments import (
     IN_FLIGHT,
+    RESIDENT,
     THREADS,
     VECTOR,
     Pooling,
@@ -63,7 +64,11 @@ class PoolKernel:
     ):
         tiles, batch = tiles_and_batch(mKMean, mCuBlocks, self.blocks)
         self.kernel(mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks).launch(
-            grid=[tiles * mK.shape[cute.rank(mK) - 2], 2, batch], block=[THREADS, 1, 1], stream=stream
+            grid=[tiles * mK.shape[cute.rank(mK) - 2], 2, batch],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -179,7 +184,11 @@ class UnpoolKernel:
     ):
         tiles, batch = tiles_and_batch(mdK, mCuSeqlens, self.tokens)
         self.kernel(mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks).launch(
-            grid=[tiles * mdK.shape[cute.rank(mdK) - 2], 2, batch], block=[THREADS, 1, 1], stream=stream
+            grid=[tiles * mdK.shape[cute.rank(mdK) - 2], 2, batch],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=0,
         )
 
     @cute.kernel
