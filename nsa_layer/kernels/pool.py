@@ -28,6 +28,7 @@ from nsa_layer.kernels.rows import (
 from nsa_layer.kernels.segments import (
     IN_FLIGHT,
     RESIDENT,
+    RUN,
     THREADS,
     VECTOR,
     Pooling,
@@ -167,9 +168,9 @@ class UnpoolKernel:
 
     def __init__(self, pooling: Pooling):
         self.pooling = pooling
-        self.size = max(m for m in divisors(pooling.d) if m <= IN_FLIGHT)
+        self.size = max(m for m in divisors(pooling.d) if m <= RUN)
         # All groups of a tile have a segment, of D = 128 and of D = 64.
-        self.tokens = self.size * max(1, IN_FLIGHT // self.size) * (THREADS // (64 // VECTOR))
+        self.tokens = self.size * max(1, RUN // self.size) * (THREADS // (64 // VECTOR))
 
     @cute.jit
     def __call__(
@@ -184,11 +185,7 @@ class UnpoolKernel:
     ):
         tiles, batch = tiles_and_batch(mdK, mCuSeqlens, self.tokens)
         self.kernel(mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks).launch(
-            grid=[tiles * mdK.shape[cute.rank(mdK) - 2], 2, batch],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=RESIDENT,
-            preferred_smem_carveout=0,
+            grid=[tiles * mdK.shape[cute.rank(mdK) - 2], 2, batch], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel

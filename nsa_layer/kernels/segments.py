@@ -7,6 +7,7 @@ from dataclasses import dataclass
 THREADS = 128
 VECTOR = 8  # elements that a thread has of a row: 16 bytes of fp16 and bf16
 IN_FLIGHT = 16  # rows that a thread loads before it adds the first
+RUN = 8  # tokens in a row whose gradients a thread computes
 RESIDENT = 6  # thread blocks on a multiprocessor; with fewer registers a thread loads four rows and waits for them
 ROWS_A_TILE = 128  # of 128 elements: 32 KB a thread block
 SHARED_A_TILE = 16  # strides for each one that a tile reads again of the next
