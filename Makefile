@@ -9,7 +9,8 @@ PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3.10 pyth
 VENV ?= .venv
 PY := $(VENV)/bin/python
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
-# This release resolves to a build for CPUs, which is gigabytes smaller than the one for CUDA.
+# Without a GPU the release that the tests ran with; TORCH=... names another. Which build it is follows from pip's
+# settings: one for CPUs is gigabytes smaller than the one for CUDA.
 TORCH := $(if $(filter 0,$(GPU)),torch==2.13.0,torch>=2.11)
 # Tests on a GPU share its memory.
 GPU_WORKERS ?= 4

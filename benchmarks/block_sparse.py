@@ -342,7 +342,7 @@ def plot(results: dict, path: Path) -> None:
                 rows = [r for r in results["sparsity"]["rows"].values() if r["T"] == T and way in r]
                 points = [(row["listed"], of_dense(row, results["dense"], way)) for row in rows]
                 if points:
-                    ax.plot(*zip(*points, strict=True), style, marker="o", label=f"{way}, T {T:,}")
+                    ax.plot(*zip(*points, strict=True), linestyle=style, marker="o", label=f"{way}, T {T:,}")
         ax.set(xlabel="key blocks listed per query block", xscale="log", ylim=(0, None))
         ax.grid(alpha=0.3)
         ax.legend(fontsize=7)

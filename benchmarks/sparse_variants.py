@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tile_lists import BLOCK, HKV, HQ, Case, D, selected_in_sequences
@@ -96,21 +98,17 @@ class Setup:
 
 def check(setup: Setup, way: str) -> float | str:
     """The largest error of a way against fp32 over the largest value, or what went wrong."""
-    from flash_attn.cute import two_pass_backward
-
     torch.manual_seed(0)
     case = setup.case
-    two_pass_backward.WALKS_GROUP = setup.groups
     try:
         lists, tensors = case.lists(), inputs(1, case.T, head_dim=case.head_dim)
-        if setup.wide:
-            lists = _widened(lists[0]), lists[1]
         expected = fp32(*tensors, _visible(case))
         _poison_memory()
-        call = variants(case, lists, tensors, [way])[way]
-        got = call()
-        if way.startswith("deterministic") and not all(map(torch.equal, got, call())):
-            return "another result the second time"
+        with _kernels_of(setup):
+            call = variants(case, lists, tensors, [way])[way]
+            got = call()
+            if way.startswith("deterministic") and not all(map(torch.equal, got, call())):
+                return "another result the second time"
         return _largest(got[:1] if way == "forward" else got, expected[way != "forward" :])
     except Exception as error:  # every way of failing is a line of the table
         return _said(error)
@@ -133,10 +131,16 @@ def compile_dense() -> None:
         call()
 
 
-def _widened(lists: Any) -> Any:
-    """The same lists, with room for as many blocks more."""
-    pad = torch.nn.functional.pad
-    return lists._replace(mask_block_idx=pad(lists.mask_block_idx, (0, WIDE)).contiguous())
+@contextmanager
+def _kernels_of(setup: Setup) -> Iterator[None]:
+    """Calls on a case's few blocks compile what its own lists compile, whatever the few blocks would."""
+    from flash_attn.cute import flash_bwd_dq_sm90, list_overlap, two_pass_backward
+
+    with ExitStack() as undo:
+        undo.enter_context(patch.object(two_pass_backward, "WALKS_GROUP", setup.groups))
+        for module in (list_overlap, flash_bwd_dq_sm90) if setup.wide else ():
+            undo.enter_context(patch.object(module, "MOST_ENTRIES", 0))
+        yield
 
 
 def check_packed() -> dict[str, float | str]:

@@ -1,4 +1,4 @@
-"""The command line of a fuzzing run.
+"""`python -m fuzz`: draw cases for a while, and check what has to hold for every one of them.
 
 Exit codes: 0 every example passed; 1 a property failed (with --mutate: the planted fault was found); 2 no example ran,
 or the arguments are wrong; 130 it was interrupted, once it has said what came out until then.
@@ -50,7 +50,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m fuzz",
+        description=__doc__,
+        epilog="Commands of their own, each with --help: soak, training steps of changing shapes and the memory they "
+        "take; sanitize, chosen kernels under compute-sanitizer; wrong-calls, calls that have to be refused.",
+    )
     parser.add_argument("--minutes", type=float, help="how long; the profile says, unless given")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (all cores)")
     parser.add_argument("--profile", choices=PROFILES, default="ci")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 from fuzz.case import Kind
 
@@ -94,10 +95,23 @@ def planted(name: str) -> Iterator[Mutation]:
     for place, attribute, _ in places:
         setattr(place, attribute, replacement)
     try:
-        yield mutation
+        with _nothing_on_disk():
+            yield mutation
     finally:
         for place, attribute, before in places:
             setattr(place, attribute, before)
+
+
+@contextmanager
+def _nothing_on_disk() -> Iterator[None]:
+    """What is compiled within stays out of the cache on disk, where others would find it; nothing comes from there."""
+    cache = sys.modules.get("flash_attn.cute.cache_utils")
+    if cache is None:
+        yield
+        return
+    skipped = dict(_try_load_from_storage=lambda *_: False, _try_export_to_storage=lambda *_: None)
+    with patch.multiple(cache.JITPersistentCache, **skipped):
+        yield
 
 
 def _import_kernels() -> None:

@@ -231,7 +231,7 @@ def attention(kind: Kind) -> st.SearchStrategy[Attention]:
             lengths = draw(st.one_of(usual, usual, tiny, huge).filter(lambda x: all(map(sum, zip(*x)))).map(tuple))
         else:
             lengths = ((draw(length), draw(length)),) * draw(st.integers(2 if kind.expanded == "batch" else 1, 3))
-        factor = draw(st.sampled_from((16, 1, 2, 3, 7, 64)))
+        factor = draw(st.one_of(st.sampled_from((16, 1, 2, 3, 7, 64)), st.integers(1, 300)))
         offset = draw(st.one_of(st.sampled_from((factor - 1, 0, -1, 1)), st.integers(-300, 300)))
         if (factor, offset) == (1, 0):
             offset = 1  # that pair is plain causal

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from importlib import import_module
 
@@ -15,6 +17,7 @@ COMMANDS = {
     "compile": "compile the kernels for an architecture, without a GPU",
 }
 INTERRUPTED = 130
+NOT_READ = 141  # what a shell shows for a program that SIGPIPE ended
 
 
 def usage() -> str:
@@ -27,7 +30,10 @@ def usage() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Run a command with its arguments and return its exit status: 2 for an unknown one, 130 when interrupted."""
+    """Run a command with its arguments and return its exit status.
+
+    2 for an unknown one, 130 when interrupted, 141 where nobody reads what it prints any more, as in `... | head`.
+    """
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -36,10 +42,24 @@ def main(argv: list[str]) -> int:
         print(f"unknown command {name!r}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
-        return import_module(f"nsa_layer.cli.{name}").main(rest)
+        status = import_module(f"nsa_layer.cli.{name}").main(rest)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        if not _nobody_reads(sys.stdout.fileno()):
+            raise  # of another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
+        return NOT_READ
+
+
+def _nobody_reads(descriptor: int) -> bool:
+    """Whether this is a pipe whose reading end is closed."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 if __name__ == "__main__":

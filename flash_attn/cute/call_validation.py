@@ -253,7 +253,8 @@ def _as_compact(lists: Any) -> Any:
             f"expected them within the {lists.mask_block_idx.numel()} of mask_block_idx"
         )
     at = torch.where(used, at, 0)
-    rows = {name: getattr(lists, name)[at] for name in ("mask_block_idx", "dq_write_order")}
+    walks = {name: getattr(lists, name) for name in ("mask_block_idx", "dq_write_order")}
+    rows = {name: walk[at] if walk.numel() else at.int() for name, walk in walks.items()}
     return lists._replace(mask_block_cnt=cnt, **rows, cu_block_idx_offsets=None)
 
 

@@ -207,13 +207,13 @@ class FlashAttentionBackwardDqSm90:
             m_block -= Int32(before[batch]) * spec.subtiles
         return Place(batch, head_kv * spec.group + member, m_block)
 
-    def walk(self, place: Place, lists: BlockSparseTensors, seqlen: SeqlenInfoQK) -> KeyWalk:
+    def visit(self, place: Place, lists: BlockSparseTensors, lengths: Callable) -> tuple[SeqlenInfoQK, KeyWalk, Int32]:
+        """The lengths of a tile's sequence, the tile's walk, and how many steps that has: none past the end."""
+        seqlen = lengths(place.batch)
         block = place.m_block // self.spec.subtiles
-        return KeyWalk.create(lists, place.batch, place.head, block, seqlen.num_n_blocks, self.spec.block_k)
-
-    def steps(self, place: Place, walk: KeyWalk, seqlen: SeqlenInfoQK) -> Int32:
-        """None past the end of a sequence."""
-        return Int32(cutlass.select_(place.m_block * TILE_M < seqlen.seqlen_q, walk.steps, Int32(0)))
+        walk = KeyWalk.create(lists, place.batch, place.head, block, seqlen.num_n_blocks, self.spec.block_k)
+        steps = cutlass.select_(place.m_block * TILE_M < seqlen.seqlen_q, walk.steps, Int32(0))
+        return seqlen, walk, Int32(steps)
 
     @cute.jit
     def load(
@@ -233,9 +233,7 @@ class FlashAttentionBackwardDqSm90:
         stride, _, _ = cute.arch.grid_dim()
         for index in cutlass.range(first, tiles, stride, unroll=1):
             place = place_of(index)
-            seqlen = lengths(place.batch)
-            walk = self.walk(place, lists, seqlen)
-            steps = self.steps(place, walk, seqlen)
+            seqlen, walk, steps = self.visit(place, lists, lengths)
             if steps > 0:
                 of = list(zip(tma, staged, pipelines))
                 load_q, load_do = [query_loader(*each, seqlen, place) for each in of[:2]]
@@ -305,9 +303,7 @@ class FlashAttentionBackwardDqSm90:
         stride, _, _ = cute.arch.grid_dim()
         for index in cutlass.range(first, tiles, stride, unroll=1):
             place = place_of(index)
-            seqlen = lengths(place.batch)
-            walk = self.walk(place, lists, seqlen)
-            steps = self.steps(place, walk, seqlen)
+            seqlen, walk, steps = self.visit(place, lists, lengths)
             first_row = place.m_block * TILE_M + group * ROWS
             mask = KeyMask(seqlen, place.batch, place.head, first_row, thread, *edges, self.mask_mod, aux_data)
             output = DqOutput(spec.output, *outputs, spec.head_dim, scales[0], place, mask)

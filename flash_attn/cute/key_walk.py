@@ -11,11 +11,11 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.dq_spec import STEP
-from flash_attn.cute.list_rows import find_row
+from flash_attn.cute.list_rows import entry_at, find_row
 
 NOWHERE = 1 << 30  # a key past the end of every sequence
 
@@ -55,15 +55,7 @@ class KeyWalk:
     def entry(self, step: Int32, part: cutlass.Constexpr[int]) -> Int32:
         """2 * block + is_full for a part of a step; past the walk's end, for its last block."""
         place = cutlass.min(step * self.parts + part, self.count - 1)
-        entry = Int32(0)
-        if const_expr(self.full_idx is None):
-            entry = self.mask_idx[place] * 2
-        else:
-            if place < self.mask_count:
-                entry = self.mask_idx[place] * 2
-            else:
-                entry = self.full_idx[place - self.mask_count] * 2 + 1
-        return entry
+        return entry_at(place, self.mask_count, self.mask_idx, self.full_idx)
 
     def entries(self, step: Int32) -> tuple[Int32, ...]:
         """`entry` for all parts of a step."""

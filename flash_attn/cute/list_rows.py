@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 
@@ -71,3 +71,17 @@ def find_row(
     start = Int64(first) * across if offsets is None else Int64(offsets[batch])
     start += Int64(block) * across
     return ListRow((head, row), (start, start))
+
+
+@cute.jit
+def entry_at(place: Int32, mask_count: Int32, mask_idx: cute.Tensor, full_idx: cute.Tensor | None) -> Int32:
+    """2 * block + is_full for a place in a row: its mask blocks, then its full ones."""
+    entry = Int32(0)
+    if const_expr(full_idx is None):
+        entry = mask_idx[place] * 2
+    else:
+        if place < mask_count:
+            entry = mask_idx[place] * 2
+        else:
+            entry = full_idx[place - mask_count] * 2 + 1
+    return entry

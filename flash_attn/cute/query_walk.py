@@ -24,7 +24,7 @@ from quack import copy_utils
 
 from flash_attn.cute import barrier
 from flash_attn.cute.block_sparsity import BlockSparseTensors
-from flash_attn.cute.list_rows import find_row
+from flash_attn.cute.list_rows import entry_at, find_row
 from flash_attn.cute.named_barrier import NamedBarrierBwd
 
 
@@ -109,13 +109,8 @@ class QueryWalk:
         entry = Int32(0)
         if const_expr(self.flagged):
             entry = self.mask_idx[place]
-        elif const_expr(self.full_idx is None):
-            entry = self.mask_idx[place] * 2
         else:
-            if place < self.mask_count:
-                entry = self.mask_idx[place] * 2
-            else:
-                entry = self.full_idx[place - self.mask_count] * 2 + 1
+            entry = entry_at(place, self.mask_count, self.mask_idx, self.full_idx)
         return entry
 
     def m_block(self, entry: Int32, tile: Int32) -> Int32:

@@ -1,13 +1,12 @@
 """`python -m nsa_layer bench`: the layer and dense causal attention in the same run, forward, backward and both.
 
 CUDA events (a host clock on a CPU) after a warm-up; inputs rotate past the L2; the variants take turns; the tables show
-medians, and beside them the host's time for one forward call, peak memory, and the error of sampled rows.
+medians, and beside them the host's time for one call, peak memory, and the error of sampled rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +14,12 @@ from pathlib import Path
 import torch
 
 from nsa_layer.cli import bench_table, results
+from nsa_layer.cli.arguments import output_file, tokens
 from nsa_layer.cli.bench_run import Bench, Options
 from nsa_layer.cli.crossover import crossovers
 from nsa_layer.cli.first_call import seconds
 from nsa_layer.cli.shape import add_shape_options, backend_of, shapes
 from nsa_layer.cli.variants import VARIANTS
-
-PATHS = ("--json", "--chart", "--from")  # of the caller's machine: not kept in what is written
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +50,7 @@ def main(argv: list[str]) -> int:
         error_rows=given.error_rows,
     )
     found = dict(
-        command=f"python -m nsa_layer bench {shlex.join(_without_paths(argv))}".strip(),
+        command=results.command_line("bench", argv),
         backend=backends[0],
         environment=results.environment(cases[0].device),
         config=asdict(cases[0].config),
@@ -110,18 +108,6 @@ def _shown_again(given: argparse.Namespace) -> int:
     return 0
 
 
-def _without_paths(argv: list[str]) -> list[str]:
-    """The arguments but for files."""
-    kept, skip = [], False
-    for argument in argv:
-        if skip and not argument.startswith("--"):
-            continue
-        skip = argument in PATHS
-        if not skip and not argument.startswith(tuple(f"{name}=" for name in PATHS)):
-            kept.append(argument)
-    return kept
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m nsa_layer bench", description=__doc__, allow_abbrev=False)
     gpu = torch.cuda.is_available()
@@ -142,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--crossover",
-        type=int,
+        type=tokens,
         nargs="?",
         const=65536,
         metavar="T",
@@ -151,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--first-call", action="store_true", help="time the first call of a process, in processes of their own"
     )
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
-    parser.add_argument("--chart", type=Path, help="also draw this file, as PNG and as SVG")
+    parser.add_argument("--json", type=output_file, help="also write everything to this file")
+    parser.add_argument("--chart", type=output_file, help="also draw this file, as PNG and as SVG")
     parser.add_argument("--from", dest="read", type=Path, nargs="+", help="show these JSON files, measure nothing")
     return parser

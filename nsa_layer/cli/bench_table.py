@@ -32,7 +32,7 @@ def notes(rows: Sequence[Row]) -> str:
         if row.host_us is not None or row.peak_bytes is not None or row.detail
     ]
     errors = ["max error of o", "eager's", "of its limit"]
-    header = ["T", "shape", "direction", "variant", "host, one forward (us)", "peak (GiB)", *errors, ""]
+    header = ["T", "shape", "direction", "variant", "host, one call (us)", "peak (GiB)", *errors, ""]
     return markdown(header, table, left=4) if table else ""
 
 

@@ -19,6 +19,7 @@ import torch
 
 from nsa_layer import reference, row_oracle
 from nsa_layer.api import nsa
+from nsa_layer.cli.arguments import output_file
 from nsa_layer.cli.shape import Shape, add_shape_options, backend_of, shapes
 from nsa_layer.problem import Aux, accumulation_dtype
 from nsa_layer.tables import markdown
@@ -106,7 +107,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rows", type=int, default=128, help="sampled queries of a sequence, all heads (default: 128)")
     parser.add_argument("--keys", type=int, default=64, help="sampled keys of a sequence (default: 64)")
     parser.add_argument("--tiles", type=int, default=32, help="tiles whose lists are checked (default: 32)")
-    parser.add_argument("--json", help="also write the reports to this file")
+    parser.add_argument("--json", type=output_file, help="also write the reports to this file")
     given = parser.parse_args(argv)
     try:
         cases = shapes(given)

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, as_completed, wait
 from dataclasses import dataclass, fields
-from pathlib import Path
 
+from nsa_layer.cli.arguments import output_file
 from nsa_layer.fork import fork_status
 from nsa_layer.kernel_cases import ENVIRONMENT, KernelCase, all_cases, compile_case, covering_cases, grouped_by_arch
 
@@ -30,9 +30,12 @@ class Outcome:
 def main(argv: list[str]) -> int:
     """Exit code 0 if every case compiled, 1 if one failed, 2 for a bad argument or kernels that are not the fork's."""
     options = _parser().parse_args(argv)
+    if options.jobs < 1:
+        print(f"compile: --jobs must be at least 1, got {options.jobs}", file=sys.stderr)
+        return 2
     status = fork_status()
     if status.kind != "patched":
-        print(f"{status.detail}; {status.remedy}", file=sys.stderr)
+        print(f"compile: {status.detail}; {status.remedy}", file=sys.stderr)
         return 2
     cases = [
         case
@@ -40,7 +43,9 @@ def main(argv: list[str]) -> int:
         if case.arch in options.arch and all(str(getattr(case, name)) == value for name, value in options.only)
     ]
     if not cases:
-        print(f"no case has {options.only} for {options.arch}", file=sys.stderr)
+        asked = " ".join(f"{name}={value}" for name, value in options.only)
+        among = "all cases" if options.all else "the covering set; --all looks among all cases"
+        print(f"compile: no case has {asked} for {options.arch} in {among}", file=sys.stderr)
         return 2
     outcomes = sorted(_progress(run_cases(cases, jobs=options.jobs), len(cases)), key=lambda o: cases.index(o.case))
     failed = [outcome for outcome in outcomes if outcome.error]
@@ -139,5 +144,5 @@ def _parser() -> argparse.ArgumentParser:
         help="such as branch=slc T=100",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
-    parser.add_argument("--table", type=Path, help="also write the summary to this Markdown file")
+    parser.add_argument("--table", type=output_file, help="also write the summary to this Markdown file")
     return parser

@@ -8,7 +8,7 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
-from nsa_layer.demo.config import CPU, GPU, DemoConfig, DemoError
+from nsa_layer.demo.config import CPU, EVERYWHERE, GPU, DemoConfig, DemoError
 
 CONVERTERS = {"int": int, "float": float, "str": str}
 
@@ -25,7 +25,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     for field in fields(DemoConfig):
         flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"].replace("%", "%%")
-        if field.name in CPU:
+        if field.name in EVERYWHERE:
+            text += f" (default: {EVERYWHERE[field.name]})"
+        elif field.name in CPU:
             text += f" (default: {CPU[field.name]} on a CPU, {GPU[field.name]} on a GPU)"
         if field.name == "text":
             parser.add_argument(flag, nargs="+", metavar="FILE", help=text)

@@ -52,6 +52,8 @@ def arguments(shape: Shape, backend: str) -> list[str]:
         sizes["budget"] = shape.policy.budget / (1 << 30)
     names = ("block_size", "block_counts", "q_tile", "window_size")
     sizes |= {name.replace("_", "-"): getattr(shape.config, name) for name in names}
+    if shape.config.block_stride is not None:
+        sizes["block-stride"] = shape.config.block_stride
     options = [f"--{name}={value}" for name, value in sizes.items()]
     return [*options, f"--device={shape.device}", *(["--deterministic"] if shape.config.deterministic else [])]
 

@@ -10,6 +10,7 @@ import sys
 from importlib import import_module, metadata
 from typing import Any
 
+from nsa_layer.cli.arguments import DTYPES, tokens
 from nsa_layer.fork import ForkStatus, fork_status
 
 DISTRIBUTIONS = {
@@ -20,14 +21,14 @@ DISTRIBUTIONS = {
     "tvm-ffi": "apache-tvm-ffi",
     "torch-c-dlpack-ext": "torch-c-dlpack-ext",
 }
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def main(argv: list[str]) -> int:
     """Run the command; 1 where --require-patched finds another flash_attn.cute, 2 for bad arguments."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if min(args.heads_q, args.heads_kv, args.dim, args.dim_v or 1, args.seqlen) < 1:
+    args.head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
+    if min(args.heads, args.kv_heads, args.head_dim, args.head_dim_v, args.seqlen) < 1:
         parser.error("heads, dimensions and sequence length must be at least 1")
     status = fork_status()
     report = {
@@ -54,12 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         "--require-patched", action="store_true", help="exit 1 where flash_attn.cute is stock, stale or missing"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--heads-q", type=int, default=32, metavar="N", help="query heads (default 32)")
-    parser.add_argument("--heads-kv", type=int, default=8, metavar="N", help="key/value heads (default 8)")
-    parser.add_argument("--dim", type=int, default=128, metavar="N", help="head dimension of q and k (default 128)")
-    parser.add_argument("--dim-v", type=int, metavar="N", help="head dimension of v (default: that of q and k)")
-    parser.add_argument("--seqlen", type=int, default=8192, metavar="N", help="tokens (default 8192)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
+    parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads (default: 32)")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (default: 8)")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="of q and k (default: 128)")
+    parser.add_argument("--head-dim-v", type=int, metavar="N", help="of v (default: --head-dim)")
+    parser.add_argument("--seqlen", type=tokens, default=8192, metavar="N", help="tokens, such as 64K (default: 8K)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
     return parser
 
 
@@ -115,17 +116,17 @@ def shape(args: argparse.Namespace) -> dict[str, Any]:
     from nsa_layer.config import NSAConfig
 
     table = import_module("nsa_layer.support")
-    D, Dv = args.dim, args.dim_v or args.dim
+    D, Dv, dtype = args.head_dim, args.head_dim_v, DTYPES[args.dtype]
     backend, reason = table.explain_backend(
-        dtype=getattr(torch, args.dtype),
+        dtype=getattr(torch, dtype),
         D=D,
         Dv=Dv,
-        Hq=args.heads_q,
-        Hkv=args.heads_kv,
+        Hq=args.heads,
+        Hkv=args.kv_heads,
         config=NSAConfig(),
         arch=table.device_arch(),
     )
-    asked = f"T={args.seqlen} Hq={args.heads_q} Hkv={args.heads_kv} D={D} Dv={Dv} {args.dtype}"
+    asked = f"T={args.seqlen} Hq={args.heads} Hkv={args.kv_heads} D={D} Dv={Dv} {dtype}"
     return {"asked": asked, "backend": backend, "reason": reason}
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from nsa_layer.api import nsa
 from nsa_layer.cli.peaks import in_a_process_of_its_own, longest, outside_allocator, peaks_by_component
+from nsa_layer.cli.results import MEASURED, NO_MEMORY, SCHEMA, command_line, environment, without_paths, write
 from nsa_layer.cli.shape import Shape, add_shape_options, backend_of, shapes
 from nsa_layer.cli.variants import is_out_of_memory
 from nsa_layer.measure import peak_bytes
@@ -92,7 +95,7 @@ class Measured:
         return found
 
 
-def table(
+def measurements(
     cases: list[Shape],
     backend: str,
     *,
@@ -100,46 +103,68 @@ def table(
     gated: bool,
     backward: bool,
     total: int | None = None,
-) -> str:
-    """A row for each shape: the plan, predictions by component, the measured peak; in GiB."""
-    parts = ("outputs", "gradients", "saved", "forward", "backward", "peak")
-    rows = []
+) -> list[dict]:
+    """For each shape the plan, bytes that are predicted by component, and the measured peak.
+
+    Each has "T", "groups", "kept" (outputs that are saved, None without backward), "inputs", "predicted" (by component,
+    with "peak"), "peak" (None: not measured, or out of memory) and "status".
+    """
+    found = []
     for shape in cases:
         plan = planned(shape, gated=gated, backward=backward, total=total)
         expected = predicted(shape, plan, gated=gated, backward=backward)
-        groups = f"{len(plan.groups)}" + (f", {sum(plan.kept)} of 3" if backward else "")
-        row = [f"{shape.T:,}", groups, _gib(input_bytes(shape)), *(_gib(expected[name]) for name in parts)]
+        peak = _measured_peak(shape, backend, gated=gated, backward=backward) if measured else None
+        status = "not measured" if not measured else NO_MEMORY if peak is None else MEASURED
+        kept = sum(plan.kept) if backward else None
+        row = dict(T=shape.T, groups=len(plan.groups), kept=kept, inputs=input_bytes(shape), predicted=expected)
+        found.append(row | dict(peak=peak, status=status))
+    return found
+
+
+def table(found: list[dict]) -> str:
+    """`measurements` in GiB."""
+    parts = ("outputs", "gradients", "saved", "forward", "backward", "peak")
+    measured, rows = any(one["status"] != "not measured" for one in found), []
+    for one in found:
+        groups = f"{one['groups']}" + ("" if one["kept"] is None else f", {one['kept']} of 3")
+        expected = one["predicted"]
+        row = [f"{one['T']:,}", groups, _gib(one["inputs"]), *(_gib(expected[name]) for name in parts)]
         if measured:
-            row += _measured_cells(shape, backend, expected["peak"], gated=gated, backward=backward)
+            peak = one["peak"]
+            row += [one["status"], ""] if peak is None else [_gib(peak), f"{peak / expected['peak']:.2f}"]
         rows.append(row)
     header = ["T", "groups, kept", "q, k, v", *parts[:-1], "predicted peak"]
     return markdown(header + (["measured peak", "measured / predicted"] if measured else []), rows)
 
 
-def _measured_cells(shape: Shape, backend: str, expected: int, **what: bool) -> list[str]:
+def _measured_peak(shape: Shape, backend: str, **what: bool) -> int | None:
     try:
-        peak = Measured(shape, backend, **what).peaks()["peak"]
+        return Measured(shape, backend, **what).peaks()["peak"]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return ["out of memory", ""]
-    return [_gib(peak), f"{peak / expected:.2f}"]
+        return None
 
 
-def component_table(shape: Shape, backend: str, **what: bool) -> str:
-    """The measured peak inside each component of one shape on a GPU, above the inputs."""
+def components(shape: Shape, backend: str, **what: bool) -> dict:
+    """Bytes of one shape on a GPU: "allocated" above the inputs, by component; "kernels", "context" outside of it."""
     before = outside_allocator()
-    peaks = Measured(shape, backend, **what).peaks()
-    held = outside_allocator() - before
-    rows = [[name, _gib(peak)] for name, peak in sorted(peaks.items(), key=lambda item: -item[1])]
+    allocated = Measured(shape, backend, **what).peaks()
     # Code is loaded when a kernel first runs, and stays.
-    rows += [["compiled kernels, outside the allocator", _gib(max(0, held))]]
-    rows += [["context and libraries, outside the allocator", _gib(before)]]
-    return markdown([f"T={shape.T:,}: while in", "allocated (GiB)"], rows)
+    held = max(0, outside_allocator() - before)
+    return dict(T=shape.T, allocated=allocated, kernels=held, context=before)
 
 
-def find_longest(shape: Shape, backend: str, total: int, *, measure: bool, **what: bool) -> str:
-    """The longest call that fits, by prediction, and by trying."""
+def component_table(found: dict) -> str:
+    """`components` in GiB, the largest first."""
+    rows = [[name, _gib(peak)] for name, peak in sorted(found["allocated"].items(), key=lambda item: -item[1])]
+    rows += [["compiled kernels, outside the allocator", _gib(found["kernels"])]]
+    rows += [["context and libraries, outside the allocator", _gib(found["context"])]]
+    return markdown([f"T={found['T']:,}: while in", "allocated (GiB)"], rows)
+
+
+def find_longest(shape: Shape, backend: str, total: int, *, measure: bool, **what: bool) -> dict:
+    """The longest call that fits, by prediction, and by trying: "predicted", its plan, and "measured" or None."""
 
     def fits(T: int) -> bool:
         return fits_in(shape.at(T), total, **what)
@@ -159,27 +184,39 @@ def find_longest(shape: Shape, backend: str, total: int, *, measure: bool, **wha
 
     expected = longest(fits, guess=STEP, step=STEP)
     plan = planned(shape.at(max(expected, STEP)), total=total, **what)
-    kind = "forward and backward" if what["backward"] else "forward"
+    kept = sum(plan.kept) if what["backward"] else None
+    tried = longest(runs, guess=max(expected, STEP), step=STEP) if measure else None
+    return dict(total=total, predicted=expected, groups=len(plan.groups), kept=kept, measured=tried)
+
+
+def as_text(found: dict) -> str:
+    """What `find_longest` found."""
+    kept = "" if found["kept"] is None else f", {found['kept']} of 3 outputs kept"
+    kind = "forward" if found["kept"] is None else "forward and backward"
     lines = [
-        f"longest {kind} in {total / 2**30:.1f} GiB, to {STEP:,} tokens: predicted {expected:,} "
-        f"({len(plan.groups)} groups of heads" + (f", {sum(plan.kept)} of 3 outputs kept)" if what["backward"] else ")")
+        f"longest {kind} in {found['total'] / 2**30:.1f} GiB, to {STEP:,} tokens: predicted {found['predicted']:,} "
+        f"({found['groups']} groups of heads{kept})"
     ]
-    if measure:
-        lines.append(f"measured: {longest(runs, guess=max(expected, STEP), step=STEP):,}")
+    if found["measured"] is not None:
+        lines.append(f"measured: {found['measured']:,}")
     return "\n".join(lines)
 
 
-def allocator_table(argv: list[str], shape: Shape) -> str:
+def allocators(argv: list[str]) -> dict[str, dict]:
     """Peaks with each of the allocator's settings, each in a process of its own."""
+    return {setting: in_a_process_of_its_own(argv, allocator=setting) for setting in ALLOCATORS}
+
+
+def allocator_table(found: dict[str, dict], T: int) -> str:
+    """`allocators` in GiB."""
     rows = []
-    for setting in ALLOCATORS:
-        found = in_a_process_of_its_own(argv, allocator=setting)
-        if "error" in found:
-            rows.append([setting, found["error"], "", ""])
+    for setting, one in found.items():
+        if "error" in one:
+            rows.append([setting, one["error"], "", ""])
             continue
-        allocated, reserved = found["allocated"], found["reserved"]
+        allocated, reserved = one["allocated"], one["reserved"]
         rows.append([setting, _gib(allocated), _gib(reserved), f"{reserved / allocated - 1:.1%}"])
-    return markdown([f"PYTORCH_ALLOC_CONF, T={shape.T:,}", "allocated (GiB)", "reserved (GiB)", "lost"], rows)
+    return markdown([f"PYTORCH_ALLOC_CONF, T={T:,}", "allocated (GiB)", "reserved (GiB)", "lost"], rows)
 
 
 def _raw(shape: Shape, backend: str, **what: bool) -> str:
@@ -217,21 +254,43 @@ def main(argv: list[str]) -> int:
         print(_raw(cases[-1], backend, **what))
         return 0
     total = int(given.total * 2**30) if given.total else torch.cuda.mem_get_info()[1] if gpu else None
+    document = dict(
+        schema=SCHEMA,
+        command=command_line("memory", argv),
+        environment=environment(cases[0].device),
+        **(what | dict(shape=cases[-1].describe(), rows=[], components=None, longest=None, allocators=None)),
+    )
+    for part, found, text in _parts(given, cases, backend, total, argv, what):
+        document[part] = found
+        print(text, flush=True)
+        if given.json:
+            write(given.json, document)
+    return 0
+
+
+def _parts(
+    given: argparse.Namespace, cases: list[Shape], backend: str, total: int | None, argv: list[str], what: dict
+) -> Iterator[tuple[str, object, str]]:
+    """Name, finding and text of each part that was asked for, one after the other."""
     if given.longest:
-        print(find_longest(cases[0], backend, total, measure=not given.no_measure, **what))
-        return 0
+        found = find_longest(cases[0], backend, total, measure=not given.no_measure, **what)
+        yield "longest", found, as_text(found)
+        return
     if given.components:
-        print(component_table(cases[-1], backend, **what) + "\n")
-    print(table(cases, backend, measured=not given.no_measure, total=total, **what))
+        found = components(cases[-1], backend, **what)
+        yield "components", found, component_table(found) + "\n"
+    found = measurements(cases, backend, measured=not given.no_measure, total=total, **what)
+    yield "rows", found, table(found)
     if given.allocators:
         torch.cuda.empty_cache()
-        print("\n" + allocator_table([a for a in argv if a != "--allocators"], cases[-1]))
-    return 0
+        found = allocators([a for a in without_paths(argv) if a != "--allocators"])
+        yield "allocators", found, "\n" + allocator_table(found, cases[-1].T)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nsa_layer memory",
+        allow_abbrev=False,
         description="Peak memory of nsa above its inputs q, k and v. The prediction is that of the kernels' plan: "
         "groups of key/value heads one after the other, and outputs of branches kept or computed again. What is "
         "measured has workspace besides, and another plan with --backend eager. GiB are 2**30 bytes.",
@@ -244,5 +303,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--longest", action="store_true", help="find the longest call that fits")
     parser.add_argument("--total", type=float, metavar="GIB", help="memory to fit in (default: the GPU's)")
     parser.add_argument("--allocators", action="store_true", help="compare settings of PyTorch's allocator")
+    parser.add_argument("--json", type=Path, help="also write what was found to this file, in bytes")
     parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
     return parser

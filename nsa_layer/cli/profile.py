@@ -13,11 +13,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
 from nsa_layer.api import nsa
+from nsa_layer.cli import results
 from nsa_layer.cli.floors import Ceilings, Work, ceilings, work
 from nsa_layer.cli.shape import Shape, add_shape_options, backend_of, shapes
 from nsa_layer.cli.trace import OTHER, Kernel, record
@@ -171,8 +173,10 @@ def operator_table(step: Callable[[], object], *, rows: int) -> str:
     return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows, max_name_column_width=60)
 
 
-def profile(shape: Shape, backend: str, *, gated: bool, backward: bool, at: Ceilings, repeats: int, rows: int) -> str:
-    """All tables of one shape."""
+def profile(
+    shape: Shape, backend: str, *, gated: bool, backward: bool, at: Ceilings, repeats: int, rows: int
+) -> tuple[str, dict]:
+    """All tables of one shape, and what the first of them shows as data."""
     inputs = shape.inputs()
     if not gated:
         del inputs["gate_weight"]
@@ -202,14 +206,32 @@ def profile(shape: Shape, backend: str, *, gated: bool, backward: bool, at: Ceil
     rounds, kernels = on_gpu(phases, repeats) if gpu else (on_host(phases, repeats), [])
     floors = {key: least for key, least in work(shape, gated=gated).items() if key[1] in phases}
     title = f"{backend} on {shape.device}, {shape.describe()}, {'gated' if gated else 'ungated'}"
-    parts = component_table(medians(rounds), floors, at, whole)
+    found = medians(rounds)
+    parts = component_table(found, floors, at, whole)
     second = kernel_table(kernels, rows=rows) if gpu else operator_table(step, rows=rows)
-    return f"{title}\n\n{parts}\n\n{second}\n"
+    return f"{title}\n\n{parts}\n\n{second}\n", as_data(title, found, floors, at, whole)
+
+
+def as_data(
+    title: str, parts: Parts, floors: dict[tuple[str, str], Work], at: Ceilings, whole: dict[str, float]
+) -> dict:
+    """A row a component and direction; what has no floor has None; ``whole_ms`` by the clock, without the profiler."""
+    rows = []
+    for name, way in dict.fromkeys((*parts, *floors)):
+        part, least = parts.get((name, way)), floors.get((name, way))
+        row = dict(component=name, direction=way, ms=None, launches=None, bytes=None, flops=None, floor_ms=None)
+        if part is not None:
+            row |= dict(ms=part.ms, launches=part.launches)
+        if least is not None:
+            floor = least.seconds(at, backward=way == "backward") * 1e3
+            row |= dict(bytes=least.bytes, flops=least.flops, floor_ms=floor)
+        rows.append(row)
+    return dict(title=title, whole_ms=whole, rows=rows)
 
 
 def main(argv: list[str]) -> int:
     """Run the command; 2 for bad arguments."""
-    parser = argparse.ArgumentParser(prog="python -m nsa_layer profile", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m nsa_layer profile", description=__doc__, allow_abbrev=False)
     add_shape_options(parser, seqlen=[8192 if torch.cuda.is_available() else 1024])
     parser.add_argument("--mode", choices=("forward", "both"), default="both", help="both: backward too (default)")
     parser.add_argument("--ungated", action="store_true", help="without gate_weight: 1/3 of each branch")
@@ -217,6 +239,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rows", type=int, default=15, help="kernels (operators, on a CPU) shown (default: 15)")
     parser.add_argument("--terabytes", type=float, help="TB/s that a floor counts with (default: 4.2 on an H200)")
     parser.add_argument("--tflops", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"), help="on an H200: 660 614")
+    parser.add_argument("--json", type=Path, help="also write the components to this file")
     given = parser.parse_args(argv)
     try:
         cases = shapes(given)
@@ -233,7 +256,18 @@ def main(argv: list[str]) -> int:
         at = replace(at, forward_flops=given.tflops[0] * 1e12, backward_flops=given.tflops[1] * 1e12)
     rates = (at.bytes_a_second, at.forward_flops, at.backward_flops)
     print("floors: {:.3g} TB/s, {:.3g} and {:.3g} TFLOP/s forward and backward\n".format(*(r / 1e12 for r in rates)))
+    document = dict(
+        schema=results.SCHEMA,
+        command=results.command_line("profile", argv),
+        environment=results.environment(cases[0].device),
+        ceilings=asdict(at),
+        calls=[],
+    )
     static = dict(gated=not given.ungated, backward=given.mode == "both", at=at, repeats=given.repeats, rows=given.rows)
     for shape, backend in zip(cases, backends):
-        print(profile(shape, backend, **static), flush=True)
+        text, data = profile(shape, backend, **static)
+        print(text, flush=True)
+        document["calls"].append(data)
+        if given.json:
+            results.write(given.json, document)
     return 0

@@ -6,6 +6,7 @@ benchmarks/results/README.md documents the file. Every row has every key; what w
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -19,6 +20,7 @@ from nsa_layer.fork import fork_status
 
 SCHEMA = 1
 MEASURED, FROM_SHORTER, NO_MEMORY, FAILED = "measured", "from shorter", "out of memory", "failed"
+PATHS = ("--json", "--chart", "--from")  # of the caller's machine: not kept in what is written
 PACKAGES = {"cutlass-dsl": "nvidia-cutlass-dsl", "quack": "quack-kernels", "tvm-ffi": "apache-tvm-ffi"}
 
 
@@ -36,7 +38,7 @@ class Row:
             "failed", with the reason in `detail`.
         ms: the median of `timings_ms`.
         over_dense: the time of dense attention over this one's.
-        host_us: median time in which the host makes one forward call's launches.
+        host_us: median time in which the host makes the launches of one forward call, or of one step of training.
         peak_bytes: the most that was allocated beyond the inputs.
         error, eager_error: largest error of o at sampled rows against fp64, the layer's and that of a straight
             implementation in the same dtype; `of_limit`: the worst row's error over what the tests allow.
@@ -111,6 +113,23 @@ def environment(device: str) -> dict[str, object]:
         "patches": len(fork.patches),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
+
+
+def command_line(name: str, argv: list[str]) -> str:
+    """The command that was run, without names of files."""
+    return f"python -m nsa_layer {name} {shlex.join(without_paths(argv))}".strip()
+
+
+def without_paths(argv: list[str]) -> list[str]:
+    """The arguments but for files."""
+    kept, skip = [], False
+    for argument in argv:
+        if skip and not argument.startswith("--"):
+            continue
+        skip = argument in PATHS
+        if not skip and not argument.startswith(tuple(f"{name}=" for name in PATHS)):
+            kept.append(argument)
+    return kept
 
 
 def write(path: Path, document: dict) -> None:

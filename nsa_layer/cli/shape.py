@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_layer import support
+from nsa_layer.cli.arguments import DTYPES, tokens
 from nsa_layer.config import NSAConfig
+from nsa_layer.devices import usable_device
 from nsa_layer.policy import RECOMPUTE, MemoryPolicy
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 DEFAULTS = NSAConfig()
 # (query heads, key/value heads) of the documented measurements.
 PRESETS = {"A": (32, 8), "B": (64, 4)}
-UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Shape:
         )
 
     def dtype_name(self) -> str:
-        return next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
+        return next(name for name, full in DTYPES.items() if getattr(torch, full) is self.dtype)
 
     def tokens(self) -> tuple[int, ...]:
         """The leading dimensions: (B, T), or (total,) where packed."""
@@ -105,15 +105,6 @@ def long_tailed(total: int, sequences: int, *, seed: int = 0) -> tuple[int, ...]
     return tuple(lengths)
 
 
-def tokens(text: str) -> int:
-    """A number of tokens: 65536, 64K or 1M."""
-    unit = UNITS.get(text[-1:].upper(), 1)
-    try:
-        return int(text if unit == 1 else text[:-1]) * unit
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 65536, 64K or 1M") from None
-
-
 def add_shape_options(parser: argparse.ArgumentParser, *, seqlen: list[int]) -> None:
     """The options that `shapes` reads; sizes are counts, lengths are in tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,6 +131,7 @@ def add_shape_options(parser: argparse.ArgumentParser, *, seqlen: list[int]) -> 
     for name in ("block_size", "block_counts", "q_tile", "window_size"):
         flag, default = "--" + name.replace("_", "-"), getattr(DEFAULTS, name)
         parser.add_argument(flag, type=int, default=default, help=f"of NSAConfig (default: {default})")
+    parser.add_argument("--block-stride", type=int, help="of NSAConfig (default: --block-size)")
     parser.add_argument("--budget", type=float, metavar="GIB", help="of MemoryPolicy, in GiB (default: what is free)")
     parser.add_argument("--recompute", choices=RECOMPUTE, default="auto", help="of MemoryPolicy (default: auto)")
 
@@ -148,11 +140,12 @@ def shapes(given: argparse.Namespace) -> list[Shape]:
     """A shape for each length.
 
     Raises:
-        ValueError: a size does not fit.
+        ValueError: a size does not fit, or there is no such device.
     """
-    names = ("block_size", "block_counts", "q_tile", "window_size", "deterministic")
+    names = ("block_size", "block_stride", "block_counts", "q_tile", "window_size", "deterministic")
     config = NSAConfig(**{name: getattr(given, name) for name in names})
-    dtype = DTYPES[given.dtype or ("fp32" if torch.device(given.device).type == "cpu" else "bf16")]
+    device = usable_device(given.device)
+    dtype = getattr(torch, DTYPES[given.dtype or ("fp32" if device.type == "cpu" else "bf16")])
     Hq, Hkv = PRESETS[given.shape]
     Hq, Hkv = given.heads if given.heads is not None else Hq, given.kv_heads if given.kv_heads is not None else Hkv
     sizes = dict(B=given.batch, Hq=Hq, Hkv=Hkv, D=given.head_dim)

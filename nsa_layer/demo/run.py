@@ -51,7 +51,7 @@ def run_demo(config: DemoConfig, out: Path, *, resume: bool = False, started: fl
         step = load_checkpoint(checkpoint, models=models, optimizers=optimizers, device=config.device)
     else:
         _move_aside(out)
-        out.mkdir(parents=True, exist_ok=True)
+        _make_folder(out)
     write_json(out / "config.json", describe(config, text, models))
     log = MetricsLog(out / "metrics.jsonl", up_to_step=step)
     deadline = started + config.minutes * 60 if config.minutes else float("inf")
@@ -128,6 +128,13 @@ def _saved_run(out: Path) -> dict[str, object] | None:
     if not isinstance(saved, dict) or not isinstance(saved.get("demo"), dict):
         raise DemoError(f"--out {out} holds a config.json that is not of a demo run: name another folder")
     return saved
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DemoError(f"--out {out} cannot be made: {error.strerror}") from error
 
 
 def _move_aside(out: Path) -> None:

@@ -46,6 +46,7 @@ from nsa_layer.kernels.gate import (
     vector_of,
 )
 from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.kernels.rows import sequence_of
 
 LOG2_EQUAL_SHARE = math.log2(EQUAL_SHARE)
 
@@ -354,14 +355,8 @@ def padded_begin(mCuSeqlens: cute.Tensor, sequence: Int32, tile_m: int) -> Int32
 @cute.jit
 def padded_position(mCuSeqlens: cute.Tensor, token: Int32, tile_m: cutlass.Constexpr[int]) -> Int32:
     """Where attention's backward has a packed token's row."""
-    low, high = Int32(0), mCuSeqlens.shape[0] - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if mCuSeqlens[middle] <= token:
-            low = middle
-        else:
-            high = middle
-    return padded_begin(mCuSeqlens, low, tile_m) + token - mCuSeqlens[low]
+    sequence = sequence_of(mCuSeqlens, token)
+    return padded_begin(mCuSeqlens, sequence, tile_m) + token - mCuSeqlens[sequence]
 
 
 def gated_sum_backward(

@@ -27,6 +27,8 @@ from nsa_layer.kernels.rows import (
 )
 from nsa_layer.kernels.segments import (
     IN_FLIGHT,
+    RESIDENT,
+    RUN,
     THREADS,
     VECTOR,
     Pooling,
@@ -63,7 +65,11 @@ class PoolKernel:
     ):
         tiles, batch = tiles_and_batch(mKMean, mCuBlocks, self.blocks)
         self.kernel(mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks).launch(
-            grid=[tiles * mK.shape[cute.rank(mK) - 2], 2, batch], block=[THREADS, 1, 1], stream=stream
+            grid=[tiles * mK.shape[cute.rank(mK) - 2], 2, batch],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=100,
         )
 
     @cute.kernel
@@ -162,9 +168,9 @@ class UnpoolKernel:
 
     def __init__(self, pooling: Pooling):
         self.pooling = pooling
-        self.size = max(m for m in divisors(pooling.d) if m <= IN_FLIGHT)
+        self.size = max(m for m in divisors(pooling.d) if m <= RUN)
         # All groups of a tile have a segment, of D = 128 and of D = 64.
-        self.tokens = self.size * max(1, IN_FLIGHT // self.size) * (THREADS // (64 // VECTOR))
+        self.tokens = self.size * max(1, RUN // self.size) * (THREADS // (64 // VECTOR))
 
     @cute.jit
     def __call__(

@@ -1,4 +1,4 @@
-"""Rows of one head in both layouts: which sequence a tile of a packed batch is in, and 16-byte pieces of a row.
+"""Rows of one head in both layouts: which packed sequence a row or a tile is in, and 16-byte pieces of a row.
 
 A thread block finds its sequence by itself: sequence s has the tiles from ``start[s] // size + s`` on, which leaves
 room for its last, short tile whatever the lengths are; tiles past a sequence's end have nothing to do.
@@ -21,6 +21,19 @@ def find_sequence(starts: cute.Tensor, tile: Int32, size: cutlass.Constexpr[int]
     while high - low > 1:
         middle = (low + high) // 2
         if starts[middle] // size + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@cute.jit
+def sequence_of(cu_rows: cute.Tensor, row: Int32) -> Int32:
+    """The packed sequence that has the row: the last that starts at or before it."""
+    low, high = Int32(0), cu_rows.shape[0] - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if cu_rows[middle] <= row:
             low = middle
         else:
             high = middle

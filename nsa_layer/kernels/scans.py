@@ -105,19 +105,6 @@ def items_of(count: Int32, longest: int) -> Int32:
     return Int32(1) if longest == 0 else (count + (longest - 1)) // longest
 
 
-@cute.jit
-def sequence_of(cu_rows: cute.Tensor, row: Int32) -> Int32:
-    """The packed sequence that has the row: the last that starts at or before it."""
-    low, high = Int32(0), cu_rows.shape[0] - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if cu_rows[middle] <= row:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 class SequenceStartsKernel:
     """cu_seqlens -> how many query tiles and how many key tiles the sequences before each one have."""
 

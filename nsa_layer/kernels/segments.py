@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 THREADS = 128
 VECTOR = 8  # elements that a thread has of a row: 16 bytes of fp16 and bf16
-IN_FLIGHT = 8  # rows that a thread loads before it adds the first
-ROWS_A_TILE = 64  # of 128 elements: 16 KB a thread block, of which more than ten are on a multiprocessor
+IN_FLIGHT = 16  # rows that a thread loads before it adds the first
+RUN = 8  # tokens in a row whose gradients a thread computes
+RESIDENT = 6  # thread blocks on a multiprocessor; with fewer registers a thread loads four rows and waits for them
+ROWS_A_TILE = 128  # of 128 elements: 32 KB a thread block
+SHARED_A_TILE = 16  # strides for each one that a tile reads again of the next
 SMEM_FLOATS = 24 * 1024
 
 
@@ -42,7 +45,7 @@ class Segments:
 def plan_blocks(pooling: Pooling, widest: int) -> int:
     """Blocks a tile: enough rows to keep memory busy, and few read twice; 1 where sharing would not fit."""
     shared = pooling.overlap - 1
-    strides = max(8 * shared, ROWS_A_TILE * 128 // widest // pooling.d)
+    strides = max(SHARED_A_TILE * shared, ROWS_A_TILE * 128 // widest // pooling.d)
     return max(1, min(strides, SMEM_FLOATS // widest) - shared)
 
 

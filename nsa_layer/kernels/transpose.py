@@ -19,7 +19,8 @@ from cutlass import Int32, Int64, Uint32, const_expr
 
 from flash_attn.cute.utils import warp_prefix_sum
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
-from nsa_layer.kernels.scans import items_of, sequence_of
+from nsa_layer.kernels.rows import sequence_of
+from nsa_layer.kernels.scans import items_of
 
 THREADS = 512
 WARPS = THREADS // 32

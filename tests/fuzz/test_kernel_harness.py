@@ -148,6 +148,12 @@ def test_kernels_get_right_lists(number: int) -> None:
     assert failure is None, f"{failure.case}\n{failure.trace}"
 
 
+@pytest.mark.parametrize("number", LISTED, ids=lambda number: repr(KINDS[number]))
+def test_lists_of_nothing_are_right(number: int) -> None:
+    """The check of lists takes a ragged plan without an entry."""
+    right_lists(Attention(kind=KINDS[number], lengths=((300, 200),), pattern="empty"))
+
+
 @pytest.mark.parametrize("pattern", ["empty", "diagonal", "full"])
 def test_rows_are_no_wider_than_there_are_blocks(pattern: str) -> None:
     """Kernels refuse wider ones; rows hold one place even where they list nothing."""

@@ -7,6 +7,7 @@ import sys
 from functools import reduce
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,21 @@ with planted("kernel: first sequence's rows"):
 assert block_sparse_utils.find_row is list_rows.find_row is own
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_kernels_with_a_fault_stay_out_of_the_cache_on_disk(tmp_path: Path) -> None:
+    from flash_attn.cute.cache_utils import JITPersistentCache
+
+    class Kernel:
+        def export_to_c(self, object_file_path: str, function_name: str) -> None:
+            Path(object_file_path).write_text("a kernel")
+
+    cache = JITPersistentCache(tmp_path)
+    with planted("kernel: first sequence's rows"):
+        cache["wrong",] = Kernel()
+    assert not [*tmp_path.glob("*.o")]
+    cache["right",] = Kernel()
+    assert len([*tmp_path.glob("*.o")]) == 1
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fuzz import cli, soak
+from fuzz import cli, pool, soak
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Blocks, Edge, Kind
 from fuzz.failures import parse_case, read_failure, write_failure
@@ -41,6 +41,21 @@ def test_the_smallest_case_is_reported() -> None:
     outcome = run_property(Property("made up", lambda: CASES, too_large), Budget(examples=50))
     assert outcome.failure.case == "Edge(seqlen_q=7)" and outcome.failure.error.startswith("AssertionError: too large")
     assert "too_large" in outcome.failure.trace
+
+
+def test_failing_examples_are_tried_first(tmp_path: Path) -> None:
+    """A run with another seed begins with what failed in the one before."""
+    prop, database = Property("made up", lambda: CASES, too_large), str(tmp_path)
+    first, again = (run_property(prop, Budget(examples=50, seed=seed, database=database)) for seed in (1, 2))
+    assert first.failure is not None and any(path.is_file() for path in tmp_path.rglob("*"))
+    assert again.failure.case == first.failure.case and again.failure.examples == 1
+
+
+def test_workers_take_turns_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert [pool._one_gpu(i)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["2", "5", "2"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert pool._one_gpu(1) == {}
 
 
 def test_skipped_cases_do_not_count() -> None:
@@ -82,6 +97,7 @@ def test_exit_codes(tmp_path: Path) -> None:
     passed = fuzz("--profile", "pr", "--only", "options", *folder)
     assert passed.returncode == 0 and "60 examples of 1 properties, 0 failed" in passed.stdout, passed.stdout
     assert "block_size" in passed.stdout, "what was drawn is printed"
+    assert "examples, 0 failed, 0 hung" in passed.stderr, "a progress line"
     assert cli.main(["--profile", "pr", "--only", "no such property", *folder]) == 2
     found = fuzz("--mutate", "zero taken", *folder)
     assert found.returncode == 1 and "1 of 1 found" in found.stdout, found.stdout + found.stderr
@@ -101,8 +117,8 @@ def test_commands_without_work(capsys: pytest.CaptureFixture) -> None:
 def test_a_hang_becomes_a_report(tmp_path: Path) -> None:
     prop = properties()["patches.text comes back"]
     jobs = iter([Job(prop, 0, Budget(examples=500, seconds=60))])
-    pool = Pool(1, tmp_path, patience=5, mutation="codec hangs", stop=lambda tally: bool(tally.failures))
-    tally = pool.run({"": jobs}, time.monotonic() + 60)
+    hunt = Pool(1, tmp_path, patience=5, mutation="codec hangs", stop=lambda tally: bool(tally.failures))
+    tally = hunt.run({"": jobs}, time.monotonic() + 60)
     failure = tally.failures[prop.name, 0]
     assert tally.hangs == 1 and failure.error.startswith("hang") and failure.case.startswith("Texts(")
 

@@ -71,6 +71,19 @@ def test_every_fault_is_drawn(way: Callable) -> None:
     assert_reached(way(faults=True), FAULT_CLAIMS[kind], counts)
 
 
+def test_kernels_see_any_factor() -> None:
+    pairs: set[tuple[int, int]] = set()
+
+    @quiet
+    @given(strategies.attention(Kind(mask="compressed")))
+    def draw(case: Attention) -> None:
+        pairs.add((case.factor, case.offset))
+
+    draw()
+    assert len({factor for factor, _ in pairs}) > 20 and len({offset for _, offset in pairs}) > 20
+    assert (1, 0) not in pairs, "that is plain causal"
+
+
 def test_packed_kernels_see_every_kind_of_pack() -> None:
     kind = next(kind for kind in KINDS if kind.packed)
     _, counts = drawn(strategies.attention(kind))

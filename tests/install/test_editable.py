@@ -83,8 +83,8 @@ def test_it_keeps_work_in_the_tree(environment, checkout):
 
 def test_inspect_says_which_backend_a_shape_takes(environment, checkout):
     environment.pip("--editable", checkout)
-    arguments = ("--heads-q", "16", "--heads-kv", "2", "--dim", "64", "--dtype", "float32", "--seqlen", "100")
+    arguments = ("--heads=16", "--kv-heads=2", "--head-dim=64", "--dtype=fp32", "--seqlen=1K")
     printed = environment.run("-m", "nsa_layer", "inspect", *arguments, cwd=checkout).stdout
-    assert "T=100 Hq=16 Hkv=2 D=64 Dv=64 float32" in printed and "cutlass-dsl" in printed
-    refused = environment.run("-m", "nsa_layer", "inspect", "--dim", "0", cwd=checkout, status=2)
+    assert "T=1024 Hq=16 Hkv=2 D=64 Dv=64 float32" in printed and "cutlass-dsl" in printed
+    refused = environment.run("-m", "nsa_layer", "inspect", "--head-dim", "0", cwd=checkout, status=2)
     assert "must be at least 1" in refused.stderr

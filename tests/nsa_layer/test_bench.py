@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig
-from nsa_layer.cli import bench, bench_table, chart, crossover, results
+from nsa_layer.cli import bench, bench_table, chart, crossover, first_call, results
 from nsa_layer.cli.bench_run import Bench, Options
 from nsa_layer.cli.results import Row
-from nsa_layer.cli.shape import Shape
+from nsa_layer.cli.shape import Shape, add_shape_options, shapes
 from nsa_layer.cli.variants import Variant, is_out_of_memory
 
 TINY = "--device=cpu --heads=4 --kv-heads=2 --head-dim=8 --block-size=8 --block-counts=3 --q-tile=16 --window-size=8"
@@ -56,7 +57,7 @@ def test_every_variant_and_direction_is_a_row_with_every_key(
         assert row["status"] == "measured" and len(row["timings_ms"]) == 2 and row["ms"] > 0
         assert (row["over_dense"] is None) == (row["variant"] == "dense")
         timed_alone = row["direction"] == "forward"
-        assert (row["host_us"] is not None) == timed_alone
+        assert (row["host_us"] is not None) == (row["direction"] != "backward")
         assert (row["error"] is not None) == (timed_alone and row["variant"] != "dense")
         assert row["sequences"] == (4 if extra[:1] == ["--packed"] else None)
     document = json.loads(file.read_text())
@@ -247,6 +248,14 @@ def test_the_first_call_is_that_of_a_process_of_its_own(tmp_path: Path, capsys: 
     assert bench.main([*TINY.split(), "--seqlen=64", "--packed=3", "--first-call", "--json", str(file)]) == 0
     found = json.loads(file.read_text())["first_call"]
     assert len(found) == 3 and min(found) > 0 and "3 packed sequences" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("extra", [[], ["--block-stride=4"], ["--packed=3", "--budget=2", "--deterministic"]])
+def test_the_process_of_a_first_call_is_told_the_whole_shape(extra: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_shape_options(parser, seqlen=[64])
+    (shape,) = shapes(parser.parse_args([*TINY.split(), *extra]))
+    assert shapes(parser.parse_args(first_call.arguments(shape, "eager"))) == [shape]
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nsa_layer import __main__
-from nsa_layer.cli import bench, check, memory, profile
+from nsa_layer.cli import bench, check, compile, demo, inspect, memory, profile
 from nsa_layer.measure import peak_bytes
 from nsa_layer.tables import markdown
 
@@ -64,6 +64,16 @@ def test_an_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(memory, "main", interrupted)
     assert __main__.main(["memory"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_what_nobody_reads_ends_a_command_without_a_traceback() -> None:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    arguments = [sys.executable, "-m", "nsa_layer", "inspect"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(arguments, env=environment, cwd="/", stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert result.returncode == 141 and not result.stderr
 
 
 def test_commands_are_found_by_their_module() -> None:
@@ -127,3 +137,48 @@ def test_a_table_is_markdown_with_even_columns() -> None:
     assert lines[2].startswith("| a ") and lines[2].endswith(" 1 |")
     with pytest.raises(ValueError, match="2 cells"):
         markdown(["a", "b"], [["only one"]])
+
+
+@pytest.mark.parametrize("run", [bench.main, check.main, memory.main, profile.main])
+@pytest.mark.parametrize("device", ["cuda:99", "abacus"])
+def test_a_device_that_is_not_there_is_named(
+    run: Callable[[list[str]], int], device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*TINY, f"--device={device}"]) == 2
+    assert f"device must be one that PyTorch can use here, got '{device}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("run", "option"),
+    [(bench.main, "--json"), (bench.main, "--chart"), (check.main, "--json"), (compile.main, "--table")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    run: Callable[[list[str]], int], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, reason in [(tmp_path / "missing" / "file", "there is no folder"), (tmp_path, "is a folder")]:
+        with pytest.raises(SystemExit) as exit:
+            run([option, str(path)])
+        assert exit.value.code == 2
+        assert reason in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_inspect_takes_a_shape_as_the_other_commands_do(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--heads=16", "--kv-heads=2", "--head-dim=64", "--head-dim-v=128", "--dtype=fp16", "--seqlen=64K"]
+    assert inspect.main(shape) == 0
+    assert "T=65536 Hq=16 Hkv=2 D=64 Dv=128 float16" in capsys.readouterr().out
+    assert inspect.main(["--heads=3"]) == 0
+    assert "3 query heads are no multiple of 8 key/value heads" in capsys.readouterr().out
+
+
+def test_compile_says_what_no_case_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compile.main(["--only", "branch=slc", "D=77"]) == 2
+    assert "no case has branch=slc D=77" in capsys.readouterr().err
+    assert compile.main(["--jobs=0"]) == 2
+    assert "--jobs must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lr", "warmup", "threads", "seed", "minutes"])
+def test_help_of_the_demo_says_every_default(name: str) -> None:
+    (option,) = [action for action in demo.build_parser()._actions if action.dest == name]
+    assert "(default: " in option.help

@@ -266,7 +266,8 @@ def test_changed_text_is_refused(text: Path, tmp_path: Path, capsys: pytest.Capt
 def test_bad_folders_are_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("mine")
     assert "must be a folder" in refused([*options(text), "--out", str(tmp_path / "file")], capsys)
-    assert "other files" not in str(tmp_path)
+    below = [*options(text), "--out", str(tmp_path / "file" / "below")]
+    assert "cannot be made" in refused(below, capsys)
     assert "holds files" in refused([*options(text), "--out", str(tmp_path)], capsys)
     assert "there is none" in refused([*options(text), "--out", str(tmp_path / "new"), "--resume"], capsys)
     foreign = tmp_path / "foreign"

@@ -12,6 +12,7 @@ import torch
 from stub_kernels import launches, stubs
 
 from nsa_layer import NSAConfig, nsa
+from nsa_layer.measure import peak_bytes
 from nsa_layer.packing import Packing
 from nsa_layer.problem import Problem
 from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
@@ -114,6 +115,33 @@ def test_later_calls_launch_what_the_first_ones_do(case: Case) -> None:
             assert len(want[0]) >= 1 and got == want, name
             assert len(called) == (1 if seed < 2 else 0), name
     assert prepared["fwd"].refusals == prepared["bwd"].refusals == []
+
+
+@pytest.mark.parametrize("lists", [False, True], ids=["choice", "lists of backward"])
+def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
+    """Eight times the tokens take eight times the bytes: no scores of all tiles by all blocks, no bitmap of them."""
+    from nsa_layer import branches
+    from nsa_layer.choice import choose
+
+    case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
+    config, taken = case.config, []
+    for T in (1 << 13, 1 << 16):
+        q = torch.empty(1, T, 4, 64, dtype=torch.bfloat16)
+        k_mean = torch.empty(1, config.compressed_length(T), 2, 64)
+        indices = torch.zeros(1, 2, config.num_tiles(T), config.list_width(T), dtype=torch.int32)
+        counts = torch.ones_like(indices[..., 0])
+
+        def call() -> object:
+            if not lists:
+                return choose(q, k_mean, problem=case.problem, packing=None)
+            tile = branches.backward_tile(q.device, config.block_size)
+            static = dict(problem=case.problem, tile=tile, backward=True, block_counts=counts)
+            return branches.selected_sparsity(indices, T, (4, 2), **static)
+
+        with stubs():
+            call()
+            taken.append(peak_bytes(call, "cpu"))
+    assert 0 < taken[1] <= 8.5 * taken[0], taken
 
 
 @pytest.mark.parametrize("config", [NSAConfig(), NSAConfig(block_size=64, block_stride=16), NSAConfig(block_size=32)])

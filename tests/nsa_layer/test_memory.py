@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +28,23 @@ def test_memory_predicts_and_measures(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(shown) == 4 and shown[0].count("|") == 12
     assert memory.main([*TINY.split(), "--seqlen", "64", "--no-measure", "--mode=forward", "--packed=3"]) == 0
     assert capsys.readouterr().out.splitlines()[0].count("|") == 10
+
+
+def test_what_is_shown_is_written_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "memory.json"
+    assert memory.main([*TINY.split(), "--seqlen", "64", "100", "--json", str(file)]) == 0
+    shown, document = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
+    assert [row["T"] for row in document["rows"]] == [64, 100] and document["environment"]["gpu"] is None
+    for line, row in zip(shown[2:], document["rows"], strict=True):
+        assert row["status"] == "measured" and row["peak"] > 0
+        ratio = row["peak"] / row["predicted"]["peak"]
+        assert line.split("|")[-2].strip() == f"{ratio:.2f}"
+    assert document["command"].endswith("--seqlen 64 100") and document["gated"] and document["backward"]
+    options = ["--device=cpu", "--dtype=bf16", "--longest", "--no-measure", "--total=139", f"--json={file}"]
+    assert memory.main(options) == 0
+    found = json.loads(file.read_text())["longest"]
+    assert f"predicted {found['predicted']:,} ({found['groups']} groups" in capsys.readouterr().out
+    assert found["measured"] is None and str(tmp_path) not in file.read_text()
 
 
 def test_less_memory_means_a_plan_that_takes_less() -> None:

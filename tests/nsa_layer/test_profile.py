@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,6 +119,25 @@ def test_profile_shows_every_branch_both_ways(capsys: pytest.CaptureFixture[str]
     assert ["choose", "forward"] in lines and ["gate", "forward"] in lines and "Self CPU" in shown
     assert profile.main([*TINY.split(), "--seqlen=64", "--repeats=1", "--mode=forward", "--ungated", "--packed=3"]) == 0
     assert "backward |" not in capsys.readouterr().out
+
+
+def test_components_are_written_as_they_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "profile.json"
+    options = ["--seqlen=64", "--repeats=1", "--terabytes=2", "--tflops", "100", "50", "--json", str(file)]
+    assert profile.main([*TINY.split(), *options]) == 0
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    shown = {(line[0], line[1]): line for line in lines if len(line) == 9}
+    document = json.loads(file.read_text())
+    assert document["ceilings"]["bytes_a_second"] == 2e12 and str(tmp_path) not in file.read_text()
+    (call,) = document["calls"]
+    assert set(call["whole_ms"]) == {"forward", "backward"}
+    written = {(row["component"], row["direction"]): row for row in call["rows"]}
+    for key, row in written.items():
+        if row["ms"] is not None:
+            assert shown[key][2] == f"{row['ms']:.3f}"
+        if row["ms"] is not None and row["floor_ms"] is not None:
+            assert shown[key][7] == f"{row['floor_ms']:.3f}"
+    assert {("cmp", "forward"), ("slc", "backward"), ("gate", "backward")} <= set(written)
 
 
 def test_ceilings_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,98 @@
+"""Where compiled kernels are kept between processes, and what they depend on beside this package's own sources.
+
+They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0: in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``, or else
+in the user's cache folder. Processes share it: each file is written under a lock and renamed into place. A kernel is
+found again only where everything that its machine code depends on is the same.
+"""
+
+import fcntl
+import hashlib
+import os
+import warnings
+from functools import lru_cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Iterator, Optional
+
+FOLDER = "flash_attention_cute_dsl_cache"
+SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+
+# The compiler is in the libraries of these; which of them are installed depends on the CUDA version.
+COMPILER = tuple(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13"))
+# Inlined into kernels, and editable where it is developed: its sources count, not its version.
+INLINED = ("quack",)
+# Of the DSL's settings those that change code. The architecture is in every kernel's own key.
+SETTINGS = tuple(
+    f"CUTE_DSL_{name}"
+    for name in (
+        "AUTO_M2S",
+        "COMPILER_BACKEND",
+        "COMPILER_OPT",
+        "DEBUG",
+        "ENABLE_ASSERTIONS",
+        "ENABLE_PYIR",
+        "LINEINFO",
+        "TOLERATE_M2M",
+    )
+)
+
+
+def is_enabled() -> bool:
+    return os.environ.get(SWITCH, "1") == "1"
+
+
+def user_folder() -> Path:
+    """Of this user alone, and not emptied when the machine starts."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / FOLDER
+
+
+@lru_cache(maxsize=None)
+def can_keep(named: Optional[str]) -> bool:
+    """Whether files can be written and locked in the folder that is named, or in the user's; a warning says why not."""
+    try:
+        folder = Path(named) if named is not None else user_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Shared, so that processes do not wait for one another here; some file systems have no locks.
+        with open(folder / ".probe", "a") as probe:
+            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        warnings.warn(
+            f"compiled kernels are not kept, each process compiles its own: {error}. "
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another folder",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def dependencies() -> bytes:
+    """A hash of the compiler's versions and settings and of the sources that kernels inline from other packages.
+
+    Nothing is imported for it.
+    """
+    digest = hashlib.sha256()
+    for name in COMPILER:
+        digest.update(f"{name}={_version(name)}\n".encode())
+    for name in SETTINGS:
+        digest.update(f"{name}={os.environ.get(name)!r}\n".encode())
+    for package in INLINED:
+        for name, content in _sources(package):
+            digest.update(f"{name}:{len(content)}\n".encode() + content)
+    return digest.digest()
+
+
+def _version(distribution: str) -> Optional[str]:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _sources(package: str) -> Iterator[tuple[str, bytes]]:
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for source in sorted(Path(folder).rglob("*.py")):
+            yield f"{package}/{source.relative_to(folder).as_posix()}", source.read_bytes()

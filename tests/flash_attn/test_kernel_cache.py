@@ -1,0 +1,113 @@
+"""The cache of compiled kernels: on by default, the user's, shared by processes, and never of other versions."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_deferred import CALL
+
+from flash_attn.cute import cache_utils, kernel_cache
+
+WHERE = "from flash_attn.cute.cache_utils import CUTE_DSL_CACHE_ENABLED as on, get_cache_path as f; print(on, f())"
+NAMES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", *kernel_cache.SETTINGS)
+
+
+def start(program: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
+    """A process with nothing set but where the user's cache folder is."""
+    rest = {name: value for name, value in os.environ.items() if name not in NAMES}
+    rest |= {"XDG_CACHE_HOME": str(cache), "CUDA_VISIBLE_DEVICES": ""} | environment
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program], stdout=pipe, stderr=pipe, text=True, env=rest)
+
+
+def last_line(process: subprocess.Popen[str]) -> str:
+    shown, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return shown.splitlines()[-1]
+
+
+def test_kernels_are_kept_in_the_users_cache_folder_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "flash_attention_cute_dsl_cache"
+    assert last_line(start(WHERE, tmp_path)) == f"True {folder}"
+    assert folder.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path / "named"))
+    assert cache_utils.get_cache_path() == tmp_path / "named"
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", False)
+    assert type(cache_utils.get_jit_cache("some")) is cache_utils.JITCache
+
+
+def test_what_kernels_depend_on_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    fingerprint = cache_utils._compute_source_fingerprint.__wrapped__
+    before = fingerprint()
+    assert fingerprint() == before
+    monkeypatch.setattr(kernel_cache, "dependencies", lambda: b"others")
+    assert fingerprint() != before
+
+
+def test_another_quack_is_another_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever its version says: what kernels inline are its sources."""
+    found = [kernel_cache.dependencies()]
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(kernel_cache, "find_spec", {"quack": spec}.get)
+    (tmp_path / "inner").mkdir()
+    for name, text in (("__init__", ""), ("__init__", "a = 1"), ("inner/more", "b = 2"), ("inner/more", "b = 3")):
+        (tmp_path / f"{name}.py").write_text(text)
+        found.append(kernel_cache.dependencies())
+    assert len(set(found)) == 5 and kernel_cache.dependencies() == found[-1]
+
+
+def test_settings_that_change_code_are_another_cache_and_the_target_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The architecture is in each key: what one machine compiles for another's GPU is found there."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    before = kernel_cache.dependencies()
+    with monkeypatch.context() as patch:
+        patch.setenv("CUTE_DSL_ARCH", "sm_90a")
+        patch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
+        assert kernel_cache.dependencies() == before
+    for name in kernel_cache.SETTINGS:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert kernel_cache.dependencies() != before, name
+
+
+def test_another_compiler_is_another_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kernel_cache.dependencies()
+    assert before == kernel_cache.dependencies()
+    for name in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base"):
+        with monkeypatch.context() as patch:
+            own = kernel_cache._version
+            patch.setattr(kernel_cache, "_version", lambda of, name=name: "0" if of == name else own(of))
+            assert kernel_cache.dependencies() != before, name
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_not_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(file / "below"))
+    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
+        assert type(cache_utils.get_jit_cache("some")) is cache_utils.JITCache
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path / "folder"))
+    assert isinstance(cache_utils.get_jit_cache("some"), cache_utils.JITPersistentCache)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("sm_90")
+def test_processes_that_compile_the_same_kernel_at_once_leave_one_that_loads(tmp_path: Path) -> None:
+    target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+    compiled = "flash_attn.cute.flash_fwd_sm90 quack"
+    assert {last_line(p) for p in [start(CALL, tmp_path, **target) for _ in range(3)]} <= {compiled, ""}
+    (kernel,) = tmp_path.rglob("*.o")
+    written = kernel.stat().st_mtime_ns
+    assert last_line(start(CALL, tmp_path, **target)) == ""
+    assert kernel.stat().st_mtime_ns == written and [*tmp_path.rglob("*.o")] == [kernel]
