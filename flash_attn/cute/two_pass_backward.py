@@ -35,11 +35,15 @@ __all__ = [
 SM90 = 9  # arch // 10
 OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself
 WALKS_GROUP: Optional[bool] = None  # what `walks_group` says; None: by its rule. For tests and measurements
+FEW_BLOCKS = 8  # that a row of forward lists has room for, up to which two passes are faster than one
+MOST_BLOCKS = 24  # the same where CTAs walk groups
 LEAST_WALKS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
 
 
-def pays(block_k: int, deterministic: bool) -> bool:
+def pays(block_k: int, deterministic: bool, width: Optional[int]) -> bool:
     """Whether two passes are the faster way.
+
+    `width` is how many blocks a row of forward lists has room for, where that is known.
 
     With dq, deterministic mode takes 1.2 to 3.2 times the time, and two passes are deterministic as they are. Else, the
     time of two passes over that of one, by a plan where that is faster (H200, 65,536 tokens, 32 query heads, 8
@@ -47,12 +51,18 @@ def pays(block_k: int, deterministic: bool) -> bool:
 
         blocks of 64 keys: selected, 32       0.76
                            random, 32         0.62
-        blocks of 128:     random, 16         1.03
-                           random causal, 8   0.97, and 0.9 where CTAs walk groups (`walks_group`)
+        blocks of 128:     random, 3          0.74
+                           random, 5          0.79
+                           random, 10         0.94
+                           random, 16         1.03
+                           random causal, 8   0.97
                            selected, 16       1.06
                            window of 2,048    1.08
+
+    Where CTAs walk groups (`walks_group`) it is 0.66 for 5 random blocks of 128 a row, 0.88 for 10, 0.98 for 16, 1.07
+    for 26, and 1.1 to 1.15 for 51 and more. One pass waits for what it adds up in memory where rows are short.
     """
-    return deterministic or block_k == 64
+    return deterministic or block_k == 64 or (width is not None and width <= FEW_BLOCKS)
 
 
 def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -79,7 +89,8 @@ def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -
 
 
 def _rectangular(lists: Any) -> bool:
-    return lists.mask_block_idx.ndim == lists.mask_block_cnt.ndim + 1
+    """Whether all rows have room for as many blocks; not so of lists without tensors."""
+    return lists.mask_block_cnt is not None and lists.mask_block_idx.ndim == lists.mask_block_cnt.ndim + 1
 
 
 def _width(lists: Any) -> int:
@@ -118,8 +129,9 @@ def takes(
     if passes is None:
         if given or reason is not None:
             return False
-        faster = pays(_block_k(backward), deterministic) or walks_group(forward, backward, q, v)
-        return backward.plan_per_group or faster
+        width = _width(forward) if _rectangular(forward) else None
+        by_groups = walks_group(forward, backward, q, v) and width <= MOST_BLOCKS
+        return backward.plan_per_group or by_groups or pays(_block_k(backward), deterministic, width)
     if given:
         raise ValueError(f"{given[0]} cannot be given together with passes=2")
     if reason is not None:

@@ -123,13 +123,14 @@ def test_a_compressed_mask_is_the_same_as_a_mask_mod(D: int) -> None:
 
 
 def _joined(lists: Any) -> torch.Tensor:
-    """A row's mask blocks, then its full ones."""
+    """A row's mask blocks, then its full ones: no more than there are blocks, which is as wide as rows may be."""
     mask, full = lists.mask_block_idx, lists.full_block_idx
     at = torch.arange(mask.shape[-1] + full.shape[-1], device="cuda").expand(*mask.shape[:-1], -1)
     first = lists.mask_block_cnt[..., None]
     both = torch.cat([mask, full], -1)
     place = torch.where(at < first, at, at - first + mask.shape[-1]).clamp(max=at.shape[-1] - 1)
-    return both.gather(-1, place)
+    most = int((lists.mask_block_cnt + lists.full_block_cnt).max())
+    return both.gather(-1, place)[..., :most].contiguous()
 
 
 @pytest.mark.gpu

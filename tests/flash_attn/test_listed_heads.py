@@ -227,13 +227,13 @@ def shapes(rows: int, width: int, heads: int = 8) -> Any:
 @pytest.mark.parametrize(
     ("forward_width", "backward_width", "tokens", "heads", "expected"),
     [
-        (8, 50, 65536, (32, 8, 8), True),
-        (8, 50, 65536, (32, 8, 1), True),
-        (8, 50, 65536, (32, 8, 32), False),  # query heads have lists of their own
-        (8, 50, 65536, (8, 8, 8), False),
-        (8, 512, 65536, (32, 8, 8), False),  # all queries list one block
-        (8, 50, 8192, (32, 8, 8), False),  # one such list is as much as a multiprocessor gets to do
-        (8, 50, 65536, (64, 4, 4), False),  # sixteen heads make it long
+        (16, 50, 65536, (32, 8, 8), True),
+        (16, 50, 65536, (32, 8, 1), True),
+        (16, 50, 65536, (32, 8, 32), False),  # query heads have lists of their own
+        (16, 50, 65536, (8, 8, 8), False),
+        (16, 512, 65536, (32, 8, 8), False),  # all queries list one block
+        (16, 50, 8192, (32, 8, 8), False),  # one such list is as much as a multiprocessor gets to do
+        (16, 100, 65536, (64, 4, 4), False),  # sixteen heads make it long
     ],
 )
 def test_groups_are_walked_where_no_list_is_long(
@@ -253,8 +253,13 @@ def test_groups_are_walked_where_no_list_is_long(
     assert walks_group(forward, backward, q, v) is expected
     call = dict(arch=90, q=q, v=v, deterministic=False)
     assert takes(None, forward=forward, backward=backward, **call) is expected  # else one pass is faster
+    wide = forward._replace(full_block_cnt=forward.mask_block_cnt, full_block_idx=shapes(rows, 17, of_lists)[1])
+    assert not takes(None, forward=wide, backward=backward, **call)  # it has less to wait for
     planned = backward._replace(plan=torch.empty(1, 6, device="meta"))
     assert not walks_group(forward, planned, q, v)
+    assert not takes(None, forward=forward, backward=planned, **call)
+    for lists in (backward, planned):  # a few blocks a row: one pass waits for its adds
+        assert takes(None, forward=shapes(rows, 8, of_lists), backward=lists, **call)
     assert not walks_group(None, backward, q, v)
     ragged = backward._replace(mask_block_idx=torch.empty(1, dtype=torch.int32, device="meta"))
     assert not walks_group(forward, ragged, q, v)
