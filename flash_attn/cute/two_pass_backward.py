@@ -35,15 +35,12 @@ __all__ = [
 SM90 = 9  # arch // 10
 OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself
 WALKS_GROUP: Optional[bool] = None  # what `walks_group` says; None: by its rule. For tests and measurements
-FEW_BLOCKS = 8  # that a row of forward lists has room for, up to which two passes are faster than one
-MOST_BLOCKS = 24  # the same where CTAs walk groups
+MOST_BLOCKS = 24  # that a row of forward lists has room for, up to which two passes by groups are faster than one
 LEAST_WALKS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
 
 
-def pays(block_k: int, deterministic: bool, width: Optional[int]) -> bool:
-    """Whether two passes are the faster way.
-
-    `width` is how many blocks a row of forward lists has room for, where that is known.
+def pays(block_k: int, deterministic: bool) -> bool:
+    """Whether two passes are the faster way, whatever the number of blocks.
 
     With dq, deterministic mode takes 1.2 to 3.2 times the time, and two passes are deterministic as they are. Else, the
     time of two passes over that of one, by a plan where that is faster (H200, 65,536 tokens, 32 query heads, 8
@@ -62,7 +59,7 @@ def pays(block_k: int, deterministic: bool, width: Optional[int]) -> bool:
     Where CTAs walk groups (`walks_group`) it is 0.66 for 5 random blocks of 128 a row, 0.88 for 10, 0.98 for 16, 1.07
     for 26, and 1.1 to 1.15 for 51 and more. One pass waits for what it adds up in memory where rows are short.
     """
-    return deterministic or block_k == 64 or (width is not None and width <= FEW_BLOCKS)
+    return deterministic or block_k == 64
 
 
 def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -89,8 +86,7 @@ def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -
 
 
 def _rectangular(lists: Any) -> bool:
-    """Whether all rows have room for as many blocks; not so of lists without tensors."""
-    return lists.mask_block_cnt is not None and lists.mask_block_idx.ndim == lists.mask_block_cnt.ndim + 1
+    return lists.mask_block_idx.ndim == lists.mask_block_cnt.ndim + 1
 
 
 def _width(lists: Any) -> int:
@@ -129,9 +125,8 @@ def takes(
     if passes is None:
         if given or reason is not None:
             return False
-        width = _width(forward) if _rectangular(forward) else None
-        by_groups = walks_group(forward, backward, q, v) and width <= MOST_BLOCKS
-        return backward.plan_per_group or by_groups or pays(_block_k(backward), deterministic, width)
+        by_groups = walks_group(forward, backward, q, v) and _width(forward) <= MOST_BLOCKS
+        return backward.plan_per_group or by_groups or pays(_block_k(backward), deterministic)
     if given:
         raise ValueError(f"{given[0]} cannot be given together with passes=2")
     if reason is not None:

@@ -52,10 +52,10 @@ def gradients(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, **more:
 # Which calls.
 
 
-def tables(block: tuple[int, int] | None = (128, 128), width: int = 9, **fields: Any) -> Any:
+def tables(block: tuple[int, int] | None = (128, 128), **fields: Any) -> Any:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    cnt, idx = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, width, dtype=torch.int32)
+    cnt, idx = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 2, dtype=torch.int32)
     return BlockSparseTensorsTorch(cnt, idx, block_size=block, **fields)
 
 
@@ -66,8 +66,7 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
     block, D = changes.pop("block", (128, 128)), changes.pop("D", 128)
     of_keys = changes.pop("block_of_backward", block)
     x = torch.empty(1, 512, 4, D, dtype=changes.pop("dtype", torch.bfloat16), device="meta")
-    lists = dict(forward=tables(block, changes.pop("width", 9)), backward=tables(of_keys))
-    given = dict(arch=90, q=x, v=x, **lists, deterministic=False)
+    given = dict(arch=90, q=x, v=x, forward=tables(block), backward=tables(of_keys), deterministic=False)
     return two_pass_backward.takes(passes, **(given | changes))
 
 
@@ -75,9 +74,6 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
     ("changes", "expected"),
     [
         ({}, False),  # wide blocks are faster in one pass
-        ({"width": 8}, True),  # unless there are a few in a row
-        ({"width": 8, "passes": 1}, False),
-        ({"width": 8, "score_mod": abs}, False),
         ({"passes": 2}, True),
         ({"deterministic": True}, True),
         ({"deterministic": True, "passes": 1}, False),
