@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fuzz import hazards, sanitize
-from fuzz.hand_over import BULK, CONTROLS, STORES, TENSOR
+from fuzz.hand_over import BULK, CONTROLS, LANES, SHUFFLE, STORES, SYNC, TENSOR
 from nsa_layer.kernel_cases import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,3 +154,15 @@ def test_controls_are_what_they_say(name: str, listing: dict[tuple[str, int], st
     waits = [place for place, text in own if "SYNCS.PHASECHK" in text and "TRYWAIT" in text]
     assert len(reads) == 2 and (max(reads) < waits[-1]) == (not control.right), "two numbers a step, early if wrong"
     assert sum("BAR.SYNC" in text for _, text in own) == (3 if control.named else 1)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_who_frees_a_stage(name: str, listing: dict[tuple[str, int], str]) -> None:
+    """Every reading lane, or one after what the whole warp does: a sync, of which a NOP is left, or shuffles."""
+    control = CONTROLS[name]
+    own = sorted((place, text) for (of, place), text in listing.items() if control.tag in of)
+    read = max(place for place, text in own if "LDS" in text)
+    freed = next(place for place, text in own if place > read and "SYNCS.ARRIVE" in text)
+    words = [word for place, text in own if read < place < freed for word in ("NOP", "SHFL.BFLY") if word in text]
+    assert words == {LANES: [], SYNC: ["NOP"], SHUFFLE: ["SHFL.BFLY"] * 5}[control.freed]
+    assert dict(own)[freed].startswith("@") == (control.freed != LANES), "one lane of a warp"
