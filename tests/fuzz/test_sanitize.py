@@ -16,6 +16,7 @@ from fuzz.hand_over import BULK, CONTROLS, LANES, SHUFFLE, STORES, SYNC, TENSOR
 from nsa_layer.kernel_cases import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPILE_SUBJECT = sanitize._compile  # which the stand-in leaves out
 LOADER, READER = (
     hazards.Access("Write", "kernel_cutlass_a_0", 0x390),
     hazards.Access("Read", "kernel_cutlass_a_0", 0x600),
@@ -121,6 +122,30 @@ def test_controls_are_judged(named: str, code: int, stand_in: sanitize.Setup, ca
     assert sanitize.main(["--controls", "--folder", str(stand_in.folder)]) == code
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and "yes" in line]
     assert len(rows) == 1 and rows[0].startswith(f"| {named} ")
+
+
+@pytest.mark.parametrize(
+    ("ways", "code", "says"),
+    [
+        (["ABRT", "0"], 1, "racecheck, case 3: exit 86"),
+        (["ABRT", "ABRT"], 2, "case 3 without the sanitizer: ended by SIGABRT, twice; nothing ran under it"),
+        (["5"], 2, "case 3 without the sanitizer: exit 5; nothing ran under it"),
+        (["ABRT", "5"], 2, "case 3 without the sanitizer: exit 5; nothing ran under it"),
+    ],
+    ids=["a signal", "two signals", "an error", "a signal and an error"],
+)
+def test_a_process_that_a_signal_ends_gets_another_try(
+    ways: list[str], code: int, says: str, stand_in: sanitize.Setup,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """One way to end for each process that compiles; there are no more of them."""
+    ends = [f"kill -s {way} $$" if way.isalpha() else f"exit {way}" for way in ways]
+    inside = sanitize._inside
+    monkeypatch.setattr(sanitize, "_inside", lambda subject: ["sh", "-c", ends.pop(0)] if ends else inside(subject))
+    monkeypatch.setattr(sanitize, "_compile", COMPILE_SUBJECT)
+    assert sanitize.main(["--tool", "racecheck", "--case", "3", "--folder", str(stand_in.folder)]) == code
+    assert says in capsys.readouterr().out
+    assert not ends and (stand_in.folder / "calls").exists() == (code == 1)
 
 
 COMPILE = """
