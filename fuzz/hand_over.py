@@ -26,6 +26,7 @@ WIDTH = 128  # numbers of a block
 STAGES = 2
 BLOCKS = 6
 BULK, TENSOR, STORES = "bulk", "tensor", "stores"
+LANES, SYNC, SHUFFLE = "lanes", "sync", "shuffle"
 EMPTY = STAGES  # where the barriers of empty stages begin
 
 
@@ -37,16 +38,19 @@ class HandOver:
         copy: "bulk" (``cp.async.bulk``), "tensor" (``cp.async.bulk.tensor``), or "stores" of the warp's own lanes.
         right: readers wait before they read; else only after it, which is a race.
         named: all warps also meet at a barrier of the CTA between the copy and the reads of each step.
+        freed: who says that a stage is empty: each of the reading "lanes", or one lane of each warp, after a "sync" of
+            the warp or after a "shuffle" to which every lane brings what it read, as in backward.
     """
 
     copy: str
     right: bool = True
     named: bool = False
+    freed: str = LANES
 
     @property
     def tag(self) -> str:
         """A part of the kernel's name that no other control has: the DSL names kernels for their fields."""
-        return f"copy{self.copy}_right{self.right}_named{self.named}_"
+        return f"copy{self.copy}_right{self.right}_named{self.named}_freed{self.freed}_"
 
     @cute.jit
     def __call__(self, mX: cute.Tensor, mSums: cute.Tensor, blocks: Int32, stream: cuda.CUstream):
@@ -66,7 +70,9 @@ class HandOver:
         if tidx == 0:
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(barriers + stage, WARP if const_expr(self.copy == STORES) else 1)
-                cute.arch.mbarrier_init(barriers + EMPTY + stage, READERS)
+                cute.arch.mbarrier_init(
+                    barriers + EMPTY + stage, READERS if const_expr(self.freed == LANES) else READERS // WARP
+                )
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if tidx < WARP:
@@ -118,8 +124,22 @@ class HandOver:
                 total += sX[i * READERS + reader, stage]
             if const_expr(not self.right):  # late: after it, so that the turns still come out even
                 cute.arch.mbarrier_wait(barriers + stage, turn % 2)
-            cute.arch.mbarrier_arrive(barriers + EMPTY + stage)
+            self.free(barriers + EMPTY + stage, total, reader)
         mSums[reader] = total
+
+    @cute.jit
+    def free(self, empty: cute.Pointer, total: Float32, reader: Int32):
+        """Of numbers from 0 on; a release that asks for the sum of all lanes cannot come before their reads."""
+        if const_expr(self.freed == LANES):
+            cute.arch.mbarrier_arrive(empty)
+        elif const_expr(self.freed == SYNC):
+            cute.arch.sync_warp()
+            if reader % WARP == 0:
+                cute.arch.mbarrier_arrive(empty)
+        else:
+            of_warp = cute.arch.warp_reduction_sum(total)
+            if reader % WARP == 0 and of_warp >= 0.0:
+                cute.arch.mbarrier_arrive(empty)
 
 
 CONTROLS = {
@@ -128,6 +148,8 @@ CONTROLS = {
     "bulk copy": HandOver(BULK),
     "bulk copy, read too early": HandOver(BULK, right=False),
     "bulk copy, and a barrier of the CTA": HandOver(BULK, named=True),
+    "bulk copy, freed by one lane after a sync": HandOver(BULK, freed=SYNC),
+    "bulk copy, freed by one lane after a shuffle": HandOver(BULK, freed=SHUFFLE),
     "tensor copy": HandOver(TENSOR),
     "tensor copy, read too early": HandOver(TENSOR, right=False),
 }

@@ -59,6 +59,10 @@ ALL = (
     Kind(mask="window", Hq=32, Hkv=4),
     Kind(D=128, mask="window", Hq=24, Hkv=8, deterministic=True),
     Kind(D=128, packed=True, mask="window", Hq=24, Hkv=4, deterministic=True),
+    # Masks over blocks of 64 keys: some are for forward of two blocks at a step, some are not.
+    Kind(D=128, lists=True, heads="kv", mask="compressed", block_k=64),
+    Kind(lists=True, heads="q", packed=True, form="compact", mask="compressed", block_k=64, deterministic=True),
+    Kind(D=96, lists=True, heads="one", mask="window", block_k=64),
 )
 
 

@@ -13,6 +13,7 @@ import argparse
 import glob
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -56,6 +57,10 @@ CASES = (
 )  # fmt: skip
 OURS = "kns=kernel_cutlass"  # a part of the names that the DSL gives kernels
 CONTROLS = "controls"
+
+
+class NotCompiledError(Exception):
+    """A process that compiles a subject's kernels and runs them, without the sanitizer, has failed."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +109,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"no compute-sanitizer on the path or in {', '.join(PLACES)}: nothing ran")
         return 2
     setup = Setup(binary, options.folder.resolve(), options.seconds, options.addresses)
+    cases = range(len(CASES)) if options.case is None else [options.case]
+    chosen = [CONTROLS] if options.controls else [str(i) for i in cases]
+    try:
+        for subject in chosen:
+            _compile(subject, setup)
+    except NotCompiledError as error:
+        print(error)
+        return 2
     if options.controls:
-        _compile(CONTROLS, setup)
         return _judge_controls(setup)
-    chosen = [str(i) for i in (range(len(CASES)) if options.case is None else [options.case])]
-    for subject in chosen:
-        _compile(subject, setup)
     results = [_sanitize(tool, subject, setup)[0] for tool in options.tool or TOOLS for subject in chosen]
     return 1 if 1 in results else 0 if 0 in results else 2
 
@@ -131,9 +140,25 @@ def _inside(subject: str) -> list[str]:
 
 
 def _compile(subject: str, setup: Setup) -> None:
-    """Run it without the sanitizer: kernels are compiled, and their cubins kept."""
+    """Run it without the sanitizer: kernels are compiled, and their cubins kept.
+
+    Once more if a signal ends the process: on a busy machine some abort at their very end, when all is compiled.
+
+    Raises:
+        NotCompiledError: it failed, or was ended by a signal twice.
+    """
     setup.cubins(subject).mkdir(parents=True, exist_ok=True)
-    subprocess.run(_inside(subject), env=setup.environment(subject), check=True)
+    for _ in range(2):
+        code = subprocess.run(_inside(subject), env=setup.environment(subject)).returncode
+        if code >= 0:
+            break
+    if code:
+        how = f"exit {code}" if code > 0 else f"ended by {signal.Signals(-code).name}, twice"
+        raise NotCompiledError(f"{_shown(subject)} without the sanitizer: {how}; nothing ran under it")
+
+
+def _shown(subject: str) -> str:
+    return subject if subject == CONTROLS else f"case {subject}"
 
 
 def _run_case(case: Attention | Case) -> int:
@@ -161,7 +186,7 @@ def _run_controls() -> int:
 
 def _sanitize(tool: str, subject: str, setup: Setup) -> tuple[int, str]:
     """0 clean, 1 something found, 2 could not run; and what was said."""
-    shown = f"{tool}, {subject if subject == CONTROLS else f'case {subject}'}"
+    shown = f"{tool}, {_shown(subject)}"
     try:
         done = _under(tool, subject, setup)
     except subprocess.TimeoutExpired:

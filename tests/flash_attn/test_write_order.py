@@ -1,14 +1,18 @@
-"""Lock values and merged walks, against plain loops and against upstream's table of all pairs."""
+"""Lock values and merged walks, against plain loops."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from fa_lists import ListCase, list_cases, random_lists, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flash_attn.cute import block_sparsity
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -20,6 +24,19 @@ from flash_attn.cute.write_order import (
 )
 
 CASES = list_cases(sort=st.booleans())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that an operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(t.numel() for t in tree_leaves(result) if torch.is_tensor(t))])
+        return result
 
 
 def arguments(forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> tuple[torch.Tensor | None, ...]:
@@ -112,14 +129,32 @@ def test_any_launch_order(case: ListCase, each: str) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(CASES.filter(lambda case: case.sort), st.booleans())
-def test_same_as_upstream(case: ListCase, spt: bool) -> None:
-    given_lists = arguments(*random_lists(case))
-    theirs = block_sparsity.compute_dq_write_order(*given_lists, spt=spt)
-    ours = compute_dq_write_order(*given_lists, spt=spt)
-    for mine, other, cnt in zip(ours, theirs, given_lists[4:7:2], strict=True):
-        assert (mine is None) == (other is None)
-        assert unpack(cnt, mine) == unpack(cnt, other)
+@given(CASES, st.booleans())
+def test_where_upstream_has_it(case: ListCase, spt: bool) -> None:
+    """By position and by name, as programs written for upstream call it."""
+    forward, backward = random_lists(case)
+    given_lists = arguments(forward, backward)
+    launch = [[list(range(case.N))[:: -1 if spt else 1]] * case.H] * case.B
+    expected = expected_locks(backward, launch)
+    assert_locks(block_sparsity.compute_dq_write_order(*given_lists, spt), expected)
+    names = [f"{side}_{kind}_{of}" for side in ("fwd", "bwd") for kind in ("mask", "full") for of in ("cnt", "idx")]
+    named = dict(zip(names, given_lists, strict=True))
+    assert_locks(block_sparsity.compute_dq_write_order(**named, spt=spt), expected)
+
+
+def test_where_upstream_has_it_memory_goes_with_the_blocks_listed() -> None:
+    """No table of all pairs of blocks, from lists or from a BlockMask."""
+    N, width = 1000, 2
+    idx = ((torch.arange(N).view(N, 1) + torch.arange(width)) % N).sort(-1).values.int().view(1, 1, N, width)
+    cnt = torch.full((1, 1, N), width, dtype=torch.int32)
+    columns = ((torch.arange(N).view(N, 1) - torch.arange(width)) % N).sort(-1).values.int().view(1, 1, N, width)
+    lists = [cnt, idx, None, None, cnt, columns, None, None]
+    mask = SimpleNamespace(as_tuple=lambda: (N * 128, N * 128, *lists))
+    with LargestTensor() as largest:
+        of_lists = block_sparsity.compute_dq_write_order(*lists)
+        of_mask = block_sparsity.compute_dq_write_order_from_block_mask(mask)
+    assert N * width <= largest.numel <= 2 * N * width
+    assert of_lists[0].equal(of_mask[0]) and of_lists[1] is of_mask[1] is None
 
 
 def test_lists_as_given() -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from fuzz import hazards, sanitize
-from fuzz.hand_over import BULK, CONTROLS, STORES, TENSOR
+from fuzz.hand_over import BULK, CONTROLS, LANES, SHUFFLE, STORES, SYNC, TENSOR
 from nsa_layer.kernel_cases import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPILE_SUBJECT = sanitize._compile  # which the stand-in leaves out
 LOADER, READER = (
     hazards.Access("Write", "kernel_cutlass_a_0", 0x390),
     hazards.Access("Read", "kernel_cutlass_a_0", 0x600),
@@ -123,6 +124,30 @@ def test_controls_are_judged(named: str, code: int, stand_in: sanitize.Setup, ca
     assert len(rows) == 1 and rows[0].startswith(f"| {named} ")
 
 
+@pytest.mark.parametrize(
+    ("ways", "code", "says"),
+    [
+        (["ABRT", "0"], 1, "racecheck, case 3: exit 86"),
+        (["ABRT", "ABRT"], 2, "case 3 without the sanitizer: ended by SIGABRT, twice; nothing ran under it"),
+        (["5"], 2, "case 3 without the sanitizer: exit 5; nothing ran under it"),
+        (["ABRT", "5"], 2, "case 3 without the sanitizer: exit 5; nothing ran under it"),
+    ],
+    ids=["a signal", "two signals", "an error", "a signal and an error"],
+)
+def test_a_process_that_a_signal_ends_gets_another_try(
+    ways: list[str], code: int, says: str, stand_in: sanitize.Setup,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """One way to end for each process that compiles; there are no more of them."""
+    ends = [f"kill -s {way} $$" if way.isalpha() else f"exit {way}" for way in ways]
+    inside = sanitize._inside
+    monkeypatch.setattr(sanitize, "_inside", lambda subject: ["sh", "-c", ends.pop(0)] if ends else inside(subject))
+    monkeypatch.setattr(sanitize, "_compile", COMPILE_SUBJECT)
+    assert sanitize.main(["--tool", "racecheck", "--case", "3", "--folder", str(stand_in.folder)]) == code
+    assert says in capsys.readouterr().out
+    assert not ends and (stand_in.folder / "calls").exists() == (code == 1)
+
+
 COMPILE = """
 from fuzz.hand_over import CONTROLS, compiled
 for control in CONTROLS.values():
@@ -154,3 +179,15 @@ def test_controls_are_what_they_say(name: str, listing: dict[tuple[str, int], st
     waits = [place for place, text in own if "SYNCS.PHASECHK" in text and "TRYWAIT" in text]
     assert len(reads) == 2 and (max(reads) < waits[-1]) == (not control.right), "two numbers a step, early if wrong"
     assert sum("BAR.SYNC" in text for _, text in own) == (3 if control.named else 1)
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_who_frees_a_stage(name: str, listing: dict[tuple[str, int], str]) -> None:
+    """Every reading lane, or one after what the whole warp does: a sync, of which a NOP is left, or shuffles."""
+    control = CONTROLS[name]
+    own = sorted((place, text) for (of, place), text in listing.items() if control.tag in of)
+    read = max(place for place, text in own if "LDS" in text)
+    freed = next(place for place, text in own if place > read and "SYNCS.ARRIVE" in text)
+    words = [word for place, text in own if read < place < freed for word in ("NOP", "SHFL.BFLY") if word in text]
+    assert words == {LANES: [], SYNC: ["NOP"], SHUFFLE: ["SHFL.BFLY"] * 5}[control.freed]
+    assert dict(own)[freed].startswith("@") == (control.freed != LANES), "one lane of a warp"

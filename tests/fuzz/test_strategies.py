@@ -112,6 +112,8 @@ def test_kinds_meet() -> None:
     }.items():
         assert {getattr(kind, name) for kind in KINDS} == values
     assert {(kind.mask, kind.lists) for kind in KINDS} >= {(m, s) for m in ("causal", "compressed") for s in (0, 1)}
+    masks = {"none", "causal", "window", "compressed", "table"}
+    assert {(kind.mask, kind.block_k) for kind in KINDS if kind.lists} >= {(m, n) for m in masks for n in (64, 128)}
     listed = [kind for kind in KINDS if kind.lists and kind.deterministic]
     assert {kind.form for kind in listed if kind.packed} == set(FORMS), "deterministic lists of every form"
     assert {(kind.packed, kind.plan) for kind in listed} == {(p, s) for p in (False, True) for s in (False, True)}
