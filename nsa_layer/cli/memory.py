@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from nsa_layer.api import nsa
+from nsa_layer.cli.arguments import output_file
 from nsa_layer.cli.peaks import in_a_process_of_its_own, longest, outside_allocator, peaks_by_component
 from nsa_layer.cli.results import MEASURED, NO_MEMORY, SCHEMA, command_line, environment, without_paths, write
 from nsa_layer.cli.shape import Shape, add_shape_options, backend_of, shapes
@@ -303,6 +303,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--longest", action="store_true", help="find the longest call that fits")
     parser.add_argument("--total", type=float, metavar="GIB", help="memory to fit in (default: the GPU's)")
     parser.add_argument("--allocators", action="store_true", help="compare settings of PyTorch's allocator")
-    parser.add_argument("--json", type=Path, help="also write what was found to this file, in bytes")
+    parser.add_argument("--json", type=output_file, help="also write what was found to this file, in bytes")
     parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
     return parser

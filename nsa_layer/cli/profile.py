@@ -14,12 +14,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 
 from nsa_layer.api import nsa
 from nsa_layer.cli import results
+from nsa_layer.cli.arguments import output_file
 from nsa_layer.cli.floors import Ceilings, Work, ceilings, work
 from nsa_layer.cli.shape import Shape, add_shape_options, backend_of, shapes
 from nsa_layer.cli.trace import OTHER, Kernel, record
@@ -239,7 +239,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rows", type=int, default=15, help="kernels (operators, on a CPU) shown (default: 15)")
     parser.add_argument("--terabytes", type=float, help="TB/s that a floor counts with (default: 4.2 on an H200)")
     parser.add_argument("--tflops", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"), help="on an H200: 660 614")
-    parser.add_argument("--json", type=Path, help="also write the components to this file")
+    parser.add_argument("--json", type=output_file, help="also write the components to this file")
     given = parser.parse_args(argv)
     try:
         cases = shapes(given)

@@ -150,7 +150,14 @@ def test_a_device_that_is_not_there_is_named(
 
 @pytest.mark.parametrize(
     ("run", "option"),
-    [(bench.main, "--json"), (bench.main, "--chart"), (check.main, "--json"), (compile.main, "--table")],
+    [
+        (bench.main, "--json"),
+        (bench.main, "--chart"),
+        (check.main, "--json"),
+        (compile.main, "--table"),
+        (memory.main, "--json"),
+        (profile.main, "--json"),
+    ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     run: Callable[[list[str]], int], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
