@@ -34,7 +34,7 @@ from flash_attn.cute.dq_arguments import supports
 from flash_attn.cute.dq_spec import DTYPES, ROWS, STEP, THREADS, TILE_M, DqSpec, Output
 from flash_attn.cute.kernel_classes import FlashAttentionBackwardDqSm90
 from flash_attn.cute.list_heads import ListHeads
-from flash_attn.cute.list_overlap import MOST_ENTRIES
+from flash_attn.cute.list_overlap import MOST_ENTRIES, room
 from flash_attn.cute.shared_backward import AccumLayout, Tile, convert
 from flash_attn.cute.target_sms import target_sm_count
 from flash_attn.cute.testing import is_fake_mode
@@ -56,7 +56,7 @@ def stays(lists: BlockSparseTensorsTorch) -> bool:
     kinds = ((lists.mask_block_cnt, lists.mask_block_idx), (lists.full_block_cnt, lists.full_block_idx))
     given = [(counts, indices) for counts, indices in kinds if counts is not None]
     rectangular = all(indices.ndim == counts.ndim + 1 for counts, indices in given)
-    return rectangular and sum(indices.shape[-1] for _, indices in given) <= MOST_ENTRIES
+    return rectangular and room(lists) <= MOST_ENTRIES
 
 
 def lists_of_queries(

@@ -20,6 +20,11 @@ MOST_ENTRIES = 64
 MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for walking on
 
 
+def room(tensors: BlockSparseTensorsTorch) -> int:
+    """How many blocks a row of rectangular lists has room for, mask and full ones together."""
+    return sum(x.shape[-1] for x in (tensors.mask_block_idx, tensors.full_block_idx) if x is not None)
+
+
 def overlapped_stages(
     tensors: Optional[BlockSparseTensorsTorch],
     head_dim: int,
@@ -36,8 +41,7 @@ def overlapped_stages(
     padded = tensors is not None and tensors.mask_block_cnt.ndim == 3 and tensors.mask_block_idx.ndim == 4
     if not padded or head_dim > MOST_HEAD_DIM:
         return 0
-    lists = (tensors.mask_block_idx, tensors.full_block_idx)
-    if sum(x.shape[-1] for x in lists if x is not None) > MOST_ENTRIES:
+    if room(tensors) > MOST_ENTRIES:
         return 0
     return compress_schedule.stages_beside_two_queries(
         head_dim, head_dim_v, tile=tile, packed_heads=packed_heads, p_in_smem=p_in_smem

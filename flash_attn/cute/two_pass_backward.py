@@ -18,6 +18,7 @@ from flash_attn.cute import dq_arguments, list_tiles
 from flash_attn.cute.dq_spec import ROWS
 from flash_attn.cute.flash_bwd_dq_sm90 import ACCUM_TILE, backward_dq, lists_of_queries
 from flash_attn.cute.list_heads import ListHeads
+from flash_attn.cute.list_overlap import room
 from flash_attn.cute.shared_backward import BackwardLayout
 from flash_attn.cute.target_sms import target_sm_count
 
@@ -81,17 +82,12 @@ def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -
         return False
     counts = forward.mask_block_cnt
     sequences = q.shape[0] if q.ndim == 4 else counts.shape[0] if counts.ndim == 3 else 1
-    all_heads = counts.shape[-1] * _width(forward) * Hq * sequences
-    return LEAST_WALKS * _width(backward) * (Hq // Hkv) * target_sm_count() <= all_heads
+    all_heads = counts.shape[-1] * room(forward) * Hq * sequences
+    return LEAST_WALKS * room(backward) * (Hq // Hkv) * target_sm_count() <= all_heads
 
 
 def _rectangular(lists: Any) -> bool:
     return lists.mask_block_idx.ndim == lists.mask_block_cnt.ndim + 1
-
-
-def _width(lists: Any) -> int:
-    """Blocks that a row has room for."""
-    return sum(0 if indices is None else indices.shape[-1] for indices in (lists.mask_block_idx, lists.full_block_idx))
 
 
 def takes(
@@ -125,7 +121,7 @@ def takes(
     if passes is None:
         if given or reason is not None:
             return False
-        by_groups = walks_group(forward, backward, q, v) and _width(forward) <= MOST_BLOCKS
+        by_groups = walks_group(forward, backward, q, v) and room(forward) <= MOST_BLOCKS
         return backward.plan_per_group or by_groups or pays(_block_k(backward), deterministic)
     if given:
         raise ValueError(f"{given[0]} cannot be given together with passes=2")
