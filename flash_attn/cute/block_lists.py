@@ -10,8 +10,8 @@ the transpose of the forward lists.
 
 Lists are compact: as wide as the longest row, not as the number of blocks. Rows come out in rising order.
 
-What else users of block lists need can be imported from here too: checking them, lock values, plans and launch orders for
-backward, rows of packed sequences.
+What else users of block lists need can be imported from here too: checking them, lock values, plans and launch orders
+for backward, rows of packed sequences.
 """
 
 from __future__ import annotations
