@@ -148,7 +148,7 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packing = Packing.of(Problem(config, True, 1.0, lengths), cu)
+    packing = Packing.of(Problem(config, True, 1.0, lengths), cu, cu.device)
     for starts, total, counted in (
         (packing.cu_blocks, packing.total_blocks, config.compressed_length),
         (packing.cu_tiles, packing.total_tiles, config.num_tiles),
@@ -166,14 +166,17 @@ def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [None, (700, 1, 0, 323)], ids=["batch", "packed"])
+@pytest.mark.parametrize("starts", [None, "cuda", "cpu"], ids=["batch", "packed", "starts on the host"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_host_waits_once_at_most(deterministic: bool, lengths: tuple[int, ...] | None) -> None:
-    """Never for a batch; for packed sequences once a forward call, to read where they start."""
+def test_the_host_waits_once_at_most(deterministic: bool, starts: str | None) -> None:
+    """Never, but for packed sequences once a forward call, to read where they start if that is on the GPU."""
     if deterministic and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
+    lengths = None if starts is None else (700, 1, 0, 323)
     case = Case(T=1024, **SMALL, lengths=lengths, config=NSAConfig(deterministic=deterministic), compress_weights=True)
     tensors, do, cu_seqlens = inputs_of(case)
+    if starts is not None:
+        cu_seqlens = cu_seqlens.to(starts)
     call = lambda: nsa(**tensors, config=case.config, cu_seqlens=cu_seqlens)  # noqa: E731
     for _ in range(3):
         torch.autograd.grad(call(), list(tensors.values()), do)
@@ -187,7 +190,7 @@ def test_the_host_waits_once_at_most(deterministic: bool, lengths: tuple[int, ..
             torch.autograd.grad(o, list(tensors.values()), do)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (forward, len(waits)) == ((0, 0) if lengths is None else (1, 1)), [str(w.message) for w in waits]
+    assert (forward, len(waits)) == ((1, 1) if starts == "cuda" else (0, 0)), [str(w.message) for w in waits]
 
 
 @pytest.mark.gpu
