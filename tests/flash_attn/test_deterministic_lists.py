@@ -205,8 +205,24 @@ def test_numbers(case: Case) -> None:
     assert_case(case)
 
 
+# Both directions, head dimensions 64, 96 and 128, with and without groups of heads, batches and packed sequences.
+PACKED = dict(packed=((300, 300), (0, 200), (700, 640)), lists="both", form="compact", deterministic=True, plan=3)
+REPEATED = [
+    CASES[1],
+    CASES[2],
+    CASES[4],
+    Case(D=128, causal=True, launch="right to left", Hkv=4, **PACKED),
+    Case(D=64, **PACKED),
+]
+
+
+@pytest.mark.parametrize("case", REPEATED[3:], ids=str)
+def test_packed_compiles(compiler_sm90: Worker, case: Case) -> None:
+    compiler_sm90.run(compile_case, case)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", REPEATED, ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
     assert_bits_repeat(case, 100, beside_other_work=True)
 
