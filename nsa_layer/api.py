@@ -8,7 +8,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.config import NSAConfig
-from nsa_layer.inputs import check_inputs
+from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
 
@@ -67,21 +67,8 @@ def nsa(
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-    problem = check_inputs(
-        q,
-        k,
-        v,
-        config=config,
-        gate_weight=gate_weight,
-        gates=gates,
-        compress_k_weight=compress_k_weight,
-        compress_v_weight=compress_v_weight,
-        softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-        causal=causal,
-    )
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    problem = check_inputs(Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
     name = support.choose_backend(
         backend,

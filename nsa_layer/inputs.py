@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 
@@ -17,83 +18,65 @@ CAPACITY = 1024
 _passed: dict[Hashable, Problem] = {}
 
 
-def check_inputs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    config: NSAConfig,
-    gate_weight: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    compress_k_weight: torch.Tensor | None,
-    compress_v_weight: torch.Tensor | None,
-    softmax_scale: float | None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-    causal: bool,
-) -> Problem:
+class Arguments(NamedTuple):
+    """What `nsa` was given, as it was given; shapes as in `nsa`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    config: NSAConfig
+    gate_weight: torch.Tensor | None
+    gates: torch.Tensor | None
+    compress_k_weight: torch.Tensor | None
+    compress_v_weight: torch.Tensor | None
+    softmax_scale: float | None
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int | None
+    causal: bool
+
+
+def check_inputs(given: Arguments) -> Problem:
     """Check every argument of `nsa` and return the static side of the call.
 
     Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none.
     """
-    arguments = (
-        config,
-        gate_weight,
-        gates,
-        compress_k_weight,
-        compress_v_weight,
-        softmax_scale,
-        cu_seqlens,
-        max_seqlen,
-    )
-    if cu_seqlens is not None:
-        return _check(q, k, v, *arguments, causal)
+    if given.cu_seqlens is not None:
+        return _check(given)
+    q, k, v, config, *weights, softmax_scale, _, max_seqlen, causal = given
     try:
-        tensors = [t for t in (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight) if t is not None]
         seen = (
-            *[(t.shape, t.dtype, t.device, t.stride(-1)) for t in tensors],
-            *(gate_weight is None, gates is None, compress_k_weight is None, compress_v_weight is None),
+            *[(t.shape, t.dtype, t.device, t.stride(-1)) for t in (q, k, v, *weights) if t is not None],
+            *[t is None for t in weights],
             *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
         )
         problem = _passed.get(seen)
     except (AttributeError, IndexError, TypeError):  # nothing that could be accepted: the checks say what it is
-        return _check(q, k, v, *arguments, causal)
+        return _check(given)
     if problem is None:
-        problem = _check(q, k, v, *arguments, causal)
+        problem = _check(given)
         if len(_passed) >= CAPACITY:
             _passed.clear()
         _passed[seen] = problem
     return problem
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    config: NSAConfig,
-    gate_weight: torch.Tensor | None,
-    gates: torch.Tensor | None,
-    compress_k_weight: torch.Tensor | None,
-    compress_v_weight: torch.Tensor | None,
-    softmax_scale: float | None,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-    causal: bool,
-) -> Problem:
+def _check(given: Arguments) -> Problem:
+    q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal = given
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {causal!r}")
     _check_qkv(q, k, v, packed=cu_seqlens is not None)
     Hq, D, Hkv, Dv = q.shape[-2], q.shape[-1], k.shape[-2], v.shape[-1]
-    if gates is not None and gate_weight is not None:
+    if given.gates is not None and given.gate_weight is not None:
         raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
-    for name, tensor, shape in (
-        ("gate_weight", gate_weight, (Hq, 3, D)),
-        ("gates", gates, (*q.shape[:-1], 3)),
-        ("compress_k_weight", compress_k_weight, (Hkv, D, D)),
-        ("compress_v_weight", compress_v_weight, (Hkv, Dv, Dv)),
-    ):
+    shapes = {
+        "gate_weight": (Hq, 3, D),
+        "gates": (*q.shape[:-1], 3),
+        "compress_k_weight": (Hkv, D, D),
+        "compress_v_weight": (Hkv, Dv, Dv),
+    }
+    for (name, shape), tensor in zip(shapes.items(), weights, strict=True):
         if tensor is not None:
             _check_weight(name, tensor, shape, q)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.inputs import check_inputs
+from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.packing import Packing
 from nsa_layer.problem import Problem
 from nsa_layer.testing import LSES, Case, Inputs, make_inputs, run
@@ -108,7 +108,8 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
     with FakeTensorMode():
         q, k, v = (torch.empty(20, H, 8, device="cuda") for H in (4, 2, 2))
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight", "softmax_scale", "max_seqlen")
-    problem = check_inputs(q, k, v, config=SMALL, cu_seqlens=starts, causal=True, **dict.fromkeys(names))
+    arguments = Arguments(q, k, v, config=SMALL, cu_seqlens=starts, causal=True, **dict.fromkeys(names))
+    problem = check_inputs(arguments)
     assert problem.lengths == (3, 17)
 
 
