@@ -34,7 +34,7 @@ def check_inputs(
 ) -> Problem:
     """Check every argument of `nsa` and return the static side of the call.
 
-    Reads ``cu_seqlens`` on the host (one synchronisation for packed input, none otherwise).
+    Reads ``cu_seqlens`` on the host: one synchronisation where it is on the GPU, none otherwise.
     """
     arguments = (
         config,
@@ -162,8 +162,8 @@ def _check_lengths(cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: t
         raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}")
+    if cu_seqlens.device not in (q.device, torch.device("cpu")):
+        raise ValueError(f"cu_seqlens must be on q's device {q.device} or on the CPU, got {cu_seqlens.device}")
     starts = cu_seqlens.tolist()
     lengths = tuple(end - start for start, end in zip(starts, starts[1:]))
     if starts[0] != 0:

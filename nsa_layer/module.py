@@ -9,6 +9,7 @@ from torch import nn
 
 from nsa_layer.api import nsa
 from nsa_layer.config import NSAConfig
+from nsa_layer.packing import starts_on
 from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
 
@@ -110,7 +111,7 @@ class NSAttention(nn.Module):
 
         Args:
             x: [B, T, dim], or packed [total, dim] with ``cu_seqlens``.
-            cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total.
+            cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, as `nsa` takes it.
             max_seqlen: an upper bound of the packed lengths, in tokens.
             positions: [T] or [B, T] ([total] when packed), integers, for ``rope``. None: counted from 0 within each
                 sequence. They move only the embedding; what a query sees follows the order of the tokens.
@@ -203,7 +204,7 @@ def _count_positions(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.
     index = torch.arange(x.shape[-2], device=x.device)
     if cu_seqlens is None:
         return index
-    starts = cu_seqlens.to(x.device, torch.int64)
+    starts = starts_on(x.device, cu_seqlens).long()
     return index - starts[torch.searchsorted(starts[1:], index, right=True)]
 
 

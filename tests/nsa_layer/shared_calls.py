@@ -114,7 +114,7 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
         )
         if not backward:
             data.sparsity_of_queries = sparsity
-            static = dict(problem=problem, packing=Packing.of(problem, cu_seqlens))
+            static = dict(problem=problem, packing=Packing.of(problem, cu_seqlens, q.device))
             data.outputs = (
                 branches.compressed_forward(q, k_cmp, v_cmp, **static),
                 branches.window_forward(q, k, v, **static),
@@ -132,7 +132,8 @@ def calls(data: Data, *, two_passes: bool = False) -> tuple:
     from nsa_layer.shared_backward import Call
 
     problem = data.setup.problem
-    packing, fixed = Packing.of(problem, data.cu_seqlens), dict(deterministic=problem.config.deterministic)
+    packing = Packing.of(problem, data.cu_seqlens, data.q.device)
+    fixed = dict(deterministic=problem.config.deterministic)
     cmp = branches.compressed_options(problem, packing) | fixed
     selected, of_dq = branches.selected_options(data.sparsity, packing) | fixed, None
     if two_passes:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from stub_kernels import launches, stubs
 
-from nsa_layer import NSAConfig, nsa
+from nsa_layer import NSAConfig, nsa, packing
 from nsa_layer.measure import peak_bytes
-from nsa_layer.packing import Packing
+from nsa_layer.packing import Packing, starts_on
 from nsa_layer.problem import Problem
 from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
 
@@ -148,14 +148,38 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packing = Packing.of(Problem(config, True, 1.0, lengths), cu)
+    made = Packing.of(Problem(config, True, 1.0, lengths), cu, cu.device)
     for starts, total, counted in (
-        (packing.cu_blocks, packing.total_blocks, config.compressed_length),
-        (packing.cu_tiles, packing.total_tiles, config.num_tiles),
+        (made.cu_blocks, made.total_blocks, config.compressed_length),
+        (made.cu_tiles, made.total_tiles, config.num_tiles),
     ):
         assert starts.tolist() == [0, *accumulate(map(counted, lengths))] and starts.dtype == torch.int32
         assert total == starts[-1]
-    assert (packing.longest, packing.longest_blocks) == (1000, config.compressed_length(1000))
+    assert (made.longest, made.longest_blocks) == (1000, config.compressed_length(1000))
+    assert made.cu_seqlens is cu
+
+
+def test_starts_on_the_cpu_are_copied_once() -> None:
+    """Where the kernels run: a GPU, here the device without memory."""
+    config, there = NSAConfig(), torch.device("meta")
+    cu = torch.tensor([0, 300, 301, 1000], dtype=torch.int32)
+    first, second = (Packing.of(Problem(config, True, 1.0, (300, 1, 699)), cu, there) for _ in range(2))
+    starts = first.cu_seqlens
+    assert (starts.device, starts.shape, starts.dtype) == (there, cu.shape, cu.dtype)
+    assert first.cu_seqlens is second.cu_seqlens
+    assert starts_on(there, cu) is starts_on(there, cu.clone()) and starts_on(cu.device, cu) is cu
+
+
+def test_what_a_graph_reads_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(device: torch.device) -> tuple:
+        return (torch.zeros(1),)
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert packing._lasting(find, gpu)[0] is not packing._lasting(find, gpu)[0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(packing, "_captured", {})
+    assert packing._lasting(find, gpu)[0] is packing._lasting(find, gpu)[0]
 
 
 def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
