@@ -49,6 +49,8 @@ Row = dict[str, float]
 
 def main() -> None:
     given = parsed()
+    if not torch.cuda.is_available():
+        sys.exit("block_sparse.py measures on a GPU, and PyTorch finds none")
     begin = time.perf_counter()
     cases = {name: section_cases(name, given.seqlen) for name in given.only}
     results: dict = {"errors": {}}
@@ -258,7 +260,8 @@ def varlen(repeats: int) -> dict:
         torch.cuda.reset_peak_memory_stats()
         q, k, v, do = inputs(*lead)
         forward = dict(causal=True, block_sparse_tensors=lists[0], **options)
-        backward = dict(causal=True, block_sparse_tensors=lists[1], **options)
+        both = dict(block_sparse_tensors=lists[1], block_sparse_tensors_fwd=lists[0])
+        backward = dict(causal=True, **both, **options)
         o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **forward)
         calls: dict[str, Call] = {
             "forward": _bind(_flash_attn_fwd, q, k, v, return_lse=True, **forward),
@@ -267,7 +270,7 @@ def varlen(repeats: int) -> dict:
         timings = interleaved(calls, repeats=repeats, device="cuda", label=name, hide_host=True)
         rows[name] = {way: statistics.median(ms) for way, ms in timings.items()}
         rows[name]["GiB"] = torch.cuda.max_memory_allocated() / 2**30
-        del q, k, v, do, o, lse, lists, calls, forward, backward
+        del q, k, v, do, o, lse, lists, calls, forward, both, backward
     print(
         f"\n{len(lengths)} sequences of {min(lengths)} to {longest:,} tokens, {total:,} together, "
         f"{len(lengths) * longest:,} padded"

@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every timing, in milliseconds")
     parser.add_argument("--plot", type=Path, help="write a PNG")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("compress_factor.py measures on a GPU, and PyTorch finds none")
     offset = given.factor - 1 if given.offset is None else given.offset
     results = {}
     rate = dense_rate()

@@ -167,7 +167,8 @@ def check_packed() -> dict[str, float | str]:
         forward, backward = selected_in_sequences(lengths, 4, packed=True)
         _poison_memory()
         o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **options)
-        gradients = _flash_attn_bwd(q, k, v, o, do, lse, block_sparse_tensors=backward, **options)
+        both = dict(block_sparse_tensors=backward, block_sparse_tensors_fwd=forward)
+        gradients = _flash_attn_bwd(q, k, v, o, do, lse, **both, **options)
     except Exception as error:
         return dict.fromkeys(("forward", "backward"), _said(error))
     return {"forward": _largest([o[None]], expected), "backward": _largest([g[None] for g in gradients], expected[1:])}

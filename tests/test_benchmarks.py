@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fuzz.case import PATTERNS
 
@@ -139,3 +141,11 @@ def test_rates_count_the_head_dimension(
     cells = sparse.table_row("keys", case, row, {})
     assert cells[:3] == ["random", str(head_dim), "64"] and len(cells) == len(sparse.HEADERS["keys"])
     assert cells[3] == f"{2e9 / (16 * 32 * 128 * 64):.3f}", "picoseconds a pair"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures on this GPU")
+@pytest.mark.parametrize("name", ["block_sparse", "compress_factor"])
+def test_without_a_gpu_they_say_so(name: str) -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"{name}.py measures on a GPU, and PyTorch finds none\n"

@@ -8,12 +8,15 @@ found again only where everything that its machine code depends on is the same.
 import fcntl
 import hashlib
 import os
+import platform
 import warnings
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
+
+import torch
 
 FOLDER = "flash_attention_cute_dsl_cache"
 SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
@@ -48,6 +51,16 @@ def user_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / FOLDER
 
 
+def multiprocessors() -> Optional[int]:
+    """Of the GPU that kernels are compiled for: the grids of persistent ones are built for as many. None: unknown."""
+    stated = os.environ.get("FLASH_ATTENTION_NUM_SMS")
+    if stated is not None:
+        return int(stated)
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
 @lru_cache(maxsize=None)
 def can_keep(named: Optional[str]) -> bool:
     """Whether files can be written and locked in the folder that is named, or in the user's; a warning says why not."""
@@ -58,22 +71,46 @@ def can_keep(named: Optional[str]) -> bool:
         with open(folder / ".probe", "a") as probe:
             fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        warnings.warn(
-            f"compiled kernels are not kept, each process compiles its own: {error}. "
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another folder",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
+        return _not_kept(error)
     return True
+
+
+def can_make(folder: Path) -> bool:
+    """Make a folder below it, which a full disk prevents; a warning says so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _not_kept(error)
+    return True
+
+
+def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
+    """What an access to kept kernels returns; False, and a warning, where their folder or its locks fail it.
+
+    A disk may become full, or a lock be held for too long, after `can_keep`. A call then compiles for itself.
+    """
+    try:
+        return bool(access(*arguments))
+    except (OSError, RuntimeError) as error:  # RuntimeError: waited too long for a lock
+        return _not_kept(error)
+
+
+def _not_kept(error: Exception) -> bool:
+    warnings.warn(
+        f"compiled kernels are not kept, each process compiles its own: {error}. "
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another folder",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return False
 
 
 def dependencies() -> bytes:
     """A hash of the compiler's versions and settings and of the sources that kernels inline from other packages.
 
-    Nothing is imported for it.
+    Of the host's processor too, for which the code that launches them is. Nothing is imported for it.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{platform.machine()}\n".encode())
     for name in COMPILER:
         digest.update(f"{name}={_version(name)}\n".encode())
     for name in SETTINGS:

@@ -1,6 +1,7 @@
 """How many multiprocessors a persistent kernel's grid is built for, without needing a GPU to compile."""
 
 import os
+from functools import lru_cache
 
 from cutlass.utils import HardwareInfo
 
@@ -15,6 +16,12 @@ def target_sm_count() -> int:
     wins over the device at hand, and only without one is the driver asked.
     """
     if os.getenv("FLASH_ATTENTION_NUM_SMS") is None:
-        return HardwareInfo().get_device_multiprocessor_count()
+        return _device_sm_count()
     # The override ignores both arguments; calling it keeps one parser and one error message.
     return get_num_sms_for_selection(device_index=0, arch=0)
+
+
+@lru_cache(maxsize=None)
+def _device_sm_count() -> int:
+    """What the driver says; asked once, for calls of backward ask too."""
+    return HardwareInfo().get_device_multiprocessor_count()

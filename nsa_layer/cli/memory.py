@@ -86,6 +86,24 @@ class Measured:
         o = self.attend(**self.inputs)
         torch.autograd.grad(o, list(self.inputs.values()), torch.ones_like(o))
 
+    def parts(self) -> dict[str, int]:
+        """What the call takes on a GPU, as `policy.predict` names it: "saved", "forward" and "backward".
+
+        They are what is held after forward beside o, what forward's peak is above that, and what backward's is above
+        that and the gradients.
+        """
+        begin, _ = _held_and_peak()
+        with torch.set_grad_enabled(self.backward):
+            o = self.attend(**self.inputs)
+        after, peak = _held_and_peak()
+        found = dict(saved=after - begin - o.nbytes, forward=peak - after)
+        if self.backward:
+            do = torch.ones_like(o)
+            begin, _ = _held_and_peak()
+            gradients = torch.autograd.grad(o, list(self.inputs.values()), do)
+            found["backward"] = _held_and_peak()[1] - begin - sum(gradient.nbytes for gradient in gradients)
+        return found
+
     def peaks(self) -> dict[str, int]:
         """The call's peak, after one that compiled; on a GPU that of each component too."""
         self.call()
@@ -93,6 +111,14 @@ class Measured:
         if self.shape.device.startswith("cuda"):
             found |= {name: peak for name, peak in peaks_by_component(self.call).items()}
         return found
+
+
+def _held_and_peak() -> tuple[int, int]:
+    """Bytes that are allocated on the GPU, and the most since this was last asked."""
+    torch.cuda.synchronize()
+    found = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return found
 
 
 def measurements(
@@ -107,17 +133,17 @@ def measurements(
     """For each shape the plan, bytes that are predicted by component, and the measured peak.
 
     Each has "T", "groups", "kept" (outputs that are saved, None without backward), "inputs", "predicted" (by component,
-    with "peak"), "peak" (None: not measured, or out of memory) and "status".
+    with "peak"), "peak" (None: not measured, or out of memory), "measured" (by component, on a GPU) and "status".
     """
     found = []
     for shape in cases:
         plan = planned(shape, gated=gated, backward=backward, total=total)
         expected = predicted(shape, plan, gated=gated, backward=backward)
-        peak = _measured_peak(shape, backend, gated=gated, backward=backward) if measured else None
+        peak, parts = _measured(shape, backend, gated=gated, backward=backward) if measured else (None, None)
         status = "not measured" if not measured else NO_MEMORY if peak is None else MEASURED
         kept = sum(plan.kept) if backward else None
         row = dict(T=shape.T, groups=len(plan.groups), kept=kept, inputs=input_bytes(shape), predicted=expected)
-        found.append(row | dict(peak=peak, status=status))
+        found.append(row | dict(peak=peak, measured=parts, status=status))
     return found
 
 
@@ -137,13 +163,27 @@ def table(found: list[dict]) -> str:
     return markdown(header + (["measured peak", "measured / predicted"] if measured else []), rows)
 
 
-def _measured_peak(shape: Shape, backend: str, **what: bool) -> int | None:
+def part_table(found: list[dict]) -> str:
+    """Predicted and measured components of `measurements` in GiB; nothing where none was measured."""
+    names, rows = ("saved", "forward", "backward"), []
+    for one in found:
+        if measured := one["measured"]:
+            cells = (_gib(of[name]) if name in of else "" for name in names for of in (one["predicted"], measured))
+            rows.append([f"{one['T']:,}", *cells])
+    header = ["T", *(text for name in names for text in (f"{name}, predicted", "measured"))]
+    return "\n\n" + markdown(header, rows) if rows else ""
+
+
+def _measured(shape: Shape, backend: str, **what: bool) -> tuple[int | None, dict[str, int] | None]:
+    """The peak of a call, and on a GPU its parts; None where it does not fit."""
     try:
-        return Measured(shape, backend, **what).peaks()["peak"]
+        calls = Measured(shape, backend, **what)
+        peak = calls.peaks()["peak"]
+        return peak, calls.parts() if shape.device.startswith("cuda") else None
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return None
+        return None, None
 
 
 def components(shape: Shape, backend: str, **what: bool) -> dict:
@@ -234,6 +274,8 @@ def main(argv: list[str]) -> int:
     """Run the command; 2 for bad arguments."""
     parser = _parser()
     given = parser.parse_args(argv)
+    if given.no_measure and given.dtype is None:
+        given.dtype = "bf16"  # predictions are of the kernels, which take no fp32
     try:
         cases = shapes(given)
         backend = backend_of(cases[0], given.backend) if not given.no_measure else "cute"
@@ -280,7 +322,7 @@ def _parts(
         found = components(cases[-1], backend, **what)
         yield "components", found, component_table(found) + "\n"
     found = measurements(cases, backend, measured=not given.no_measure, total=total, **what)
-    yield "rows", found, table(found)
+    yield "rows", found, table(found) + part_table(found)
     if given.allocators:
         torch.cuda.empty_cache()
         found = allocators([a for a in without_paths(argv) if a != "--allocators"])
@@ -298,7 +340,7 @@ def _parser() -> argparse.ArgumentParser:
     add_shape_options(parser, seqlen=[1024, 2048] if not torch.cuda.is_available() else [8192, 65536])
     parser.add_argument("--mode", choices=("forward", "both"), default="both", help="both: backward too (default)")
     parser.add_argument("--ungated", action="store_true", help="without gate_weight: 1/3 of each branch")
-    parser.add_argument("--no-measure", action="store_true", help="predict only; nothing is computed")
+    parser.add_argument("--no-measure", action="store_true", help="predict only, of bf16 unless --dtype says otherwise")
     parser.add_argument("--components", action="store_true", help="the peak inside each component, at the last length")
     parser.add_argument("--longest", action="store_true", help="find the longest call that fits")
     parser.add_argument("--total", type=float, metavar="GIB", help="memory to fit in (default: the GPU's)")

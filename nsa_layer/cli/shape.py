@@ -105,15 +105,17 @@ def long_tailed(total: int, sequences: int, *, seed: int = 0) -> tuple[int, ...]
     return tuple(lengths)
 
 
-def add_shape_options(parser: argparse.ArgumentParser, *, seqlen: list[int]) -> None:
-    """The options that `shapes` reads; sizes are counts, lengths are in tokens."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def add_shape_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, seqlen: list[int] | None, runs: bool = True
+) -> None:
+    """The options that `shapes` reads; sizes are counts, lengths are in tokens.
+
+    runs: the command makes calls. Otherwise they are those of a GPU, wherever the command runs.
+    """
+    device = "cuda" if runs and torch.cuda.is_available() else "cpu"
+    default = "" if seqlen is None else " (default: %(default)s)"
     parser.add_argument(
-        "--seqlen",
-        type=tokens,
-        nargs="+",
-        default=seqlen,
-        help="lengths, in tokens, such as 64K (default: %(default)s)",
+        "--seqlen", type=tokens, nargs="+", default=seqlen, help=f"lengths, in tokens, such as 64K{default}"
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: 1)")
     parser.add_argument(
@@ -124,9 +126,13 @@ def add_shape_options(parser: argparse.ArgumentParser, *, seqlen: list[int]) -> 
     parser.add_argument("--kv-heads", type=int, help="key/value heads (default: those of --shape)")
     parser.add_argument("--head-dim", type=int, default=128, help="of q and k (default: 128)")
     parser.add_argument("--head-dim-v", type=int, help="of v (default: --head-dim)")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, else fp32")
-    parser.add_argument("--device", default=device, help="default: %(default)s")
-    parser.add_argument("--backend", help="cute, eager or reference (default: what `nsa` takes)")
+    if runs:
+        parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, else fp32")
+        parser.add_argument("--device", default=device, help="default: %(default)s")
+        parser.add_argument("--backend", help="cute, eager or reference (default: what `nsa` takes)")
+    else:
+        parser.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16", help="default: bf16")
+        parser.set_defaults(device=device)
     parser.add_argument("--deterministic", action="store_true", help="of NSAConfig")
     for name in ("block_size", "block_counts", "q_tile", "window_size"):
         flag, default = "--" + name.replace("_", "-"), getattr(DEFAULTS, name)

@@ -28,7 +28,7 @@ class ExpandKernel:
         cu_tiles: cute.Tensor | None,  # [sequences + 1]: query tiles before each packed sequence
         cu_rows: cute.Tensor | None,  # the same of key tiles
         counts: cute.Tensor,  # [B, H, M]
-        tiles: cute.Tensor,  # [B, H, M, n * parts]
+        tiles: cute.Tensor,  # [B, H, M, as many as a list can hold]
         rows: Int32,  # key tiles of a sequence, unless packed
         stream,
     ):
@@ -78,7 +78,10 @@ def expand(
     cu_tiles: torch.Tensor | None = None,
     cu_rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(counts [B, H, M], key tiles [B, H, M, n * parts]) of blocks [B, H, M, n] that have `parts` key tiles each.
+    """(counts [B, H, M], key tiles [B, H, M, width]) of blocks [B, H, M, n] that have `parts` key tiles each.
+
+    The width is ``n * parts``, or `rows` if that is less: the last block may reach past the sequence's end, and
+    attention refuses lists with more room than the sequence has tiles.
 
     Args:
         rows: key tiles of a sequence; packed ([1, H, all M, n]) they come from `cu_tiles` and `cu_rows`.
@@ -96,6 +99,9 @@ def expand(
 
     options = dict(causal=causal, q_tile=q_tile, kv_tile=kv_tile, parts=parts, packed=cu_tiles is not None)
     counts = torch.empty(lists.shape[:3], dtype=torch.int32, device=lists.device)
-    tiles = torch.empty(*lists.shape[:3], lists.shape[3] * parts, dtype=torch.int32, device=lists.device)
+    width = lists.shape[3] * parts
+    if cu_tiles is None:
+        width = min(width, rows)  # tiles rise from 0 on: what does not fit lies past the end
+    tiles = torch.empty(*lists.shape[:3], width, dtype=torch.int32, device=lists.device)
     launch("expand_lists", tuple(options.values()), compile_kernel, lists, cu_tiles, cu_rows, counts, tiles, rows)
     return counts, tiles

@@ -55,6 +55,11 @@ def launch(name: str, key: tuple[Hashable, ...], compile_kernel: Callable[[], Co
         observed(kernel)(*arguments)
 
 
+def forget() -> None:
+    """Ask the cache for every kernel again."""
+    _compiled.clear()
+
+
 def fake_tensor(
     dtype: torch.dtype, shape: Sequence[object], *, align: int = 16, leading: int = -1
 ) -> cute.runtime.Tensor:

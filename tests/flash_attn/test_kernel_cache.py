@@ -101,6 +101,41 @@ def test_a_folder_that_cannot_be_written_is_said_and_not_an_error(
     assert isinstance(cache_utils.get_jit_cache("some"), cache_utils.JITPersistentCache)
 
 
+def test_a_folder_that_fails_later_costs_a_call_its_time_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A disk becomes full: no file can be made where files were a moment ago."""
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path))
+    cache = cache_utils.get_jit_cache("some")
+    assert isinstance(cache, cache_utils.JITPersistentCache) and "kernel" not in cache
+    for file in cache.cache_path.iterdir():
+        file.unlink()
+    cache.cache_path.rmdir()
+    cache.cache_path.write_text("")
+    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
+        assert "kernel" not in cache
+    compiled = SimpleNamespace(export_to_c=lambda **_: pytest.fail("there is nowhere to write"))
+    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
+        cache["kernel"] = compiled
+    assert cache.cache["kernel"] is compiled and "kernel" in cache
+    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
+        assert type(cache_utils.get_jit_cache("some")) is cache_utils.JITCache
+
+
+def test_a_grid_for_other_multiprocessors_is_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Persistent kernels have the count in them, and parts of one architecture differ in it."""
+    cache, names = cache_utils.JITPersistentCache(tmp_path), []
+    for count in ("132", "114", "132"):
+        monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", count)
+        names.append(cache._key_to_hash(("a key",)))
+    assert names[0] != names[1] and names[0] == names[2]
+    monkeypatch.delenv("FLASH_ATTENTION_NUM_SMS")
+    monkeypatch.setattr(kernel_cache.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernel_cache.torch.cuda, "current_device", lambda: 0)
+    part = SimpleNamespace(multi_processor_count=114)
+    monkeypatch.setattr(kernel_cache.torch.cuda, "get_device_properties", lambda index: part)
+    assert cache._key_to_hash(("a key",)) == names[1], "the device says it where nobody does"
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("sm_90")
 def test_processes_that_compile_the_same_kernel_at_once_leave_one_that_loads(tmp_path: Path) -> None:

@@ -314,6 +314,20 @@ def test_launch_order() -> None:
     assert launch.ratio == launch.simulated.time / default.time
 
 
+def test_a_plan_follows_the_order() -> None:
+    from flash_attn.cute import block_lists
+
+    lists = with_a_long_list(128, 8, 12)
+    order = block_lists.launch_order(lists, group=4, interleave=2, slots=32).order
+    assert order.tolist() not in (list(range(128)), list(range(127, -1, -1)))
+    options = dict(num_heads=8, num_heads_kv=2, num_q_blocks=128, longest=1 << 20, deterministic=True)
+    plan = block_lists.plan_backward(lists, schedule=order, **options).plan
+    listed = lists.mask_block_cnt[0] + (0 if lists.full_block_cnt is None else lists.full_block_cnt[0])
+    for head in range(8):
+        launched = [n for b, h, n, *_ in plan[plan[:, 4] > plan[:, 3]].tolist() if (b, h) == (0, head)]
+        assert launched == [n for n in order.tolist() if listed[head, n]]
+
+
 def test_launch_order_starts_with_what_takes_longest() -> None:
     """A key block in the middle with a long list of its own: launched first, it is not what the end waits for."""
     N = 33

@@ -82,6 +82,8 @@ OPTIONS = [
     dict(config=NSAConfig(block_size=32, block_stride=16)),
     dict(config=NSAConfig(block_size=128, block_counts=4)),
     dict(config=NSAConfig(block_size=256, block_counts=3)),
+    dict(T=890, config=NSAConfig(block_size=256)),
+    dict(T=257, config=NSAConfig(block_size=512, block_counts=3)),
     dict(config=NSAConfig(q_tile=256, block_counts=8)),
     dict(config=NSAConfig(per_head=True, block_counts=5)),
     dict(config=NSAConfig(importance="logit", block_counts=5)),

@@ -63,6 +63,52 @@ def test_the_longest_that_fits_grows_with_the_memory_and_forward_is_longer(capsy
     assert found[1] < found[0] < found[2]
 
 
+def test_predictions_without_a_gpu_are_of_what_kernels_take(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for dtype in ([], ["--dtype=bf16"], ["--dtype=fp32"]):
+        assert memory.main(["--device=cpu", "--longest", "--no-measure", "--total=139", *dtype]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2]
+
+
+def test_parts_are_measured_as_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator of numbers: forward keeps 5 beside o and takes 7 more for a while, backward 11 beside gradients."""
+    held, peak = 1000, 1000
+
+    def allocate(size: int, *, kept: int) -> None:
+        nonlocal held, peak
+        peak, held = max(peak, held + size), held + kept
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            allocate(x.nbytes + 5 + 7, kept=x.nbytes + 5)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, do: torch.Tensor) -> torch.Tensor:
+            allocate(do.nbytes + 11, kept=do.nbytes)
+            return do.clone()
+
+    def reset() -> None:
+        nonlocal peak
+        peak = held
+
+    monkeypatch.setattr(memory.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(memory.torch.cuda, "memory_allocated", lambda: held)
+    monkeypatch.setattr(memory.torch.cuda, "max_memory_allocated", lambda: peak)
+    monkeypatch.setattr(memory.torch.cuda, "reset_peak_memory_stats", reset)
+    calls = object.__new__(memory.Measured)
+    calls.backward, calls.inputs = True, {"x": torch.zeros(3, requires_grad=True)}
+    calls.attend = lambda x: Attend.apply(x)
+    parts = calls.parts()
+    assert parts == dict(saved=5, forward=7, backward=11)
+    rows = [dict(T=64, predicted=dict(saved=1, forward=1, backward=1), measured=parts), dict(T=128, measured=None)]
+    shown = memory.part_table(rows).strip().splitlines()
+    assert len(shown) == 3 and shown[0].count("measured") == 3
+    assert memory.part_table(rows[1:]) == ""
+
+
 @pytest.mark.parametrize("limit", [0, 63, 64, 1000, 4096, 99999])
 @pytest.mark.parametrize("guess", [64, 640, 100000])
 def test_the_longest_is_found_from_any_guess(limit: int, guess: int) -> None:
@@ -150,4 +196,5 @@ def test_what_needs_a_gpu_says_so(extra: list[str], message: str, capsys: pytest
 def test_on_a_gpu_components_and_settings_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert memory.main(["--seqlen=4096", "--components", "--allocators"]) == 0
     shown = capsys.readouterr().out
-    assert "compiled kernels" in shown and "expandable_segments:True" in shown and "measured peak" in shown
+    for text in ("compiled kernels", "expandable_segments:True", "measured peak", "saved, predicted"):
+        assert text in shown
