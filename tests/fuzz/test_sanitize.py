@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from fuzz import hazards, sanitize
+from fuzz.attention import lists_for, make
+from fuzz.case import Attention
 from fuzz.hand_over import BARRIER, BULK, CONTROLS, LANES, SHUFFLE, STORES, SYNC, TENSOR
 from nsa_layer.kernel_cases import ENVIRONMENT
 
@@ -82,6 +84,20 @@ def test_what_controls_say() -> None:
     assert stores == "stores: racecheck tells right from wrong"
     assert bulk.startswith("bulk copy: racecheck reports the right one as it does the wrong one")
     assert tensor.startswith("tensor copy: racecheck reports neither")
+
+
+@pytest.mark.parametrize("case", [case for case in sanitize.CASES if isinstance(case, Attention)], ids=repr)
+def test_stages_are_filled_anew(case: Attention) -> None:
+    """What a stage held before is what races are about: a CTA of backward walks more rows than two stages hold."""
+    kind, (rows, _) = case.kind, case.lengths[0]
+    if kind.lists:
+        lists = lists_for(make(case, "cpu"), True)
+        counts = lists.mask_block_cnt + (0 if lists.full_block_cnt is None else lists.full_block_cnt)
+        most = counts if lists.plan is None else lists.plan[:, 4] - lists.plan[:, 3]
+        rows = kind.block_q * int(most.max())
+    elif kind.mask == "window":
+        assert case.window[1] is None or case.window[0] + kind.block_k > 384
+    assert rows > 2 * (64 if kind.block_k == 64 else 128)
 
 
 def test_controls_are_told_apart_by_name() -> None:
