@@ -39,7 +39,8 @@ CASES = (
         density=0.8,
     ),
     Attention(
-        kind=Kind(D=128, lists=True, heads="kv", packed=True, form="compact"), lengths=((300, 129), (1, 1), (0, 4))
+        kind=Kind(D=128, lists=True, heads="kv", packed=True, form="compact", passes=1),
+        lengths=((300, 129), (1, 1), (0, 4)),
     ),
     Attention(kind=Kind(lists=True, heads="one", mask="table", block_k=64), lengths=((200, 200),)),
     Attention(
