@@ -56,6 +56,7 @@ class OwnRows:
     most: tuple[int, ...]
 
     def sizes(self, asked: bool) -> tuple[int, int, int]:
+        """Heads, rows and kinds: one kind where no mask_mod asks which a block is."""
         return *self.counts[0].shape, len(self.counts) if asked else 1
 
     def rows_before(self, lists: Any, rows: int) -> torch.Tensor:
@@ -64,6 +65,7 @@ class OwnRows:
         return batch * (rows if self.sequences > 1 else 0)
 
     def entries(self, asked: bool) -> ListedEntries:
+        """All blocks that are listed, and behind those of a kind what is left of its room."""
         kinds = zip(self.counts, self.starts, self.indices, self.most, strict=True)
         parts = [self._kind(number if asked else 0, *kind) for number, kind in enumerate(kinds)]
         return ListedEntries(*map(torch.cat, zip(*parts, strict=True)), self.sizes(asked))
@@ -84,6 +86,12 @@ class OwnRows:
 
 
 def own_rows(lists: Any, rows_before: str, across: OptionalTensor) -> OwnRows:
+    """The rows of lists in any form, expanded to the batches and heads of a call.
+
+    Args:
+        rows_before: the field with the rows before each sequence.
+        across: [B + 1], blocks before each sequence in the other direction: how wide rows of stacked lists are.
+    """
     if not is_packed(lists):
         return _padded_rows(lists)
     lists = _distinct_heads(lists)._replace(cu_total_n_blocks=getattr(lists, rows_before))

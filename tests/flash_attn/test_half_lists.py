@@ -29,7 +29,6 @@ CASES = [
     Case(D=128, **PACKED, block=(64, 128), form="ragged", list_heads=2, Hq=6, window=(200, 0)),
     Case(D=64, **PACKED, block=(64, 128), form="stacked", Hkv=4, mask_mod="keyed", deterministic=True),
     Case(D=96, packed=LENGTHS, lists="no full", block=(192, 128), form="compact", Hkv=4),
-    Case(D=128, **PACKED, block=(64, 128), form="shared", Hkv=4, causal=True),
 ]
 PAIRED = Case(D=128, **FIXED, block=(64, 256), Hkv=4, deterministic=True)  # two CTAs walk one list
 ALONE = [  # heads are packed into tiles that lie within a block: forward joins nothing
@@ -44,31 +43,46 @@ WALKED = [
 ]
 
 
+def rows_with_halves(case: Case) -> set[bool]:
+    """Compile forward and backward: whether the rows that their warps find say which half lists a block."""
+    from flash_attn.cute import interface, list_rows
+
+    found, original = set(), list_rows.ListRow.blocks
+
+    def blocks(self: Any, *args: Any, **options: Any) -> Any:
+        found.add(self.has_halves)
+        return original(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(list_rows.ListRow, "blocks", blocks)
+        interface._flash_attn_fwd.compile_cache.clear()
+        interface._flash_attn_bwd.compile_cache.clear()
+        compile_case(case)
+    return found
+
+
 @pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("case", [*CASES, PAIRED], ids=str)
 def test_forward_and_backward_compile(compiler_sm100: Worker, case: Case) -> None:
-    compiler_sm100.run(compile_case, case)
+    assert compiler_sm100.run(rows_with_halves, case) == {True}
 
 
 def stages(case: Case) -> tuple[int, tuple[int, int], bool]:
-    """Of the forward kernel: tiles of a CTA, what a tile's number is divided by, and whether it joined halves."""
-    from flash_attn.cute import flash_fwd_sm100, query_halves
+    """Of the forward kernel: tiles of a CTA, what a tile's number is divided by, and whether lists are of halves."""
+    from flash_attn.cute import interface, query_halves
 
-    built, original = [], flash_fwd_sm100.FlashAttentionForwardSm100.__init__
+    built = []
 
-    def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        built.append(self)
+    def keep(kernel: Any, *args: Any, **options: Any) -> None:
+        built.append(kernel)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash_fwd_sm100.FlashAttentionForwardSm100, "__init__", build)
+        patch.setattr(interface.cute, "compile", keep)
+        patch.setattr(interface._flash_attn_fwd, "compile_cache", {})
         forward(case, make_inputs(case))
-    kernel = built[-1]
-    return (
-        kernel.q_stage,
-        query_halves.whole_tiles(kernel.qhead_per_kvhead, kernel.q_subtile_factor),
-        kernel.list_halves,
-    )
+    (kernel,) = built
+    tile = query_halves.whole_tiles(kernel.qhead_per_kvhead, kernel.q_subtile_factor)
+    return kernel.q_stage, tile, kernel.list_halves
 
 
 @pytest.mark.xdist_group("sm_100")

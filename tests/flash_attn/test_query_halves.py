@@ -6,7 +6,9 @@ Everything is compared with the same thing computed block by block in plain Pyth
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
+import pytest
 import torch
 from fa_packed_lists import FORMS
 from fa_query_halves import Drawn, across, expected, key_rows, tensors, tiles
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn.cute import own_rows, query_halves
-from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, NormalizedBlockSparseConfig
 
 drawn = st.builds(
     Drawn,
@@ -110,6 +112,53 @@ def test_what_is_shared_stays_shared() -> None:
 
 
 FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
+
+
+@pytest.mark.parametrize("known", ["cu_seqlens", "seqused", "seqlen"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_stacked_rows_are_as_wide_as_their_sequence(known: str, backward: bool) -> None:
+    shapes = ((3, 4), (3, 4)) if known == "seqlen" else ((3, 4), (2, 5))
+    case = Drawn(shapes=shapes, form="stacked", factor=3)
+    side, block = (("q", 192), ("k", 128))[not backward]
+    # The last block of each is cut short.
+    lengths = torch.tensor([shape[0 if backward else 1] * block - 7 for shape in shapes])
+    longer = torch.tensor([0, *accumulate((lengths + 1000).tolist())])
+    cu_seqlens = torch.tensor([0, *accumulate(lengths.tolist())])
+    given = {
+        f"seqlen_{side}": int(lengths[0]) if known == "seqlen" else None,
+        f"cu_seqlens_{side}": {"cu_seqlens": cu_seqlens, "seqused": longer, "seqlen": None}[known],
+        f"seqused_{side}": lengths if known == "seqused" else None,
+    }
+    lists = tensors(case, backward)
+    if backward:
+        merged = query_halves.backward_lists(lists, asked=True, ordered=False, spt=False, groups=1, **given)
+        got = walked(merged, merged.cu_total_n_blocks, key_rows(case))
+    else:
+        config = NormalizedBlockSparseConfig(lists, None, 3, 1)
+        config = query_halves.forward_config(config, tile_q=128, packed=False, asked=True, **given)
+        merged = config.tensors
+        got = walked(merged, merged.cu_total_m_blocks, [tiles(case, sequence) for sequence in (0, 1)])
+        assert config.q_subtile_factor == 1
+    assert got == expected(case, backward, asked=True)
+
+
+@pytest.mark.parametrize(
+    ("block_q", "heads", "tile_q", "divided"), [(64, 2, 128, 1), (64, 4, 256, 1), (192, 4, 128, 6), (320, 12, 256, 15)]
+)
+def test_tiles_of_packed_heads_find_their_block(block_q: int, heads: int, tile_q: int, divided: int) -> None:
+    lists = BlockSparseTensorsTorch(None, None, block_size=(block_q, 128))
+    assert query_halves.packs(lists, heads) and not query_halves.packs(lists, 1)
+    heads, divisor = query_halves.whole_tiles(heads, query_halves.block_tiles(block_q, tile_q))
+    assert heads * divisor == divided
+    assert query_halves.whole_tiles(4, query_halves.block_tiles(256, 128)) == (4, 2), "what it is without halves"
+
+
+def test_which_calls_are_joined() -> None:
+    def joined(arch: int, block_size: tuple[int, int] | None) -> bool:
+        return query_halves.has_halves(arch, BlockSparseTensorsTorch(None, None, block_size=block_size))
+
+    assert [joined(100, (block_q, 128)) for block_q in (64, 128, 192, 256, 0)] == [True, False, True, False, False]
+    assert not joined(90, (64, 128)) and not joined(100, None) and not query_halves.has_halves(100, None)
 
 
 def test_rows_behind_the_last_sequence_are_not_read() -> None:
