@@ -34,7 +34,7 @@ def check_inputs(
 ) -> Problem:
     """Check every argument of `nsa` and return the static side of the call.
 
-    Reads ``cu_seqlens`` on the host: one synchronisation where it is on the GPU, none otherwise.
+    Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none.
     """
     arguments = (
         config,

@@ -111,7 +111,8 @@ class NSAttention(nn.Module):
 
         Args:
             x: [B, T, dim], or packed [total, dim] with ``cu_seqlens``.
-            cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, as `nsa` takes it.
+            cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, on x's device or, as in
+                `nsa`, on the CPU.
             max_seqlen: an upper bound of the packed lengths, in tokens.
             positions: [T] or [B, T] ([total] when packed), integers, for ``rope``. None: counted from 0 within each
                 sequence. They move only the embedding; what a query sees follows the order of the tokens.
@@ -204,7 +205,7 @@ def _count_positions(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.
     index = torch.arange(x.shape[-2], device=x.device)
     if cu_seqlens is None:
         return index
-    starts = starts_on(x.device, cu_seqlens).long()
+    starts = starts_on(cu_seqlens, x.device).long()
     return index - starts[torch.searchsorted(starts[1:], index, right=True)]
 
 

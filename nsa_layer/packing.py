@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -35,48 +34,73 @@ class Packing(NamedTuple):
         """None for a batch of equal length.
 
         Args:
-            cu_seqlens: on the device, or on the CPU.
-            device: where the kernels run.
+            cu_seqlens: on `device`, or on the CPU: then there is a copy of it, which nothing waits for.
         """
         if problem.lengths is None:
             return None
         # Fake tensors, which kernels are compiled with, are not for later calls.
-        if type(cu_seqlens) is torch.Tensor:
-            tensors, totals = _lasting(_starts, problem.lengths, problem.config, device)
-        else:
-            tensors, totals = _starts.__wrapped__(problem.lengths, problem.config, device)
-        starts = cu_seqlens if cu_seqlens.device == device else tensors[0]
+        find = _starts if type(cu_seqlens) is torch.Tensor else _starts.__wrapped__
+        starts, sent, blocks, tiles = find(problem.lengths, problem.config, device)
+        _used(sent, *starts)
         longest = max(problem.lengths)
-        return cls(starts, *tensors[1:], *totals, longest, problem.config.compressed_length(longest))
+        cu_seqlens = starts_on(cu_seqlens, device)
+        return cls(cu_seqlens, *starts, blocks, tiles, longest, problem.config.compressed_length(longest))
 
 
-def starts_on(device: torch.device, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """``cu_seqlens`` where it is, or a copy of it on the device."""
+def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The starts [sequences + 1] on `device`: themselves, or for those on the CPU the copy that was made before."""
     if cu_seqlens.device == device:
         return cu_seqlens
-    return _lasting(_copied, (tuple(cu_seqlens.tolist()),), device)[0]
+    copied, sent = _copied(tuple(cu_seqlens.tolist()), device)
+    _used(sent, copied)
+    return copied
 
 
-@lru_cache(maxsize=64)  # the same packing is seen layer after layer
-def _starts(
-    lengths: tuple[int, ...], config: NSAConfig, device: torch.device
-) -> tuple[tuple[torch.Tensor, ...], tuple[int, int]]:
-    """Starts counted in tokens, in compressed blocks and in query tiles, and the totals of the last two."""
-    counts = (int, config.compressed_length, config.num_tiles)
-    rows = tuple(tuple(accumulate(map(counted, lengths), initial=0)) for counted in counts)
-    return _copied.__wrapped__(rows, device), (rows[1][-1], rows[2][-1])
+@lru_cache(maxsize=64)  # the same packing is seen layer after layer, and by every call that a CUDA graph captures
+def _copied(numbers: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    return _moved(torch.tensor(numbers, dtype=torch.int32), device)
 
 
 @lru_cache(maxsize=64)
-def _copied(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, ...]:
-    return torch.tensor(rows, dtype=torch.int32).to(device).unbind()
+def _starts(
+    lengths: tuple[int, ...], config: NSAConfig, device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], torch.cuda.Event | None, int, int]:
+    starts = [
+        list(accumulate(map(counted, lengths), initial=0)) for counted in (config.compressed_length, config.num_tiles)
+    ]
+    blocks, tiles = (of[-1] for of in starts)
+    moved, sent = _moved(torch.tensor(starts, dtype=torch.int32), device)
+    return moved.unbind(), sent, blocks, tiles
 
 
-def _lasting(find: Callable, *key: Hashable) -> tuple:
-    """``find(*key)``, the device last; kept for good where a CUDA graph is captured, which will read it later."""
-    if key[-1].type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _captured.setdefault((find, *key), find(*key))
-    return find(*key)
+def _moved(numbers: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """A copy, and the event after it: the host does not wait, for that would be for all that the GPU has to do before.
+
+    Raises:
+        RuntimeError: in a CUDA graph, whose replays would copy from memory that is no longer there.
+    """
+    if _is_captured(device):
+        raise RuntimeError(
+            "a call with these cu_seqlens is captured in a CUDA graph before it was made once; make it once before"
+        )
+    if device.type != "cuda" or type(numbers) is not torch.Tensor:
+        return numbers.to(device), None
+    moved = numbers.pin_memory().to(device, non_blocking=True)
+    return moved, torch.cuda.current_stream(device).record_event()
 
 
-_captured: dict[tuple, tuple] = {}
+# A CUDA graph reads what the call that it captured read, for as long as there are replays.
+_held: dict[int, torch.Tensor] = {}
+
+
+def _used(sent: torch.cuda.Event | None, *tensors: torch.Tensor) -> None:
+    """Before copies are read, maybe on another stream. In a capture, before which all is done, they are kept for good:
+    the caches forget them at some time."""
+    if _is_captured(tensors[0].device):
+        _held.update((id(tensor), tensor) for tensor in tensors)
+    elif sent is not None:
+        torch.cuda.current_stream(tensors[0].device).wait_event(sent)
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

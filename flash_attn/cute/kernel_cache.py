@@ -1,14 +1,17 @@
 """Where compiled kernels are kept between processes, and what they depend on beside this package's own sources.
 
 They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0: in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``, or else
-in the user's cache folder. Processes share it: each file is written under a lock and renamed into place. A kernel is
-found again only where everything that its machine code depends on is the same.
+in the user's cache folder. Processes share it: each file is written under a lock and renamed into place, and of several
+that want the same kernel one compiles it. A kernel is found again only where everything that its machine code depends
+on is the same.
 """
 
 import fcntl
 import hashlib
 import os
 import platform
+import threading
+import time
 import warnings
 from functools import lru_cache
 from importlib import metadata
@@ -93,6 +96,51 @@ def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
         return bool(access(*arguments))
     except (OSError, RuntimeError) as error:  # RuntimeError: waited too long for a lock
         return _not_kept(error)
+
+
+class Turns:
+    """Of processes that want the same kernel: one compiles it, the others wait and load it.
+
+    A turn is the lock of a file, so it ends with its process. A thread has one at most: what it compiled before is
+    done, or has failed, when it asks for the next. So nobody waits for somebody who waits.
+    """
+
+    def __init__(self, longest: float = 300.0, pause: float = 0.1) -> None:
+        self.longest, self.pause = longest, pause  # seconds of waiting in all, and between two looks
+        self._own = threading.local()
+
+    def take(self, path: Path) -> bool:
+        """Take the turn at a kernel. True: somebody else had it, and may have left the kernel."""
+        self.end()
+        file = open(path, "ab")  # closed, and so unlocked, with its thread at the latest
+        deadline, waited = time.monotonic() + self.longest, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = True
+            else:
+                self._own.file = file
+                return waited
+            if time.monotonic() > deadline:  # whoever has it is stopped, or slow: compiled twice is right too
+                file.close()
+                return waited
+            time.sleep(self.pause)
+
+    def end(self) -> None:
+        """Give the turn back, if there is one."""
+        file = getattr(self._own, "file", None)
+        if file is not None:
+            self._own.file = None
+            file.close()
+
+
+TURNS = Turns()
+
+
+def others_left(path: Path, load: Callable[..., Optional[bool]], *arguments: Any) -> bool:
+    """For a kernel that is not kept: take the turn at it, and where that took waiting, load what others left."""
+    return attempted(TURNS.take, path) and attempted(load, *arguments)
 
 
 def _not_kept(error: Exception) -> bool:

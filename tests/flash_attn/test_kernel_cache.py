@@ -136,12 +136,37 @@ def test_a_grid_for_other_multiprocessors_is_another_file(monkeypatch: pytest.Mo
     assert cache._key_to_hash(("a key",)) == names[1], "the device says it where nobody does"
 
 
+def test_a_turn_ends_with_the_kernel_or_with_the_next_one(tmp_path: Path) -> None:
+    """Or with patience: a process that is stopped holds up nobody for good."""
+    first, second = kernel_cache.Turns(), kernel_cache.Turns(longest=0.2, pause=0.01)
+    assert not first.take(tmp_path / "kernel")
+    assert second.take(tmp_path / "kernel"), "it waited, and goes on without the turn"
+    second.end()
+    assert not first.take(tmp_path / "other"), "the compilation of the kernel failed"
+    assert not second.take(tmp_path / "kernel")
+    first.end()
+    first.end()
+    assert not second.take(tmp_path / "other")
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_who_waited_loads_what_others_left(left: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache, loads = cache_utils.JITPersistentCache(tmp_path), []
+    monkeypatch.setattr(cache, "_try_load_from_storage", lambda key: loads.append(key) or (left and len(loads) > 1))
+    monkeypatch.setattr(kernel_cache.TURNS, "take", lambda path: path.suffix == ".turn")
+    assert ("kernel" in cache) is left and loads == ["kernel", "kernel"]
+    monkeypatch.setattr(kernel_cache.TURNS, "take", lambda path: False)
+    loads.clear()
+    assert "kernel" not in cache and loads == ["kernel"], "nobody was there before"
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("sm_90")
-def test_processes_that_compile_the_same_kernel_at_once_leave_one_that_loads(tmp_path: Path) -> None:
+def test_of_processes_that_want_the_same_kernel_one_compiles_it(tmp_path: Path) -> None:
     target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
     compiled = "flash_attn.cute.flash_fwd_sm90 quack"
-    assert {last_line(p) for p in [start(CALL, tmp_path, **target) for _ in range(3)]} <= {compiled, ""}
+    said = sorted(last_line(p) for p in [start(CALL, tmp_path, **target) for _ in range(3)])
+    assert said == ["", "", compiled], "one compiles, and the others wait for it"
     (kernel,) = tmp_path.rglob("*.o")
     written = kernel.stat().st_mtime_ns
     assert last_line(start(CALL, tmp_path, **target)) == ""

@@ -132,8 +132,10 @@ def calls(data: Data, *, two_passes: bool = False) -> tuple:
     from nsa_layer.shared_backward import Call
 
     problem = data.setup.problem
-    packing = Packing.of(problem, data.cu_seqlens, data.q.device)
-    fixed = dict(deterministic=problem.config.deterministic)
+    packing, fixed = (
+        Packing.of(problem, data.cu_seqlens, data.q.device),
+        dict(deterministic=problem.config.deterministic),
+    )
     cmp = branches.compressed_options(problem, packing) | fixed
     selected, of_dq = branches.selected_options(data.sparsity, packing) | fixed, None
     if two_passes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
@@ -26,9 +27,10 @@ def draw(case: Case, seed: int) -> Tensors:
 
 
 def step(case: Case, tensors: Tensors) -> Tensors:
-    """Output and gradients."""
+    """Output and gradients; packed sequences start where the host says."""
     given = {name: x for name, x in tensors.items() if name != "do"}
-    o = nsa(**given, config=case.config, causal=case.causal)
+    starts = None if case.lengths is None else torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32)
+    o = nsa(**given, config=case.config, causal=case.causal, cu_seqlens=starts)
     grads = torch.autograd.grad(o, list(given.values()), tensors["do"])
     return {"o": o.detach()} | {f"d{name}": grad for name, grad in zip(given, grads, strict=True)}
 
@@ -59,6 +61,7 @@ CASES = [
     Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True, per_head=True)),
     Case(**SMALL | dict(T=4096), config=NSAConfig(deterministic=True)),
     Case(**SMALL, config=NSAConfig()),
+    Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig(deterministic=True)),
     Case(**SMALL, config=NSAConfig(block_size=128), causal=False),
 ]
 
@@ -111,7 +114,7 @@ def test_packed_sequences_whose_starts_are_on_the_cpu(module: bool) -> None:
     static_inputs, static_do = drawn(0)
     graph, static = captured(lambda: step(static_inputs, static_do, starts))
     for others in range(70):  # more packings than are remembered
-        packing.starts_on(torch.device("cuda", 0), torch.tensor([0, others + 1], dtype=torch.int32))
+        packing.starts_on(torch.tensor([0, others + 1], dtype=torch.int32), torch.device("cuda", 0))
         packing.Packing.of(Problem(config, True, 1.0, (others + 1,)), starts, torch.device("cuda", 0))
     for seed in (1, 2):
         inputs, do = drawn(seed)

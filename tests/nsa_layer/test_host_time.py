@@ -11,9 +11,9 @@ import pytest
 import torch
 from stub_kernels import launches, stubs
 
-from nsa_layer import NSAConfig, nsa, packing
+from nsa_layer import NSAConfig, nsa
 from nsa_layer.measure import peak_bytes
-from nsa_layer.packing import Packing, starts_on
+from nsa_layer.packing import Packing
 from nsa_layer.problem import Problem
 from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
 
@@ -148,38 +148,14 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    made = Packing.of(Problem(config, True, 1.0, lengths), cu, cu.device)
+    packing = Packing.of(Problem(config, True, 1.0, lengths), cu, cu.device)
     for starts, total, counted in (
-        (made.cu_blocks, made.total_blocks, config.compressed_length),
-        (made.cu_tiles, made.total_tiles, config.num_tiles),
+        (packing.cu_blocks, packing.total_blocks, config.compressed_length),
+        (packing.cu_tiles, packing.total_tiles, config.num_tiles),
     ):
         assert starts.tolist() == [0, *accumulate(map(counted, lengths))] and starts.dtype == torch.int32
         assert total == starts[-1]
-    assert (made.longest, made.longest_blocks) == (1000, config.compressed_length(1000))
-    assert made.cu_seqlens is cu
-
-
-def test_starts_on_the_cpu_are_copied_once() -> None:
-    """Where the kernels run: a GPU, here the device without memory."""
-    config, there = NSAConfig(), torch.device("meta")
-    cu = torch.tensor([0, 300, 301, 1000], dtype=torch.int32)
-    first, second = (Packing.of(Problem(config, True, 1.0, (300, 1, 699)), cu, there) for _ in range(2))
-    starts = first.cu_seqlens
-    assert (starts.device, starts.shape, starts.dtype) == (there, cu.shape, cu.dtype)
-    assert first.cu_seqlens is second.cu_seqlens
-    assert starts_on(there, cu) is starts_on(there, cu.clone()) and starts_on(cu.device, cu) is cu
-
-
-def test_what_a_graph_reads_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(device: torch.device) -> tuple:
-        return (torch.zeros(1),)
-
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert packing._lasting(find, gpu)[0] is not packing._lasting(find, gpu)[0]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(packing, "_captured", {})
-    assert packing._lasting(find, gpu)[0] is packing._lasting(find, gpu)[0]
+    assert (packing.longest, packing.longest_blocks) == (1000, config.compressed_length(1000))
 
 
 def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
@@ -190,14 +166,17 @@ def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [None, (700, 1, 0, 323)], ids=["batch", "packed"])
+@pytest.mark.parametrize("starts", [None, "cuda", "cpu"], ids=["batch", "packed", "starts on the host"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_host_waits_once_at_most(deterministic: bool, lengths: tuple[int, ...] | None) -> None:
-    """Never for a batch; for packed sequences once a forward call, to read where they start."""
+def test_the_host_waits_once_at_most(deterministic: bool, starts: str | None) -> None:
+    """Never, but for packed sequences once a forward call, to read where they start if that is on the GPU."""
     if deterministic and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
+    lengths = None if starts is None else (700, 1, 0, 323)
     case = Case(T=1024, **SMALL, lengths=lengths, config=NSAConfig(deterministic=deterministic), compress_weights=True)
     tensors, do, cu_seqlens = inputs_of(case)
+    if starts is not None:
+        cu_seqlens = cu_seqlens.to(starts)
     call = lambda: nsa(**tensors, config=case.config, cu_seqlens=cu_seqlens)  # noqa: E731
     for _ in range(3):
         torch.autograd.grad(call(), list(tensors.values()), do)
@@ -211,7 +190,7 @@ def test_the_host_waits_once_at_most(deterministic: bool, lengths: tuple[int, ..
             torch.autograd.grad(o, list(tensors.values()), do)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (forward, len(waits)) == ((0, 0) if lengths is None else (1, 1)), [str(w.message) for w in waits]
+    assert (forward, len(waits)) == ((1, 1) if starts == "cuda" else (0, 0)), [str(w.message) for w in waits]
 
 
 @pytest.mark.gpu

@@ -86,11 +86,7 @@ BAD = {
         r"cu_seqlens must be \[sequences \+ 1\], got shape \(1, 2\)",
     ),
     "cu short": (packed(starts(0)), ValueError, r"cu_seqlens must be \[sequences \+ 1\]"),
-    "cu device": (
-        packed(starts(0, 20).to("meta")),
-        ValueError,
-        "cu_seqlens must be on q's device cpu or on .* got meta",
-    ),
+    "cu device": (packed(starts(0, 20).to("meta")), ValueError, "cu_seqlens must be on q's device cpu or .*, got meta"),
     "cu start": (packed(starts(1, 20)), ValueError, "cu_seqlens must start at 0, got 1"),
     "cu falls": (packed(starts(0, 12, 9, 20)), ValueError, r"cu_seqlens must not fall, got \[0, 12, 9, 20\]"),
     "cu end": (packed(starts(0, 19)), ValueError, "cu_seqlens must end at the 20 tokens of q, got 19"),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_layer import NSAConfig
+from nsa_layer import NSAConfig, nsa
+from nsa_layer.inputs import check_inputs
+from nsa_layer.packing import Packing
+from nsa_layer.problem import Problem
 from nsa_layer.testing import LSES, Case, Inputs, make_inputs, run
 
 SMALL = NSAConfig(block_size=16, block_counts=6, q_tile=32, window_size=24)
@@ -70,3 +75,50 @@ def test_sequences_never_see_each_other(backend: str) -> None:
     assert not torch.equal(before.o[40:], after.o[40:])
     for name in ("q", "k", "v"):
         assert torch.equal(before.grads[name][:40], after.grads[name][:40])
+
+
+def test_starts_on_the_host_are_copied_once() -> None:
+    """To the device that everything else is on; on that device they are taken as they are."""
+    problem = Problem(SMALL, True, 1.0, LENGTHS)
+    starts = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32)
+    assert Packing.of(problem, starts, starts.device).cu_seqlens is starts
+    first, second = (Packing.of(problem, starts.clone(), torch.device("meta")) for _ in range(2))
+    assert first.cu_seqlens is second.cu_seqlens and first.cu_tiles is second.cu_tiles
+    assert first.cu_seqlens.device.type == "meta" and first.cu_seqlens.shape == starts.shape
+
+
+def test_a_capture_keeps_what_it_reads_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_layer import packing
+
+    known, new = (Problem(SMALL, True, 1.0, lengths) for lengths in ((5, 6), (6, 5)))
+    device = torch.device("meta")
+    starts = {of.lengths: torch.tensor([0, *accumulate(of.lengths)], dtype=torch.int32) for of in (known, new)}
+    Packing.of(known, starts[known.lengths], device)
+    monkeypatch.setattr(packing, "_is_captured", lambda device: True)
+    monkeypatch.setattr(packing, "_held", {})
+    captured = Packing.of(known, starts[known.lengths], device)
+    assert {id(t) for t in (captured.cu_seqlens, captured.cu_blocks, captured.cu_tiles)} <= packing._held.keys()
+    with pytest.raises(RuntimeError, match="make it once before"):
+        Packing.of(new, starts[new.lengths], device)
+
+
+def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
+    """Nothing on the GPU is read: these tokens are nowhere."""
+    starts = torch.tensor([0, 3, 20], dtype=torch.int32)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(20, H, 8, device="cuda") for H in (4, 2, 2))
+    names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight", "softmax_scale", "max_seqlen")
+    problem = check_inputs(q, k, v, config=SMALL, cu_seqlens=starts, causal=True, **dict.fromkeys(names))
+    assert problem.lengths == (3, 17)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_starts_on_the_host_give_the_same_bits(D: int) -> None:
+    config = NSAConfig(block_counts=6)
+    case = Case(lengths=(300, 0, 1, 700), Hq=8, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
+    inputs = make_inputs(case, "cuda")
+    given = dict(q=inputs.q, k=inputs.k, v=inputs.v, gate_weight=inputs.gate_weight, config=config)
+    with torch.no_grad():
+        o, other = (nsa(**given, cu_seqlens=inputs.cu_seqlens.to(device)) for device in ("cuda", "cpu"))
+    assert torch.equal(o, other)
