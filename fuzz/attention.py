@@ -12,6 +12,7 @@ import torch
 from fuzz.blocks import Table, lists_of, locks_of, pack, pattern_table
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Kind
+from fuzz.kinds import two_passes
 from fuzz.prop import Skip
 from nsa_layer.fork import fork_status
 
@@ -116,8 +117,22 @@ def lists_for(call: Call, backward: bool) -> Any:
         lists = _planned(call, lists)
     elif backward and ordered_adds(case) and not kind.packed:
         lists = _ordered(call, lists)
+    if backward and kind.passes is not None:  # autograd has no argument for it
+        lists = lists._replace(passes=kind.passes)
     tensors = {name: t.to(call.q.device) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)}
     return lists._replace(**tensors)
+
+
+def in_two_passes(case: Attention) -> bool:
+    """`two_passes` of a case, where it depends on how wide its lists are too."""
+    kind = case.kind
+    if two_passes(kind, 0) == two_passes(kind):
+        return two_passes(kind)
+    from flash_attn.cute.list_overlap import room
+
+    nothing = torch.empty(0)
+    call = Call(case, nothing, nothing, nothing, nothing, None, block_tables(case))
+    return two_passes(kind, room(lists_for(call, False)))
 
 
 def _spare(case: Attention, listed: Table) -> int:

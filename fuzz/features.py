@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fuzz.attention import in_two_passes
 from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Packed, Texts, Window
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
-from fuzz.kinds import heads_of_a_cta, two_passes
+from fuzz.kinds import heads_of_a_cta
 from nsa_layer.testing import Case
 
 
@@ -132,7 +133,7 @@ def _attention(c: Attention) -> Iterator[str]:
     if c.kind.lists:
         yield "rows in no order" if c.shuffle else "rising rows"
         yield "wide rows" if c.spare else "compact rows"
-        yield "two passes" if two_passes(c.kind) else "one pass"
+        yield "two passes" if in_two_passes(c) else "one pass"
     if c.kind.deterministic:
         yield f"deterministic, {c.launch}"
         if c.kind.lists:

@@ -26,7 +26,8 @@ WIDTH = 128  # numbers of a block
 STAGES = 2
 BLOCKS = 6
 BULK, TENSOR, STORES = "bulk", "tensor", "stores"
-LANES, SYNC, SHUFFLE = "lanes", "sync", "shuffle"
+LANES, SYNC, SHUFFLE, BARRIER = "lanes", "sync", "shuffle", "barrier"
+OF_READERS = 1  # the barrier's number
 EMPTY = STAGES  # where the barriers of empty stages begin
 
 
@@ -39,7 +40,8 @@ class HandOver:
         right: readers wait before they read; else only after it, which is a race.
         named: all warps also meet at a barrier of the CTA between the copy and the reads of each step.
         freed: who says that a stage is empty: each of the reading "lanes", or one lane of each warp, after a "sync" of
-            the warp or after a "shuffle" to which every lane brings what it read, as in backward.
+            the warp, after a "shuffle" to which every lane brings what it read, or after a "barrier" of all readers,
+            as in backward.
     """
 
     copy: str
@@ -136,6 +138,10 @@ class HandOver:
             cute.arch.sync_warp()
             if reader % WARP == 0:
                 cute.arch.mbarrier_arrive(empty)
+        elif const_expr(self.freed == BARRIER):
+            cute.arch.barrier(barrier_id=OF_READERS, number_of_threads=READERS)
+            if reader % WARP == 0:
+                cute.arch.mbarrier_arrive(empty)
         else:
             of_warp = cute.arch.warp_reduction_sum(total)
             if reader % WARP == 0 and of_warp >= 0.0:
@@ -150,6 +156,7 @@ CONTROLS = {
     "bulk copy, and a barrier of the CTA": HandOver(BULK, named=True),
     "bulk copy, freed by one lane after a sync": HandOver(BULK, freed=SYNC),
     "bulk copy, freed by one lane after a shuffle": HandOver(BULK, freed=SHUFFLE),
+    "bulk copy, freed by one lane after a barrier": HandOver(BULK, freed=BARRIER),
     "tensor copy": HandOver(TENSOR),
     "tensor copy, read too early": HandOver(TENSOR, right=False),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fuzz.case import Attention, Kind
 from nsa_layer.fork import fork_status
 
@@ -24,18 +26,18 @@ ALL = (
     Kind(mask="compressed", packed=True, deterministic=True),
     Kind(lists=True, heads="kv"),
     Kind(D=128, lists=True, heads="q", mask="causal", deterministic=True, passes=1),
-    Kind(D=128, lists=True, heads="one", mask="table"),
+    Kind(D=128, lists=True, heads="one", mask="table", passes=1),
     Kind(lists=True, heads="one", mask="table", block_k=64),
     Kind(D=128, lists=True, heads="kv", mask="causal", block_k=64, passes=1),
     Kind(lists=True, heads="q", block_q=64),
-    Kind(D=128, lists=True, heads="kv", block_q=256, mask="causal"),
+    Kind(D=128, lists=True, heads="kv", block_q=256, mask="causal", passes=1),
     Kind(D=128, lists=True, heads="all", block_q=192, block_k=64, mask="table"),
     Kind(D=192, Dv=128, lists=True, heads="kv", block_k=96, Hkv=4),
     Kind(D=256, lists=True, heads="one", block_k=64, Hkv=4),
     Kind(D=128, lists=True, heads="kv", deterministic=True, full_lists=False, mask="window", passes=1),
-    Kind(D=128, lists=True, heads="kv", plan=True),
+    Kind(D=128, lists=True, heads="kv", plan=True, passes=1),
     Kind(lists=True, heads="q", plan=True, deterministic=True, mask="causal", passes=1),
-    Kind(D=128, lists=True, heads="kv", packed=True, form="compact"),
+    Kind(D=128, lists=True, heads="kv", packed=True, form="compact", passes=1),
     Kind(lists=True, heads="one", packed=True, form="padded", mask="causal"),
     Kind(D=128, lists=True, heads="q", packed=True, form="stacked", mask="table"),
     Kind(lists=True, heads="kv", packed=True, form="ragged", mask="causal"),
@@ -66,11 +68,18 @@ ALL = (
 )
 
 
-def two_passes(kind: Kind) -> bool:
-    """Whether backward takes two passes on SM90: where it is asked to, or as the documentation says."""
+FEW = 8  # blocks that a row of forward lists has room for, up to which two passes are the default
+
+
+def two_passes(kind: Kind, room: float = math.inf) -> bool:
+    """Whether backward takes two passes on SM90: where it is asked to, or as the documentation says.
+
+    room: of a row of forward lists, where it holds as many blocks in every row.
+    """
     if not kind.lists or kind.passes is not None:
         return kind.lists and kind.passes == 2
-    pays = kind.deterministic or kind.block_k == 64
+    few = kind.form in ("padded", "compact") and room <= FEW
+    pays = kind.deterministic or kind.block_k == 64 or few
     heads = kind.D in (64, 96, 128) and kind.Dv in (None, kind.D)
     return pays and heads and kind.block_q % 128 == 0 and kind.block_k in (64, 128) and kind.mask != "compressed"
 

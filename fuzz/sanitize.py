@@ -31,24 +31,28 @@ from nsa_layer.testing import Case
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
 REFUSED = ("Device not supported", "LibraryNotLoaded", "Error: Target application terminated before first instrumented")
-CASES = (
+CASES = (  # in each a CTA of backward walks so many queries that it fills stages anew
     Attention(kind=Kind(D=128, mask="compressed"), lengths=((300, 20),), factor=16, offset=15),
     Attention(
         kind=Kind(lists=True, heads="q", plan=True, deterministic=True, mask="causal", passes=1),
-        lengths=((300, 260),),
+        lengths=((700, 260),),
         density=0.8,
+        seed=4,
     ),
     Attention(
-        kind=Kind(D=128, lists=True, heads="kv", packed=True, form="compact"), lengths=((300, 129), (1, 1), (0, 4))
+        kind=Kind(D=128, lists=True, heads="kv", packed=True, form="compact", passes=1),
+        lengths=((700, 129), (1, 1), (0, 4)),
+        density=0.9,
     ),
     Attention(kind=Kind(lists=True, heads="one", mask="table", block_k=64), lengths=((200, 200),)),
     Attention(
         kind=Kind(D=128, lists=True, heads="kv", deterministic=True, mask="window", full_lists=False),
-        lengths=((300, 260),),
+        lengths=((700, 260),),
+        density=0.9,
         window=(100, 0),
         autograd=True,
     ),
-    Attention(kind=Kind(mask="window", Hq=8, Hkv=2, pack_gqa=True), lengths=((200, 330),), window=(100, None)),
+    Attention(kind=Kind(mask="window", Hq=8, Hkv=2, pack_gqa=True), lengths=((500, 330),), window=(400, None)),
     Case(T=300, Hq=8, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=3, window_size=100)),
     Case(
         Hq=8, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=3, window_size=100, deterministic=True),

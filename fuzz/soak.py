@@ -1,9 +1,10 @@
 """`python -m fuzz soak`: training steps of the layer with changing shapes, and whether memory stays where it is.
 
 After a warm-up, host and GPU memory may grow by less than 1 MiB a minute, and no parameter or loss may become NaN. The
-kernel cache is bounded: kernels are compiled one by one while steps of new kinds are drawn, but no file may appear in
-the last quarter of the time. Exit codes: 0 all of it held; 1 some did not; 2 too few steps ran to say, or it was
-interrupted.
+kernel cache is bounded: steps of every kind come first, so that kernels are compiled early, and no file may appear in
+the last quarter of the time. Where the host's memory grows is said as well: in pages of files (code that runs for the
+first time), in what malloc has given out, in Python's objects. Exit codes: 0 all of it held; 1 some did not; 2 too few
+steps ran to say, or it was interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -37,19 +39,49 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds since the start; MiB of the process, of live and of reserved GPU memory; files of the kernel cache."""
+    """Seconds since the start; MiB of the process, of live and of reserved GPU memory; files of the kernel cache.
+
+    Attributes:
+        mapped: of the process, MiB that are pages of files.
+        malloc: MiB that malloc has given out, to PyTorch and to drivers above all; 0 if it does not say.
+        objects: thousands of blocks of memory that Python's objects take.
+    """
 
     at: float
     host: float
     live: float
     reserved: float
     files: int
+    mapped: float = 0.0
+    malloc: float = 0.0
+    objects: float = 0.0
 
 
-def resident() -> float:
-    """MiB of memory that the process holds."""
+def resident() -> tuple[float, float]:
+    """MiB of memory that the process holds, and of those MiB the pages of files."""
+    page = os.sysconf("SC_PAGE_SIZE") / MIB
     with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+        _, host, mapped, *_ = map(int, file.read().split())
+    return host * page, mapped * page
+
+
+class _MallInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def given_out() -> float:
+    """MiB that malloc has given out; 0 where the C library does not say."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return 0.0
+    ask.restype = _MallInfo
+    info = ask()
+    return (info.uordblks + info.hblkhd) / MIB
 
 
 def take_sample(started: float, device: str, cache: Path | None) -> Sample:
@@ -62,7 +94,9 @@ def take_sample(started: float, device: str, cache: Path | None) -> Sample:
         torch.cuda.synchronize()
         live, reserved = torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
     files = sum(1 for path in cache.rglob("*") if path.is_file()) if cache is not None and cache.is_dir() else 0
-    return Sample(time.monotonic() - started, resident(), live, reserved, files)
+    host, mapped = resident()
+    objects = sys.getallocatedblocks() / 1000
+    return Sample(time.monotonic() - started, host, live, reserved, files, mapped, given_out(), objects)
 
 
 def growth(samples: Sequence[Sample], name: str) -> float:
@@ -84,6 +118,14 @@ def late_files(samples: Sequence[Sample], seconds: float) -> int:
     """
     before = [sample.files for sample in samples if sample.at <= LAST * seconds]
     return samples[-1].files - (before or [samples[0].files])[-1]
+
+
+def first_steps(layers: int, longest: int) -> list[tuple[int, int, int]]:
+    """Steps of every kind: layer, tokens, batch, 0 for a pack. What is compiled or loaded once is so early."""
+    lengths = [longest]
+    while lengths[-1] > 1:
+        lengths.append(lengths[-1] // 2)
+    return list(product(range(layers), lengths, (0, 1, 2)))
 
 
 class Trainer:
@@ -109,16 +151,16 @@ class Trainer:
         ]  # fmt: skip
         self.optimizers = [torch.optim.AdamW(layer.parameters(), lr=1e-3) for layer in self.layers]
         self.longest = 4096 if device == "cuda" else 200
+        self._first = iter(first_steps(len(self.layers), self.longest))
 
     def step(self) -> float:
-        which = self.draw.randrange(len(self.layers))
+        which, T, batch = next(self._first, None) or self._drawn()
         layer, optimizer = self.layers[which], self.optimizers[which]
-        T = self.draw.choice((1, self.draw.randint(1, self.longest), self.longest))
         starts = None
-        if self.draw.random() < 0.4:
+        if not batch:
             cuts = sorted(self.draw.randint(0, T) for _ in range(self.draw.randint(0, 5)))
             starts = torch.tensor([0, *cuts, T], dtype=torch.int32, device=self.device)
-        shape = (T,) if starts is not None else (self.draw.randint(1, 2), T)
+        shape = (batch, T) if batch else (T,)
         x = torch.randn(*shape, layer.dim, device=self.device, dtype=self.dtype)
         target = x.roll(1, -2)
         optimizer.zero_grad(set_to_none=True)
@@ -129,6 +171,11 @@ class Trainer:
         if value != value or any(bool(p.isnan().any()) for p in layer.parameters()):
             raise FloatingPointError(f"NaN after a step with shape {tuple(x.shape)}, cu_seqlens {starts}")
         return value
+
+    def _drawn(self) -> tuple[int, int, int]:
+        """A layer's number, tokens, and the batch: 0 for a pack."""
+        T = self.draw.choice((1, self.draw.randint(1, self.longest), self.longest))
+        return self.draw.randrange(len(self.layers)), T, 0 if self.draw.random() < 0.4 else self.draw.randint(1, 2)
 
 
 def soak(minutes: float, device: str, seed: int, cache: Path | None) -> tuple[int, list[Sample], str]:
@@ -163,10 +210,11 @@ def main(argv: Sequence[str]) -> int:
     seconds = options.minutes * 60
     settled = [sample for sample in samples if sample.at >= WARM_UP * seconds]
     rows = [
-        [f"{s.at:.0f}", f"{s.host:.1f}", f"{s.live:.1f}", f"{s.reserved:.1f}", s.files]
+        [f"{s.at:.0f}", *(f"{x:.1f}" for x in (s.host, s.mapped, s.malloc, s.objects, s.live, s.reserved)), s.files]
         for s in samples[:: max(1, len(samples) // 12)]
     ]
-    print(markdown(["s", "host, MiB", "GPU live, MiB", "GPU reserved, MiB", "cache files"], rows))
+    names = ["host, MiB", "mapped, MiB", "malloc, MiB", "objects, 1000", "GPU live, MiB", "GPU reserved, MiB"]
+    print(markdown(["s", *names, "cache files"], rows))
     if wrong and wrong != INTERRUPTED:
         print(wrong)
         return 1
@@ -177,6 +225,8 @@ def main(argv: Sequence[str]) -> int:
     said = ", ".join(f"{name} {value:+.2f}" for name, value in grown.items())
     files = late_files(samples, seconds)
     print(f"{steps} steps; growth after the warm-up, MiB a minute: {said}; cache files in the last quarter {files:+d}")
+    parts = {name: growth(settled, name) for name in ("mapped", "malloc", "objects")}
+    print(f"of the host's: {', '.join(f'{name} {value:+.2f}' for name, value in parts.items())} thousand a minute")
     if wrong:
         print(f"{wrong} after {samples[-1].at:.0f} of {seconds:.0f} s")
         return 2

@@ -95,16 +95,14 @@ def forward(inputs: Inputs, o: Tensor, *, problem: Problem, kept: tuple[bool, bo
         kept: whether the outputs of the compressed, the selected and the window branch are among it.
     """
     q, packing = inputs.q, inputs.packing
+    # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
+    window = _window(inputs, problem)
     with component("compress"):
         k_scored, k_cmp, v_cmp, k_mean, v_mean = _compress(inputs, problem)
     with component("choose"):
         indices, counts = choose(q, k_scored, problem=problem, packing=packing)
     del k_scored
-    attended = (
-        _compressed(inputs, k_cmp, v_cmp, problem),
-        _selected(inputs, indices, counts, problem),
-        _window(inputs, problem),
-    )
+    attended = _compressed(inputs, k_cmp, v_cmp, problem), _selected(inputs, indices, counts, problem), window
     outputs, lses = zip(*attended)
     with component("gate"):
         g = gated_sum(q, *outputs, gate_weight=inputs.gate_weight, gates=inputs.gates, out=o)[1]

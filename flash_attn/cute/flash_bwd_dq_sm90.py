@@ -116,6 +116,7 @@ def backward_dq(
     start: int = ROWS,
     out: Optional[Tensor] = None,
     lse: Optional[Tensor] = None,
+    normalized: Optional[NamedTuple] = None,
 ) -> None:
     """Write the gradient of q to ``dq``, or add it, not scaled, to ``accum``, or both sums to ``dq``.
 
@@ -146,6 +147,7 @@ def backward_dq(
             (cu_seqlens_q[b] + b * start) // start * start on. A multiple of 64; with ``out`` 64 or 128.
         out: like q, forward's output: dpsum and lse_log2 are computed from it and ``lse``, and no preprocess is needed.
         lse: fp32 [B, Hq, T], packed [Hq, total]; natural, as forward returns it.
+        normalized: what `lists_of_queries` made of ``lists`` for these tensors, if the caller has asked already.
 
     Raises:
         TypeError, ValueError: arguments that do not fit, before anything is compiled or launched.
@@ -184,14 +186,15 @@ def backward_dq(
 
     left, right = dq_arguments.edges(causal, window_size)
     heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
-    normalized = lists_of_queries(
-        q,
-        k,
-        lists,
-        cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
-        seqused=(seqused_q, seqused_k),
-        max_seqlen_q=max_seqlen_q,
-    )
+    if normalized is None:
+        normalized = lists_of_queries(
+            q,
+            k,
+            lists,
+            cu_seqlens=(cu_seqlens_q, cu_seqlens_k),
+            seqused=(seqused_q, seqused_k),
+            max_seqlen_q=max_seqlen_q,
+        )
     spec = DqSpec(
         dtype=q.dtype,
         head_dim=q.shape[-1],

@@ -23,12 +23,41 @@ from cutlass import Int32, Int64, const_expr
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 
 
+class HalfLists(BlockSparseTensors):
+    """Lists whose entries say which halves of a tile of queries list them (`query_halves`): 4 * block + halves."""
+
+    __slots__ = ()
+
+    def __new_from_mlir_values__(self, values):
+        return HalfLists(*super().__new_from_mlir_values__(values))
+
+
+@dataclass(frozen=True)
+class HalfEntries:
+    """A row of `HalfLists`: its items are the blocks."""
+
+    entries: cute.Tensor
+
+    def __getitem__(self, place: Int32) -> Int32:
+        return self.entries[place] >> 2
+
+    def halves(self, place: Int32) -> Int32:
+        """Bit 0: the tile's first half lists the block. Bit 1: the second does."""
+        return self.entries[place] & 3
+
+
+def with_halves(tensors: BlockSparseTensors | None, halves: bool) -> BlockSparseTensors | None:
+    """The lists that a kernel was given, as `HalfLists` if they are."""
+    return HalfLists(*tensors) if halves else tensors
+
+
 @dataclass(frozen=True)
 class ListRow:
     """The place of a row's counts, and where its mask and its full entries start (None: at the same place)."""
 
     place: tuple
     starts: tuple[Int64 | None, Int64 | None]
+    has_halves: bool = False
 
     def count(self, counts: cute.Tensor) -> Int32:
         return counts[self.place]
@@ -39,6 +68,11 @@ class ListRow:
         if start is None:
             return tensor[(*self.place, None)]
         return cute.domain_offset(start, tensor if len(tensor.shape) == 1 else tensor[self.place[0], None])
+
+    def blocks(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor | HalfEntries:
+        """The row of mask_block_idx or full_block_idx; its items are blocks."""
+        entries = self.entries(tensor, full)
+        return HalfEntries(entries) if self.has_halves else entries
 
 
 def find_row(
@@ -66,7 +100,8 @@ def find_row(
     if form == (2, 1):
         of_full = tensors.cu_full_block_idx_offsets
         start = Int64(offsets[head, row]) if start is None else start
-        return ListRow((head, row), (start, start if of_full is None else Int64(of_full[head, row])))
+        full_start = start if of_full is None else Int64(of_full[head, row])
+        return ListRow((head, row), (start, full_start), isinstance(tensors, HalfLists))
     assert form == (2, 2), form
     start = Int64(first) * across if offsets is None else Int64(offsets[batch])
     start += Int64(block) * across

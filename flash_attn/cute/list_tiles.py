@@ -105,8 +105,13 @@ def forward_parts(head_dim: int, head_dim_v: int, tile_n: int, overlaps_products
     return STEPS.get(tile_n, 0) if fits and overlaps_products and plain else 0
 
 
-def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch]) -> int:
-    """How many query tiles an SM100 forward CTA works on: one, where a block holds no whole number of pairs."""
-    if tensors is None or tensors.block_size is None or tensors.block_size[0] % (stages * tile_m) == 0:
+def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch], packed_heads: int = 1) -> int:
+    """How many query tiles an SM100 forward CTA works on: one, where a block holds no whole number of pairs.
+
+    packed_heads: whose rows are in a tile. They count where a block is no whole number of tiles (`query_halves`).
+    """
+    if tensors is None or tensors.block_size is None:
         return stages
-    return 1
+    rows = tensors.block_size[0]
+    rows *= packed_heads if rows % tile_m else 1
+    return stages if rows % (stages * tile_m) == 0 else 1

@@ -98,7 +98,7 @@ def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedR
     for cnt, idx, lock, offsets in kinds:
         own = getattr(lists, idx)
         if form == "ragged":
-            start = offsets[:, :rows].long().expand(heads, rows)
+            start = offsets.narrow(1, 0, rows).long().expand(heads, rows)
         elif form == "stacked":
             own = own.expand(heads, -1)
             start = _stacked_starts(before, offsets, cu_total_m_blocks, sequence, block)

@@ -23,6 +23,7 @@ from flash_attn.cute import fa_logging, utils
 from flash_attn.cute.call_recording import Program, Recording, Refused, active, holds_tensor
 
 CAPACITY = 1024  # signatures a function; packed sequences bring new ones all the time
+REASONS = 64  # that are kept of why signatures are not repeated
 
 # What attention's host code looks up in the environment at every call.
 KNOBS = ("FLASH_ATTENTION_NUM_SMS", "FLASH_ATTENTION_HD256_GENERIC_BWD", "FLASH_ATTENTION_BWD_TILE_N")
@@ -45,7 +46,7 @@ class Prepared:
         capacity: signatures that are kept; the oldest go first.
 
     Attributes:
-        refusals: why signatures are not repeated.
+        refusals: why signatures are not repeated, of the latest ones.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Prepared:
             self._keep(signature, recording.program(result))
         except Refused as refusal:
             self.refusals.append(str(refusal))
+            del self.refusals[:-REASONS]
             self._keep(signature, _NEVER)
         return result
 

@@ -37,11 +37,12 @@ SM90 = 9  # arch // 10
 OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself
 WALKS_GROUP: Optional[bool] = None  # what `walks_group` says; None: by its rule. For tests and measurements
 MOST_BLOCKS = 24  # that a row of forward lists has room for, up to which two passes by groups are faster than one
+FEW_BLOCKS = 8  # the same, up to which they are faster head by head too: with a plan, or with lists per query head
 LEAST_WALKS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
 
 
-def pays(block_k: int, deterministic: bool) -> bool:
-    """Whether two passes are the faster way, whatever the number of blocks.
+def pays(block_k: int, deterministic: bool, few: bool = False) -> bool:
+    """Whether two passes are the faster way, whatever CTAs walk. few: see `few_blocks`.
 
     With dq, deterministic mode takes 1.2 to 3.2 times the time, and two passes are deterministic as they are. Else, the
     time of two passes over that of one, by a plan where that is faster (H200, 65,536 tokens, 32 query heads, 8
@@ -60,7 +61,18 @@ def pays(block_k: int, deterministic: bool) -> bool:
     Where CTAs walk groups (`walks_group`) it is 0.66 for 5 random blocks of 128 a row, 0.88 for 10, 0.98 for 16, 1.07
     for 26, and 1.1 to 1.15 for 51 and more. One pass waits for what it adds up in memory where rows are short.
     """
-    return deterministic or block_k == 64
+    return deterministic or block_k == 64 or few
+
+
+def few_blocks(forward: Any) -> bool:
+    """Whether rows of forward lists have room for `FEW_BLOCKS` at most.
+
+    Room is what is known without asking the device: rows that list few blocks and have room for many are long ones
+    here. So are rows of stacked and ragged lists, of which nothing is known, and lists without tensors.
+    """
+    if forward.mask_block_cnt is None or not _rectangular(forward):
+        return False
+    return room(forward) <= FEW_BLOCKS
 
 
 def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -104,7 +116,8 @@ def takes(
     """Whether a call of backward takes two passes.
 
     Args:
-        passes: 1 or 2 where the caller says so; None for the faster way.
+        passes: 1 or 2 where the caller says so; None for what the backward lists say in their field of that name, or
+            the faster way if they do not.
         forward, backward: the block lists of both directions.
         alone: arguments that one pass alone can do with, where they are given.
 
@@ -112,6 +125,8 @@ def takes(
         ValueError: passes is something else, or 2 with an argument of one pass.
         NotImplementedError: passes is 2 for lists, tensors or an architecture that cannot.
     """
+    if passes is None and backward is not None:
+        passes = backward.passes
     if passes is not None and (type(passes) is not int or passes not in (1, 2)):
         raise ValueError(f"passes is {passes!r}, expected 1, 2 or None")
     if passes == 1 or (passes is None and (forward is None or backward is None)):
@@ -122,7 +137,7 @@ def takes(
         if given or reason is not None:
             return False
         by_groups = walks_group(forward, backward, q, v) and room(forward) <= MOST_BLOCKS
-        return backward.plan_per_group or by_groups or pays(_block_k(backward), deterministic)
+        return backward.plan_per_group or by_groups or pays(_block_k(backward), deterministic, few_blocks(forward))
     if given:
         raise ValueError(f"{given[0]} cannot be given together with passes=2")
     if reason is not None:

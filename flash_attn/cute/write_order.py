@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_attn.cute import order_table
 from flash_attn.cute.list_arguments import fields, padded_lists, tensor
 from flash_attn.cute.list_entries import (
     DistinctLists,
@@ -99,7 +100,7 @@ def compute_dq_write_order(
         spt: key blocks are launched from the last to the first.
         order: the key blocks in the order of their launch, integers [N], [H, N] or [B, H, N], instead of `spt`.
         listed: upper bound of the blocks listed, all heads and batches together; worth giving when both lists are
-            padded to full width.
+            padded to full width, where lock values are counted in a table of all pairs of blocks else.
 
     Returns:
         (dq_write_order, dq_write_order_full): int32, shaped like the backward index lists (the second is None without
@@ -111,9 +112,14 @@ def compute_dq_write_order(
     padded_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx))
     order = as_launch_order(spt, order, bwd_mask_cnt.shape[2], bwd_mask_cnt.device)
     lists = distinct_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx), order)
-    M = fwd_mask_idx.shape[2]
+    M, N = fwd_mask_idx.shape[2], bwd_mask_idx.shape[2]
     forward_width = fwd_mask_idx.shape[3] + (0 if fwd_full_idx is None else fwd_full_idx.shape[3])
-    entries = flat_entries(lists, order, _at_most(lists.heads * M * forward_width, listed))
+    room = min(M * min(forward_width, N), N * min(lists.width, M))  # a head's: no block is listed twice
+    most = _at_most(lists.heads * room, listed)
+    if order_table.pays(lists, M, most):
+        write_order, of_full = order_table.locks_by_table(lists, order, M)
+        return lists.repeat(write_order), None if of_full is None else lists.repeat(of_full)
+    entries = flat_entries(lists, order, most)
     locks = ranks(entries, M)
     write_order = lists.repeat(entries.put(locks, full=False))
     if lists.full_idx is None:
@@ -174,8 +180,8 @@ def deterministic_walk(
     N, device = lists.mask_block_cnt.shape[2], lists.mask_block_cnt.device
     order = as_launch_order(spt, order, N, device)
     own = distinct_lists(fields(lists), order)
-    entries = flat_entries(own, order, _at_most(own.heads * N * own.width, listed))
     M = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
+    entries = flat_entries(own, order, _at_most(own.heads * N * min(own.width, M), listed))
     ordered = sorted_walk(entries, ranks(entries, M), not spt if descending is None else descending, M)
     return _padded(ordered, own, width)
 
@@ -188,14 +194,15 @@ def _walk(
     num_q_blocks: int | None,
     listed: int | None,
 ) -> CompactWalk:
-    entries = flat_entries(own, None, _at_most(own.heads * own.mask_cnt.shape[2] * own.width, listed))
+    M = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
+    entries = flat_entries(own, None, _at_most(own.heads * own.mask_cnt.shape[2] * min(own.width, M), listed))
     values = None
     if locks is not None:
         unrepeated = (None if t is None else narrow(t, own.mask_idx.shape[:2]) for t in locks)
         values = entries.take(*unrepeated)
     if not sort:
         return _compact(entries, entries.block.int() * 2 + entries.is_full, values)
-    return sorted_walk(entries, values, descending, MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks)
+    return sorted_walk(entries, values, descending, M)
 
 
 def ranks(entries: FlatEntries, M: int) -> torch.Tensor:

@@ -284,14 +284,17 @@ def kernels_are_causal(case: Case) -> None:
 
 @holds("layer.kernels give the same bits", lambda: kernel_cases(), needs=GPU)
 def kernels_give_the_same_bits(case: Case) -> None:
-    """The output always, gradients where they are deterministic; whatever the strides, and while other work goes on."""
+    """The output always, gradients where they are deterministic; whatever the strides, wherever sequences' starts are,
+    and while other work goes on."""
     inputs, square = make_inputs(case, "cuda"), torch.randn(1024, 1024, device="cuda")
+    starts = [inputs.cu_seqlens, None if inputs.cu_seqlens is None else inputs.cu_seqlens.cpu()]
     once, other = run("cute", inputs).tensors(), torch.cuda.Stream()
     for turn in range(2 * len(LAYOUTS)):
         with torch.cuda.stream(other):
             for _ in range((case.seed + 7 * turn) % 20):
                 square @ square
-        again = run("cute", strided(inputs, LAYOUTS[turn % len(LAYOUTS)])).tensors()
+        given = replace(strided(inputs, LAYOUTS[turn % len(LAYOUTS)]), cu_seqlens=starts[turn // len(LAYOUTS)])
+        again = run("cute", given).tensors()
         for name, x in again.items():
             if case.config.deterministic or name in ("o", *LSES):
                 assert x.equal(once[name]), f"{name} has {int((x != once[name]).sum())} other numbers in round {turn}"

@@ -71,11 +71,11 @@ class Shape:
         return self._draw((*self.tokens(), self.Hq, self.Dv), torch.Generator(self.device).manual_seed(1))
 
     def packing(self) -> dict[str, object]:
-        """What `nsa` and dense attention have to be told about packed sequences."""
+        """What `nsa` and dense attention have to be told about packed sequences; the starts on the CPU."""
         if self.lengths is None:
             return {}
-        starts = torch.tensor([0, *self.lengths]).cumsum(0)
-        return dict(cu_seqlens=starts.to(self.device, torch.int32), max_seqlen=max(self.lengths))
+        starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
+        return dict(cu_seqlens=starts, max_seqlen=max(self.lengths))
 
     def options(self) -> dict[str, object]:
         """The keyword arguments of `nsa` beside tensors and backend."""

@@ -130,7 +130,7 @@ def dense_attention(device: str, packing: dict) -> Attend:
         return dense_causal
     from flash_attn.cute.interface import flash_attn_varlen_func
 
-    starts, longest = packing["cu_seqlens"], packing["max_seqlen"]
+    starts, longest = packing["cu_seqlens"].to(device), packing["max_seqlen"]
     where = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
     return lambda q, k, v: flash_attn_varlen_func(q, k, v, **where, causal=True)[0]
 

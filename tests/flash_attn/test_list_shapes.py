@@ -110,7 +110,7 @@ def compile_forward(case: Case) -> None:
 @pytest.mark.parametrize(
     ("arch", "case", "names"),
     [
-        ("sm_100", Case(D=128, lists="both", block=(64, 128)), "block size 64.*multiple of 128"),
+        ("sm_100", Case(D=128, lists="both", block=(96, 128)), "block size 96.*multiple of 64"),
         ("sm_100", Case(D=128, lists="both", block=(128, 64)), r"sparse_block_size\[1\].*tile_n=128"),
         ("sm_90", Case(D=256, lists="both", block=(128, 128)), r"sparse_block_size\[1\].*multiple of tile_n=80"),
         ("sm_90", Case(D=128, lists="both", block=(96, 128)), "block size 96.*multiple of 128"),

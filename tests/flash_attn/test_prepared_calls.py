@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_attn.cute import interface, prepared_calls
 from flash_attn.cute.cache_utils import JITCache
 from flash_attn.cute.call_recording import Recording, active
-from flash_attn.cute.prepared_calls import Prepared
+from flash_attn.cute.prepared_calls import REASONS, Prepared
 
 
 class Extra(NamedTuple):
@@ -217,6 +217,15 @@ def test_what_cannot_be_repeated_stays_the_function_s_own(function: Callable, sa
         got, want = prepared(x), function(x)
         assert torch.equal(got["x"] if isinstance(got, dict) else got, want["x"] if isinstance(want, dict) else want)
     assert len(calls) == 5 and len(prepared.refusals) == 1 and said in prepared.refusals[0]
+
+
+def test_reasons_of_shapes_that_never_end_are_not_all_kept() -> None:
+    """A training run has ever new lengths, and each could say why it is not repeated."""
+    prepared = Prepared(lambda x: x + KEPT.new_zeros(6) + KEPT.sum())
+    for rows in range(1, 3 * REASONS):
+        for _ in range(2):
+            prepared(torch.zeros(rows, 6))
+    assert len(prepared.refusals) == REASONS
 
 
 def test_memory_that_inputs_share_is_not_guessed_at() -> None:

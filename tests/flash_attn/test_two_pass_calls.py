@@ -52,11 +52,13 @@ def gradients(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, **more:
 # Which calls.
 
 
-def tables(block: tuple[int, int] | None = (128, 128), **fields: Any) -> Any:
+def tables(block: tuple[int, int] | None = (128, 128), room: tuple[int, ...] = (9,), **fields: Any) -> Any:
+    """Lists of one block a row; room: of a row of mask lists, and of full ones."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    cnt, idx = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 2, dtype=torch.int32)
-    return BlockSparseTensorsTorch(cnt, idx, block_size=block, **fields)
+    cnt, indices = torch.ones(1, 1, 4, dtype=torch.int32), [torch.zeros(1, 1, 4, n, dtype=torch.int32) for n in room]
+    full = dict(full_block_cnt=cnt, full_block_idx=indices[1]) if room[1:] else {}
+    return BlockSparseTensorsTorch(cnt, indices[0], block_size=block, **full, **fields)
 
 
 def takes(passes: int | None = None, **changes: Any) -> bool:
@@ -66,7 +68,10 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
     block, D = changes.pop("block", (128, 128)), changes.pop("D", 128)
     of_keys = changes.pop("block_of_backward", block)
     x = torch.empty(1, 512, 4, D, dtype=changes.pop("dtype", torch.bfloat16), device="meta")
-    given = dict(arch=90, q=x, v=x, forward=tables(block), backward=tables(of_keys), deterministic=False)
+    lists = dict(
+        forward=tables(block, changes.pop("room", (9,))), backward=tables(of_keys, **changes.pop("fields", {}))
+    )
+    given = dict(arch=90, q=x, v=x, deterministic=False, **lists)
     return two_pass_backward.takes(passes, **(given | changes))
 
 
@@ -88,6 +93,20 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
         ({"deterministic": True, "score_mod": None}, True),
         ({"deterministic": True, "block": None}, True),
         ({"deterministic": True, "block": None, "D": 64}, False),  # forward may have tiles of 192
+        ({"room": (8,)}, True),
+        ({"room": (1, 7)}, True),
+        ({"room": (1, 8)}, False),  # mask and full blocks together
+        ({"room": (8,), "fields": {"room": (50, 50)}}, True),  # rows of keys may be as long as they like
+        ({"room": (8,), "fields": {"plan": torch.empty(1, 6)}}, True),
+        ({"room": (8,), "passes": 1}, False),
+        ({"room": (8,), "arch": 100}, False),
+        ({"room": (8,), "D": 256}, False),
+        ({"room": (8,), "score_mod": abs}, False),
+        ({"fields": {"passes": 2}}, True),  # as the lists say
+        ({"fields": {"passes": 1}, "deterministic": True}, False),
+        ({"fields": {"passes": 1}, "block": (128, 64)}, False),
+        ({"fields": {"passes": 1}, "passes": 2}, True),  # the call knows better
+        ({"fields": {"passes": 2}, "passes": 1}, False),
     ],
     ids=str,
 )
@@ -100,6 +119,9 @@ def test_which_calls_take_two_passes(changes: dict[str, Any], expected: bool) ->
     [
         ({"passes": 3}, ValueError, "passes is 3"),
         ({"passes": True}, ValueError, "passes is True"),
+        ({"fields": {"passes": 3}}, ValueError, "passes is 3"),
+        ({"fields": {"passes": 2}, "score_mod": abs}, ValueError, "score_mod cannot be given together with passes=2"),
+        ({"fields": {"passes": 2}, "arch": 100}, NotImplementedError, "sm_100"),
         ({"passes": 2, "shared": ()}, ValueError, "shared cannot be given together with passes=2"),
         ({"passes": 2, "arch": 100}, NotImplementedError, "sm_100"),
         ({"passes": 2, "D": 256}, NotImplementedError, "head dimensions 256"),
@@ -113,6 +135,16 @@ def test_which_calls_take_two_passes(changes: dict[str, Any], expected: bool) ->
 def test_two_passes_that_cannot_be_are_refused(changes: dict[str, Any], kind: type, said: str) -> None:
     with pytest.raises(kind, match=said):
         takes(**changes)
+
+
+def test_room_says_how_many_blocks_are_few() -> None:
+    """Not what the rows list: that would ask the device. Ragged rows, and lists without tensors, say nothing."""
+    wide = tables(room=(9,))
+    for lists in (wide, tables(room=(300,)), wide._replace(mask_block_idx=torch.zeros(1, dtype=torch.int32))):
+        assert not takes(forward=lists)
+    assert not takes(forward=tables()._replace(mask_block_cnt=None, mask_block_idx=None))
+    compact = tables(room=(8,))
+    assert takes(forward=compact._replace(mask_block_cnt=compact[0][0], mask_block_idx=compact[1][0]))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -196,6 +228,30 @@ def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
     assert names == ["FlashAttentionBackwardDqSm90", "FlashAttentionBackwardSm90 without dq"]  # and no preprocess
     tokens = sum(pair[0] for pair in case.packed) or case.T_q
     assert all(shape[-2:-1] != (case.Hq,) or shape[-1] < tokens * case.D for shape in shapes)
+
+
+def times_normalized(case: Case) -> int:
+    """How often a call in two passes brings forward lists into the kernel's form; in a worker."""
+    from unittest.mock import patch
+
+    from flash_attn.cute import flash_bwd_dq_sm90
+
+    x = make_inputs(case)
+    o = torch.empty_like(x.do)
+    lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
+    original = flash_bwd_dq_sm90.normalize_block_sparse_config
+    with (
+        patch.object(flash_bwd_dq_sm90, "normalize_block_sparse_config", side_effect=original) as normalize,
+        patch.object(flash_bwd_dq_sm90, "_compiled") as compiled,
+    ):
+        gradients(case, x, o, lse)
+        assert compiled.call_args.args[1].tensors.mask_block_cnt is not None
+    return normalize.call_count
+
+
+@pytest.mark.parametrize("case", [CASES[2], PACKED[0]], ids=str)
+def test_forward_lists_are_normalized_once(compiler_sm90: Worker, case: Case) -> None:
+    assert compiler_sm90.run(times_normalized, case) == 1
 
 
 def rows_of_layout(case: Case, without_dq: bool) -> Any:

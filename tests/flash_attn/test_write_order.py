@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import weakref
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flash_attn.cute import block_sparsity
+from flash_attn.cute import block_sparsity, order_table
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.write_order import (
     Walk,
@@ -24,6 +26,34 @@ from flash_attn.cute.write_order import (
 )
 
 CASES = list_cases(sort=st.booleans())
+WAYS = st.sampled_from([0, 1 << 30])  # a table of all pairs of blocks never, and always
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made meanwhile held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        result = func(*args, **(kwargs or {}))
+        for storage in [t.untyped_storage() for t in tree_leaves(result) if torch.is_tensor(t)]:
+            if storage._cdata not in before | self.known:
+                self.known.add(storage._cdata)
+                self.hold(storage.nbytes())
+                weakref.finalize(storage, self.release, storage._cdata, storage.nbytes())
+        return result
+
+    def hold(self, size: int) -> None:
+        self.held += size
+        self.most = max(self.most, self.held)
+
+    def release(self, storage: int, size: int) -> None:
+        self.known.discard(storage)
+        self.held -= size
 
 
 class LargestTensor(TorchDispatchMode):
@@ -98,13 +128,14 @@ def assert_locks(actual: tuple[torch.Tensor | None, ...], expected: list[torch.T
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-@settings(max_examples=150, deadline=None)
-@given(CASES, st.booleans())
-def test_locks_and_walks(case: ListCase, spt: bool) -> None:
+@settings(max_examples=200, deadline=None)
+@given(CASES, st.booleans(), WAYS)
+def test_locks_and_walks(case: ListCase, spt: bool, pairs: int) -> None:
     forward, backward = random_lists(case)
     launch = [[list(range(case.N))[:: -1 if spt else 1]] * case.H] * case.B
     expected = expected_locks(backward, launch)
-    locks = compute_dq_write_order(*arguments(forward, backward), spt=spt)
+    with patch.object(order_table, "PAIRS", pairs):
+        locks = compute_dq_write_order(*arguments(forward, backward), spt=spt)
     assert_locks(locks, expected)
     rows = expected_walk(backward, expected, descending=not spt)
     assert_walk(merged_walk(backward, locks, descending=not spt), rows, with_locks=True)
@@ -112,9 +143,9 @@ def test_locks_and_walks(case: ListCase, spt: bool) -> None:
     assert_walk(merged_walk(backward), expected_walk(backward, None, False), with_locks=False)
 
 
-@settings(max_examples=60, deadline=None)
-@given(CASES, st.sampled_from(["one", "heads", "batches"]))
-def test_any_launch_order(case: ListCase, each: str) -> None:
+@settings(max_examples=100, deadline=None)
+@given(CASES, st.sampled_from(["one", "heads", "batches"]), WAYS)
+def test_any_launch_order(case: ListCase, each: str, pairs: int) -> None:
     forward, backward = random_lists(case)
     draw = random.Random(case.seed)
     count = {"one": 1, "heads": case.H, "batches": case.B * case.H}[each]
@@ -123,7 +154,8 @@ def test_any_launch_order(case: ListCase, each: str) -> None:
     order = order[0] if each == "one" else order if each == "heads" else order.view(case.B, case.H, case.N)
     launch = [[orders[(b * case.H + h) % count] for h in range(case.H)] for b in range(case.B)]
     expected = expected_locks(backward, launch)
-    assert_locks(compute_dq_write_order(*arguments(forward, backward), order=order), expected)
+    with patch.object(order_table, "PAIRS", pairs):
+        assert_locks(compute_dq_write_order(*arguments(forward, backward), order=order), expected)
     rows = expected_walk(backward, expected, descending=True)
     assert_walk(deterministic_walk(backward, order=order, num_q_blocks=case.M), rows, with_locks=True)
 
@@ -198,6 +230,42 @@ def test_mask_lists_for_every_head_and_full_lists_for_one() -> None:
     repeated = BlockSparseTensorsTorch(*many[:2], full_cnt.expand(1, 3, -1), full_idx.expand(1, 3, -1, -1))
     for mine, other in zip(deterministic_walk(mixed), deterministic_walk(repeated), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def band(heads: int, blocks: int, listed: int, room: int) -> tuple[torch.Tensor, ...]:
+    """Arguments of compute_dq_write_order: a band of mask blocks, in rows with room for more, and for full blocks."""
+    row, at = torch.arange(blocks).view(blocks, 1), torch.arange(room)
+    count = torch.full((1, heads, blocks), listed, dtype=torch.int32)
+    sides = []
+    for index in (row - at, row + at):
+        idx = (index % blocks).int().expand(1, heads, blocks, room).contiguous()
+        sides += [count, idx, torch.zeros_like(count), torch.zeros_like(idx)]
+    return tuple(sides)
+
+
+def peak_bytes(given_lists: tuple[torch.Tensor, ...], **options: Any) -> int:
+    with PeakBytes() as peak:
+        compute_dq_write_order(*given_lists, **options)
+        return peak.most
+
+
+@pytest.mark.parametrize("listed", [3, 64])
+def test_rows_with_room_for_every_block_take_less_than_upstream(listed: int) -> None:
+    """Its tables have 44 bytes for each pair of blocks."""
+    heads, blocks = 2, 64
+    given_lists = band(heads, blocks, listed, blocks)
+    assert peak_bytes(given_lists, spt=True) <= 26 * heads * blocks**2
+    with patch.object(order_table, "PAIRS", 0):
+        assert peak_bytes(given_lists, spt=True) > 44 * heads * blocks**2
+
+
+@pytest.mark.parametrize("blocks", [512, 4096])
+def test_narrow_rows_take_memory_by_the_block(blocks: int) -> None:
+    heads, listed, room = 2, 5, 8
+    given_lists = band(heads, blocks, listed, room)
+    places = 2 * heads * blocks * room
+    assert peak_bytes(given_lists) <= 80 * places
+    assert peak_bytes(given_lists, listed=heads * blocks * listed) <= 80 * heads * blocks * listed + 8 * places
 
 
 def test_width_and_bound() -> None:

@@ -181,6 +181,32 @@ def test_growth() -> None:
     assert soak.growth(samples, "host") == pytest.approx(3.0) and soak.growth(samples, "live") == 0
 
 
+def test_where_memory_of_the_host_is() -> None:
+    before, kept = soak.take_sample(0.0, "cpu", None), bytearray(40 << 20)
+    between, objects = soak.take_sample(0.0, "cpu", None), [[] for _ in range(200_000)]
+    after = soak.take_sample(0.0, "cpu", None)
+    assert 39 < between.malloc - before.malloc < 60 and 39 < between.host - before.host < 60, len(kept)
+    assert between.mapped - before.mapped < 5
+    assert 199 < after.objects - between.objects < 500, len(objects)
+
+
+def test_a_soak_has_steps_of_every_kind_first() -> None:
+    """All layers, packed or not, at lengths of every order: what is compiled once is compiled early."""
+    trainer = soak.Trainer("cpu", 0)
+    steps = soak.first_steps(len(trainer.layers), trainer.longest)
+    assert {(layer, batch) for layer, T, batch in steps if T == trainer.longest} == {
+        (i, b) for i in range(3) for b in range(3)
+    }
+    assert {T.bit_length() for _, T, _ in steps} == set(range(1, 9))
+    drawn: list[tuple[int, int, int]] = []
+    for layer in trainer.layers:
+        layer.register_forward_pre_hook(lambda layer, args: drawn.append(args[0].shape))
+    for _ in steps:
+        trainer.step()
+    assert drawn == [(batch, T, 32) if batch else (T, 32) for _, T, batch in steps]
+    assert next(trainer._first, None) is None
+
+
 def test_files_of_the_cache_late_in_a_soak() -> None:
     """Kernels may be compiled as long as more than a quarter of the time is left."""
     samples = [soak.Sample(at, 100, 5, 8, files) for at, files in ((0, 63), (50, 414), (70, 460), (80, 460), (99, 460))]

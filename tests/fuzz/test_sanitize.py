@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from fuzz import hazards, sanitize
-from fuzz.hand_over import BULK, CONTROLS, LANES, SHUFFLE, STORES, SYNC, TENSOR
+from fuzz.attention import lists_for, make
+from fuzz.case import Attention
+from fuzz.hand_over import BARRIER, BULK, CONTROLS, LANES, SHUFFLE, STORES, SYNC, TENSOR
 from nsa_layer.kernel_cases import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +84,20 @@ def test_what_controls_say() -> None:
     assert stores == "stores: racecheck tells right from wrong"
     assert bulk.startswith("bulk copy: racecheck reports the right one as it does the wrong one")
     assert tensor.startswith("tensor copy: racecheck reports neither")
+
+
+@pytest.mark.parametrize("case", [case for case in sanitize.CASES if isinstance(case, Attention)], ids=repr)
+def test_stages_are_filled_anew(case: Attention) -> None:
+    """What a stage held before is what races are about: a CTA of backward walks more rows than two stages hold."""
+    kind, (rows, _) = case.kind, case.lengths[0]
+    if kind.lists:
+        lists = lists_for(make(case, "cpu"), True)
+        counts = lists.mask_block_cnt + (0 if lists.full_block_cnt is None else lists.full_block_cnt)
+        most = counts if lists.plan is None else lists.plan[:, 4] - lists.plan[:, 3]
+        rows = kind.block_q * int(most.max())
+    elif kind.mask == "window":
+        assert case.window[1] is None or case.window[0] + kind.block_k > 384
+    assert rows > 2 * (64 if kind.block_k == 64 else 128)
 
 
 def test_controls_are_told_apart_by_name() -> None:
@@ -178,16 +194,19 @@ def test_controls_are_what_they_say(name: str, listing: dict[tuple[str, int], st
     reads = [place for place, text in own if "LDS" in text]
     waits = [place for place, text in own if "SYNCS.PHASECHK" in text and "TRYWAIT" in text]
     assert len(reads) == 2 and (max(reads) < waits[-1]) == (not control.right), "two numbers a step, early if wrong"
-    assert sum("BAR.SYNC" in text for _, text in own) == (3 if control.named else 1)
+    barriers = sum("BAR.SYNC" in text for _, text in own)
+    assert barriers == 1 + 2 * control.named + (control.freed == BARRIER)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_who_frees_a_stage(name: str, listing: dict[tuple[str, int], str]) -> None:
-    """Every reading lane, or one after what the whole warp does: a sync, of which a NOP is left, or shuffles."""
+    """Each reading lane, or one after what all do: a sync of its warp, of which a NOP is left, shuffles, a barrier."""
     control = CONTROLS[name]
     own = sorted((place, text) for (of, place), text in listing.items() if control.tag in of)
     read = max(place for place, text in own if "LDS" in text)
     freed = next(place for place, text in own if place > read and "SYNCS.ARRIVE" in text)
-    words = [word for place, text in own if read < place < freed for word in ("NOP", "SHFL.BFLY") if word in text]
-    assert words == {LANES: [], SYNC: ["NOP"], SHUFFLE: ["SHFL.BFLY"] * 5}[control.freed]
+    between, of_warp = [text for place, text in own if read < place < freed], ("NOP", "SHFL.BFLY", "BAR.SYNC")
+    words = [word for text in between for word in of_warp if word in text]
+    wanted = {LANES: [], SYNC: ["NOP"], SHUFFLE: ["SHFL.BFLY"] * 5, BARRIER: ["BAR.SYNC"]}
+    assert words == wanted[control.freed]
     assert dict(own)[freed].startswith("@") == (control.freed != LANES), "one lane of a warp"

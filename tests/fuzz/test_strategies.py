@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -13,7 +14,7 @@ from flash_attn.cute import two_pass_backward
 from fuzz import attention, strategies
 from fuzz.case import FORMS, Attention, Kind
 from fuzz.features import CLAIMS, FAULT_CLAIMS, features
-from fuzz.kinds import KINDS, two_passes
+from fuzz.kinds import FEW, KINDS, two_passes
 
 WAYS: dict[str, Callable] = {
     "blocks": strategies.blocks,
@@ -129,15 +130,40 @@ def test_kinds_meet() -> None:
 
 
 def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fuzzing takes for two passes is what a call on SM90 takes."""
+    """What fuzzing takes for two passes is what a call on SM90 takes: by its argument, or as the lists alone say."""
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
-    for kind in KINDS:
+    for kind, blocks in itertools.product(KINDS, (1, FEW, FEW + 1)):
         if not kind.lists or kind.mask == "compressed":
             continue
-        call = attention.make(Attention(kind=kind), "cpu")
+        lengths = ((128, blocks * kind.block_k),)
+        case = Attention(kind=kind, lengths=lengths, pattern="full", full=1.0)
+        call = attention.make(case, "cpu")
         lists = dict(forward=attention.lists_for(call, False), backward=attention.lists_for(call, True))
         given = dict(arch=90, q=call.q, v=call.v, deterministic=kind.deterministic)
-        assert two_pass_backward.takes(kind.passes, **given, **lists) == two_passes(kind), kind
+        for passes in {kind.passes, None}:
+            assert two_pass_backward.takes(passes, **given, **lists) == attention.in_two_passes(case), case
+
+
+def test_kinds_whose_lists_decide_take_one_pass_and_two() -> None:
+    """Through autograd and straight, a batch and a pack: the rule of few blocks is drawn from both sides."""
+    kinds = [kind for kind in KINDS if two_passes(kind, FEW) != two_passes(kind)]
+    assert {kind.packed for kind in kinds} == {False, True}
+    for kind in kinds:
+        found = passes_drawn(kind)
+        assert min(found[two, autograd] for two in (False, True) for autograd in (False, True)) >= 10, (kind, found)
+
+
+def passes_drawn(kind: Kind) -> Counter:
+    """How often two passes, or not, and autograd, or not, are drawn."""
+    found: Counter = Counter()
+
+    @quiet
+    @given(strategies.attention(kind))
+    def draw(case: Attention) -> None:
+        found[attention.in_two_passes(case), case.autograd] += 1
+
+    draw()
+    return found
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.passes == 2 and kind.deterministic], ids=repr)
@@ -149,11 +175,11 @@ def test_two_passes_without_lock_values(kind: Kind) -> None:
 
 
 def test_one_pass_is_asked_for() -> None:
-    """Autograd would take two."""
+    """Through autograd too, which would take two by itself: its lists say so."""
     kind = next(kind for kind in KINDS if kind.passes == 1 and kind.deterministic)
     _, counts = drawn(strategies.attention(kind))
-    assert_reached(strategies.attention(kind), {"one pass", "lock values", "no autograd"}, counts)
-    assert not {"two passes", "no lock values", "autograd"} & set(counts)
+    assert_reached(strategies.attention(kind), {"one pass", "lock values", "autograd", "no autograd"}, counts)
+    assert not {"two passes", "no lock values"} & set(counts)
 
 
 def test_ctas_walk_several_heads() -> None:

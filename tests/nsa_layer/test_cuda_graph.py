@@ -8,7 +8,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, NSAttention, nsa
+from nsa_layer import NSAConfig, NSAttention, nsa, packing
+from nsa_layer.problem import Problem
+from nsa_layer.rope import RotaryEmbedding
 from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -87,6 +89,41 @@ def test_replays_equal_eager_calls(case: Case) -> None:
                 assert torch.equal(x, want[name]), (name, seed)
             else:
                 torch.testing.assert_close(x.float(), want[name].float(), rtol=0.02, atol=0.02, msg=f"{name}, {seed}")
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_packed_sequences_whose_starts_are_on_the_cpu(module: bool) -> None:
+    """The host knows the lengths, so nothing waits for the GPU; their copies outlive any other packing's."""
+    lengths, config = (300, 1, 64, 500, 35), NSAConfig(deterministic=True)
+    needs_hopper(config)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    torch.manual_seed(0)
+    layer = NSAttention(512, num_heads=8, num_kv_heads=2, head_dim=64, config=config, rope=RotaryEmbedding(64))
+    layer.to("cuda", torch.bfloat16)
+
+    def step(inputs: list[torch.Tensor], do: torch.Tensor, cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
+        o = (layer if module else nsa)(*inputs, cu_seqlens=cu_seqlens, **({} if module else dict(config=config)))
+        return [o.detach(), *torch.autograd.grad(o, inputs, do)]
+
+    def drawn(seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(seed)
+        shapes = [(900, 512)] if module else [(900, heads, 128) for heads in (8, 2, 2)]
+        inputs = [torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+        return inputs, torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
+
+    static_inputs, static_do = drawn(0)
+    graph, static = captured(lambda: step(static_inputs, static_do, starts))
+    for others in range(70):  # more packings than are remembered
+        packing.starts_on(torch.tensor([0, others + 1], dtype=torch.int32), torch.device("cuda", 0))
+        packing.Packing.of(Problem(config, True, 1.0, (others + 1,)), starts, torch.device("cuda", 0))
+    for seed in (1, 2):
+        inputs, do = drawn(seed)
+        with torch.no_grad():
+            for x, fresh in zip((*static_inputs, static_do), (*inputs, do), strict=True):
+                x.copy_(fresh)
+        graph.replay()
+        want = step(inputs, do, starts.cuda())
+        assert all(torch.equal(x, y) for x, y in zip(static, want, strict=True)), seed
 
 
 def test_graphed_function() -> None:

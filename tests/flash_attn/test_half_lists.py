@@ -1,0 +1,127 @@
+"""SM100 takes lists of an odd number of 64 queries: the kernels compile, and hide what a half does not list.
+
+What the halves' tiles walk is in test_query_halves. Here the functions that hide scores run on the CPU, over the
+threads' own coordinates; the kernels are compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, backward, compile_case, forward, make_inputs
+from fa_compile import Worker, WorkerError
+from fa_query_halves import Drawn, expected
+from fa_reference import assert_case
+from half_walk import hidden, walked_by_kernels
+
+LENGTHS = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
+FIXED = {"T_q": 700, "T_k": 700, "lists": "both"}
+PACKED = {"packed": LENGTHS, "lists": "both"}
+CASES = [
+    Case(D=128, **FIXED, block=(64, 128), pack_gqa=False),
+    Case(D=64, **FIXED, block=(64, 128), pack_gqa=False, causal=True, deterministic=True),
+    Case(D=64, **FIXED, block=(192, 128), Hkv=4, mask_mod="thirds"),
+    Case(D=128, **FIXED, block=(192, 128), list_heads=4, mask_mod="keyed", causal=True, deterministic=True),
+    Case(D=128, **PACKED, block=(64, 128), form="ragged", list_heads=2, Hq=6, window=(200, 0)),
+    Case(D=64, **PACKED, block=(64, 128), form="stacked", Hkv=4, mask_mod="keyed", deterministic=True),
+    Case(D=96, packed=LENGTHS, lists="no full", block=(192, 128), form="compact", Hkv=4),
+]
+PAIRED = Case(D=128, **FIXED, block=(64, 256), Hkv=4, deterministic=True)  # two CTAs walk one list
+ALONE = [  # heads are packed into tiles that lie within a block: forward joins nothing
+    (Case(D=128, **FIXED, block=(64, 128)), (1, (1, 1))),
+    (Case(D=128, **FIXED, block=(64, 128), Hkv=1), (2, (1, 1))),
+    (Case(D=64, **PACKED, block=(192, 128), form="compact", Hkv=1, list_heads=1), (2, (1, 3))),
+]
+
+WALKED = [
+    Drawn(shapes=((3, 4), (0, 2), (2, 5)), form="ragged"),
+    Drawn(shapes=((3, 4), (2, 5)), factor=3, form="padded", H=1),
+]
+
+
+def rows_with_halves(case: Case) -> set[bool]:
+    """Compile forward and backward: whether the rows that their warps find say which half lists a block."""
+    from flash_attn.cute import interface, list_rows
+
+    found, original = set(), list_rows.ListRow.blocks
+
+    def blocks(self: Any, *args: Any, **options: Any) -> Any:
+        found.add(self.has_halves)
+        return original(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(list_rows.ListRow, "blocks", blocks)
+        interface._flash_attn_fwd.compile_cache.clear()
+        interface._flash_attn_bwd.compile_cache.clear()
+        compile_case(case)
+    return found
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("case", [*CASES, PAIRED], ids=str)
+def test_forward_and_backward_compile(compiler_sm100: Worker, case: Case) -> None:
+    assert compiler_sm100.run(rows_with_halves, case) == {True}
+
+
+def stages(case: Case) -> tuple[int, tuple[int, int], bool]:
+    """Of the forward kernel: tiles of a CTA, what a tile's number is divided by, and whether lists are of halves."""
+    from flash_attn.cute import interface, query_halves
+
+    built = []
+
+    def keep(kernel: Any, *args: Any, **options: Any) -> None:
+        built.append(kernel)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface.cute, "compile", keep)
+        patch.setattr(interface._flash_attn_fwd, "compile_cache", {})
+        forward(case, make_inputs(case))
+    (kernel,) = built
+    tile = query_halves.whole_tiles(kernel.qhead_per_kvhead, kernel.q_subtile_factor)
+    return kernel.q_stage, tile, kernel.list_halves
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize(("case", "expected"), ALONE, ids=str)
+def test_packed_heads_need_no_halves(compiler_sm100: Worker, case: Case, expected: tuple) -> None:
+    assert compiler_sm100.run(stages, case) == (*expected, False)
+
+
+def compile_backward(case: Case) -> None:
+    x = make_inputs(case)
+    backward(case, x, x.do, torch.empty(case.B, case.Hq, case.T_q, device="cuda"))
+
+
+@pytest.mark.xdist_group("sm_100")
+def test_an_order_that_no_lock_value_has_is_refused(compiler_sm100: Worker) -> None:
+    case = Case(D=64, **FIXED, block=(64, 256), Hkv=4, mask_mod="thirds", deterministic=True)
+    with pytest.raises(WorkerError, match="deterministic=True on SM100 with a mask_mod, full blocks and") as error:
+        compiler_sm100.run(compile_backward, case)
+    assert error.value.kind == "NotImplementedError"
+    compiler_sm100.run(compile_backward, replace(case, lists="no full"))
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("halves", [1, 2, 3])
+def test_a_half_that_does_not_list_a_block_sees_nothing_of_it(compiler_sm100: Worker, halves: int) -> None:
+    scores = [{1.0} if halves >> query // 64 & 1 else {-math.inf} for query in range(128)]
+    assert compiler_sm100.run(hidden, halves) == {"forward": scores, "backward": scores}
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("case", WALKED, ids=str)
+def test_kernels_walk_what_either_half_lists(compiler_sm100: Worker, case: Drawn, backward: bool) -> None:
+    walked = compiler_sm100.run(walked_by_kernels, case, backward)
+    assert walked == expected(case, backward, asked=True)
+    assert set(walked.values()) == {1, 2, 3}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [replace(case, deterministic=False) for case in CASES], ids=str)
+def test_numbers(case: Case) -> None:
+    assert_case(case)

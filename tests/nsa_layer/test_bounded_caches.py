@@ -1,0 +1,97 @@
+"""A training run has ever new lengths: nothing that the host keeps grows with them beyond a bound."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+import torch
+from stub_kernels import LAUNCHED, stubs
+
+from nsa_layer import NSAConfig, autograd, inputs, shared_backward
+from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
+
+OURS = ("flash_attn.cute", "nsa_layer")
+CONFIGS = [
+    NSAConfig(block_counts=4, window_size=192),
+    NSAConfig(block_counts=4, window_size=192, deterministic=True),
+    NSAConfig(block_counts=4, block_size=128, window_size=192, importance="logit"),
+]
+
+
+def step(draw: random.Random) -> None:
+    """Forward and backward of a batch or a pack that never came before; what is launched is thrown away."""
+    T = draw.randint(1, 1500)
+    shape: dict[str, object] = dict(T=T, B=draw.randint(1, 2))
+    if draw.random() < 0.5:
+        cuts = sorted(draw.randint(0, T) for _ in range(draw.randint(0, 3)))
+        shape = dict(lengths=tuple(b - a for a, b in zip([0, *cuts], [*cuts, T])))
+    case = Case(Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, config=draw.choice(CONFIGS), gate="given", **shape)
+    made = make_inputs(case)
+    tensors = {name: getattr(made, name) for name in DIFFERENTIABLE}
+    given = [x.requires_grad_() for x in tensors.values() if x is not None]
+    static = dict(softmax_scale=None, max_seqlen=None, causal=True)
+    problem = inputs.check_inputs(**tensors, config=case.config, cu_seqlens=made.cu_seqlens, **static)
+    o, _ = autograd.attend(**tensors, problem=problem, cu_seqlens=made.cu_seqlens)
+    torch.autograd.grad(o, given, made.do)
+    LAUNCHED.clear()
+
+
+@lru_cache(maxsize=None)
+def unbounded_cache() -> None:
+    """For its type."""
+
+
+def unbounded() -> Iterator[tuple[str, int]]:
+    """Entries of all that our modules keep and nothing bounds: caches of functions, containers, compiled kernels."""
+    bounded = {id(inputs._passed), id(shared_backward._known)}
+    for module in [m for name, m in sys.modules.items() if name.startswith(OURS)]:
+        for name, value in vars(module).items():
+            where = f"{module.__name__}.{name}"
+            if isinstance(value, type(unbounded_cache)):
+                if value.cache_info().maxsize is None:
+                    yield where, value.cache_info().currsize
+            elif isinstance(value, (dict, list, set)) and id(value) not in bounded and not name.startswith("__"):
+                yield where, len(value)
+            elif hasattr(value, "compile_cache") and hasattr(value.compile_cache, "cache"):
+                yield f"{where}.compile_cache", len(value.compile_cache.cache)
+
+
+def test_nothing_unbounded_grows_with_new_lengths() -> None:
+    draw, prepared = random.Random(0), (autograd._forward, autograd._backward)
+    with stubs():
+        for each in prepared:
+            each.clear()
+        for _ in range(120):
+            step(draw)
+        before, programs = dict(unbounded()), len(autograd._forward._programs)
+        for _ in range(120):
+            step(draw)
+        after = dict(unbounded())
+    assert len(autograd._forward._programs) > programs + 100, "the lengths were new"
+    assert sum(before.values()) > 100 and "nsa_layer.kernels.launch._compiled" in before
+    # A kernel more for sizes that did not come before is one of a handful; one for each length would be a hundred.
+    grown = {name: (size, after[name]) for name, size in before.items() if after[name] > size + 4}
+    assert not grown
+    for each in prepared:
+        each.clear()
+
+
+def test_what_is_kept_of_each_shape_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, prepared = random.Random(1), (autograd._forward, autograd._backward)
+    for owner, name in ((inputs, "CAPACITY"), (shared_backward, "KNOWN"), *((each, "_capacity") for each in prepared)):
+        monkeypatch.setattr(owner, name, 8)
+    kept = (inputs._passed, shared_backward._known, *(each._programs for each in prepared))
+    for each in kept:
+        each.clear()
+    most = [0] * len(kept)
+    with stubs():
+        for _ in range(30):
+            step(draw)
+            most = [max(so_far, len(each)) for so_far, each in zip(most, kept)]
+    assert most == [8] * len(kept)
+    for each in kept:
+        each.clear()
