@@ -22,6 +22,7 @@ from nsa_layer.tables import markdown
 
 SMALL, LISTED = 1024, 6  # tokens, and blocks in a row at most, of what is checked
 NO_PLAN = ("backward", "deterministic")  # ways whose CTAs may walk groups of heads
+ORDERED = ("deterministic, planned",)  # ways that are in one pass if a plan says so
 Errors = dict[str, dict[str, float | str]]
 Jobs = dict[tuple, list[Setup]]
 
@@ -64,10 +65,10 @@ def jobs(wanted: Iterable[tuple[Setup, Iterable[str]]]) -> Jobs:
         case = replace(setup.case, T=SMALL, listed=min(setup.case.listed, LISTED))
         masks = tuple(case.mask.items())
         for way in ways:
-            groups = setup.groups and way in NO_PLAN
+            groups, whole = setup.groups and way in NO_PLAN, setup.whole and way in ORDERED
             for wide in {False, setup.wide and way in ("forward", "backward", "two passes", "deterministic")}:
-                own = found.setdefault((masks, case.heads, case.block_k, way, wide, groups, case.head_dim), [])
-                small = Setup(case, wide, groups)
+                kernel = (masks, case.heads, case.block_k, way, wide, groups, case.head_dim, whole)
+                own, small = found.setdefault(kernel, []), Setup(case, wide, groups, whole)
                 if described(case) not in {described(each.case) for each in own}:
                     own.append(small)
     return found

@@ -31,7 +31,8 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
     """The calls `ways`, of `WAYS` and `ONE_PASS`, and "plan": making the plan that others follow, which never waits.
 
     "backward" and "deterministic" are calls as a user makes them, who gives lists of both directions, without a plan;
-    "planned" and "deterministic, planned" the same with one. The others say how many passes they take.
+    "planned" and "deterministic, planned" the same with one, the latter with one made for it where that says one pass.
+    The others say how many passes they take.
     """
     from flash_attn.cute.backward_plan import plan_backward
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -42,6 +43,7 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
     most = M * sum(0 if idx is None else idx.shape[-1] for idx in (forward.mask_block_idx, forward.full_block_idx))
     options = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M)
     planned = plan_backward(backward, **options)
+    ordered = plan_backward(backward, deterministic=True, schedule="right to left", **options)
     o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **case.mask)
 
     def back(with_lists: Any, passes: int | None, **more: bool) -> Call:
@@ -54,10 +56,8 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
         "planned": lambda: back(planned, None),
         "two passes": lambda: back(planned, 2),
         "deterministic": lambda: back(backward, None, deterministic=True),
-        "deterministic, planned": lambda: back(planned, None, deterministic=True),
-        "deterministic, one pass": lambda: back(
-            plan_backward(backward, deterministic=True, schedule="right to left", **options), 1, deterministic=True
-        ),
+        "deterministic, planned": lambda: back(ordered if ordered.passes else planned, None, deterministic=True),
+        "deterministic, one pass": lambda: back(ordered, 1, deterministic=True),
         "one pass": lambda: back(backward, 1),
         "one pass, locks": lambda: back(_with_locks(forward, backward), 1, deterministic=True),
         "plan": lambda: lambda: plan_backward(backward, listed=most, **options),
@@ -79,21 +79,26 @@ class Setup:
     Attributes:
         wide: rows of forward lists have room for more than `WIDE` blocks.
         groups: without a plan, a CTA of backward walks a list for all query heads of a key/value head.
+        whole: a deterministic plan keeps walks whole and takes one pass.
     """
 
     case: Case
     wide: bool = False
     groups: bool = False
+    whole: bool = False
 
     @classmethod
     def of(cls, case: Case) -> Setup:
         """As the case's own lists have it."""
+        from flash_attn.cute.backward_plan import plan_backward
         from flash_attn.cute.two_pass_backward import walks_group
 
         forward, backward = case.lists()
+        shape = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=case.T // BLOCK)
+        ordered = plan_backward(backward, deterministic=True, schedule="right to left", **shape)
         q, v = (torch.empty(1, case.T, H, case.head_dim, device="meta") for H in (HQ, HKV))
         room = sum(0 if idx is None else idx.shape[-1] for idx in (forward.mask_block_idx, forward.full_block_idx))
-        return cls(case, room >= WIDE, walks_group(forward, backward, q, v))
+        return cls(case, room >= WIDE, walks_group(forward, backward, q, v), ordered.passes == 1)
 
 
 def check(setup: Setup, way: str) -> float | str:
@@ -134,10 +139,11 @@ def compile_dense() -> None:
 @contextmanager
 def _kernels_of(setup: Setup) -> Iterator[None]:
     """Calls on a case's few blocks compile what its own lists compile, whatever the few blocks would."""
-    from flash_attn.cute import flash_bwd_dq_sm90, list_overlap, two_pass_backward
+    from flash_attn.cute import backward_plan, flash_bwd_dq_sm90, list_overlap, two_pass_backward
 
     with ExitStack() as undo:
         undo.enter_context(patch.object(two_pass_backward, "WALKS_GROUP", setup.groups))
+        undo.enter_context(patch.object(backward_plan, "whole_walks_pay", lambda *_, **__: setup.whole))
         for module in (list_overlap, flash_bwd_dq_sm90) if setup.wide else ():
             undo.enter_context(patch.object(module, "MOST_ENTRIES", 0))
         yield

@@ -84,12 +84,23 @@ def test_kernels_that_are_compiled(benchmarks: SimpleNamespace) -> None:
     found = benchmarks.checked.jobs(wanted)
     assert all(setup.case.T == 1024 and setup.case.listed <= 6 for setups in found.values() for setup in setups)
     of = {}
-    for (masks, _, _, way, wide, groups, _), setups in found.items():
+    for (masks, _, _, way, wide, groups, *_), setups in found.items():
         of[dict(masks)["causal"], way, wide, groups] = [setup.case.kind for setup in setups]
     assert of[True, "forward", False, False] == ["causal", "selected"]
     assert of[True, "backward", False, True] == ["causal"] and of[True, "backward", False, False] == ["selected"]
     assert of[False, "forward", True, False] == of[False, "forward", False, False] == ["random"]
     assert len(found) == 10
+
+
+BOTH = ("planned", "deterministic, planned")
+
+
+def test_whole_walks_are_another_kernel(benchmarks: SimpleNamespace) -> None:
+    """Of a plan that says one pass; other ways are none of its business."""
+    Case, Setup = benchmarks.tile_lists.Case, benchmarks.variants.Setup
+    wanted = [(Setup(Case("random", 65536, n), whole=whole), BOTH) for n, whole in ((16, False), (256, True))]
+    found = {(key[3], key[-1]) for key in benchmarks.checked.jobs(wanted)}
+    assert found == {("planned", False), ("deterministic, planned", False), ("deterministic, planned", True)}
 
 
 def test_failures_are_not_timed(benchmarks: SimpleNamespace) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Optional
 import torch
 
 from flash_attn.cute.list_arguments import fields, integer, padded_lists
+from flash_attn.cute.order_lag import whole_walks_pay
 from flash_attn.cute.packed_entries import packed_rows, ragged_walk
 from flash_attn.cute.write_order import deterministic_walk
 
@@ -43,14 +44,15 @@ def plan_backward(
         num_q_blocks: query blocks of a head, in the longest sequence.
         deterministic: also merge mask and full blocks into one walk by rising lock value, for deterministic calls in
             one pass. Lock values that `lists` hold already are ignored. Packed lists become ragged. Deterministic
-            calls in two passes, which they are where the call can have them, need none of this and follow plans made
-            without it.
+            calls in two passes need none of this and follow plans made without it. They are in one pass if these lists
+            are long and would not wait (`order_lag`), which is looked up unless `listed` is given: then no walk is cut,
+            and the lists that are returned say ``passes=1``.
         schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
             "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
         longest: entries of an item at most; an entry is a block of queries, of one head or of a group. None: 32, and
-            as many fewer as a group has heads.
+            as many fewer as a group has heads; or all of a walk, see `deterministic`. A number leaves ``passes`` alone.
         listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the
-            GPU; without it the number of items is read back, once.
+            GPU; without it the number of items is read back, and what `deterministic` looks up.
         per_group: items are of all query heads of a key/value head, which have to share their lists. For calls that
             leave dq out.
 
@@ -70,6 +72,7 @@ def plan_backward(
     for name, value in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv), ("num_q_blocks", num_q_blocks)):
         integer(name, value)
     adds, per_group = num_heads > num_heads_kv, per_group and num_heads > num_heads_kv
+    look = deterministic and listed is None and longest is None and not per_group
     if longest is None:
         longest = max(1, LONGEST * num_heads_kv // num_heads) if per_group else LONGEST
     integer("longest", longest)
@@ -92,6 +95,8 @@ def plan_backward(
         lists = _merged(lists, order, num_q_blocks, listed)
     else:
         lists = lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
+    if look and whole_walks_pay(lists, num_heads=num_heads, num_q_blocks=num_q_blocks):
+        longest, lists = num_q_blocks, lists._replace(passes=1)
     planned = num_heads_kv if per_group else num_heads  # heads that have items of their own
     counts = counts.long().repeat_interleave(planned // heads, dim=1)
     order = order.expand(counts.shape[0], heads, -1).repeat_interleave(planned // heads, dim=1)
