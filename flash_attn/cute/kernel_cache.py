@@ -102,10 +102,11 @@ class Turns:
     """Of processes that want the same kernel: one compiles it, the others wait and load it.
 
     A turn is the lock of a file, so it ends with its process. A thread has one at most: what it compiled before is
-    done, or has failed, when it asks for the next. So nobody waits for somebody who waits.
+    done, or has failed, when it asks for the next. So nobody waits for somebody who waits. Who has failed and asks for
+    nothing more is waited for as long as a kernel may take.
     """
 
-    def __init__(self, longest: float = 300.0, pause: float = 0.1) -> None:
+    def __init__(self, longest: float = 60.0, pause: float = 0.1) -> None:
         self.longest, self.pause = longest, pause  # seconds of waiting in all, and between two looks
         self._own = threading.local()
 
@@ -140,7 +141,10 @@ TURNS = Turns()
 
 def others_left(path: Path, load: Callable[..., Optional[bool]], *arguments: Any) -> bool:
     """For a kernel that is not kept: take the turn at it, and where that took waiting, load what others left."""
-    return attempted(TURNS.take, path) and attempted(load, *arguments)
+    loaded = attempted(TURNS.take, path) and attempted(load, *arguments)
+    if loaded:
+        TURNS.end()
+    return loaded
 
 
 def _not_kept(error: Exception) -> bool:

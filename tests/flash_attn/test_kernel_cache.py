@@ -153,8 +153,11 @@ def test_a_turn_ends_with_the_kernel_or_with_the_next_one(tmp_path: Path) -> Non
 def test_who_waited_loads_what_others_left(left: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cache, loads = cache_utils.JITPersistentCache(tmp_path), []
     monkeypatch.setattr(cache, "_try_load_from_storage", lambda key: loads.append(key) or (left and len(loads) > 1))
+    ended: list[bool] = []
     monkeypatch.setattr(kernel_cache.TURNS, "take", lambda path: path.suffix == ".turn")
+    monkeypatch.setattr(kernel_cache.TURNS, "end", lambda: ended.append(True))
     assert ("kernel" in cache) is left and loads == ["kernel", "kernel"]
+    assert ended == [True] * left, "who loads it has no need of the turn"
     monkeypatch.setattr(kernel_cache.TURNS, "take", lambda path: False)
     loads.clear()
     assert "kernel" not in cache and loads == ["kernel"], "nobody was there before"
