@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,14 @@ def inputs(*lead: int, head_dim: int = D) -> Inputs:
     return q, k, v, do
 
 
+def ordered_plan(backward: Any, T: int) -> Any:
+    """Backward lists with a deterministic plan, which looks at them: it waits for the GPU."""
+    from flash_attn.cute.backward_plan import plan_backward
+
+    options = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=T // BLOCK)
+    return plan_backward(backward, deterministic=True, schedule="right to left", **options)
+
+
 def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable[str] = WAYS) -> dict[str, Call]:
     """The calls `ways`, of `WAYS` and `ONE_PASS`, and "plan": making the plan that others follow, which never waits.
 
@@ -36,15 +45,18 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
     """
     from flash_attn.cute.backward_plan import plan_backward
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+    from flash_attn.cute.list_overlap import room
 
     q, k, v, do = tensors
     forward, backward = lists
     M = case.T // BLOCK
-    most = M * sum(0 if idx is None else idx.shape[-1] for idx in (forward.mask_block_idx, forward.full_block_idx))
     options = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M)
     planned = plan_backward(backward, **options)
-    ordered = plan_backward(backward, deterministic=True, schedule="right to left", **options)
     o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **case.mask)
+
+    @cache
+    def ordered() -> Any:
+        return ordered_plan(backward, case.T)
 
     def back(with_lists: Any, passes: int | None, **more: bool) -> Call:
         of_both = dict(block_sparse_tensors=with_lists, block_sparse_tensors_fwd=forward, passes=passes)
@@ -56,11 +68,11 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
         "planned": lambda: back(planned, None),
         "two passes": lambda: back(planned, 2),
         "deterministic": lambda: back(backward, None, deterministic=True),
-        "deterministic, planned": lambda: back(ordered if ordered.passes else planned, None, deterministic=True),
-        "deterministic, one pass": lambda: back(ordered, 1, deterministic=True),
+        "deterministic, planned": lambda: back(own if (own := ordered()).passes else planned, None, deterministic=True),
+        "deterministic, one pass": lambda: back(ordered(), 1, deterministic=True),
         "one pass": lambda: back(backward, 1),
         "one pass, locks": lambda: back(_with_locks(forward, backward), 1, deterministic=True),
-        "plan": lambda: lambda: plan_backward(backward, listed=most, **options),
+        "plan": lambda: lambda: plan_backward(backward, listed=M * room(forward), **options),
     }
     return {way: makers[way]() for way in (*ways, "plan")}
 
@@ -90,15 +102,13 @@ class Setup:
     @classmethod
     def of(cls, case: Case) -> Setup:
         """As the case's own lists have it."""
-        from flash_attn.cute.backward_plan import plan_backward
+        from flash_attn.cute.list_overlap import room
         from flash_attn.cute.two_pass_backward import walks_group
 
         forward, backward = case.lists()
-        shape = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=case.T // BLOCK)
-        ordered = plan_backward(backward, deterministic=True, schedule="right to left", **shape)
         q, v = (torch.empty(1, case.T, H, case.head_dim, device="meta") for H in (HQ, HKV))
-        room = sum(0 if idx is None else idx.shape[-1] for idx in (forward.mask_block_idx, forward.full_block_idx))
-        return cls(case, room >= WIDE, walks_group(forward, backward, q, v), ordered.passes == 1)
+        whole = ordered_plan(backward, case.T).passes == 1
+        return cls(case, room(forward) >= WIDE, walks_group(forward, backward, q, v), whole)
 
 
 def check(setup: Setup, way: str) -> float | str:

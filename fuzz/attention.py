@@ -12,7 +12,7 @@ import torch
 from fuzz.blocks import Table, lists_of, locks_of, pack, pattern_table
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Kind
-from fuzz.kinds import two_passes
+from fuzz.kinds import passes_by_room, two_passes
 from fuzz.prop import Skip
 from nsa_layer.fork import fork_status
 
@@ -126,7 +126,7 @@ def lists_for(call: Call, backward: bool) -> Any:
 def in_two_passes(case: Attention) -> bool:
     """`two_passes` of a case, where it depends on how wide its lists are too."""
     kind = case.kind
-    if two_passes(kind, 0) == two_passes(kind):
+    if not passes_by_room(kind):
         return two_passes(kind)
     from flash_attn.cute.list_overlap import room
 

@@ -84,6 +84,11 @@ def two_passes(kind: Kind, room: float = math.inf) -> bool:
     return pays and heads and kind.block_q % 128 == 0 and kind.block_k in (64, 128) and kind.mask != "compressed"
 
 
+def passes_by_room(kind: Kind) -> bool:
+    """Whether the room of forward lists decides, for no one says: few blocks take two passes, more take one."""
+    return two_passes(kind, FEW) != two_passes(kind)
+
+
 def heads_of_a_cta(case: Attention, sms: int = 132) -> int:
     """Query heads that a CTA of SM90 backward walks, on a GPU of so many multiprocessors."""
     kind = case.kind

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Kind, Packed, Texts, Window
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
-from fuzz.kinds import two_passes
+from fuzz.kinds import passes_by_room
 from nsa_layer import NSAConfig
 from nsa_layer.testing import Case
 
@@ -217,12 +217,12 @@ def attention(kind: Kind) -> st.SearchStrategy[Attention]:
     blocks take two passes where the kind leaves it to them."""
 
     without_locks = kind.passes == 2 and kind.deterministic
-    by_width = two_passes(kind, 0) != two_passes(kind)  # wide rows take one pass
+    by_room = passes_by_room(kind)
 
     @st.composite
     def call(draw: st.DrawFn) -> Attention:
         length = st.one_of(st.integers(1, 700), st.sampled_from((1, 64, 127, 128, 129, 256, 513, 1000)))
-        if by_width:
+        if by_room:
             length = st.one_of(length, st.integers(600, 1000))
         if kind.packed:
             some = st.one_of(st.integers(0, 400), st.sampled_from((0, 1, 128, 129)))
@@ -248,7 +248,7 @@ def attention(kind: Kind) -> st.SearchStrategy[Attention]:
             density=draw(st.sampled_from((0.4, 0.1, 0.8))),
             full=draw(st.sampled_from((0.5, 0.0, 1.0))),
             shuffle=draw(st.booleans()),
-            spare=draw(st.sampled_from((0, 3, 8) if by_width else (0, 0, 3))),
+            spare=draw(st.sampled_from((0, 3, 8) if by_room else (0, 0, 3))),
             launch=draw(st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES)),
             layout=draw(st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3])),
             autograd=draw(st.booleans()),

@@ -4,7 +4,7 @@ An add to a query block's dq waits for the one before it. If that one stands at 
 entry in its, the entry *lags* by the difference: CTAs that start together then are so many steps apart. Walks of
 lists that keep their shape from one key block to the next (causal, windows, documents, a prefix, everything) do not
 lag, and cost 1.00 to 1.06 times the default in the model of `list_schedule`; where blocks are listed at random every
-walk lags by a part of its length, which costs 1.4 to 5 times, and two passes 1.1 to 1.28.
+walk lags by a part of its length, which costs 1.4 to 5 times, and two passes 1.1 to 1.31.
 
 Cut walks lag where whole ones do not, because all stretches of a walk are launched together: a causal one, cut every
 32 entries, takes 2.7 times as long in the model.

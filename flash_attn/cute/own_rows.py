@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flash_attn.cute.list_arguments import fields
 from flash_attn.cute.list_entries import distinct_lists
 from flash_attn.cute.packed_entries import is_packed, packed_rows
 
@@ -114,7 +115,7 @@ def own_rows(lists: Any, rows_before: str, across: OptionalTensor) -> OwnRows:
 
 
 def _padded_rows(lists: Any) -> OwnRows:
-    own = distinct_lists(tuple(getattr(lists, name) for name in LISTS), None)
+    own = distinct_lists(fields(lists), None)
     B, H, M = own.mask_cnt.shape
     number = torch.arange(B * H * M, device=own.mask_cnt.device).view(B, H, M)
     kinds = [(own.mask_cnt, own.mask_idx), (own.full_cnt, own.full_idx)]
@@ -137,9 +138,9 @@ def _padded_rows(lists: Any) -> OwnRows:
 
 def _distinct_heads(lists: Any) -> Any:
     """Packed lists with a head dimension of 1 where all heads share them; without lock values."""
-    fields = {name: getattr(lists, name) for name in (*LISTS, *OFFSETS)}
+    given = {name: getattr(lists, name) for name in (*LISTS, *OFFSETS)}
     ragged = lists.mask_block_idx.ndim == 1
-    heads = [name for name, t in fields.items() if t is not None and t.ndim > 1 and (ragged or name not in OFFSETS)]
-    if all(fields[name].shape[0] == 1 or fields[name].stride(0) == 0 for name in heads):
-        lists = lists._replace(**{name: fields[name].narrow(0, 0, 1) for name in heads})
+    heads = [name for name, t in given.items() if t is not None and t.ndim > 1 and (ragged or name not in OFFSETS)]
+    if all(given[name].shape[0] == 1 or given[name].stride(0) == 0 for name in heads):
+        lists = lists._replace(**{name: given[name].narrow(0, 0, 1) for name in heads})
     return lists._replace(dq_write_order=None, dq_write_order_full=None)

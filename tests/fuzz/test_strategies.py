@@ -14,7 +14,7 @@ from flash_attn.cute import two_pass_backward
 from fuzz import attention, strategies
 from fuzz.case import FORMS, Attention, Kind
 from fuzz.features import CLAIMS, FAULT_CLAIMS, features
-from fuzz.kinds import FEW, KINDS, two_passes
+from fuzz.kinds import FEW, KINDS, passes_by_room, two_passes
 
 WAYS: dict[str, Callable] = {
     "blocks": strategies.blocks,
@@ -146,7 +146,7 @@ def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_kinds_whose_lists_decide_take_one_pass_and_two() -> None:
     """Through autograd and straight, a batch and a pack: the rule of few blocks is drawn from both sides."""
-    kinds = [kind for kind in KINDS if two_passes(kind, FEW) != two_passes(kind)]
+    kinds = [kind for kind in KINDS if passes_by_room(kind)]
     assert {kind.packed for kind in kinds} == {False, True}
     for kind in kinds:
         found = passes_drawn(kind)
