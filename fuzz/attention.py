@@ -151,16 +151,18 @@ def _planned(call: Call, lists: Any) -> Any:
 
     kind, N = call.case.kind, lists.mask_block_cnt.shape[-1]
     schedule: Any = call.case.launch
+    queries = [-(-T_q // kind.block_q) for T_q, _ in call.case.lengths]
     if schedule == "shuffled":
         schedule = torch.randperm(N, generator=torch.Generator().manual_seed(call.case.seed))
     return plan_backward(
         lists,
         num_heads=kind.Hq,
         num_heads_kv=kind.Hkv,
-        num_q_blocks=max(1, -(-max(T_q for T_q, _ in call.case.lengths) // kind.block_q)),
+        num_q_blocks=max(1, *queries),
         deterministic=ordered_adds(call.case),
         schedule=schedule,
         longest=1 + call.case.seed % 5,
+        **(dict(cu_total_m_blocks=torch.tensor([0, *accumulate(queries)])) if kind.form == "stacked" else {}),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from flash_attn.cute.list_arguments import fields, integer, padded_lists
 from flash_attn.cute.order_lag import whole_walks_pay
-from flash_attn.cute.packed_entries import packed_rows, ragged_walk
+from flash_attn.cute.packed_entries import distinct_heads, packed_rows, ragged_walk
 from flash_attn.cute.write_order import deterministic_walk
 
 LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
@@ -34,13 +34,14 @@ def plan_backward(
     longest: Optional[int] = None,
     listed: Optional[int] = None,
     per_group: bool = False,
+    cu_total_m_blocks: Optional[torch.Tensor] = None,
 ) -> Any:
     """Backward lists with a plan, and with lock values where `deterministic`, ready for SM90 backward.
 
     Args:
-        lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], or compact or ragged
-            ones, [H, rows of all sequences]. H is 1, `num_heads_kv` (one list for the query heads of a group) or
-            `num_heads`.
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], or compact, stacked
+            or ragged ones, [H, rows of all sequences]. H is 1, `num_heads_kv` (one list for the query heads of a
+            group) or `num_heads`.
         num_q_blocks: query blocks of a head, in the longest sequence.
         deterministic: also merge mask and full blocks into one walk by rising lock value, for deterministic calls in
             one pass. Lock values that `lists` hold already are ignored. Packed lists become ragged. Deterministic
@@ -55,6 +56,8 @@ def plan_backward(
             GPU; without it the number of items is read back, and what `deterministic` looks up.
         per_group: items are of all query heads of a key/value head, which have to share their lists. For calls that
             leave dq out.
+        cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
+            need it if `deterministic`, whose rows have room for each of them.
 
     Returns:
         The lists with `plan`, int32 [items, 6]: batch, query head or, per group, key/value head, key block, first
@@ -62,11 +65,12 @@ def plan_backward(
         high 32 bits of where the key block's entries start, too.
 
     Raises:
-        NotImplementedError: stacked lists of packed sequences.
-        ValueError: a head count, schedule or length that does not fit.
+        ValueError: a head count, schedule or length that does not fit, or packed lists without the starts that they
+            need.
     """
     given = fields(lists)
-    rows = packed_rows(lists) if getattr(given[0], "ndim", 3) == 2 else None
+    packed = getattr(given[0], "ndim", 3) == 2
+    rows = packed_rows(distinct_heads(lists), cu_total_m_blocks) if packed else None
     if rows is None:
         padded_lists(given)
     for name, value in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv), ("num_q_blocks", num_q_blocks)):

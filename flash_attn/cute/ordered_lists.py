@@ -5,23 +5,35 @@ from typing import Any, Optional
 
 import torch
 
-from flash_attn.cute.packed_entries import packed_rows, ragged_walk
+from flash_attn.cute.packed_entries import distinct_heads, packed_rows, ragged_walk
+from flash_attn.cute.packed_lists import blocks_across
 from flash_attn.cute.write_order import MOST_QUERY_BLOCKS, merged_walk
 
 SM90 = 9  # arch // 10
 ORDERS = (("dq_write_order", "mask_block_idx"), ("dq_write_order_full", "full_block_idx"))
 
 
-def prepare(lists: Any, arch: int, deterministic: bool, *, seqlen_q: Any, block_q: int) -> Any:
+def prepare(
+    lists: Any,
+    arch: int,
+    deterministic: bool,
+    *,
+    seqlen_q: Any,
+    block_q: int,
+    cu_seqlens_q: Optional[torch.Tensor] = None,
+    seqused_q: Optional[torch.Tensor] = None,
+) -> Any:
     """Check what backward on `arch` needs besides the blocks, and give SM90 its one walk where the order matters.
 
     Args:
         seqlen_q: queries of the longest sequence; a tensor where the host does not know it.
         block_q: queries of a block.
+        cu_seqlens_q, seqused_q: int32 [B + 1] and [B], of packed sequences: where they start, and how many of their
+            queries are there. None: all have `seqlen_q`.
 
     Raises:
-        ValueError: see `require_write_order`; or a plan that was made for another mode.
-        NotImplementedError: a plan on another architecture than SM90, or see `one_walk`.
+        ValueError: see `require_write_order` and `one_walk`; or a plan that was made for another mode.
+        NotImplementedError: a plan on another architecture than SM90.
     """
     if lists.plan is not None:
         if arch // 10 != SM90:
@@ -36,7 +48,9 @@ def prepare(lists: Any, arch: int, deterministic: bool, *, seqlen_q: Any, block_
     lists = require_write_order(lists)
     if arch // 10 != SM90:
         return lists
-    return one_walk(lists, num_q_blocks=None if isinstance(seqlen_q, torch.Tensor) else -(-seqlen_q // block_q))
+    across = blocks_across(lists, block_q, seqlen=seqlen_q, cu_seqlens=cu_seqlens_q, seqused=seqused_q)
+    num_q_blocks = None if isinstance(seqlen_q, torch.Tensor) else -(-seqlen_q // block_q)
+    return one_walk(lists, num_q_blocks=num_q_blocks, cu_total_m_blocks=across)
 
 
 def require_write_order(lists: Any) -> Any:
@@ -75,22 +89,26 @@ def require_write_order(lists: Any) -> Any:
     return lists._replace(**expanded)
 
 
-def one_walk(lists: Any, *, num_q_blocks: Optional[int]) -> Any:
+def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Optional[torch.Tensor] = None) -> Any:
     """Mask and full blocks of each key block in one list, sorted by lock value: entries are 2 * block + is_full.
 
-    The lists have passed `require_write_order`; packed ones are padded, compact or ragged. The result has the entries
-    in mask_block_idx and their lock values in dq_write_order.
+    The lists have passed `require_write_order`. The result has the entries in mask_block_idx and their lock values in
+    dq_write_order; of stacked lists it is ragged. It takes time and memory in proportion to the room of the lists.
 
     Args:
         num_q_blocks: of the longest sequence; None where it is not known.
+        cu_total_m_blocks: [B + 1], query blocks before each sequence; stacked lists need it, whose rows have room for
+            each of them.
 
     Raises:
-        NotImplementedError: stacked lists of packed sequences.
+        ValueError: stacked lists without it, or see `packed_rows`.
     """
     form = lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim
     if form not in ((3, 4), (2, 3)):
         most = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
-        return ragged_walk(packed_rows(lists), lists, num_q_blocks=most, locks=True, descending=not lists.spt)
+        lists = distinct_heads(lists)
+        rows = packed_rows(lists, cu_total_m_blocks)
+        return ragged_walk(rows, lists, num_q_blocks=most, locks=True, descending=not lists.spt)
     packed = form == (2, 3)
     if packed:  # its rows do not meet here, so those of all sequences are rows of one
         lists = _each(lists, lambda t: t.unsqueeze(0))

@@ -12,11 +12,9 @@ import torch
 
 from flash_attn.cute.list_arguments import fields
 from flash_attn.cute.list_entries import distinct_lists
-from flash_attn.cute.packed_entries import is_packed, packed_rows
+from flash_attn.cute.packed_entries import OFFSETS, distinct_heads, is_packed, packed_rows
 
 OptionalTensor = torch.Tensor | None
-LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-OFFSETS = ("cu_block_idx_offsets", "cu_full_block_idx_offsets")
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,8 @@ def own_rows(lists: Any, rows_before: str, across: OptionalTensor) -> OwnRows:
     """
     if not is_packed(lists):
         return _padded_rows(lists)
-    lists = _distinct_heads(lists)._replace(cu_total_n_blocks=getattr(lists, rows_before))
+    lists = lists._replace(dq_write_order=None, dq_write_order_full=None)
+    lists = distinct_heads(lists)._replace(cu_total_n_blocks=getattr(lists, rows_before))
     rows = packed_rows(lists, across)
     heads, count = rows.counts[0].shape
     # Rows behind the last sequence's are nobody's.
@@ -134,13 +133,3 @@ def _padded_rows(lists: Any) -> OwnRows:
         B,
         tuple(idx.numel() for _, idx in kinds),
     )
-
-
-def _distinct_heads(lists: Any) -> Any:
-    """Packed lists with a head dimension of 1 where all heads share them; without lock values."""
-    given = {name: getattr(lists, name) for name in (*LISTS, *OFFSETS)}
-    ragged = lists.mask_block_idx.ndim == 1
-    heads = [name for name, t in given.items() if t is not None and t.ndim > 1 and (ragged or name not in OFFSETS)]
-    if all(given[name].shape[0] == 1 or given[name].stride(0) == 0 for name in heads):
-        lists = lists._replace(**{name: given[name].narrow(0, 0, 1) for name in heads})
-    return lists._replace(dq_write_order=None, dq_write_order_full=None)

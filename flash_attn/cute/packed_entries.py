@@ -18,6 +18,9 @@ from flash_attn.cute.packed_lists import FORMS
 from flash_attn.cute.write_order import CompactWalk, ranks, sorted_walk
 
 OptionalTensor = torch.Tensor | None
+OFFSETS = ("cu_block_idx_offsets", "cu_full_block_idx_offsets")
+ORDERS = ("dq_write_order", "dq_write_order_full")
+LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", *ORDERS)
 
 
 @dataclass(frozen=True)
@@ -26,30 +29,27 @@ class PackedRows:
 
     Attributes:
         counts: of each kind, [H, rows].
-        starts: of each kind, [H, rows]: where a row's entries start in `indices`.
+        starts: of each kind, [H, rows]: where a row's entries start in `indices`; None where nobody knows.
         indices: of each kind, flat.
         locks: of each kind, flat like its indices; None without lock values.
         sequence: int32 [rows], the sequence that a row belongs to.
         block: int32 [rows], the row's number in its sequence.
         sequences: how many there are.
+        places: how many entries can be listed, where no two rows share any.
     """
 
     counts: tuple[torch.Tensor, ...]
-    starts: tuple[torch.Tensor, ...]
+    starts: tuple[torch.Tensor, ...] | None
     indices: tuple[torch.Tensor, ...]
     locks: tuple[torch.Tensor, ...] | None
     sequence: torch.Tensor
     block: torch.Tensor
     sequences: int
+    places: int
 
     def total(self) -> torch.Tensor:
         """Entries of each row, [H, rows]."""
         return sum(self.counts[1:], start=self.counts[0])
-
-    @property
-    def places(self) -> int:
-        """How many entries can be listed, where no two rows share any."""
-        return sum(t.numel() for t in self.indices)
 
 
 def is_packed(lists: Any) -> bool:
@@ -61,48 +61,42 @@ def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedR
     """Backward lists of packed sequences as rows.
 
     Args:
-        cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
+        cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are. Without
+            it nobody knows where they start.
 
     Raises:
-        NotImplementedError: stacked lists without it.
-        ValueError: lists of another form, or the rows before each sequence are missing.
+        ValueError: lists of another form or of heads that do not go together, or the starts of sequences or rows are
+            missing or do not fit.
     """
-    shapes = (
-        f"mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx {tuple(lists.mask_block_idx.shape)}"
-    )
-    form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
-    if form == "stacked" and cu_total_m_blocks is None:
-        raise NotImplementedError(
-            f"{shapes} are stacked: a plan, and deterministic backward in one pass on SM90, need compact lists, "
-            "[H, rows, n], or ragged ones, [L]; two passes take stacked ones, and packed_write_order with "
-            "cu_total_m_blocks"
-        )
-    if form not in ("compact", "stacked", "ragged"):
-        raise ValueError(f"{shapes}, expected [H, rows], and [H, rows, n], [H, L] or [L]")
-    if lists.cu_total_n_blocks is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
-        raise ValueError("cu_total_n_blocks, and cu_block_idx_offsets of ragged lists, have to be given")
+    form = _packed_form(lists)
+    _check_starts(lists, cu_total_m_blocks)
     kinds = [("mask_block_cnt", "mask_block_idx", "dq_write_order", lists.cu_block_idx_offsets)]
     if lists.full_block_cnt is not None:
-        own = lists.cu_full_block_idx_offsets
+        own = lists.cu_full_block_idx_offsets if form == "ragged" else None
         offsets = lists.cu_block_idx_offsets if own is None else own
         kinds.append(("full_block_cnt", "full_block_idx", "dq_write_order_full", offsets))
     heads = max(t.shape[0] for cnt, idx, _, o in kinds for t in (getattr(lists, cnt), getattr(lists, idx), o)
                 if t is not None and t.ndim > 1)  # fmt: skip
     rows, device = lists.mask_block_cnt.shape[1], lists.mask_block_cnt.device
+    for cnt, idx, *_ in kinds:
+        _check_shapes(lists, cnt, idx, heads)
     row = torch.arange(rows, device=device, dtype=torch.int32)
     before = lists.cu_total_n_blocks.int()
     # Rows behind the last sequence's list nothing, and may count as its.
     sequence = (torch.searchsorted(before, row, right=True, out_int32=True) - 1).clamp(0, before.shape[0] - 2)
     block = row - before.index_select(0, sequence)
+    of_one_head = None
+    if form == "stacked" and cu_total_m_blocks is not None:
+        of_one_head = _stacked_starts(before, lists.cu_block_idx_offsets, cu_total_m_blocks, sequence, block)
     counts, starts, indices, locks = [], [], [], []
     for cnt, idx, lock, offsets in kinds:
         own = getattr(lists, idx)
         if form == "ragged":
             start = offsets.narrow(1, 0, rows).long().expand(heads, rows)
         elif form == "stacked":
-            own = own.expand(heads, -1)
-            start = _stacked_starts(before, offsets, cu_total_m_blocks, sequence, block)
-            start = start + torch.arange(heads, device=device).view(-1, 1) * own.shape[1]
+            own, start = own.expand(heads, -1), of_one_head
+            if start is not None:
+                start = start + torch.arange(heads, device=device).view(-1, 1) * own.shape[1]
         else:
             own = own.expand(heads, -1, -1)
             start = torch.arange(heads * rows, device=device).view(heads, rows) * own.shape[2]
@@ -111,13 +105,55 @@ def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedR
         indices.append(own.reshape(-1))
         if getattr(lists, lock) is not None:
             locks.append(getattr(lists, lock).expand(own.shape).reshape(-1))
+    rooms = [t.numel() for t in indices]
     return PackedRows(
-        *map(tuple, (counts, starts, indices)),
+        tuple(counts),
+        None if starts[0] is None else tuple(starts),
+        tuple(indices),
         tuple(locks) if len(locks) == len(kinds) else None,
         sequence,
         block,
         before.shape[0] - 1,
+        max(rooms) if form == "stacked" else sum(rooms),  # both stacked lists have room for every block of a row
     )
+
+
+def distinct_heads(lists: Any) -> Any:
+    """Packed lists with a head dimension of 1 where all heads share them: computed once, like lists of one head.
+
+    Raises:
+        ValueError: counts and indices that are not given together or are no integers, or of another number of rows.
+    """
+    _check_kinds(fields(lists))
+    given = {name: getattr(lists, name) for name in (*LISTS, *OFFSETS)}
+    ragged = lists.mask_block_idx.ndim == 1
+    heads = [name for name, t in given.items() if t is not None and t.ndim > 1 and (ragged or name not in OFFSETS)]
+    if all(given[name].shape[0] == 1 or given[name].stride(0) == 0 for name in heads):
+        lists = lists._replace(**{name: given[name].narrow(0, 0, 1) for name in heads})
+    return lists
+
+
+def _packed_form(lists: Any) -> str:
+    form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
+    if form not in ("compact", "stacked", "ragged"):
+        raise ValueError(
+            f"mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx "
+            f"{tuple(lists.mask_block_idx.shape)}, expected [H, rows], and [H, rows, n], [H, L] or [L]"
+        )
+    if lists.cu_total_n_blocks is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
+        raise ValueError("cu_total_n_blocks, and cu_block_idx_offsets of ragged lists, have to be given")
+    return form
+
+
+def _check_shapes(lists: Any, cnt: str, idx: str, heads: int) -> None:
+    """Counts of as many rows, indices of as many dimensions, of `heads` heads or of one for all."""
+    counts, indices = getattr(lists, cnt), getattr(lists, idx)
+    fits = counts.shape[1:] == lists.mask_block_cnt.shape[1:] and indices.ndim == lists.mask_block_idx.ndim
+    if not fits or any(t.ndim > 1 and t.shape[0] not in (1, heads) for t in (counts, indices)):
+        raise ValueError(
+            f"{cnt} {tuple(counts.shape)} and {idx} {tuple(indices.shape)} beside mask_block_cnt "
+            f"{tuple(lists.mask_block_cnt.shape)} and lists of {heads} heads"
+        )
 
 
 def _stacked_starts(
@@ -128,10 +164,10 @@ def _stacked_starts(
     block: torch.Tensor,
 ) -> torch.Tensor:
     """int64 [rows]: where rows of one head start, as `list_rows.find_row` has it. before, offsets: [B + 1]."""
-    across = cu_total_m_blocks.long().diff().index_select(0, sequence)
-    if offsets is None:  # sequences of one length in the other direction
-        return (before.index_select(0, sequence) + block) * across
-    return offsets.long().index_select(0, sequence) + block * across
+    across = cu_total_m_blocks.long().diff()
+    if offsets is None:  # one sequence's rows follow the other's
+        offsets = torch.nn.functional.pad((before.diff() * across).cumsum(0), (1, 0))
+    return offsets.long().index_select(0, sequence) + block * across.index_select(0, sequence)
 
 
 def packed_write_order(
@@ -153,7 +189,7 @@ def packed_write_order(
         spt: key blocks are launched from the last to the first.
         listed: upper bound of the blocks listed, all heads and sequences together. None: the room that there is.
         cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
-            need it, whose rows have room for each of them; SM90 takes stacked lists in two passes only.
+            need it, whose rows have room for each of them.
 
     Returns:
         The lists with dq_write_order and, of full lists, dq_write_order_full: int32, like the indices, 0 after the
@@ -161,8 +197,8 @@ def packed_write_order(
         kind have more.
 
     Raises:
-        NotImplementedError: stacked lists without `cu_total_m_blocks`.
-        TypeError, ValueError: lists of another form, ragged lists whose heads share places, or a wrong number.
+        TypeError, ValueError: lists of another form, stacked ones without `cu_total_m_blocks`, ragged ones whose heads
+            share places, or a wrong number.
     """
     _check_kinds(fields(lists))
     integer("num_q_blocks", num_q_blocks)
@@ -170,7 +206,6 @@ def packed_write_order(
         integer("listed", listed, least=0)
     if not isinstance(spt, bool):
         raise TypeError(f"spt has to be a bool, got {spt!r}")
-    _check_starts(lists, cu_total_m_blocks)
     rows = packed_rows(lists, cu_total_m_blocks)
     heads, every = rows.counts[0].shape
     _refuse_shared_places(lists, heads)
@@ -201,22 +236,23 @@ def _check_kinds(given: tuple[Any, Any, Any, Any]) -> None:
         for field, t in ((f"{name}_block_cnt", cnt), (f"{name}_block_idx", idx)):
             if t.is_floating_point():
                 raise ValueError(f"{field} is {t.dtype}, expected integers")
-        if idx.ndim == 3 and cnt.shape != idx.shape[:2]:
+        if idx.ndim == 3 and cnt.shape[1:] != idx.shape[1:2]:
             raise ValueError(f"{name}_block_cnt has shape {tuple(cnt.shape)}, {name}_block_idx {tuple(idx.shape)}")
 
 
 def _check_starts(lists: Any, cu_total_m_blocks: OptionalTensor) -> None:
-    """cu_total_m_blocks: a sequence's start for each of cu_total_n_blocks."""
-    if cu_total_m_blocks is None:
-        return
-    before = tensor("cu_total_m_blocks", cu_total_m_blocks)
-    if before.is_floating_point():
-        raise ValueError(f"cu_total_m_blocks is {before.dtype}, expected integers")
-    if lists.cu_total_n_blocks is not None and before.shape != lists.cu_total_n_blocks.shape:
-        raise ValueError(
-            f"cu_total_m_blocks has shape {tuple(before.shape)}, cu_total_n_blocks "
-            f"{tuple(lists.cu_total_n_blocks.shape)}"
-        )
+    """A sequence's start in cu_total_m_blocks, and in the offsets of stacked lists, for each of cu_total_n_blocks."""
+    given = {}
+    if cu_total_m_blocks is not None:
+        given["cu_total_m_blocks"] = tensor("cu_total_m_blocks", cu_total_m_blocks)
+    if lists.mask_block_idx.ndim == 2 and lists.cu_block_idx_offsets is not None:
+        given["cu_block_idx_offsets"] = lists.cu_block_idx_offsets
+    like = lists.cu_total_n_blocks
+    for name, starts in given.items():
+        if starts.is_floating_point() or starts.device != like.device:
+            raise ValueError(f"{name} is {starts.dtype} on {starts.device}, expected integers on {like.device}")
+        if starts.shape != like.shape:
+            raise ValueError(f"{name} has shape {tuple(starts.shape)}, cu_total_n_blocks {tuple(like.shape)}")
 
 
 def _refuse_shared_places(lists: Any, heads: int) -> None:
@@ -250,6 +286,9 @@ def ragged_walk(
         locks: take the lists' own lock values instead.
         descending: among equal lock values the later query block comes first.
         listed: upper bound of the entries of all heads. None: the room that there is, which rows then must not share.
+
+    Raises:
+        ValueError: stacked rows, and nobody knows where they start.
     """
     M = rows.sequences * num_q_blocks
     entries, places = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
@@ -264,10 +303,14 @@ def _flat_entries(
     rows: PackedRows, order: OptionalTensor, num_q_blocks: int, most: int
 ) -> tuple[FlatEntries, tuple[torch.Tensor, ...]]:
     """Entries by head and row in order, and where they stand in the indices; blocks count through all sequences."""
+    if rows.starts is None:
+        raise ValueError(
+            "cu_total_m_blocks is None: rows of stacked lists, [H, L], are as wide as their sequence has query blocks"
+        )
     H, R = rows.counts[0].shape
     row = torch.arange(H * R, device=rows.sequence.device)
     if order is not None:
-        row = (row.view(H, R)[:, :1] + order).flatten()
+        row = (row.view(H, R).narrow(1, 0, 1) + order).flatten()
     counts = rows.total().flatten().index_select(0, row)
     ends = counts.cumsum(0)
     at = torch.arange(most, device=row.device)
@@ -280,7 +323,7 @@ def _flat_entries(
     is_full = place >= masks if len(rows.counts) > 1 else torch.zeros_like(listed)
     places = tuple(
         torch.where(own & listed, start.flatten().index_select(0, row) + place - before, 0)
-        for start, own, before in zip(rows.starts, (~is_full, is_full), (0, masks))
+        for start, own, before in zip(rows.starts, (is_full.logical_not(), is_full), (0, masks))
     )
     block = _pick(rows.indices, places, is_full) + rows.sequence.index_select(0, row % R) * num_q_blocks
     cnt = [t.unsqueeze(0) for t in rows.counts] + [None]

@@ -151,8 +151,35 @@ def cu_total_blocks(cu_seqlens: torch.Tensor, block_size: int) -> torch.Tensor:
     list_arguments.integer("block_size", block_size)
     if list_arguments.tensor("cu_seqlens", cu_seqlens).ndim != 1 or cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, expected integers [B + 1]")
-    blocks = (cu_seqlens[1:] - cu_seqlens[:-1] + block_size - 1) // block_size
+    blocks = (cu_seqlens.diff() + block_size - 1) // block_size
     return torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def blocks_across(
+    tensors: BlockSparseTensorsTorch,
+    block: int,
+    *,
+    seqlen: int,
+    cu_seqlens: torch.Tensor | None,
+    seqused: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """int64 [B + 1]: blocks of all sequences before each one, in the direction that rows list; how wide rows are.
+
+    As the kernels count them. None for lists that are not stacked, which do not need it.
+
+    Args:
+        block: tokens of a block in that direction.
+        seqlen: of every sequence, where neither `cu_seqlens` nor `seqused` says.
+    """
+    if FORMS.get((tensors.mask_block_cnt.ndim, tensors.mask_block_idx.ndim)) != "stacked":
+        return None
+    if seqused is None and cu_seqlens is None:
+        before = tensors.cu_total_m_blocks if tensors.cu_total_n_blocks is None else tensors.cu_total_n_blocks
+        lengths = torch.full_like(before.narrow(0, 1, before.shape[0] - 1), seqlen)
+    else:
+        lengths = cu_seqlens.diff() if seqused is None else seqused
+    blocks = (lengths.long() + block - 1) // block
+    return torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
 
 
 def _form(name: str, tensors: BlockSparseTensorsTorch) -> str:

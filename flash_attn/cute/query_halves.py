@@ -22,7 +22,7 @@ import torch
 
 from flash_attn.cute.own_rows import ListedEntries, own_rows
 from flash_attn.cute.packed_entries import is_packed
-from flash_attn.cute.packed_lists import FORMS
+from flash_attn.cute.packed_lists import blocks_across
 
 HALF = 64  # queries
 TILE = 2 * HALF
@@ -79,7 +79,7 @@ def forward_config(
     lists = config.tensors
     if packed:
         return config._replace(q_subtile_factor=block_tiles(lists.block_size[0], tile_q))
-    across = _blocks_before(lists, lists.block_size[1], seqlen_k, cu_seqlens_k, seqused_k)
+    across = blocks_across(lists, lists.block_size[1], seqlen=seqlen_k, cu_seqlens=cu_seqlens_k, seqused=seqused_k)
     lists = merged_forward(lists, across=across, asked=asked)
     pattern = get_block_sparse_broadcast_pattern(lists)
     return config._replace(tensors=lists, broadcast_pattern=pattern, q_subtile_factor=1)
@@ -102,23 +102,9 @@ def backward_lists(
     """
     if ordered:
         refuse_order(lists, asked=asked, groups=groups)
-    across = _blocks_before(lists, lists.block_size[0], seqlen_q, cu_seqlens_q, seqused_q)
+    across = blocks_across(lists, lists.block_size[0], seqlen=seqlen_q, cu_seqlens=cu_seqlens_q, seqused=seqused_q)
     spt = spt if lists.spt is None else bool(lists.spt)
     return merged_backward(lists, across=across, asked=asked, ordered=ordered, spt=spt)
-
-
-def _blocks_before(
-    lists: Any, block: int, seqlen: int, cu_seqlens: OptionalTensor, seqused: OptionalTensor
-) -> OptionalTensor:
-    """[B + 1], blocks of all sequences before each one; None for lists that are not stacked, which do not need it."""
-    if FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim)) != "stacked":
-        return None
-    if seqused is None and cu_seqlens is None:
-        rows_before = lists.cu_total_m_blocks if lists.cu_total_n_blocks is None else lists.cu_total_n_blocks
-        lengths = torch.full_like(rows_before.narrow(0, 1, rows_before.shape[0] - 1), seqlen)
-    else:
-        lengths = cu_seqlens.diff() if seqused is None else seqused
-    return _cumulated((lengths.long() + block - 1) // block)
 
 
 def merged_forward(lists: Any, *, across: OptionalTensor, asked: bool) -> Any:

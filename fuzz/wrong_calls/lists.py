@@ -73,6 +73,13 @@ def backward(device: str) -> dict[str, Any]:
     return dict(lists=sides()[1])
 
 
+def stacked(device: str) -> dict[str, Any]:
+    """A deterministic plan of packed sequences' lists in upstream's form."""
+    forward, backward = packed_lists(replace(PACKED, form="stacked"))
+    sizes = dict(num_heads=2, num_heads_kv=1, num_q_blocks=3, deterministic=True)
+    return dict(lists=backward, cu_total_m_blocks=forward.cu_total_m_blocks) | sizes
+
+
 def order_arguments(device: str) -> dict[str, Any]:
     names = [f"{side}_{kind}_{what}" for side in ("fwd", "bwd") for kind in ("mask", "full") for what in ("cnt", "idx")]
     return dict(zip(names, (*sides()[0][:4], *sides()[1][:4]), strict=True)) | dict(order=torch.arange(5))
@@ -212,6 +219,23 @@ ORDERING = (
             "listed": {"negative": -1, "a float": 3.0},
         },
         {"lists": NAMED},
+    ),
+    Spec(
+        "plan_backward, stacked lists",
+        lambda **given: plan_backward(**given),
+        stacked,
+        {
+            "lists": LISTS
+            | {label: change for label, change in BROKEN.items() if label != "indices of one dimension"}
+            | {
+                "no rows before": Changed(lambda x: x._replace(cu_total_n_blocks=None)),
+                "offsets of fewer sequences": Changed(lambda x: x._replace(cu_block_idx_offsets=torch.zeros(2).int())),
+                "float offsets": Changed(lambda x: x._replace(cu_block_idx_offsets=x.cu_block_idx_offsets.float())),
+            },
+            "cu_total_m_blocks": {"None": None, "a list": [0, 3, 3, 5], "of fewer sequences": torch.zeros(3).int()}
+            | {"floats": torch.zeros(4)},
+        },
+        {"lists": (*NAMED, "cu_total_n_blocks", "cu_block_idx_offsets")},
     ),
 )
 ROWS = {"one missing": range(9), "one twice": [0, *range(9)], "floats": torch.arange(10.0), "too large": range(1, 11)}

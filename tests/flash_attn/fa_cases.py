@@ -213,10 +213,15 @@ def _planned(case: Case, lists: Any, schedule: Any, most: int | None) -> Any:
     from flash_attn.cute.backward_plan import plan_backward
 
     m = max(-(-T_q // block(case)[0]) for T_q, _ in case.lengths)
+    before = {}
+    if case.form == "stacked":
+        from fa_packed_lists import query_blocks_before
+
+        before["cu_total_m_blocks"] = query_blocks_before(case)
     return plan_backward(
         lists, num_heads=case.Hq, num_heads_kv=case.Hkv, num_q_blocks=m, listed=most,
         deterministic=case.deterministic, schedule=schedule, longest=case.plan,
-        per_group=case.per_group,
+        per_group=case.per_group, **before,
     )  # fmt: skip
 
 

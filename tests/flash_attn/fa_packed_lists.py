@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from fa_cases import Case, _int32, block, block_lists, transposed
+from fa_cases import Case, _int32, _to_gpu, block, block_lists, transposed
 
 NOWHERE = 1 << 20  # stands where no kernel may read
 EVERY = slice(None)
@@ -29,6 +29,28 @@ def packed_backward_lists(case: Case, only: slice = EVERY, device: str = "cuda")
     across = [-(-T_q // block(case)[0]) for T_q, _ in case.lengths]
     heads = _heads(case, only, lambda rows, T_k: transposed(rows, -(-T_k // block(case)[1])))
     return _tensors(case, heads, across[only], "cu_total_n_blocks", device)
+
+
+def ordered_backward_lists(case: Case, spt: bool) -> Any:
+    """Backward lists with lock values, for deterministic backward in one pass without a plan."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.block_lists import packed_write_order
+
+    before = query_blocks_before(case)
+    with unset_fake_temporarily():
+        lists = packed_backward_lists(case, device="cpu")
+        most = int(before.diff().max())
+        lists = packed_write_order(lists, num_q_blocks=most, spt=spt, cu_total_m_blocks=before)
+    return type(lists)(*(_to_gpu(field) for field in lists))
+
+
+def query_blocks_before(case: Case) -> torch.Tensor:
+    """int32 [B + 1] on the CPU, of all sequences before each one."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return _int32([0, *accumulate(-(-T_q // block(case)[0]) for T_q, _ in case.lengths)], "cpu")
 
 
 def _heads(case: Case, only: slice, turned: Callable[[list[list[int]], int], Any]) -> list[dict[str, Rows]]:

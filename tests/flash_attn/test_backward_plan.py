@@ -9,6 +9,7 @@ import pytest
 import torch
 from fa_cases import Case, backward, backward_lists, compile_case, forward, make_inputs
 from fa_compile import Worker, WorkerError
+from fa_packed_lists import ordered_backward_lists
 from fa_reference import assert_bits_repeat, assert_case
 
 PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
@@ -29,6 +30,8 @@ CASES += [
     Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, **PACK),
     Case(D=128, causal=True, form="ragged", deterministic=True, launch="right to left", **PACK),
     Case(D=64, form="compact", deterministic=True, Hkv=4, list_heads=4, **PACK),
+    Case(D=64, mask_mod="thirds", form="stacked", list_heads=2, **PACK),
+    Case(D=128, causal=True, form="stacked", list_heads=4, deterministic=True, launch="longest first", **PACK),
 ]
 
 
@@ -108,11 +111,15 @@ def packed_lists(parts: list, form: str) -> Any:
     """Lists [1, H, N, M] of several sequences as lists of a pack; ragged ones have their rows in reverse in memory."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
+    if form == "stacked":
+        return stacked_lists(parts, offsets=True)
     fields = {"cu_total_n_blocks": torch.tensor([0, *accumulate(p.mask_block_cnt.shape[2] for p in parts)]).int()}
     for kind, offsets in (("mask", "cu_block_idx_offsets"), ("full", "cu_full_block_idx_offsets")):
         if getattr(parts[0], f"{kind}_block_cnt") is None:
             continue
-        cnt, idx = (torch.cat([getattr(p, f"{kind}_block_{of}")[0] for p in parts], dim=1) for of in ("cnt", "idx"))
+        cnt, idx = ([getattr(p, f"{kind}_block_{of}")[0] for p in parts] for of in ("cnt", "idx"))
+        cnt, width = torch.cat(cnt, 1), max(t.shape[2] for t in idx)
+        idx = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[2])) for t in idx], 1)
         if form == "ragged":
             rows = [row[:n] for row, n in zip(idx.flatten(0, 1).tolist(), cnt.flatten().tolist())][::-1]
             starts = [0, *accumulate(map(len, rows))][:-1][::-1]
@@ -123,18 +130,19 @@ def packed_lists(parts: list, form: str) -> Any:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("form", ["compact", "ragged"])
+@pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
 @pytest.mark.parametrize("Hkv,heads", [(2, 1), (2, 2), (2, 6), (6, 1), (6, 6)])
 def test_a_pack_has_the_items_and_walks_of_its_sequences(form: str, heads: int, deterministic: bool, Hkv: int) -> None:
     from flash_attn.cute.backward_plan import plan_backward
 
     M, options = 7, dict(num_heads=6, num_heads_kv=Hkv, schedule="right to left", longest=3)
     options["deterministic"] = deterministic
+    before = {"cu_total_m_blocks": torch.arange(5) * M} if form == "stacked" else {}
     for seed in range(8):
         parts = [random_lists(heads, N, M, seed * 4 + N, full=seed % 2 == 0) for N in (5, 0, 1, 6)]
         parts = [part._replace(**{k: t[:1] for k, t in part._asdict().items() if t is not None}) for part in parts]
-        planned = plan_backward(packed_lists(parts, form), num_q_blocks=M, **options)
-        bounded = plan_backward(packed_lists(parts, form), num_q_blocks=M, listed=12 * M, **options).plan
+        planned = plan_backward(packed_lists(parts, form), num_q_blocks=M, **options, **before)
+        bounded = plan_backward(packed_lists(parts, form), num_q_blocks=M, listed=12 * M, **options, **before).plan
         assert bounded[: len(planned.plan)].equal(planned.plan) and not bounded[len(planned.plan) :].any()
         first = planned.cu_total_n_blocks.tolist()
         for b, part in enumerate(parts):
@@ -226,6 +234,8 @@ def stacked_lists(parts: list, offsets: bool) -> Any:
     fields = {"cu_total_n_blocks": torch.tensor([0, *accumulate(p.mask_block_cnt.shape[2] for p in parts)]).int()}
     gap = 3 if offsets else 0
     for kind in ("mask", "full"):
+        if getattr(parts[0], f"{kind}_block_cnt") is None:
+            continue
         counts, stacks, starts = [], [], []
         for part in parts:
             idx = getattr(part, f"{kind}_block_idx")[0]
@@ -282,17 +292,84 @@ def test_a_start_may_pass_31_bits() -> None:
     assert ((high << 32) | low).equal(starts[0])
 
 
-def test_stacked_lists_are_refused() -> None:
-    """With what takes them."""
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("heads", "per_group"), [(1, False), (2, True), (6, False)])
+@pytest.mark.parametrize("rows", [(7, 3, 2, 4), (5, 5, 5, 5)])
+def test_stacked_lists_have_the_plan_of_ragged_ones(
+    rows: tuple[int, ...], heads: int, deterministic: bool, per_group: bool
+) -> None:
+    """Sequences of several lengths, and such of one, whose starts follow from it; a sequence without keys."""
+    from flash_attn.cute.backward_plan import plan_backward
+
+    options = dict(num_heads=6, num_heads_kv=2, num_q_blocks=max(rows), deterministic=deterministic)
+    before = torch.tensor([0, *accumulate(rows)]).int()
+    for seed, schedule in enumerate(("left to right", "right to left", "longest first")):
+        parts = [random_lists(heads, N, M, seed * 4 + N, full=seed % 2 == 0) for N, M in zip((5, 0, 1, 6), rows)]
+        stacked, ragged = stacked_lists(parts, len(set(rows)) > 1), packed_lists(parts, "ragged")
+        for more in ({}, {"longest": 2}, {"longest": 2, "listed": 90}):
+            given = options | more | dict(schedule=schedule, per_group=per_group)
+            mine = plan_backward(stacked, cu_total_m_blocks=before, **given)
+            other = plan_backward(ragged, **given)
+            assert mine.passes == other.passes and mine.plan[:, :6].equal(other.plan[:, :6])
+            if not deterministic:
+                assert mine.mask_block_idx is stacked.mask_block_idx, "lists stay as they are"
+                assert mine.plan.equal(plan_backward(stacked, **given).plan), "and nobody asks how wide their rows are"
+                continue
+            assert mine.plan.equal(other.plan) and mine.full_block_idx is None
+            for name in ("mask_block_cnt", "mask_block_idx", "dq_write_order", "cu_block_idx_offsets"):
+                assert getattr(mine, name).equal(getattr(other, name)), name
+
+
+def test_a_list_that_all_heads_share_is_walked_once() -> None:
+    """As in lists of one head, though a head dimension says that there are more: in stacked lists and ragged ones."""
+    from flash_attn.cute.backward_plan import plan_backward
+
+    parts = [random_lists(1, N, 7, N, full=True) for N in (5, 1, 6)]
+    given = dict(num_heads=6, num_heads_kv=2, num_q_blocks=7, deterministic=True)
+    given["cu_total_m_blocks"] = torch.arange(4) * 7
+    for form in ("stacked", "ragged"):
+        lists = packed_lists(parts, form)
+        repeated = {
+            name: t.expand(6, *t.shape[1:]) for name, t in lists._asdict().items() if t is not None and t.ndim > 1
+        }
+        one, many = (plan_backward(each, **given) for each in (lists, lists._replace(**repeated)))
+        assert many.mask_block_idx.equal(one.mask_block_idx) and many.plan.equal(one.plan)
+
+
+def test_stacked_lists_need_the_width_of_their_rows() -> None:
     from flash_attn.cute.backward_plan import plan_backward
     from flash_attn.cute.block_lists import packed_write_order
 
     lists = stacked_lists([random_lists(1, 3, 4, 0, full=True)], True)
-    said = "compact lists, .* or ragged .*; two passes take stacked ones, and packed_write_order with cu_total_m_blocks"
-    with pytest.raises(NotImplementedError, match=said):
-        plan_backward(lists, num_heads=1, num_heads_kv=1, num_q_blocks=4)
-    with pytest.raises(NotImplementedError, match=said):
+    said, sizes = "cu_total_m_blocks is None: rows of stacked lists", dict(num_heads=1, num_heads_kv=1, num_q_blocks=4)
+    with pytest.raises(ValueError, match=said):
+        plan_backward(lists, deterministic=True, **sizes)
+    with pytest.raises(ValueError, match=said):
         packed_write_order(lists, num_q_blocks=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "starts", "said"),
+    [
+        ({}, torch.tensor([0, 4, 8]), r"cu_total_m_blocks has shape \(3,\)"),
+        ({}, torch.tensor([0.0, 4.0]), "expected integers"),
+        ({}, torch.zeros(2, dtype=torch.int32, device="meta"), "cu_total_m_blocks is torch.int32 on meta"),
+        ({"cu_block_idx_offsets": torch.zeros(3).int()}, torch.tensor([0, 4]), r"cu_block_idx_offsets has shape"),
+        ({"full_block_cnt": torch.zeros(1, 4).int()}, torch.tensor([0, 4]), r"full_block_cnt \(1, 4\)"),
+        ({"full_block_idx": torch.zeros(40).int()}, torch.tensor([0, 4]), r"full_block_idx \(40,\)"),
+        ({"full_block_idx": None}, torch.tensor([0, 4]), "have to be given together"),
+        ({"mask_block_cnt": torch.zeros(3, 3).int()}, torch.tensor([0, 4]), "lists of 3 heads"),
+    ],
+    ids=str,
+)
+def test_stacked_lists_that_do_not_fit(changes: dict, starts: torch.Tensor, said: str) -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    lists = stacked_lists([random_lists(2, 3, 4, 0, full=True)], True)
+    one_head = {name: t[:1] for name, t in lists._asdict().items() if name.startswith("full")}
+    lists = lists._replace(**(one_head | changes))
+    with pytest.raises(ValueError, match=said):
+        plan_backward(lists, num_heads=6, num_heads_kv=2, num_q_blocks=4, cu_total_m_blocks=starts)
 
 
 def test_every_key_block_is_stored_where_nothing_is_added() -> None:
@@ -344,6 +421,55 @@ def test_deterministic_backward_needs_a_deterministic_plan() -> None:
     assert prepare(plan, 90, False, seqlen_q=900, block_q=128) is plan
 
 
+# Without a plan, in one pass.
+ORDERED = [
+    Case(D=128, causal=True, form="compact", **PACK),
+    Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, **PACK),
+    Case(D=64, form="compact", Hkv=4, list_heads=4, **PACK),
+    Case(D=128, causal=True, form="stacked", list_heads=2, **PACK),
+    Case(D=64, mask_mod="thirds", form="stacked", list_heads=4, block=(128, 64), **PACK),
+]
+
+
+def compile_ordered(case: Case) -> set[int]:
+    """Deterministic backward in one pass; dimensions of the index lists that the kernel walks."""
+    from flash_attn.cute import list_rows
+
+    walked, entries = set(), list_rows.ListRow.entries
+
+    def recorded(self: Any, tensor: Any, full: bool = False) -> Any:
+        walked.add(len(tensor.shape))
+        return entries(self, tensor, full)
+
+    x, lse = make_inputs(case), torch.empty(case.Hq, sum(T for T, _ in case.packed), device="cuda")
+    list_rows.ListRow.entries = recorded
+    try:
+        lists = ordered_backward_lists(case, spt=True)
+        backward(replace(case, deterministic=True), x, torch.empty_like(x.do), lse, lists)
+    finally:
+        list_rows.ListRow.entries = entries
+    return walked
+
+
+@pytest.mark.parametrize("case", ORDERED[1:], ids=str)
+def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
+    """Whatever the form, what is walked is one list, of ragged ones or of compact ones."""
+    assert compiler_sm90.run(compile_ordered, case) == {3 if case.form == "compact" else 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", [0, 2])
+@pytest.mark.parametrize("case", ORDERED[3:], ids=str)
+def test_stacked_lists_give_the_bits_of_ragged_ones(case: Case, plan: int) -> None:
+    case = replace(case, deterministic=True, plan=plan, launch="right to left")
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    forms = [replace(case, form=form) for form in ("stacked", "ragged")]
+    lists = [backward_lists(form) if plan else ordered_backward_lists(form, spt=True) for form in forms]
+    got, expected = (backward(case, x, o, lse, each) for each in lists)
+    assert all(map(torch.equal, got, expected))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case: Case) -> None:
@@ -358,17 +484,14 @@ def test_bits_repeat_beside_other_work(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spt", [False, True])
-@pytest.mark.parametrize("case", [CASES[-4], CASES[-3], CASES[-1]], ids=str)
+@pytest.mark.parametrize("case", ORDERED, ids=str)
 def test_lock_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
     """In one pass without a plan: the default's gradients up to the order of the adds, and the same bits each time."""
-    from flash_attn.cute.block_lists import packed_write_order
-
     case = replace(case, plan=0, deterministic=False)
     x = make_inputs(case)
     o, lse = forward(case, x)
     expected = backward(case, x, o, lse)
-    most = max(-(-T_q // 128) for T_q, _ in case.packed)
-    ordered = packed_write_order(backward_lists(case), num_q_blocks=most, spt=spt)
+    ordered = ordered_backward_lists(case, spt)
     got = backward(replace(case, deterministic=True), x, o, lse, ordered)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.isfinite().all()

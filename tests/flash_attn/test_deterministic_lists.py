@@ -1,9 +1,14 @@
 """Deterministic block-sparse backward on SM90: same bits, in any launch order; orders that do not fit are refused."""
 
+import random
+from itertools import accumulate
+from typing import Any
+
 import pytest
 import torch
 from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, forward_lists, make_inputs
 from fa_compile import Worker, WorkerError
+from fa_packed_lists import FORMS
 from fa_reference import assert_bits_repeat, assert_call_repeats, assert_case
 
 ORDERED = dict(T_q=700, T_k=700, deterministic=True)
@@ -190,13 +195,97 @@ def test_ragged_lists_of_packed_sequences_are_walked_like_compact_ones() -> None
                 assert getattr(mine, name)[start : start + count].equal(getattr(other, name)[0, row, :count])
 
 
-def test_stacked_lists_of_packed_sequences_are_refused() -> None:
-    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+# Query and key blocks of each sequence: no keys, no queries, more of either, as many.
+SHAPES = ((4, 3), (2, 0), (0, 2), (1, 5), (3, 3))
 
-    idx = torch.zeros(1, 40, dtype=torch.int32)
-    lists = cpu_lists(mask_block_cnt=torch.ones(1, 5, dtype=torch.int32), mask_block_idx=idx, dq_write_order=idx)
-    with pytest.raises(NotImplementedError, match="compact lists, .* or ragged .* two passes take stacked"):
-        one_walk(require_write_order(lists), num_q_blocks=7)
+
+def drawn(heads: int, shapes: tuple[tuple[int, int], ...]) -> dict[str, list]:
+    """[head][sequence][key block], blocks of queries in no order, as mask and as full ones."""
+    draw = random.Random(heads)
+    rows: dict[str, list] = {"mask": [], "full": []}
+    for _ in range(heads):
+        own = [[draw.sample(range(M), draw.randint(0, M)) for _ in range(N)] for M, N in shapes]
+        cuts = [[draw.randint(0, len(row)) for row in sequence] for sequence in own]
+        for kind, part in (("mask", lambda row, at: row[:at]), ("full", lambda row, at: row[at:])):
+            rows[kind].append([[*map(part, sequence, at)] for sequence, at in zip(own, cuts)])
+    return rows
+
+
+def formed(rows: dict[str, list], form: str, shapes: tuple[tuple[int, int], ...]) -> Any:
+    """Lists in a form, with lock values."""
+    from flash_attn.cute.block_lists import packed_write_order
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    across, before = [M for M, _ in shapes], [0, *accumulate(N for _, N in shapes)]
+    fields: dict[str, Any] = {"cu_total_n_blocks": torch.tensor(before, dtype=torch.int32)}
+    for kind, of_heads in rows.items():
+        counts, indices, starts = FORMS[form](of_heads, across)
+        fields |= {f"{kind}_block_cnt": torch.tensor(counts).int(), f"{kind}_block_idx": torch.tensor(indices).int()}
+        own = "cu_full_block_idx_offsets" if form == "ragged" and kind == "full" else "cu_block_idx_offsets"
+        fields[own] = torch.tensor(starts)
+    most, before = max(across), torch.tensor([0, *accumulate(across)])
+    return packed_write_order(BlockSparseTensorsTorch(**fields), num_q_blocks=most, cu_total_m_blocks=before)
+
+
+def assert_same_walk(mine: Any, other: Any) -> None:
+    assert mine.full_block_cnt is None and mine.full_block_idx is None and mine.dq_write_order_full is None
+    assert mine.mask_block_cnt.equal(other.mask_block_cnt) and mine.mask_block_cnt.sum() > 0
+    counts = mine.mask_block_cnt.tolist()
+    for head, row in ((h, r) for h, own in enumerate(counts) for r in range(len(own))):
+        for name in ("mask_block_idx", "dq_write_order"):
+            start, theirs = (int(lists.cu_block_idx_offsets[head, row]) for lists in (mine, other))
+            walk = getattr(mine, name)[start : start + counts[head][row]]
+            assert walk.equal(getattr(other, name)[theirs : theirs + counts[head][row]]), (name, head, row)
+
+
+@pytest.mark.parametrize("spt", [False, True])
+@pytest.mark.parametrize("lengths", ["cu_seqlens", "in use", "one"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt: bool) -> None:
+    """By where the queries start, how many are in use, or the one length that all sequences have."""
+    from flash_attn.cute.ordered_lists import prepare
+
+    shapes = tuple((4, N) for _, N in SHAPES) if lengths == "one" else SHAPES
+    rows = drawn(heads, shapes)
+    stacked, ragged = (formed(rows, form, shapes)._replace(spt=spt) for form in ("stacked", "ragged"))
+    queries = torch.tensor([max(0, M * 128 - at) for at, (M, _) in enumerate(shapes)]).int()
+    given: dict[str, Any] = dict(seqlen_q=512, block_q=128)
+    if lengths == "one":
+        stacked = stacked._replace(cu_block_idx_offsets=None)
+    else:  # those in use say it, not where sequences start
+        held = queries + 300 if lengths == "in use" else queries
+        given["cu_seqlens_q"] = torch.nn.functional.pad(held.cumsum(0), (1, 0)).int()
+        given["seqused_q"] = queries if lengths == "in use" else None
+    mine, other = (prepare(lists, 90, True, **given) for lists in (stacked, ragged))
+    assert_same_walk(mine, other)
+    # What room there is for entries is that of one of the two lists.
+    assert mine.mask_block_idx.numel() == stacked.mask_block_idx.numel()
+    unknown = prepare(stacked, 90, True, **(given | dict(seqlen_q=torch.tensor(512))))  # by the host
+    assert_same_walk(unknown, other)
+
+
+@pytest.mark.parametrize("form", ["stacked", "ragged"])
+def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
+    """Though a head dimension says that there are more heads."""
+    from flash_attn.cute.ordered_lists import prepare
+
+    lists = formed(drawn(1, SHAPES), form, SHAPES)
+    repeated = {name: t.expand(4, *t.shape[1:]) for name, t in lists._asdict().items() if getattr(t, "ndim", 0) > 1}
+    starts = torch.tensor([0, *accumulate(128 * M for M, _ in SHAPES)]).int()
+    given = dict(seqlen_q=512, block_q=128, cu_seqlens_q=starts)
+    one, many = (prepare(each, 90, True, **given) for each in (lists, lists._replace(**repeated)))
+    assert many.mask_block_cnt.shape[0] == 1
+    assert_same_walk(many, one)
+
+
+def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
+    from flash_attn.cute.ordered_lists import one_walk, prepare
+
+    lists = formed(drawn(1, SHAPES), "stacked", SHAPES)
+    with pytest.raises(ValueError, match="cu_total_m_blocks is None: rows of stacked lists"):
+        one_walk(lists, num_q_blocks=4)
+    with pytest.raises(ValueError, match=r"cu_total_m_blocks has shape \(3,\), cu_total_n_blocks \(6,\)"):
+        prepare(lists, 90, True, seqlen_q=512, block_q=128, cu_seqlens_q=torch.tensor([0, 4, 9]).int())
 
 
 @pytest.mark.gpu
@@ -213,6 +302,7 @@ REPEATED = [
     CASES[4],
     Case(D=128, causal=True, launch="right to left", Hkv=4, **PACKED),
     Case(D=64, **PACKED),
+    Case(D=64, causal=True, list_heads=4, **(PACKED | {"form": "stacked"})),
 ]
 
 

@@ -37,6 +37,8 @@ PACKED = [
     Case(D=128, window=(100, 30), form="compact", list_heads=4, Hkv=4, **PACK),
     Case(D=64, mask_mod="thirds", form="padded", block=(128, 64), **PACK),
     Case(D=64, causal=True, form="shared", **PACK),
+    Case(D=64, causal=True, form="stacked", list_heads=2, plan=2, block=(128, 64), **PACK),
+    Case(D=128, form="stacked", plan=3, deterministic=True, launch="right to left", **PACK),
 ]
 
 
@@ -221,7 +223,7 @@ def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
     return names, shapes
 
 
-@pytest.mark.parametrize("case", [CASES[2], PACKED[0]], ids=str)
+@pytest.mark.parametrize("case", [CASES[2], PACKED[0], *PACKED[5:]], ids=str)
 def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
     """Deterministic by default, without an order of adds to dq; nothing in fp32 is as large as dq."""
     names, shapes = compiler_sm90.run(compiled, case)

@@ -52,6 +52,17 @@ def packed_lists(block: tuple[int, int]) -> dict[str, Any]:
     return dict(block_sparse_tensors=forward, block_sparse_tensors_bwd=backward)
 
 
+def packed_ordered_lists(block: tuple[int, int]) -> dict[str, Any]:
+    """The same with an order of deterministic adds, in a call that one pass alone can do."""
+    given = packed_lists(block)
+    backward = given["block_sparse_tensors_bwd"]
+    orders = [torch.empty_like(idx) for idx in (backward.mask_block_idx, backward.full_block_idx)]
+    given["block_sparse_tensors_bwd"] = backward._replace(
+        dq_write_order=orders[0], dq_write_order_full=orders[1], spt=True
+    )
+    return given | dict(deterministic=True, softcap=20.0)
+
+
 def ordered_lists(block: tuple[int, int]) -> dict[str, Any]:
     """Padded lists for deterministic backward; every sequence lists every block of the longest."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -147,6 +158,14 @@ def test_it_compiles_as_it_is(compiler_sm90: Worker, D: int, lists: Callable[...
     shapes = [(sum(T[side] for T in LENGTHS), H, D) for side, H in ((0, HQ), (1, HKV), (1, HKV))]
     assert gradients == [(shape, torch.bfloat16) for shape in shapes]
     assert walked == {"forward": {dimensions}, "backward": {dimensions}}, "the kernels walk these lists as they are"
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_one_pass_takes_packed_lists_in_order(compiler_sm90: Worker, D: int) -> None:
+    """Backward walks them merged, which are ragged."""
+    gradients, walked = compiler_sm90.run(compiled, packed_ordered_lists, D, (128, 128))
+    assert gradients[0] == ((sum(T_q for T_q, _ in LENGTHS), HQ, D), torch.bfloat16)
+    assert walked == {"forward": {2}, "backward": {1}}
 
 
 def test_one_pass_follows_the_order(compiler_sm100: Worker) -> None:
