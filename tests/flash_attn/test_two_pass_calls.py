@@ -140,13 +140,15 @@ def test_two_passes_that_cannot_be_are_refused(changes: dict[str, Any], kind: ty
 
 
 def test_room_says_how_many_blocks_are_few() -> None:
-    """Not what the rows list: that would ask the device. Ragged rows, and lists without tensors, say nothing."""
+    """Not what the rows list: that would ask the device. Stacked and ragged rows, and lists without tensors, say
+    nothing."""
     wide = tables(room=(9,))
     for lists in (wide, tables(room=(300,)), wide._replace(mask_block_idx=torch.zeros(1, dtype=torch.int32))):
         assert not takes(forward=lists)
     assert not takes(forward=tables()._replace(mask_block_cnt=None, mask_block_idx=None))
     compact = tables(room=(8,))
     assert takes(forward=compact._replace(mask_block_cnt=compact[0][0], mask_block_idx=compact[1][0]))
+    assert not takes(forward=compact._replace(mask_block_cnt=compact[0][0], mask_block_idx=compact[1][0, :, 0]))
 
 
 @pytest.mark.parametrize("packed", [False, True])
