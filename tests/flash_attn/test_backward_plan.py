@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward, backward_lists, compile_case, forward, make_inputs
+from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, make_inputs
 from fa_compile import Worker, WorkerError
 from fa_packed_lists import ordered_backward_lists
 from fa_reference import assert_bits_repeat, assert_case
@@ -431,30 +431,43 @@ ORDERED = [
 ]
 
 
-def compile_ordered(case: Case) -> set[int]:
-    """Deterministic backward in one pass; dimensions of the index lists that the kernel walks."""
-    from flash_attn.cute import list_rows
+def compile_ordered(case: Case, in_use: bool) -> set[int]:
+    """Deterministic backward in one pass; dimensions of the index lists that the kernel walks.
 
-    walked, entries = set(), list_rows.ListRow.entries
+    in_use: not all queries that sequences have room for are there.
+    """
+    from unittest.mock import patch
+
+    from flash_attn.cute import list_rows, ordered_lists
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    walked, entries, across = set(), list_rows.ListRow.entries, ordered_lists.blocks_across
 
     def recorded(self: Any, tensor: Any, full: bool = False) -> Any:
         walked.add(len(tensor.shape))
         return entries(self, tensor, full)
 
     x, lse = make_inputs(case), torch.empty(case.Hq, sum(T for T, _ in case.packed), device="cuda")
-    list_rows.ListRow.entries = recorded
-    try:
-        lists = ordered_backward_lists(case, spt=True)
-        backward(replace(case, deterministic=True), x, torch.empty_like(x.do), lse, lists)
-    finally:
-        list_rows.ListRow.entries = entries
+    lists = ordered_backward_lists(case, spt=True)
+    seqused_q = torch.empty_like(lists.cu_total_n_blocks.narrow(0, 1, len(case.packed))) if in_use else None
+    with (
+        patch.object(list_rows.ListRow, "entries", recorded),
+        patch.object(ordered_lists, "blocks_across", side_effect=across) as asked,
+    ):
+        _flash_attn_bwd(
+            x.q, x.k, x.v, torch.empty_like(x.do), x.do, lse, **_masks(case, x), seqused_q=seqused_q,
+            block_sparse_tensors=lists, deterministic=True,
+        )  # fmt: skip
+    given = asked.call_args.kwargs
+    assert given["cu_seqlens"] is x.cu_seqlens[0] and given["seqused"] is seqused_q
     return walked
 
 
 @pytest.mark.parametrize("case", ORDERED[1:], ids=str)
 def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
     """Whatever the form, what is walked is one list, of ragged ones or of compact ones."""
-    assert compiler_sm90.run(compile_ordered, case) == {3 if case.form == "compact" else 1}
+    walked = compiler_sm90.run(compile_ordered, case, case is ORDERED[-1])
+    assert walked == {3 if case.form == "compact" else 1}
 
 
 @pytest.mark.gpu
