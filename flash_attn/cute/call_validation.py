@@ -1,4 +1,6 @@
-"""The block lists of a call, checked before it on request: `validate=True`, or always where debugging asks for it.
+"""The block lists of a call: refused where no kernel reads them, and checked before it on request.
+
+`validate=True` requests it, or an environment variable does for every call, where debugging asks for it.
 
 Lists of packed sequences are taken apart into the lists of each sequence, backward lists with a plan into the lists
 that the plan was made of; `list_validation` checks those. Waits for the device, so it does not go into a CUDA graph.
@@ -19,8 +21,25 @@ from flash_attn.cute.packed_entries import is_packed, packed_rows
 from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction
 
 ALWAYS = "FLASH_ATTENTION_CUTE_VALIDATE_LISTS"  # "1": every call's lists are checked
+READ_BY = (9, 10, 11)  # arch // 10
 USUAL_BLOCKS = (128, 256, 64, 192)
 OptionalTensor = torch.Tensor | None
+
+
+def refuse_unread(lists: Any, arch: int, *, qv: bool = False) -> None:
+    """Refuse the lists of a call (or None) to kernels that do not read them, some of which would say nothing.
+
+    Raises:
+        NotImplementedError: another architecture than SM90, SM100 and SM110, or `qv`.
+    """
+    if lists is None:
+        return
+    if arch // 10 not in READ_BY:
+        raise NotImplementedError(
+            f"block_sparse_tensors on sm_{arch}: only kernels for sm_90, sm_100 and sm_110 read block lists"
+        )
+    if qv:
+        raise NotImplementedError(f"block_sparse_tensors together with qv (sm_{arch}): its kernels read no block lists")
 
 
 def validate_call(

@@ -96,15 +96,15 @@ def backward_lists(
     cu_seqlens_q: OptionalTensor,
     seqused_q: OptionalTensor,
 ) -> Any:
-    """The normalised lists of a backward call as SM100 walks them; see `merged_backward` and `refuse_order`.
+    """The normalised lists of a backward call as SM100 walks them; see `merged_backward`.
 
-    spt: what to take for ``lists.spt`` where the lists do not say, which they need not.
+    Args:
+        spt: what to take for ``lists.spt`` where the lists do not say, which they need not.
+        groups: CTAs, or pairs of them, that a key block's tiles are dealt out to.
     """
-    if ordered:
-        refuse_order(lists, asked=asked, groups=groups)
     across = blocks_across(lists, lists.block_size[0], seqlen=seqlen_q, cu_seqlens=cu_seqlens_q, seqused=seqused_q)
     spt = spt if lists.spt is None else bool(lists.spt)
-    return merged_backward(lists, across=across, asked=asked, ordered=ordered, spt=spt)
+    return merged_backward(lists, across=across, asked=asked, ordered=ordered, spt=spt, groups=groups)
 
 
 def merged_forward(lists: Any, *, across: OptionalTensor, asked: bool) -> Any:
@@ -139,7 +139,7 @@ def merged_forward(lists: Any, *, across: OptionalTensor, asked: bool) -> Any:
 
 
 def merged_backward(
-    lists: Any, *, across: OptionalTensor, asked: bool, ordered: bool = False, spt: bool = False
+    lists: Any, *, across: OptionalTensor, asked: bool, ordered: bool = False, spt: bool = False, groups: int = 1
 ) -> Any:
     """Backward lists whose entries are tiles of 128 queries, as the module's docstring has them.
 
@@ -148,6 +148,8 @@ def merged_backward(
         across: integers [B + 1], query blocks before each sequence: how wide rows of stacked lists are.
         ordered: also make lock values. Those of `lists` count entries that there are no longer.
         spt: key blocks are launched from the last to the first.
+        groups: CTAs, or pairs of them, that add for a key block. Where there are several, and full lists too, lock
+            values are what `turn_of_add` takes.
 
     Returns:
         Ragged lists with cu_total_n_blocks.
@@ -162,27 +164,26 @@ def merged_backward(
     merged = _in_place_of(lists, union, union.lists[0], full)._replace(cu_total_n_blocks=before.int())
     if not ordered:
         return merged
-    locks = _locks(union, own.sequence, own.sequences)
+    locks = _locks(union, own.sequence, own.sequences, twice=full is not None and groups > 1)
     return merged._replace(dq_write_order=locks, dq_write_order_full=None if full is None else locks, spt=spt)
 
 
-def refuse_order(lists: Any, *, asked: bool, groups: int) -> None:
-    """Refuse deterministic backward where a key block would add twice to a tile of queries from several CTAs.
+def turn_of_add(lock: Any, group: Any, release: Any) -> tuple[Any, Any]:
+    """When the CTAs of a key block add to a tile of queries that the block may be listed for twice.
 
-    Lock values are of key blocks: two of one block cannot say which of its tiles of keys adds when.
+    A block that is mask block to one half and full block to the other has two entries for one tile. Every CTA walks
+    both, and makes both adds before the next CTA of the block makes its first: none waits for one launched later.
 
     Args:
-        groups: CTAs, or pairs of them, that a key block's tiles are dealt out to.
+        lock: the entry's lock value, 4 * entries of earlier key blocks + 2 * (the second of two) + (one of two).
+        group: the CTA's place among those of its key block, in the order of their adds.
+        release: by how much the CTA raises the tile's semaphore with an add: 1, or more where it stands for CTAs
+            that are never launched too.
 
-    Raises:
-        NotImplementedError: a block may be mask block to one half and full block to the other.
+    Returns:
+        (before, turn): the add waits for before * CTAs of a key block + turn. Numbers, or the kernel's values.
     """
-    if asked and lists.full_block_cnt is not None and groups > 1:
-        raise NotImplementedError(
-            f"deterministic=True on SM100 with a mask_mod, full blocks and block_size={tuple(lists.block_size)}: key "
-            f"blocks of several tiles add in no fixed order to tiles that hold two blocks of queries; list all blocks "
-            f"as mask blocks (no full_block_cnt), or take blocks of a multiple of {TILE} queries"
-        )
+    return lock >> 2, group * (1 + (lock & 1)) + (lock >> 1 & 1) * release
 
 
 @dataclass(frozen=True)
@@ -237,16 +238,21 @@ def _union(halves: torch.Tensor, of: ListedEntries, *, reverse: bool = False) ->
     return _Union(entries, lists, joined >> BLOCK_BITS + 2, used, of.sizes, reverse)
 
 
-def _locks(union: _Union, sequence: torch.Tensor, sequences: int) -> torch.Tensor:
-    """int32 [E + 1]: for each entry how many key blocks add to its tile of queries first."""
+def _locks(union: _Union, sequence: torch.Tensor, sequences: int, *, twice: bool) -> torch.Tensor:
+    """int32 [E + 1]: for each entry how many entries add to its tile of queries first; `twice`: for `turn_of_add`."""
     heads, rows, kinds = union.sizes
     head, row = union.line // (rows * kinds), union.line // kinds % rows
     row = (rows - 1 - row if union.reverse else row).clamp(0, rows - 1)
     of = head * sequences + sequence.index_select(0, row)
     key = torch.where(union.used, of << BLOCK_BITS | (union.entries >> 2), heads * sequences << BLOCK_BITS)
     ordered, source = key.sort(stable=True)
-    rank = torch.arange(key.numel(), device=key.device) - torch.searchsorted(ordered, ordered)
-    locks = torch.zeros_like(union.entries).scatter_(0, source, rank.int())
+    lock = torch.arange(key.numel(), device=key.device) - torch.searchsorted(ordered, ordered)
+    if twice:
+        place = torch.stack([ordered, (union.line // kinds).index_select(0, source)])
+        same = torch.nn.functional.pad((place.diff() == 0).all(0), (1, 1))  # as the entry before each one
+        second, first = same.narrow(0, 0, key.numel()).long(), same.narrow(0, 1, key.numel()).long()
+        lock = 4 * (lock - second) + 2 * second + (first + second)
+    locks = torch.zeros_like(union.entries).scatter_(0, source, lock.int())
     return torch.where(union.used, locks, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from fa_packed_lists import FORMS
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.query_halves import turn_of_add
+from flash_attn.cute.write_order import Walk
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,82 @@ def tiles(case: Drawn, sequence: int) -> int:
 def key_rows(case: Drawn) -> list[int]:
     longest = max(n for _, n in case.shapes)
     return [longest if case.form == "shared" else n for _, n in case.shapes]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """CTAs (or pairs) of one sequence's key blocks: `groups` a block, of which the last one's last are not launched.
+
+    Attributes:
+        number: of those that are. spt: from the last one to the first.
+    """
+
+    groups: int
+    number: int
+    spt: bool
+
+    def order(self) -> list[int]:
+        return list(range(self.number))[:: -1 if self.spt else 1]
+
+    def release(self, cta: int) -> int:
+        """By how much an add raises a semaphore: the last CTA of a block that is cut short stands for the rest too."""
+        block, group = divmod(cta, self.groups)
+        return 1 + (self.groups - self._own(block)) * (self.spt and group == 0)
+
+    def lock(self, value: int, cta: int, twice: bool) -> int:
+        """What a CTA waits for, by the formula in the kernel. twice: lock values are those of `turn_of_add`."""
+        block, group = divmod(cta, self.groups)
+        group = self._own(block) - 1 - group if self.spt else group
+        if twice:
+            value, group = turn_of_add(value, group, self.release(cta))
+        return value * self.groups + group
+
+    def _own(self, block: int) -> int:
+        return min(self.groups, self.number - block * self.groups)
+
+
+def adds(
+    merged: BlockSparseTensorsTorch,
+    head: int,
+    first: int,
+    launched: Launched,
+    lock: Callable[[int, int, bool], int] | None = None,
+) -> list[list[tuple[int, int]]]:
+    """[(tile, semaphore's value to wait for)] of each CTA of a sequence, as it walks joined backward lists.
+
+    Args:
+        first: the sequence's first row. lock: in place of that of `launched`.
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in range(launched.number)]
+    full = merged.full_block_cnt is not None
+    kinds = [(merged.mask_block_cnt, merged.cu_block_idx_offsets)]
+    kinds += [(merged.full_block_cnt, merged.cu_full_block_idx_offsets)] * full
+    for cta, own in enumerate(found):
+        row = first + cta // launched.groups
+        for counts, starts in kinds:
+            start = int(starts[head, row])
+            for place in range(start, start + int(counts[head, row])):
+                value, twice = int(merged.dq_write_order[place]), full and launched.groups > 1
+                own.append((int(merged.mask_block_idx[place]) >> 2, (lock or launched.lock)(value, cta, twice)))
+    return found
+
+
+def in_order(walks: list[list[tuple[int, int]]], launched: Launched) -> Walk:
+    """The walk of each CTA with adds ranked by the values they wait for, once they are known to follow the launch."""
+    ranks = [[0] * len(walk) for walk in walks]
+    for tile in {tile for walk in walks for tile, _ in walk}:
+        own = [
+            (cta, place, lock) for cta in launched.order() for place, (of, lock) in enumerate(walks[cta]) if of == tile
+        ]
+        semaphore = 0
+        for rank, (cta, place, lock) in enumerate(own):
+            assert lock == semaphore, f"CTA {cta} waits for {lock} of tile {tile}"
+            semaphore += launched.release(cta)
+            ranks[cta][place] = rank
+    width = max(map(len, walks))
+    entries = [[2 * tile for tile, _ in walk] + [0] * (width - len(walk)) for walk in walks]
+    locks = [rank + [0] * (width - len(rank)) for rank in ranks]
+    counts, entries, locks = (
+        torch.tensor([[of]], dtype=torch.int32) for of in ([len(w) for w in walks], entries, locks)
+    )
+    return Walk(counts, entries.view(1, 1, len(walks), width), locks.view(1, 1, len(walks), width))

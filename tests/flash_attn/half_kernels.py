@@ -16,6 +16,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from flash_attn.cute import block_sparse_utils, copy_utils
 from flash_attn.cute.block_sparsity import BlockSparseTensors
+from flash_attn.cute.flash_bwd_sm100 import FlashAttentionBackwardSm100
 from flash_attn.cute.half_tiles import HalfMask, halves_at, hide_columns
 from flash_attn.cute.list_rows import with_halves
 
@@ -128,6 +129,34 @@ def walk_backward(
         hide_columns(acc_S, coordinates, halves_at(place, masks, mask, full), 128)
         out[place, 0], out[place, 1] = Int32(is_full), block
         out[place, 2], out[place, 3] = Int32(acc_S[0] > 0.0), Int32(acc_S[127] > 0.0)
+
+
+class Ordered:
+    """Stands for a kernel, and for the rest of what its lock values ask, whose key blocks have `groups` tiles."""
+
+    use_block_sparsity = list_halves = True
+    q_subtile_factor = cta_group_size = 1
+    tile_n = 128
+    dq_write_order = dq_write_order_full = ()  # there are both
+
+    def __init__(self, groups: int, spt: bool, seqlen_k: Int32) -> None:
+        self.kv_subtile_factor, self.spt, self.seqlen_k = groups, spt, seqlen_k
+
+    def get_n_block_max_for_m_block(self, seqlen: Ordered, m_block: Int32) -> Int32:
+        return Int32(0)
+
+
+@cute.jit
+def wait_of_add(
+    groups: cutlass.Constexpr[int], spt: cutlass.Constexpr[bool],
+    order: cute.Tensor, out: cute.Tensor, cta: Int32, release: Int32, seqlen_k: Int32,
+) -> None:  # fmt: skip
+    """out: what the CTA waits for before it adds for a mask entry, and for a full one, with this lock value."""
+    own = Ordered(groups, spt, seqlen_k)
+    for entry in cutlass.range_constexpr(2):
+        out[entry] = FlashAttentionBackwardSm100._dq_semaphore_lock_value(
+            own, Int32(entry), Int32(1), order, order, own, own, own, Int32(0), cta, release
+        )
 
 
 def scores() -> tuple[Any, Any, Any]:

@@ -1,11 +1,11 @@
-"""What SM100's kernels walk and hide over lists of halves: their own functions, run on the CPU by a worker."""
+"""What SM100's kernels walk, hide and wait for over lists of halves: their own functions, on the CPU by a worker."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from fa_query_halves import Drawn, across, key_rows, tensors, tiles
+from fa_query_halves import Drawn, Launched, across, adds, key_rows, tensors, tiles
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
@@ -35,6 +35,35 @@ def walked_by_kernels(case: Drawn, backward: bool) -> dict[tuple[int, int, int, 
                 if kind >= 0:
                     found[where] = first + 2 * second
     return found
+
+
+def adds_by_kernel(case: Drawn, launched: Launched) -> list[list[list[tuple[int, int]]]]:
+    """`adds` of the heads of the case's first sequence, with the lock values of SM100's kernel."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import from_dlpack
+    from half_kernels import wait_of_add
+
+    from flash_attn.cute import query_halves
+
+    with unset_fake_temporarily():
+        order, out = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        tables = from_dlpack(order), from_dlpack(out)
+        wait = cute.compile(wait_of_add, launched.groups, launched.spt, *tables, *map(Int32, (0, 0, 0)))
+
+        def lock(value: int, cta: int, twice: bool) -> int:
+            assert twice
+            order.fill_(value)
+            wait(*tables, *map(Int32, (cta, launched.release(cta), launched.number * 128 - 7)))
+            (of_mask, of_full) = out.tolist()
+            assert of_mask == of_full
+            return of_mask
+
+        lists = query_halves.merged_backward(
+            tensors(case, True), across=across(case, True), asked=True, ordered=True, spt=launched.spt,
+            groups=launched.groups,
+        )  # fmt: skip
+        return [adds(lists, head, 0, launched, lock) for head in range(case.H)]
 
 
 def _arguments(lists: Any, out: torch.Tensor) -> list[Any]:

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, backward, compile_case, forward, make_inputs
-from fa_compile import Worker, WorkerError
-from fa_query_halves import Drawn, expected
-from fa_reference import assert_case
-from half_walk import hidden, walked_by_kernels
+from fa_compile import Worker
+from fa_query_halves import Drawn, Launched, adds, expected, in_order, tensors
+from fa_reference import assert_bits_repeat, assert_case
+from half_walk import adds_by_kernel, hidden, walked_by_kernels
+from two_cta_lists import is_blackwell
+
+from flash_attn.cute.query_halves import merged_backward
 
 LENGTHS = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
 FIXED = {"T_q": 700, "T_k": 700, "lists": "both"}
@@ -31,6 +34,10 @@ CASES = [
     Case(D=96, packed=LENGTHS, lists="no full", block=(192, 128), form="compact", Hkv=4),
 ]
 PAIRED = Case(D=128, **FIXED, block=(64, 256), Hkv=4, deterministic=True)  # two CTAs walk one list
+TWICE = [  # several CTAs, or pairs of them, add for a key block that may be mask block and full block to a tile
+    Case(D=64, **FIXED, block=(64, 256), Hkv=4, mask_mod="thirds", deterministic=True),
+    Case(D=128, **PACKED, block=(192, 512), form="ragged", pack_gqa=False, mask_mod="keyed", deterministic=True),
+]
 ALONE = [  # heads are packed into tiles that lie within a block: forward joins nothing
     (Case(D=128, **FIXED, block=(64, 128)), (1, (1, 1))),
     (Case(D=128, **FIXED, block=(64, 128), Hkv=1), (2, (1, 1))),
@@ -62,7 +69,7 @@ def rows_with_halves(case: Case) -> set[bool]:
 
 
 @pytest.mark.xdist_group("sm_100")
-@pytest.mark.parametrize("case", [*CASES, PAIRED], ids=str)
+@pytest.mark.parametrize("case", [*CASES, PAIRED, *TWICE], ids=str)
 def test_forward_and_backward_compile(compiler_sm100: Worker, case: Case) -> None:
     assert compiler_sm100.run(rows_with_halves, case) == {True}
 
@@ -91,18 +98,48 @@ def test_packed_heads_need_no_halves(compiler_sm100: Worker, case: Case, expecte
     assert compiler_sm100.run(stages, case) == (*expected, False)
 
 
-def compile_backward(case: Case) -> None:
+def groups(case: Case) -> tuple[int, int]:
+    """CTAs, or pairs of them, of a key block: as its lock values are made for, and in the backward kernel."""
+    from flash_attn.cute import interface, query_halves
+
+    asked, built, original = [], [], query_halves.merged_backward
+
+    def keep(kernel: Any, *args: Any, **options: Any) -> None:
+        built.append(kernel)
+
+    def merged(*args: Any, **options: Any) -> Any:
+        asked.append(options["groups"])
+        return original(*args, **options)
+
     x = make_inputs(case)
-    backward(case, x, x.do, torch.empty(case.B, case.Hq, case.T_q, device="cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface.cute, "compile", keep)
+        patch.setattr(query_halves, "merged_backward", merged)
+        for function in (interface._flash_attn_bwd, interface._bwd_preprocess, interface._bwd_postprocess_convert):
+            patch.setattr(function, "compile_cache", {})
+        backward(case, x, x.do, torch.empty(case.Hq, x.q.shape[-3], device="cuda").expand(*x.q.shape[:-3], -1, -1))
+    (kernel,) = (kernel for kernel in built if hasattr(kernel, "kv_subtile_factor"))
+    return *asked, kernel.kv_subtile_factor // kernel.cta_group_size
 
 
 @pytest.mark.xdist_group("sm_100")
-def test_an_order_that_no_lock_value_has_is_refused(compiler_sm100: Worker) -> None:
-    case = Case(D=64, **FIXED, block=(64, 256), Hkv=4, mask_mod="thirds", deterministic=True)
-    with pytest.raises(WorkerError, match="deterministic=True on SM100 with a mask_mod, full blocks and") as error:
-        compiler_sm100.run(compile_backward, case)
-    assert error.value.kind == "NotImplementedError"
-    compiler_sm100.run(compile_backward, replace(case, lists="no full"))
+@pytest.mark.parametrize("case", TWICE, ids=str)
+def test_lock_values_are_made_for_as_many_ctas_as_add(compiler_sm100: Worker, case: Case) -> None:
+    assert compiler_sm100.run(groups, case) == (2, 2)
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("spt", [False, True])
+@pytest.mark.parametrize("number", [9, 8, 7])
+def test_the_kernel_waits_in_turn_for_tiles_listed_twice(compiler_sm100: Worker, spt: bool, number: int) -> None:
+    """Three tiles to a key block, the last of which may be cut short."""
+    case, launched = Drawn(shapes=((20, 3),), density=0.9), Launched(3, number, spt)
+    lists = merged_backward(tensors(case, True), across=None, asked=True, ordered=True, spt=spt, groups=3)
+    walks = compiler_sm100.run(adds_by_kernel, case, launched)
+    assert walks == [adds(lists, head, 0, launched) for head in range(case.H)]
+    for walk in walks:
+        assert all(len(own) > len({tile for tile, _ in own}) for own in walk), "no tile is listed twice"
+        in_order(walk, launched)
 
 
 @pytest.mark.xdist_group("sm_100")
@@ -125,3 +162,11 @@ def test_kernels_walk_what_either_half_lists(compiler_sm100: Worker, case: Drawn
 @pytest.mark.parametrize("case", [replace(case, deterministic=False) for case in CASES], ids=str)
 def test_numbers(case: Case) -> None:
     assert_case(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_blackwell(), reason="tiles that hold two blocks of queries are SM100's")
+@pytest.mark.parametrize("case", TWICE, ids=str)
+def test_tiles_listed_twice_repeat_their_bits(case: Case) -> None:
+    assert_case(case)
+    assert_bits_repeat(case, runs=20, beside_other_work=True)

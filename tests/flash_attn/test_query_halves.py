@@ -11,12 +11,13 @@ from itertools import accumulate
 import pytest
 import torch
 from fa_packed_lists import FORMS
-from fa_query_halves import Drawn, across, expected, key_rows, tensors, tiles
+from fa_query_halves import Drawn, Launched, across, adds, expected, in_order, key_rows, tensors, tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn.cute import own_rows, query_halves
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, NormalizedBlockSparseConfig
+from flash_attn.cute.list_schedule import simulate
 
 drawn = st.builds(
     Drawn,
@@ -91,6 +92,25 @@ def test_adds_to_a_tile_of_queries_come_in_the_order_of_launch(case: Drawn, aske
     for (sequence, head, tile), found in adds.items():
         for lock, (row, kind) in enumerate(sorted(found)):
             assert got[sequence, head, kind, abs(row), tile] == lock
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    case=drawn, asked=st.booleans(), spt=st.booleans(), groups=st.integers(1, 3), cut=st.integers(0, 2),
+    slots=st.integers(1, 4),
+)  # fmt: skip
+def test_ctas_of_a_key_block_add_in_turn(
+    case: Drawn, asked: bool, spt: bool, groups: int, cut: int, slots: int
+) -> None:
+    """Every add waits for a value of its own, which adds made earlier, or by CTAs launched earlier, bring about."""
+    lists, before = tensors(case, backward=True), across(case, True)
+    merged = query_halves.merged_backward(lists, across=before, asked=asked, ordered=True, spt=spt, groups=groups)
+    for sequence, rows in enumerate(key_rows(case)):
+        launched = Launched(groups, max(rows * groups - cut % groups, 0), spt)
+        for head in range(case.H if rows else 0):
+            walks = adds(merged, head, int(merged.cu_total_n_blocks[sequence]), launched)
+            ranks = in_order(walks, launched)
+            assert simulate(ranks, launched.order(), slots=slots).stuck is None
 
 
 def test_what_is_shared_stays_shared() -> None:

@@ -1,0 +1,101 @@
+"""SM90 forward over block lists masks where an edge may be, and has code without a mask for where none is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, forward, make_inputs
+from fa_compile import Worker
+from fa_reference import assert_case
+
+LISTED = dict(D=128, T_q=700, T_k=700, lists="both")
+PACK = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0))
+OPEN, MOD, MOD_AND_EDGES, EDGES = "open", "mod", "mod, edges", "edges"
+
+
+def masks(case: Case) -> Counter[str]:
+    """How often the code of a forward kernel has a step with which mask; in a worker."""
+    from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90 as Forward
+    from flash_attn.cute.mask import AttentionMask
+
+    said: list[list[str]] = []
+
+    def step(original: Any) -> Any:
+        @wraps(original)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            said.append([])
+            return original(*args, **kwargs)
+
+        return noted
+
+    original_mask, inside = AttentionMask.apply_mask, []
+
+    @wraps(original_mask)
+    def masked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not inside and "mask_seqlen" in kwargs:  # not the calls that it makes itself
+            edges = kwargs["mask_seqlen"] or kwargs["mask_causal"] or kwargs["mask_local"]
+            mod = kwargs.get("mask_mod") is not None
+            said[-1].append(MOD_AND_EDGES if mod and edges else MOD if mod else EDGES)
+        inside.append(True)
+        try:
+            return original_mask(self, *args, **kwargs)
+        finally:
+            inside.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionMask, "apply_mask", masked)
+        for name in ("mma_one_n_block_intrawg_overlap", "first_half_block_overlap"):
+            patch.setattr(Forward, name, step(getattr(Forward, name)))
+        forward(case, make_inputs(case))
+    return Counter(" or ".join(sorted(set(of_step))) or OPEN for of_step in said)
+
+
+def test_a_length_of_whole_blocks_needs_no_mask(compiler_sm90: Worker) -> None:
+    """The walk is there twice; in the first one nothing is masked but by a mask_mod."""
+    case = Case(**LISTED)
+    found = compiler_sm90.run(masks, case)
+    # A walk has two first steps, the first full block after mask ones, and the steps of either list.
+    assert found[OPEN] == 5 and sum(found.values()) == 10
+    found = compiler_sm90.run(masks, replace(case, mask_mod="thirds"))
+    assert found[OPEN] == 3 and found[MOD] == 2 and sum(found.values()) == 10
+
+
+def test_blocks_past_the_end_of_a_packed_sequence_stay_hidden(compiler_sm90: Worker) -> None:
+    found = compiler_sm90.run(masks, Case(D=128, packed=PACK, lists="both"))
+    assert found[OPEN] == 0 and sum(found.values()) == 5
+
+
+@pytest.mark.parametrize("edge", [dict(causal=True), dict(window=(200, 30))], ids=["causal", "window"])
+def test_steps_inside_the_edges_need_no_mask(compiler_sm90: Worker, edge: dict[str, Any]) -> None:
+    found = compiler_sm90.run(masks, Case(**LISTED, **edge))
+    assert found == {OPEN: 2, EDGES: 5}
+    found = compiler_sm90.run(masks, Case(**LISTED, **edge, mask_mod="thirds"))
+    assert found == {OPEN: 1, MOD: 1, EDGES: 3, MOD_AND_EDGES: 2}
+
+
+WHOLE = dict(D=128, T_q=640, T_k=1024, lists="both")
+NUMBERS = [
+    Case(**WHOLE),
+    Case(**WHOLE, mask_mod="thirds", list_heads=2),
+    Case(**WHOLE, Hq=8, Hkv=2, list_heads=2),
+    Case(**WHOLE | dict(D=64), mask_mod="keyed"),
+    Case(**WHOLE, causal=True, list_heads=2),
+    Case(**WHOLE, window=(200, 30), pack_gqa=False),
+    Case(**WHOLE, window=(130, None), mask_mod="thirds"),
+    Case(**LISTED),
+    Case(**LISTED, causal=True),
+    Case(**LISTED, window=(100, 100), mask_mod="thirds"),
+    Case(D=128, packed=PACK, lists="both", form="compact", window=(200, 10)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NUMBERS, ids=str)
+def test_numbers(case: Case) -> None:
+    torch.manual_seed(0)
+    assert_case(case)
