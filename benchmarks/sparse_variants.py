@@ -33,7 +33,7 @@ def ordered_plan(backward: Any, T: int) -> Any:
     from flash_attn.cute.backward_plan import plan_backward
 
     options = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=T // BLOCK)
-    return plan_backward(backward, deterministic=True, schedule="right to left", **options)
+    return plan_backward(backward, deterministic=True, schedule="longest first", **options)
 
 
 def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable[str] = WAYS) -> dict[str, Call]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fuzz.case import PATTERNS
 
@@ -22,6 +23,7 @@ def benchmarks() -> Iterator[SimpleNamespace]:
     before = list(sys.path)
     sys.path.insert(0, str(FOLDER))
     try:
+        import against_upstream
         import block_sparse
         import checked_kernels
         import list_masks
@@ -29,6 +31,7 @@ def benchmarks() -> Iterator[SimpleNamespace]:
         import tile_lists
 
         yield SimpleNamespace(
+            against=against_upstream,
             block_sparse=block_sparse,
             checked=checked_kernels,
             masks=list_masks,
@@ -160,3 +163,26 @@ def test_without_a_gpu_they_say_so(name: str) -> None:
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == f"{name}.py measures on a GPU, and PyTorch finds none\n"
+
+
+@pytest.mark.parametrize("where", ["mask", "full", "both"])
+def test_lists_that_upstream_takes_too(benchmarks: SimpleNamespace, where: str) -> None:
+    """Without the package's own helpers: each block once, in the list that the case says."""
+    against = benchmarks.against
+    for kind in ("random", "causal"):
+        case = against.Case(kind, 2048, where)
+        mask, full = case.halves("cpu")
+        assert not (mask & full).any() and (mask | full).equal(case.table("cpu"))
+        assert (bool(mask.any()), bool(full.any())) == (where != "full", where != "mask")
+        for table in (mask, full, mask.T):
+            counts, indices = against.compact(table)
+            listed = torch.zeros_like(table)
+            for row, (n, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
+                listed[row, places[:n]] = True
+            assert listed.equal(table) and counts.dtype == indices.dtype == torch.int32
+
+
+def test_a_row_compares_medians(benchmarks: SimpleNamespace) -> None:
+    row = {"case": {"kind": "random", "T": 8192, "where": "both"}, "way": "backward", "difference": 1e-3}
+    said = benchmarks.against.markdown_table([row | {"upstream": [2.0, 9.0, 1.0], "patched": [3.0, 3.0, 1.0]}])
+    assert "| 8,192 | random, both | backward |" in said and "2.000 |" in said and "1.50 |" in said
