@@ -21,14 +21,15 @@ from flash_attn.cute.tail_mask import TailMask
 
 
 @dataclass(frozen=True)
-class NoEdges:
-    """A `TailMask` where all blocks lie inside of the sequence."""
+class EndMask:
+    """Called as a `TailMask`: hides the end of the keys in every block, or nowhere, and what a mask_mod hides."""
 
     mask_fn: partial
+    hides_end: bool
 
     def __call__(self, acc_S: cute.Tensor, n_block: Int32, mask_seqlen: bool, **options: Any) -> None:
-        if options.get("mask_mod") is not None:
-            self.mask_fn(acc_S, n_block=n_block, mask_seqlen=False, **options)
+        if self.hides_end or options.get("mask_mod") is not None:
+            self.mask_fn(acc_S, n_block=n_block, mask_seqlen=self.hides_end, **options)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def walk_list(walk: Callable, step: Callable, state: Any, tail: TailMask, edges:
     seqlen, walk = edges.seqlen, partial(walk, mma_one_n_block=step)
     if seqlen.has_cu_seqlens_k or seqlen.has_seqused_k:
         return _walk(walk, state, tail)  # blocks past the end may be listed, for other sequences
-    return _walk_of_two(seqlen.seqlen_k % tail.mask.tile_n == 0, walk, state, NoEdges(tail.mask_fn), tail)
+    whole = seqlen.seqlen_k % tail.mask.tile_n == 0
+    return _walk_of_two(whole, walk, state, *(EndMask(tail.mask_fn, hides_end) for hides_end in (False, True)))
 
 
 @cute.jit
@@ -86,7 +88,7 @@ def _walk(walk: Callable, state: Any, mask: Callable):
 
 
 @cute.jit
-def _walk_of_two(whole: Boolean, walk: Callable, state: Any, open_mask: NoEdges, mask: TailMask):
+def _walk_of_two(whole: Boolean, walk: Callable, state: Any, open_mask: EndMask, mask: EndMask):
     found = Boolean(False)
     if whole:
         state, _, found = walk(kv_consumer_state=state, mask_fn=open_mask)
