@@ -84,11 +84,11 @@ def judge(case, expected: bool, on_gpu: bool) -> Verdict:
             if on_gpu:
                 assert_case(case)
             else:
-                pairs += compiled_pairs(case)
+                compiled_pairs(case)
     except Exception as error:
         return Verdict(f"FAIL      {type(error).__name__}: {error}", False)
-    if pairs and expected not in pairs:
-        return Verdict(f"FAIL      pairs of CTAs: {pairs[-1]}, expected {expected}", False)
+    if set(pairs) != {expected} and (pairs or not on_gpu):  # a kernel that was compiled before says nothing
+        return Verdict(f"FAIL      pairs of CTAs: {pairs}, expected {expected}", False)
     return Verdict("pass" if on_gpu else "compiled", True)
 
 
