@@ -36,6 +36,7 @@ class Worker:
     """A process that compiles for `arch`; `run` calls a module-level function of a test file in it."""
 
     def __init__(self, arch: str) -> None:
+        self.arch = arch
         self._environment = os.environ | {
             "FLASH_ATTENTION_ARCH": arch,
             "CUTE_DSL_ARCH": f"{arch}a",
