@@ -21,11 +21,9 @@ def prepare(lists: Any, arch: int, deterministic: bool, *, seqlen_q: Any, block_
 
     Raises:
         ValueError: see `require_write_order`; or a plan that was made for another mode.
-        NotImplementedError: a plan on another architecture than SM90, or see `one_walk`.
+        NotImplementedError: see `one_walk`.
     """
     if lists.plan is not None:
-        if arch // 10 != SM90:
-            raise NotImplementedError(f"block_sparse_tensors.plan on sm_{arch}: only the SM90 kernel follows plans")
         if deterministic and lists.dq_write_order is None:
             raise ValueError(
                 "deterministic=True needs a plan that was made with plan_backward(..., deterministic=True)"
