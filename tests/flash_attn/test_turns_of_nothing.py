@@ -10,6 +10,7 @@ import torch
 from fa_cases import Case, backward, make_inputs
 from fa_compile import Worker
 
+SHORT = Case(D=64, T_q=100, T_k=700, lists="both", list_heads=4, deterministic=True)
 CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=True)
 
 
@@ -73,8 +74,30 @@ def test_a_turn_is_waited_for_and_given_on(compiler_sm100: Worker, head: int, fl
     assert compiler_sm100.run(passed, head, 2, flags, before + 1)[at][0] < 0  # it would wait
 
 
+def test_some_heads_list_nothing() -> None:
+    """What the next test is about."""
+    from fa_cases import transposed
+
+    (heads, *_), n = block_lists_of_all(SHORT), -(-SHORT.T_k // 128)
+    empty = [{block for block, rows in enumerate(transposed(own, n)) if not rows} for own in heads]
+    assert any(before - after for before, after in zip(empty[::2], empty[1::2])), "of one group"
+
+
+def block_lists_of_all(case: Case) -> list[list[list[list[int]]]]:
+    """The key blocks of each query block, mask and full together: [batch][head][query block]."""
+    import fa_cases
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa_cases, "block", lambda case: (128, 128))
+        kinds = fa_cases.block_lists(case)
+    return [
+        [[mask + full for mask, full in zip(*rows)] for rows in zip(*heads)]
+        for heads in zip(kinds["partial"], kinds["full"])
+    ]
+
+
 @pytest.mark.gpu
 def test_numbers() -> None:
     from fa_reference import assert_case
 
-    assert_case(CASE)
+    assert_case(SHORT)
