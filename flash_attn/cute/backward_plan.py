@@ -62,7 +62,7 @@ def plan_backward(
         per_group: items are of all query heads of a key/value head, which have to share their lists. For calls that
             leave dq out, on SM90.
         arch: 90 or 100, what the plan is for. None: the GPU that the lists are on, 90 for lists on the CPU. For SM100
-            mask and full blocks stay apart, each by rising lock value where `deterministic`, and nothing is looked up.
+            mask and full blocks stay apart, each by rising lock value where `deterministic`; `order_lag` is not asked.
 
     Returns:
         The lists with `plan`, int32 [items, 6]: batch, query head or, per group, key/value head, key block, first
