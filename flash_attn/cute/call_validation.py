@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flash_attn.cute.list_validation import NAMES, ORDERS, validate_lists
 from flash_attn.cute.packed_entries import is_packed, packed_rows
 from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction
+from flash_attn.cute.walk_kinds import by_kind
 
 ALWAYS = "FLASH_ATTENTION_CUTE_VALIDATE_LISTS"  # "1": every call's lists are checked
 READ_BY = (9, 10, 11)  # arch // 10
@@ -69,13 +70,14 @@ def validate_call(
         if requested:
             raise NotImplementedError("validate=True with page_table: lists over paged keys are not checked")
         return
-    backward = _without_plan(backward, q.shape[-2], k.shape[-2])
+    launch = _launch(backward, q.shape[-2], k.shape[-2])
+    backward = _without_plan(backward)
     heads = dict(num_heads=q.shape[-2], num_heads_kv=k.shape[-2])
     given = [(d, lists) for d, lists in ((FORWARD, forward), (BACKWARD, backward)) if lists is not None]
     if cu_seqlens_q is None and cu_seqlens_k is None and not any(is_packed(lists) for _, lists in given):
         size = (_block("forward", forward, q.shape[1]), _block("backward", backward, k.shape[1]))
         sizes = dict(seqlen_q=q.shape[1], seqlen_k=k.shape[1], batch_size=q.shape[0], block_size=size)
-        validate_lists(forward, backward, **sizes, **heads)
+        validate_lists(forward, backward, order=launch and launch.of_batch(), **sizes, **heads)
         return
     lengths_q = _lengths(q, cu_seqlens_q, seqused_q)
     lengths_k = _lengths(k, cu_seqlens_k, seqused_k)
@@ -93,13 +95,15 @@ def validate_call(
             seqlen_q = max(seqlen_q, forward.mask_block_cnt.shape[2] * forward.block_size[0])
         if backward is not None:
             seqlen_k = max(seqlen_k, backward.mask_block_cnt.shape[2] * backward.block_size[1])
-        validate_lists(forward, backward, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=batch, **heads)
+        sizes = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=batch)
+        validate_lists(forward, backward, order=launch and launch.of_batch(), **sizes, **heads)
         return
     unpacked = {d.argument: list(_sequences(d, lists, lengths)) for d, lists in given}
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
         own = [unpacked[d.argument][b] if d.argument in unpacked else None for d in (FORWARD, BACKWARD)]
+        order = launch and launch.of_sequence(b, own[1].mask_block_cnt.shape[2])
         try:
-            validate_lists(*own, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=1, **heads)
+            validate_lists(*own, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=1, order=order, **heads)
         except ValueError as error:
             raise ValueError(f"sequence {b}, whose rows count from its start: {error}") from None
 
@@ -228,33 +232,79 @@ def _entries(
     return entries[at] if entries.numel() else at.int()
 
 
-def _without_plan(lists: Any, num_heads: int, num_heads_kv: int) -> Any:
-    """The lists that a plan was made of, the plan checked."""
+@dataclass(frozen=True)
+class _Launch:
+    """In which order a plan for SM100 launches key blocks, which lock values have to follow.
+
+    Attributes:
+        sequence, block: of each item, int64 [B * H * N]: head by head, every key block once.
+    """
+
+    sequence: torch.Tensor
+    block: torch.Tensor
+    sequences: int
+    heads: int
+
+    def of_batch(self) -> torch.Tensor:
+        """[B, H, N], of padded lists."""
+        return self.block.view(self.sequences, self.heads, -1)
+
+    def of_sequence(self, sequence: int, rows: int) -> torch.Tensor:
+        """[H, rows], of a packed sequence of so many key blocks."""
+        own = (self.sequence == sequence) & (self.block < rows)
+        return self.block[own].view(self.heads, rows)
+
+
+def _launch(lists: Any, num_heads: int, num_heads_kv: int) -> _Launch | None:
+    """The order of a plan for SM100; None without one. The plan is checked, whatever it is for."""
+    if lists is None or lists.plan is None:
+        return None
+    _check_plan(lists, num_heads_kv if lists.plan_per_group else num_heads)
+    if not lists.plan_whole:
+        return None
+    _check_whole(lists, num_heads)
+    if lists.dq_write_order is None:
+        return None
+    sequence, block = lists.plan[:, 0].long(), lists.plan[:, 2].long()
+    return _Launch(sequence, block, 1 if is_packed(lists) else lists.mask_block_cnt.shape[0], num_heads)
+
+
+def _check_whole(lists: Any, num_heads: int) -> None:
+    """An item for each key block of each query head, head by head: the heads of a group take turns in that order."""
+    plan, (rows, B) = lists.plan.long(), (lists.mask_block_cnt.shape[-1], 1)
+    batch, head, block = plan[:, :3].unbind(-1)
+    if is_packed(lists):
+        batch, block = torch.zeros_like(batch), block + lists.cu_total_n_blocks.long()[batch]
+    else:
+        B = lists.mask_block_cnt.shape[0]
+    of_head = batch * num_heads + head
+    if plan.shape[0] != B * num_heads * rows:
+        raise ValueError(f"backward plan has {plan.shape[0]} items, expected {B * num_heads * rows}: one for a walk")
+    wrong = of_head != torch.arange(plan.shape[0], device=plan.device) // max(rows, 1)
+    _, first = (of_head * rows + block).sort(stable=True)
+    times = (of_head * rows + block)[first].diff() == 0
+    wrong[first[1:][times]] = True
+    if wrong.any():
+        at = int(wrong.int().argmax())
+        raise ValueError(
+            f"backward plan[{at}] = {lists.plan[at].tolist()}, expected an item for each of {rows} key blocks of one "
+            "query head after the other"
+        )
+
+
+def _without_plan(lists: Any) -> Any:
+    """The lists that a plan was made of."""
     if lists is None or lists.plan is None:
         return lists
-    _check_plan(lists, num_heads_kv if lists.plan_per_group else num_heads)
-    lists = lists._replace(plan=None, plan_per_group=None)
+    whole = lists.plan_whole
+    lists = lists._replace(plan=None, plan_per_group=None, plan_whole=None)
+    if whole:
+        return lists._replace(spt=None)
     if lists.dq_write_order is None:
         return lists
     if lists.mask_block_idx.ndim == 1:
         lists = _as_compact(lists)
-    # One walk, 2 * block + is_full: mask blocks first, each kind in the order of the walk. The plan has the launch.
-    cnt, idx, locks = lists.mask_block_cnt, lists.mask_block_idx, lists.dq_write_order
-    used = torch.arange(idx.shape[-1], device=idx.device) < cnt.unsqueeze(-1)
-    by_kind = torch.where(used, idx & 1, 2).argsort(dim=-1, stable=True)
-    idx, locks, full = (t.gather(-1, by_kind) for t in (idx, locks.expand(idx.shape), used & (idx & 1 == 1)))
-    fulls = full.sum(-1, dtype=torch.int32)
-    masks = cnt - fulls
-    shifted = (torch.arange(idx.shape[-1], device=idx.device) + masks.unsqueeze(-1)).clamp(max=idx.shape[-1] - 1)
-    return lists._replace(
-        mask_block_cnt=masks,
-        mask_block_idx=idx >> 1,
-        full_block_cnt=fulls,
-        full_block_idx=(idx >> 1).gather(-1, shifted),
-        dq_write_order=locks,
-        dq_write_order_full=locks.gather(-1, shifted),
-        spt=None,
-    )
+    return by_kind(lists)._replace(spt=None)  # the plan has the launch
 
 
 def _as_compact(lists: Any) -> Any:
@@ -284,7 +334,10 @@ def _check_plan(lists: Any, num_heads: int) -> None:
     if rows is not None:  # rows of all sequences as rows of one
         before = lists.cu_total_n_blocks.long()
         sequence = batch.clamp(0, before.numel() - 2)
-        wrong = (batch != sequence) | (block >= before.diff()[sequence])
+        behind = block >= before.diff()[sequence]
+        if lists.plan_whole:  # rows behind the last sequence's are items of nothing
+            behind &= end > begin
+        wrong = (batch != sequence) | behind
         counts, own_row = rows.total().unsqueeze(0), before[sequence] + block
         batch = torch.zeros_like(batch)
     else:

@@ -33,11 +33,8 @@ def prepare(
 
     Raises:
         ValueError: see `require_write_order` and `one_walk`; or a plan that was made for another mode.
-        NotImplementedError: a plan on another architecture than SM90.
     """
     if lists.plan is not None:
-        if arch // 10 != SM90:
-            raise NotImplementedError(f"block_sparse_tensors.plan on sm_{arch}: only the SM90 kernel follows plans")
         if deterministic and lists.dq_write_order is None:
             raise ValueError(
                 "deterministic=True needs a plan that was made with plan_backward(..., deterministic=True)"

@@ -66,7 +66,7 @@ def any_kind(draw: st.DrawFn, arch: int) -> Attention:
         block_k=draw(st.sampled_from((64, 128))) if lists and arch == 90 else 128,
         full_lists=draw(st.booleans()) if lists else True,
         deterministic=deterministic,
-        plan=lists and (not packed or form != "padded") and arch == 90 and draw(st.booleans()),
+        plan=lists and (not packed or form != "padded") and draw(st.booleans()),
         passes=draw(st.sampled_from(passes)),
         expanded=draw(st.sampled_from(("", "batch", "heads") if not packed else ("", "heads"))),
     )

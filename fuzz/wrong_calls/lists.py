@@ -217,6 +217,7 @@ ORDERING = (
             "longest": {label: value for label, value in NOT_A_SIZE.items() if value is not None},
             "schedule": PERMUTATION,
             "listed": {"negative": -1, "a float": 3.0},
+            "arch": {label: value for label, value in NOT_A_SIZE.items() if value is not None},
         },
         {"lists": NAMED},
     ),

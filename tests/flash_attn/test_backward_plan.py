@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, make_inputs
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker
 from fa_packed_lists import ordered_backward_lists
 from fa_reference import assert_bits_repeat, assert_case
 
@@ -402,12 +402,6 @@ def test_what_does_not_fit_is_refused(options: dict, said: str) -> None:
 @pytest.mark.parametrize("case", [*CASES[:3], CASES[4], CASES[6], *CASES[8:]], ids=str)
 def test_compiles(compiler_sm90: Worker, case: Case) -> None:
     compiler_sm90.run(compile_case, case)
-
-
-def test_refused_on_sm100(compiler_sm100: Worker) -> None:
-    with pytest.raises(WorkerError, match="only the SM90 kernel follows plans") as refusal:
-        compiler_sm100.run(compile_case, CASES[0])
-    assert refusal.value.kind == "NotImplementedError"
 
 
 def test_deterministic_backward_needs_a_deterministic_plan() -> None:

@@ -1,0 +1,103 @@
+"""Deterministic backward on SM100: a query head that lists nothing at a key block passes its turn at dk and dv on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, backward, make_inputs
+from fa_compile import Worker
+
+SHORT = Case(D=64, T_q=100, T_k=700, lists="both", list_heads=4, deterministic=True)
+CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=True)
+
+
+def turns(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Of each turn that the compiled kernel may pass on: heads of a group, flags in use, and the branches around it."""
+    from fa_compile import _operations_around
+
+    from flash_attn.cute import flash_bwd_sm100, interface
+
+    found, original = [], flash_bwd_sm100.pass_turn
+
+    def record(semaphore: Any, thread: Any, tile: Any, head: Any, batch: Any, group: int, flags: int) -> None:
+        found.append((group, flags, _operations_around()[:1]))
+        original(semaphore, thread, tile, head, batch, group, flags)
+
+    x = make_inputs(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_bwd_sm100, "pass_turn", record)
+        patch.setattr(interface._flash_attn_bwd, "compile_cache", {})
+        backward(case, x, x.do, torch.empty(case.B, case.Hq, case.T_q, device="cuda"))
+    return found
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("case", [CASE, replace(CASE, D=128, Hkv=1, block=(256, 256))], ids=str)
+def test_both_gradients_have_a_turn_of_nothing(compiler_sm100: Worker, case: Case) -> None:
+    """Only where a CTA has nothing to walk, and for the flags of both warpgroups."""
+    assert compiler_sm100.run(turns, case) == [(case.Hq // case.Hkv, 2, ("scf.if",))] * 2
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("change", [{"deterministic": False}, {"Hkv": 4}], ids=str)
+def test_no_turns_where_nothing_is_added_in_order(compiler_sm100: Worker, change: dict) -> None:
+    assert compiler_sm100.run(turns, replace(CASE, **change)) == []
+
+
+def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
+    """Both flags of each key tile, key/value head and sequence, after a turn at one of them; in a worker."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from turn_kernels import Flags, dkv_turns, pass_turns
+
+    with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dkv_turns, "barrier", Flags)
+        of = torch.full((2, 3, 4, 2), before, dtype=torch.int32)  # as the interface makes it: [B, Hkv, tiles, 2]
+        turn = from_dlpack(of.permute(2, 3, 1, 0)), Int32(3), Int32(head), Int32(1)
+        cute.compile(pass_turns, *turn, group, flags)(*turn)
+        return of.flatten(0, 2).tolist()
+
+
+@pytest.mark.xdist_group("sm_100")
+@pytest.mark.parametrize("flags", [1, 2])
+@pytest.mark.parametrize("head", [4, 5])
+def test_a_turn_is_waited_for_and_given_on(compiler_sm100: Worker, head: int, flags: int) -> None:
+    at, before = (1 * 3 + head // 2) * 4 + 3, head % 2
+    expected = [[before, before] for _ in range(24)]
+    expected[at] = [before + 1, before + 1 if flags == 2 else before]
+    assert compiler_sm100.run(passed, head, 2, flags, before) == expected
+    assert compiler_sm100.run(passed, head, 2, flags, before + 1)[at][0] < 0  # it would wait
+
+
+def test_some_heads_list_nothing() -> None:
+    """What the next test is about."""
+    from fa_cases import transposed
+
+    (heads, *_), n = block_lists_of_all(SHORT), -(-SHORT.T_k // 128)
+    empty = [{block for block, rows in enumerate(transposed(own, n)) if not rows} for own in heads]
+    assert any(before - after for before, after in zip(empty[::2], empty[1::2])), "of one group"
+
+
+def block_lists_of_all(case: Case) -> list[list[list[list[int]]]]:
+    """The key blocks of each query block, mask and full together: [batch][head][query block]."""
+    import fa_cases
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa_cases, "block", lambda case: (128, 128))
+        kinds = fa_cases.block_lists(case)
+    return [
+        [[mask + full for mask, full in zip(*rows)] for rows in zip(*heads)]
+        for heads in zip(kinds["partial"], kinds["full"])
+    ]
+
+
+@pytest.mark.gpu
+def test_numbers() -> None:
+    from fa_reference import assert_case
+
+    assert_case(SHORT)
