@@ -20,7 +20,7 @@ def check_plan(lists: Any, arch: int, *, deterministic: bool, batch: int, varlen
     Raises:
         NotImplementedError: the plan was made for another architecture; or ``deterministic=True`` on SM100 with padded
             lists of packed sequences, whose rows past a sequence's end have lock values that no CTA passes on.
-        ValueError: on SM100 padded lists, and so their plan, of another number of sequences.
+        ValueError: padded lists, and so their plan, of another number of sequences.
     """
     if lists.plan is None:
         return
@@ -30,7 +30,7 @@ def check_plan(lists: Any, arch: int, *, deterministic: bool, batch: int, varlen
         raise NotImplementedError(
             f"block_sparse_tensors.plan on sm_{arch}: it was made for {made}; plan_backward(..., arch={arch}) makes one"
         )
-    if padded and not sm90 and lists.mask_block_cnt.shape[0] != batch:
+    if padded and lists.mask_block_cnt.shape[0] != batch:
         raise ValueError(
             f"block_sparse_tensors.plan was made of lists for {lists.mask_block_cnt.shape[0]} sequences, the call has "
             f"{batch}: expand the lists before plan_backward"

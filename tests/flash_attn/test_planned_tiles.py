@@ -329,8 +329,9 @@ def test_a_call_has_to_fit_its_plan() -> None:
     for made, arch, said in ((hopper, 100, "SM90, .* arch=100"), (blackwell, 90, "SM100, .* arch=90")):
         with pytest.raises(NotImplementedError, match=f"it was made for {said}"):
             planned_calls.check_plan(made, arch, **call)
-    with pytest.raises(ValueError, match="lists for 2 sequences, the call has 3"):
-        planned_calls.check_plan(blackwell, 100, **(call | {"batch": 3}))
+    for made, arch in ((hopper, 90), (blackwell, 100)):
+        with pytest.raises(ValueError, match="lists for 2 sequences, the call has 3"):
+            planned_calls.check_plan(made, arch, **(call | {"batch": 3}))
     with pytest.raises(NotImplementedError, match="padded lists for sequences of varying length"):
         planned_calls.check_plan(blackwell, 100, **(call | {"varlen_k": True}))
 

@@ -61,7 +61,7 @@ def lists(setup: Setup) -> tuple[Any, Any]:
 
     with unset_fake_temporarily():
         seen = listed(setup)
-        forward = lists_from_blocks(seen, block_size=(128, LIST_BLOCK))
+        forward = lists_from_blocks(seen.expand(setup.B, 1, *seen.shape), block_size=(128, LIST_BLOCK))
         backward = transpose_lists(forward, seen.shape[1])
         order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if setup.deterministic else {}
         heads = dict(num_heads=setup.heads[0], num_heads_kv=setup.heads[1])
