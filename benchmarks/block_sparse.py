@@ -338,7 +338,7 @@ def plot(results: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, constrained_layout=True)
+    figure, axes = plt.subplots(1, 2, figsize=(13, 4), sharey=True, constrained_layout=True)
     for ax, ways in zip(axes, (["forward"], list(WAYS_OF["sparsity"][1:])), strict=True):
         for T in dict.fromkeys(row["T"] for row in results["sparsity"]["rows"].values()):
             for way, style in zip(ways, ("-", "--", ":", "-.", (0, (1, 4))), strict=False):
@@ -348,7 +348,8 @@ def plot(results: dict, path: Path) -> None:
                     ax.plot(*zip(*points, strict=True), linestyle=style, marker="o", label=f"{way}, T {T:,}")
         ax.set(xlabel="key blocks listed per query block", xscale="log", ylim=(0, None))
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=7)
+    axes[0].legend(fontsize=7)
+    axes[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     axes[0].set_ylabel("share of the dense causal kernel's TFLOP/s")
     figure.savefig(path, dpi=120)
 

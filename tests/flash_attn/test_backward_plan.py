@@ -248,6 +248,37 @@ def stacked_lists(parts: list, offsets: bool) -> Any:
     return BlockSparseTensorsTorch(**fields)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_plan_for_sm100_of_stacked_lists_is_that_of_compact_ones(deterministic: bool) -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+
+    M, options = 7, dict(num_heads=6, num_heads_kv=2, schedule="longest first", arch=100, deterministic=deterministic)
+    for seed in range(8):
+        parts = [random_lists(2, N, M, seed * 4 + N, full=seed % 2 == 0) for N in (5, 0, 1, 6)]
+        parts = [part._replace(**{k: t[:1] for k, t in part._asdict().items() if t is not None}) for part in parts]
+        stacked, compact = (
+            plan_backward(packed_lists(parts, form), num_q_blocks=M, **options, **before)
+            for form, before in (("stacked", {"cu_total_m_blocks": torch.arange(5) * M}), ("compact", {}))
+        )
+        assert stacked.plan[:, :3].equal(compact.plan[:, :3]) and len(stacked.plan) == 6 * 12
+        if not deterministic:
+            assert stacked.mask_block_idx.ndim == 2, "as it was given"
+            continue
+        for row in range(2 * 12):
+            for kind in ("mask", "full") if seed % 2 == 0 else ("mask",):
+                assert _walked(stacked, kind, row) == _walked(compact, kind, row)
+
+
+def _walked(lists: Any, kind: str, row: int) -> list[tuple[int, int]]:
+    """Blocks of a row of ragged lists, and their lock values."""
+    begin = int(
+        getattr(lists, "cu_block_idx_offsets" if kind == "mask" else "cu_full_block_idx_offsets").flatten()[row]
+    )
+    end = begin + int(getattr(lists, f"{kind}_block_cnt").flatten()[row])
+    order = lists.dq_write_order if kind == "mask" else lists.dq_write_order_full
+    return list(zip(getattr(lists, f"{kind}_block_idx")[begin:end].tolist(), order[begin:end].tolist()))
+
+
 @pytest.mark.parametrize("spt", [False, True])
 @pytest.mark.parametrize("rows", [(7, 3, 2, 4), (5, 5, 5, 5)])
 def test_stacked_lists_have_the_lock_values_of_their_sequences(rows: tuple[int, ...], spt: bool) -> None:
