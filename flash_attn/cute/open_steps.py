@@ -47,14 +47,14 @@ class OpenStep:
 
     def __call__(self, state: Any, *, n_block: Int32, mask_fn: partial, **given: Any) -> Any:
         """mask_fn: a partial of a `TailMask`, with a `mask_mod` or without."""
-        tail, asked = mask_fn.func.mask_fn, mask_fn.keywords
+        apply_mask, asked = mask_fn.func.mask_fn, mask_fn.keywords
         step = partial(self.step, n_block=n_block, **given)
-        masked = partial(tail, **{**asked, "mask_seqlen": True})
+        masked = partial(apply_mask, **{**asked, "mask_seqlen": True})
         if asked["mask_seqlen"]:  # one block of a list: not worth a second copy of the step
             return step(state, mask_fn=masked)
         unmasked = None
         if asked.get("mask_mod") is not None:
-            unmasked = partial(tail, **{**asked, "mask_causal": False, "mask_local": False})
+            unmasked = partial(apply_mask, **{**asked, "mask_causal": False, "mask_local": False})
         inside = self.edges.sees_all(n_block * self.width, self.width)
         return _step(inside, step, state, unmasked, masked)
 

@@ -9,17 +9,19 @@ from flash_attn.cute.packed_entries import is_packed
 SM90 = 9  # arch // 10
 
 
-def check_plan(lists: Any, arch: int, *, deterministic: bool, batch: int, varlen_k: bool) -> None:
+def check_plan(lists: Any, arch: int, *, deterministic: bool, batch: int, varlen_k: bool, packed_k: bool) -> None:
     """Refuse what a plan (see `backward_plan.plan_backward`) cannot do in a call.
 
     Args:
         lists: backward lists as the caller gave them.
         batch: sequences of the call.
         varlen_k: whether sequences may have fewer keys than padded lists have rows for.
+        packed_k: whether they lie one after the other, too.
 
     Raises:
-        NotImplementedError: the plan was made for another architecture; or ``deterministic=True`` on SM100 with padded
-            lists of packed sequences, whose rows past a sequence's end have lock values that no CTA passes on.
+        NotImplementedError: the plan was made for another architecture; or padded lists, which may have rows past a
+            sequence's end: of packed sequences on SM90, where a plan launches those rows, and of any with
+            ``deterministic=True`` on SM100, where no CTA passes on their lock values.
         ValueError: padded lists, and so their plan, of another number of sequences.
     """
     if lists.plan is None:
@@ -30,15 +32,17 @@ def check_plan(lists: Any, arch: int, *, deterministic: bool, batch: int, varlen
         raise NotImplementedError(
             f"block_sparse_tensors.plan on sm_{arch}: it was made for {made}; plan_backward(..., arch={arch}) makes one"
         )
-    if padded and lists.mask_block_cnt.shape[0] != batch:
-        raise ValueError(
-            f"block_sparse_tensors.plan was made of lists for {lists.mask_block_cnt.shape[0]} sequences, the call has "
-            f"{batch}: expand the lists before plan_backward"
-        )
-    if padded and varlen_k and deterministic and not sm90:
+    if padded and (packed_k if sm90 else varlen_k and deterministic):
+        mode = "" if sm90 else "deterministic=True and "
         raise NotImplementedError(
-            f"deterministic=True on sm_{arch} with a plan of padded lists for sequences of varying length: give "
-            "compact lists, [H, rows, n], or ragged ones, [L]"
+            f"{mode}a plan of padded lists for sequences of varying length on sm_{arch}: give compact lists, "
+            "[H, rows, n], or ragged ones, [L]"
+        )
+    made_for = max(x.shape[0] for x in (lists.mask_block_cnt, lists.full_block_cnt) if x is not None)
+    if padded and made_for != batch:
+        raise ValueError(
+            f"block_sparse_tensors.plan was made of lists for {made_for} sequences, the call has {batch}: expand the "
+            "lists before plan_backward"
         )
 
 

@@ -47,6 +47,8 @@ def any_kind(draw: st.DrawFn, arch: int) -> Attention:
     mask = draw(st.sampled_from(("none", "causal", "window", "compressed", "table")))
     block_q = draw(st.sampled_from((64, 128, 192, 256))) if lists else 128
     deterministic = draw(st.booleans())
+    heads = draw(st.sampled_from(("one", "kv", "q", "all"))) if lists else "one"
+    plans = form != "padded" if packed else heads != "all"  # a plan is of every sequence's lists
     passes: tuple[int | None, ...] = (None,)
     if lists and arch == 90:
         two = mask != "compressed" and block_q % 128 == 0
@@ -61,12 +63,12 @@ def any_kind(draw: st.DrawFn, arch: int) -> Attention:
         mask=mask,
         lists=lists,
         form=form,
-        heads=draw(st.sampled_from(("one", "kv", "q", "all"))) if lists else "one",
+        heads=heads,
         block_q=block_q,
         block_k=draw(st.sampled_from((64, 128))) if lists and arch == 90 else 128,
         full_lists=draw(st.booleans()) if lists else True,
         deterministic=deterministic,
-        plan=lists and (not packed or form != "padded") and draw(st.booleans()),
+        plan=lists and plans and draw(st.booleans()),
         passes=draw(st.sampled_from(passes)),
         expanded=draw(st.sampled_from(("", "batch", "heads") if not packed else ("", "heads"))),
     )

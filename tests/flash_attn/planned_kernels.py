@@ -52,11 +52,14 @@ def adds(
     mask_cnt: cute.Tensor, mask_idx: cute.Tensor, full_cnt: cute.Tensor | None, full_idx: cute.Tensor | None,
     before: cute.Tensor | None, starts: cute.Tensor | None, full_starts: cute.Tensor | None,
     locks: cute.Tensor, full_locks: cute.Tensor | None, out: cute.Tensor,
-    sequence: Int32, head: Int32, tile: Int32, seqlen_k: Int32, m_block_max: Int32,
+    sequence: Int32, head: Int32, tile: Int32, seqlen_k: Int32, m_block_max: Int32, release: Int32,
     query_tiles: cutlass.Constexpr[int], subtiles: cutlass.Constexpr[int], pair: cutlass.Constexpr[int],
     halves: cutlass.Constexpr[bool],
 ) -> None:  # fmt: skip
-    """out: [query tile, lock value] of each of the adds to dq of the CTAs of a key tile, in their order; -1 behind."""
+    """out: [query tile, lock value] of each of the adds to dq of the CTAs of a key tile, in their order; -1 behind.
+
+    release: by how much each of them raises its semaphore.
+    """
     lists = with_halves(
         BlockSparseTensors(
             mask_cnt, mask_idx, full_cnt, full_idx, cu_total_n_blocks=before, cu_block_idx_offsets=starts,
@@ -66,7 +69,7 @@ def adds(
     )  # fmt: skip
     kernel = SimpleNamespace(
         spt=True, use_block_sparsity=True, q_subtile_factor=query_tiles, kv_subtile_factor=subtiles,
-        cta_group_size=pair, tile_n=TILE,
+        cta_group_size=pair, tile_n=TILE, list_halves=halves,
     )  # fmt: skip
     row = tile // subtiles
     masks, mask, fulls, full, count = block_sparse_utils.get_block_sparse_iteration_info_bwd(
@@ -82,7 +85,7 @@ def adds(
         )
         out[place, 0] = m_block
         out[place, 1] = FlashAttentionBackwardSm100._dq_semaphore_lock_value(
-            kernel, place, masks, order, order_full, lists, Window(), Keys(seqlen_k), m_block, tile // pair
+            kernel, place, masks, order, order_full, lists, Window(), Keys(seqlen_k), m_block, tile // pair, release
         )
 
 

@@ -95,7 +95,7 @@ class _Run:
 
         launch, (queries, keys) = self.launch, self.launch.lengths[sequence]
         list_head = head * launch.lists.mask_block_cnt.shape[-2] // launch.heads
-        at = sequence, list_head, tile, keys, tiles_of(queries)
+        at = sequence, list_head, tile, keys, tiles_of(queries), self.release(tile, sequence)
         numbers = [Int32(number) for number in at]
         if self.walk is None:
             static = launch.query_tiles, launch.subtiles, launch.pair, launch.halves
