@@ -38,7 +38,7 @@ def in_branch_of_loop(call: MaskCall) -> bool:
 @pytest.mark.parametrize("case", TAIL[0:4:3], ids=str)
 def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None:
     """On SM90 in a walk of its own, beside one for keys that end with a block (test_open_steps.py)."""
-    calls = compiler.run(masks, case)
+    calls = compiler.trace(masks, case)
     own_walk = compiler.arch == "sm_90"
     at_tail = [call for call in calls if (in_loop if own_walk else in_branch_of_loop)(call) and call.mask_seqlen]
     # One for the partial blocks, with the mask_mod if there is one, and one for the full blocks.
@@ -52,7 +52,7 @@ def test_tail_is_masked_wherever_it_stands(compiler: Worker, case: Case) -> None
 def test_full_blocks_are_cut_by_causal_and_local(compiler: Worker, case: Case) -> None:
     """On SM90 in a branch over the step, beside one for blocks that no edge runs through."""
     cut = in_branch_of_loop if compiler.arch == "sm_90" else in_loop
-    calls = [call for call in compiler.run(masks, case) if cut(call)]
+    calls = [call for call in compiler.trace(masks, case) if cut(call)]
     assert len(calls) >= 2, "the loops over partial and over full blocks both mask every block"
     for call in calls:
         assert (call.mask_causal, call.mask_local) == (case.causal, not case.causal)

@@ -44,7 +44,7 @@ def traced(case: Case) -> list[tuple[list[MaskCall], int]]:
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_both_masks_reach_both_kernels(compiler: Worker, case: Case) -> None:
-    for calls, asked in compiler.run(traced, case):
+    for calls, asked in compiler.trace(traced, case):
         assert asked, "the mask_mod is in the code"
         # The kernel wants both at once; inside, the one is applied and then the other.
         wanted = [call for call in calls if call.mask_mod and (call.mask_causal or call.mask_local)]

@@ -36,7 +36,7 @@ def launched_from_the_right(case: Case) -> bool:
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6]], ids=str)
 def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case) -> None:
-    assert not compiler_sm90.run(launched_from_the_right, case)
+    assert not compiler_sm90.trace(launched_from_the_right, case)
 
 
 @pytest.mark.gpu

@@ -62,11 +62,11 @@ def between(said: list[str]) -> list[set[str]]:
 
 @pytest.mark.parametrize("case", WITHOUT_DQ, ids=str)
 def test_a_sync_where_no_barrier_is(compiler_sm90: Worker, case: Case) -> None:
-    found = between(compiler_sm90.run(steps, case, False))
+    found = between(compiler_sm90.trace(steps, case, False))
     assert len(found) >= 2 and all("sync" in what for what in found), found
 
 
 @pytest.mark.parametrize("case", WITH_DQ, ids=str)
 def test_a_barrier_where_ds_is_shared(compiler_sm90: Worker, case: Case) -> None:
-    found = between(compiler_sm90.run(steps, case, True))
+    found = between(compiler_sm90.trace(steps, case, True))
     assert len(found) >= 2 and all(what == {"barrier"} for what in found), found

@@ -95,7 +95,7 @@ def stages(case: Case) -> tuple[int, tuple[int, int], bool]:
 @pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize(("case", "expected"), ALONE, ids=str)
 def test_packed_heads_need_no_halves(compiler_sm100: Worker, case: Case, expected: tuple) -> None:
-    assert compiler_sm100.run(stages, case) == (*expected, False)
+    assert compiler_sm100.trace(stages, case) == (*expected, False)
 
 
 def groups(case: Case) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def groups(case: Case) -> tuple[int, int]:
 @pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("case", TWICE, ids=str)
 def test_lock_values_are_made_for_as_many_ctas_as_add(compiler_sm100: Worker, case: Case) -> None:
-    assert compiler_sm100.run(groups, case) == (2, 2)
+    assert compiler_sm100.trace(groups, case) == (2, 2)
 
 
 @pytest.mark.xdist_group("sm_100")

@@ -66,7 +66,7 @@ def stages(case: Case) -> int:
 @pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("case,expected", CASES, ids=str)
 def test_who_overlaps(case: Case, expected: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(stages, case) == expected
+    assert compiler_sm90.trace(stages, case) == expected
 
 
 def prefetched(case: Case) -> int:
@@ -88,7 +88,7 @@ def prefetched(case: Case) -> int:
 @pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("kind,count", [("both", 2), ("no full", 1)])
 def test_rows_are_asked_for(kind: str, count: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(prefetched, Case(D=64, T_q=700, T_k=700, lists=kind)) == count
+    assert compiler_sm90.trace(prefetched, Case(D=64, T_q=700, T_k=700, lists=kind)) == count
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3, 33), (1, 2, 3, 32)])

@@ -80,7 +80,7 @@ def test_heads_of_a_group_find_their_list_without_copies(compiler: Worker, pack_
     case = Case(D=128, Hq=6, T_q=700, T_k=700, lists="both", list_heads=2, pack_gqa=pack_gqa)
     shared = {((None, (3, None), None), (None, (0, None), 1))}
     plain = {((None, None, None), (None, None, 1))}
-    assert compiler.run(list_layouts, case) == {"fwd": plain if pack_gqa else shared, "bwd": shared}
+    assert compiler.trace(list_layouts, case) == {"fwd": plain if pack_gqa else shared, "bwd": shared}
 
 
 def test_another_number_of_heads_is_refused(compiler_sm90: Worker) -> None:

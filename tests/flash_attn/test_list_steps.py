@@ -73,17 +73,17 @@ def softcapped(case: Case) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("case", [*CASES[:6], *PACKED[1:]], ids=str)
 def test_two_blocks_of_64_are_a_tile(compiler_sm90: Worker, case: Case) -> None:
-    assert compiler_sm90.run(kernels_of, case) == [(2, 128)]
+    assert compiler_sm90.trace(kernels_of, case) == [(2, 128)]
 
 
 @pytest.mark.parametrize("case", OWN_TILE, ids=str)
 def test_other_blocks_are_a_tile_each(compiler_sm90: Worker, case: Case) -> None:
-    ((parts, tile_n),) = compiler_sm90.run(kernels_of, case)
+    ((parts, tile_n),) = compiler_sm90.trace(kernels_of, case)
     assert parts == 0 and tile_n == (case.block or (128, 128))[1]
 
 
 def test_a_score_mod_takes_tiles_of_a_block(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(softcapped, CASES[0]) == [(0, 64)]
+    assert compiler_sm90.trace(softcapped, CASES[0]) == [(0, 64)]
 
 
 def compressed(case: Case) -> list[tuple[int, int]]:
@@ -93,7 +93,7 @@ def compressed(case: Case) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("case", [CASES[0], CASES[9]], ids=str)
 def test_a_compressed_mask_takes_tiles_of_a_block(compiler_sm90: Worker, case: Case) -> None:
     """The mask of a step of two blocks does not know it."""
-    assert compiler_sm90.run(compressed, case) == [(0, 64)]
+    assert compiler_sm90.trace(compressed, case) == [(0, 64)]
 
 
 @pytest.mark.gpu

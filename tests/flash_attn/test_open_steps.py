@@ -58,23 +58,23 @@ def masks(case: Case) -> Counter[str]:
 def test_a_length_of_whole_blocks_needs_no_mask(compiler_sm90: Worker) -> None:
     """The walk is there twice; in the first one nothing is masked but by a mask_mod."""
     case = Case(**LISTED)
-    found = compiler_sm90.run(masks, case)
+    found = compiler_sm90.trace(masks, case)
     # A walk has two first steps, the first full block after mask ones, and the steps of either list.
     assert found == {OPEN: 5, EDGES: 5}
-    found = compiler_sm90.run(masks, replace(case, mask_mod="thirds"))
+    found = compiler_sm90.trace(masks, replace(case, mask_mod="thirds"))
     assert found == {OPEN: 3, MOD: 2, EDGES: 3, MOD_AND_EDGES: 2}
 
 
 def test_blocks_past_the_end_of_a_packed_sequence_stay_hidden(compiler_sm90: Worker) -> None:
-    found = compiler_sm90.run(masks, Case(D=128, packed=PACK, lists="both"))
+    found = compiler_sm90.trace(masks, Case(D=128, packed=PACK, lists="both"))
     assert found[OPEN] == 0 and sum(found.values()) == 5
 
 
 @pytest.mark.parametrize("edge", [dict(causal=True), dict(window=(200, 30))], ids=["causal", "window"])
 def test_steps_inside_the_edges_need_no_mask(compiler_sm90: Worker, edge: dict[str, Any]) -> None:
-    found = compiler_sm90.run(masks, Case(**LISTED, **edge))
+    found = compiler_sm90.trace(masks, Case(**LISTED, **edge))
     assert found == {OPEN: 2, EDGES: 5}
-    found = compiler_sm90.run(masks, Case(**LISTED, **edge, mask_mod="thirds"))
+    found = compiler_sm90.trace(masks, Case(**LISTED, **edge, mask_mod="thirds"))
     assert found == {OPEN: 1, MOD: 1, EDGES: 3, MOD_AND_EDGES: 2}
 
 

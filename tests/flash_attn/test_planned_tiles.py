@@ -68,14 +68,14 @@ def built(case: Case) -> tuple[str, bool, bool]:
 @pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize(("case", "pairs"), CASES, ids=str)
 def test_compiles(compiler_sm100: Worker, case: Case, pairs: bool) -> None:
-    assert compiler_sm100.run(built, case) == ("PlannedScheduler", pairs, case.deterministic)
+    assert compiler_sm100.trace(built, case) == ("PlannedScheduler", pairs, case.deterministic)
 
 
 @pytest.mark.xdist_group("sm_100")
 def test_without_a_plan_the_scheduler_is_upstreams(compiler_sm100: Worker) -> None:
     case = replace(CASES[1][0], plan=0, launch="left to right")
-    assert compiler_sm100.run(built, case) == ("SingleTileLPTBwdScheduler", False, False)
-    assert compiler_sm100.run(built, replace(case, deterministic=False)) == ("SingleTileScheduler", False, False)
+    assert compiler_sm100.trace(built, case) == ("SingleTileLPTBwdScheduler", False, False)
+    assert compiler_sm100.trace(built, replace(case, deterministic=False)) == ("SingleTileScheduler", False, False)
 
 
 def kernels_asked_for(cases: list[Case]) -> int:
@@ -97,7 +97,7 @@ def test_calls_with_and_without_a_plan_are_of_two_kernels(compiler_sm100: Worker
     calls = [case, replace(case, launch=other), replace(case, plan=0, launch="left to right")]
     if case.packed and case.deterministic:  # without a plan lists bring no lock values here
         calls = [replace(call, deterministic=False) for call in calls]
-    assert compiler_sm100.run(kernels_asked_for, calls) == 2
+    assert compiler_sm100.trace(kernels_asked_for, calls) == 2
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def masks(case: Case) -> list[MaskCall]:
     ids=str,
 )
 def test_one_loop_masks_only_where_something_hides(compiler_sm90: Worker, case: Case, with_mod: list[bool]) -> None:
-    calls = compiler_sm90.run(masks, case)
+    calls = compiler_sm90.trace(masks, case)
     # One mask for each kind of entry, none of them straight in the loop's body but for the branch
     # that skips tiles past the end.
     assert sorted(call.mask_mod for call in calls) == with_mod

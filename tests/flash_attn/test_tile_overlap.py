@@ -83,7 +83,7 @@ def overlaps(asked: dict[str, object]) -> bool:
 @pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("asked,expected", CALLS, ids=lambda value: str(value))
 def test_who_overlaps(asked: dict[str, object], expected: bool, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(overlaps, asked) == expected
+    assert compiler_sm90.trace(overlaps, asked) == expected
 
 
 @pytest.mark.gpu

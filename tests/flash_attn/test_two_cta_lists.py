@@ -37,7 +37,7 @@ def kernel_with_pairs_over_an_odd_factor() -> None:
 @pytest.mark.xdist_group("sm_100")
 def test_the_kernel_itself_refuses_pairs_over_an_odd_factor(compiler_sm100: Worker) -> None:
     with pytest.raises(WorkerError, match="kv_subtile_factor % cta_group_size"):
-        compiler_sm100.run(kernel_with_pairs_over_an_odd_factor)
+        compiler_sm100.trace(kernel_with_pairs_over_an_odd_factor)
 
 
 @pytest.mark.skipif(two_cta_lists.is_blackwell(), reason="runs on this GPU instead of compiling")
@@ -57,5 +57,5 @@ def wrongly_expected(case: Case, expected: bool) -> str:
 @pytest.mark.xdist_group("sm_100")
 def test_other_pairs_than_expected_fail(compiler_sm100: Worker) -> None:
     case, expected = CASES[3]
-    said = compiler_sm100.run(wrongly_expected, case, expected)
+    said = compiler_sm100.trace(wrongly_expected, case, expected)
     assert said.startswith("FAIL") and f"pairs of CTAs: [{expected}], expected {not expected}" in said
