@@ -36,6 +36,7 @@ CASES = [  # and whether pairs of CTAs walk a list
     (Case(D=128, **FIXED, block=(64, 256), deterministic=True, launch="middle first"), True),
     (Case(D=128, **PACKED, form="ragged", list_heads=2, deterministic=True, launch="longest first"), False),
     (Case(D=64, **PACKED, form="compact", Hkv=4, window=(200, 0)), False),
+    (Case(D=64, **PACKED, form="stacked", list_heads=2, mask_mod="thirds"), False),
 ]
 ORDERS = ["left to right", "right to left", "longest first", "drawn"]
 
@@ -68,7 +69,7 @@ def built(case: Case) -> tuple[str, bool, bool]:
 @pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize(("case", "pairs"), CASES, ids=str)
 def test_compiles(compiler_sm100: Worker, case: Case, pairs: bool) -> None:
-    assert compiler_sm100.trace(built, case) == ("PlannedScheduler", pairs, case.deterministic)
+    assert compiler_sm100.run(built, case) == ("PlannedScheduler", pairs, case.deterministic)
 
 
 @pytest.mark.xdist_group("sm_100")
