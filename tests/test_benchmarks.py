@@ -157,7 +157,7 @@ def test_rates_count_the_head_dimension(
     assert cells[3] == f"{2e9 / (16 * 32 * 128 * 64):.3f}", "picoseconds a pair"
 
 
-@pytest.mark.parametrize("name", ["block_sparse", "compress_factor"])
+@pytest.mark.parametrize("name", ["against_upstream", "block_sparse", "compress_factor"])
 def test_without_a_gpu_they_say_so(name: str) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], env=environment, capture_output=True, text=True)

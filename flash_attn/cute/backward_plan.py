@@ -18,13 +18,14 @@ import torch
 
 from flash_attn.cute.list_arguments import fields, integer, padded_lists
 from flash_attn.cute.order_lag import whole_walks_pay
+from flash_attn.cute.ordered_lists import SM90
 from flash_attn.cute.packed_entries import distinct_heads, packed_rows, ragged_walk
 from flash_attn.cute.walk_kinds import by_kind
 from flash_attn.cute.write_order import deterministic_walk
 
 LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
 LONGEST = 32
-SM90, SM100 = 90, (10, 11)  # an architecture; arch // 10
+SM100 = (10, 11)  # arch // 10
 
 
 def plan_backward(
@@ -132,13 +133,13 @@ def plan_backward(
 def _walks_whole(lists: Any, arch: Optional[int], per_group: bool, longest: Optional[int], most: int) -> bool:
     """Whether the plan is for SM100. most: blocks of a walk that could be cut."""
     if arch is None:
-        arch = SM90
+        arch = SM90 * 10
         if lists.mask_block_cnt.is_cuda:
             from flash_attn.cute.interface import _get_device_arch
 
             arch = _get_device_arch()
     integer("arch", arch)
-    if arch // 10 == SM90 // 10:
+    if arch // 10 == SM90:
         return False
     if arch // 10 not in SM100:
         raise NotImplementedError(f"a plan for sm_{arch}: only backward on SM90 and SM100 follows one")

@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
+from flash_attn.cute.ordered_lists import SM90
 from flash_attn.cute.packed_entries import is_packed
-
-SM90 = 9  # arch // 10
 
 
 def check_plan(lists: Any, arch: int, *, deterministic: bool, batch: int, varlen_k: bool, packed_k: bool) -> None:

@@ -31,7 +31,7 @@ def kernel_with_pairs_over_an_odd_factor() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interface, "block_sparse_bwd_supports_2cta", lambda tensors, n_block_size: True)
-        two_cta_lists.compiled_pairs(Case(D=128, T_q=700, T_k=700, lists="both", block=two_cta_lists.SINGLE))
+        two_cta_lists.compile_anew(Case(D=128, T_q=700, T_k=700, lists="both", block=two_cta_lists.SINGLE))
 
 
 @pytest.mark.xdist_group("sm_100")
