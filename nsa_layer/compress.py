@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import accumulation_dtype
+from nsa_layer.problem import accumulation_dtype, mean_scale
 
 
 def mean_pool(x: torch.Tensor, *, config: NSAConfig) -> torch.Tensor:
@@ -22,12 +22,15 @@ def mean_pool(x: torch.Tensor, *, config: NSAConfig) -> torch.Tensor:
     if Tc == 0:
         # A product with x keeps the graph connected: the gradient is zero, not missing.
         return x[:, :0].to(accumulation_dtype(x.dtype))
-    # A block is l // d strides; summing strides first reads each token once, whatever the overlap.
-    strides = x[:, : (Tc - 1) * d + l].unflatten(1, (-1, d)).sum(2, dtype=accumulation_dtype(x.dtype))
-    total = strides[:, :Tc]
+    # A block is l // d strides; summing strides first reads each token once, whatever the overlap. Each sum is scaled
+    # before it is taken, forward and backward.
+    of_tokens, of_strides = mean_scale(d), mean_scale(l // d)
+    tokens = x[:, : (Tc - 1) * d + l].to(accumulation_dtype(x.dtype)) / of_tokens
+    strides = tokens.unflatten(1, (-1, d)).sum(2)
+    total = strides[:, :Tc] / of_strides
     for shift in range(1, l // d):
-        total = total + strides[:, shift : shift + Tc]
-    return total / l
+        total = total.add(strides[:, shift : shift + Tc], alpha=1 / of_strides)
+    return total / (l / (of_tokens * of_strides))
 
 
 def project(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from nsa_layer.compress import compress
 from nsa_layer.gate import gate_values, weighted_sum
-from nsa_layer.problem import Aux, Problem, accumulation_dtype
+from nsa_layer.problem import Aux, Problem, accumulation_dtype, mean_scale
 from nsa_layer.ranges import component
 from nsa_layer.select import choose_blocks
 
@@ -148,7 +148,9 @@ class _SparseAttention(torch.autograd.Function):
             top = top.masked_fill_(top == -torch.inf, 0)
             p = scores.sub_(top).exp_()
             total = p.sum(-1, keepdim=True)
-            o[rows] = _dot(p.to(v.dtype), keys.read(v)).div_(total.masked_fill(total == 0, 1))
+            # The sum of p * v is above its mean. fp16 has no range for smaller p, and no v that would need them.
+            scale = 1 if v.dtype == torch.float16 else mean_scale(p.shape[-1])
+            o[rows] = _dot(p.div_(scale).to(v.dtype), keys.read(v)).div_(total.masked_fill(total == 0, 1) / scale)
             lse[rows] = total.log_().add_(top).squeeze(-1)
 
     @staticmethod

@@ -49,3 +49,11 @@ class Aux:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 where the input is fp64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def mean_scale(n: int) -> int:
+    """The power of two that n numbers are divided by before they are summed: their mean cannot overflow on the way.
+
+    Such a division is exact, so dividing the sum by ``n / mean_scale(n)`` gives the bits of ``sum / n``.
+    """
+    return 1 << (n - 1).bit_length()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import Aux, Problem, accumulation_dtype
+from nsa_layer.problem import Aux, Problem, accumulation_dtype, mean_scale
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ def compress(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig)
     Returns:
         [Tc, Hkv, D] in the accumulation dtype, not rounded to the input's.
     """
-    x = x.to(accumulation_dtype(x.dtype))
-    complete = x.shape[0] >= config.block_size
-    compressed = x.unfold(0, config.block_size, config.stride).mean(-1) if complete else x[:0]
+    l = config.block_size
+    x = x.to(accumulation_dtype(x.dtype)) / mean_scale(l)
+    compressed = x.unfold(0, l, config.stride).sum(-1) / (l / mean_scale(l)) if x.shape[0] >= l else x[:0]
     return compressed if weight is None else torch.einsum("thd,hde->the", compressed, weight.to(compressed.dtype))
 
 
@@ -55,8 +55,14 @@ def tile_query(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.Ten
     for start in range(0, q.shape[0], config.q_tile):
         own = slice(start, start + config.q_tile)
         until_first = slice(max(0, start - config.q_tile + 1), start + 1)
-        queries.append(q[until_first if before else own].mean(0))
+        queries.append(mean(q[until_first if before else own], 0))
     return torch.stack(queries)
+
+
+def mean(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``x.mean(dim)``, whatever the size of the sum."""
+    n, scale = x.shape[dim], mean_scale(x.shape[dim])
+    return (x / scale).sum(dim) / (n / scale)
 
 
 @torch.no_grad()
@@ -78,12 +84,11 @@ def selection_scores(
     before_own = first // size - 1 == start // size
     forced = (own | before_own | (start == 0)) & config.force_blocks
 
-    key_start = torch.arange(k_cmp.shape[0], device=q.device) * config.stride
-    inside = (key_start[:, None] >= start) & (key_start[:, None] + size <= start + size)
     group = q.shape[1] // k_cmp.shape[1]
-    keys = k_cmp.repeat_interleave(group, dim=1)
-    dots = torch.einsum("mhd,chd->hmc", tile_query(q, config=config, causal=causal), keys) * softmax_scale
-    values = torch.einsum("hmc,cn->hmn", dots, inside.to(dots.dtype))
+    # The one compressed key that lies wholly inside a block starts where the block does; a short last one has none.
+    keys = k_cmp[:: size // config.stride].repeat_interleave(group, dim=1)
+    dots = torch.einsum("mhd,nhd->hmn", tile_query(q, config=config, causal=causal), keys) * softmax_scale
+    values = F.pad(dots, (0, len(start) - len(keys)))
     if config.importance == "softmax":
         values = values.masked_fill(~candidates, -torch.inf).softmax(-1)
     if not config.per_head:

@@ -292,7 +292,7 @@ class _KeyPass:
         config = self.s.config
         inside = torch.arange(config.block_size, device=x.device)
         position = (self.blocks.flatten()[:, None] * config.stride + inside).clamp(max=len(x) - 1)
-        mean = x[position].to(self.acc).mean(1)
+        mean = reference.mean(x[position].to(self.acc), 1)
         return (mean if weight is None else mean @ weight.to(self.acc)).to(self.dtype)
 
     def run(self, lse: torch.Tensor, row_sums: torch.Tensor) -> tuple:

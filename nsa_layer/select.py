@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import accumulation_dtype
+from nsa_layer.problem import accumulation_dtype, mean_scale
 
 # Elements of the score matrix held at once; scores are computed for as many query tiles as fit.
 SCORE_BUDGET = 1 << 26
@@ -51,13 +51,13 @@ def tile_queries(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.T
     own = config.tile_query == "mean" or not causal
     # "before" ends at the tile's first query: the same tiles over a sequence that starts size - 1 tokens earlier.
     front = 0 if own else size - 1
-    padded = q.new_zeros(B, M * size, Hq, D)
+    padded = q.new_zeros(B, M * size, Hq, D, dtype=accumulation_dtype(q.dtype))
     kept = min(T, M * size - front)
     padded[:, front : front + kept] = q[:, :kept]
-    total = padded.unflatten(1, (M, size)).sum(2, dtype=accumulation_dtype(q.dtype))
+    total = padded.div_(mean_scale(size)).unflatten(1, (M, size)).sum(2)
     first = torch.arange(M, device=q.device) * size
     count = (T - first).clamp(max=size) if own else (first + 1).clamp(max=size)
-    return total / count.view(1, M, 1, 1)
+    return total / (count.to(total.dtype) / mean_scale(size)).view(1, M, 1, 1)
 
 
 def block_roles(tiles: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -310,11 +310,11 @@ class Choose:
                             exp2(cute.math.fma(score * scales[i], factors[r], shifts[r])), sums[r], total
                         )
                     else:
-                        total = cute.math.fma(score, factors[r], total)
+                        total = cute.math.fma(score * scales[i], factors[r], total)
                 for bit in cutlass.range_constexpr(rule.lane_bits):
                     total += cute.arch.shuffle_sync_bfly(total, 16 >> bit)
-                if const_expr(not rule.softmax):  # in this order, sums of small integers stay exact for any scale
-                    total = total * scales[i] * softmax_scale
+                if const_expr(not rule.softmax):
+                    total = total * softmax_scale
                 free = eligible(first + COLUMNS[i], ends[t * rows], forced, rule.causal, rule.force)
                 keys[i] = cutlass.select_(free, best_list.score_bits(total), Int32(best_list.WORST_SCORE))
             best_list.offer(best[t], keys, first)

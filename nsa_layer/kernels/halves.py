@@ -3,6 +3,9 @@
 A row's largest number is brought to [2^14, 2^15), where fp16 has room below for what is far smaller. Both halves have
 one scale, so that ``hi.hi + hi.lo + lo.hi`` goes into one accumulator; lo.lo is below its rounding. What has 11 bits,
 such as means of small integers, has lo = 0 and is exact.
+
+An accumulator of D = 128 products stays below 2^38. Taken to the keys' scale first, it has to be in the range of fp32
+for every key, so that a score overflows only where q . k does: 2^-23 goes from the queries' scales to the keys'.
 """
 
 import cutlass
@@ -16,6 +19,7 @@ VECTOR = 8  # numbers of a row in one thread: 16 bytes of fp16
 # Of the exponent's 8 bits, biased by 127: 14 is what the largest number gets.
 TOP = 14
 LEAST_EXPONENT = TOP + 1  # so that scale and its inverse are both normal numbers
+KEYS_DOWN = 23  # what queries' scales have too much, and keys' too little, as a power of two
 
 
 @dsl_user_op
@@ -36,11 +40,14 @@ def largest(share: list[Float32], lanes: int) -> Float32:
     return cute.arch.warp_reduction_max(top, threads_in_group=lanes)
 
 
-def split(share: list[Float32], lanes: int, row: cute.Tensor, lane: Int32, active: bool) -> Float32:
-    """Write a thread's share of a row as [hi | lo], 2 D numbers of fp16, where `active`; returns the row's scale."""
+def split(share: list[Float32], lanes: int, row: cute.Tensor, lane: Int32, active: bool, *, shift: int = 0) -> Float32:
+    """Write a thread's share of a row as [hi | lo], 2 D numbers of fp16, where `active`.
+
+    Returns the row's scale times ``2 ** shift``, or the highest power of two if that is less.
+    """
     exponent = (bits_of(largest(share, lanes)) >> 23) & 0xFF
-    exponent = cutlass.max(exponent, LEAST_EXPONENT)
-    up, scale = float_of((254 + TOP - exponent) << 23), float_of((exponent - TOP) << 23)
+    exponent = cutlass.max(exponent, LEAST_EXPONENT + max(0, -shift))
+    up, scale = float_of((254 + TOP - exponent) << 23), float_of(cutlass.min(exponent - TOP + shift, 254) << 23)
     hi, lo = (cute.make_rmem_tensor((VECTOR,), Float16) for _ in range(2))
     for c, x in enumerate(share):
         hi[c] = (x * up).to(Float16)

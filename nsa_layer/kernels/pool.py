@@ -3,7 +3,7 @@
 A thread block has a few consecutive blocks of one head. Its threads sum segments of m tokens, m a divisor of the
 stride, 16 bytes of a row a thread; a mean is then a sum of consecutive segments in shared memory, so that blocks which
 overlap share their tokens' reads. Backward, all tokens of a stride get the same gradient: it is summed once for m of
-them.
+them. What is summed is scaled before (`mean_scale`), so that sums stay in the range of fp32 where means do.
 """
 
 from typing import Optional
@@ -37,6 +37,7 @@ from nsa_layer.kernels.segments import (
     plan_blocks,
     plan_segments,
 )
+from nsa_layer.problem import mean_scale
 
 Tensor = torch.Tensor
 
@@ -133,7 +134,8 @@ class PoolKernel:
                     for u in cutlass.range_constexpr(batch):
                         cute.autovec_copy(vector(here, u, lane, VECTOR), rows[None, u])
                     for u in cutlass.range_constexpr(batch):
-                        total.store(total.load() + rows[None, u].load().to(Float32))
+                        scaled = rows[None, u].load().to(Float32) * (1 / mean_scale(self.pooling.l))
+                        total.store(total.load() + scaled)
                 cute.autovec_copy(total, cute.local_tile(sums, (VECTOR,), (segment * lanes + lane,)))
 
     @cute.jit
@@ -147,7 +149,7 @@ class PoolKernel:
         plan: cutlass.Constexpr[Segments],
     ):
         """Two elements a thread: mean, mean_too: [Tc, D]."""
-        pairs = mean.shape[1] // 2
+        pairs, unscaled = mean.shape[1] // 2, self.pooling.l / mean_scale(self.pooling.l)
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(-(-plan.blocks * pairs // THREADS)):
             block, pair = (i * THREADS + tidx) // pairs, tidx % pairs
@@ -158,9 +160,9 @@ class PoolKernel:
                 for j in cutlass.range(self.pooling.l // plan.size, unroll=8):
                     part = cute.local_tile(sums, (2,), ((first + j) * pairs + pair,))
                     total.store(total.load() + part.load())
-                round_to(divided(total, self.pooling.l), vector(mean, row + block, pair, 2))
+                round_to(divided(total, unscaled), vector(mean, row + block, pair, 2))
                 if const_expr(mean_too is not None):
-                    round_to(divided(total, self.pooling.l), vector(mean_too, row + block, pair, 2))
+                    round_to(divided(total, unscaled), vector(mean_too, row + block, pair, 2))
 
 
 class UnpoolKernel:
@@ -218,7 +220,7 @@ class UnpoolKernel:
     def scatter(self, d_mean: cute.Tensor, dx: cute.Tensor, tile: Int32, place: tuple):
         """d_mean: [Tc, D], dx: [T, D]; place: the sequence's tokens from start to end, its blocks from row on."""
         start, end, row, rows = place
-        lanes = dx.shape[1] // VECTOR
+        lanes, scale = dx.shape[1] // VECTOR, mean_scale(self.pooling.overlap)
         groups = THREADS // lanes
         tidx, _, _ = cute.arch.thread_idx()
         group, lane = tidx // lanes, tidx % lanes
@@ -233,9 +235,9 @@ class UnpoolKernel:
                     if block >= 0 and block < rows:
                         part = cute.make_rmem_tensor(VECTOR, d_mean.element_type)
                         cute.autovec_copy(vector(d_mean, row + block, lane, VECTOR), part)
-                        total.store(total.load() + part.load().to(Float32))
+                        total.store(total.load() + part.load().to(Float32) * (1 / scale))
                 rounded = cute.make_rmem_tensor(VECTOR, dx.element_type)
-                rounded.store(divided(total, self.pooling.l).to(dx.element_type))
+                rounded.store(divided(total, self.pooling.l / scale).to(dx.element_type))
                 here = cute.domain_offset((start + token, 0), dx)
                 for u in cutlass.range_constexpr(self.size):
                     if start + token + u < end:

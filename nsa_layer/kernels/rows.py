@@ -4,6 +4,7 @@ A thread block finds its sequence by itself: sequence s has the tiles from ``sta
 room for its last, short tile whatever the lengths are; tiles past a sequence's end have nothing to do.
 """
 
+import math
 from typing import Optional
 
 import cutlass
@@ -57,9 +58,9 @@ def vector(x: cute.Tensor, row: Int32, lane: Int32, size: int) -> cute.Tensor:
     return cute.local_tile(x[row, None], (size,), (lane,))
 
 
-def divided(total: cute.Tensor, l: int) -> cute.TensorSSA:
+def divided(total: cute.Tensor, by: float) -> cute.TensorSSA:
     """By a power of two exactly, and fast."""
-    return total.load() * (1.0 / l) if l & (l - 1) == 0 else total.load() / float(l)
+    return total.load() * (1.0 / by) if math.frexp(by)[0] == 0.5 else total.load() / by
 
 
 def round_to(value: cute.TensorSSA, target: cute.Tensor) -> None:

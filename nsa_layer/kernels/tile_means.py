@@ -30,7 +30,8 @@ class Halves:
 
     Attributes:
         rows: fp16 [R, H, 2 D]: hi, then lo.
-        scale: fp32 [R, H]: ``x = (hi + lo) * scale``, a power of two.
+        scale: fp32 [R, H], a power of two: ``x = (hi + lo) * scale * 2 ** KEYS_DOWN`` for a key, ``... / 2 **
+            KEYS_DOWN`` for a query.
     """
 
     rows: Tensor
@@ -124,6 +125,9 @@ class TileMeans:
         if const_expr(not self.own):
             end = first + 1
             first = cutlass.max(end - q_tile, 0)
+        count = Float32(end - first)
+        # A power of two from half of 1 / count on: scaled by it, a sum is in the range of fp32 where its mean is.
+        down = halves.float_of((253 << 23) - (halves.bits_of(count) & (255 << 23)))
         total = cute.make_rmem_tensor((halves.VECTOR,), Float32)
         total.fill(0.0)
         for token in cutlass.range(first + share, end, SHARES * AT_ONCE, unroll=1):
@@ -132,17 +136,17 @@ class TileMeans:
             loaded = [self.load(mQ, b, base + cutlass.min(t, end - 1), readable, lane) for t in tokens]
             for i in cutlass.range_constexpr(AT_ONCE):
                 for c in cutlass.range_constexpr(halves.VECTOR):
-                    total[c] += cutlass.select_(tokens[i] < end, loaded[i][c].to(Float32), Float32(0.0))
+                    x = loaded[i][c].to(Float32) * down
+                    total[c] += cutlass.select_(tokens[i] < end, x, Float32(0.0))
         for c in cutlass.range_constexpr(halves.VECTOR):
             sums[tidx, c] = total[c]
         cute.arch.sync_threads()
         if share == 0:
-            count = Float32(end - first)
             mean = []
             for c in cutlass.range_constexpr(halves.VECTOR):
                 shares = [sums[tidx + i * ROW, c] for i in range(SHARES)]
-                mean.append(((shares[0] + shares[1]) + (shares[2] + shares[3])) / count)
-            scale = halves.split(mean, self.lanes, mRows[row, readable, None], lane, h < Hq)
+                mean.append(((shares[0] + shares[1]) + (shares[2] + shares[3])) / (count * down))
+            scale = halves.split(mean, self.lanes, mRows[row, readable, None], lane, h < Hq, shift=halves.KEYS_DOWN)
             if (h < Hq) & (lane == 0):
                 mScale[row, h] = scale
 
@@ -164,7 +168,7 @@ class TileMeans:
         loaded = cute.make_rmem_tensor((halves.VECTOR,), Float32)
         cute.autovec_copy(cute.local_tile(mK[row // Tc, row % Tc, h, None], (halves.VECTOR,), (lane,)), loaded)
         share = [loaded[c] for c in range(halves.VECTOR)]
-        scale = halves.split(share, self.lanes, mRows[row, h, None], lane, inside)
+        scale = halves.split(share, self.lanes, mRows[row, h, None], lane, inside, shift=-halves.KEYS_DOWN)
         if inside & (lane == 0):
             mScale[row, h] = scale
 

@@ -233,9 +233,40 @@ def test_huge_and_tiny_numbers_are_scored() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("Hq", [2, 8])
+@pytest.mark.parametrize("exponent", [100, 110, -85])
+def test_huge_keys_meet_tiny_queries_and_the_other_way_round(Hq: int, exponent: int) -> None:
+    """Only the product of q and k has to be in range."""
+    inputs = make_inputs(replace(HALF, T=2048, D=128, Hq=Hq), "cuda")
+    # So far from 0 that the mean of some is not far smaller.
+    inputs = replace(inputs, q=inputs.q + 4 * inputs.q[:, :1].sign(), k=inputs.k + inputs.k[:, :1].sign())
+    indices, _ = kernel_choice(inputs, 0.125)
+    scaled = replace(inputs, q=inputs.q * 2.0**-exponent, k=inputs.k * 2.0**exponent)
+    assert torch.equal(kernel_choice(scaled, 0.125)[0], indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("q_tile", [64, 24, 1])
+def test_means_of_queries_at_the_end_of_the_range_are_in_range(q_tile: int, own: bool) -> None:
+    from nsa_layer.kernels.tile_means import tile_means
+
+    torch.manual_seed(0)
+    q = (1 + torch.rand(1, 1000, 4, 64, device="cuda").bfloat16().clamp(max=0.99)) * torch.randn(
+        64, device="cuda"
+    ).sign()
+    means, large = (
+        tile_means(x, torch.ones(1, 3, 2, 64, device="cuda"), q_tile=q_tile, own=own, tiles=-(-1000 // q_tile))[0]
+        for x in (q.bfloat16(), q.bfloat16() * 2.0**127)
+    )
+    assert means.rows.isfinite().all() and torch.equal(large.rows, means.rows)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 1000, 17)])
 def test_tile_means(own: bool, lengths: tuple[int, ...] | None) -> None:
+    from nsa_layer.kernels.halves import KEYS_DOWN
     from nsa_layer.kernels.tile_means import tile_means
 
     config = NSAConfig(tile_query="mean" if own else "before", q_tile=64)
@@ -246,8 +277,8 @@ def test_tile_means(own: bool, lengths: tuple[int, ...] | None) -> None:
     ]
     expected = torch.cat(expected)
     means, keys = tile_means(inputs.q, k_mean, q_tile=64, own=own, tiles=len(expected), cu_seqlens=inputs.cu_seqlens)
-    for got, true in ((means, expected), (keys, k_mean.double().flatten(0, -3))):
+    for got, down, true in ((means, -KEYS_DOWN, expected), (keys, KEYS_DOWN, k_mean.double().flatten(0, -3))):
         hi, lo = got.rows.double().unflatten(-1, (2, -1)).unbind(-2)
-        error = (got.scale.double()[..., None] * (hi + lo) - true).abs()
+        error = (2.0**down * got.scale.double()[..., None] * (hi + lo) - true).abs()
         # 22 bits, and what fp32 sums err by.
         assert (error <= 2.0**-21 * true.abs().amax(-1, keepdim=True)).all()

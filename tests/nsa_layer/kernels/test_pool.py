@@ -237,6 +237,38 @@ def test_gradients_are_the_definitions(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [None, (130, 0, 1, 700, 63, 64)], ids=["batch", "packed"])
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
+def test_means_and_gradients_are_as_exact_at_the_end_of_the_range(
+    pooling: tuple[int, int], lengths: tuple[int, ...] | None
+) -> None:
+    """Numbers in [1, 2) times 2**127, the last exponent that bf16 and fp32 have: sums of two are out of range."""
+    case, large = Case(pooling=pooling, lengths=lengths), 2.0**127
+    torch.manual_seed(0)
+
+    def tensor(dtype: torch.dtype, rows: int | None = None) -> torch.Tensor:
+        like = case.tensor(case.D, torch.bfloat16, rows)
+        # All of one sign in a column, or sums would cancel.
+        sign = torch.where(like.flatten(0, -2)[0] > 0, 1.0, -1.0)
+        return (sign * (1 + like.abs() / 8).clamp(max=1.9)).to(dtype)
+
+    x = tensor(torch.bfloat16)
+    static = dict(
+        k_dtypes=case.k_dtypes, v_dtype=torch.float32, total_blocks=case.blocks, **case.starts(), **case.options
+    )
+    (expected, *_), _ = pool(x, x, **static)
+    (k_mean, k_rounded), v_mean = pool(x * large, x * large, **static)
+    assert torch.equal(k_mean, expected * large) and torch.equal(v_mean, k_mean)
+    assert torch.equal(k_rounded, k_mean.bfloat16())
+    for dtype in (torch.float32, torch.bfloat16):
+        d_mean = tensor(dtype, case.blocks)
+        static = dict(like_k=x, like_v=x, **case.starts(), **case.options)
+        expected, _ = unpool(d_mean, d_mean, **static)
+        for got in unpool(d_mean * large, d_mean * large, **static):
+            assert torch.equal(got, expected * large)
+
+
+@pytest.mark.gpu
 def test_rows_past_two_gigabytes() -> None:
     """64-bit offsets: the last tokens of 2**31 elements and more."""
     T, H, D = 2**18 + 100, 70, 128
