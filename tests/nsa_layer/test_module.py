@@ -270,7 +270,10 @@ def test_an_unknown_backend_is_refused() -> None:
         make(backend="fast")(tokens(1, 5))
 
 
-@pytest.mark.parametrize("options", [{"head_dim": 7}, {"head_dim": 0}, {"head_dim": 4, "base": 1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"head_dim": 7}, {"head_dim": 0}, *({"head_dim": 4, "base": base} for base in (1.0, float("inf"), 10**400))],
+)
 def test_bad_rotary_options_are_named(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         RotaryEmbedding(**options)

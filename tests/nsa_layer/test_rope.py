@@ -1,0 +1,115 @@
+"""Rotary angles against exact arithmetic, up to position 2**24."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mpmath
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa_layer.rope import RotaryEmbedding
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+POSITIONS = [0, 1, 2, 63, 4095, 10**6, 6_000_000, 2**23 + 1, 2**24 - 3, 2**24 - 2, 2**24 - 1, 2**24, -5, -(2**24)]
+
+
+def exact(position: int, pair: int, head_dim: int, base: float) -> tuple[float, float]:
+    """(cos, sin) to 50 digits."""
+    with mpmath.workdps(50):
+        angle = position * mpmath.mpf(base) ** (-mpmath.mpf(2 * pair) / head_dim)
+        return float(mpmath.cos(angle)), float(mpmath.sin(angle))
+
+
+def turned(rope: RotaryEmbedding, positions: list[int], dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """cos and sin of every angle [T, D / 2]: what becomes of the first axis of each pair."""
+    x = torch.zeros(1, len(positions), 1, rope.head_dim, dtype=dtype, device=device)
+    x[..., : rope.head_dim // 2] = 1
+    q, k = rope(x, x, torch.tensor(positions, device=device))
+    assert torch.equal(q, k) and q.dtype == dtype
+    return q[0, :, 0].chunk(2, -1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("base", [10_000.0, 500_000.0, 1.0001])
+@pytest.mark.parametrize("head_dim", [64, 128, 6])
+def test_angles_are_exact_to_the_last_bits(head_dim: int, base: float, device: str) -> None:
+    rope = RotaryEmbedding(head_dim, base)
+    expected = torch.tensor(
+        [[exact(t, i, head_dim, base) for i in range(head_dim // 2)] for t in POSITIONS], dtype=torch.float64
+    ).unbind(-1)
+    for dtype, error in ((torch.float32, 2.0**-23), (torch.float64, 1e-8)):
+        for got, of in zip(turned(rope, POSITIONS, dtype, device), expected):
+            # An angle near pi is rounded by 2**-23 at most, a cosine or a sine by 2**-25 and what the library errs by.
+            assert (got.double().cpu() - of).abs().max() <= error * 1.5
+
+
+@pytest.mark.parametrize("start", [10**6, 6_000_000, 2**24 - 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_depend_on_the_distance_only_however_late(start: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rope, (q, k) = RotaryEmbedding(128), torch.randn(2, 1, 64, 4, 128, dtype=dtype)
+
+    def scores(start: int) -> torch.Tensor:
+        at_q, at_k = (rope(x, x, torch.arange(start + ahead, start + ahead + 64))[0] for x, ahead in ((q, 30), (k, 0)))
+        return torch.einsum("bthd,bshd->bhts", at_q.double(), at_k.double()) / 128**0.5
+
+    # Angles of fp32 err by 1e-7, values of bf16 by 2**-9 of theirs.
+    torch.testing.assert_close(scores(start), scores(0), rtol=0, atol=2e-6 if dtype == torch.float32 else 0.05)
+
+
+def test_fp64_input_is_turned_in_fp64() -> None:
+    rope = RotaryEmbedding(8)
+    expected = torch.tensor([exact(1000, i, 8, 10_000.0) for i in range(4)], dtype=torch.float64)
+    got = torch.stack([x[0] for x in turned(rope, [1000], torch.float64, "cpu")], -1)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_rounds_no_angle(dtype: torch.dtype) -> None:
+    q, rope, late = torch.randn(1, 3, 2, 64), RotaryEmbedding(64), torch.tensor([5, 10**6, 2**24])
+    expected = rope(q, q, late)
+    with torch.autocast("cpu", dtype):
+        got = rope(q, q, late)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+def test_compiled_and_without_data() -> None:
+    q, rope = torch.randn(1, 3, 2, 64), RotaryEmbedding(64)
+    late = torch.tensor([5, 10**6, 2**24])
+    compiled: Callable = torch.compile(rope, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(q, q, late), rope(q, q, late), rtol=0, atol=0)
+    with FakeTensorMode():
+        fake = torch.empty(1, 3, 2, 64, dtype=torch.bfloat16, device="cuda")
+        turned = rope(fake, fake, torch.arange(3, device="cuda"))
+    meta = torch.empty(1, 3, 2, 64, dtype=torch.bfloat16, device="meta")
+    for x in (*turned, *rope(meta, meta, torch.arange(3, device="meta"))):
+        assert x.shape == (1, 3, 2, 64) and x.dtype == torch.bfloat16
+
+
+class NoDouble(TorchDispatchMode):
+    """Refuses fp64 tensors on a device, as one without fp64 does."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.device.type == self.device and x.dtype == torch.float64:
+                raise TypeError(f"{func}: no fp64 on {self.device}")
+        return out
+
+
+def test_a_device_without_fp64_is_asked_for_none() -> None:
+    rope = RotaryEmbedding(64)
+    with FakeTensorMode(), NoDouble("mps"):
+        q = torch.empty(1, 3, 2, 64, dtype=torch.bfloat16, device="mps")
+        with pytest.raises(TypeError, match="no fp64 on mps"):
+            torch.empty(1, dtype=torch.float64, device="mps")
+        got = rope(q, q, torch.arange(3, device="mps"))
+    assert all(x.device.type == "mps" and x.shape == q.shape for x in got)
