@@ -8,6 +8,9 @@ from typing import Any, Optional
 # a position with a window added or taken away still fits.
 WIDEST_WINDOW = 1 << 30
 
+# CUDA's limit of a grid's second and third dimension.
+MOST_IN_GRID_YZ = 65_535
+
 
 def check_scale(softmax_scale: Any) -> None:
     """Refuse a factor of q . k that gives no softmax: hidden scores are -inf, and have to stay so.

@@ -37,7 +37,8 @@ class LastKeysFirstScheduler(SingleTileScheduler):
 
     @staticmethod
     def create(params, ctx=None, *, loc=None, ip=None) -> "LastKeysFirstScheduler":
-        return LastKeysFirstScheduler(params, cute.arch.block_idx(), loc=loc, ip=ip)
+        plain = SingleTileScheduler.create(params, ctx, loc=loc, ip=ip)
+        return LastKeysFirstScheduler(params, plain._blk_coord, loc=loc, ip=ip)
 
     def get_current_work(self, *, loc=None, ip=None) -> WorkTileInfo:
         launched, head, batch = self._blk_coord

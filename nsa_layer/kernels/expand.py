@@ -32,7 +32,7 @@ class ExpandKernel:
         rows: Int32,  # key tiles of a sequence, unless packed
         stream,
     ):
-        grid = [cute.ceil_div(lists.shape[2], WARPS), lists.shape[1], lists.shape[0]]
+        grid = [cute.ceil_div(lists.shape[2], WARPS) * lists.shape[1] * lists.shape[0], 1, 1]
         arguments = (lists, cu_tiles, cu_rows, counts, tiles, rows)
         self.kernel(*arguments).launch(grid=grid, block=[32 * WARPS, 1, 1], stream=stream)
 
@@ -47,8 +47,8 @@ class ExpandKernel:
         rows: Int32,
     ):
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        chunk, head, batch = cute.arch.block_idx()
-        tile = chunk * WARPS + warp
+        cta, chunks, H = cute.arch.block_idx()[0], cute.ceil_div(lists.shape[2], WARPS), lists.shape[1]
+        batch, head, tile = cta // chunks // H, cta // chunks % H, cta % chunks * WARPS + warp
         if tile < lists.shape[2]:
             m, end = tile, rows
             if const_expr(self.packed):

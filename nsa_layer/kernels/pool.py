@@ -21,6 +21,7 @@ from nsa_layer.kernels.rows import (
     fake_starts,
     find_sequence,
     head_rows,
+    place_of_cta,
     round_to,
     tiles_and_batch,
     vector,
@@ -65,8 +66,8 @@ class PoolKernel:
         stream: cuda.CUstream,
     ):
         tiles, batch = tiles_and_batch(mKMean, mCuBlocks, self.blocks)
-        self.kernel(mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks).launch(
-            grid=[tiles * mK.shape[cute.rank(mK) - 2], 2, batch],
+        self.kernel(mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks, tiles).launch(
+            grid=[batch * tiles * mK.shape[cute.rank(mK) - 2], 2, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=RESIDENT,
@@ -83,10 +84,9 @@ class PoolKernel:
         mVMean: cute.Tensor,
         mCuSeqlens: Optional[cute.Tensor],
         mCuBlocks: Optional[cute.Tensor],
+        tiles: Int32,
     ):
-        unit, is_value, batch = cute.arch.block_idx()
-        H = mK.shape[cute.rank(mK) - 2]
-        tile, head = unit // H, unit % H
+        batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
         if const_expr(mCuBlocks is not None):
             s = find_sequence(mCuBlocks, tile, self.blocks)
@@ -186,8 +186,8 @@ class UnpoolKernel:
         stream: cuda.CUstream,
     ):
         tiles, batch = tiles_and_batch(mdK, mCuSeqlens, self.tokens)
-        self.kernel(mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks).launch(
-            grid=[tiles * mdK.shape[cute.rank(mdK) - 2], 2, batch], block=[THREADS, 1, 1], stream=stream
+        self.kernel(mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks, tiles).launch(
+            grid=[batch * tiles * mdK.shape[cute.rank(mdK) - 2], 2, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -199,10 +199,9 @@ class UnpoolKernel:
         mdV: cute.Tensor,
         mCuSeqlens: Optional[cute.Tensor],
         mCuBlocks: Optional[cute.Tensor],
+        tiles: Int32,
     ):
-        unit, is_value, batch = cute.arch.block_idx()
-        H = mdK.shape[cute.rank(mdK) - 2]
-        tile, head = unit // H, unit % H
+        batch, tile, head, is_value = place_of_cta(tiles, mdK.shape[cute.rank(mdK) - 2])
         start, row = Int32(0), Int32(0)
         end, rows = Int32(mdK.shape[cute.rank(mdK) - 3]), Int32(mdKMean.shape[cute.rank(mdKMean) - 3])
         if const_expr(mCuBlocks is not None):

@@ -48,6 +48,13 @@ def tiles_and_batch(x: cute.Tensor, starts: Optional[cute.Tensor], size: int):
     return x.shape[0] // size + starts.shape[0] - 1, 1
 
 
+def place_of_cta(tiles: Int32, H: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """(sequence, tile, head, y) of a CTA, heads side by side: x alone has room for every batch."""
+    unit, y, _ = cute.arch.block_idx()
+    row = unit // H
+    return row // tiles, row % tiles, unit % H, y
+
+
 def head_rows(x: cute.Tensor, batch: Int32, head: Int32) -> cute.Tensor:
     """[rows, D] of [B, rows, H, D], or of packed [rows, H, D]."""
     return x[batch, None, head, None] if cute.rank(x) == 4 else x[None, head, None]

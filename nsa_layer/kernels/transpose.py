@@ -28,6 +28,7 @@ FEW_WORDS, MANY_WORDS = 8 << 10, 48 << 10  # of 32 bits, in a CTA's bitmap
 MOST_LOCKS = 512
 LOCK_SHIFT = 22  # a query tile's number stands below, its lock value above
 ITEM = 8  # numbers of a plan item
+FILLERS = 1024  # CTAs, at most, that fill what a plan has room for beyond its items
 
 
 class TransposeKernel:
@@ -85,8 +86,7 @@ class TransposeKernel:
         stream,
     ):
         batch, heads = lists.shape[0], lists.shape[1]
-        own_rows = counts.shape[1] // batch
-        grid = [cute.ceil_div(own_rows, rows_a_cta), heads * batch, 1]
+        grid = [cute.ceil_div(counts.shape[1] // batch, rows_a_cta) * heads * batch, 1, 1]
         written = (counts, starts, items_before, entries, lock_values, unsorted, plan)
         arguments = (lists, cu_tiles, cu_rows, *written, rows_a_cta, words_a_row)
         self.kernel(*arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
@@ -109,7 +109,10 @@ class TransposeKernel:
     ):
         tidx = cute.arch.thread_idx()[0]
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        chunk, segment, _ = cute.arch.block_idx()
+        cta = cute.arch.block_idx()[0]
+        own_rows = counts.shape[1] // lists.shape[0]
+        chunks = cute.ceil_div(own_rows, rows_a_cta)
+        chunk, segment = cta % chunks, cta // chunks
         smem = cutlass.utils.SmemAllocator()
         bitmap = smem.allocate_tensor(Uint32, cute.make_layout(self.words), byte_alignment=16)
         buckets = None
@@ -117,7 +120,6 @@ class TransposeKernel:
             of_warps = smem.allocate_tensor(Int32, cute.make_layout((self.locks, WARPS)), byte_alignment=16)
             buckets = of_warps[None, warp]
         batch, head = segment // lists.shape[1], segment % lists.shape[1]
-        own_rows = counts.shape[1] // lists.shape[0]
         first = chunk * rows_a_cta
         end = cutlass.min(first + rows_a_cta, own_rows)
         for i in cutlass.range(tidx, (end - first) * words_a_row, THREADS):
@@ -177,11 +179,11 @@ class TransposeKernel:
         if const_expr(self.planned):
             # What the plan has room for beyond its items: items of nothing.
             items = items_before[items_before.shape[0] - 1] * self.copies
-            grid = cute.arch.grid_dim()
-            at = items + (segment * grid[0] + chunk) * THREADS + tidx
-            for i in cutlass.range(at, plan.shape[0], grid[0] * grid[1] * THREADS):
-                for field in cutlass.range_constexpr(ITEM):
-                    plan[i, field] = Int32(0)
+            fillers = cutlass.min(cute.arch.grid_dim()[0], FILLERS)
+            if cta < fillers:
+                for i in cutlass.range(items + cta * THREADS + tidx, plan.shape[0], fillers * THREADS):
+                    for field in cutlass.range_constexpr(ITEM):
+                        plan[i, field] = Int32(0)
 
     @cute.jit
     def mark(

@@ -138,6 +138,26 @@ def _operations_around() -> tuple[str, ...]:
     return tuple(names)
 
 
+@contextmanager
+def recorded_grids() -> Iterator[list[tuple[int | None, ...]]]:
+    """The grids of all launches that are traced in the body; None for a dimension that each call decides."""
+    from cutlass.base_dsl.dsl import BaseDSL
+
+    grids: list[tuple[int | None, ...]] = []
+    original = BaseDSL.LaunchConfig.__post_init__
+
+    def recording(config: Any) -> None:
+        original(config)
+        sizes = (getattr(size, "value", size) for size in config.grid)
+        grids.append(tuple(size if isinstance(size, int) else None for size in sizes))
+
+    BaseDSL.LaunchConfig.__post_init__ = recording
+    try:
+        yield grids
+    finally:
+        BaseDSL.LaunchConfig.__post_init__ = original
+
+
 def _load(path: str) -> Any:
     name = Path(path).stem
     if name not in sys.modules:
