@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from nsa_layer import heads
-from nsa_layer.branches import Prepared
+from nsa_layer.branches import Prepared, on_own_device
 from nsa_layer.heads import Inputs, Kept, WeightGradients, of_heads
 from nsa_layer.packing import Packing
 from nsa_layer.policy import MemoryPolicy, Sizes, schedule
@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 _forward, _backward = (Prepared(function, unless=watched) for function in (heads.forward, heads.backward))
 
 
+@on_own_device
 def attend(
     q: Tensor,
     k: Tensor,

@@ -26,6 +26,7 @@ from flash_attn.cute import interface, two_pass_backward  # noqa: E402
 from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward  # noqa: E402
 from flash_attn.cute.block_lists import transpose_lists  # noqa: E402
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
+from flash_attn.cute.own_device import on_own_device  # noqa: E402, F401
 from flash_attn.cute.packed_lists import cu_total_blocks  # noqa: E402
 from flash_attn.cute.prepared_calls import Prepared  # noqa: E402
 from flash_attn.cute.write_order import compute_dq_write_order  # noqa: E402

@@ -72,13 +72,21 @@ FEATURES = (
 )
 
 
-@lru_cache(maxsize=None)
 def device_arch(index: int | None = None) -> int:
     """The architecture that kernels are made for: 90 for Hopper, 100 for Blackwell, 0 without a GPU.
 
     ``FLASH_ATTENTION_ARCH`` (such as "sm_90") overrides what the device says, as it does for the kernels.
+
+    Args:
+        index: of the GPU; None: the current one.
     """
-    forced = os.environ.get("FLASH_ATTENTION_ARCH")
+    if index is None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+    return _device_arch(os.environ.get("FLASH_ATTENTION_ARCH"), index)
+
+
+@lru_cache(maxsize=None)
+def _device_arch(forced: str | None, index: int | None) -> int:
     if forced:
         match = re.fullmatch(r"(?:sm_?)?(\d+)[af]?", forced, re.IGNORECASE)
         if not match:

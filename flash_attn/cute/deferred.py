@@ -7,14 +7,20 @@ import: quack alone brings torch._dynamo and triton. So nothing is imported to c
 from importlib import import_module
 from typing import Any
 
+from flash_attn.cute.own_device import check_target
+
 
 def import_compiler() -> None:
     """Import what every kernel is compiled with; cheap after the first time.
 
     quack teaches the DSL's tensors and its preprocessor more Python: without it the same source could mean something
     else, or nothing.
+
+    Raises:
+        NotImplementedError: it makes no code for the current GPU.
     """
     import_module("quack")
+    check_target()
 
 
 class Deferred:

@@ -35,6 +35,7 @@ from flash_attn.cute.dq_spec import DTYPES, ROWS, STEP, THREADS, TILE_M, DqSpec,
 from flash_attn.cute.kernel_classes import FlashAttentionBackwardDqSm90
 from flash_attn.cute.list_heads import ListHeads
 from flash_attn.cute.list_overlap import MOST_ENTRIES, room
+from flash_attn.cute.own_device import on_own_device
 from flash_attn.cute.shared_backward import AccumLayout, Tile, convert
 from flash_attn.cute.target_sms import target_sm_count
 from flash_attn.cute.testing import is_fake_mode
@@ -90,6 +91,7 @@ def lists_of_queries(
     )
 
 
+@on_own_device
 def backward_dq(
     q: Tensor,
     k: Tensor,

@@ -26,7 +26,12 @@ CAPACITY = 1024  # signatures a function; packed sequences bring new ones all th
 REASONS = 64  # that are kept of why signatures are not repeated
 
 # What attention's host code looks up in the environment at every call.
-KNOBS = ("FLASH_ATTENTION_NUM_SMS", "FLASH_ATTENTION_HD256_GENERIC_BWD", "FLASH_ATTENTION_BWD_TILE_N")
+KNOBS = (
+    "FLASH_ATTENTION_ARCH",
+    "FLASH_ATTENTION_NUM_SMS",
+    "FLASH_ATTENTION_HD256_GENERIC_BWD",
+    "FLASH_ATTENTION_BWD_TILE_N",
+)
 
 SCALARS = frozenset((int, bool, float, str, type(None)))
 TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))

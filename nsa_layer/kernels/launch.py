@@ -47,11 +47,12 @@ def launch(name: str, key: tuple[Hashable, ...], compile_kernel: Callable[[], Co
             `fake_stream()` as last argument.
         arguments: what the compiled kernel takes: tensors, numbers and None, without the stream.
     """
-    entry = (name, *key)
+    first = next(a for a in arguments if isinstance(a, torch.Tensor))
+    entry = (name, first.device.index, *key)  # GPUs of a machine may be of several architectures
     kernel = _compiled.get(entry)
     if kernel is None:
         kernel = _compiled[entry] = _load_or_compile(name, key, compile_kernel)
-    if not _is_fake(arguments):
+    if not _is_fake(first):
         observed(kernel)(*arguments)
 
 
@@ -81,9 +82,8 @@ def fake_stream() -> object:
     return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
-def _is_fake(arguments: Sequence[object]) -> bool:
-    first = next(a for a in arguments if isinstance(a, torch.Tensor))
-    return type(first) is not torch.Tensor and detect_fake_mode([first]) is not None
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return type(tensor) is not torch.Tensor and detect_fake_mode([tensor]) is not None
 
 
 def _load_or_compile(name: str, key: tuple[Hashable, ...], compile_kernel: Callable[[], Compiled]) -> Compiled:

@@ -371,7 +371,6 @@ def test_the_environment_is_read_nowhere_else() -> None:
     """A knob that a version of upstream adds has to go into KNOBS, or be known not to matter."""
     elsewhere = {
         "FLASH_ATTENTION_MLA_1CTA",  # absorbed attention, which the layer has none of
-        "FLASH_ATTENTION_ARCH",  # read once a process
         "FLASH_ATTENTION_CUTE_VALIDATE_LISTS",  # the public functions'
     }
     found = set()

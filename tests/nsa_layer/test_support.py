@@ -90,16 +90,27 @@ def test_the_table_agrees_with_what_is_refused(arch: int) -> None:
 @pytest.mark.parametrize("text,expected", [("sm_90", 90), ("90", 90), ("SM_100a", 100), ("sm90a", 90)])
 def test_the_environment_overrides_the_architecture(text: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_ARCH", text)
-    support.device_arch.cache_clear()
     assert support.device_arch() == expected
-    support.device_arch.cache_clear()
 
 
 def test_a_bad_architecture_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_ARCH", "hopper")
-    support.device_arch.cache_clear()
     with pytest.raises(ValueError, match="FLASH_ATTENTION_ARCH must look like sm_90, got 'hopper'"):
         support.device_arch()
+
+
+def test_every_gpu_is_asked_for_its_own_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    support._device_arch.cache_clear()
+    monkeypatch.delenv("FLASH_ATTENTION_ARCH", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: [(9, 0), (10, 0), (8, 6)][index])
+    assert [support.device_arch(index) for index in (0, 1, 2, None)] == [90, 100, 86, 100]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert support.device_arch() == 86
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
+    assert [support.device_arch(index) for index in (0, 1, None)] == [90] * 3
+    support._device_arch.cache_clear()
 
 
 def test_explain_backend() -> None:

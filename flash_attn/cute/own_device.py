@@ -1,0 +1,68 @@
+"""Calls on the GPU that has their tensors, and code for that GPU's architecture or none."""
+
+import os
+from functools import lru_cache, wraps
+from itertools import chain
+from typing import Any, Callable, Iterable, Optional, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def on_own_device(function: Function) -> Function:
+    """Makes the GPU of the first tensor among the arguments the current one for a call.
+
+    Kernels are launched on the GPU of their tensors as it is. But host code asks the current one what to launch.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = _device_of(chain(args, kwargs.values()))
+        if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
+            return function(*args, **kwargs)
+        if device.index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _device_of(arguments: Iterable[Any]) -> Optional[torch.device]:
+    return next((x.device for x in arguments if isinstance(x, torch.Tensor)), None)
+
+
+@lru_cache(maxsize=None)
+def arch_of_gpu(index: int) -> int:
+    """90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+def check_target() -> None:
+    """Refuse to compile for an architecture that the compiler, which has one target a process, makes no code for.
+
+    Raises:
+        NotImplementedError: the target is not what the current GPU runs, or not what FLASH_ATTENTION_ARCH selects.
+    """
+    from cutlass.base_dsl.dsl import BaseDSL
+
+    forced, target = os.environ.get("FLASH_ATTENTION_ARCH"), BaseDSL._get_dsl().get_arch_enum()
+    major, minor, suffix = target.value
+    if forced is not None:
+        from flash_attn.cute.interface import _parse_arch_str
+
+        arch, made = _parse_arch_str(forced), {9: (9,), 10: (10, 11), 11: (10, 11)}
+        fits = major in made.get(arch // 10, (major,))
+    elif torch.cuda.is_available():
+        arch = arch_of_gpu(torch.cuda.current_device())
+        # What is made for 9.0 and later runs nowhere else, but for a family's.
+        fits = arch < 90 or arch == major * 10 + minor or (suffix == "f" and arch // 10 == major)
+    else:
+        return
+    if not fits:
+        raise NotImplementedError(
+            f"a kernel for sm_{arch} in a process that compiles for {target}: it compiles for CUTE_DSL_ARCH, or else "
+            "for the machine's first GPU. CUDA_VISIBLE_DEVICES gives GPUs of each architecture a process of their own"
+        )

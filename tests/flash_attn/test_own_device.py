@@ -1,0 +1,194 @@
+"""Tensors on a GPU that is not the current one, GPUs of several architectures, and a changed environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from fa_cases import Case, compile_case, make_inputs
+from fa_compile import Worker
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+CAPABILITIES = {0: (9, 0), 1: (10, 0), 2: (9, 0)}
+
+
+class Gpus:
+    """Three GPUs of two architectures, as far as host code asks for them."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    def device(self, device: torch.device) -> Gpus:
+        self.entered = device.index
+        return self
+
+    def __enter__(self) -> None:
+        self.before, self.current = self.current, self.entered
+
+    def __exit__(self, *_: object) -> None:
+        self.current = self.before
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+    from flash_attn.cute import own_device
+
+    gpus = Gpus()
+    monkeypatch.delenv("FLASH_ATTENTION_ARCH", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.current)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: CAPABILITIES[index])
+    monkeypatch.setattr(torch.cuda, "device", gpus.device)
+    own_device.arch_of_gpu.cache_clear()
+    yield gpus
+    own_device.arch_of_gpu.cache_clear()
+
+
+@pytest.mark.parametrize("index", CAPABILITIES)
+def test_a_call_asks_the_gpu_of_its_tensors(gpus: Gpus, index: int) -> None:
+    from flash_attn.cute.interface import _get_device_arch
+    from flash_attn.cute.own_device import on_own_device
+
+    @on_own_device
+    def call(name: str, *, q: torch.Tensor) -> tuple[int, int]:
+        return torch.cuda.current_device(), _get_device_arch()
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(2, device=f"cuda:{index}")
+    major, minor = CAPABILITIES[index]
+    assert call("q", q=q) == (index, 10 * major + minor)
+    assert gpus.current == 0
+    assert call("no GPU's", q=torch.empty(2)) == (0, 90)
+
+
+def test_attention_and_its_backward_ask_the_gpu_of_their_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute import flash_bwd_dq_sm90, interface
+
+    class Asked(Exception):
+        pass
+
+    def ask(*_: object) -> int:
+        raise Asked(torch.cuda.current_device())
+
+    monkeypatch.setattr(interface, "_get_device_arch", ask)
+    with FakeTensorMode():
+        x = torch.empty(1, 128, 2, 64, dtype=torch.bfloat16, device="cuda:1")
+        rows = torch.empty(1, 2, 128, device="cuda:1")
+        lists = interface.BlockSparseTensorsTorch(*(torch.empty(1, 1, 1, *n, dtype=torch.int32) for n in ((), (1,))))
+        for call in (
+            lambda: interface._flash_attn_fwd(x, x, x),
+            lambda: interface._flash_attn_bwd(x, x, x, x, x, rows),
+            lambda: flash_bwd_dq_sm90.backward_dq(x, x, x, x, rows, rows, lists, dq=x),
+        ):
+            with pytest.raises(Asked, match="1"):
+                call()
+
+
+def test_the_environment_is_asked_at_every_call(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute.interface import _get_device_arch
+
+    assert _get_device_arch() == 90
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_100")
+    assert _get_device_arch() == 100
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_80")
+    assert _get_device_arch() == 80
+    monkeypatch.delenv("FLASH_ATTENTION_ARCH")
+    assert _get_device_arch() == 90
+
+
+def refusal_after(arch: str | None, capability: tuple[int, int] | None) -> str | None:
+    """What a kernel that is not compiled yet is refused with once the environment, or the GPU, says another thing."""
+    from flash_attn.cute import own_device
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FLASH_ATTENTION_ARCH")
+        if arch is not None:
+            patch.setenv("FLASH_ATTENTION_ARCH", arch)
+        if capability is not None:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "current_device", lambda: 0)
+            patch.setattr(own_device, "arch_of_gpu", lambda index: 10 * capability[0] + capability[1])
+        try:
+            own_device.check_target()
+        except NotImplementedError as error:
+            return str(error)
+    return None
+
+
+REFUSED = {
+    "sm_90": [("sm_100", None), ("sm_103a", (9, 0)), (None, (10, 0))],
+    "sm_100": [("sm_90", None), ("90", (10, 0)), (None, (9, 0)), (None, (10, 3)), (None, (12, 0))],
+}
+TAKEN = {
+    "sm_90": [("sm_90a", None), ("sm_80", None), ("sm_90", (10, 0)), (None, (9, 0)), (None, None)],
+    "sm_100": [("sm_100", None), ("sm_103", None), ("sm_110", None), ("sm_100", (9, 0)), (None, (10, 0))],
+}
+
+
+def test_what_the_compiler_makes_no_code_for_is_refused(compiler: Worker) -> None:
+    for given in REFUSED[compiler.arch]:
+        said = compiler.trace(refusal_after, *given)
+        assert said is not None and f"compiles for {compiler.arch}a" in said, given
+    for given in TAKEN[compiler.arch]:
+        assert compiler.trace(refusal_after, *given) is None, given
+
+
+def change_of_mind() -> list[str]:
+    """Calls for sm_90, then for sm_100, then for sm_90 again."""
+    os.environ["FLASH_ATTENTION_ARCH"] = "sm_90"
+    said = []
+    for arch in ("sm_90", "sm_100", "sm_90"):
+        os.environ["FLASH_ATTENTION_ARCH"] = arch
+        try:
+            compile_case(Case(D=96, causal=True))
+        except NotImplementedError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
+
+
+def test_a_changed_architecture_is_refused_before_anything_is_compiled(compiler_sm90: Worker) -> None:
+    before, changed, after = compiler_sm90.trace(change_of_mind)
+    assert "a kernel for sm_100 in a process that compiles for sm_90a" in changed
+    assert before == after == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("stream", [False, True], ids=["own stream", "side stream"])
+def test_the_other_gpu_gives_the_same(packed: bool, stream: bool) -> None:
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    def results(device: int, call: Callable) -> list[torch.Tensor]:
+        q, k, v = (t.to(f"cuda:{device}").requires_grad_() for t in (x.q, x.k, x.v))
+        options: dict = dict(causal=True, deterministic=True)
+        if packed:
+            starts = [t.to(q.device) for t in x.cu_seqlens]
+            options |= dict(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], max_seqlen_q=300, max_seqlen_k=300)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        if stream:
+            # As a stream's context does it, but for the current GPU, which stays the first.
+            torch.cuda.set_stream(side)
+            torch.cuda.set_device(0)
+        try:
+            o = call(q, k, v, **options)[0]
+            gradients = torch.autograd.grad(o, (q, k, v), x.do.to(q.device))
+        finally:
+            if stream:
+                torch.cuda.set_stream(torch.cuda.default_stream(device))
+                torch.cuda.set_device(0)
+        assert torch.cuda.current_device() == 0
+        torch.cuda.synchronize(device)
+        return [t.detach().cpu() for t in (o, *gradients)]
+
+    torch.cuda.set_device(0)
+    x = make_inputs(Case(packed=((300, 300), (77, 77))) if packed else Case())
+    call = flash_attn_varlen_func if packed else flash_attn_func
+    for got, expected in zip(results(1, call), results(0, call), strict=True):
+        assert torch.equal(got, expected)

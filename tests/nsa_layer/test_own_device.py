@@ -1,0 +1,87 @@
+"""The layer on a GPU that is not the current one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nsa_layer import NSAConfig, nsa
+from nsa_layer.problem import Problem
+
+CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, deterministic=True)
+
+
+def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    from nsa_layer import autograd
+
+    class Asked(Exception):
+        pass
+
+    def asked(*_: object) -> None:
+        raise Asked(*entered)
+
+    entered: list[int] = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            entered.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(autograd, "schedule", asked)
+    with FakeTensorMode():
+        q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
+    weights = dict.fromkeys(("gate_weight", "gates", "compress_k_weight", "compress_v_weight", "cu_seqlens"))
+    with pytest.raises(Asked, match="1"):
+        autograd.attend(q, q, q, problem=Problem(CONFIG, True, 0.125), **weights)
+    assert not entered
+
+
+def test_each_gpu_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another architecture would not run."""
+    pytest.importorskip("cutlass")
+    from nsa_layer.kernels import launch
+
+    made: list[str] = []
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_load_or_compile", lambda name, *_: made.append(name) or print)
+    with FakeTensorMode():
+        for index in (0, 1, 0, 1):
+            launch.launch("kernel", (64,), lambda: None, 1, torch.empty(2, device=f"cuda:{index}"))
+    assert made == ["kernel"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("lengths", [None, (300, 0, 77, 647)], ids=["batch", "packed"])
+def test_the_other_gpu_gives_the_same(lengths: tuple[int, ...] | None) -> None:
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    lead = (2, 1024) if lengths is None else (1024,)
+    qkv = [torch.randn(*lead, H, 64, dtype=torch.bfloat16) for H in (4, 2, 2)]
+    weights = [torch.randn(4, 3, 64) * 0.1, torch.randn(2, 64, 64) * 0.1, torch.randn(2, 64, 64) * 0.1]
+    starts = None if lengths is None else torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    def results(device: str) -> list[torch.Tensor]:
+        given = [x.to(device).requires_grad_() for x in (*qkv, *weights)]
+        q, k, v, gate_weight, w_k, w_v = given
+        options = dict(gate_weight=gate_weight, compress_k_weight=w_k, compress_v_weight=w_v, config=CONFIG)
+        cu_seqlens = None if starts is None else starts.to(device)
+        o = nsa(q, k, v, **options, cu_seqlens=cu_seqlens, backend="cute")
+        o.float().square().sum().backward()
+        assert torch.cuda.current_device() == 0
+        return [x.detach().cpu() for x in (o, *(x.grad for x in given))]
+
+    expected = results("cuda:0")
+    for _ in range(3):  # calls are prepared after the second
+        for got, of in zip(results("cuda:1"), expected, strict=True):
+            assert torch.equal(got, of)
