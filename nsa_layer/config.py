@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 TILE_QUERIES = ("before", "mean")
 IMPORTANCES = ("softmax", "logit")
+LARGEST = 2**31 - 1  # positions are int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class NSAConfig:
         if self.block_stride is not None:
             _require_int("block_stride", self.block_stride, least=1)
         if self.compress_offset is not None:
-            _require_int("compress_offset", self.compress_offset)
+            _require_int("compress_offset", self.compress_offset, least=-LARGEST)
         for name in ("per_head", "force_blocks", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -117,11 +118,13 @@ class NSAConfig:
         return cls(**values)
 
 
-def _require_int(name: str, value: object, *, least: int | None = None) -> None:
+def _require_int(name: str, value: object, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-    if least is not None and value < least:
+    if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if value > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -127,8 +127,8 @@ def _check_scale(softmax_scale: float | None, D: int) -> float:
         return 1.0 / math.sqrt(D)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale must be a number or None, got {softmax_scale!r}")
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
+    if not 2.0**-126 <= softmax_scale <= 2.0**126:  # what fp32 has room for, also in units of log2
+        raise ValueError(f"softmax_scale must be positive and finite in float32, got {softmax_scale}")
     return float(softmax_scale)
 
 

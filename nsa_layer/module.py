@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nsa_layer.api import nsa
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.packing import starts_on
 from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
@@ -194,6 +194,8 @@ def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, head_dim: int | No
             raise TypeError(f"{name} must be an int, got {size!r}")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+        if size > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST}, got {size}")
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
     if head_dim is None and dim % num_heads:

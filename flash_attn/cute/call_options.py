@@ -1,6 +1,5 @@
 """Options of a call of attention that are no tensors: what is refused before anything is launched, and what is cut."""
 
-import math
 from numbers import Real
 from typing import Any, Optional
 
@@ -8,23 +7,27 @@ from typing import Any, Optional
 # a position with a window added or taken away still fits.
 WIDEST_WINDOW = 1 << 30
 
+# Of fp32's normal numbers; the inverse of this one too, times log2(e).
+LEAST_SCALE = 2.0**-126
+
 # CUDA's limit of a grid's second and third dimension.
 MOST_IN_GRID_YZ = 65_535
 
 
-def check_scale(softmax_scale: Any) -> None:
-    """Refuse a factor of q . k that gives no softmax: hidden scores are -inf, and have to stay so.
+def check_scale(softmax_scale: Any) -> Optional[float]:
+    """The factor of q . k as kernels take it, unless it gives no softmax: hidden scores are -inf, and have to stay so.
 
     Raises:
         TypeError: no number, and not None.
-        ValueError: 0, negative, infinite or NaN.
+        ValueError: 0, negative, infinite or NaN, or one of these in fp32.
     """
     if softmax_scale is None:
-        return
+        return None
     if not isinstance(softmax_scale, Real):
         raise TypeError(f"softmax_scale is {softmax_scale!r}, expected a number or None")
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {softmax_scale!r}, expected a positive and finite number")
+    if not LEAST_SCALE <= softmax_scale <= 1 / LEAST_SCALE:
+        raise ValueError(f"softmax_scale is {softmax_scale!r}, expected a positive and finite number in float32")
+    return float(softmax_scale)
 
 
 def check_switch(name: str, value: Any) -> None:

@@ -88,4 +88,5 @@ NOT_A_TENSOR = {"a list": [1.0], "a number": 3, "a string": "x"}
 NOT_AN_INT = {"a float": 4.0, "a string": "4", "None": None, "True": True}
 NOT_A_SIZE = NOT_AN_INT | {"zero": 0, "negative": -1}
 NOT_A_SCALE = {"a string": "1", "zero": 0.0, "negative": -0.125, "nan": float("nan"), "infinite": float("inf")}
+NOT_A_SCALE |= {"beyond fp32": 1e39, "beyond fp64": 10**400, "nothing in fp32": 1e-50}
 NOT_A_BOOL = {"an int": 1, "a string": "yes", "None": None}

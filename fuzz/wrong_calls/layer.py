@@ -111,6 +111,7 @@ POLICY = Spec(
     },
 )
 GOOD_CONFIG = dict(block_size=16, block_stride=8, block_counts=4, q_tile=32, window_size=8)
+NOT_A_SIZE = NOT_A_SIZE | {"too large": 10**30}
 SIZES = ("block_size", "block_counts", "q_tile", "window_size")
 CONFIGURATION = Spec(
     "NSAConfig",
@@ -119,7 +120,7 @@ CONFIGURATION = Spec(
     {name: NOT_A_SIZE for name in SIZES}
     | {
         "block_stride": {label: value for label, value in NOT_A_SIZE.items() if value is not None} | {"no divisor": 5},
-        "compress_offset": {"a float": 1.5, "a string": "1", "True": True},
+        "compress_offset": {"a float": 1.5, "a string": "1", "True": True, "too large": 10**30, "too small": -(10**30)},
         "tile_query": {"unknown": "after", "None": None, "a number": 1},
         "importance": {"unknown": "max", "None": None},
         "per_head": NOT_A_BOOL,

@@ -35,7 +35,7 @@ def inputs() -> list[torch.Tensor]:
 
 
 @EACH
-@pytest.mark.parametrize("scale", [0, 0.0, -0.125, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scale", [0, 0.0, -0.125, math.nan, math.inf, -math.inf, 10**400, 1e39, 1e-50])
 def test_scale_that_gives_no_softmax(launched: None, attend: Any, scale: float) -> None:
     with pytest.raises(ValueError, match="softmax_scale is .*, expected a positive and finite number"):
         attend(*inputs(), softmax_scale=scale)
@@ -51,6 +51,16 @@ def test_scale_that_is_no_number(launched: None, attend: Any) -> None:
 @pytest.mark.parametrize("scale", [None, 1, 0.125, 1e-30])
 def test_scale_that_is_right(launched: None, attend: Any, scale: float | None) -> None:
     assert attend(*inputs(), softmax_scale=scale) == "launched"
+
+
+@EACH
+def test_an_integer_scale_is_the_float(monkeypatch: pytest.MonkeyPatch, attend: Any) -> None:
+    """A kernel compiled for an int takes no float afterwards."""
+    stand_in = SimpleNamespace(apply=lambda *args: args)
+    monkeypatch.setattr(interface, "FlashAttnFunc", stand_in)
+    monkeypatch.setattr(interface, "FlashAttnVarlenFunc", stand_in)
+    given = attend(*inputs(), softmax_scale=3)
+    assert [type(x) for x in given if type(x) in (int, float) and x == 3] == [float]
 
 
 # window_size

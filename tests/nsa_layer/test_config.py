@@ -6,10 +6,27 @@ import math
 from dataclasses import FrozenInstanceError, asdict
 
 import pytest
+import torch
 
-from nsa_layer import NSAConfig
+from nsa_layer import NSAConfig, nsa
+from nsa_layer.config import LARGEST
 
 NAN = float("nan")
+
+
+@pytest.mark.parametrize("field", ["block_size", "block_counts", "q_tile", "window_size", "compress_offset"])
+@pytest.mark.parametrize("value", [2**31, 10**30, -(10**30)])
+def test_integers_beyond_int32(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be at (most 2147483647|least .*), got {value}"):
+        NSAConfig(**{field: value})
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("field", ["block_counts", "window_size", "compress_offset"])
+def test_the_largest_integers_are_no_limit(field: str, backend: str) -> None:
+    q, few = torch.randn(1, 40, 2, 8), dict(block_size=4, q_tile=4, block_counts=2, window_size=4)
+    largest, all_of_it = (nsa(q, q, q, config=NSAConfig(**few | {field: n}), backend=backend) for n in (LARGEST, 40))
+    torch.testing.assert_close(largest, all_of_it)
 
 
 @pytest.mark.parametrize(

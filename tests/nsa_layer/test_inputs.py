@@ -68,9 +68,20 @@ BAD = {
         ValueError,
         r"compress_v_weight must have shape \(2, 6, 6\)",
     ),
-    "scale nan": (good(softmax_scale=math.nan), ValueError, "softmax_scale must be positive and finite, got nan"),
-    "scale 0": (good(softmax_scale=0), ValueError, "softmax_scale must be positive and finite, got 0"),
-    "scale below 0": (good(softmax_scale=-0.5), ValueError, "softmax_scale must be positive and finite, got -0.5"),
+    "scale nan": (
+        good(softmax_scale=math.nan),
+        ValueError,
+        "softmax_scale must be positive and finite in float32, got nan",
+    ),
+    "scale 0": (good(softmax_scale=0), ValueError, "softmax_scale must be positive and finite in float32, got 0"),
+    "scale below 0": (
+        good(softmax_scale=-0.5),
+        ValueError,
+        "softmax_scale must be positive and finite in float32, got -0.5",
+    ),
+    "scale huge": (good(softmax_scale=10**400), ValueError, "softmax_scale must be positive and finite in float32"),
+    "scale above fp32": (good(softmax_scale=1e39), ValueError, r"finite in float32, got 1e\+39"),
+    "scale below fp32": (good(softmax_scale=1e-50), ValueError, "finite in float32, got 1e-50"),
     "scale str": (good(softmax_scale="1"), TypeError, "softmax_scale must be a number or None, got '1'"),
     "causal": (good(causal=1), TypeError, "causal must be a bool, got 1"),
     "config": (good(config={"block_size": 4}), TypeError, "config must be an NSAConfig, got dict"),
@@ -107,7 +118,11 @@ def test_bad_argument(name: str) -> None:
         nsa(**arguments)
 
 
-@pytest.mark.parametrize("arguments", [good(), packed(starts(0, 5, 5, 20), max_seqlen=64)], ids=["batch", "packed"])
+@pytest.mark.parametrize(
+    "arguments",
+    [good(), packed(starts(0, 5, 5, 20), max_seqlen=64), packed(starts(0, 20), max_seqlen=10**30)],
+    ids=["batch", "packed", "no bound"],
+)
 def test_what_the_bad_calls_start_from_is_good(arguments: dict) -> None:
     o = nsa(**arguments)
     assert o.shape == (*arguments["q"].shape[:-1], DV) and o.isfinite().all()
