@@ -40,6 +40,16 @@ def arch_of_gpu(index: int) -> int:
     return major * 10 + minor
 
 
+def selected_arch() -> Optional[int]:
+    """What FLASH_ATTENTION_ARCH says, or else the current GPU; None where neither is there."""
+    forced = os.environ.get("FLASH_ATTENTION_ARCH")
+    if forced is not None:
+        from flash_attn.cute.interface import _parse_arch_str
+
+        return _parse_arch_str(forced)
+    return arch_of_gpu(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
 def check_target() -> None:
     """Refuse to compile for an architecture that the compiler, which has one target a process, makes no code for.
 
@@ -48,19 +58,14 @@ def check_target() -> None:
     """
     from cutlass.base_dsl.dsl import BaseDSL
 
-    forced, target = os.environ.get("FLASH_ATTENTION_ARCH"), BaseDSL._get_dsl().get_arch_enum()
-    major, minor, suffix = target.value
-    if forced is not None:
-        from flash_attn.cute.interface import _parse_arch_str
-
-        arch, made = _parse_arch_str(forced), {9: (9,), 10: (10, 11), 11: (10, 11)}
-        fits = major in made.get(arch // 10, (major,))
-    elif torch.cuda.is_available():
-        arch = arch_of_gpu(torch.cuda.current_device())
-        # What is made for 9.0 and later runs nowhere else, but for a family's.
-        fits = arch < 90 or arch == major * 10 + minor or (suffix == "f" and arch // 10 == major)
-    else:
+    arch, target = selected_arch(), BaseDSL._get_dsl().get_arch_enum()
+    if arch is None:
         return
+    major, minor, suffix = target.value
+    if os.environ.get("FLASH_ATTENTION_ARCH") is not None:  # which kernel, not for which GPU
+        fits = major in {9: (9,), 10: (10, 11), 11: (10, 11)}.get(arch // 10, (major,))
+    else:  # what is made for 9.0 and later runs nowhere else, but for a family's
+        fits = arch < 90 or arch == major * 10 + minor or (suffix == "f" and arch // 10 == major)
     if not fits:
         raise NotImplementedError(
             f"a kernel for sm_{arch} in a process that compiles for {target}: it compiles for CUTE_DSL_ARCH, or else "

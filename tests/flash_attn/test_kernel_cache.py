@@ -123,6 +123,7 @@ def test_a_folder_that_fails_later_costs_a_call_its_time_only(monkeypatch: pytes
 
 def test_a_grid_for_other_multiprocessors_is_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Persistent kernels have the count in them, and parts of one architecture differ in it."""
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
     cache, names = cache_utils.JITPersistentCache(tmp_path), []
     for count in ("132", "114", "132"):
         monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def test_the_environment_is_asked_at_every_call(gpus: Gpus, monkeypatch: pytest.
     assert _get_device_arch() == 80
     monkeypatch.delenv("FLASH_ATTENTION_ARCH")
     assert _get_device_arch() == 90
+
+
+def test_kernels_of_another_architecture_are_other_files(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not every kernel's own key says what it is for."""
+    from flash_attn.cute import cache_utils
+
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
+    cache, files = cache_utils.get_jit_cache("some"), []
+    for gpus.current in CAPABILITIES:
+        files.append(cache._key_to_hash(("kernel",)))
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_100")
+    files.append(cache._key_to_hash(("kernel",)))
+    assert files[0] == files[2] != files[1] == files[3]
 
 
 def refusal_after(arch: str | None, capability: tuple[int, int] | None) -> str | None:
