@@ -91,19 +91,19 @@ def launched(shares: int) -> list[tuple[int, ...]]:
     """(key tile, head, batch, share) of every CTA, in the order of their launch; in a worker."""
     import cutlass.cute as cute
     from cutlass import Int32
-    from cutlass.cute import FastDivmodDivisorV2
     from cutlass.cute.runtime import from_dlpack
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.first_writer import LastKeysFirstScheduler
+    from flash_attn.cute.tile_scheduler import TileSchedulerArguments
 
     @cute.jit
     def walk(out: cute.Tensor, num_shares: Int32):
-        counts, divisor = (Int32(BLOCKS), Int32(HEADS), Int32(2), num_shares), FastDivmodDivisorV2(num_shares)
-        params = LastKeysFirstScheduler.Params(*counts, divisor, is_split_kv=shares > 1)
-        for i in range(cute.size(out, mode=[0])):
-            coord = (i % BLOCKS, i // BLOCKS % (HEADS * num_shares), i // BLOCKS // (HEADS * num_shares))
-            tile = LastKeysFirstScheduler(params, coord).get_current_work().tile_idx
+        counts, unread = (Int32(BLOCKS), Int32(HEADS), Int32(2), num_shares), (Int32(0),) * 4
+        args = TileSchedulerArguments(*counts, *unread, tile_shape_mn=(64, 128), is_split_kv=shares > 1)
+        params = LastKeysFirstScheduler.to_underlying_arguments(args)
+        for i in range(LastKeysFirstScheduler.get_grid_shape(params)[0]):
+            tile = LastKeysFirstScheduler(params, params.coord(i)).get_current_work().tile_idx
             out[i, 0], out[i, 1], out[i, 2], out[i, 3] = tile[0], tile[1], tile[2], tile[3]
 
     with unset_fake_temporarily():
