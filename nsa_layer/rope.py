@@ -53,17 +53,16 @@ class RotaryEmbedding(nn.Module):
             if x.shape[-1] != self.head_dim:
                 raise ValueError(f"{name} must have head dimension {self.head_dim}, got {x.shape[-1]}")
         dtype = torch.promote_types(q.dtype, torch.float32)
-        angle = self._angles(positions).to(q.device, dtype).unsqueeze(-2)
+        angle = self._angles(positions, dtype).unsqueeze(-2)
         cos, sin = angle.cos(), angle.sin()
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
-    def _angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """Positions [..., T] -> fp64 angles [..., T, D / 2] from -pi to pi; on the CPU where the device has no fp64."""
-        if positions.device.type == "mps":
-            positions = positions.cpu()
-        pair = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float64)
-        turns = positions.to(torch.float64).unsqueeze(-1) * (self.base ** (-pair / self.head_dim) / (2 * math.pi))
-        return turns.sub_(turns.round()).mul_(2 * math.pi)
+    def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Positions [..., T] -> angles [..., T, D / 2] from -pi to pi, rounded once; by the CPU for mps without fp64."""
+        wide = positions.cpu() if positions.device.type == "mps" else positions
+        pair = torch.arange(0, self.head_dim, 2, device=wide.device, dtype=torch.float64)
+        turns = wide.to(torch.float64).unsqueeze(-1) * (self.base ** (-pair / self.head_dim) / (2 * math.pi))
+        return turns.sub_(turns.round()).mul_(2 * math.pi).to(positions.device, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, base={self.base:g}"
