@@ -7,7 +7,7 @@ blocks, which is checked on its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
@@ -145,6 +145,16 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
         draw(*tokens, case.Hq, Dv),
         **given,
     )
+
+
+def spoilt(inputs: Inputs, value: float, kept: Collection[int]) -> Inputs:
+    """Packed sequences hold nothing but `value` in q, k, v and do, all but those `kept`."""
+    tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "do")}
+    for x in tensors.values():
+        for at, part in enumerate(x.split(inputs.case.lengths)):
+            if at not in kept:
+                part.fill_(value)
+    return replace(inputs, **tensors)
 
 
 def run(backend: Backend, inputs: Inputs) -> Result:
