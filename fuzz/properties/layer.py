@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from fuzz import strategies
 from fuzz.attention import laid_out
 from fuzz.case import LAYOUTS
 from fuzz.prop import GPU, Skip, holds
+from fuzz.properties.relations import near
 from nsa_layer import NSAConfig, reference
 from nsa_layer.sparsity import block_bitmap, selected_lists
 from nsa_layer.testing import (
@@ -23,6 +25,7 @@ from nsa_layer.testing import (
     assert_forward_causal,
     make_inputs,
     run,
+    spoilt,
 )
 
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
@@ -153,6 +156,33 @@ def packed_is_one_at_a_time(case: Case) -> None:
         torch.testing.assert_close(whole.o[own], alone.o[0])
         for name in ("q", "k", "v"):
             torch.testing.assert_close(whole.grads[name][own], alone.grads[name][0])
+
+
+def assert_apart(case: Case, backend: str, device: str = "cpu") -> None:
+    """What other sequences hold, NaN too, changes no bit of an output, nor of a deterministic gradient."""
+    if case.lengths is None:
+        case = replace(case, lengths=(case.T, 1 + case.seed % 30, case.T))
+    inputs, mine = make_inputs(case, device), case.seed % len(case.lengths)
+    value = (math.nan, math.inf, torch.finfo(case.dtype).max)[case.seed % 3]
+    once, other = (run(backend, given) for given in (inputs, spoilt(inputs, value, {mine})))
+    clean, beside = (result.o.split(case.lengths)[mine] for result in (once, other))
+    assert beside.equal(clean), f"o of sequence {mine} has {int((beside != clean).sum())} other numbers"
+    for name in ("q", "k", "v"):
+        clean, beside = (result.grads[name].split(case.lengths)[mine] for result in (once, other))
+        if case.config.deterministic:
+            assert beside.equal(clean), f"d{name} of sequence {mine} has {int((beside != clean).sum())} other numbers"
+        else:
+            near(f"d{name}", beside, clean)
+
+
+@holds("layer.neighbours", strategies.layer_cases)
+def neighbours(case: Case) -> None:
+    assert_apart(case, "eager")
+
+
+@holds("layer.neighbours, kernels", lambda: kernel_cases(), needs=GPU)
+def neighbours_by_kernels(case: Case) -> None:
+    assert_apart(case, "cute", "cuda")
 
 
 @holds("layer.permutations", strategies.layer_cases)
