@@ -1,4 +1,4 @@
-"""What it costs that the ends of packed sequences bound the loads: packed calls in this tree, and in one without.
+"""Cost of loads that end with a packed sequence: packed calls in this tree, and in one whose loads do not.
 
     python benchmarks/packed_ends.py --before FOLDER [--repeats 31] [--json FILE]
 

@@ -4,7 +4,7 @@ A tile at the end of a sequence reaches into the next one. Its scores there are 
 row of v is NaN where the neighbour holds NaN or inf, and so are the products of backward with rows of q, do and k. A
 descriptor of all tokens only knows where the last sequence ends; quack's ragged tensors, of two more dimensions, end
 where an offset and a length say. Those that upstream stores through shift the base pointer out of the tensor, which
-loads do not allow (``ptr_shift=False``).
+loads do not allow (``ptr_shift=False``). A sequence may have up to 2**30 tokens, all together fewer than 2**31 - 1.
 
 A tensor has at most three dimensions, so a batch, or packed queries with the heads of a group folded into them, cannot
 be bounded like this. Nor need they be: a batch's sequences have a dimension of their own, and a query's row of scores
@@ -21,9 +21,9 @@ RANK = 5
 
 
 def bounded(tensor: Optional[cute.Tensor], cu_seqlens: Optional[cute.Tensor], dim: int = 0) -> Optional[cute.Tensor]:
-    """What to make a TMA atom of: the tensor itself, or if its sequences are packed, one that `sequence_of` bounds.
+    """The tensor to make a TMA atom of: of packed sequences, one of which `sequence_of` takes a sequence.
 
-    tensor: packed, of three dimensions; or None, for which there is none. dim: that of the tokens.
+    tensor: if ``cu_seqlens`` is given, of three dimensions; None stays None. dim: that of the tokens.
     """
     if tensor is None or cu_seqlens is None:
         return tensor
@@ -42,7 +42,7 @@ def bounded_heads(tensor: cute.Tensor, cu_seqlens: Optional[cute.Tensor], dim: i
 
 
 def is_bounded(tensor: cute.Tensor) -> bool:
-    """Whether a TMA tensor of packed sequences was made of a `bounded` one."""
+    """True of a TMA tensor of packed sequences that was made of a `bounded` one."""
     return cute.rank(tensor) == RANK
 
 

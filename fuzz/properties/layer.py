@@ -159,7 +159,7 @@ def packed_is_one_at_a_time(case: Case) -> None:
 
 
 def assert_apart(case: Case, backend: str, device: str = "cpu") -> None:
-    """What other sequences hold, NaN too, changes no bit of an output, nor of a deterministic gradient."""
+    """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
     if case.lengths is None:
         case = replace(case, lengths=(case.T, 1 + case.seed % 30, case.T))
     inputs, mine = make_inputs(case, device), case.seed % len(case.lengths)

@@ -55,7 +55,7 @@ def packed_is_one_at_a_time(case: Attention) -> None:
 
 @holds("relations.neighbours", strategies.attention, kinds=PACKS, needs=GPU)
 def neighbours(case: Attention) -> None:
-    """What other sequences of a pack hold, NaN too, changes no bit of an output, nor of a deterministic gradient."""
+    """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
     call, mine = make(case), case.seed % len(case.lengths)
     value = (math.nan, math.inf, torch.finfo(call.q.dtype).max)[case.seed % 3]
 

@@ -68,7 +68,7 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 
 @contextmanager
 def recorded_loads() -> Iterator[Counter[bool]]:
-    """How many tensors the kernels traced in the body load by TMA: bounded by their sequence, and not."""
+    """Counts of the tensors that kernels traced in the body load by TMA: bounded by their sequence, and not."""
     import cutlass.cute as cute
     from cutlass.cute.nvgpu import cpasync
 
