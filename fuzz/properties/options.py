@@ -8,7 +8,7 @@ from fuzz import strategies
 from fuzz.case import Fields, Texts
 from fuzz.prop import holds
 from nsa_layer import NSAConfig
-from patches.codec import Library, decode, encode, format_ops, parse_ops
+from patches.codec import decode, encode, format_ops, parse_ops
 
 NAMES = {f.name for f in fields(NSAConfig)}
 
@@ -38,9 +38,9 @@ def good_or_named(case: Fields) -> None:
 @holds("patches.text comes back", strategies.texts, pr=40)
 def text_comes_back(case: Texts) -> None:
     """Encoded, written, read and decoded; an unchanged text needs no operation."""
-    library = None if case.other is None else Library({"other.py": case.other})
-    ops = encode(case.old, case.new, library)
+    others = {} if case.other is None else {"other.py": case.other}
+    ops = encode(case.old, case.new, others)
     lines = format_ops(ops)
     assert parse_ops("\n".join(lines).split("\n") if lines else []) == ops, "the lines stand for other operations"
-    assert decode(case.old, ops, library) == case.new, "another text came back"
+    assert decode(case.old, ops, others) == case.new, "another text came back"
     assert case.old != case.new or not ops, "operations for an unchanged text"
