@@ -1,7 +1,7 @@
 """Checkouts and virtual environments in which the distribution is built and installed for real.
 
 An environment has the packages of the one that runs the tests as links, since installing PyTorch and the compiler again
-for each test would take longer than all the rest. What is built here is left out.
+for each test would take longer than all the rest. What is built here and what only tools need is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CHECKOUT = (
     "UPSTREAM.md",
 )
 ADDED = ("nsa_tools/__init__.py", "flash_attn/cute/a_package/__init__.py", "flash_attn/cute/a_package/module.py")
-LEFT_OUT = ("flash_attn", *PACKAGES, "__editable__")
+LEFT_OUT = ("flash_attn", *PACKAGES, "__editable__", "matplotlib", "safetensors", "tabulate", "tqdm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
