@@ -26,8 +26,8 @@ def good_or_named(case: Fields) -> None:
         assert type(value) is int and value >= 1, f"{name}={value!r} was taken"
     assert config.block_size % config.stride == 0
     assert config.q_tile % config.block_size == 0 or config.block_size % config.q_tile == 0
-    assert config.tile_query in ("before", "mean") and config.importance in ("softmax", "logit")
-    assert all(type(getattr(config, name)) is bool for name in ("per_head", "force_blocks", "deterministic"))
+    assert config.rule in ("nsa", "seed")
+    assert all(type(getattr(config, name)) is bool for name in ("force_blocks", "deterministic"))
     assert NSAConfig.from_dict(asdict(config)) == config and config.replace() == config
     assert hash(config) == hash(config.replace())
     for T in (1, config.block_size, 1000):

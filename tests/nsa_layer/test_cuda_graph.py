@@ -58,7 +58,7 @@ CASES = [
     Case(**SMALL, config=NSAConfig(deterministic=True)),
     Case(**SMALL, config=NSAConfig(deterministic=True), gate="given", compress_weights=True),
     Case(**SMALL, config=NSAConfig(deterministic=True, block_stride=32), gate="none"),
-    Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True, per_head=True)),
+    Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True)),
     Case(**SMALL | dict(T=4096), config=NSAConfig(deterministic=True)),
     Case(**SMALL, config=NSAConfig()),
     Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig(deterministic=True)),

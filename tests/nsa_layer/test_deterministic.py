@@ -29,22 +29,19 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 699)], ids=["batch", "packed"])
-@pytest.mark.parametrize("per_head", [False, True])
-def test_nothing_is_added_through_atomics(
-    per_head: bool, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks that PyTorch makes the lists of, and launches that do nothing."""
     from nsa_layer import autograd, heads
 
     def choose(q, k_cmp, *, problem, packing):
         """The first blocks, for every tile."""
-        chosen = 4 if per_head else 2, 8 if packing is None else packing.total_tiles, 5
+        chosen = 2, 8 if packing is None else packing.total_tiles, 5
         indices = torch.arange(5, dtype=torch.int32).expand(chosen)
         indices = indices.contiguous() if packing else indices[None].contiguous()
         return indices, torch.full(indices.shape[:-1], 5, dtype=torch.int32)
 
     monkeypatch.setattr(heads, "choose", choose)
-    config = NSAConfig(deterministic=True, block_counts=5, per_head=per_head, block_size=32)
+    config = NSAConfig(deterministic=True, block_counts=5, block_size=32)
     sizes = dict(T=1000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
     case = Case(**sizes, lengths=lengths, config=config, compress_weights=True)
     autograd._forward.clear(), autograd._backward.clear()

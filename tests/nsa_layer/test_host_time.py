@@ -67,7 +67,7 @@ def selected(case: Case, generator: torch.Generator, backward: bool, cu_seqlens:
     from nsa_layer import branches
 
     config, lengths = case.config, case.lengths or (case.T,)
-    heads, width = (case.B, case.Hq if config.per_head else case.Hkv), config.list_width(max(lengths))
+    heads, width = (case.B, case.Hkv), config.list_width(max(lengths))
     parts = []
     for length in lengths:
         scores = torch.rand(*heads, config.num_tiles(length), config.num_blocks(length), generator=generator)
@@ -86,7 +86,7 @@ SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
 CASES = [
     Case(T=700, **SMALL),
     Case(T=700, **SMALL, config=NSAConfig(deterministic=True)),
-    Case(T=512, **SMALL, config=NSAConfig(per_head=True, block_size=32, q_tile=128)),
+    Case(T=512, **SMALL, config=NSAConfig(block_size=32)),
     Case(T=300, B=2, Hq=2, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(block_size=128)),
     Case(T=300, **SMALL, causal=False),
     Case(lengths=(300, 70, 517), **SMALL),

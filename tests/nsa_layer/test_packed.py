@@ -34,7 +34,12 @@ def one_at_a_time(inputs: Inputs) -> list[Inputs]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": False, "gate": "given"}, {"config": SMALL.replace(per_head=True, block_stride=8), "gate": "none"}],
+    [
+        {},
+        {"causal": False, "gate": "given"},
+        {"config": SMALL.replace(block_stride=8), "gate": "none"},
+        {"config": NSAConfig.seed(block_size=16, block_counts=6, q_tile=32, window_size=24), "gate": "none"},
+    ],
     ids=repr,
 )
 def test_one_at_a_time(backend: str, dtype: torch.dtype, options: dict[str, object]) -> None:
