@@ -1,4 +1,4 @@
-"""`NSAConfig.seed()` against the seed's rule in a few lines of its own, and the kernels' refusal of it."""
+"""`NSAConfig.seed()` against the seed's rule in a few lines of its own."""
 
 from __future__ import annotations
 
