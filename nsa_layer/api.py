@@ -8,6 +8,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.config import NSAConfig
+from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
@@ -33,7 +34,8 @@ def nsa(
 ) -> torch.Tensor | tuple[torch.Tensor, Aux]:
     """Native Sparse Attention: compressed, selected and sliding-window attention, gated and summed.
 
-    Differentiable (once) in q, k, v, gate_weight, gates and both compression weights.
+    Differentiable in q, k, v, gate_weight, gates and both compression weights: once, by reverse mode. The reference is
+    differentiable any number of times and in either mode.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens``.
@@ -61,13 +63,17 @@ def nsa(
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
-        NotImplementedError: the named backend does not do this on this architecture.
+        NotImplementedError: the named backend does not do this on this architecture; or vmap, forward mode, or on the
+            kernels a transform of torch.func.
+        RuntimeError: (when it is asked for) a second derivative.
 
     Source: arXiv:2502.11089; the choice of blocks is per query tile, see the README.
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    if backend != "reference":
+        refuse_transforms(q, k, v, *weights, cu_seqlens)
     problem = check_inputs(Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
     name = support.choose_backend(

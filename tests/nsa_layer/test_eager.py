@@ -180,13 +180,3 @@ def test_same_bits_twice_on_a_gpu() -> None:
         first, second = (run("eager", inputs) for _ in range(2))
         for name, x in first.tensors().items():
             assert torch.equal(x, second.tensors()[name]), name
-
-
-def test_backward_twice_is_refused() -> None:
-    """Second derivatives would be wrong without a word: `once_differentiable` says so."""
-    inputs = make_inputs(Case(T=20, config=SMALL, gate="none"))
-    q = inputs.q.requires_grad_()
-    o, _ = eager.attend(q, inputs.k, inputs.v, problem=inputs.case.problem)
-    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
