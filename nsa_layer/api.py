@@ -6,7 +6,7 @@ from importlib import import_module
 
 import torch
 
-from nsa_layer import support
+from nsa_layer import autocast, support
 from nsa_layer.config import NSAConfig
 from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import Arguments, check_inputs
@@ -36,6 +36,9 @@ def nsa(
 
     Differentiable in q, k, v, gate_weight, gates and both compression weights: once, by reverse mode. The reference is
     differentiable any number of times and in either mode.
+
+    Under `torch.autocast` inputs are cast to the autocast dtype and nothing inside is, as by
+    `scaled_dot_product_attention`.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens``.
@@ -71,9 +74,10 @@ def nsa(
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    tensors = (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight)
     if backend != "reference":
-        refuse_transforms(q, k, v, *weights, cu_seqlens)
+        refuse_transforms(*tensors, cu_seqlens)
+    q, k, v, *weights = autocast.cast(*tensors)
     problem = check_inputs(Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
     name = support.choose_backend(
@@ -88,16 +92,8 @@ def nsa(
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
     kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
-    o, aux = implementation.attend(
-        q,
-        k,
-        v,
-        problem=problem,
-        gate_weight=gate_weight,
-        gates=gates,
-        compress_k_weight=compress_k_weight,
-        compress_v_weight=compress_v_weight,
-        cu_seqlens=cu_seqlens,
-        **kernels,
-    )
+    names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+    given = dict(zip(names, weights), problem=problem, cu_seqlens=cu_seqlens)
+    with autocast.off(q.device):
+        o, aux = implementation.attend(q, k, v, **given, **kernels)
     return (o, aux) if return_aux else o

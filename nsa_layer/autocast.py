@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -15,11 +16,14 @@ def dtype_in_force(device: torch.device) -> torch.dtype | None:
     return None
 
 
-def cast(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """An argument as autocast hands it on: floating point but for fp64 in ``dtype``, anything else as it is."""
-    if not isinstance(x, torch.Tensor) or x.is_nested or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(dtype)
+def cast(q: Any, *others: Any) -> tuple[Any, ...]:
+    """Arguments as autocast on q's device hands them on: floating point but fp64 in its dtype, the rest as it is."""
+    dtype = dtype_in_force(q.device) if isinstance(q, torch.Tensor) else None
+    return (q, *others) if dtype is None else tuple(x.to(dtype) if _is_cast(x) else x for x in (q, *others))
+
+
+def _is_cast(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_nested and x.is_floating_point() and x.dtype != torch.float64
 
 
 def off(device: torch.device) -> AbstractContextManager:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
-from stub_kernels import stubs
+from stub_kernels import stubbed_layer
 from torch.autograd import forward_ad, functional
 
-from nsa_layer import NSAConfig, NSAttention, nsa, support
+from nsa_layer import NSAConfig, NSAttention, nsa
 
 SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=16, window_size=8)
 T, HQ, HKV, D = 40, 4, 2, 8
@@ -17,20 +18,6 @@ T, HQ, HKV, D = 40, 4, 2, 8
 ON_GPU = dict(T=300, HQ=4, HKV=2, D=64)
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture
-def stubbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """backend="cute" takes tensors on the CPU; kernels that write nothing leave what was in memory."""
-    from nsa_layer import autograd
-
-    monkeypatch.setattr(support, "choose_backend", lambda backend, **_: backend)
-    for prepared in (autograd._forward, autograd._backward):
-        prepared.clear()
-    with stubs():
-        yield
-    for prepared in (autograd._forward, autograd._backward):
-        prepared.clear()
 
 
 def problem(backend: str, device: str = "cpu") -> tuple[Loss, torch.Tensor]:
@@ -83,10 +70,9 @@ REFUSED = "nsa: (second derivatives|transforms of torch.func).* not supported by
 
 @pytest.mark.parametrize("way", SECOND)
 @pytest.mark.parametrize("backend", ["eager", "cute"])
-def test_second_derivatives_are_refused(backend: str, way: str, request: pytest.FixtureRequest) -> None:
-    if backend == "cute":
-        request.getfixturevalue("stubbed")
-    with pytest.raises(RuntimeError, match=REFUSED + repr(backend)):
+def test_second_derivatives_are_refused(backend: str, way: str) -> None:
+    on_cpu = stubbed_layer() if backend == "cute" else nullcontext()
+    with on_cpu, pytest.raises(RuntimeError, match=REFUSED + repr(backend)):
         SECOND[way](*problem(backend))
 
 
@@ -219,11 +205,10 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("way", TRANSFORMS)
 @pytest.mark.parametrize("backend", ["eager", "cute"])
-def test_vmap_and_forward_mode_are_refused(backend: str, way: str, request: pytest.FixtureRequest) -> None:
-    if backend == "cute":
-        request.getfixturevalue("stubbed")
+def test_vmap_and_forward_mode_are_refused(backend: str, way: str) -> None:
+    on_cpu = stubbed_layer() if backend == "cute" else nullcontext()
     said, ask = TRANSFORMS[way]
-    with pytest.raises(NotImplementedError, match=f"nsa: ({said}).* backend='reference'"):
+    with on_cpu, pytest.raises(NotImplementedError, match=f"nsa: ({said}).* backend='reference'"):
         ask(*problem(backend))
 
 
