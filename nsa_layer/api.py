@@ -52,8 +52,9 @@ def nsa(
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
         cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total; read on the host once a call,
-            which waits for the GPU where they are on one. On the CPU they may be too: then nothing waits, and calls
-            with the same starts can be captured in a CUDA graph.
+            which waits for the GPU where they are on one; backward does not read them, so that a buffer may be
+            refilled. On the CPU they may be too: then nothing waits, and calls with the same starts can be captured in
+            a CUDA graph.
         max_seqlen: an upper bound of the packed lengths, in tokens; only checked.
         causal: False lets every query see the whole sequence.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the

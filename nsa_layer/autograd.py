@@ -55,7 +55,7 @@ def attend(
     plan = schedule(Sizes.of(q, v, problem=problem, gated=gated, needs_grad=needs_grad), memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     q, k, v = map(_readable, (q, k, v))
-    made = _Attend.apply(q, k, v, *weights, Packing.of(problem, cu_seqlens, q.device), problem, plan, return_aux)
+    made = _Attend.apply(q, k, v, *weights, Packing.of(problem, q.device), problem, plan, return_aux)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
 

@@ -147,8 +147,8 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 @pytest.mark.parametrize("config", [NSAConfig(), NSAConfig(block_size=64, block_stride=16), NSAConfig(block_size=32)])
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
-    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packing = Packing.of(Problem(config, True, 1.0, lengths), cu, cu.device)
+    packing = Packing.of(Problem(config, True, 1.0, lengths), torch.device("cpu"))
+    assert packing.cu_seqlens.tolist() == [0, *accumulate(lengths)] and packing.cu_seqlens.dtype == torch.int32
     for starts, total, counted in (
         (packing.cu_blocks, packing.total_blocks, config.compressed_length),
         (packing.cu_tiles, packing.total_tiles, config.num_tiles),
