@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import torch
 
-from nsa_layer import autocast, support
+from nsa_layer import autocast, determinism, support
 from nsa_layer.config import NSAConfig
 from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import Arguments, check_inputs
@@ -81,15 +82,10 @@ def nsa(
     q, k, v, *weights = autocast.cast(*tensors)
     problem = check_inputs(Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
-    name = support.choose_backend(
-        backend,
-        device=q.device,
-        dtype=q.dtype,
-        D=q.shape[-1],
-        Dv=v.shape[-1],
-        config=config,
-        needs_grad=needs_grad,
-    )
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
+    choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad)
+    problem = determinism.in_force(problem, lambda config: choose(config=config))
+    name = choose(config=problem.config)
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
     kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}

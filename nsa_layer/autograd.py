@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer import heads
+from nsa_layer import determinism, heads, support
 from nsa_layer.branches import Prepared
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.heads import Inputs, Kept, WeightGradients, of_heads
@@ -89,6 +89,10 @@ def _gradients(do: Tensor, packing: Packing | None, problem: Problem, plan: Sche
     given, made = len(Inputs._fields) - 1, len(Kept._fields)
     inputs = Inputs(*tensors[:given], packing)
     q, k, v = inputs[:3]
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
+    problem = determinism.in_force(
+        problem, lambda config: support.choose_backend("cute", **sizes, config=config, needs_grad=True)
+    )
     do = _readable(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rest = []
