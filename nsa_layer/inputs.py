@@ -50,7 +50,12 @@ def check_inputs(given: Arguments) -> Problem:
             *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
         )
         problem = _passed.get(seen)
-    except (AttributeError, IndexError, TypeError):  # nothing that could be accepted: the checks say what it is
+    except (
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+    ):  # nothing that could be accepted: the checks say what it is
         return _check(given)
     if problem is None:
         problem = _check(given)
@@ -62,6 +67,8 @@ def check_inputs(given: Arguments) -> Problem:
 
 def _check(given: Arguments) -> Problem:
     q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal = given
+    for name, tensor in given._asdict().items():
+        refuse_nested(name, tensor)
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     if not isinstance(causal, bool):
@@ -81,6 +88,12 @@ def _check(given: Arguments) -> Problem:
             _check_weight(name, tensor, shape, q)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q)
     return Problem(config, causal, _check_scale(softmax_scale, D), lengths)
+
+
+def refuse_nested(name: str, x: object) -> None:
+    """Raise TypeError for a nested tensor, whose shape says little or cannot be asked for."""
+    if isinstance(x, torch.Tensor) and x.is_nested:
+        raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
 
 
 def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool) -> None:

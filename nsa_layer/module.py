@@ -10,6 +10,7 @@ from torch import nn
 from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.config import NSAConfig
+from nsa_layer.inputs import refuse_nested
 from nsa_layer.packing import starts_on
 from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
@@ -158,6 +159,8 @@ class NSAttention(nn.Module):
     def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        for name, tensor in (("x", x), ("cu_seqlens", cu_seqlens)):
+            refuse_nested(name, tensor)
         layout, dims = (
             ("[B, T, dim]", 3) if cu_seqlens is None else ("packed [total, dim], since cu_seqlens is given", 2)
         )
