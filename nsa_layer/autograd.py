@@ -84,7 +84,9 @@ class _Attend(torch.autograd.Function):
         return *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None, None, None, None
 
 
-def _gradients(do: Tensor, packing: Packing | None, problem: Problem, plan: Schedule, *tensors: Tensor | None):
+def _gradients(
+    do: Tensor, packing: Packing | None, problem: Problem, plan: Schedule, *tensors: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """The gradients of `_Attend`'s tensors, from those that it saved."""
     given, made = len(Inputs._fields) - 1, len(Kept._fields)
     inputs = Inputs(*tensors[:given], packing)

@@ -50,13 +50,8 @@ def check_inputs(given: Arguments) -> Problem:
             *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
         )
         problem = _passed.get(seen)
-    except (
-        AttributeError,
-        IndexError,
-        RuntimeError,
-        TypeError,
-    ):  # nothing that could be accepted: the checks say what it is
-        return _check(given)
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return _check(given)  # nothing that could be accepted: the checks say what it is
     if problem is None:
         problem = _check(given)
         if len(_passed) >= CAPACITY:
