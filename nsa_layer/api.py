@@ -84,7 +84,7 @@ def nsa(
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad)
-    problem = determinism.in_force(problem, lambda config: choose(config=config))
+    problem = determinism.in_force(problem, choose)
     name = choose(config=problem.config)
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.

@@ -10,10 +10,11 @@ import torch
 
 def dtype_in_force(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast casts to on such a device; None where it is off, or where there is no autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return None
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
 
 
 def cast(q: Any, *others: Any) -> tuple[Any, ...]:

@@ -7,6 +7,8 @@ again.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from nsa_layer import determinism, heads, support
@@ -92,9 +94,7 @@ def _gradients(
     inputs = Inputs(*tensors[:given], packing)
     q, k, v = inputs[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    problem = determinism.in_force(
-        problem, lambda config: support.choose_backend("cute", **sizes, config=config, needs_grad=True)
-    )
+    problem = determinism.in_force(problem, partial(support.choose_backend, "cute", **sizes, needs_grad=True))
     do = _readable(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rest = []

@@ -8,15 +8,14 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer.config import NSAConfig
 from nsa_layer.problem import Problem
 
 
-def in_force(problem: Problem, check: Callable[[NSAConfig], object]) -> Problem:
+def in_force(problem: Problem, check: Callable[..., object]) -> Problem:
     """The problem as it has to be computed now: with ``deterministic`` where PyTorch is told to be.
 
     Args:
-        check: raises NotImplementedError for options that cannot be had.
+        check: called as ``check(config=...)``; raises NotImplementedError for options that cannot be had.
 
     Raises:
         NotImplementedError: there is no deterministic way; with ``warn_only`` it is a warning, and the problem stays.
@@ -26,9 +25,9 @@ def in_force(problem: Problem, check: Callable[[NSAConfig], object]) -> Problem:
         return problem
     deterministic = config.replace(deterministic=True)
     try:
-        check(deterministic)
+        check(config=deterministic)
     except NotImplementedError as error:
-        check(config)  # raises where it is not for want of determinism
+        check(config=config)  # raises where it is not for want of determinism
         message = f"torch.use_deterministic_algorithms asks for determinism; {error}"
         if not torch.is_deterministic_algorithms_warn_only_enabled():
             raise NotImplementedError(message) from None

@@ -159,8 +159,7 @@ class NSAttention(nn.Module):
     def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-        for name, tensor in (("x", x), ("cu_seqlens", cu_seqlens)):
-            refuse_nested(name, tensor)
+        refuse_nested("x", x)
         layout, dims = (
             ("[B, T, dim]", 3) if cu_seqlens is None else ("packed [total, dim], since cu_seqlens is given", 2)
         )
@@ -173,6 +172,8 @@ class NSAttention(nn.Module):
             raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
         if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
             raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
+        if cu_seqlens is not None:
+            refuse_nested("cu_seqlens", cu_seqlens)
         if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
             raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
         if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:

@@ -92,8 +92,13 @@ def _starts(
     """Starts of tokens, blocks and tiles, together and one by one, and the totals of the latter two."""
     blocks, tiles = map(config.compressed_length, lengths), map(config.num_tiles, lengths)
     starts = [list(accumulate(counts, initial=0)) for counts in (lengths, blocks, tiles)]
-    copy = _moved(torch.tensor(starts, dtype=torch.int32, device="cpu"), device)
-    return copy, copy.numbers.unbind(), (starts[1][-1], starts[2][-1])
+    size = len(lengths) + 1
+    # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.
+    numbers = torch.zeros(3, -(-size // 4) * 4, dtype=torch.int32, device="cpu")
+    numbers[:, :size] = torch.tensor(starts, device="cpu")
+    copy = _moved(numbers, device)
+    # Not by indexing, which looks for the device: fake tensors have none.
+    return copy, copy.numbers.narrow(1, 0, size).unbind(), (starts[1][-1], starts[2][-1])
 
 
 def _moved(numbers: torch.Tensor, device: torch.device) -> _Copy:

@@ -92,13 +92,12 @@ def test_pytorch_may_ask_for_it() -> None:
 
 
 @pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def blackwell() -> Iterator[None]:
     """An architecture whose kernels have no deterministic backward."""
-    choose = support.choose_backend
-    with stubbed_layer():
-        monkeypatch.setattr(support, "device_arch", lambda index: 100)
-        on_gpu = dict(device=torch.device("cuda", 0))
-        monkeypatch.setattr(support, "choose_backend", lambda backend, **more: choose(backend, **more | on_gpu))
+    choose, on_gpu = support.choose_backend, dict(device=torch.device("cuda", 0))
+    with stubbed_layer(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "device_arch", lambda index: 100)
+        patch.setattr(support, "choose_backend", lambda backend, **more: choose(backend, **more | on_gpu))
         yield
 
 

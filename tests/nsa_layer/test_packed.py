@@ -92,6 +92,14 @@ def test_starts_on_the_host_are_copied_once() -> None:
     assert first.cu_seqlens.device.type == "meta" and first.cu_seqlens.shape == (len(LENGTHS) + 1,)
 
 
+@pytest.mark.parametrize("sequences", range(1, 6))
+def test_starts_are_aligned(sequences: int) -> None:
+    """Attention would copy them otherwise, whenever it is called."""
+    packing = Packing.of(Problem(SMALL, True, 1.0, (7,) * sequences), torch.device("cpu"))
+    for starts in (packing.cu_seqlens, packing.cu_blocks, packing.cu_tiles):
+        assert starts.data_ptr() % 16 == 0 and starts.is_contiguous()
+
+
 def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
     device, problem = torch.device("meta"), Problem(SMALL, True, 1.0, (7, 9))
     starts, made = torch.tensor([0, 7, 16], dtype=torch.int32), []
