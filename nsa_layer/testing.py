@@ -232,12 +232,10 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
         size = scale * asking.norm(dim=-1).max() * (k_cmp.norm(dim=-1).max() if len(k_cmp) else 0)
         eps = torch.finfo(accumulation_dtype(case.dtype)).eps
         error = 8 * eps * float(size)
-        if (
-            config.importance == "softmax"
-        ):  # it moves by a part of itself: by its logits' errors, and rounding of its own
+        if config.rule == "seed":
+            allowed = torch.full_like(scores.values, 2 * error)
+        else:  # it moves by a part of itself: by its logits' errors, and rounding of its own
             allowed = (2 * error + 8 * eps) * scores.values + torch.finfo(torch.float32).tiny
-        else:
-            allowed = torch.full_like(scores.values, 2 * error * (case.Hq // case.Hkv))
         assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
 
 
