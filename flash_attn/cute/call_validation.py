@@ -27,8 +27,10 @@ USUAL_BLOCKS = (128, 256, 64, 192)
 OptionalTensor = torch.Tensor | None
 
 
-def refuse_unread(lists: Any, arch: int, *, qv: bool = False) -> None:
+def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = False) -> None:
     """Refuse the lists of a call (or None) to kernels that do not read them, some of which would say nothing.
+
+    What upstream asserts is in its words: programs match on them.
 
     Raises:
         NotImplementedError: another architecture than SM90, SM100 and SM110, or `qv`.
@@ -37,10 +39,13 @@ def refuse_unread(lists: Any, arch: int, *, qv: bool = False) -> None:
         return
     if arch // 10 not in READ_BY:
         raise NotImplementedError(
-            f"block_sparse_tensors on sm_{arch}: only kernels for sm_90, sm_100 and sm_110 read block lists"
+            f"Block sparsity {'backward ' if backward else ''}not supported on SM {arch // 10}.{arch % 10}: only "
+            f"kernels for SM 9.0, 10.0 and 11.0 read block_sparse_tensors"
         )
     if qv:
-        raise NotImplementedError(f"block_sparse_tensors together with qv (sm_{arch}): its kernels read no block lists")
+        raise NotImplementedError(
+            f"block sparsity is not supported with qv: its kernels for sm_{arch} read no block_sparse_tensors"
+        )
 
 
 def validate_call(
