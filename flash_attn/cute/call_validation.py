@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flash_attn.cute.list_validation import NAMES, ORDERS, validate_coverage, validate_lists
 from flash_attn.cute.packed_entries import is_packed, packed_rows
 from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction
+from flash_attn.cute.plan_validation import check_launch
+from flash_attn.cute.planned_calls import check_form
 from flash_attn.cute.walk_kinds import by_kind
 
 ALWAYS = "FLASH_ATTENTION_CUTE_VALIDATE_LISTS"  # "1": every call's lists are checked
@@ -311,8 +313,10 @@ def _launch(lists: Any, num_heads: int, num_heads_kv: int) -> _Launch | None:
     """The order of a plan for SM100; None without one. The plan is checked, whatever it is for."""
     if lists is None or lists.plan is None:
         return None
+    check_form(lists)
     _check_plan(lists, num_heads_kv if lists.plan_per_group else num_heads)
     if not lists.plan_whole:
+        check_launch(lists, num_heads, num_heads_kv)
         return None
     _check_whole(lists, num_heads)
     if lists.dq_write_order is None:

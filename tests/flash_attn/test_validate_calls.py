@@ -196,6 +196,85 @@ def test_plans_of_packed_sequences(form: str, deterministic: bool) -> None:
     assert "backward plan deals out" in said(forward, plan, *tensors, **options)
 
 
+PLANS = [(4, False), (2, False), (2, True), (1, False)]  # key/value heads of 4 query heads, and whether per group
+
+
+def planned(form: str, Hkv: int, per_group: bool, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """[forward, planned backward, q, k] of lists that all heads share, and the options of the call."""
+    if form == "padded":
+        sides = random_lists(ListCase(B=2, H=1, M=6, N=5, density=0.5, sort=False, seed=18))
+        call, given, M = [*sides, *qk(2, 700, keys=640, Hkv=Hkv)], {}, 6
+    else:
+        call, given = packed_call(form, heads=1)
+        call[2:] = qk(*call[2].shape[:-2], keys=call[3].shape[-3], Hkv=Hkv)
+        M = 5
+        if form == "stacked":
+            options["cu_total_m_blocks"] = call[0].cu_total_m_blocks
+    sizes = dict(num_heads=4, num_heads_kv=Hkv, num_q_blocks=M, per_group=per_group)
+    call[1] = plan_backward(call[1], longest=2, **sizes, **options)
+    return call, given
+
+
+EACH_PLAN = pytest.mark.parametrize(("Hkv", "per_group"), PLANS)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("listed", [None, 40])
+@pytest.mark.parametrize("schedule", ["left to right", "longest first"])
+@EACH_PLAN
+@pytest.mark.parametrize("form", ["padded", *PACKED])
+def test_plans_as_they_are_made(
+    form: str, Hkv: int, per_group: bool, schedule: str, listed: int | None, deterministic: bool
+) -> None:
+    call, options = planned(form, Hkv, per_group, schedule=schedule, listed=listed, deterministic=deterministic)
+    validate_call(True, *call, **options)
+
+
+@pytest.mark.parametrize("form", ["padded", *PACKED])
+def test_each_key_block_is_stored_once_where_nothing_is_added(form: str) -> None:
+    """Also if it lists nothing: its dk and dv are zeros, which somebody has to write."""
+    call, options = planned(form, 4, False)
+    plan = call[1].plan
+    empty = int((plan[:, 3] == plan[:, 4]).int().argmax())
+    assert plan[empty, 3] == plan[empty, 4]
+    call[1] = call[1]._replace(plan=torch.cat([plan[:empty], plan[empty + 1 :]]))
+    assert "backward plan has 0 items for key block" in said(*call, **options)
+    call[1] = call[1]._replace(plan=torch.cat([plan, plan[empty : empty + 1]]))
+    assert "backward plan has 2 items for key block" in said(*call, **options)
+
+
+@pytest.mark.parametrize(("Hkv", "per_group"), PLANS[1:])
+@pytest.mark.parametrize("form", ["padded", *PACKED])
+def test_turns_follow_the_launch(form: str, Hkv: int, per_group: bool) -> None:
+    call, options = planned(form, Hkv, per_group)
+    plan = call[1].plan
+    was = plan.clone()
+    later = int((plan[:, 5] > 0).int().argmax())
+    for turn in (int(was[later, 5]) - 1, int(was[later, 5]) + 1):
+        plan[later, 5] = turn
+        message = said(*call, **options)
+        assert message.startswith(f"backward plan[{later}] = ") and f"expected turn {int(was[later, 5])}" in message
+    plan[:] = was.flip(0)  # the same items in an order that they were not made for
+    assert "expected turn" in said(*call, **options)
+
+
+@pytest.mark.parametrize("Hkv", [4, 1])
+@pytest.mark.parametrize("form", ["padded", *PACKED])
+def test_lock_values_follow_the_launch_of_items(form: str, Hkv: int) -> None:
+    """Items of one head in another order, with the turns of that order."""
+    call, options = planned(form, Hkv, False, deterministic=True, schedule="right to left")
+    plan = call[1].plan
+    own = (plan[:, 1] == 0) & (plan[:, 0] == 0)
+    plan[own] = plan[own].flip(0)
+    waits: dict[tuple[int, ...], int] = {}
+    for at, (batch, head, block, begin, end, *_) in enumerate(plan.tolist()):
+        key = (batch, head * Hkv // 4, block)
+        if end > begin and Hkv < 4:
+            plan[at, 5] = waits.get(key, 0)
+            waits[key] = waits.get(key, 0) + 1
+    assert "lock values have to rise with the launch, or the GPU hangs" in said(*call, **options)
+
+
 def plan_for_sm100(form: str, schedule: str, deterministic: bool, heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
     """[forward, planned backward, q, k], and the options of the call."""
     if form == "padded":
