@@ -54,7 +54,7 @@ MASKS = [dict(mask_mod=see_all), dict(causal=True), *(dict(window_size=w) for w 
 
 
 @EACH
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("given", ["block_sparse_tensors", "block_sparse_tensors_bwd"])
 def test_a_mask_stands_for_the_other_direction(attend: Any, given: str, mask: dict[str, Any]) -> None:
     assert attend(*inputs("qkv"), **{given: LISTS}, **mask) == "launched"
