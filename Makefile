@@ -48,7 +48,7 @@ $(VENV)/.torch:
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(INSTALL_FROM)
-	$(PY) -m pip install --editable .
+	$(PY) -m pip install --editable ".[tools]"
 	touch $@
 
 $(VENV)/.installed-for-tests: $(VENV)/.torch $(INSTALL_FROM)

@@ -1,4 +1,4 @@
-"""Build flash-attn-4: upstream's pinned wheel, our patches, our modules and nsa_layer, as one plain distribution."""
+"""Build flash-attn-4: upstream's pinned wheel, our patches, modules and packages, as one plain distribution."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ from setuptools.command.egg_info import egg_info
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
+from patches.digest import overlay_files  # noqa: E402
 from patches.errors import QueueError  # noqa: E402
-from patches.materialise import installed_files, layer_files, load_pin  # noqa: E402
+from patches.materialise import installed_files, load_pin, own_package_files, write_files  # noqa: E402
 from patches.tree import DEFAULT, make_tree  # noqa: E402
 from patches.wheel import fetch, licence_files  # noqa: E402
 
 # Upstream's licence and authors, written here by the build because they are part of what it installs.
 LICENCES = "upstream-licenses"
+OWN = [*overlay_files(ROOT), *own_package_files(ROOT)]
 
 
 class BuildPackage(build_py):
     """Writes the files of a wheel; nothing that an earlier build left behind gets into it."""
 
     def run(self) -> None:
-        target = Path(self.build_lib)
-        shutil.rmtree(target, ignore_errors=True)
-        for name, data in _or_exit(installed_files, ROOT).items():
-            path = target / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        write_files(Path(self.build_lib), _or_exit(installed_files, ROOT))
 
     def get_source_files(self) -> list[str]:
-        return []
+        return OWN
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         return [str(path) for path in Path(self.build_lib).rglob("*") if path.is_file()]
@@ -71,7 +69,7 @@ class Metadata(egg_info):
 
 
 def _or_exit(call, *args):
-    """The result of a step of the build; what the user has to know is said without a traceback around it."""
+    """The result of a step of the build; an error that the user has to know is printed without a traceback."""
     try:
         return call(*args)
     except QueueError as error:
@@ -91,15 +89,10 @@ def _refuse_hidden_namespace() -> None:
             )
 
 
-def _packages() -> list[str]:
-    """The packages' names; their files come from the commands above."""
-    layer = {str(Path(name).parent).replace(os.sep, ".") for name in layer_files(ROOT) if name.endswith(".py")}
-    return ["flash_attn.cute", *sorted(layer)]
-
-
 setup(
     version=_or_exit(load_pin, ROOT).local_version,
-    packages=_packages(),
+    # Their files come from the commands above.
+    packages=sorted({name.rpartition("/")[0].replace("/", ".") for name in OWN if name.endswith(".py")}),
     package_dir={"": DEFAULT},
     cmdclass={"build_py": BuildPackage, "editable_wheel": EditableTree, "egg_info": Metadata},
 )

@@ -105,8 +105,11 @@ def calls(case: Case) -> dict[str, Call]:
     }
 
 
-def answer() -> None:
-    """Make and time calls as lines of standard input ask, one line of JSON for each."""
+def answer(make: Callable[[dict[str, Any]], dict[str, Call]]) -> None:
+    """Make and time calls as lines of standard input ask, one line of JSON for each.
+
+    make: calls of a case, which is given as its fields.
+    """
     from flash_attn.cute import block_sparsity
 
     print(json.dumps({"patched": "passes" in block_sparsity.BlockSparseTensorsTorch._fields}), flush=True)
@@ -116,9 +119,9 @@ def answer() -> None:
         if "case" in asked:
             ready.clear()
             torch.cuda.empty_cache()
-            ready = calls(Case(**asked["case"]))
+            ready = make(asked["case"])
             for way, call in ready.items():
-                torch.save([x[:, ::EVERY].float().cpu() for x in call()], f"{asked['folder']}/{way}.pt")
+                torch.save([x.flatten(0, -3)[::EVERY].float().cpu() for x in call()], f"{asked['folder']}/{way}.pt")
             torch.cuda.empty_cache()
             reply: object = list(ready)
         else:
@@ -129,13 +132,13 @@ def answer() -> None:
 
 
 class Worker:
-    """A process with one of the packages in front."""
+    """A process with one of the packages in front, that runs ``script --answer``."""
 
-    def __init__(self, paths: list[str], log: Path) -> None:
+    def __init__(self, paths: list[str], log: Path, script: str = __file__) -> None:
         path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--answer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, script, "--answer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=log.open("w"), text=True, env=os.environ | {"PYTHONPATH": path},
         )  # fmt: skip
         self.hello = self.line()
@@ -192,7 +195,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("against_upstream.py measures on a GPU, and PyTorch finds none")
     if given.answer:
-        return answer()
+        return answer(lambda case: calls(Case(**case)))
     if given.upstream is None or not (given.upstream / "flash_attn" / "cute" / "interface.py").is_file():
         sys.exit("--upstream has to name a folder that holds flash_attn/cute/interface.py")
     rows = compared(given)

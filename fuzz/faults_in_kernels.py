@@ -82,6 +82,19 @@ def _rows(original: Callable) -> Callable:
 
 
 @fault(
+    "kernel: loads past the end",
+    "flash_attn.cute.bounded_loads:bounded",
+    "relations.neighbours",
+    needs=GPU,
+    seconds=120.0,
+    shows=lambda kind: kind.packed,
+)
+def _past_the_end(original: Callable) -> Callable:
+    """On Hopper, tiles of a packed sequence hold rows of the next one."""
+    return lambda tensor, cu_seqlens, dim=0: tensor
+
+
+@fault(
     "kernel: dq loses its last step",
     "flash_attn.cute.key_walk:KeyWalk.create",
     "attention.is",

@@ -29,7 +29,7 @@ def _leaking(original: Callable) -> Callable:
 @fault("leaking query", "nsa_layer.select:tile_queries", "layer.causality", "layer.choice")
 def _query(original: Callable) -> Callable:
     """A tile's own queries ask for it, later ones included, where the ones before should."""
-    return lambda q, *, config, causal: original(q, config=config.replace(tile_query="mean"), causal=causal)
+    return lambda q, *, config, causal: original(q, config=config, causal=False)
 
 
 @fault("ties to the later block", "nsa_layer.select:_tie_broken", "layer.choice")
@@ -132,12 +132,6 @@ def _full(original: Callable) -> Callable:
 def _bit(original: Callable) -> Callable:
     """The bitmap of the blocks has the bit after the block's."""
     return lambda indices, T, **more: original(torch.where(indices >= 0, indices + 1, indices), T, **more)
-
-
-@fault("any choice taken", "nsa_layer.config:_require_choice", "options")
-def _choice(original: Callable) -> Callable:
-    """NSAConfig takes any word for who asks and what ranks."""
-    return lambda name, value, choices: None
 
 
 @fault("zero taken", "nsa_layer.config:_require_int", "options")

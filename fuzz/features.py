@@ -94,8 +94,7 @@ def _fields(c: Fields) -> Iterator[str]:
 
 def _layer(c: Case) -> Iterator[str]:
     yield f"gate {c.gate}"
-    yield f"{c.config.tile_query} asks"
-    yield f"{c.config.importance} ranks"
+    yield f"rule {c.config.rule}"
     yield "causal" if c.causal else "not causal"
     yield "packed" if c.lengths else "a batch"
     yield str(c.dtype).removeprefix("torch.")
@@ -105,8 +104,6 @@ def _layer(c: Case) -> Iterator[str]:
         yield "no complete block"
     if c.T == 1:
         yield "one token"
-    if c.config.per_head:
-        yield "a list for every head"
     if c.config.stride < c.config.block_size:
         yield "overlapping blocks"
     if c.config.offset < c.config.block_size - 1:
@@ -178,12 +175,12 @@ CLAIMS: dict[type, tuple[str, ...]] = {
         "fewer keys", "as many keys, or more",
     ),
     Texts: ("the same text", "another text", "an empty text", "another file at hand", "carriage returns"),
-    Fields: ("block_size", "block_stride", "tile_query", "per_head", "nothing given", "something given"),
+    Fields: ("block_size", "block_stride", "rule", "nothing given", "something given"),
     Case: (
-        *(f"gate {name}" for name in ("weight", "given", "none", "cmp", "slc", "swa")), "before asks", "mean asks",
-        "softmax ranks", "logit ranks", "causal", "not causal", "packed", "a batch", "an empty sequence",
-        "no complete block", "one token", "a list for every head", "overlapping blocks", "an offset that leaks",
-        "nothing forced", "tiles smaller than blocks", "compression weights", "heads alone", "another width of v",
+        *(f"gate {name}" for name in ("weight", "given", "none", "cmp", "slc", "swa")), "rule nsa", "rule seed",
+        "causal", "not causal", "packed", "a batch", "an empty sequence", "no complete block", "one token",
+        "overlapping blocks", "an offset that leaks", "nothing forced", "tiles smaller than blocks",
+        "compression weights", "heads alone", "another width of v",
     ),
     Attention: (
         *_PATTERNS, *(f"layout {name}" for name in LAYOUTS), "one token", "fewer keys", "as many keys, or more",

@@ -140,7 +140,7 @@ class Trainer:
         base = NSAConfig(block_size=size, block_counts=6, window_size=3 * size, q_tile=2 * size)
         # On a GPU only Hopper's kernels have a deterministic backward.
         exact = device == "cpu" or torch.cuda.get_device_capability()[0] == 9
-        configs = [base, base.replace(deterministic=exact), base.replace(importance="logit", force_blocks=False)]
+        configs = [base, base.replace(deterministic=exact), base.replace(force_blocks=False)]
         heads = width // D
         self.layers = [
             NSAttention(

@@ -153,18 +153,21 @@ def configs() -> st.SearchStrategy[NSAConfig]:
     @st.composite
     def config(draw: st.DrawFn) -> NSAConfig:
         size = draw(st.sampled_from((4, 1, 6, 16)))
+        if draw(st.integers(0, 3)) == 3:
+            rule = dict(rule="seed", compress_offset=0, force_blocks=False)
+        else:
+            rule = dict(
+                block_stride=draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0])),
+                compress_offset=draw(st.none() | st.integers(-20, 40)),
+                force_blocks=draw(st.booleans()),
+            )
         return NSAConfig(
             block_size=size,
-            block_stride=draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0])),
             block_counts=draw(st.integers(1, 6)),
             q_tile=draw(st.sampled_from([n for n in range(1, 33) if n % size == 0 or size % n == 0])),
             window_size=draw(st.integers(1, 40)),
-            tile_query=draw(st.sampled_from(("before", "mean"))),
-            importance=draw(st.sampled_from(("softmax", "logit"))),
-            per_head=draw(st.booleans()),
-            compress_offset=draw(st.none() | st.integers(-20, 40)),
-            force_blocks=draw(st.booleans()),
             deterministic=draw(st.booleans()),
+            **rule,
         )
 
     return config()
@@ -203,10 +206,8 @@ def fields() -> st.SearchStrategy[Fields]:
     odd = st.sampled_from((None, True, 1.0, "64", (), 0, -1, 1 << 40, float("nan")))
     good = {
         "block_size": sizes, "block_stride": st.none() | sizes, "block_counts": sizes, "q_tile": sizes,
-        "window_size": sizes, "tile_query": st.sampled_from(("before", "mean", "after")),
-        "importance": st.sampled_from(("softmax", "logit", "")), "per_head": st.booleans(),
-        "compress_offset": st.none() | st.integers(-200, 200), "force_blocks": st.booleans(),
-        "deterministic": st.booleans(),
+        "window_size": sizes, "compress_offset": st.none() | st.integers(-200, 200), "force_blocks": st.booleans(),
+        "deterministic": st.booleans(), "rule": st.sampled_from(("nsa", "seed", "")),
     }  # fmt: skip
     values = st.fixed_dictionaries({}, optional={name: own | odd for name, own in good.items()})
     return st.builds(Fields, values=values)

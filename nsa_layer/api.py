@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import torch
 
-from nsa_layer import support
+from nsa_layer import autocast, determinism, support
 from nsa_layer.config import NSAConfig
+from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
@@ -33,7 +35,11 @@ def nsa(
 ) -> torch.Tensor | tuple[torch.Tensor, Aux]:
     """Native Sparse Attention: compressed, selected and sliding-window attention, gated and summed.
 
-    Differentiable (once) in q, k, v, gate_weight, gates and both compression weights.
+    Differentiable in q, k, v, gate_weight, gates and both compression weights: once, by reverse mode. The reference is
+    differentiable any number of times and in either mode.
+
+    Under `torch.autocast` inputs are cast to the autocast dtype and nothing inside is, as by
+    `scaled_dot_product_attention`.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens``.
@@ -47,8 +53,9 @@ def nsa(
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
         cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total; read on the host once a call,
-            which waits for the GPU where they are on one. On the CPU they may be too: then nothing waits, and calls
-            with the same starts can be captured in a CUDA graph.
+            which waits for the GPU where they are on one; backward does not read them, so that a buffer may be
+            refilled. On the CPU they may be too: then nothing waits, and calls with the same starts can be captured in
+            a CUDA graph.
         max_seqlen: an upper bound of the packed lengths, in tokens; only checked.
         causal: False lets every query see the whole sequence.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
@@ -61,37 +68,29 @@ def nsa(
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
-        NotImplementedError: the named backend does not do this on this architecture.
+        NotImplementedError: the named backend does not do this on this architecture; or vmap, forward mode, or on the
+            kernels a transform of torch.func.
+        RuntimeError: (when it is asked for) a second derivative.
 
     Source: arXiv:2502.11089; the choice of blocks is per query tile, see the README.
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    tensors = (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight)
+    if backend != "reference":
+        refuse_transforms(*tensors, cu_seqlens)
+    q, k, v, *weights = autocast.cast(*tensors)
     problem = check_inputs(Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
-    name = support.choose_backend(
-        backend,
-        device=q.device,
-        dtype=q.dtype,
-        D=q.shape[-1],
-        Dv=v.shape[-1],
-        config=config,
-        needs_grad=needs_grad,
-    )
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
+    choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad)
+    problem = determinism.in_force(problem, choose)
+    name = choose(config=problem.config)
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
     kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
-    o, aux = implementation.attend(
-        q,
-        k,
-        v,
-        problem=problem,
-        gate_weight=gate_weight,
-        gates=gates,
-        compress_k_weight=compress_k_weight,
-        compress_v_weight=compress_v_weight,
-        cu_seqlens=cu_seqlens,
-        **kernels,
-    )
+    names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+    given = dict(zip(names, weights), problem=problem, cu_seqlens=cu_seqlens)
+    with autocast.off(q.device):
+        o, aux = implementation.attend(q, k, v, **given, **kernels)
     return (o, aux) if return_aux else o

@@ -7,14 +7,16 @@ again.
 
 from __future__ import annotations
 
-import torch
-from torch.autograd.function import once_differentiable
+from functools import partial
 
-from nsa_layer import heads
+import torch
+
+from nsa_layer import determinism, heads, support
 from nsa_layer.branches import Prepared, on_own_device
+from nsa_layer.derivatives import first_derivatives
 from nsa_layer.heads import Inputs, Kept, WeightGradients, of_heads
 from nsa_layer.packing import Packing
-from nsa_layer.policy import MemoryPolicy, Sizes, schedule
+from nsa_layer.policy import MemoryPolicy, Schedule, Sizes, schedule
 from nsa_layer.problem import Aux, Problem
 from nsa_layer.ranges import watched
 
@@ -47,11 +49,16 @@ def attend(
         memory: what the call may take.
         needs_grad: whether backward may follow: what has to be saved for it.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "nsa: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or torch.func.grad "
+            "with backend='eager'"
+        )
     gated = gate_weight is not None or gates is not None
     plan = schedule(Sizes.of(q, v, problem=problem, gated=gated, needs_grad=needs_grad), memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     q, k, v = map(_readable, (q, k, v))
-    made = _Attend.apply(q, k, v, *weights, Packing.of(problem, cu_seqlens, q.device), problem, plan, return_aux)
+    made = _Attend.apply(q, k, v, *weights, Packing.of(problem, q.device), problem, plan, return_aux)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
 
@@ -73,22 +80,31 @@ class _Attend(torch.autograd.Function):
         return o, *aux
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do, *_):
         if do is None:
             return (None,) * 11
-        tensors, given, made = ctx.saved_tensors, len(Inputs._fields) - 1, len(Kept._fields)
-        inputs = Inputs(*tensors[:given], ctx.packing)
-        q, k, v = inputs[:3]
-        do = _readable(do)
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        rest = []
-        for turn, (first, end) in enumerate(ctx.plan.groups):
-            kept = Kept(*tensors[given + turn * made : given + (turn + 1) * made])
-            query, key = _queries(q, k, first, end), (first, end)
-            into = of_heads(dq, -2, query), of_heads(dk, -2, key), of_heads(dv, -2, key)
-            rest.append(_backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, problem=ctx.problem))
-        return dq, dk, dv, *_joined_weights(rest), None, None, None, None
+        static = ctx.packing, ctx.problem, ctx.plan
+        return *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None, None, None, None
+
+
+def _gradients(
+    do: Tensor, packing: Packing | None, problem: Problem, plan: Schedule, *tensors: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `_Attend`'s tensors, from those that it saved."""
+    given, made = len(Inputs._fields) - 1, len(Kept._fields)
+    inputs = Inputs(*tensors[:given], packing)
+    q, k, v = inputs[:3]
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
+    problem = determinism.in_force(problem, partial(support.choose_backend, "cute", **sizes, needs_grad=True))
+    do = _readable(do)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    rest = []
+    for turn, (first, end) in enumerate(plan.groups):
+        kept = Kept(*tensors[given + turn * made : given + (turn + 1) * made])
+        query, key = _queries(q, k, first, end), (first, end)
+        into = of_heads(dq, -2, query), of_heads(dk, -2, key), of_heads(dv, -2, key)
+        rest.append(_backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, problem=problem))
+    return dq, dk, dv, *_joined_weights(rest)
 
 
 def _readable(x: Tensor) -> Tensor:

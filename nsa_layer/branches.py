@@ -135,9 +135,9 @@ def selected_sparsity(
     """How T queries see the tokens of the listed blocks.
 
     Args:
-        block_indices: [B, Hs, M, n]; packed [Hs, tiles of all sequences, n], with ``cu_seqlens``.
+        block_indices: [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n], with ``cu_seqlens``.
         heads: (Hq, Hkv).
-        block_counts: [B, Hs, M]; packed [Hs, tiles of all sequences]: how many blocks are listed, if that is known.
+        block_counts: [B, Hkv, M]; packed [Hkv, tiles of all sequences]: how many blocks are listed, if that is known.
         tile: as in `forward_tile` and `backward_tile`.
         ordered: backward lists say in which order dq is added to, for one deterministic pass.
     """
@@ -173,8 +173,7 @@ def selected_sparsity(
     aux: tuple[torch.Tensor, ...] = (bitmaps[0],)
     if cu_seqlens is not None:
         aux = joined_rows(bitmaps)[None], cu_total_blocks(cu_seqlens, tile_q) * (tile_q // config.q_tile)
-    heads_per_list = heads[0] // bitmaps[0].shape[1]
-    mask = selected_mask(config.block_size, config.q_tile, heads_per_list, causal, cu_seqlens is not None)
+    mask = selected_mask(config.block_size, config.q_tile, heads[0] // heads[1], causal, cu_seqlens is not None)
     return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
 
 

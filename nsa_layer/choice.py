@@ -21,7 +21,7 @@ def choose(q: Tensor, k_cmp: Tensor, *, problem: Problem, packing: Packing | Non
         k_cmp: fp32 [B, Tc, Hkv, D], packed [all, Hkv, D]: projected, not rounded.
 
     Returns:
-        int32 [B, Hs, M, n], ascending, padded with -1, and [B, Hs, M]; packed [Hs, all tiles, n] and [Hs, all tiles].
+        int32 [B, Hkv, M, n], ascending, padded with -1, and [B, Hkv, M]; packed [Hkv, all tiles, n], [Hkv, all tiles].
     """
     config, scale = problem.config, problem.softmax_scale
     covered = dict(G=q.shape[-2] // k_cmp.shape[-2], D=q.shape[-1], dtype=q.dtype, softmax_scale=scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa_layer.config import NSAConfig
+from nsa_layer.derivatives import product
 from nsa_layer.problem import accumulation_dtype, mean_scale
 
 
@@ -45,7 +46,7 @@ def project(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     """
     if weight is None:
         return x
-    return _rows_first(torch.bmm(_heads_first(x), weight.to(x.dtype)), x)
+    return _rows_first(product(_heads_first(x), weight.to(x.dtype)), x)
 
 
 def project_backward(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-TILE_QUERIES = ("before", "mean")
-IMPORTANCES = ("softmax", "logit")
+RULES = ("nsa", "seed")
 LARGEST = 2**31 - 1  # positions are int32
 
 
@@ -20,15 +19,11 @@ class NSAConfig:
         block_counts: blocks listed per query tile, ``n``; forced blocks are listed even where there are more of them.
         q_tile: queries that share one choice of blocks; a multiple or a divisor of ``block_size``.
         window_size: tokens that the sliding window sees, the query's own included, ``w``.
-        tile_query: who asks for a tile. "before": the mean of the ``q_tile`` queries up to the tile's first (causal);
-            "mean": the mean of the tile's own queries (later queries then choose for earlier ones: not causal).
-        importance: "softmax": softmax over a tile's candidates, summed over the heads of a group; "logit": the sum of
-            the scores.
-        per_head: one list for every query head instead of one for every key/value head.
         compress_offset: compressed key j is visible to query t iff ``j * block_stride + compress_offset <= t``.
             None: ``block_size - 1``, the first value that is causal. Smaller ones leak the future.
         force_blocks: always list block 0, the blocks of the tile's own tokens, and the block before them.
         deterministic: the same input gives the same bits twice, backward included.
+        rule: how blocks are chosen. "nsa": causally, for each key/value head; "seed": as `NSAConfig.seed` has it.
 
     Raises:
         TypeError: a field has the wrong type.
@@ -40,12 +35,10 @@ class NSAConfig:
     block_counts: int = 16
     q_tile: int = 128
     window_size: int = 512
-    tile_query: str = "before"
-    importance: str = "softmax"
-    per_head: bool = False
     compress_offset: int | None = None
     force_blocks: bool = True
     deterministic: bool = False
+    rule: str = "nsa"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "block_counts", "q_tile", "window_size"):
@@ -54,11 +47,11 @@ class NSAConfig:
             _require_int("block_stride", self.block_stride, least=1)
         if self.compress_offset is not None:
             _require_int("compress_offset", self.compress_offset, least=-LARGEST)
-        for name in ("per_head", "force_blocks", "deterministic"):
+        for name in ("force_blocks", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        _require_choice("tile_query", self.tile_query, TILE_QUERIES)
-        _require_choice("importance", self.importance, IMPORTANCES)
+        if self.rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
         if self.block_size % self.stride:
             raise ValueError(
                 f"block_stride must divide block_size, got block_stride={self.stride}, block_size={self.block_size}"
@@ -67,6 +60,11 @@ class NSAConfig:
             raise ValueError(
                 f"q_tile must be a multiple or a divisor of block_size, got q_tile={self.q_tile}, "
                 f"block_size={self.block_size}"
+            )
+        if self.rule == "seed" and (self.stride, self.offset, self.force_blocks) != (self.block_size, 0, False):
+            raise ValueError(
+                "rule='seed' needs block_stride=block_size, compress_offset=0 and force_blocks=False, got "
+                f"{self.stride}, {self.offset} and {self.force_blocks}"
             )
 
     @property
@@ -103,11 +101,12 @@ class NSAConfig:
 
     @classmethod
     def seed(cls, **changes: object) -> NSAConfig:
-        """The operator of the public block-sparse NSA seed, for comparison with its figures; it leaks the future."""
-        rule = dict(
-            compress_offset=0, tile_query="mean", importance="logit", per_head=True, q_tile=256, force_blocks=False
-        )
-        return cls(**(rule | changes))
+        """The operator of the public block-sparse NSA seed, for comparison with it; it leaks the future.
+
+        Each query head lists the ``block_counts`` complete blocks with the highest mean score over a tile's queries,
+        among those that start at or before the tile's last token. On the reference and eager backends only.
+        """
+        return cls(**(dict(rule="seed", q_tile=256, compress_offset=0, force_blocks=False) | changes))
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> NSAConfig:
@@ -125,8 +124,3 @@ def _require_int(name: str, value: object, *, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if value > LARGEST:
         raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
-
-
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

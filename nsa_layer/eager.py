@@ -9,14 +9,15 @@ On a CPU, fp16 and bf16 are computed in fp32 and rounded at the end: CPUs multip
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from nsa_layer.compress import compress
+from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.problem import Aux, Problem, accumulation_dtype, mean_scale
 from nsa_layer.ranges import component
@@ -84,19 +85,22 @@ class _Blocks:
         return self.index + first.view(B, Hkv, 1, 1)
 
 
+Chunk = tuple[int, int, _Run | _Blocks]
+
+
 @dataclass(frozen=True)
 class _Plan:
     """How a branch is walked.
 
     Attributes:
-        chunks: (first query, one past the last, all keys that any of them sees), in order.
+        chunks: (first query, one past the last, all keys that any of them sees), in order, for a choice of blocks.
         visible: whether query t sees the key at a position; None where every query sees every key that its chunk reads.
         heads: query heads that lie beside one another in the rows, R.
         softmax_scale: factor of q . k.
         branch: whose plan it is, one of `ranges.COMPONENTS`.
     """
 
-    chunks: tuple[tuple[int, int, _Run | _Blocks], ...]
+    chunks: Callable[[torch.Tensor | None], Iterator[Chunk]]
     visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     heads: int
     softmax_scale: float
@@ -116,7 +120,7 @@ class _Plan:
         return scores
 
 
-class _SparseAttention(torch.autograd.Function):
+class _SparseAttention(ReverseMode):
     """Attention of q [B, Hkv, F, T * R, D] over k [B, Hkv, S, D] and v [B, Hkv, S, Dv] as a plan says.
 
     F * R = G: the query heads of a group are rows beside one another, so that keys are never expanded to Hq. Gives
@@ -125,71 +129,64 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor | None, plan: _Plan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulation_dtype(q.dtype))
         with component(plan.branch):
-            _SparseAttention.walk(q, k, v, plan, o, lse)
-        ctx.save_for_backward(q, k, v, lse)
-        ctx.plan = plan
-        ctx.mark_non_differentiable(lse)
+            for begin, end, keys in plan.chunks(choice):
+                rows = plan.rows(begin, end)
+                scores = plan.scores(q[rows], keys.read(k), begin, end, keys)
+                top = scores.amax(-1, keepdim=True)
+                top = top.masked_fill_(top == -torch.inf, 0)
+                p = scores.sub_(top).exp_()
+                total = p.sum(-1, keepdim=True)
+                # The sum of p * v is above its mean. fp16 has no range for smaller p, and no v that would need them.
+                scale = 1 if v.dtype == torch.float16 else mean_scale(p.shape[-1])
+                o[rows] = _dot(p.div_(scale).to(v.dtype), keys.read(v)).div_(total.masked_fill(total == 0, 1) / scale)
+                lse[rows] = total.log_().add_(top).squeeze(-1)
         return o, lse
 
     @staticmethod
-    def walk(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: _Plan, o: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        """Write o and lse of every row that sees a key."""
-        for begin, end, keys in plan.chunks:
-            rows = plan.rows(begin, end)
-            scores = plan.scores(q[rows], keys.read(k), begin, end, keys)
-            top = scores.amax(-1, keepdim=True)
-            top = top.masked_fill_(top == -torch.inf, 0)
-            p = scores.sub_(top).exp_()
-            total = p.sum(-1, keepdim=True)
-            # The sum of p * v is above its mean. fp16 has no range for smaller p, and no v that would need them.
-            scale = 1 if v.dtype == torch.float16 else mean_scale(p.shape[-1])
-            o[rows] = _dot(p.div_(scale).to(v.dtype), keys.read(v)).div_(total.masked_fill(total == 0, 1) / scale)
-            lse[rows] = total.log_().add_(top).squeeze(-1)
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        *tensors, ctx.plan = inputs
+        lse = output[1]
+        ctx.save_for_backward(*tensors, lse)
+        ctx.mark_non_differentiable(lse)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, lse = ctx.saved_tensors
-        plan, do = ctx.plan, do.contiguous()
-        dq = torch.zeros_like(q)
-        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-        with component(plan.branch):
-            _SparseAttention.walk_back(q, k, v, lse, do, plan, dq, dk, dv)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+    def backward(ctx: Any, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
+        gradients = first_derivatives("eager", _SparseAttention.gradients, do, *ctx.saved_tensors, ctx.plan)
+        return *gradients, None, None
 
     @staticmethod
-    def walk_back(
+    def gradients(
+        do: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        choice: torch.Tensor | None,
         lse: torch.Tensor,
-        do: torch.Tensor,
         plan: _Plan,
-        dq: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-    ) -> None:
-        """Write dq, and add to dk and dv in the accumulation dtype."""
-        for begin, end, keys in plan.chunks:
-            rows = plan.rows(begin, end)
-            q_i, do_i, k_i, v_i = q[rows], do[rows], keys.read(k), keys.read(v)
-            lse_i = lse[rows].unsqueeze(-1)
-            lse_i = lse_i.masked_fill(lse_i == -torch.inf, torch.inf)
-            p = plan.scores(q_i, k_i, begin, end, keys).sub_(lse_i).exp_()
-            keys.add(dv, _dot(p.to(q.dtype).mT, do_i))
-            dp = _dot(do_i, v_i.mT)
-            # A chunk holds every key of its rows: delta needs no output, and a row that sees one key gets exactly 0.
-            delta = (p * dp).sum(-1, keepdim=True)
-            ds = dp.sub_(delta).mul_(p).mul_(plan.softmax_scale).to(q.dtype)
-            dq[rows] = _dot(ds, k_i)
-            keys.add(dk, _dot(ds.mT, q_i))
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv; those of keys are summed in the accumulation dtype."""
+        do, dq = do.contiguous(), torch.zeros_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        with component(plan.branch):
+            for begin, end, keys in plan.chunks(choice):
+                rows = plan.rows(begin, end)
+                q_i, do_i, k_i, v_i = q[rows], do[rows], keys.read(k), keys.read(v)
+                lse_i = lse[rows].unsqueeze(-1)
+                lse_i = lse_i.masked_fill(lse_i == -torch.inf, torch.inf)
+                p = plan.scores(q_i, k_i, begin, end, keys).sub_(lse_i).exp_()
+                keys.add(dv, _dot(p.to(q.dtype).mT, do_i))
+                dp = _dot(do_i, v_i.mT)
+                # A chunk holds every key of its rows: delta needs no output; a row that sees one key gets exactly 0.
+                delta = (p * dp).sum(-1, keepdim=True)
+                ds = dp.sub_(delta).mul_(p).mul_(plan.softmax_scale).to(q.dtype)
+                dq[rows] = _dot(ds, k_i)
+                keys.add(dk, _dot(ds.mT, q_i))
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def attend(
@@ -257,9 +254,11 @@ def _attend_batch(
     spare = (config.num_blocks(k.shape[2]) + 1) * config.block_size - k.shape[2]
     k_blocks, v_blocks = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
     results = [
-        _SparseAttention.apply(by_group, k_cmp, v_cmp, _compressed_plan(q, k_cmp.shape[2], G, problem)),
-        _SparseAttention.apply(by_list, k_blocks, v_blocks, _selected_plan(q, choice, G // parts, parts, problem)),
-        _SparseAttention.apply(by_group, k, v, _window_plan(q, G, problem)),
+        _SparseAttention.apply(by_group, k_cmp, v_cmp, None, _compressed_plan(q, k_cmp.shape[2], G, problem)),
+        _SparseAttention.apply(
+            by_list, k_blocks, v_blocks, choice, _selected_plan(q, choice.shape[-1], G // parts, parts, problem)
+        ),
+        _SparseAttention.apply(by_group, k, v, None, _window_plan(q, G, problem)),
     ]
     T = q.shape[1]
     return [_unfold(o, T) for o, _ in results], [_unfold(lse, T).mT.contiguous() for _, lse in results], choice
@@ -267,38 +266,40 @@ def _attend_batch(
 
 def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, problem: Problem) -> _Plan:
     T, config = q.shape[1], problem.config
-    chunks = []
     step = _rows_that_fit(q, Tc)
-    for begin in range(0, T, step):
-        end = min(begin + step, T)
-        seen = min(Tc, (end - 1 - config.offset) // config.stride + 1) if problem.causal else Tc
-        if seen > 0:
-            chunks.append((begin, end, _Run(0, seen)))
+
+    def chunks(_: None) -> Iterator[Chunk]:
+        for begin in range(0, T, step):
+            end = min(begin + step, T)
+            seen = min(Tc, (end - 1 - config.offset) // config.stride + 1) if problem.causal else Tc
+            if seen > 0:
+                yield begin, end, _Run(0, seen)
 
     def visible(t: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return j * config.stride + config.offset <= t
 
-    return _Plan(tuple(chunks), visible if problem.causal else None, heads, problem.softmax_scale, "cmp")
+    return _Plan(chunks, visible if problem.causal else None, heads, problem.softmax_scale, "cmp")
 
 
-def _selected_plan(q: torch.Tensor, choice: torch.Tensor, heads: int, parts: int, problem: Problem) -> _Plan:
+def _selected_plan(q: torch.Tensor, width: int, heads: int, parts: int, problem: Problem) -> _Plan:
     """Tile by tile; the padding of a list reads the block of zeros behind the last one, whose positions nobody sees."""
     T, config = q.shape[1], problem.config
-    index = choice.long().remainder(config.num_blocks(T) + 1).unflatten(1, (-1, parts))
-    chunks = []
-    step = _rows_that_fit(q, choice.shape[-1] * config.block_size)
-    for tile in range(config.num_tiles(T)):
-        first, last = tile * config.q_tile, min((tile + 1) * config.q_tile, T)
-        listed = index[:, :, :, tile]
-        if problem.causal:  # a list is ascending, and none is longer than the blocks up to the tile's end
-            listed = listed[..., : config.num_blocks(last)]
-        keys = _Blocks(listed, config.block_size)
-        chunks += [(begin, min(begin + step, last), keys) for begin in range(first, last, step)]
+    step = _rows_that_fit(q, width * config.block_size)
+
+    def chunks(choice: torch.Tensor) -> Iterator[Chunk]:
+        index = choice.long().remainder(config.num_blocks(T) + 1).unflatten(1, (-1, parts))
+        for tile in range(config.num_tiles(T)):
+            first, last = tile * config.q_tile, min((tile + 1) * config.q_tile, T)
+            listed = index[:, :, :, tile]
+            if problem.causal:  # a list is ascending, and none is longer than the blocks up to the tile's end
+                listed = listed[..., : config.num_blocks(last)]
+            keys = _Blocks(listed, config.block_size)
+            yield from ((begin, min(begin + step, last), keys) for begin in range(first, last, step))
 
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return s <= t if problem.causal else s < T
 
-    return _Plan(tuple(chunks), visible, heads, problem.softmax_scale, "slc")
+    return _Plan(chunks, visible, heads, problem.softmax_scale, "slc")
 
 
 def _window_plan(q: torch.Tensor, heads: int, problem: Problem) -> _Plan:
@@ -306,15 +307,16 @@ def _window_plan(q: torch.Tensor, heads: int, problem: Problem) -> _Plan:
     ahead = 0 if problem.causal else back
     # Chunks longer than the window would read mostly pairs that it excludes.
     step = min(max(back + 1, 64), _rows_that_fit(q, min(T, 2 * (back + 1) + ahead)))
-    chunks = []
-    for begin in range(0, T, step):
-        end = min(begin + step, T)
-        chunks.append((begin, end, _Run(max(0, begin - back), min(T, end + ahead))))
+
+    def chunks(_: None) -> Iterator[Chunk]:
+        for begin in range(0, T, step):
+            end = min(begin + step, T)
+            yield begin, end, _Run(max(0, begin - back), min(T, end + ahead))
 
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return (s >= t - back) & (s <= t + ahead)
 
-    return _Plan(tuple(chunks), visible, heads, problem.softmax_scale, "swa")
+    return _Plan(chunks, visible, heads, problem.softmax_scale, "swa")
 
 
 def _rows_that_fit(q: torch.Tensor, keys: int) -> int:

@@ -1,4 +1,4 @@
-"""Which flash_attn.cute Python would import: the patched build, a stock one, an outdated tree, or none.
+"""The flash_attn.cute that Python would import: the patched build, a stock one, an outdated tree, or none.
 
 Nothing of flash_attn is imported to find out, since that takes a GPU stack; the build's marker module is read as text.
 """
@@ -17,7 +17,7 @@ INSTALL = "install this repository's build: `pip install .` (or `pip install -e 
 
 @dataclass(frozen=True)
 class ForkStatus:
-    """What was found: the pin and the patches of our build, or what is there instead and what to do about it."""
+    """The pin and the patches of our build, or the reason why it is not what Python finds, and the remedy."""
 
     kind: Kind
     pin: str | None = None
@@ -105,7 +105,7 @@ def _repository(package: Path) -> Path | None:
     """The repository that a tree's links lead to; None for an installed wheel, or where the repository is gone."""
     layer = package.parent.parent / "nsa_layer"
     root = layer.resolve().parent
-    return root if layer.is_symlink() and (root / "patches" / "series").is_file() else None
+    return root if layer.is_symlink() and (root / "patches" / "digest.py").is_file() else None
 
 
 def _tree_hash(root: Path) -> str:
@@ -117,5 +117,5 @@ def _tree_hash(root: Path) -> str:
 
 
 def _argument(tree: Path, root: Path) -> str:
-    """What the command that makes a tree needs to be told: nothing for the default one."""
+    """The argument of the command that makes a tree: none for the default one."""
     return "" if tree == root / ".tree" else f" {tree}"

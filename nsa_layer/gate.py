@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nsa_layer.compress import project
 from nsa_layer.problem import accumulation_dtype
 
 
@@ -16,7 +17,7 @@ def gate_values(q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.
     if gates is not None:
         return gates.to(acc)
     if gate_weight is not None:
-        return torch.einsum("...hd,hid->...hi", q.to(acc), gate_weight.to(acc)).sigmoid()
+        return project(q.to(acc), gate_weight.mT).sigmoid()
     return torch.full((*q.shape[:-1], 3), 1 / 3, dtype=acc, device=q.device)
 
 

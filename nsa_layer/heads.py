@@ -57,7 +57,7 @@ class Kept(NamedTuple):
     """What backward needs of forward.
 
     Attributes:
-        block_indices, block_counts: the choice, int32 [B, Hs, M, n] and [B, Hs, M]; packed without B.
+        block_indices, block_counts: the choice, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B.
         k_cmp, v_cmp: compressed keys and values as attention takes them.
         k_mean, v_mean: the means of their blocks in fp32 where these are projected, else None.
         o_cmp, o_slc, o_swa: None where the output is computed again.

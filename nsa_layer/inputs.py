@@ -50,8 +50,8 @@ def check_inputs(given: Arguments) -> Problem:
             *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
         )
         problem = _passed.get(seen)
-    except (AttributeError, IndexError, TypeError):  # nothing that could be accepted: the checks say what it is
-        return _check(given)
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return _check(given)  # nothing that could be accepted: the checks say what it is
     if problem is None:
         problem = _check(given)
         if len(_passed) >= CAPACITY:
@@ -83,12 +83,19 @@ def _check(given: Arguments) -> Problem:
     return Problem(config, causal, _check_scale(softmax_scale, D), lengths)
 
 
+def refuse_nested(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError for a nested tensor, whose shape says little or cannot be asked for."""
+    if x.is_nested:
+        raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
+
+
 def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool) -> None:
     dims = 3 if packed else 4
     layout = "packed [total, H, D], since cu_seqlens is given" if packed else "[B, T, H, D]"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        refuse_nested(name, tensor)
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
         if tensor.dim() != dims:
@@ -114,6 +121,7 @@ def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: boo
 def _check_weight(name: str, tensor: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor or None, got {type(tensor).__name__}")
+    refuse_nested(name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be of a floating-point dtype, got {tensor.dtype}")
     if tuple(tensor.shape) != shape:
@@ -141,6 +149,7 @@ def _check_lengths(cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: t
         return None
     if not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
+    refuse_nested("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:

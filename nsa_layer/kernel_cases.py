@@ -39,7 +39,6 @@ class KernelCase:
     causal: bool = True
     packed: bool = False
     block_size: int = 64
-    per_head: bool = False
     T: int = 1000
     deterministic: bool = False
 
@@ -49,15 +48,15 @@ class KernelCase:
         Options that a branch does not read keep their defaults.
         """
         unread = {
-            "cmp": ("per_head", "block_size"),
+            "cmp": ("block_size",),
             "slc": (),
-            "swa": ("block_size", "per_head"),
+            "swa": ("block_size",),
             "own": ("T", "deterministic"),
         }[self.branch]
         default = {f.name: f.default for f in fields(self)}
         if any(getattr(self, name) != default[name] for name in unread):
             return False
-        if self.branch == "own" and self.backward and (self.causal, self.per_head) != (True, False):
+        if self.branch == "own" and self.backward and not self.causal:
             return False
         # The number of key/value heads matters to block lists only; elsewhere (4, 1) is (8, 2): four heads a group.
         if self.branch != "slc" and self.heads == (4, 1):
@@ -65,18 +64,16 @@ class KernelCase:
         # All pairs of these are there; three at once would only multiply the sweep.
         rare = [
             name
-            for name in ("T", "dtype", "packed", "block_size", "per_head", "deterministic")
+            for name in ("T", "dtype", "packed", "block_size", "deterministic")
             if getattr(self, name) != default[name]
         ]
         if len(rare) > 2:
             return False
-        if self.deterministic and not (self.backward and self.arch == 90):
-            return False
-        return not (self.per_head and self.heads[0] == self.heads[1])
+        return not self.deterministic or (self.backward and self.arch == 90)
 
     @property
     def config(self) -> NSAConfig:
-        return NSAConfig(block_size=self.block_size, per_head=self.per_head, deterministic=self.deterministic)
+        return NSAConfig(block_size=self.block_size, deterministic=self.deterministic)
 
 
 OPTIONS: dict[str, tuple] = {
@@ -89,7 +86,6 @@ OPTIONS: dict[str, tuple] = {
     "causal": (True, False),
     "packed": (False, True),
     "block_size": (64, 256),
-    "per_head": (False, True),
     "T": (1000, 100),
     "deterministic": (False, True),
 }
@@ -171,12 +167,12 @@ def _sparsity(case: KernelCase, *, backward: bool, ordered: bool = False):
     from nsa_layer import branches
 
     problem, heads = _problem(case), case.heads
-    T, Hs = case.T, heads[0] if case.per_head else heads[1]
+    T, Hkv = case.T, heads[1]
     M, n = case.config.num_tiles(T), case.config.list_width(T)
-    indices, starts = torch.arange(n, dtype=torch.int32).expand(1, Hs, M, n), None
+    indices, starts = torch.arange(n, dtype=torch.int32).expand(1, Hkv, M, n), None
     if case.packed:
         tiles = sum(map(case.config.num_tiles, problem.lengths))
-        indices = indices[0, :, :1].expand(Hs, tiles, n)
+        indices = indices[0, :, :1].expand(Hkv, tiles, n)
         starts = torch.tensor([0, *problem.lengths]).cumsum(0).to(torch.int32)
     tile = (branches.backward_tile if backward else branches.forward_tile)(torch.device("cpu"), case.block_size)
     static = dict(problem=problem, tile=tile, backward=backward, ordered=ordered)

@@ -27,10 +27,10 @@ def causal_mask() -> Callable:
 
 
 @lru_cache(maxsize=None)
-def selected_mask(block_size: int, q_tile: int, heads_per_list: int, causal: bool, packed: bool = False) -> Callable:
+def selected_mask(block_size: int, q_tile: int, G: int, causal: bool, packed: bool = False) -> Callable:
     """Token s is visible to query t iff its block is listed for t's tile, and ``s <= t`` where causal.
 
-    aux_tensors[0]: the bitmap of `sparsity.block_bitmap`, int32 [B, Hs, M, words]; packed [1, Hs, all rows, words],
+    aux_tensors[0]: the bitmap of `sparsity.block_bitmap`, int32 [B, Hkv, M, words]; packed [1, Hkv, all rows, words],
     and aux_tensors[1] says at which row each sequence starts.
     """
 
@@ -38,7 +38,7 @@ def selected_mask(block_size: int, q_tile: int, heads_per_list: int, causal: boo
     def mask(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
         bitmap = aux_tensors[0]
         b = utils.ssa_to_scalar(batch)
-        h = utils.ssa_to_scalar(head) // heads_per_list
+        h = utils.ssa_to_scalar(head) // G
         tile = utils.ssa_to_scalar(q_idx) // q_tile
         if cutlass.const_expr(packed):
             tile = tile + aux_tensors[1][b]

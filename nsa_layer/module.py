@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.config import LARGEST, NSAConfig
+from nsa_layer.inputs import refuse_nested
 from nsa_layer.packing import starts_on
 from nsa_layer.policy import MemoryPolicy
 from nsa_layer.problem import Aux
@@ -135,23 +137,21 @@ class NSAttention(nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
         if self.rope is not None:
             q, k = self.rope(q, k, _count_positions(x, cu_seqlens) if positions is None else positions)
-        # `nsa` accumulates in fp32 where that matters; autocast would round its products again.
-        with torch.autocast(x.device.type, enabled=False):
-            attended = nsa(
-                q,
-                k,
-                v,
-                config=self.config,
-                gate_weight=self.gate_weight,
-                compress_k_weight=self.compress_k_weight,
-                compress_v_weight=self.compress_v_weight,
-                cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen,
-                causal=causal,
-                backend=self.backend,
-                memory=self.memory,
-                return_aux=return_aux,
-            )
+        attended = nsa(
+            q,
+            k,
+            v,
+            config=self.config,
+            gate_weight=self.gate_weight,
+            compress_k_weight=self.compress_k_weight,
+            compress_v_weight=self.compress_v_weight,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            causal=causal,
+            backend=self.backend,
+            memory=self.memory,
+            return_aux=return_aux,
+        )
         o, aux = attended if return_aux else (attended, None)
         out = self.o_proj(o.flatten(-2))
         return (out, aux) if return_aux else out
@@ -159,6 +159,7 @@ class NSAttention(nn.Module):
     def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        refuse_nested("x", x)
         layout, dims = (
             ("[B, T, dim]", 3) if cu_seqlens is None else ("packed [total, dim], since cu_seqlens is given", 2)
         )
@@ -167,10 +168,12 @@ class NSAttention(nn.Module):
         weight = self.q_proj.weight
         if x.device != weight.device:
             raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
-        if not torch.is_autocast_enabled(x.device.type) and x.dtype != weight.dtype:
+        if autocast.dtype_in_force(x.device) is None and x.dtype != weight.dtype:
             raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
         if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
             raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
+        if cu_seqlens is not None:
+            refuse_nested("cu_seqlens", cu_seqlens)
         if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
             raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
         if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:

@@ -31,8 +31,8 @@ class Aux:
     """What `nsa` computes on the way; nothing here carries a gradient.
 
     Attributes:
-        block_indices: int32 [B, Hs, M, n], Hs = Hkv (Hq with ``per_head``): the chosen blocks of each query tile,
-            ascending, padded with -1. Packed: [Hs, tiles of all sequences in order, n], blocks counted from each
+        block_indices: int32 [B, Hs, M, n], Hs = Hkv (Hq with ``rule="seed"``): the chosen blocks of each query
+            tile, ascending, padded with -1. Packed: [Hs, tiles of all sequences in order, n], blocks counted from each
             sequence's start.
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row

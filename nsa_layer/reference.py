@@ -21,7 +21,7 @@ class SelectionScores:
 
     Attributes:
         values: [Hs, M, blocks] in the accumulation dtype, -inf where a block is no candidate; Hs = Hkv, Hq with
-            ``per_head``.
+            ``rule="seed"``.
         candidates: [M, blocks], complete blocks that a tile may choose.
         forced: [M, blocks], blocks that a tile lists in any case.
     """
@@ -50,7 +50,7 @@ def compress(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig)
 def tile_query(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.Tensor:
     """The query that chooses for each tile: q [T, Hq, D] -> [M, Hq, D], in the accumulation dtype."""
     q = q.to(accumulation_dtype(q.dtype))
-    before = causal and config.tile_query == "before"
+    before = causal and config.rule == "nsa"
     queries = []
     for start in range(0, q.shape[0], config.q_tile):
         own = slice(start, start + config.q_tile)
@@ -79,7 +79,9 @@ def selection_scores(
     start = torch.arange(config.num_blocks(T), device=q.device) * size
     first = torch.arange(config.num_tiles(T), device=q.device)[:, None] * config.q_tile
     last = (first + config.q_tile - 1).clamp(max=T - 1)
-    candidates = start + size - 1 <= (first if causal else torch.full_like(first, T - 1))
+    candidates = (start + size <= T).expand(len(first), -1)
+    if causal:
+        candidates = candidates & (start <= last if config.rule == "seed" else start + size - 1 <= first)
     own = (start + size > first) & (start <= last)
     before_own = first // size - 1 == start // size
     forced = (own | before_own | (start == 0)) & config.force_blocks
@@ -89,10 +91,8 @@ def selection_scores(
     keys = k_cmp[:: size // config.stride].repeat_interleave(group, dim=1)
     dots = torch.einsum("mhd,nhd->hmn", tile_query(q, config=config, causal=causal), keys) * softmax_scale
     values = F.pad(dots, (0, len(start) - len(keys)))
-    if config.importance == "softmax":
-        values = values.masked_fill(~candidates, -torch.inf).softmax(-1)
-    if not config.per_head:
-        values = values.unflatten(0, (-1, group)).sum(1)
+    if config.rule == "nsa":
+        values = values.masked_fill(~candidates, -torch.inf).softmax(-1).unflatten(0, (-1, group)).sum(1)
     return SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced)
 
 
@@ -257,7 +257,7 @@ def _attend_sequence(
     """The branches' outputs and LSEs, and the choice of blocks [Hs, M, width], for one sequence [T, H, D]."""
     config, causal, T = problem.config, problem.causal, q.shape[0]
     if T == 0:
-        heads = q.shape[1] if config.per_head else k.shape[1]
+        heads = q.shape[1] if config.rule == "seed" else k.shape[1]
         lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
         nothing = q.new_empty((0, q.shape[1], v.shape[2]))
         return [nothing] * 3, [lse] * 3, q.new_empty((heads, 0, width), dtype=torch.int32)

@@ -58,7 +58,7 @@ class RotaryEmbedding(nn.Module):
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Positions [..., T] -> angles [..., T, D / 2] from -pi to pi, rounded once; by the CPU for mps without fp64."""
+        """Positions [..., T] -> angles [..., T, D / 2] from -pi to pi, rounded once. By the CPU for mps: no fp64."""
         wide = positions.cpu() if positions.device.type == "mps" else positions
         pair = torch.arange(0, self.head_dim, 2, device=wide.device, dtype=torch.float64)
         turns = wide.to(torch.float64).unsqueeze(-1) * (self.base ** (-pair / self.head_dim) / (2 * math.pi))

@@ -25,11 +25,11 @@ BRANCHES = ("cmp", "slc", "swa")
 
 @dataclass(frozen=True)
 class Sequence:
-    """One causal sequence and what was chosen for it.
+    """One causal sequence and what was chosen for it, by the rule "nsa".
 
     Attributes:
         q, k, v, do: [T, Hq, D], [T, Hkv, D], [T, Hkv, Dv], [T, Hq, Dv]; do is None where only forward is checked.
-        block_indices: int32 [Hs, M, n], as `Aux` has them.
+        block_indices: int32 [Hkv, M, n], as `Aux` has them.
         gate_weight: [Hq, 3, D], or None for 1/3 each.
     """
 
@@ -51,11 +51,6 @@ class Sequence:
     def queries(self, head: int) -> slice:
         """The query heads of a key/value head."""
         return slice(head * self.group, (head + 1) * self.group)
-
-    def lists(self, head: int) -> torch.Tensor:
-        """[P, M, n]: one list for a key/value head's queries, or one for each of its query heads."""
-        parts = self.block_indices.shape[0] // self.k.shape[1]
-        return self.block_indices[head * parts : (head + 1) * parts]
 
     def gates(self, q: torch.Tensor, heads: slice) -> torch.Tensor:
         """[..., heads, 3] for q [..., heads, D]."""
@@ -115,8 +110,8 @@ def compressed(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfi
 def rows(sequence: Sequence, tokens: torch.Tensor, *, dtype: torch.dtype) -> Rows:
     """Every branch at the queries `tokens`, computed in dtype from all that they see."""
     s = sequence
-    per_head = [_rows_of_head(s, head, tokens, dtype) for head in range(s.k.shape[1])]
-    o, lse, row_sums, dq, noise, terms = zip(*per_head)
+    of_heads = [_rows_of_head(s, head, tokens, dtype) for head in range(s.k.shape[1])]
+    o, lse, row_sums, dq, noise, terms = zip(*of_heads)
     return Rows(
         torch.cat(o, dim=1),
         torch.cat(lse, dim=2),
@@ -133,13 +128,12 @@ def _rows_of_head(s: Sequence, head: int, tokens: torch.Tensor, dtype: torch.dty
     k_cmp, v_cmp = (
         compressed(x[:, head], w, config=config, dtype=dtype).to(dtype) for x, w in zip((s.k, s.v), weights)
     )
-    lists = s.lists(head)
-    widest = max(s.group * len(k_cmp), lists.shape[0] * lists.shape[2] * config.block_size * s.k.shape[2])
+    widest = max(s.group * len(k_cmp), s.block_indices.shape[2] * config.block_size * s.k.shape[2])
     parts = []
     for chunk in tokens.split(max(1, ELEMENTS // (2 * widest))):
         q = s.q[chunk, heads].to(dtype).requires_grad_(s.do is not None)
         seen = [
-            (k_cmp[None, None], v_cmp[None, None], _compressed_visible(chunk, len(k_cmp), config)[:, None]),
+            (k_cmp[None], v_cmp[None], _compressed_visible(chunk, len(k_cmp), config)),
             _selected_keys(s, head, chunk, dtype),
             _window_keys(s, head, chunk, dtype),
         ]
@@ -173,20 +167,19 @@ def _attention(
     """`reference.attention` with keys of its own for each row.
 
     Args:
-        q: [R, G, D]; k, v: [R or 1, P, S, D or Dv], P dividing G; visible: bool [R, P, S].
+        q: [R, G, D]; k, v: [R or 1, S, D or Dv]; visible: bool [R, S].
 
     Returns:
         o [R, G, Dv] and the LSE [R, G].
     """
-    q = q.unflatten(1, (k.shape[1], -1))  # [R, P, heads, D]
     scores = (q @ k.mT).to(accumulation_dtype(q.dtype)) * softmax_scale
-    visible = visible[:, :, None]
+    visible = visible[:, None]
     scores = scores.masked_fill(~visible, -torch.inf)
     empty = ~visible.any(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0)
     p = scores.softmax(-1).masked_fill(empty, 0)
     lse = (scores.logsumexp(-1) if scores.shape[-1] else scores.sum(-1)).masked_fill(empty[..., 0], -torch.inf)
-    return (p.to(v.dtype) @ v).flatten(1, 2), lse.flatten(1, 2)
+    return p.to(v.dtype) @ v, lse
 
 
 def _compressed_visible(t: torch.Tensor, Tc: int, config: NSAConfig) -> torch.Tensor:
@@ -194,16 +187,16 @@ def _compressed_visible(t: torch.Tensor, Tc: int, config: NSAConfig) -> torch.Te
 
 
 def _selected_keys(s: Sequence, head: int, t: torch.Tensor, dtype: torch.dtype) -> tuple:
-    blocks = s.lists(head)[:, t // s.config.q_tile].movedim(0, 1).long()  # [R, P, n]
+    blocks = s.block_indices[head, t // s.config.q_tile].long()  # [R, n]
     inside = torch.arange(s.config.block_size, device=t.device)
-    position = (blocks[..., None] * s.config.block_size + inside).flatten(2)
-    visible = (blocks >= 0).repeat_interleave(s.config.block_size, dim=2) & (position <= t[:, None, None])
+    position = (blocks[..., None] * s.config.block_size + inside).flatten(1)
+    visible = (blocks >= 0).repeat_interleave(s.config.block_size, dim=1) & (position <= t[:, None])
     return *_gathered(s, head, position, dtype), visible
 
 
 def _window_keys(s: Sequence, head: int, t: torch.Tensor, dtype: torch.dtype) -> tuple:
     back = torch.arange(s.config.window_size, device=t.device)
-    position = (t[:, None] - back)[:, None]
+    position = t[:, None] - back
     return *_gathered(s, head, position, dtype), position >= 0
 
 
@@ -222,7 +215,8 @@ def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.Se
     candidates = start + l - 1 <= first
     own = (start + l > first) & (start <= last)
     forced = (own | (first // l - 1 == start // l) | (start == 0)) & config.force_blocks
-    asking = torch.stack([s.q[_asking(int(t), config)].double().mean(0) for t in tiles])  # [m, Hq, D]
+    asked = [slice(max(0, t - config.q_tile + 1), t + 1) for t in first[:, 0].tolist()]
+    asking = torch.stack([s.q[queries].double().mean(0) for queries in asked])  # [m, Hq, D]
     values, allowed = [], []
     eps = torch.finfo(accumulation_dtype(s.q.dtype)).eps
     for head in range(s.k.shape[1]):
@@ -234,25 +228,10 @@ def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.Se
         error = (
             8 * eps * s.softmax_scale * float(mine.norm(dim=-1).max() * (keys.norm(dim=-1).max() if len(keys) else 0))
         )
-        if config.importance == "softmax":
-            score = score.masked_fill(~candidates, -torch.inf).softmax(-1)
-        score = score if config.per_head else score.sum(0, keepdim=True)
-        slack = (
-            (2 * error + 8 * eps) * score
-            if config.importance == "softmax"
-            else torch.full_like(score, 2 * error * s.group)
-        )
-        (
-            values.append(score.masked_fill(~candidates, -torch.inf)),
-            allowed.append(slack + torch.finfo(torch.float32).tiny),
-        )
-    return reference.SelectionScores(torch.cat(values), candidates, forced), torch.cat(allowed)
-
-
-def _asking(tile: int, config: NSAConfig) -> slice:
-    start = tile * config.q_tile
-    before = slice(max(0, start - config.q_tile + 1), start + 1)
-    return before if config.tile_query == "before" else slice(start, start + config.q_tile)
+        score = score.masked_fill(~candidates, -torch.inf).softmax(-1).sum(0)
+        values.append(score.masked_fill(~candidates, -torch.inf))
+        allowed.append((2 * error + 8 * eps) * score + torch.finfo(torch.float32).tiny)
+    return reference.SelectionScores(torch.stack(values), candidates, forced), torch.stack(allowed)
 
 
 def keys(
@@ -317,17 +296,17 @@ class _KeyPass:
         return *self._gradients(total), d_weight.to(self.dtype), self._noise(total)
 
     def _visible(self, begin: int, end: int) -> Iterator[tuple]:
-        """The sampled (k, v) of each branch and which queries of a chunk see them, bool [1 or G, rows, K]."""
+        """The sampled (k, v) of each branch and which queries of a chunk see them, bool [rows, K]."""
         s, config, tile = self.s, self.s.config, self.s.config.q_tile
         t = torch.arange(begin, end, device=s.q.device)
         blocks = self.blocks.flatten()
-        yield self.of_blocks, (blocks * config.stride + config.offset <= t[:, None])[None]
+        yield self.of_blocks, blocks * config.stride + config.offset <= t[:, None]
         later = self.tokens <= t[:, None]
-        tiles = s.lists(self.head)[:, begin // tile : (end - 1) // tile + 1]
+        tiles = s.block_indices[self.head, begin // tile : (end - 1) // tile + 1]
         own = (self.tokens // config.block_size).to(tiles.dtype)
-        listed = (tiles[..., None] == own).any(2)[:, t // tile - begin // tile]  # [P, rows, K]
-        yield self.of_tokens, (listed & later).repeat_interleave(s.group // len(listed), dim=0)
-        yield self.of_tokens, (later & (t[:, None] - self.tokens < config.window_size))[None]
+        listed = (tiles[..., None] == own).any(1)[t // tile - begin // tile]  # [rows, K]
+        yield self.of_tokens, listed & later
+        yield self.of_tokens, later & (t[:, None] - self.tokens < config.window_size)
 
     def _add(self, total: list, q, do, gate, lse, row_sum, mine, seen, sign) -> None:
         """One branch, one chunk: total = [dk, dv, noise], each [G, K, D]."""

@@ -22,13 +22,13 @@ def choose_blocks(
         k_cmp: [B, Tc, Hkv, D], compressed keys as `compress` gives them (fp32 or fp64).
 
     Returns:
-        int32 [B, Hs, M, n], ascending, padded with -1; Hs = Hkv, or Hq with ``config.per_head``; n =
+        int32 [B, Hs, M, n], ascending, padded with -1; Hs = Hkv, or Hq with ``rule="seed"``; n =
         ``config.list_width(T)``.
 
     Source: section 3.3 of arXiv:2502.11089, per query tile instead of per query.
     """
     B, T, Hq, _ = q.shape
-    Hs = Hq if config.per_head else k_cmp.shape[2]
+    Hs = Hq if config.rule == "seed" else k_cmp.shape[2]
     M, n, N = config.num_tiles(T), config.list_width(T), config.num_blocks(T)
     asking = tile_queries(q, config=config, causal=causal).movedim(1, 2)  # [B, Hq, M, D]
     asking = asking * softmax_scale
@@ -48,8 +48,8 @@ def tile_queries(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.T
     """The mean query that asks for each tile: [B, T, Hq, D] -> [B, M, Hq, D] in fp32 (fp64 for fp64)."""
     B, T, Hq, D = q.shape
     M, size = config.num_tiles(T), config.q_tile
-    own = config.tile_query == "mean" or not causal
-    # "before" ends at the tile's first query: the same tiles over a sequence that starts size - 1 tokens earlier.
+    own = config.rule == "seed" or not causal
+    # Causal, the mean ends at the tile's first query: tiles of a sequence that starts size - 1 tokens earlier.
     front = 0 if own else size - 1
     padded = q.new_zeros(B, M * size, Hq, D, dtype=accumulation_dtype(q.dtype))
     kept = min(T, M * size - front)
@@ -67,7 +67,9 @@ def block_roles(tiles: torch.Tensor, T: int, *, config: NSAConfig, causal: bool)
     t0 = (tiles * size).unsqueeze(1)
     last = (t0 + size - 1).clamp(max=T - 1)
     ends = block * l + l - 1
-    candidate = (ends <= t0) if causal else (ends < T).expand(len(tiles), N)
+    candidate = (ends < T).expand(len(tiles), N)
+    if causal:
+        candidate = candidate & (block * l <= last if config.rule == "seed" else ends <= t0)
     if not config.force_blocks:
         return torch.zeros_like(candidate), candidate
     own_or_before = (block >= t0 // l - 1) & (block <= last // l)
@@ -83,12 +85,12 @@ def block_scores(
     G = Hq // Hkv
     scores = asking.reshape(B, Hkv, G * m, D) @ keys.mT
     scores = scores.view(B, Hkv, G, m, Nc)
-    if config.importance == "softmax":
-        visible = candidate[:, :Nc]
-        scores = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
-        # A tile without candidates divides 0 by 0.
-        scores = scores.masked_fill_(~visible, 0.0)
-    return scores.flatten(1, 2) if config.per_head else scores.sum(2)
+    if config.rule == "seed":
+        return scores.flatten(1, 2)
+    visible = candidate[:, :Nc]
+    scores = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
+    # A tile without candidates divides 0 by 0.
+    return scores.masked_fill_(~visible, 0.0).sum(2)
 
 
 def _list_blocks(

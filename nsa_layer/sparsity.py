@@ -51,7 +51,7 @@ def selected_lists(
     and none lies past the end.
 
     Args:
-        block_indices: int32 [B, Hs, M, n] as `choose_blocks` gives them.
+        block_indices: int32 [B, Hkv, M, n] as `choose_blocks` gives them.
         split: tell the tiles that need the mask from those that need none.
     """
     l, merged = config.block_size, tile_q // config.q_tile
@@ -83,7 +83,7 @@ def selected_lists(
 def choices_of_sequences(
     block_indices: torch.Tensor, lengths: Sequence[int], *, config: NSAConfig
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """A packed choice [Hs, tiles, n] as [1, Hs, M, n] and its tokens, for each sequence that is not empty."""
+    """A packed choice [Hkv, tiles, n] as [1, Hkv, M, n] and its tokens, for each sequence that is not empty."""
     start = 0
     for length in lengths:
         end = start + config.num_tiles(length)
@@ -103,7 +103,7 @@ def joined_rows(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def block_bitmap(block_indices: torch.Tensor, T: int, *, config: NSAConfig, tile_q: int = 0) -> torch.Tensor:
-    """int32 [B, Hs, M, words]: bit ``j % 32`` of word ``j // 32`` says whether block j is listed for the tile.
+    """int32 [B, Hkv, M, words]: bit ``j % 32`` of word ``j // 32`` says whether block j is listed for the tile.
 
     Rows and words reach to the end of the last kernel tile (of `tile_q` queries), so that no kernel reads past them.
     """

@@ -67,8 +67,9 @@ FEATURES = (
     ),
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
+    Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
     Feature("packed sequences", lambda r: False),
-    Feature("any group size, per_head, block_stride, not causal", lambda r: False),
+    Feature("any group size, block_stride, not causal", lambda r: False),
 )
 
 

@@ -7,7 +7,7 @@ blocks, which is checked on its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
@@ -147,6 +147,16 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     )
 
 
+def spoilt(inputs: Inputs, value: float, kept: Collection[int]) -> Inputs:
+    """Packed sequences hold nothing but `value` in q, k, v and do, all but those `kept`."""
+    tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "do")}
+    for x in tensors.values():
+        for at, part in enumerate(x.split(inputs.case.lengths)):
+            if at not in kept:
+                part.fill_(value)
+    return replace(inputs, **tensors)
+
+
 def run(backend: Backend, inputs: Inputs) -> Result:
     """Forward and backward, through `nsa` for the name of a backend, or through an ``attend`` function."""
     leaves = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
@@ -222,12 +232,10 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
         size = scale * asking.norm(dim=-1).max() * (k_cmp.norm(dim=-1).max() if len(k_cmp) else 0)
         eps = torch.finfo(accumulation_dtype(case.dtype)).eps
         error = 8 * eps * float(size)
-        if (
-            config.importance == "softmax"
-        ):  # it moves by a part of itself: by its logits' errors, and rounding of its own
+        if config.rule == "seed":
+            allowed = torch.full_like(scores.values, 2 * error)
+        else:  # it moves by a part of itself: by its logits' errors, and rounding of its own
             allowed = (2 * error + 8 * eps) * scores.values + torch.finfo(torch.float32).tiny
-        else:
-            allowed = torch.full_like(scores.values, 2 * error * (case.Hq // case.Hkv))
         assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from patches.bite import bite
 from patches.check import check
-from patches.console import say
 from patches.errors import QueueError
 from patches.export import export
 from patches.materialise import load_pin, load_queue, repository
@@ -20,11 +19,10 @@ from patches.tree import DEFAULT, make_tree
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; 0 where all is well, 1 with a message where not, 2 for a command line that makes no sense."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     root = repository(args.repository)
     try:
-        return _COMMANDS[args.command](root, args, parser)
+        return args.run(root, args) or 0
     except QueueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -36,24 +34,37 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m patches", description="The patch queue over the upstream wheel.")
     parser.add_argument("--repository", type=Path, help="the repository's root, if not the one this is part of")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
     tree = commands.add_parser("tree", help="write the patched package as a git repository")
     tree.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=f"where (default {DEFAULT})")
     tree.add_argument("--force", action="store_true", help="drop work in it that is not saved")
+    tree.set_defaults(run=lambda root, args: make_tree(root, _folder(root, args.folder), force=args.force))
+
     saving = commands.add_parser("save", help="write patches/ from the commits of a tree")
     saving.add_argument("folder", nargs="?", type=Path, metavar="DIR", help=f"the tree (default {DEFAULT})")
+    saving.set_defaults(run=lambda root, args: save(root, _folder(root, args.folder)))
+
     checking = commands.add_parser("check", help="verify hashes, round trip, headers, tests and UPSTREAM.md")
-    checking.add_argument("--bite", action="store_true", help="also run each patch's test without that patch")
-    checking.add_argument("patches", nargs="*", metavar="PATCH", help="with --bite: these patches alone")
+    biting = "also run each patch's test, or those of the named patches, without that patch"
+    checking.add_argument("--bite", nargs="*", metavar="PATCH", help=biting)
+    checking.set_defaults(run=_check)
+
     moving = commands.add_parser("rebase", help="move the pin to another upstream version")
-    moving.add_argument("version", nargs="?", metavar="VERSION")
-    moving.add_argument("--continue", dest="go_on", action="store_true", help="after resolving a conflict")
-    moving.add_argument("--abort", action="store_true", help="go back to the old pin")
+    ways = moving.add_mutually_exclusive_group(required=True)
+    ways.add_argument("version", nargs="?", metavar="VERSION")
+    ways.add_argument("--continue", dest="go_on", action="store_true", help="after resolving a conflict")
+    ways.add_argument("--abort", action="store_true", help="go back to the old pin")
     moving.add_argument("--tree", type=Path, metavar="DIR", help=f"the tree to work in (default {DEFAULT})")
+    moving.set_defaults(run=_rebase)
+
     exporting = commands.add_parser("export", help="write files that `git am` takes on a checkout of upstream")
     exporting.add_argument("patch", nargs="?", metavar="PATCH", help="this patch alone, on plain upstream")
     exporting.add_argument("--output", type=Path, metavar="DIR", help="where (default export/)")
-    commands.add_parser("status", help="the table of patches")
+    exporting.set_defaults(run=lambda root, args: export(root, _folder(root, args.output, "export"), args.patch))
+
+    status = commands.add_parser("status", help="print the table of patches")
+    status.set_defaults(run=lambda root, args: print(overview(load_pin(root), load_queue(root)), end=""))
     return parser
 
 
@@ -61,43 +72,16 @@ def _folder(root: Path, folder: Path | None, default: str = DEFAULT) -> Path:
     return (folder or root / default).absolute()
 
 
-def _tree(root: Path, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    make_tree(root, _folder(root, args.folder), force=args.force)
-    return 0
+def _check(root: Path, args: argparse.Namespace) -> int:
+    return check(root) or (0 if args.bite is None else bite(root, args.bite))
 
 
-def _save(root: Path, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    save(root, _folder(root, args.folder))
-    return 0
-
-
-def _check(root: Path, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    if args.patches and not args.bite:
-        parser.error("PATCH goes with --bite")
-    found = check(root)
-    return (bite(root, args.patches) if args.bite and not found else 0) or found
-
-
-def _rebase(root: Path, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    if bool(args.version) + args.go_on + args.abort != 1:
-        parser.error("rebase takes one of VERSION, --continue and --abort")
+def _rebase(root: Path, args: argparse.Namespace) -> int:
     folder = _folder(root, args.tree)
     if args.abort:
         return rebase_abort(root, folder)
     return rebase_continue(root, folder) if args.go_on else rebase_start(root, folder, args.version)
 
-
-def _export(root: Path, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    export(root, _folder(root, args.output, "export"), args.patch)
-    return 0
-
-
-def _status(root: Path, args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    say(overview(load_pin(root), load_queue(root)).rstrip())
-    return 0
-
-
-_COMMANDS = {"tree": _tree, "save": _save, "check": _check, "rebase": _rebase, "export": _export, "status": _status}
 
 if __name__ == "__main__":
     sys.exit(main())

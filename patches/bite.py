@@ -1,4 +1,4 @@
-"""Whether each patch's test fails without that patch: a test that passes either way proves nothing."""
+"""The proof that each patch's test fails without that patch: a test that passes either way proves nothing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-from patches.console import say
-from patches.digest import tree_hash
 from patches.errors import QueueError
 from patches.gitrepo import Git, create
-from patches.materialise import MARKER, load_pin, load_queue, marker_source
+from patches.materialise import MARKER, load_pin, load_queue, marker, pick
 from patches.patchfile import Patch
 from patches.tree import furnish, queue_commits
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What pytest said about some tests."""
+    """The counts of a run of pytest, and the end of what it printed."""
 
     passed: int
     failed: int
@@ -29,28 +27,26 @@ class _Outcome:
     said: str
 
 
-def bite(root: Path, slugs: list[str]) -> int:
+def bite(root: Path, names: list[str]) -> int:
     """Run the tests of these patches, or of all, with the whole queue and with one patch left out."""
-    queue = load_queue(root)
-    unknown = [slug for slug in slugs if slug not in {patch.slug for patch in queue}]
-    if unknown:
-        raise QueueError(f"no patch {unknown[0]} in patches/series")
+    queue, pin = load_queue(root), load_pin(root)
+    chosen = [pick(queue, name) for name in names] or queue
     failures = 0
     with tempfile.TemporaryDirectory(prefix="flash-attn-nsa-bite-") as scratch:
-        git = create(Path(scratch) / "tree", queue_commits(root, queue), load_pin(root).tag)
+        git = create(Path(scratch) / "tree", queue_commits(root, queue), pin.tag)
         furnish(root, git.folder)
-        commits = git.text("rev-list", "--reverse", f"{load_pin(root).tag}..HEAD").split()
+        commits = git.text("rev-list", "--reverse", f"{pin.tag}..HEAD").split()
         whole: dict[tuple[str, ...], _Outcome] = {}
         for patch, commit in zip(queue, commits):
-            if slugs and patch.slug not in slugs:
+            if patch not in chosen:
                 continue
-            say(f"{patch.slug}: {' '.join(patch.header.tests)}")
             tests = patch.header.tests
+            print(f"{patch.name}: {' '.join(tests)}", flush=True)
             whole[tests] = whole.get(tests) or _run(root, git.folder, tests)
             verdict, good = _verdict(root, git, queue, patch, commit, whole[tests])
-            say(f"  {verdict}")
+            print(f"  {verdict}", flush=True)
             failures += not good
-    say("every test bites" if not failures else f"{failures} patches whose test does not bite")
+    print("every test bites" if not failures else f"{failures} patches whose test does not bite")
     return 1 if failures else 0
 
 
@@ -59,15 +55,15 @@ def _verdict(root: Path, git: Git, queue: list[Patch], patch: Patch, commit: str
         return f"fails with the patch\n{whole.said}", False
     if not whole.passed:
         return f"not shown here: all {whole.skipped} tests are skipped on this machine", True
-    head = git.text("rev-parse", "HEAD").strip()
-    slugs, left_out = [other.slug for other in queue if other is not patch], "it"
-    reverted = git.run("revert", "--no-commit", commit, check=False)
+    head = git.text("rev-parse", "HEAD")
+    left, left_out = [other for other in queue if other is not patch], "it"
     try:
-        if reverted.returncode:  # later patches build on it: they are left out too
+        if git.run("revert", "--no-commit", commit, check=False).returncode:
+            # Later patches build on it: they are left out too.
             git.run("reset", "--quiet", "--hard", f"{commit}~1")
-            slugs = slugs[: queue.index(patch)]
-            left_out = f"it and the {len(queue) - 1 - len(slugs)} after it, some of which build on it"
-        source = marker_source(load_pin(root), slugs, tree_hash(root, linked=True))
+            left = queue[: queue.index(patch)]
+            left_out = f"it and the {len(queue) - 1 - len(left)} after it, some of which build on it"
+        source = marker(root, linked=True, patches=[other.name for other in left])
         (git.folder / MARKER).write_text(source, encoding="utf-8")
         without = _run(root, git.folder, patch.header.tests)
     finally:

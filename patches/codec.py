@@ -18,13 +18,16 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from types import MappingProxyType
 
 # Below this many characters a line says too little to be worth a reference instead of its own text.
 MIN_COPY = 16
 # From this many non-space characters on, a line that stands in upstream is a quotation (see quotes.py).
 MIN_QUOTE = 24
-# How alike two lines must be for one to be written as a change of the other.
+# The ratio of difflib from which on a line is written as a change of another.
 MIN_RATIO = 0.6
 
 
@@ -74,81 +77,65 @@ class Splice:
 
 
 Op = Add | Drop | Copy | Splice
-
-
-def split_lines(text: str) -> list[str]:
-    """The lines of a text such that joining them with newlines gives the text back."""
-    return text.split("\n")
+# Other files that lines may be copied from, by path.
+Texts = Mapping[str, str]
+NO_TEXTS: Texts = MappingProxyType({})
 
 
 def weight(line: str) -> int:
-    """How many characters of a line are not white space."""
+    """The number of characters of a line that are not white space."""
     return len("".join(line.split()))
 
 
-@dataclass
-class Library:
-    """The other files that a copy may refer to, by path; the index is made when first asked for."""
-
-    texts: Mapping[str, str] = field(default_factory=dict)
-    _index: dict[str, list[tuple[str, int]]] | None = None
-    _lines: dict[str, list[str]] = field(default_factory=dict)
-
-    def lines(self, path: str) -> list[str]:
-        """The lines of one file; CodecError where there is none of that name."""
-        if path not in self._lines:
-            if path not in self.texts:
-                raise CodecError(f"copies from {path}, which does not exist")
-            self._lines[path] = split_lines(self.texts[path])
-        return self._lines[path]
-
-    def find(self, stripped: str) -> Sequence[tuple[str, int]]:
-        """Where a line of consequence stands, whatever its indentation."""
-        if self._index is None:
-            self._index = {}
-            for path in sorted(self.texts):
-                for number, line in enumerate(self.lines(path)):
-                    if weight(line) >= MIN_QUOTE:
-                        self._index.setdefault(line.strip(), []).append((path, number))
-        return self._index.get(stripped, ())
+@lru_cache(maxsize=256)
+def _lines(text: str) -> list[str]:
+    return text.split("\n")
 
 
-def decode(old: str, ops: Sequence[Op], library: Library | None = None) -> str:
-    """The new text that `ops` make of `old`; CodecError where they do not fit."""
-    lines, out, done = split_lines(old), [], 0
-    library = library or Library()
+@lru_cache(maxsize=256)
+def _index(text: str) -> dict[str, list[int]]:
+    """The places of each line worth a reference, whatever its indentation; one text serves many patches."""
+    index: dict[str, list[int]] = {}
+    for number, line in enumerate(_lines(text)):
+        if len(line.strip()) >= MIN_COPY:
+            index.setdefault(line.lstrip(" "), []).append(number)
+    return index
+
+
+def decode(old: str, ops: Sequence[Op], others: Texts = NO_TEXTS) -> str:
+    """The new text that `ops` make of `old`, with other files to copy from; CodecError where they do not fit."""
+    lines, out, done = _lines(old), [], 0
     position = 0
     while position < len(ops):
         op = ops[position]
         upto = op.at if isinstance(op, (Add, Copy)) else op.at - 1
         if not done <= upto <= len(lines):
             raise CodecError(f"old line {op.at} is out of order or beyond the end ({len(lines)} lines)")
-        out.extend(lines[done:upto])
+        out += lines[done:upto]
         done = upto
         position += 1
         if isinstance(op, Add):
-            out.extend(op.lines)
+            out += op.lines
         elif isinstance(op, Copy):
-            out.extend(_copied(op, lines, library))
+            out += _copied(op, lines, others)
         elif isinstance(op, Drop):
             done += op.count
             if done > len(lines):
                 raise CodecError(f"drops old lines up to {done} of {len(lines)}")
         else:
-            splices = [op]
-            while position < len(ops) and isinstance(ops[position], Splice) and ops[position].at == op.at:
-                splices.append(ops[position])
-                position += 1
             if done >= len(lines):
                 raise CodecError(f"changes old line {op.at} of {len(lines)}")
-            out.append(_spliced(lines[done], splices))
+            splices = list(takewhile(lambda other: isinstance(other, Splice) and other.at == op.at, ops[position:]))
+            out.append(_spliced(lines[done], [op, *splices]))
+            position += len(splices)
             done += 1
-    out.extend(lines[done:])
-    return "\n".join(out)
+    return "\n".join(out + lines[done:])
 
 
-def _copied(op: Copy, lines: list[str], library: Library) -> Iterator[str]:
-    source = lines if op.path is None else library.lines(op.path)
+def _copied(op: Copy, lines: list[str], others: Texts) -> Iterator[str]:
+    if op.path is not None and op.path not in others:
+        raise CodecError(f"copies from {op.path}, which does not exist")
+    source = lines if op.path is None else _lines(others[op.path])
     if op.source < 1 or op.source - 1 + op.count > len(source):
         raise CodecError(f"copies lines {op.source} .. {op.source + op.count - 1} of {len(source)}")
     return (_shift(line, op.indent) for line in source[op.source - 1 : op.source - 1 + op.count])
@@ -165,22 +152,19 @@ def _spliced(line: str, splices: Sequence[Splice]) -> str:
     return line
 
 
-def encode(old: str, new: str, library: Library | None = None) -> list[Op]:
+def encode(old: str, new: str, others: Texts = NO_TEXTS) -> list[Op]:
     """The operations that turn `old` into `new`, proven by decoding them."""
-    ops = _Encoder(split_lines(old), library or Library()).run(split_lines(new))
-    if decode(old, ops, library) != new:
+    ops = _Encoder(old, others).run(_lines(new))
+    if decode(old, ops, others) != new:
         raise AssertionError("encode is not faithful")
     return ops
 
 
 class _Encoder:
-    def __init__(self, old: list[str], library: Library):
-        self.old = old
-        self.library = library
-        self.where: dict[str, list[int]] = {}
-        for number, line in enumerate(old):
-            if len(line.strip()) >= MIN_COPY:
-                self.where.setdefault(line.strip(), []).append(number)
+    def __init__(self, old: str, others: Texts):
+        self.old = _lines(old)
+        self.where = _index(old)
+        self.others = others
 
     def run(self, new: list[str]) -> list[Op]:
         ops: list[Op] = []
@@ -232,32 +216,19 @@ class _Encoder:
             yield Add(at, tuple(own))
 
     def _places(self, line: str) -> list[tuple[str | None, int]]:
-        """Where a line stands already, but for its indentation; other files count only if this one does not hold it."""
-        here = [(None, number) for number in self.where.get(line.strip(), ())]
-        for places in (here, self.library.find(line.strip())):
-            exact = [(path, number) for path, number in places if self._shifted(path, number, line) == line]
-            if exact:
-                return exact
-        return []
-
-    def _shifted(self, path: str | None, number: int, line: str) -> str:
-        source = self._source(path)[number]
-        return _shift(source, _indent(line) - _indent(source))
-
-    def _source(self, path: str | None) -> list[str]:
-        return self.old if path is None else self.library.lines(path)
+        """The places where a line stands, but for its indentation: in this file, or else in others."""
+        own = line.lstrip(" ")
+        if own in self.where:
+            return [(None, number) for number in self.where[own]]
+        paths = sorted(self.others) if weight(own) >= MIN_QUOTE else ()
+        return [(path, number) for path in paths for number in _index(self.others[path]).get(own, ())]
 
     def _runs(self, at: int, new: list[str], position: int) -> Iterator[Copy]:
         for path, start in self._places(new[position]):
-            source = self._source(path)
+            source = self.old if path is None else _lines(self.others[path])
             indent = _indent(new[position]) - _indent(source[start])
-            count = 1
-            while (
-                start + count < len(source)
-                and position + count < len(new)
-                and _shift(source[start + count], indent) == new[position + count]
-            ):
-                count += 1
+            pairs = zip(source[start:], new[position:])
+            count = sum(1 for _ in takewhile(lambda pair: _shift(pair[0], indent) == pair[1], pairs))
             yield Copy(at, start + 1, count, indent, path)
 
 
@@ -286,7 +257,7 @@ def _changes(old: list[str], new: list[str]) -> Iterator[tuple[int, int, int, in
 
 
 def _splices(at: int, old: str, new: str) -> Iterator[Splice]:
-    """How one line differs from another, word by word."""
+    """The replacements that make one line of another, word by word."""
     before, after = (re.findall(r"\w+|\s+|[^\w\s]", line) for line in (old, new))
     columns = [0]
     for token in before:
@@ -296,19 +267,15 @@ def _splices(at: int, old: str, new: str) -> Iterator[Splice]:
             yield Splice(at, columns[i1], columns[i2], "".join(after[j1:j2]))
 
 
-def _join_drops(ops: Iterable[Op]) -> Iterator[Op]:
-    pending: Drop | None = None
+def _join_drops(ops: Iterable[Op]) -> list[Op]:
+    joined: list[Op] = []
     for op in ops:
-        if isinstance(op, Drop) and pending and pending.at + pending.count == op.at:
-            pending = Drop(pending.at, pending.count + op.count)
-            continue
-        if pending:
-            yield pending
-        pending = op if isinstance(op, Drop) else None
-        if pending is None:
-            yield op
-    if pending:
-        yield pending
+        last = joined[-1] if joined else None
+        if isinstance(op, Drop) and isinstance(last, Drop) and last.at + last.count == op.at:
+            joined[-1] = Drop(last.at, last.count + op.count)
+        else:
+            joined.append(op)
+    return joined
 
 
 def format_ops(ops: Iterable[Op]) -> list[str]:
@@ -345,27 +312,21 @@ def parse_ops(lines: Sequence[str]) -> list[Op]:
         match = form.fullmatch(line) if form else None
         if match is None:
             raise CodecError(f"expected an operation (a, d, c or s), found {line!r}", position)
-        op = _operation(line[0], match.groups(), position)
         position += 1
-        if isinstance(op, Add):
-            own = lines[position : position + int(match[2])]
-            if len(own) < int(match[2]) or not all(text.startswith("+") for text in own):
-                raise CodecError(f"expected {match[2]} lines behind a '+'", position)
-            op = Add(op.at, tuple(text[1:] for text in own))
-            position += len(own)
-        ops.append(op)
+        if line[0] == "a":
+            at, count = map(int, match.groups())
+            own = lines[position : position + count]
+            if len(own) < count or not all(text.startswith("+") for text in own):
+                raise CodecError(f"expected {count} lines behind a '+'", position)
+            ops.append(Add(at, tuple(text[1:] for text in own)))
+            position += count
+        elif line[0] == "d":
+            ops.append(Drop(*map(int, match.groups())))
+        elif line[0] == "c":
+            ops.append(Copy(*map(int, match.groups()[:4]), match[5]))
+        else:
+            try:
+                ops.append(Splice(*map(int, match.groups()[:3]), json.loads(match[4])))
+            except json.JSONDecodeError as error:
+                raise CodecError(f"not a JSON string: {error.msg}", position - 1) from None
     return ops
-
-
-def _operation(kind: str, fields: Sequence[str], line: int) -> Op:
-    if kind == "a":
-        return Add(int(fields[0]), ())
-    if kind == "d":
-        return Drop(int(fields[0]), int(fields[1]))
-    if kind == "c":
-        return Copy(int(fields[0]), int(fields[1]), int(fields[2]), int(fields[3]), fields[4])
-    try:
-        text = json.loads(fields[3])
-    except json.JSONDecodeError as error:
-        raise CodecError(f"not a JSON string: {error.msg}", line) from None
-    return Splice(int(fields[0]), int(fields[1]), int(fields[2]), text)

@@ -5,27 +5,38 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+# Our packages beside flash_attn.cute: a tree links them, wheels and source distributions hold them.
+PACKAGES = ("nsa_layer", "nsa_tools")
+
+
+def own_packages(root: Path) -> dict[str, Path]:
+    """The folders of our packages, by name."""
+    return {name: root / name for name in PACKAGES if (root / name / "__init__.py").is_file()}
+
 
 def overlay_files(root: Path) -> dict[str, Path]:
-    """Our own modules of flash_attn.cute, by their path in the package."""
+    """Our own modules of flash_attn.cute and its sub-packages, by their path in the package."""
     found = sorted((root / "flash_attn" / "cute").rglob("*.py"))
     return {path.relative_to(root).as_posix(): path for path in found}
 
 
+def patch_files(root: Path) -> list[Path]:
+    """The queue: patch files in the order of their names, which begin with numbers."""
+    return sorted((root / "patches").glob("*.patch"))
+
+
 def tree_hash(root: Path, *, linked: bool) -> str:
-    """The hash of pin, series, patches and overlay of a repository.
+    """The hash of pin, patches, overlay and names of packages of a repository.
 
     In a tree with links the overlay's content is always that of the repository, so there only its names count.
     """
-    series = root / "patches" / "series"
-    named = [line.strip() for line in series.read_text(encoding="utf-8").splitlines()]
-    slugs = [slug for slug in named if slug and not slug.startswith("#")]
-    parts = [root / "patches" / "upstream.toml", *(root / "patches" / f"{slug}.patch" for slug in slugs)]
     whole = hashlib.sha256()
-    for part in parts:
-        _add(whole, part.name, part.read_bytes())
+    for path in (root / "patches" / "upstream.toml", *patch_files(root)):
+        _add(whole, path.name, path.read_bytes())
     for name, path in overlay_files(root).items():
         _add(whole, name, b"" if linked else path.read_bytes())
+    for name in own_packages(root):
+        _add(whole, name, b"")
     return whole.hexdigest()
 
 

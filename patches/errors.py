@@ -1,4 +1,4 @@
-"""What a user did wrong or must decide: printed as one message, never as a traceback."""
+"""Errors of the user's, or decisions left to the user: printed as one message, never as a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Git, run so that neither the user's settings nor the clock change what comes out."""
+"""Git, run so that neither the user's settings nor the clock change its results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Git:
         return self.folder / self.text("rev-parse", "--git-path", name)
 
     def is_repository(self) -> bool:
-        """Whether the folder is the top of a repository of its own, not merely inside one."""
+        """True if the folder is the top of a repository of its own, not merely inside one."""
         return (self.folder / ".git").exists()
 
     def busy(self) -> str | None:

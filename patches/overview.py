@@ -27,15 +27,8 @@ def overview(pin: Pin, queue: list[Patch]) -> str:
         header = patch.header
         files = ", ".join(f"`{edit.path.rsplit('/', 1)[-1]}`" for edit in patch.edits)
         tests = ", ".join(f"`{test}`" for test in header.tests)
-        cells = (
-            f"{number}",
-            f"[{header.subject}](patches/{patch.slug}.patch)",
-            header.reason,
-            header.upstream_status,
-            files,
-            _size(patch),
-            tests,
-        )
+        linked = f"[{header.subject}]({patch.place})"
+        cells = (str(number), linked, header.reason, header.upstream_status, files, _size(patch), tests)
         out.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(out) + "\n"
 
@@ -49,22 +42,11 @@ def _size(patch: Patch) -> str:
     return f"+{added} -{dropped}"
 
 
-def refresh(root: Path) -> None:
-    """Bring the table in UPSTREAM.md up to date."""
-    path = root / "UPSTREAM.md"
-    path.write_text(_refreshed(root, path), encoding="utf-8")
-
-
-def is_current(root: Path) -> bool:
-    """Whether UPSTREAM.md shows the queue as it is."""
-    path = root / "UPSTREAM.md"
-    return read_text(path) == _refreshed(root, path)
-
-
-def _refreshed(root: Path, path: Path) -> str:
-    text = read_text(path)
+def refreshed(root: Path) -> str:
+    """The text of UPSTREAM.md with the table that the queue makes."""
+    text = read_text(root / "UPSTREAM.md")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise located(path.name, None, f"must hold the lines {BEGIN!r} and {END!r} once each")
+        raise located("UPSTREAM.md", None, f"must hold the lines {BEGIN!r} and {END!r} once each")
     head, rest = text.split(BEGIN)
     tail = rest.split(END)[1]
     return f"{head}{BEGIN}\n\n{overview(load_pin(root), load_queue(root))}\n{END}{tail}"

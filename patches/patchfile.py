@@ -11,21 +11,16 @@ from patches.errors import located
 
 KEYS = ("Reason", "Upstream-Status", "Test", "Base")
 REASONS = ("feature", "hook", "bugfix")
-STATUS_FORMS = (
-    r"Pending",
-    r"Submitted https?://\S+",
-    r"Merged \S+",
-    r"Denied https?://\S+, .+",
-    r"Inappropriate .+",
-)
+STATUS = re.compile(r"Pending|Submitted https?://\S+|Merged \S+|Denied https?://\S+, .+|Inappropriate .+")
 STATUS_HELP = "Pending | Submitted <url> | Merged <version> | Denied <url>, <why we keep it> | Inappropriate <why>"
+# As git has it: longer ones are cut where commits are listed, and the file's name is made of it.
+MAX_SUBJECT = 72
 _EDIT = re.compile(r"@@ (\S+) ([0-9a-f]{64}) -> ([0-9a-f]{64})")
-_TRAILER = re.compile(r"([A-Z][A-Za-z-]*): +(\S.*)")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a patch is for; `body` says why it exists and why it is not a module of our own."""
+    """The purpose of a patch; `body` says why it exists and why it is not a module of our own."""
 
     subject: str
     body: str
@@ -36,13 +31,8 @@ class Header:
 
     @property
     def slug(self) -> str:
-        """The name of the patch file, made of the subject."""
-        words, slug = re.findall(r"[a-z0-9]+", self.subject.lower()), ""
-        for word in words:
-            if slug and len(slug) + len(word) + 1 > 60:
-                break
-            slug = f"{slug}-{word}" if slug else word
-        return slug
+        """The subject as the name of a file."""
+        return "-".join(re.findall(r"[a-z0-9]+", self.subject.lower()))
 
     @property
     def prose(self) -> str:
@@ -59,7 +49,7 @@ class Header:
 
 @dataclass(frozen=True)
 class FileEdit:
-    """What a patch does to one file, between two exact versions of it; `line` is where the patch file says so."""
+    """The change of one file between two exact versions of it; `line` is that of the patch file where it begins."""
 
     path: str
     before: str
@@ -70,14 +60,16 @@ class FileEdit:
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch of the queue."""
+    """One patch of the queue; `name` is that of its file."""
 
+    name: str
     header: Header
     edits: tuple[FileEdit, ...]
 
     @property
-    def slug(self) -> str:
-        return self.header.slug
+    def place(self) -> str:
+        """The patch file, from the repository's root."""
+        return place_of(self.name)
 
     @property
     def text(self) -> str:
@@ -89,46 +81,37 @@ class Patch:
         return "".join(parts)
 
 
+def place_of(name: str) -> str:
+    return f"patches/{name}.patch"
+
+
+def patch_names(headers: Sequence[Header]) -> list[str]:
+    """The names of the patch files of a queue: number and subject, so that their order is the queue's."""
+    digits = max(2, len(str(len(headers))))
+    return [f"{number:0{digits}}-{header.slug}" for number, header in enumerate(headers, 1)]
+
+
 def parse_header(message: str, place: object, base: str | None = None) -> Header:
     """Read a commit message or the head of a patch file; `base` stands in for the message's own, since it moves."""
     lines = message.rstrip().split("\n")
     start = len(lines)
     while start > 0 and lines[start - 1].strip():
         start -= 1
-    values = _trailers(lines[start:], start + 1, place)
-    if base is not None:
-        values["Base"] = base
-    missing = [key for key in KEYS if key not in values]
-    if missing or start == 0:
-        raise located(place, start + 1, f"the last paragraph lacks {', '.join(missing or KEYS)}")
-    body = "\n".join(lines[1:start]).strip("\n")
+    found = [line.partition(": ")[::2] for line in lines[start:]]
+    values = dict(found) | ({} if base is None else {"Base": base})
+    if start == 0 or sorted(values) != sorted(KEYS) or len(dict(found)) < len(found):
+        names = ", ".join(key for key, _ in found)
+        raise located(place, start + 1, f"expected one line for each of {', '.join(KEYS)} at the end, found {names}")
     header = Header(
         subject=lines[0].strip(),
-        body=body,
-        reason=values["Reason"],
-        upstream_status=values["Upstream-Status"],
+        body="\n".join(lines[1:start]).strip("\n"),
+        reason=values["Reason"].strip(),
+        upstream_status=values["Upstream-Status"].strip(),
         tests=tuple(re.split(r"[,\s]+", values["Test"].strip())),
-        base=values["Base"],
+        base=values["Base"].strip(),
     )
     _validate(header, lines, place)
     return header
-
-
-def _trailers(lines: Sequence[str], first: int, place: object) -> dict[str, str]:
-    values: dict[str, str] = {}
-    key = None
-    for number, line in enumerate(lines, first):
-        if key and line.startswith((" ", "\t")):
-            values[key] += f" {line.strip()}"
-            continue
-        match = _TRAILER.fullmatch(line.rstrip())
-        if match is None or match[1] not in KEYS:
-            raise located(place, number, f"expected one of {', '.join(KEYS)} behind the body, found {line!r}")
-        key = match[1]
-        if key in values:
-            raise located(place, number, f"a second {key}")
-        values[key] = match[2].strip()
-    return values
 
 
 def _validate(header: Header, lines: Sequence[str], place: object) -> None:
@@ -137,24 +120,24 @@ def _validate(header: Header, lines: Sequence[str], place: object) -> None:
 
     if re.match(r"(fixup|squash|amend)! ", header.subject):
         raise located(place, 1, "still to be folded in: git rebase -i --autosquash onto the upstream tag")
-    if not header.slug:
-        raise located(place, 1, f"the subject {header.subject!r} gives no file name")
+    if not header.slug or len(header.subject) > MAX_SUBJECT:
+        expected = f"a subject of 1 to {MAX_SUBJECT} characters"
+        raise located(place, 1, f"expected {expected}, got {len(header.subject)}: {header.subject!r}")
     if not header.body:
         raise located(place, 2, "no body: say why the patch exists and why it is not a module of our own")
     if header.reason not in REASONS:
         raise located(place, at("Reason"), f"Reason must be one of {', '.join(REASONS)}; got {header.reason!r}")
-    if not any(re.fullmatch(form, header.upstream_status) for form in STATUS_FORMS):
-        raise located(
-            place, at("Upstream-Status"), f"Upstream-Status must be {STATUS_HELP}; got {header.upstream_status!r}"
-        )
+    if not STATUS.fullmatch(header.upstream_status):
+        message = f"Upstream-Status must be {STATUS_HELP}; got {header.upstream_status!r}"
+        raise located(place, at("Upstream-Status"), message)
     for test in header.tests:
         if not re.fullmatch(r"tests/[\w./-]+\.py(::\S+)?", test):
             raise located(place, at("Test"), f"Test must name files below tests/, got {test!r}")
 
 
-def parse_patch(text: str, place: object) -> Patch:
+def parse_patch(text: str, name: str) -> Patch:
     """Read a patch file; errors name its line."""
-    lines = text.split("\n")
+    lines, place = text.split("\n"), place_of(name)
     starts = [number for number, line in enumerate(lines) if line.startswith("@@ ")]
     if not starts:
         raise located(place, None, "no `@@ path sha256 -> sha256` line: the patch changes nothing")
@@ -172,19 +155,4 @@ def parse_patch(text: str, place: object) -> Patch:
         except CodecError as error:
             raise located(place, start + 2 + (error.line or 0), str(error)) from None
         edits.append(FileEdit(match[1], match[2], match[3], ops, start + 1))
-    return Patch(header, tuple(edits))
-
-
-def parse_series(text: str, place: object) -> list[str]:
-    """The slugs of the queue in order."""
-    slugs: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        slug = line.strip()
-        if not slug or slug.startswith("#"):
-            continue
-        if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug):
-            raise located(place, number, f"not the name of a patch: {slug!r}")
-        if slug in slugs:
-            raise located(place, number, f"a second {slug}")
-        slugs.append(slug)
-    return slugs
+    return Patch(name, header, tuple(edits))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from patches.codec import MIN_QUOTE, weight
+from patches.codec import MIN_QUOTE, Texts, weight
 from patches.errors import QueueError, located
+from patches.patchfile import Patch
 
-# What stands this often in upstream is an idiom of the language, not somebody's text.
+# A text that stands this often in upstream is an idiom of the language, not somebody's text.
 COMMON = 5
 _IMPORT = re.compile(r"(from [\w.]+ )?import [\w., ()]+( as \w+)?")
 
 
-def quotations(patch_text: str, place: str, upstream: Mapping[str, str]) -> Iterator[QueueError]:
+def quotations(patch: Patch, upstream: Texts) -> Iterator[QueueError]:
     """An error for each line of a patch file that quotes one of the upstream files."""
-    for number, text in _own_texts(patch_text):
-        found = quoted_from(text, upstream)
-        if found:
-            yield located(place, number, f"quotes upstream ({found}): {text!r}; say it in other words")
+    for number, text in _own_texts(patch.text):
+        if found := _quoted_from(text, upstream):
+            yield located(patch.place, number, f"quotes upstream ({found}): {text!r}; say it in other words")
 
 
-def quoted_from(text: str, upstream: Mapping[str, str]) -> str | None:
-    """Where a text of consequence stands in upstream, as `path:line`, or None."""
+def _quoted_from(text: str, upstream: Texts) -> str | None:
+    """The place of a text of consequence in upstream, as `path:line`, or None."""
     text = text.strip().lstrip("# ")
     if weight(text) < MIN_QUOTE or _IMPORT.fullmatch(text):
         return None
@@ -36,7 +36,7 @@ def quoted_from(text: str, upstream: Mapping[str, str]) -> str | None:
 
 
 def _own_texts(patch_text: str) -> Iterator[tuple[int, str]]:
-    """What a patch file spells out: its header, its added lines and the words it puts into old lines."""
+    """The header of a patch file, its added lines and the words it puts into old lines, each with its line number."""
     in_header = True
     for number, line in enumerate(patch_text.split("\n"), 1):
         in_header = in_header and not line.startswith("@@ ")

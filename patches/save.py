@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
-from patches.codec import Library, encode
-from patches.console import say, steps
+from patches.codec import encode
+from patches.digest import patch_files
 from patches.errors import QueueError
 from patches.gitrepo import GENERATED, Git
-from patches.materialise import Files, apply_patch, load_pin, patch_place, texts
-from patches.overview import refresh
-from patches.patchfile import FileEdit, Header, Patch, parse_header
+from patches.materialise import Files, apply_patch, load_pin, texts
+from patches.overview import refreshed
+from patches.patchfile import FileEdit, Patch, parse_header, patch_names
 from patches.quotes import quotations
 from patches.tree import furnish, open_tree
 from patches.wheel import Pin, digest, fetch, package_files, write_pin
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A commit that becomes a patch."""
-
-    commit: str
-    header: Header
-
-    @property
-    def slug(self) -> str:
-        return self.header.slug
 
 
 def save(root: Path, folder: Path, pin: Pin | None = None) -> None:
@@ -35,39 +24,40 @@ def save(root: Path, folder: Path, pin: Pin | None = None) -> None:
     git = open_tree(folder, pin)
     upstream = package_files(fetch(pin))
     _same_base(git, pin, upstream)
-    queue = read_queue(git, pin, upstream)
-    write_queue(root, queue)
+    queue = _read_queue(git, pin, upstream)
+    for path in patch_files(root):
+        path.unlink()
+    for patch in queue:
+        (root / patch.place).write_bytes(patch.text.encode("utf-8"))
     if moved:
         write_pin(root / "patches" / "upstream.toml", moved)
     git.run("update-ref", GENERATED, "HEAD")
     furnish(root, folder)
-    refresh(root)
-    say(f"patches: {len(queue)} saved from {folder}")
+    (root / "UPSTREAM.md").write_text(refreshed(root), encoding="utf-8")
+    print(f"patches: {len(queue)} saved from {folder}")
 
 
-def read_queue(git: Git, pin: Pin, upstream: Files) -> list[Patch]:
+def _read_queue(git: Git, pin: Pin, upstream: Files) -> list[Patch]:
     """The patches that a tree's commits stand for; all that is wrong with them is said at once."""
-    errors: list[QueueError] = []
-    sources: list[_Source] = []
+    errors, headers = [], {}
     for commit in git.text("rev-list", "--reverse", f"{pin.tag}..HEAD").split():
         message = git.run("log", "-1", "--format=%B", commit).stdout.decode("utf-8")
         try:
-            sources.append(_Source(commit, parse_header(message, f"commit {commit[:12]}", pin.base)))
+            headers[commit] = parse_header(message, f"commit {commit[:12]}", pin.base)
         except QueueError as error:
             errors.append(error)
-    slugs = [source.slug for source in sources]
-    errors += [QueueError(f"{slug}: two commits make a patch of this name") for slug in slugs if slugs.count(slug) > 1]
-    _raise(errors)
+    subjects = [header.subject for header in headers.values()]
+    twice = {subject for subject in subjects if subjects.count(subject) > 1}
+    _raise([*errors, *(QueueError(f"two commits have the subject {subject!r}") for subject in sorted(twice))])
 
     quoted, queue, files = texts(upstream), [], upstream
-    for source in steps(sources, "encoding"):
+    for (commit, header), name in zip(headers.items(), patch_names([*headers.values()])):
         try:
-            patch, files = _patch(git, source, files)
+            edits, files = _edits(git, commit, files)
         except QueueError as error:
-            raise QueueError(f"commit {source.commit[:12]} ({source.header.subject}): {error}") from None
-        errors += quotations(patch.text, patch_place(patch.slug), quoted)
-        queue.append(patch)
-    _raise(errors)
+            raise QueueError(f"commit {commit[:12]} ({header.subject}): {error}") from None
+        queue.append(Patch(name, header, edits))
+    _raise(error for patch in queue for error in quotations(patch, quoted))
     for patch in queue:
         upstream = apply_patch(upstream, patch)
     if upstream != files:
@@ -75,51 +65,36 @@ def read_queue(git: Git, pin: Pin, upstream: Files) -> list[Patch]:
     return queue
 
 
-def _patch(git: Git, source: _Source, files: Files) -> tuple[Patch, Files]:
-    library, changed, edits = Library(texts(files)), {}, []
-    listed = git.text("diff-tree", "-r", "--no-renames", "--name-status", "--no-commit-id", source.commit)
+def _edits(git: Git, commit: str, files: Files) -> tuple[tuple[FileEdit, ...], Files]:
+    """The edits of a commit, and the files after it."""
+    others, changed, edits = texts(files), {}, []
+    listed = git.text("diff-tree", "-r", "--no-renames", "--name-status", "--no-commit-id", commit)
     for line in listed.splitlines():
         status, path = line.split("\t", 1)
         if status != "M":
             verb = {"A": "adds", "D": "removes"}.get(status, "changes the kind of")
             raise QueueError(f"{verb} {path}; a patch only edits, a new module belongs in flash_attn/cute/ here")
-        old, new = files[path], git.file(source.commit, path)
+        old, new = files[path], git.file(commit, path)
         if old == new:
             raise QueueError(f"changes the mode of {path} alone")
         try:
-            before, after = old.decode("utf-8"), new.decode("utf-8")
+            ops = encode(old.decode("utf-8"), new.decode("utf-8"), others)
         except UnicodeDecodeError:
             raise QueueError(f"{path} is not UTF-8") from None
-        edits.append(FileEdit(path, digest(old), digest(new), tuple(encode(before, after, library))))
+        edits.append(FileEdit(path, digest(old), digest(new), tuple(ops)))
         changed[path] = new
     if not edits:
         raise QueueError("changes nothing; drop it with git rebase -i")
-    return Patch(source.header, tuple(edits)), {**files, **changed}
-
-
-def write_queue(root: Path, queue: list[Patch]) -> None:
-    """Put patch files and series in place, and drop the files of patches that are gone."""
-    folder = root / "patches"
-    for patch in queue:
-        (root / patch_place(patch.slug)).write_bytes(patch.text.encode("utf-8"))
-    (folder / "series").write_text("".join(f"{patch.slug}\n" for patch in queue), encoding="utf-8")
-    kept = {f"{patch.slug}.patch" for patch in queue}
-    for path in folder.glob("*.patch"):
-        if path.name not in kept:
-            path.unlink()
+    return tuple(edits), files | changed
 
 
 def _same_base(git: Git, pin: Pin, upstream: Files) -> None:
-    """The tagged commit must hold the wheel's files, byte for byte."""
-    stored = git.files(pin.tag)
-    if sorted(stored) != sorted(upstream):
-        differing = sorted(set(stored) ^ set(upstream))[0]
-        raise QueueError(f"{git.folder}: {pin.tag} is not the wheel's content; {differing} is only in one of them")
-    for path, data in upstream.items():
-        if git.file(pin.tag, path) != data:
-            raise QueueError(f"{git.folder}: {path} at {pin.tag} is not the wheel's")
+    """Refuse a tree whose tagged commit does not hold the wheel's files, byte for byte."""
+    blobs = {path: hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for path, data in upstream.items()}
+    for path, _ in sorted(git.files(pin.tag).items() ^ blobs.items()):
+        raise QueueError(f"{git.folder}: {path} at {pin.tag} is not the wheel's")
 
 
-def _raise(errors: list[QueueError]) -> None:
-    if errors:
-        raise QueueError("\n".join(str(error) for error in errors))
+def _raise(errors: Iterable[QueueError]) -> None:
+    if said := "\n".join(map(str, errors)):
+        raise QueueError(said)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from patches.console import say, steps
-from patches.digest import tree_hash
+from patches.digest import own_packages
 from patches.errors import QueueError
 from patches.gitrepo import GENERATED, Commit, Git, create
 from patches.materialise import MARKER, apply_patch, checked_overlay, load_pin, load_queue, marker
@@ -22,9 +20,9 @@ DEFAULT = ".tree"
 def make_tree(root: Path, folder: Path, *, force: bool = False) -> None:
     """Write the tree, or leave it where it is up to date; work in it that is not saved is never thrown away."""
     if folder.exists() and any(folder.iterdir()) and not force:
-        unsaved = _unsaved(folder, load_pin(root))
+        unsaved = _unsaved(folder)
         if is_fresh(root, folder):
-            say(f"{folder}: up to date" + (f", with work not saved yet ({unsaved})" if unsaved else ""))
+            print(f"{folder}: up to date" + (f", with work not saved yet ({unsaved})" if unsaved else ""))
             return
         if unsaved:
             raise QueueError(
@@ -40,7 +38,7 @@ def make_tree(root: Path, folder: Path, *, force: bool = False) -> None:
         _swap(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    say(f"{folder}: upstream and {len(commits) - 1} patches")
+    print(f"{folder}: upstream and {len(commits) - 1} patches")
 
 
 def queue_commits(root: Path, queue: Sequence[Patch], *, prose_only: bool = False) -> list[Commit]:
@@ -48,7 +46,7 @@ def queue_commits(root: Path, queue: Sequence[Patch], *, prose_only: bool = Fals
     pin = load_pin(root)
     files = package_files(fetch(pin))
     commits = [Commit(f"{pin.base}\n", files)]
-    for patch in steps(queue, "applying"):
+    for patch in queue:
         files = apply_patch(files, patch)
         message = patch.header.prose if prose_only else patch.header.text
         commits.append(Commit(message, {edit.path: files[edit.path] for edit in patch.edits}))
@@ -56,22 +54,24 @@ def queue_commits(root: Path, queue: Sequence[Patch], *, prose_only: bool = Fals
 
 
 def is_fresh(root: Path, folder: Path) -> bool:
-    """Whether the tree holds what the repository would build."""
+    """True if the tree holds what the repository would build."""
     try:
-        text = (folder / MARKER).read_text(encoding="utf-8")
+        made = (folder / MARKER).read_text(encoding="utf-8") == marker(root, linked=True)
     except OSError:
         return False
-    found = re.search(r'^TREE_HASH = "(\w+)"$', text, re.MULTILINE)
-    return found is not None and found[1] == tree_hash(root, linked=True) and (folder / "nsa_layer").exists()
+    return made and all((folder / name).exists() for name in own_packages(root))
 
 
 def furnish(root: Path, folder: Path) -> None:
-    """Link our own modules and the layer into a tree, write the marker, and hide all of it from the tree's git."""
+    """Link our own modules and packages into a tree, write the marker, and hide all of it from the tree's git.
+
+    Modules are linked file by file, in sub-packages too: the kernel cache hashes the sources that it finds by rglob,
+    which does not follow links to folders.
+    """
     git = Git(folder)
-    overlay = checked_overlay(root, dict.fromkeys(git.files("HEAD"), b""))
+    targets = own_packages(root) | checked_overlay(root, git.files("HEAD"))
     for stale in (path for path in (folder / "flash_attn").rglob("*.py") if path.is_symlink()):
         stale.unlink()
-    targets = {"nsa_layer": root / "nsa_layer", **overlay}
     for name, target in targets.items():
         _link(folder / name, target)
     (folder / MARKER).write_text(marker(root, linked=True), encoding="utf-8")
@@ -90,8 +90,8 @@ def _link(link: Path, target: Path) -> None:
     link.symlink_to(os.path.relpath(target, link.parent.resolve()), target_is_directory=target.is_dir())
 
 
-def _unsaved(folder: Path, pin: Pin) -> str | None:
-    """What in a tree is not in the patch files, in words, or None."""
+def _unsaved(folder: Path) -> str | None:
+    """The work in a tree that is not in the patch files, in words, or None."""
     git = Git(folder)
     if not git.is_repository() or not git.text("tag", "--list", "upstream-*"):
         raise QueueError(f"{folder} is not empty and not a tree of the patch queue; name another folder")

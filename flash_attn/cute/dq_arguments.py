@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.call_options import bounded_window, check_scale, check_switch
+from flash_attn.cute.call_options import check_scale, check_switch
 from flash_attn.cute.cute_dsl_utils import validate_output_layout
 from flash_attn.cute.dq_spec import DTYPES, ROWS, STEP, TILE_M, Output
 
@@ -43,14 +43,6 @@ def supports(
 ) -> bool:
     """Whether `backward_dq` can do a call; what it cannot is for the one-pass kernel."""
     return unsupported(arch, dtype, head_dim, head_dim_v, lists) is None
-
-
-def edges(causal: bool, window_size: tuple[Optional[int], Optional[int]]) -> tuple[Optional[int], Optional[int]]:
-    """How many keys before and after its own a query sees; None for all."""
-    left, right = bounded_window(*window_size)
-    if left is not None and right is not None and left < 0 and right < 0:
-        left, right = None, None
-    return left, 0 if causal else right
 
 
 def with_plain_strides(x: Optional[Tensor]) -> Optional[Tensor]:

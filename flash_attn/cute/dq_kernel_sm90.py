@@ -25,6 +25,7 @@ from quack import layout_utils, sm90_utils
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensors
+from flash_attn.cute.bounded_loads import bounded
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.dq_loads import TmaTensor, key_loader, query_loader
 from flash_attn.cute.dq_output import DqOutput, Place
@@ -92,7 +93,8 @@ class FlashAttentionBackwardDqSm90:
         q_box = layout((ROWS, spec.head_dim))
         k_box = layout(spec.box, major_mode_size=spec.head_dim)
         tma_q, tma_do = [cpasync.make_tiled_tma_atom(load, t, q_box, (ROWS, spec.head_dim)) for t in (mQ, mdO)]
-        tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, k_box, spec.box) for t in (mK, mV)]
+        bounded_k, bounded_v = [bounded(t, mCuSeqlensK) for t in (mK, mV)]
+        tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, k_box, spec.box) for t in (bounded_k, bounded_v)]
 
         tiles = self.tiles_of_head(lists, mQ) * mQ.shape[2]
         if const_expr(cute.rank(lists.mask_block_cnt) == 3):

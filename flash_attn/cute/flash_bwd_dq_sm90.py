@@ -29,6 +29,7 @@ from flash_attn.cute.block_sparsity import (
     to_cute_block_sparse_tensors,
 )
 from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.call_options import edges
 from flash_attn.cute.cute_dsl_utils import get_aux_tensor_metadata, maybe_contiguous, to_cute_aux_tensor
 from flash_attn.cute.dq_arguments import supports
 from flash_attn.cute.dq_spec import DTYPES, ROWS, STEP, THREADS, TILE_M, DqSpec, Output
@@ -186,7 +187,7 @@ def backward_dq(
             lse_log2.fill_(math.inf)
         return without_tokens(output, dq, accum, softmax_scale, start, cu_seqlens_q)
 
-    left, right = dq_arguments.edges(causal, window_size)
+    left, right = edges(causal, window_size)
     heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
     if normalized is None:
         normalized = lists_of_queries(

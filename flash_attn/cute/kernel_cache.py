@@ -4,12 +4,17 @@ They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0: in ``FLASH
 in the user's cache folder. Processes share it: each file is written under a lock and renamed into place, and of several
 that want the same kernel one compiles it. A kernel is found again only where everything that its machine code depends
 on is the same.
+
+What is loaded is run, so a folder that others may write to is not used: one of another user than this one and root,
+one that its group or the world may write to, or one below a folder that the world may write to and, as it is not
+sticky (/tmp is), rename others' files in. Owners and groups of the folders above are the user's choice.
 """
 
 import fcntl
 import hashlib
 import os
 import platform
+import stat
 import threading
 import time
 import warnings
@@ -23,6 +28,7 @@ import torch
 
 FOLDER = "flash_attention_cute_dsl_cache"
 SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+REASON = "who could put kernels there that this process runs"
 
 # The compiler is in the libraries of these; which of them are installed depends on the CUDA version.
 COMPILER = tuple(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13"))
@@ -49,9 +55,9 @@ def is_enabled() -> bool:
 
 
 def user_folder() -> Path:
-    """Of this user alone, and not emptied when the machine starts."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / FOLDER
+    """Of this user alone, and not emptied when the machine starts. A relative XDG_CACHE_HOME does not count."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / FOLDER
 
 
 def multiprocessors() -> Optional[int]:
@@ -66,10 +72,13 @@ def multiprocessors() -> Optional[int]:
 
 @lru_cache(maxsize=None)
 def can_keep(named: Optional[str]) -> bool:
-    """Whether files can be written and locked in the folder that is named, or in the user's; a warning says why not."""
+    """Whether files can be written and locked in the folder that is named, or in the user's, and by nobody else.
+
+    A warning says why not.
+    """
     try:
         folder = Path(named) if named is not None else user_folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_own(folder)
         # Shared, so that processes do not wait for one another here; some file systems have no locks.
         with open(folder / ".probe", "a") as probe:
             fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -79,12 +88,33 @@ def can_keep(named: Optional[str]) -> bool:
 
 
 def can_make(folder: Path) -> bool:
-    """Make a folder below it, which a full disk prevents; a warning says so."""
+    """Make a folder below it, which a full disk prevents; a warning says so, and where others may write to it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_own(folder)
     except OSError as error:
         return _not_kept(error)
     return True
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder for this user alone, with those missing above it; PermissionError if one that is there is not."""
+    _make(folder)
+    folder = folder.resolve()
+    owner, mode = folder.stat().st_uid, folder.stat().st_mode
+    if owner not in (os.geteuid(), 0):
+        raise PermissionError(f"{folder} is of user {owner}, {REASON}; `chown {os.geteuid()} {folder}` mends it")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others may write to {folder}, {REASON}; `chmod go-w {folder}` mends it")
+    for above in folder.parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise PermissionError(f"others may replace files below {above}, {REASON}; `chmod o-w {above}` mends it")
+
+
+def _make(folder: Path) -> None:
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:

@@ -45,8 +45,8 @@ class ListHeads:
         given = 1 if tensors is None else _given_heads(tensors)
         if given not in (1, num_head_kv, num_head):
             raise ValueError(
-                f"block_sparse_tensors have lists for {given} heads; expected 1, the {num_head_kv} key/value heads "
-                f"or the {num_head} query heads"
+                f"block_sparse_tensors have lists for {given} heads, which cannot be expanded: their head dim must be "
+                f"{num_head} or 1, or {num_head_kv} for one list a key/value head"
             )
         if given == 1 or given == num_head:
             return ListHeads(num_head, 1, packable=given == 1)
@@ -65,7 +65,7 @@ def _given_heads(tensors: BlockSparseTensorsTorch) -> int:
     counts = tensors.mask_block_cnt
     head_dim = 0 if counts is not None and counts.ndim == 2 else 1
     given = (getattr(tensors, name) for name in LISTS)
-    return max(t.shape[head_dim] for t in given if t is not None and t.ndim > 1)
+    return max((t.shape[head_dim] for t in given if t is not None and t.ndim > 1), default=1)
 
 
 def lists_by_query_head(tensors: Optional[BlockSparseTensors], group: int) -> Optional[BlockSparseTensors]:

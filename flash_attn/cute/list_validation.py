@@ -117,6 +117,59 @@ def validate_lists(
     _raise_first(checks, [])
 
 
+def validate_coverage(
+    lists: Any,
+    window: tuple[int | None, int | None],
+    *,
+    backward: bool,
+    seqlen_q: int,
+    seqlen_k: int,
+    block_size: tuple[int, int] | None = None,
+) -> None:
+    """Check that lists name every block in which a window shows something; they may name more.
+
+    A call with lists in one direction attends to all of those in the other.
+
+    Args:
+        lists: [B, H, rows] and [B, H, rows, width], as `validate_lists` takes them; it has found nothing wrong.
+        window: keys before and after its own that a query sees, aligned at the ends of queries and keys; None: all.
+        block_size: (queries, keys) of a block, where the lists do not say.
+
+    Raises:
+        ValueError: naming the first row that lacks a block.
+    """
+    size = lists.block_size or block_size
+    row_word, column_word, (left, right) = "query block", "key block", window
+    length, across, height, width = seqlen_q, seqlen_k, *size
+    if backward:  # a key sees as far, the other way round
+        row_word, column_word, (left, right) = column_word, row_word, (right, left)
+        length, across, height, width = across, length, width, height
+    if left is not None and right is not None and left + right < 0:
+        return
+    device = lists.mask_block_cnt.device
+    first = torch.arange(lists.mask_block_cnt.shape[2], device=device) * height
+    last = (first + height).clamp(max=length) - 1
+    begin = torch.zeros_like(first) if left is None else (first + across - length - left).clamp(min=0)
+    end = torch.full_like(last, across - 1)
+    if right is not None:
+        end = (last + across - length + right).clamp(max=across - 1)
+    seen = (begin <= end) & (first < length)
+    low, high = (torch.where(seen, t // width, at) for t, at in ((begin, 0), (end, -1)))
+    found = torch.zeros((), dtype=torch.long, device=device)
+    for cnt, idx in ((lists.mask_block_cnt, lists.mask_block_idx), (lists.full_block_cnt, lists.full_block_idx)):
+        if cnt is not None:
+            used = torch.arange(idx.shape[3], device=device) < cnt.unsqueeze(-1)
+            found = found + (used & (idx >= low.unsqueeze(-1)) & (idx <= high.unsqueeze(-1))).sum(-1)
+    short = found < high - low + 1
+    if short.any():
+        at = tuple(short.nonzero()[0].tolist())
+        raise ValueError(
+            f"{'backward' if backward else 'forward'} lists name {int(found[at])} of the {column_word}s "
+            f"{int(low[at[2]])} .. {int(high[at[2]])} that the mask shows {row_word} {at[2]} of head {at[1]}; the "
+            f"other direction has no lists and attends to all of them"
+        )
+
+
 def _sides(
     given: dict[str, Any], shape: _Shape, block_size: tuple[int, int] | None, order: torch.Tensor | None
 ) -> list[_Side]:

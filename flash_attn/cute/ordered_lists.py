@@ -51,39 +51,63 @@ def prepare(
 
 
 def require_write_order(lists: Any) -> Any:
-    """The lists with their lock values expanded to the shape of the index lists they belong to.
+    """The lists with their lock values expanded to the shape of the index lists they belong to, or those to theirs.
+
+    What upstream refuses as well is refused in its words: programs match on them.
 
     Raises:
         ValueError: lock values are missing, have another type or shape than their index list (dimensions for batch
-            and head may be 1), or nothing says in which order the key blocks are launched.
+            and head may be 1 in either, and that for rows in lock values), or nothing says in which order the key
+            blocks are launched.
     """
-    expanded = {}
+    if lists.mask_block_cnt is None or lists.mask_block_idx is None:
+        raise ValueError("mask_block_cnt and mask_block_idx must be provided for block sparsity.")
+    changed: dict[str, Optional[torch.Tensor]] = {}
     for name, idx_name in ORDERS:
         order, idx = getattr(lists, name), getattr(lists, idx_name)
         if idx is None:
-            if order is not None:
-                raise ValueError(f"{name} is given, but there is no {idx_name} whose entries it could order")
-            continue
-        if order is None:
-            raise ValueError(
-                f"deterministic block-sparse backward requires {name}: for each entry of {idx_name} how many key "
-                "blocks add to the same query block's dq first; compute_dq_write_order gives it"
-            )
-        if order.dtype != torch.int32 or order.device != idx.device:
-            raise ValueError(f"{name} is {order.dtype} on {order.device}, expected torch.int32 on {idx.device}")
-        fits = order.ndim == idx.ndim and order.shape[-2:] == idx.shape[-2:]
-        if not fits or any(have not in (1, want) for have, want in zip(order.shape, idx.shape, strict=True)):
-            raise ValueError(
-                f"{name} has shape {tuple(order.shape)}, expected that of {idx_name}, {tuple(idx.shape)}; only the "
-                "dimensions for batch and head may be 1 instead"
-            )
-        expanded[name] = order.expand(idx.shape)
-    if not isinstance(lists.spt, bool):
+            changed[name] = None
+        elif order is None:
+            raise ValueError(_missing(name, idx_name, lists.spt))
+        else:
+            changed |= zip((name, idx_name), _fitted(name, order, idx), strict=True)
+    if lists.spt is None:
         raise ValueError(
-            "deterministic block-sparse backward requires block_sparse_tensors.spt, True or False: key blocks are "
-            f"launched from the right or from the left, as dq_write_order has them; got spt={lists.spt!r}"
+            "deterministic block-sparse backward requires block_sparse_tensors.spt to match dq_write_order direction: "
+            "True where key blocks are launched from the right, False from the left; got spt=None"
         )
-    return lists._replace(**expanded)
+    if not isinstance(lists.spt, bool):
+        raise ValueError(f"spt must be a bool when provided, got spt={lists.spt!r}")
+    return lists._replace(**changed)
+
+
+def _missing(name: str, idx_name: str, spt: Any) -> str:
+    where = "in block_sparse_tensors" if name == "dq_write_order" else "when full blocks are present"
+    also = "" if spt is None else "; spt requires dq_write_order to be provided"
+    return (
+        f"deterministic block-sparse backward requires {name} {where}: for each entry of {idx_name} how many key "
+        f"blocks add to the same query block's dq first; compute_dq_write_order gives it{also}"
+    )
+
+
+def _fitted(name: str, order: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lock values and the indices that they belong to, in one shape."""
+    if order.dtype != torch.int32:
+        raise ValueError(f"{name} must have dtype torch.int32, got {order.dtype}")
+    if order.device != idx.device:
+        raise ValueError(f"{name} must be on the same device as block sparse tensors, {idx.device}, got {order.device}")
+    fits = order.ndim == idx.ndim and order.shape[-1] == idx.shape[-1]
+    leading = idx.ndim - 2  # dimensions for batch and head; stacked and ragged lists have none of their own
+    if not fits or any(
+        have != want and have != 1 and (want != 1 or at >= leading)
+        for at, (have, want) in enumerate(zip(order.shape, idx.shape, strict=True))
+    ):
+        raise ValueError(
+            f"{name} with shape {order.shape} cannot be expanded to expected shape {tuple(idx.shape)}, that of the "
+            "index list"
+        )
+    shape = torch.broadcast_shapes(order.shape, idx.shape)
+    return order.expand(shape), idx.expand(shape)
 
 
 def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Optional[torch.Tensor] = None) -> Any:

@@ -1,5 +1,6 @@
 """Block lists of packed sequences: what a call may bring, checked and expanded before anything is launched.
 
+What upstream refuses as well is refused in its words, followed by the argument and its value: programs match on them.
 `list_rows` says which forms there are. Nothing here looks at the values in a tensor: a check that
 waits for the device would keep the call out of a CUDA graph.
 """
@@ -76,17 +77,19 @@ def fit(
     fitted = {}
     for kind in ("mask", "full"):
         fitted |= _fit_pair(name, tensors, kind, form, (*lead, rows))
-    if fitted["mask_block_cnt"] is None:
-        raise ValueError(f"{name}: mask_block_cnt and mask_block_idx have to be given")
     for field, like in (("dq_write_order", "mask_block_idx"), ("dq_write_order_full", "full_block_idx")):
         fitted[field] = _fit_order(name, field, getattr(tensors, field), fitted[like])
+    if tensors.spt is not None and not isinstance(tensors.spt, bool):
+        raise ValueError(f"spt must be a bool when provided: {name}.spt is {tensors.spt!r}")
     if tensors.spt is not None and tensors.dq_write_order is None:
-        raise ValueError(f"{name}.spt is {tensors.spt} without dq_write_order, whose direction it tells")
+        raise ValueError(f"spt requires dq_write_order to be provided: {name}.spt is {tensors.spt}")
     if form != "padded":
-        _need(name, tensors, direction.rows_before, (batch + 1,))
+        _need_starts(direction, tensors, direction.rows_before, batch)
     across_varies = packed is not None and packed.varies[1 - direction.side]
     if form == "stacked" and (across_varies or tensors.cu_block_idx_offsets is not None):
-        _need(name, tensors, "cu_block_idx_offsets", (batch + 1,))
+        across = "qk"[1 - direction.side]
+        when = f"with cu_seqlens_{across} or seqused_{across} "
+        _need_starts(direction, tensors, "cu_block_idx_offsets", batch, when)
     if form == "ragged":
         for field in ("cu_block_idx_offsets", "cu_full_block_idx_offsets"):
             if field == "cu_block_idx_offsets" or getattr(tensors, field) is not None:
@@ -99,8 +102,8 @@ def fit_forward(tensors: BlockSparseTensorsTorch, packed: Packing | None, *, bat
     block_q = tile_q if tensors.block_size is None else tensors.block_size[0]
     if block_q <= 0 or block_q % tile_q:
         raise ValueError(
-            f"block_sparse_tensors.block_size[0] has to be a multiple of the kernel's tile of {tile_q} queries, "
-            f"got {block_q}"
+            f"Varlen block sparsity requires sparse_block_size[0]={tile_q} (= q_stage * tile_m), or a multiple of it; "
+            f"got {block_q}."
         )
     if tensors.block_size is None and tensors.mask_block_cnt.ndim == 3:
         raise ValueError("block_sparse_tensors.block_size is None: padded lists of packed sequences need it")
@@ -185,7 +188,7 @@ def blocks_across(
 def _form(name: str, tensors: BlockSparseTensorsTorch) -> str:
     counts, indices = tensors.mask_block_cnt, tensors.mask_block_idx
     if counts is None or indices is None:
-        raise ValueError(f"{name}: mask_block_cnt and mask_block_idx have to be given")
+        raise ValueError(f"mask_block_cnt and mask_block_idx must be provided for block sparsity. {name} lacks them")
     form = FORMS.get((counts.ndim, indices.ndim))
     if form is None:
         raise ValueError(
@@ -199,11 +202,11 @@ def _fit_pair(name: str, tensors: BlockSparseTensorsTorch, kind: str, form: str,
     fields = f"{kind}_block_cnt", f"{kind}_block_idx"
     counts, indices = (getattr(tensors, field) for field in fields)
     if (counts is None) != (indices is None):
-        raise ValueError(f"{name}: {fields[0]} and {fields[1]} have to be both given or both None")
+        raise ValueError(f"{fields[0]} and {fields[1]} must both be provided or both be None, in {name}")
     if counts is None:
         return dict.fromkeys(fields)
     for field, tensor in zip(fields, (counts, indices)):
-        _check(name, field, tensor, tensors.mask_block_cnt.device, (torch.int32,))
+        _check(name, f"{kind}_block tensors", field, tensor, tensors.mask_block_cnt.device, (torch.int32,))
     width = indices.shape[-1:]
     if indices.ndim != tensors.mask_block_idx.ndim:
         raise ValueError(
@@ -218,11 +221,9 @@ def _fit_pair(name: str, tensors: BlockSparseTensorsTorch, kind: str, form: str,
 
 
 def _fit_order(name: str, field: str, order: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
-    if order is None:
+    if order is None or like is None:  # there is nothing to order
         return None
-    if like is None:
-        raise ValueError(f"{name}.{field} is given for lists that are not")
-    _check(name, field, order, like.device, (torch.int32,))
+    _check(name, field, field, order, like.device, (torch.int32,))
     return _expanded(f"{name}.{field}", order, tuple(like.shape), like.ndim - 1)
 
 
@@ -234,25 +235,37 @@ def _fit_row_offsets(name: str, tensors: BlockSparseTensorsTorch, field: str, he
             f"{name}.{field} has to be [H, {rows}] or [H, {rows + 1}] for entries of one dimension, got "
             f"{None if offsets is None else tuple(offsets.shape)}"
         )
-    _check(name, field, offsets, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
+    _check(name, field, field, offsets, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
     return _expanded(f"{name}.{field}", offsets, (heads, offsets.shape[1]), 1)
 
 
-def _need(name: str, tensors: BlockSparseTensorsTorch, field: str, shape: tuple[int, ...]) -> None:
-    tensor = getattr(tensors, field)
+def _need_starts(
+    direction: Direction, tensors: BlockSparseTensorsTorch, field: str, batch: int, when: str = ""
+) -> None:
+    """[B + 1], where sequences start. Kernels read the first B; backward lists are also taken apart by their shape."""
+    name, tensor = direction.argument, getattr(tensors, field)
     if tensor is None:
-        raise ValueError(f"{name}.{field} is None: packed lists of this form need it, with shape {shape}")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name}.{field} has to have shape {shape}, got {tuple(tensor.shape)}")
-    _check(name, field, tensor, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
+        raise ValueError(f"Varlen block sparsity {when}requires {name}.{field}, with shape ({batch + 1},); got None")
+    fits = tensor.shape[0] >= batch if direction is FORWARD and tensor.ndim == 1 else tensor.shape == (batch + 1,)
+    if not fits:
+        raise ValueError(f"{name}.{field} has to have shape ({batch + 1},), got {tuple(tensor.shape)}")
+    _check(name, field, field, tensor, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
 
 
-def _check(name: str, field: str, tensor: torch.Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check(
+    name: str, what: str, field: str, tensor: torch.Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
     if tensor.dtype not in dtypes:
-        raise ValueError(f"{name}.{field} has to be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if not tensor.is_cuda or tensor.device != device:
-        raise ValueError(f"{name}.{field} has to be on the GPU of the other lists, {device}, got {tensor.device}")
-    if tensor.stride(-1) != 1:
+        types = " or ".join(map(str, dtypes))
+        raise ValueError(f"{what} must have dtype {types}: {name}.{field} is {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(
+            f"{what} must be on the same device as block sparse tensors: {name}.{field} is on {tensor.device}, "
+            f"mask_block_cnt on {device}"
+        )
+    if not tensor.is_cuda:
+        raise ValueError(f"{what} must live on CUDA: {name}.{field} is on {tensor.device}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name}.{field} has to be contiguous in its last dimension, got strides {tensor.stride()}")
 
 
@@ -260,6 +273,6 @@ def _expanded(name: str, tensor: torch.Tensor, shape: tuple[int, ...], shared: i
     """The tensor in `shape`; its first `shared` dimensions, of sequences and heads, may be 1."""
     same = [have == want or (have == 1 and at < shared) for at, (have, want) in enumerate(zip(tensor.shape, shape))]
     if tensor.ndim != len(shape) or not all(same):
-        share = f" (1 in the first {shared} for all)" if shared else ""
-        raise ValueError(f"{name} has to be {list(shape)}{share}, got {list(tensor.shape)}")
+        share = f"; only the first {shared} of its dimensions may be 1 instead" if shared else ""
+        raise ValueError(f"{name} with shape {tensor.shape} cannot be expanded to expected shape {shape}{share}")
     return tensor.expand(shape)

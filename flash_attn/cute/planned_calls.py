@@ -21,10 +21,11 @@ def check_plan(lists: Any, arch: int, *, deterministic: bool, batch: int, varlen
         NotImplementedError: the plan was made for another architecture; or padded lists, which may have rows past a
             sequence's end: of packed sequences on SM90, where a plan launches those rows, and of any with
             ``deterministic=True`` on SM100, where no CTA passes on their lock values.
-        ValueError: padded lists, and so their plan, of another number of sequences.
+        ValueError: padded lists, and so their plan, of another number of sequences; or see `check_form`.
     """
     if lists.plan is None:
         return
+    check_form(lists)
     sm90, padded = arch // 10 == SM90, not is_packed(lists)
     if sm90 == bool(lists.plan_whole):
         made = "SM100, which walks lists whole" if lists.plan_whole else "SM90, which may cut walks and joins lists"
@@ -42,6 +43,22 @@ def check_plan(lists: Any, arch: int, *, deterministic: bool, batch: int, varlen
         raise ValueError(
             f"block_sparse_tensors.plan was made of lists for {made_for} sequences, the call has {batch}: expand the "
             "lists before plan_backward"
+        )
+
+
+def check_form(lists: Any) -> None:
+    """What tells of a plan, without a look into it, that `plan_backward` did not make it for these lists.
+
+    Raises:
+        ValueError: another type, shape or device.
+    """
+    plan, device = lists.plan, lists.mask_block_idx.device
+    columns = 8 if lists.mask_block_idx.ndim == 1 else 6
+    fits = plan.ndim == 2 and plan.shape[0] > 0 and plan.shape[1] == columns and plan.stride(1) == 1
+    if plan.dtype != torch.int32 or not fits or plan.device != device:
+        raise ValueError(
+            f"block_sparse_tensors.plan is {plan.dtype} {tuple(plan.shape)} on {plan.device}, expected torch.int32 "
+            f"[items, {columns}] on {device}, as plan_backward makes it of these lists"
         )
 
 

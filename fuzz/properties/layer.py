@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from fuzz import strategies
 from fuzz.attention import laid_out
 from fuzz.case import LAYOUTS
 from fuzz.prop import GPU, Skip, holds
+from fuzz.properties.relations import near
 from nsa_layer import NSAConfig, reference
 from nsa_layer.sparsity import block_bitmap, selected_lists
 from nsa_layer.testing import (
@@ -23,6 +25,7 @@ from nsa_layer.testing import (
     assert_forward_causal,
     make_inputs,
     run,
+    spoilt,
 )
 
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
@@ -53,19 +56,20 @@ def is_its_definition_in_any_dtype(case: Case) -> None:
 def choice_is_the_oracles(case: Case) -> None:
     """Where scores are exact, the blocks are the same ones: ties go to the earlier block.
 
-    They are sums of small integers over powers of 2: D is 4, so that its root divides exactly, and no softmax is taken.
+    They are sums of small integers over powers of 2: D is 4, so that its root divides exactly. A softmax of one head
+    keeps their order.
     """
     size = case.config.block_size if case.config.block_size != 6 else 8
-    config = case.config.replace(block_size=size, block_stride=None, q_tile=2 * size, importance="logit")
-    case = replace(case, config=config)
+    config = case.config.replace(block_size=size, block_stride=None, q_tile=2 * size)
+    case = replace(case, config=config, Hq=case.Hq if config.rule == "seed" else case.Hkv)
     inputs = make_inputs(case)
     got = run("eager", inputs).aux.block_indices
     exact = inputs.to(torch.float64)
     names = {n: getattr(exact, n) for n in ("q", "k", "v", "gate_weight", "gates")}
     _, aux = reference.attend(**names, problem=case.problem, cu_seqlens=inputs.cu_seqlens)
     lengths = [case.T] if case.lengths is None else case.lengths
-    asked_by_few = config.tile_query == "mean" or not case.causal  # a short last tile divides by what it has
-    kept = torch.cat([_tiles(length, config, cut=asked_by_few) for length in lengths])
+    asked_by_few = config.rule == "seed" or not case.causal  # a short last tile divides by what it has
+    kept = torch.cat([torch.arange(config.num_tiles(T)) < (T // config.q_tile if asked_by_few else T) for T in lengths])
     got, expected = got[..., kept, :], aux.block_indices[..., kept, :]
     assert got.equal(expected), f"chosen {got.tolist()}, expected {expected.tolist()}"
 
@@ -92,19 +96,9 @@ def the_earlier_of_equal_blocks_by_kernels(case: Case) -> None:
     assert_earlier_of_equals(case, "cute", "cuda")
 
 
-def _tiles(T: int, config: NSAConfig, cut: bool) -> torch.Tensor:
-    """Which tiles of a sequence are compared; `cut`: not a short last one."""
-    kept = torch.ones(config.num_tiles(T), dtype=torch.bool)
-    if cut and T % config.q_tile:
-        kept[-1] = False
-    return kept
-
-
 def causal_only(case: Case) -> Case:
     """The nearest case that promises causality."""
-    config = case.config.replace(
-        compress_offset=max(case.config.offset, case.config.block_size - 1), tile_query="before"
-    )
+    config = case.config.replace(compress_offset=max(case.config.offset, case.config.block_size - 1), rule="nsa")
     return replace(case, lengths=None, causal=True, config=config)
 
 
@@ -155,6 +149,33 @@ def packed_is_one_at_a_time(case: Case) -> None:
             torch.testing.assert_close(whole.grads[name][own], alone.grads[name][0])
 
 
+def assert_apart(case: Case, backend: str, device: str = "cpu") -> None:
+    """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
+    if case.lengths is None:
+        case = replace(case, lengths=(case.T, 1 + case.seed % 30, case.T))
+    inputs, mine = make_inputs(case, device), case.seed % len(case.lengths)
+    value = (math.nan, math.inf, torch.finfo(case.dtype).max)[case.seed % 3]
+    once, other = (run(backend, given) for given in (inputs, spoilt(inputs, value, {mine})))
+    clean, beside = (result.o.split(case.lengths)[mine] for result in (once, other))
+    assert beside.equal(clean), f"o of sequence {mine} has {int((beside != clean).sum())} other numbers"
+    for name in ("q", "k", "v"):
+        clean, beside = (result.grads[name].split(case.lengths)[mine] for result in (once, other))
+        if case.config.deterministic:
+            assert beside.equal(clean), f"d{name} of sequence {mine} has {int((beside != clean).sum())} other numbers"
+        else:
+            near(f"d{name}", beside, clean)
+
+
+@holds("layer.neighbours", strategies.layer_cases)
+def neighbours(case: Case) -> None:
+    assert_apart(case, "eager")
+
+
+@holds("layer.neighbours, kernels", lambda: kernel_cases(), needs=GPU)
+def neighbours_by_kernels(case: Case) -> None:
+    assert_apart(case, "cute", "cuda")
+
+
 @holds("layer.permutations", strategies.layer_cases)
 def permutations(case: Case) -> None:
     """Batches, groups of heads, and the heads within a group may come in any order."""
@@ -180,7 +201,9 @@ def permutations(case: Case) -> None:
 @holds("layer.doubled key/value heads", strategies.layer_cases)
 def doubled_heads(case: Case) -> None:
     """A list for every query head comes out the same with every key/value head given to each query head alone."""
-    case = replace(case, config=case.config.replace(per_head=True))
+    config = case.config
+    sizes = {name: getattr(config, name) for name in ("block_size", "block_counts", "q_tile", "window_size")}
+    case = replace(case, config=NSAConfig.seed(**sizes))
     inputs = make_inputs(case)
     G = case.Hq // case.Hkv
     repeated = {name: getattr(inputs, name).repeat_interleave(G, -2) for name in ("k", "v")}
@@ -309,7 +332,6 @@ def kernel_cases() -> st.SearchStrategy[Case]:
             block_size=draw(st.sampled_from((64, 128))),
             block_counts=draw(st.integers(1, 12)),
             window_size=draw(st.integers(1, 700)),
-            importance=draw(st.sampled_from(("softmax", "logit"))),
             force_blocks=draw(st.booleans()),
             deterministic=draw(st.booleans()) and hopper(),
         )

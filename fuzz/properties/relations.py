@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from fuzz.case import Attention, Kind
 from fuzz.kinds import KINDS
 from fuzz.prop import GPU, Skip, holds
 
+PACKS = tuple(kind for kind in KINDS if kind.packed)
 PACKED = tuple(kind for kind in KINDS if kind.packed and not kind.deterministic)[:5]
 LISTED = tuple(kind for kind in KINDS if kind.lists and not kind.packed and kind.mask in ("none", "table"))[:4]
 PLAIN = tuple(kind for kind in KINDS if not kind.lists and not kind.packed)[:5]
@@ -49,6 +51,26 @@ def packed_is_one_at_a_time(case: Attention) -> None:
     (single,) = run(alone(call, longest))
     for name in ("o", "dq", "dk", "dv"):
         near(name, sequences(case, whole[name], name in ("dk", "dv"))[longest], single[name][0])
+
+
+@holds("relations.neighbours", strategies.attention, kinds=PACKS, needs=GPU)
+def neighbours(case: Attention) -> None:
+    """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
+    call, mine = make(case), case.seed % len(case.lengths)
+    value = (math.nan, math.inf, torch.finfo(call.q.dtype).max)[case.seed % 3]
+
+    def among_others(name: str) -> torch.Tensor:
+        parts = sequences(case, getattr(call, name), name in ("k", "v"))
+        return torch.cat([part if b == mine else torch.full_like(part, value) for b, part in enumerate(parts)])
+
+    (once,), (other,) = run(call), run(replace(call, **{name: among_others(name) for name in ("q", "k", "v", "do")}))
+    for name in once:
+        of = (got[name].mT if name == "lse" else got[name] for got in (once, other))
+        clean, beside = (sequences(case, x, name in ("dk", "dv"))[mine] for x in of)
+        if case.kind.deterministic or name in ("o", "lse"):
+            assert beside.equal(clean), f"{name} of sequence {mine} has {int((beside != clean).sum())} other numbers"
+        else:
+            near(name, beside, clean)
 
 
 @holds("relations.lists are a mask", strategies.attention, kinds=LISTED, needs=GPU, stock=True)

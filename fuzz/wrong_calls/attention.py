@@ -166,7 +166,7 @@ def packed_with_lists(device: str, form: str) -> dict[str, Any]:
 
 PACKED_SHAPES = {
     "no rows before": changed(cu_total_m_blocks=None),
-    "rows before of another length": changed(cu_total_m_blocks=lambda t: less(t, 0)),
+    "rows before of fewer sequences": changed(cu_total_m_blocks=lambda t: less(t, 0, 2)),
     "float rows before": changed(cu_total_m_blocks=lambda t: t.float()),
     "int64 counts": changed(mask_block_cnt=lambda t: t.long()),
     "counts without indices": changed(mask_block_idx=None),
@@ -261,7 +261,7 @@ ORDERS = {
     "a direction that is no bool": changed(spt=1),
     "int64 lock values": changed(dq_write_order=lambda t: t.long()),
     "narrower lock values": changed(dq_write_order=lambda t: torch.cat([t, t], -1)),
-    "lock values of fewer rows": changed(dq_write_order=lambda t: less(t, 2)),
+    "lock values of more rows": changed(dq_write_order=lambda t: torch.cat([t, t], 2)),
     "lock values on the CPU": changed(dq_write_order=lambda t: torch.zeros(t.shape, dtype=torch.int32)),
     "a plan without lock values": Changed(lambda lists: moved(PLANNED, lists.mask_block_cnt.device.type)),
     "blocks of 100 queries": changed(block_size=(100, 128)),

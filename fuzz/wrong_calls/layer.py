@@ -121,9 +121,7 @@ CONFIGURATION = Spec(
     | {
         "block_stride": {label: value for label, value in NOT_A_SIZE.items() if value is not None} | {"no divisor": 5},
         "compress_offset": {"a float": 1.5, "a string": "1", "True": True, "too large": 10**30, "too small": -(10**30)},
-        "tile_query": {"unknown": "after", "None": None, "a number": 1},
-        "importance": {"unknown": "max", "None": None},
-        "per_head": NOT_A_BOOL,
+        "rule": {"unknown": "logit", "None": None, "a number": 1, "without what it needs": "seed"},
         "force_blocks": NOT_A_BOOL,
         "deterministic": NOT_A_BOOL,
         "q_tile": NOT_A_SIZE | {"neither multiple nor divisor": 24},

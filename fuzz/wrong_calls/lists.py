@@ -87,6 +87,7 @@ def order_arguments(device: str) -> dict[str, Any]:
 
 ORDER = {"too short": torch.arange(4), "a list": [0, 1, 2, 3, 4], "four dimensions": torch.zeros(1, 1, 1, 5).long()}
 PERMUTATION = {"too short": torch.arange(4), "floats": torch.arange(5).float(), "unknown": "upwards", "a number": 3}
+PERMUTATION |= {"a block twice": torch.tensor([0, 1, 1, 3, 4]), "a block too far": torch.arange(5) + 1}
 
 MAKING = (
     Spec(

@@ -158,11 +158,10 @@ def _make(call: Call) -> None:
     sizes = Sizes.of(*meta, problem=problem, gated=call.gated, needs_grad=call.backward)
     plan = schedule(sizes, shape.policy, torch.device("cpu"))
     with FakeTensorMode(), _Unlinked(), torch.no_grad():
-        starts = None if shape.lengths is None else _fake(len(shape.lengths) + 1, dtype=torch.int32)
         q, k, v = (_fake(*tokens, *of, dtype=shape.dtype) for of in _head_shapes(shape))
         weight = _fake(shape.Hq, 3, shape.D, dtype=shape.dtype) if call.gated else None
         w_k, w_v = (_fake(shape.Hkv, D, D, dtype=shape.dtype) if call.projected else None for D in (shape.D, shape.Dv))
-        inputs = heads.Inputs(q, k, v, weight, None, w_k, w_v, Packing.of(problem, starts, q.device))
+        inputs = heads.Inputs(q, k, v, weight, None, w_k, w_v, Packing.of(problem, q.device))
         for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
             group = inputs.heads(first, end)
             o = _fake(*group.q.shape[:-1], shape.Dv, dtype=shape.dtype)

@@ -94,7 +94,7 @@ class _Part:
         return x[self.batch] if self.batch is not None else x.narrow(dim, self.first, self.T)
 
     def lists(self, block_indices: torch.Tensor, tiles: int) -> torch.Tensor:
-        """[Hs, M, n]"""
+        """[Hkv, M, n]"""
         return block_indices[self.batch] if self.batch is not None else block_indices.narrow(1, self.first_tile, tiles)
 
 

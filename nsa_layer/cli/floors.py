@@ -109,7 +109,7 @@ def work(shape: Shape, *, gated: bool) -> dict[tuple[str, str], Work]:
     tiles = sum(map(config.num_tiles, lengths))
     q, o, kv = tokens * s.Hq * s.D * e, tokens * s.Hq * s.Dv * e, tokens * s.Hkv * (s.D + s.Dv) * e
     kv_cmp, rows = blocks * s.Hkv * (s.D + s.Dv) * e, tokens * s.Hq * FP32
-    lists = tiles * (s.Hq if config.per_head else s.Hkv) * config.list_width(max(lengths)) * 4
+    lists = tiles * s.Hkv * config.list_width(max(lengths)) * 4
     pairs = visible_pairs(s)
     scores = sum(config.num_tiles(length) * config.num_blocks(length) for length in lengths) * s.Hq * s.D
     keys = {"cmp": kv_cmp, "slc": kv, "swa": kv}

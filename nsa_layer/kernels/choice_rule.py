@@ -16,16 +16,19 @@ class Rule:
     Attributes:
         G: query heads whose scores are summed.
         share: entries of a list in one thread.
-        softmax: a group's heads are summed after a softmax. One head ranks as its scores do.
     """
 
     D: int
     G: int
     share: int
-    softmax: bool
     causal: bool
     force: bool
     packed: bool
+
+    @property
+    def softmax(self) -> bool:
+        """A group's heads are summed after a softmax. One head ranks as its scores do."""
+        return self.G > 1
 
     @property
     def heads(self) -> int:

@@ -2,9 +2,10 @@
 
 A CTA takes 128 rows, some tiles' mean queries for all heads of one key/value head, and streams keys past them, 128 at a
 time, by cp.async; 8 warps of 32 rows and 64 keys multiply halves (see `halves`) by mma.sync. Rows are laid so that a
-thread's four rows are heads of one tile: their sum needs no other thread up to four heads a group. Softmax: the keys go
-by twice, first, ascending, for each row's sum of exponentials, then, descending, for the choice; the scores of the
-turning point serve both. Lists of a tile's best (see `best_list`) are kept by two warps and merged in the end.
+thread's four rows are heads of one tile: their sum needs no other thread up to four heads a group. The keys go by
+twice, first, ascending, for each row's sum of exponentials, then, descending, for the choice; the scores of the turning
+point serve both. A group of one head ranks by its scores: its keys go by once. Lists of a tile's best (see `best_list`)
+are kept by two warps and merged in the end.
 """
 
 from functools import lru_cache
@@ -63,7 +64,7 @@ class Choose:
         mK_scale: cute.Tensor,
         mCu: cute.Tensor | None,
         mCu_blocks: cute.Tensor | None,
-        mIndices: cute.Tensor,  # [B, Hs, tiles of a sequence, n]; packed: [1, Hs, all tiles, n]
+        mIndices: cute.Tensor,  # [B, Hkv, tiles of a sequence, n]; packed: [1, Hkv, all tiles, n]
         mCounts: cute.Tensor,
         groups: Int32,  # of tiles: what CTAs take, over all sequences
         T: Int32,
@@ -107,10 +108,10 @@ class Choose:
         warp_m, warp_n = warp_id % WARPS_M, warp_id // WARPS_M
 
         # The longest first. Heads together balance best, one after the other they leave their keys in L2.
-        Hs = mIndices.shape[1]
+        Hkv = mIndices.shape[1]
         head, number = cta // groups, cta % groups
         if heads_first != 0:
-            head, number = cta % Hs, cta // Hs
+            head, number = cta % Hkv, cta // Hkv
         number = groups - 1 - number
         if const_expr(rule.packed):
             sequence, group, tiles_before = locate(mCu, q_tile, rule.tiles, number)
@@ -127,7 +128,6 @@ class Choose:
         first_tile = group * rule.tiles
         last_tile = cutlass.min(first_tile + rule.tiles, M) - 1
         end = candidates_end(last_tile * q_tile, T, block_size, rule.causal)
-        kv = head * rule.G // (mQ.shape[1] // mK.shape[1])
 
         smem = cutlass.utils.SmemAllocator()
         layout_A, layout_B = rows_layout(rule.D, 1), rows_layout(rule.D, STAGES)
@@ -150,10 +150,7 @@ class Choose:
             ends.append(cutlass.select_(tiles[i] < M, rows_end, Int32(0)))
             asked = tiles_before + cutlass.min(tiles[i], M - 1)
             factor = mQ_scale[asked, head * rule.G + cutlass.min(g, rule.G - 1)]
-            if const_expr(rule.softmax):
-                factors.append(factor * (softmax_scale * LOG2_E))
-            else:
-                factors.append(cutlass.select_(counted[i], factor, Float32(0.0)))
+            factors.append(factor * (softmax_scale * LOG2_E) if const_expr(rule.softmax) else factor)
         best = []
         for t in cutlass.range_constexpr(rule.lists):
             room = room_of(tiles[t * (ROWS // rule.lists)], place, block_counts, rule.force)
@@ -163,7 +160,7 @@ class Choose:
         whole = candidates_end(first_tile * q_tile, T, block_size, rule.causal) // TILE  # steps of candidates alone
         turn = steps - 1 if const_expr(rule.softmax) else Int32(0)
         rounds = steps + turn if const_expr(rule.softmax) else steps
-        load = (mK, mK_scale, sB, sScale, kv, keys_before, keys_a_block, end)
+        load = (mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end)
         # Of each row: the highest score in the key's scale, a sum of exponentials, and in the end that sum's inverse.
         highest, sums = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         highest.fill(-Float32.inf)
@@ -191,7 +188,7 @@ class Choose:
                 if i == turn:
                     close_sums(sSums, factors, highest, sums, counted, 16 * warp_m + lane // 4, warp_n)
             if i >= turn:
-                self.offer_all(best, acc, scales, factors, highest, sums, softmax_scale, first, tiles, ends, place)
+                self.offer_all(best, acc, scales, factors, highest, sums, first, tiles, ends, place)
             if not late:
                 self.next_round(*load, i, rounds, steps, turn)
 
@@ -258,7 +255,7 @@ class Choose:
         mK_scale: cute.Tensor,
         sB: cute.Tensor,
         sScale: cute.Tensor,
-        kv: Int32,
+        head: Int32,
         keys_before: Int32,
         keys_a_block: Int32,
         end: Int32,
@@ -271,11 +268,11 @@ class Choose:
         tBsB = copy.get_slice(tidx).partition_D(sB)
         for i in cutlass.range_constexpr(TILE * lanes // THREADS):
             block = cutlass.min(step * TILE + tidx // lanes + i * (THREADS // lanes), end - 1)
-            copy_row(copy, mK[keys_before + block * keys_a_block, kv, None], tBsB, tidx % lanes, i, 2 * stage)
+            copy_row(copy, mK[keys_before + block * keys_a_block, head, None], tBsB, tidx % lanes, i, 2 * stage)
         if tidx < TILE:
             row = keys_before + cutlass.min(step * TILE + tidx, end - 1) * keys_a_block
             atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
-            source = cute.local_tile(mK_scale[row, None], (1,), (kv,))
+            source = cute.local_tile(mK_scale[row, None], (1,), (head,))
             cute.copy(atom, source, cute.local_tile(sScale[None, stage], (1,), (tidx,)))
 
     @cute.jit
@@ -287,7 +284,6 @@ class Choose:
         factors: list[Float32],
         highest: cute.Tensor,
         sums: cute.Tensor,
-        softmax_scale: Float32,
         first: Int32,
         tiles: list[Int32],
         ends: list[Int32],
@@ -310,11 +306,9 @@ class Choose:
                             exp2(cute.math.fma(score * scales[i], factors[r], shifts[r])), sums[r], total
                         )
                     else:
-                        total = cute.math.fma(score * scales[i], factors[r], total)
+                        total = score * scales[i] * factors[r]  # in this order: see `halves`
                 for bit in cutlass.range_constexpr(rule.lane_bits):
                     total += cute.arch.shuffle_sync_bfly(total, 16 >> bit)
-                if const_expr(not rule.softmax):
-                    total = total * softmax_scale
                 free = eligible(first + COLUMNS[i], ends[t * rows], forced, rule.causal, rule.force)
                 keys[i] = cutlass.select_(free, best_list.score_bits(total), Int32(best_list.WORST_SCORE))
             best_list.offer(best[t], keys, first)
@@ -336,7 +330,7 @@ def unsupported(config: NSAConfig, *, G: int, D: int, dtype: torch.dtype, softma
     """What `choose` does not cover, in words; None for nothing."""
     if D not in (64, 128) or dtype not in (torch.float16, torch.bfloat16):
         return f"a choice for {dtype} with head dimension {D}: they take fp16 or bf16 and 64 or 128"
-    if not config.per_head and G > MOST_HEADS:
+    if G > MOST_HEADS:
         return f"a choice for more than {MOST_HEADS} query heads a group, got {G}"
     if config.block_counts > MOST_BLOCKS:
         return f"block_counts above {MOST_BLOCKS}, got {config.block_counts}"
@@ -366,7 +360,8 @@ def choose(
         lengths: packed only: the sequences' lengths, as the host knows them.
 
     Returns:
-        int32 [B, Hs, M, n], ascending, padded with -1 (packed [Hs, all tiles, n]), and the lists' lengths, [B, Hs, M].
+        int32 [B, Hkv, M, n], ascending, padded with -1 (packed [Hkv, all tiles, n]), and the lists' lengths,
+        [B, Hkv, M].
 
     Raises:
         NotImplementedError: what `unsupported` says.
@@ -375,17 +370,14 @@ def choose(
     missing = unsupported(config, G=Hq // Hkv, D=D, dtype=q.dtype, softmax_scale=softmax_scale)
     if missing is not None:
         raise NotImplementedError(f"the kernels do not do {missing}")
-    G = 1 if config.per_head else Hq // Hkv
-    softmax = config.importance == "softmax" and G > 1
     share, packed = -(-config.block_counts // best_list.QUAD), lengths is not None
-    rule = Rule(D, G, share, softmax, causal, config.force_blocks, packed)
+    rule = Rule(D, Hq // Hkv, share, causal, config.force_blocks, packed)
     B = 1 if packed else q.shape[0]
     M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, rule.tiles)
     n, groups = config.list_width(T), groups * B
-    own = config.tile_query == "mean" or not causal
-    means, keys = tile_means(q, k_mean, q_tile=config.q_tile, own=own, tiles=M * B, cu_seqlens=cu_seqlens)
-    indices = torch.empty(B, Hq // G, M, n, dtype=torch.int32, device=q.device)
-    counts = torch.empty(B, Hq // G, M, dtype=torch.int32, device=q.device)
+    means, keys = tile_means(q, k_mean, q_tile=config.q_tile, own=not causal, tiles=M * B, cu_seqlens=cu_seqlens)
+    indices = torch.empty(B, Hkv, M, n, dtype=torch.int32, device=q.device)
+    counts = torch.empty(B, Hkv, M, dtype=torch.int32, device=q.device)
     if groups:
         numbers = (groups, T, config.block_size, config.q_tile, config.block_counts)
         heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)

@@ -43,9 +43,9 @@ def forward_lists(
     sequences.
 
     Args:
-        block_indices: int32 [B, Hs, M, n], rising and then -1, as `choose` gives them: with `causal` no block of
-            `kv_tile` tokens starts after the queries. Packed: [Hs, M of all sequences, n], with `cu_seqlens`.
-        block_counts: int32 [B, Hs, M], packed [Hs, M of all sequences]: entries that are not -1. None: counted here.
+        block_indices: int32 [B, Hkv, M, n], rising and then -1, as `choose` gives them: with `causal` no block of
+            `kv_tile` tokens starts after the queries. Packed: [Hkv, M of all sequences, n], with `cu_seqlens`.
+        block_counts: int32 [B, Hkv, M], packed [Hkv, M of all sequences]: entries that are not -1. None: counted here.
         T: tokens of a sequence; not read where they are packed.
         q_tile: queries that share a list.
         kv_tile: the kernel's key tile, which divides `block_size`.
@@ -88,18 +88,18 @@ def backward_lists(
     Args:
         block_indices, block_size, q_tile, kv_tile, causal: as in `forward_lists`.
         T: tokens of a sequence; not read where they are packed.
-        heads: (Hq, Hkv); lists are for either.
+        heads: (Hq, Hkv).
         longest: entries of a plan item at most. None: 32, and as many fewer as an item has heads.
-        per_group: an item is of all query heads of a key/value head, for calls without dq; lists are of the latter.
+        per_group: an item is of all query heads of a key/value head, for calls without dq.
         cu_seqlens, lengths: where packed sequences start, and how long they are as the host knows it.
 
     Raises:
-        ValueError: `deterministic` with more than 512 key tiles in a list, or `per_group` with one for each query head.
+        ValueError: `deterministic` with more than 512 key tiles in a list.
     """
     (Hq, Hkv), packed, device = heads, cu_seqlens is not None, block_indices.device
     parts = _parts(block_size, kv_tile)
     lists = block_indices.unsqueeze(0) if packed else block_indices
-    B, Hs, M, width = lists.shape
+    B, _, M, width = lists.shape
     width *= parts
     if deterministic and width > MOST_LOCKS:
         raise ValueError(f"block_indices list {width} key tiles of {kv_tile}, expected at most {MOST_LOCKS}")
@@ -110,16 +110,14 @@ def backward_lists(
     else:
         cu_tiles, cu_rows = None, torch.empty(B + 1, dtype=torch.int32, device=device)
         rows, most_tiles = B * -(-T // kv_tile), M
-    if per_group and Hs > Hkv:
-        raise ValueError(f"per_group=True with lists of {Hs} heads, expected {Hkv}")
     planned, shares = deterministic or Hq > Hkv, Hq > Hkv
-    copies = 1 if per_group else Hq // Hs
+    copies = 1 if per_group else Hq // Hkv
     if longest is None:
         longest = max(1, LONGEST * Hkv // Hq) if per_group else LONGEST
-    counts = torch.empty(Hs, rows, dtype=torch.int32, device=device)
-    starts = torch.empty(Hs, rows, dtype=torch.int64, device=device)
-    items_before = torch.empty(Hs * rows + 1, dtype=torch.int32, device=device)
-    listed = B * Hs * M * width
+    counts = torch.empty(Hkv, rows, dtype=torch.int32, device=device)
+    starts = torch.empty(Hkv, rows, dtype=torch.int64, device=device)
+    items_before = torch.empty(Hkv * rows + 1, dtype=torch.int32, device=device)
+    listed = B * Hkv * M * width
     entries, locks, unsorted = (
         torch.empty(listed, dtype=torch.int32, device=device) if needed else None
         for needed in (True, deterministic, deterministic)
@@ -127,11 +125,11 @@ def backward_lists(
     plan = None
     if planned:
         # A row's last item is the only one that may be shorter, and rows that nobody lists have none.
-        used = min(Hs * rows, listed)
-        items = (listed + (longest - 1) * used) // longest if shares else Hs * rows
+        used = min(Hkv * rows, listed)
+        items = (listed + (longest - 1) * used) // longest if shares else Hkv * rows
         plan = torch.empty(max(1, items * copies), ITEM, dtype=torch.int32, device=device)
     words = -(-most_tiles // 32)
-    few = -(-rows * Hs // CTAS)
+    few = -(-rows * Hkv // CTAS)
     rows_a_cta = min(max(WARPS, few), rows, MANY_WORDS // words)
     static = dict(
         words=FEW_WORDS if rows_a_cta * words <= FEW_WORDS else MANY_WORDS,
@@ -158,7 +156,6 @@ def backward_lists(
         fills=True,
         locks=-(-width // 32) * 32 if deterministic else 0,
         copies=copies,
-        sharing=Hs // Hkv,
         longest=longest,
         planned=planned,
     )

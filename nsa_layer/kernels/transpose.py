@@ -41,7 +41,6 @@ class TransposeKernel:
         quads: lists can be read four entries at a time.
         locks: most lock values, a multiple of 32; 0: entries in rising order, without lock values.
         copies: query heads that have the same list.
-        sharing: heads of the lists that add to the same dk and dv.
         longest: entries of a plan item at most; 0: an item for every row.
         planned: write plan items.
     """
@@ -59,13 +58,12 @@ class TransposeKernel:
         fills: bool = False,
         locks: int = 0,
         copies: int = 1,
-        sharing: int = 1,
         longest: int = 0,
         planned: bool = False,
     ) -> None:
         self.words, self.packed, self.causal = words, packed, causal
         self.q_tile, self.kv_tile, self.parts, self.quads = q_tile, kv_tile, parts, quads
-        self.fills, self.locks, self.copies, self.sharing = fills, locks, copies, sharing
+        self.fills, self.locks, self.copies = fills, locks, copies
         self.longest, self.planned = longest, planned
 
     @cute.jit
@@ -333,10 +331,6 @@ class TransposeKernel:
         first_item = self.copies * first + own - first
         if const_expr(self.locks):
             first_item = self.copies * first + end - own - pieces
-        turn = Int32(0)
-        if const_expr(self.sharing > 1):
-            for other in cutlass.range(head - head % self.sharing, head):
-                turn += items_of(counts[other, place], self.longest)
         for i in cutlass.range(lane, pieces * self.copies, 32):
             copy, piece = i // pieces, i % pieces
             at = first_item + copy * (end - first) + piece
@@ -346,7 +340,7 @@ class TransposeKernel:
                 n,
                 count * piece // pieces,
                 count * (piece + 1) // pieces,
-                turn + i,
+                i,
                 Int32(start & 0xFFFFFFFF),
                 Int32(start >> 32),
             )

@@ -1,6 +1,7 @@
 """Plans: every entry in one item, items in an order that nothing waits against, and the kernel that follows them."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, product
 from typing import Any
@@ -420,6 +421,10 @@ def test_every_key_block_is_stored_where_nothing_is_added() -> None:
         ({"schedule": "outwards"}, "schedule has to be one of"),
         ({"schedule": torch.arange(4)}, "permutation of the 5 key blocks"),
         ({"schedule": torch.rand(5)}, "torch.float32"),
+        ({"schedule": torch.ones(5, dtype=torch.bool)}, "torch.bool"),
+        ({"schedule": torch.tensor([0, 1, 1, 3, 4]), "listed": 40}, "schedule, sorted, has 1 in place 2"),
+        ({"schedule": torch.tensor([0, 1, 2, 3, 5])}, "schedule, sorted, has 5 in place 4"),
+        ({"schedule": torch.tensor([0, 1, 2, 3, -1]), "deterministic": True}, "schedule, sorted, has -1 in place 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict, said: str) -> None:
@@ -444,6 +449,32 @@ def test_deterministic_backward_needs_a_deterministic_plan() -> None:
     with pytest.raises(ValueError, match="deterministic=True needs a plan"):
         prepare(plan, 90, True, seqlen_q=900, block_q=128)
     assert prepare(plan, 90, False, seqlen_q=900, block_q=128) is plan
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: plan.long(),
+        lambda plan: plan.float(),
+        lambda plan: plan[0],
+        lambda plan: plan[:0],
+        lambda plan: plan[:, :5],
+        lambda plan: torch.cat([plan, plan[:, :2]], 1),
+        lambda plan: plan.t().contiguous().t(),
+        lambda plan: plan.to("meta"),
+    ],
+)
+def test_a_plan_of_another_form_is_refused_without_a_look_into_it(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.planned_calls import check_plan
+
+    call = dict(arch=90, deterministic=False, batch=2, varlen_k=False, packed_k=False)
+    lists = plan_backward(random_lists(2, 5, 7, seed=0, full=True), num_heads=6, num_heads_kv=2, num_q_blocks=7)
+    check_plan(lists, **call)
+    with pytest.raises(ValueError, match=r"plan is torch.* expected torch.int32 \[items, 6\] on cpu"):
+        check_plan(lists._replace(plan=change(lists.plan)), **call)
 
 
 # Without a plan, in one pass.

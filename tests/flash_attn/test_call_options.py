@@ -12,7 +12,7 @@ from fa_cases import Case, backward_lists, forward, forward_lists, make_inputs
 from fa_compile import Worker, WorkerError
 from fa_reference import assert_case
 
-from flash_attn.cute import dq_arguments, flash_attn_func, flash_attn_varlen_func, interface
+from flash_attn.cute import call_options, dq_arguments, flash_attn_func, flash_attn_varlen_func, interface
 
 EACH = pytest.mark.parametrize("attend", [flash_attn_func, flash_attn_varlen_func])
 LISTED = Case(D=128, causal=True, T_q=900, T_k=900, lists="both")
@@ -72,7 +72,7 @@ def test_wide_windows_stay_in_32_bits(wide: int) -> None:
     longest = 1 << 29
     for given in [(wide, 3), (3, wide), (wide, wide), (-wide, 3)]:
         *_, left, right = interface._resolve_causal_local_window(False, *given)
-        assert dq_arguments.edges(False, given) == (left, right)
+        assert call_options.edges(False, given) == (left, right)
         for side, was in zip((left, right), given, strict=True):
             assert abs(side) + longest < 2**31
             assert side == was or (abs(side) >= longest and (side < 0) == (was < 0))

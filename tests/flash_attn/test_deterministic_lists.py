@@ -45,7 +45,7 @@ def backward_without(case: Case, changes: dict) -> None:
 @pytest.mark.parametrize(
     ("case", "changes", "said"),
     [
-        (CASES[0], {"dq_write_order": None}, "requires dq_write_order: "),
+        (CASES[0], {"dq_write_order": None}, "requires dq_write_order in block_sparse_tensors"),
         (CASES[0], {"dq_write_order_full": None}, "requires dq_write_order_full"),
         (CASES[0], {"spt": None}, "requires block_sparse_tensors.spt"),
     ],
@@ -99,12 +99,11 @@ def cpu_lists(**changes: object):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"dq_write_order": torch.zeros(2, 1, 5, 1, dtype=torch.int32)}, "has shape (2, 1, 5, 1), expected"),
-        ({"dq_write_order": torch.zeros(2, 1, 4, 3, dtype=torch.int32)}, "has shape (2, 1, 4, 3)"),
-        ({"dq_write_order": torch.zeros(2, 4, 5, 3, dtype=torch.int32)}, "has shape (2, 4, 5, 3)"),
-        ({"dq_write_order": torch.zeros(5, 3, dtype=torch.int32)}, "has shape (5, 3)"),
+        ({"dq_write_order": torch.zeros(2, 1, 5, 1, dtype=torch.int32)}, "with shape torch.Size([2, 1, 5, 1]) cannot"),
+        ({"dq_write_order": torch.zeros(2, 1, 4, 3, dtype=torch.int32)}, "with shape torch.Size([2, 1, 4, 3]) cannot"),
+        ({"dq_write_order": torch.zeros(3, 1, 5, 3, dtype=torch.int32)}, "with shape torch.Size([3, 1, 5, 3]) cannot"),
+        ({"dq_write_order": torch.zeros(5, 3, dtype=torch.int32)}, "with shape torch.Size([5, 3]) cannot"),
         ({"dq_write_order": torch.zeros(2, 1, 5, 3)}, "torch.float32"),
-        ({"dq_write_order_full": torch.zeros(2, 1, 5, 3, dtype=torch.int32)}, "no full_block_idx"),
         ({"spt": 1}, "got spt=1"),
         ({"spt": None}, "got spt=None"),
     ],
@@ -123,6 +122,28 @@ def test_order_may_be_broadcast() -> None:
 
     one = torch.arange(15, dtype=torch.int32).view(1, 1, 5, 3)
     assert require_write_order(cpu_lists(dq_write_order=one)).dq_write_order.equal(one.expand(2, 1, 5, 3))
+    every_row = one[:, :, :1]
+    assert require_write_order(cpu_lists(dq_write_order=every_row)).dq_write_order.equal(every_row.expand(2, 1, 5, 3))
+
+
+def test_lists_may_be_broadcast_to_the_order() -> None:
+    """One list for all heads, and lock values for each of them."""
+    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+
+    of_heads = torch.arange(3, dtype=torch.int32).expand(2, 4, 5, 3).contiguous()
+    lists = require_write_order(cpu_lists(dq_write_order=of_heads))
+    assert lists.dq_write_order is of_heads or lists.dq_write_order.equal(of_heads)
+    assert lists.mask_block_idx.equal(cpu_lists().mask_block_idx.expand(2, 4, 5, 3))
+    walk = one_walk(lists, num_q_blocks=3)
+    assert walk.mask_block_cnt.shape == (2, 4, 5) and walk.dq_write_order[..., 0].eq(0).all()
+
+
+def test_an_order_of_full_blocks_that_are_not_there_is_dropped() -> None:
+    """Upstream's kernels want one to compile."""
+    from flash_attn.cute.ordered_lists import require_write_order
+
+    order = torch.zeros(2, 1, 5, 3, dtype=torch.int32)
+    assert require_write_order(cpu_lists(dq_write_order_full=order)).dq_write_order_full is None
 
 
 def test_one_walk_holds_both_kinds_by_lock_value() -> None:

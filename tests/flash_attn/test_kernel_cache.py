@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_deferred import CALL
@@ -41,6 +43,101 @@ def test_kernels_are_kept_in_the_users_cache_folder_unless_told_otherwise(
     assert cache_utils.get_cache_path() == tmp_path / "named"
     monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", False)
     assert type(cache_utils.get_jit_cache("some")) is cache_utils.JITCache
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
+    """Whether kernels are kept in a folder, and so loaded from it."""
+    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
+
+    def kept(folder: Path) -> bool:
+        kernel_cache.can_keep.cache_clear()
+        monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(folder))
+        return isinstance(cache_utils.get_jit_cache("some"), cache_utils.JITPersistentCache)
+
+    return kept
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777, 0o720, 0o2775])
+def test_a_folder_that_others_may_write_to_is_not_used(kept: Callable[[Path], bool], tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "kernels"
+    assert kept(folder)
+    folder.chmod(mode)
+    with pytest.warns(RuntimeWarning, match=f"others may write to {folder}.*`chmod go-w {folder}` mends it"):
+        assert not kept(folder)
+    folder.chmod(0o755)
+    assert kept(folder), "others may read"
+
+
+def test_nor_is_a_folder_in_it_that_others_may_write_to(kept: Callable[[Path], bool], tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    assert kept(folder)
+    (inner,) = folder.glob("*/some")
+    inner.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=f"`chmod go-w {inner}` mends it"):
+        assert not kept(folder)
+
+
+@pytest.mark.parametrize("of", ["another", "root", "one"])
+def test_nor_is_another_users(
+    kept: Callable[[Path], bool], tmp_path: Path, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root could do anything anyway: what an image has been built with may be read."""
+    assert kept(tmp_path)
+    own = os.stat
+
+    def foreign(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        found = list(own(path, *args, **options))
+        found[4] = {"another": 4242, "root": 0, "one": 1234}[of]
+        return os.stat_result(found)
+
+    monkeypatch.setattr(kernel_cache.os, "geteuid", lambda: 1234)
+    monkeypatch.setattr(Path, "stat", foreign)
+    if of != "another":
+        assert kept(tmp_path)
+        return
+    with pytest.warns(RuntimeWarning, match=f"{tmp_path} is of user 4242, .*`chown 1234 {tmp_path}` mends it"):
+        assert not kept(tmp_path)
+
+
+def test_folders_above_are_not_the_worlds(kept: Callable[[Path], bool], tmp_path: Path) -> None:
+    """Or they are sticky, as /tmp is: nobody renames there what is not theirs. A group above is the user's choice."""
+    above = tmp_path / "above"
+    above.mkdir()
+    for mode in (0o1777, 0o775):
+        above.chmod(mode)
+        assert kept(above / "kernels")
+    above.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match=f"others may replace files below {above}"):
+        assert not kept(above / "kernels")
+
+
+def test_folders_are_made_for_their_user_alone(kept: Callable[[Path], bool], tmp_path: Path) -> None:
+    """Whatever the umask, and those above too."""
+    before = os.umask(0)
+    try:
+        assert kept(tmp_path / "a" / "b" / "kernels")
+    finally:
+        os.umask(before)
+    made = [path for path in (tmp_path / "a").rglob("*") if path.is_dir()]
+    assert len(made) == 4 and all(path.stat().st_mode & 0o777 == 0o700 for path in [tmp_path / "a", *made])
+
+
+def test_it_is_said_once(tmp_path: Path) -> None:
+    folder = tmp_path / "flash_attention_cute_dsl_cache"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    process = start("import flash_attn.cute.interface", tmp_path)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0 and errors.count("compiled kernels are not kept") == 1, errors
+
+
+def test_a_relative_cache_home_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for base in ("cache", "./cache", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        assert kernel_cache.user_folder() == Path.home() / ".cache" / kernel_cache.FOLDER
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert kernel_cache.user_folder() == Path("/somewhere") / kernel_cache.FOLDER
 
 
 def test_what_kernels_depend_on_is_in_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:

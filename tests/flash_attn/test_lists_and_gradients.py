@@ -1,4 +1,4 @@
-"""Block lists in one direction only: an error where a gradient is needed, before anything is launched."""
+"""Block lists in one direction only, where a gradient is needed: a mask stands for the other one, or it is an error."""
 
 from __future__ import annotations
 
@@ -44,6 +44,28 @@ def test_sink_counts_as_an_input(attend: Any) -> None:
 def test_forward_lists_missing(attend: Any) -> None:
     with pytest.raises(ValueError, match="block_sparse_tensors is None"):
         attend(*inputs("q"), block_sparse_tensors_bwd=LISTS)
+
+
+def see_all(*args: Any) -> bool:
+    return True
+
+
+MASKS = [dict(mask_mod=see_all), dict(causal=True), *(dict(window_size=w) for w in [(100, 0), (None, 5), (0, None)])]
+
+
+@EACH
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("given", ["block_sparse_tensors", "block_sparse_tensors_bwd"])
+def test_a_mask_stands_for_the_other_direction(attend: Any, given: str, mask: dict[str, Any]) -> None:
+    assert attend(*inputs("qkv"), **{given: LISTS}, **mask) == "launched"
+
+
+@EACH
+@pytest.mark.parametrize("window", [(None, None), (-1, -1)])
+@pytest.mark.parametrize("given", ["block_sparse_tensors", "block_sparse_tensors_bwd"])
+def test_a_window_without_limits_is_no_mask(attend: Any, given: str, window: tuple) -> None:
+    with pytest.raises(ValueError, match="nothing is masked"):
+        attend(*inputs("q"), **{given: LISTS}, window_size=window)
 
 
 @EACH

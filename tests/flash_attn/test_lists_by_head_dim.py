@@ -95,10 +95,10 @@ def call_on(arch: int, direction: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "direction", "said"),
     [
-        (80, "forward", "block_sparse_tensors on sm_80: only kernels for"),
-        (120, "forward", "block_sparse_tensors on sm_120: only kernels for"),
-        (120, "backward", "block_sparse_tensors on sm_120: only kernels for"),
-        (100, "qv", "block_sparse_tensors together with qv"),
+        (80, "forward", "Block sparsity not supported on SM 8.0: only kernels for"),
+        (120, "forward", "Block sparsity not supported on SM 12.0"),
+        (120, "backward", "Block sparsity backward not supported on SM 12.0"),
+        (100, "qv", "block sparsity is not supported with qv"),
     ],
 )
 def test_calls_whose_kernels_read_no_lists(compiler_sm100: Worker, arch: int, direction: str, said: str) -> None:

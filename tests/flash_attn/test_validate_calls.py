@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from fa_lists import ListCase, random_lists, random_rows, transposed_rows
 from fa_packed_lists import FORMS
 
 from flash_attn.cute.backward_plan import plan_backward
+from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.call_validation import ALWAYS, validate_call
 
@@ -193,6 +196,85 @@ def test_plans_of_packed_sequences(form: str, deterministic: bool) -> None:
     assert "backward plan deals out" in said(forward, plan, *tensors, **options)
 
 
+PLANS = [(4, False), (2, False), (2, True), (1, False)]  # key/value heads of 4 query heads, and whether per group
+
+
+def planned(form: str, Hkv: int, per_group: bool, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+    """[forward, planned backward, q, k] of lists that all heads share, and the options of the call."""
+    if form == "padded":
+        sides = random_lists(ListCase(B=2, H=1, M=6, N=5, density=0.5, sort=False, seed=18))
+        call, given, M = [*sides, *qk(2, 700, keys=640, Hkv=Hkv)], {}, 6
+    else:
+        call, given = packed_call(form, heads=1)
+        call[2:] = qk(*call[2].shape[:-2], keys=call[3].shape[-3], Hkv=Hkv)
+        M = 5
+        if form == "stacked":
+            options["cu_total_m_blocks"] = call[0].cu_total_m_blocks
+    sizes = dict(num_heads=4, num_heads_kv=Hkv, num_q_blocks=M, per_group=per_group)
+    call[1] = plan_backward(call[1], longest=2, **sizes, **options)
+    return call, given
+
+
+EACH_PLAN = pytest.mark.parametrize(("Hkv", "per_group"), PLANS)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("listed", [None, 40])
+@pytest.mark.parametrize("schedule", ["left to right", "longest first"])
+@EACH_PLAN
+@pytest.mark.parametrize("form", ["padded", *PACKED])
+def test_plans_as_they_are_made(
+    form: str, Hkv: int, per_group: bool, schedule: str, listed: int | None, deterministic: bool
+) -> None:
+    call, options = planned(form, Hkv, per_group, schedule=schedule, listed=listed, deterministic=deterministic)
+    validate_call(True, *call, **options)
+
+
+@pytest.mark.parametrize("form", ["padded", *PACKED])
+def test_each_key_block_is_stored_once_where_nothing_is_added(form: str) -> None:
+    """Also if it lists nothing: its dk and dv are zeros, which somebody has to write."""
+    call, options = planned(form, 4, False)
+    plan = call[1].plan
+    empty = int((plan[:, 3] == plan[:, 4]).int().argmax())
+    assert plan[empty, 3] == plan[empty, 4]
+    call[1] = call[1]._replace(plan=torch.cat([plan[:empty], plan[empty + 1 :]]))
+    assert "backward plan has 0 items for key block" in said(*call, **options)
+    call[1] = call[1]._replace(plan=torch.cat([plan, plan[empty : empty + 1]]))
+    assert "backward plan has 2 items for key block" in said(*call, **options)
+
+
+@pytest.mark.parametrize(("Hkv", "per_group"), PLANS[1:])
+@pytest.mark.parametrize("form", ["padded", *PACKED])
+def test_turns_follow_the_launch(form: str, Hkv: int, per_group: bool) -> None:
+    call, options = planned(form, Hkv, per_group)
+    plan = call[1].plan
+    was = plan.clone()
+    later = int((plan[:, 5] > 0).int().argmax())
+    for turn in (int(was[later, 5]) - 1, int(was[later, 5]) + 1):
+        plan[later, 5] = turn
+        message = said(*call, **options)
+        assert message.startswith(f"backward plan[{later}] = ") and f"expected turn {int(was[later, 5])}" in message
+    plan[:] = was.flip(0)  # the same items in an order that they were not made for
+    assert "expected turn" in said(*call, **options)
+
+
+@pytest.mark.parametrize("Hkv", [4, 1])
+@pytest.mark.parametrize("form", ["padded", *PACKED])
+def test_lock_values_follow_the_launch_of_items(form: str, Hkv: int) -> None:
+    """Items of one head in another order, with the turns of that order."""
+    call, options = planned(form, Hkv, False, deterministic=True, schedule="right to left")
+    plan = call[1].plan
+    own = (plan[:, 1] == 0) & (plan[:, 0] == 0)
+    plan[own] = plan[own].flip(0)
+    waits: dict[tuple[int, ...], int] = {}
+    for at, (batch, head, block, begin, end, *_) in enumerate(plan.tolist()):
+        key = (batch, head * Hkv // 4, block)
+        if end > begin and Hkv < 4:
+            plan[at, 5] = waits.get(key, 0)
+            waits[key] = waits.get(key, 0) + 1
+    assert "lock values have to rise with the launch, or the GPU hangs" in said(*call, **options)
+
+
 def plan_for_sm100(form: str, schedule: str, deterministic: bool, heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
     """[forward, planned backward, q, k], and the options of the call."""
     if form == "padded":
@@ -323,6 +405,92 @@ def test_attention_functions_ask(packed: bool, by_environment: bool, monkeypatch
         monkeypatch.setenv(ALWAYS, "1")
     with pytest.raises(ValueError, match="= 99, expected a key block"):
         function(q, k, k, **options, validate=not by_environment)
+
+
+WINDOWS = [(None, 0), (200, 0), (130, 50), (None, 70), (90, None), (-20, 150), (5, -9)]
+
+
+def seen_blocks(T_q: int, T_k: int, window: tuple[int | None, int | None]) -> torch.Tensor:
+    """Which blocks of keys a block of queries sees something of, bool [M, N]: by a look at every pair."""
+    at, key = torch.arange(T_q)[:, None] + T_k - T_q, torch.arange(T_k)[None]
+    left, right = (T_q + T_k if side is None else side for side in window)
+    seen = (key >= at - left) & (key <= at + right)
+    tiled = torch.nn.functional.pad(seen, (0, -T_k % BLOCK, 0, -T_q % BLOCK))
+    return tiled.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lengths", [(700, 640), (640, 900), (900, 300)], ids=str)
+def test_lists_of_one_direction_name_what_the_mask_shows(
+    lengths: tuple[int, int], backward: bool, window: tuple[int | None, int | None]
+) -> None:
+    """All of it is enough; each block that is left out is found, and none that the mask hides."""
+    seen = seen_blocks(*lengths, window)
+    seen = seen.T if backward else seen
+    q, k = qk(2, lengths[0], keys=lengths[1])
+
+    def check(listed: torch.Tensor) -> None:
+        full = torch.zeros_like(listed)
+        full[:, 1::2] = listed[:, 1::2]
+        lists = lists_from_blocks(listed, full, block_size=(BLOCK, BLOCK))
+        sides = (None, lists) if backward else (lists, None)
+        validate_call(True, *sides, q, k, window=window)
+
+    check(seen)
+    check(torch.ones_like(seen))
+    for row, block in seen.nonzero().tolist():
+        less = seen.clone()
+        less[row, block] = False
+        word = "key block" if backward else "query block"
+        with pytest.raises(ValueError, match=f"sequence 0: .* lists name .* {word} {row} of head 0"):
+            check(less)
+
+
+@pytest.mark.parametrize("form", PACKED)
+@pytest.mark.parametrize("backward", [False, True])
+def test_lists_of_one_direction_in_a_pack(form: str, backward: bool) -> None:
+    """Positions count from the ends of each sequence."""
+    call, options = packed_call(form)
+    lists = [None, None]
+    lists[backward] = call[backward]
+    validate_call(True, *lists, *call[2:], **options, window=(5, -9))
+    with pytest.raises(ValueError, match="sequence 0: (forward|backward) lists name"):
+        validate_call(True, *lists, *call[2:], **options, window=(None, 0))
+
+
+def test_padded_lists_of_one_direction_in_a_pack() -> None:
+    """One list for all sequences, with blocks past the end of some."""
+    every = lists_from_blocks(torch.ones(5, 4, dtype=torch.bool), block_size=(BLOCK, BLOCK))
+    _, options = packed_call("compact")
+    tensors = qk(989, keys=1057)
+    validate_call(True, every, None, *tensors, **options, window=(None, 0))
+    every.mask_block_cnt[0, 0, 2] = 3
+    assert "sequence 0: forward lists name 3 of the key blocks 0 .. 3" in said(
+        every, None, *tensors, **options, window=(None, None)
+    )
+
+
+@pytest.mark.parametrize("attend", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_attention_functions_say_what_the_mask_is(attend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute import interface
+
+    said = []
+    monkeypatch.setattr(interface, "validate_call", lambda *args, window, **more: said.append(window))
+    for name in ("FlashAttnFunc", "FlashAttnVarlenFunc"):
+        monkeypatch.setattr(interface, name, SimpleNamespace(apply=lambda *args: None))
+    q = torch.zeros(1, 512, 2, 64, requires_grad=True)
+    lists = lists_from_blocks(torch.ones(4, 4, dtype=torch.bool), block_size=(BLOCK, BLOCK))
+    one, both = dict(block_sparse_tensors=lists), dict(block_sparse_tensors=lists, block_sparse_tensors_bwd=lists)
+    call = partial(getattr(interface, attend), q, q, q)
+    call(**one, causal=True)
+    call(**one, window_size=(100, -5))
+    call(**one, mask_mod=lambda *args: True, causal=True)
+    call(**one, causal=True, compress_factor=4)
+    call(**both, causal=True)
+    with torch.no_grad():
+        call(**one, causal=True)
+    assert said == [(None, 0), (100, -5), None, None, None, None]
 
 
 @pytest.mark.gpu

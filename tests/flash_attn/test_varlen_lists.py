@@ -151,6 +151,7 @@ def test_lists_are_expanded(fake: None, direction: packed_lists.Direction) -> No
     assert padded.mask_block_cnt.shape == (2, 4, 3)
     stacked = fit(direction, mask_block_idx=(1, 20), cu_block_idx_offsets=(3,))
     assert stacked.mask_block_idx.shape == (4, 20)
+    assert fit(direction, dq_write_order_full=(1, 3, 2)).dq_write_order_full is None, "there are no full lists"
     ragged = fit(direction, mask_block_idx=(20,), cu_block_idx_offsets=(1, 4))
     assert ragged.mask_block_idx.shape == (20,) and ragged.cu_block_idx_offsets.shape == (4, 4)
 
@@ -158,34 +159,39 @@ def test_lists_are_expanded(fake: None, direction: packed_lists.Direction) -> No
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"mask_block_idx": None}, "mask_block_cnt and mask_block_idx have to be given"),
+        ({"mask_block_idx": None}, "mask_block_cnt and mask_block_idx must be provided"),
         ({"mask_block_cnt": (2, 1, 3)}, "lists of no form known"),
-        ({"mask_block_cnt": (2, 3)}, r"mask_block_cnt has to be \[4, 3\] \(1 in the first 1 for all\), got \[2, 3\]"),
-        ({"mask_block_idx": (1, 4, 2)}, r"mask_block_idx has to be \[4, 3, 2\]"),
-        ({"mask_block_idx": (1, 1, 2)}, r"mask_block_idx has to be \[4, 3, 2\]"),
-        ({"full_block_cnt": (1, 3)}, "both given or both None"),
+        (
+            {"mask_block_cnt": (2, 3)},
+            r"mask_block_cnt with shape torch.Size\(\[2, 3\]\) cannot be expanded .* \(4, 3\); only the first 1 ",
+        ),
+        ({"mask_block_idx": (1, 4, 2)}, r"mask_block_idx with .* expanded to expected shape \(4, 3, 2\)"),
+        ({"mask_block_idx": (1, 1, 2)}, r"mask_block_idx with .* expanded to expected shape \(4, 3, 2\)"),
+        ({"full_block_cnt": (1, 3)}, "must both be provided or both be None"),
         ({"full_block_cnt": (1, 3), "full_block_idx": (1, 9)}, "full_block_idx has 2 dimensions"),
-        ({"cu_total_m_blocks": None}, r"cu_total_m_blocks is None: .* shape \(3,\)"),
-        ({"cu_total_m_blocks": (4,)}, r"cu_total_m_blocks has to have shape \(3,\), got \(4,\)"),
-        ({"mask_block_idx": (1, 20)}, "cu_block_idx_offsets is None"),
+        ({"cu_total_m_blocks": None}, r"cu_total_m_blocks, with shape \(3,\); got None"),
+        ({"cu_total_m_blocks": (1,)}, r"cu_total_m_blocks has to have shape \(3,\), got \(1,\)"),
+        ({"direction": packed_lists.BACKWARD, "cu_total_n_blocks": (4,)}, r"has to have shape \(3,\), got \(4,\)"),
+        ({"mask_block_idx": (1, 20)}, r"cu_block_idx_offsets, with shape \(3,\); got None"),
         ({"mask_block_idx": (20,)}, r"cu_block_idx_offsets has to be \[H, 3\] or \[H, 4\]"),
         ({"mask_block_idx": (20,), "cu_block_idx_offsets": (3,)}, r"has to be \[H, 3\] or \[H, 4\]"),
         ({"mask_block_cnt": (2, 1, 1), "mask_block_idx": (2, 1, 1, 1)}, "1 rows of 128 tokens .* longest has 256"),
-        ({"dq_write_order": (1, 3, 1)}, r"dq_write_order has to be \[4, 3, 2\]"),
-        ({"dq_write_order_full": (1, 3, 2)}, "dq_write_order_full is given for lists that are not"),
-        ({"spt": True}, "spt is True without dq_write_order"),
+        ({"dq_write_order": (1, 3, 1)}, r"dq_write_order with .* expanded to expected shape \(4, 3, 2\)"),
+        ({"spt": True}, "spt requires dq_write_order to be provided"),
+        ({"spt": 1, "dq_write_order": (1, 3, 2)}, "spt must be a bool"),
     ],
 )
 def test_lists_that_do_not_fit(fake: None, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"block_sparse_tensors.*{said}"):
+    with pytest.raises(ValueError, match=said) as error:
         fit(**changes)
+    assert "block_sparse_tensors" in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (lambda t: t.long(), "torch.int32, got torch.int64"),
-        (lambda t: t.cpu(), "on the GPU of the other lists"),
+        (lambda t: t.long(), "is torch.int64"),
+        (lambda t: t.cpu(), "is on cpu"),
         (lambda t: t.as_strided((1, 3, 2), (6, 1, 3)), "contiguous in its last dimension"),
     ],
 )
@@ -202,7 +208,7 @@ def test_blocks_of_several_tiles(fake: None) -> None:
     )
     assert packed_lists.fit_forward(lists, None, batch=2, heads=1, tile_q=128)[1] == 3
     assert packed_lists.fit_forward(lists._replace(block_size=None), None, batch=2, heads=1, tile_q=128)[1] == 1
-    with pytest.raises(ValueError, match="multiple of the kernel's tile of 256 queries, got 384"):
+    with pytest.raises(ValueError, match=r"sparse_block_size\[0\]=256 .* or a multiple of it; got 384"):
         packed_lists.fit_forward(lists, None, batch=2, heads=1, tile_q=256)
 
 
@@ -241,7 +247,8 @@ def test_backward_gets_its_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         block_sparse_tensors=lists[0], block_sparse_tensors_bwd=lists[1],
     )  # fmt: skip
     o.sum().backward()
-    assert given["forward"] is lists[0] and given["backward"] is lists[1]
+    for got, expected in zip((given["forward"], given["backward"]), lists, strict=True):
+        assert got.mask_block_idx.data_ptr() == expected.mask_block_idx.data_ptr()
     assert torch.equal(q.grad, q) and torch.equal(v.grad, v)
 
 

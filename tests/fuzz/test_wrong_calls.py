@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_CALLED = {
     "BlockSparseTensorsTorch": "holds tensors; whoever takes them checks them",
     "backward": "a word", "block_size": "a field", "choose_blocks": "a part of the layer", "compress": "a word",
-    "schedule": "an argument", "tensor": "a word", "tile_query": "a field", "width": "an argument",
+    "schedule": "an argument", "tensor": "a word", "width": "an argument",
     "compressed_query_tile_range": "arithmetic that kernels trace", "query_shares": "arithmetic of kernels",
     "compressed_tile_range": "arithmetic that kernels trace",
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Checkouts and virtual environments in which the distribution is built and installed for real.
 
-An environment has the packages of the one that runs the tests, flash_attn and nsa_layer left out, as links: installing
-PyTorch and the compiler again for each test would take longer than all the rest.
+An environment has the packages of the one that runs the tests as links, since installing PyTorch and the compiler again
+for each test would take longer than all the rest. What is built here and what only tools need is left out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from patches.materialise import load_pin, repository
+from patches.digest import PACKAGES
+from patches.materialise import load_pin, repository, write_files
 from patches.wheel import WHEEL_VARIABLE, fetch
 
 ROOT = repository()
 CHECKOUT = (
     "patches",
     "flash_attn",
-    "nsa_layer",
+    *PACKAGES,
     "tests",
     "setup.py",
     "pyproject.toml",
@@ -34,7 +35,8 @@ CHECKOUT = (
     "README.md",
     "UPSTREAM.md",
 )
-OURS = ("flash_attn", "nsa_layer", "__editable__")
+ADDED = ("nsa_tools/__init__.py", "flash_attn/cute/a_package/__init__.py", "flash_attn/cute/a_package/module.py")
+LEFT_OUT = ("flash_attn", *PACKAGES, "__editable__", "matplotlib", "safetensors", "tabulate", "tqdm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,11 +96,11 @@ def upstream_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def borrowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Links to the packages of the environment that runs the tests, but for what is built here."""
+    """Links to the packages of the environment that runs the tests, without those that are left out."""
     folder = tmp_path_factory.mktemp("borrowed")
     for name in dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))):
         for path in Path(name).iterdir():
-            if not path.name.startswith(OURS):
+            if not path.name.startswith(LEFT_OUT):
                 (folder / path.name).symlink_to(path)
     return folder
 
@@ -116,15 +118,16 @@ def environment(tmp_path: Path, borrowed: Path, upstream_wheel: Path) -> Environ
 
 
 def copy_checkout(target: Path) -> Path:
-    """A copy of what git holds of the repository."""
+    """A copy of what git holds of the repository, with a sub-package and every package of ours in it."""
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", ".hypothesis")
     target.mkdir(parents=True)
     for name in CHECKOUT:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, target / name, ignore=ignore)
-        else:
+        elif source.is_file():
             shutil.copy(source, target / name)
+    write_files(target, {name: b"" for name in ADDED if not (target / name).exists()})
     return target
 
 

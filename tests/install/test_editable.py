@@ -15,11 +15,19 @@ def test_it_works_from_the_root_and_from_elsewhere(environment, checkout, tmp_pa
         found, _ = environment.inspect(cwd)
         assert found["kind"] == "patched"
         assert found["location"] == str(checkout / ".tree/flash_attn/cute")
-        assert found["patches"] == [patch.slug for patch in load_queue(ROOT)]
-    code = "import nsa_layer.fork; print(nsa_layer.fork.require_patched().version, nsa_layer.fork.__file__)"
-    version, file = environment.run("-c", code, cwd=tmp_path).stdout.split()
-    assert version == load_pin(ROOT).local_version
-    assert file == str(checkout / ".tree/nsa_layer/fork.py")
+        assert found["patches"] == [patch.name for patch in load_queue(ROOT)]
+    code = "import nsa_tools, flash_attn.cute.a_package.module as ours; print(nsa_tools.__file__, ours.__file__)"
+    files = [
+        str(checkout / ".tree" / name) for name in ("nsa_tools/__init__.py", "flash_attn/cute/a_package/module.py")
+    ]
+    assert environment.run("-c", code, cwd=tmp_path).stdout.split() == files
+    code = "import nsa_layer.fork; print(nsa_layer.fork.require_patched().version)"
+    assert environment.run("-c", code, cwd=tmp_path).stdout.strip() == load_pin(ROOT).local_version
+    arguments = ("--heads=16", "--kv-heads=2", "--head-dim=64", "--dtype=fp32", "--seqlen=1K")
+    printed = environment.run("-m", "nsa_layer", "inspect", *arguments, cwd=checkout).stdout
+    assert "T=1024 Hq=16 Hkv=2 D=64 Dv=64 float32" in printed and "cutlass-dsl" in printed
+    refused = environment.run("-m", "nsa_layer", "inspect", "--head-dim", "0", cwd=checkout, status=2)
+    assert "must be at least 1" in refused.stderr
 
 
 def test_it_replaces_a_stock_copy_and_hides_behind_a_later_one(environment, checkout, upstream_wheel, unpack, tmp_path):
@@ -36,7 +44,9 @@ def test_it_replaces_a_stock_copy_and_hides_behind_a_later_one(environment, chec
         assert f"remedy: remove flash-attn-4 from {environment.site_packages}" in complaint
 
 
-def test_it_refuses_to_stand_beside_flash_attention_2(environment, checkout):
+def test_it_refuses_to_stand_beside_flash_attention_2(environment, checkout, built_wheel):
+    found, complaint = environment.inspect(checkout, status=1)
+    assert found["kind"] == "missing" and "no flash_attn.cute on Python's path" in complaint
     (environment.site_packages / "flash_attn").mkdir()
     (environment.site_packages / "flash_attn" / "__init__.py").write_text('__version__ = "2.8.3"\n')
     printed = environment.pip("--editable", checkout, status=1)
@@ -44,22 +54,18 @@ def test_it_refuses_to_stand_beside_flash_attention_2(environment, checkout):
     assert "Remedy: install the wheel" in printed and "Traceback" not in printed
     found, complaint = environment.inspect(checkout, status=1)
     assert found["kind"] == "missing" and "FlashAttention-2" in complaint
-
-
-def test_nothing_installed_is_said(environment, checkout):
-    found, complaint = environment.inspect(checkout, status=1)
-    assert found["kind"] == "missing" and "no flash_attn.cute on Python's path" in complaint
+    environment.pip(built_wheel)
+    assert environment.inspect(checkout)[0]["kind"] == "patched"
 
 
 def test_a_stale_tree_is_an_error_that_names_the_command(environment, checkout, tmp_path):
     environment.pip("--editable", checkout)
-    series = checkout / "patches/series"
-    whole = series.read_text()
-    series.write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    patch = checkout / "patches" / f"{load_queue(ROOT)[-1].name}.patch"
+    patch.rename(tmp_path / patch.name)
     found, complaint = environment.inspect(tmp_path, status=1)
     assert found["kind"] == "stale"
     assert complaint.rstrip().endswith(f"remedy: run `python -m patches tree` in {checkout}")
-    series.write_text(whole)
+    (tmp_path / patch.name).rename(patch)
     assert environment.inspect(tmp_path)[0]["kind"] == "patched"
 
     (checkout / "flash_attn/cute/a_new_module.py").write_text("NEW = True\n")
@@ -79,12 +85,3 @@ def test_it_keeps_work_in_the_tree(environment, checkout):
     assert module.read_text().endswith("# being worked on\n")
     status = ["git", "-C", str(checkout / ".tree"), "status", "--porcelain"]
     assert subprocess.check_output(status, text=True).strip() == "M flash_attn/cute/__init__.py"
-
-
-def test_inspect_says_which_backend_a_shape_takes(environment, checkout):
-    environment.pip("--editable", checkout)
-    arguments = ("--heads=16", "--kv-heads=2", "--head-dim=64", "--dtype=fp32", "--seqlen=1K")
-    printed = environment.run("-m", "nsa_layer", "inspect", *arguments, cwd=checkout).stdout
-    assert "T=1024 Hq=16 Hkv=2 D=64 Dv=64 float32" in printed and "cutlass-dsl" in printed
-    refused = environment.run("-m", "nsa_layer", "inspect", "--head-dim", "0", cwd=checkout, status=2)
-    assert "must be at least 1" in refused.stderr

@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from patches.materialise import checked_overlay, layer_files, load_pin, load_queue, patched_files, repository
+from patches.materialise import checked_overlay, load_pin, load_queue, own_package_files, patched_files, repository
 from patches.wheel import WHEEL_VARIABLE
 
 ROOT = repository()
 
 
-def test_the_wheel_holds_the_package_and_the_layer_and_nothing_else(built_wheel):
-    pin, patched = load_pin(ROOT), patched_files(ROOT)
-    own = {**checked_overlay(ROOT, patched), **layer_files(ROOT)}
+def test_the_wheel_holds_our_packages_and_nothing_else(built_wheel):
+    pin, patched, checkout = load_pin(ROOT), patched_files(ROOT), built_wheel.parents[1]
+    own = {**checked_overlay(checkout, patched), **own_package_files(checkout)}
+    assert {"nsa_tools/__init__.py", "flash_attn/cute/a_package/module.py"} < set(own)
     with zipfile.ZipFile(built_wheel) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist()}
     info = f"flash_attn_4-{pin.local_version}.dist-info/"
@@ -28,7 +29,7 @@ def test_the_wheel_holds_the_package_and_the_layer_and_nothing_else(built_wheel)
     marker = ast.parse(code.pop("flash_attn/cute/build_info.py"))
     assert code == patched | {name: path.read_bytes() for name, path in own.items()}
     values = {node.targets[0].id: ast.literal_eval(node.value) for node in marker.body if isinstance(node, ast.Assign)}
-    assert values["PATCHES"] == tuple(patch.slug for patch in load_queue(ROOT))
+    assert values["PATCHES"] == tuple(patch.name for patch in load_queue(ROOT))
     licences = {name.removeprefix(info + "licenses/") for name in found if name.startswith(info + "licenses/")}
     assert licences == {"LICENSE", "upstream-licenses/LICENSE", "upstream-licenses/AUTHORS"}
 
@@ -39,41 +40,27 @@ def test_the_metadata_is_that_of_a_build_of_the_pin(built_wheel):
         metadata = email.message_from_bytes(wheel.read(name))
     assert (metadata["Name"], metadata["Version"]) == ("flash-attn-4", load_pin(ROOT).local_version)
     assert metadata["Requires-Python"] == ">=3.10"
-    required = "\n".join(metadata.get_all("Requires-Dist"))
+    required = metadata.get_all("Requires-Dist")
     assert 'nvidia-cutlass-dsl[cu13]==4.8.1; sys_platform == "linux"' in required
     assert 'quack-kernels==0.6.5; sys_platform == "linux"' in required
+    assert 'tqdm; extra == "tools"' in required and 'flash-attn-4[tools]; extra == "test"' in required
 
 
-def test_the_wheel_works_from_the_root_and_from_elsewhere(environment, built_wheel, checkout, tmp_path):
+def test_the_wheel_replaces_a_stock_copy_and_works_from_everywhere(
+    environment, built_wheel, upstream_wheel, checkout, tmp_path
+):
+    environment.pip(upstream_wheel)
+    assert environment.run("-c", "import flash_attn", cwd=tmp_path)
     environment.pip(built_wheel)
+    assert len(list(environment.site_packages.glob("flash_attn_4-*.dist-info"))) == 1
     for cwd in (checkout, tmp_path):
         found, _ = environment.inspect(cwd)
         assert found["kind"] == "patched"
         assert found["location"] == str(environment.site_packages / "flash_attn" / "cute")
-        assert found["patches"] == [patch.slug for patch in load_queue(ROOT)]
-
-
-def test_the_kernels_import_from_the_root(environment, built_wheel, checkout):
-    pytest.importorskip("cutlass")
-    environment.pip(built_wheel)
+        assert found["patches"] == [patch.name for patch in load_queue(ROOT)]
     code = "import flash_attn.cute as cute; print(cute.__version__, cute.flash_attn_func.__module__)"
     printed = environment.run("-c", code, cwd=checkout).stdout.split()
     assert printed == [load_pin(ROOT).local_version, "flash_attn.cute.interface"]
-
-
-def test_a_stock_copy_is_replaced(environment, built_wheel, upstream_wheel, tmp_path):
-    environment.pip(upstream_wheel)
-    assert environment.run("-c", "import flash_attn", cwd=tmp_path)
-    environment.pip(built_wheel)
-    assert environment.inspect(tmp_path)[0]["kind"] == "patched"
-    assert len(list(environment.site_packages.glob("flash_attn_4-*.dist-info"))) == 1
-
-
-def test_the_wheel_works_beside_flash_attention_2(environment, built_wheel, tmp_path):
-    (environment.site_packages / "flash_attn").mkdir()
-    (environment.site_packages / "flash_attn" / "__init__.py").write_text('__version__ = "2.8.3"\n')
-    environment.pip(built_wheel)
-    assert environment.inspect(tmp_path)[0]["kind"] == "patched"
 
 
 def test_a_wrong_hash_stops_the_build(environment, checkout, upstream_wheel, tmp_path):
@@ -115,5 +102,5 @@ def test_a_source_distribution_builds_the_same_wheel(environment, checkout, buil
     environment.pip(Path(checkout, "dist", name))
     assert environment.inspect(tmp_path)[0]["kind"] == "patched"
     with zipfile.ZipFile(built_wheel) as wheel:
-        marker = wheel.read("flash_attn/cute/build_info.py")
-    assert (environment.site_packages / "flash_attn/cute/build_info.py").read_bytes() == marker
+        built = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
+    assert {name: (environment.site_packages / name).read_bytes() for name in built} == built

@@ -114,7 +114,7 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
         )
         if not backward:
             data.sparsity_of_queries = sparsity
-            static = dict(problem=problem, packing=Packing.of(problem, cu_seqlens, q.device))
+            static = dict(problem=problem, packing=Packing.of(problem, q.device))
             data.outputs = (
                 branches.compressed_forward(q, k_cmp, v_cmp, **static),
                 branches.window_forward(q, k, v, **static),
@@ -133,7 +133,7 @@ def calls(data: Data, *, two_passes: bool = False) -> tuple:
 
     problem = data.setup.problem
     packing, fixed = (
-        Packing.of(problem, data.cu_seqlens, data.q.device),
+        Packing.of(problem, data.q.device),
         dict(deterministic=problem.config.deterministic),
     )
     cmp = branches.compressed_options(problem, packing) | fixed

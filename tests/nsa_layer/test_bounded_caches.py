@@ -18,7 +18,7 @@ OURS = ("flash_attn.cute", "nsa_layer")
 CONFIGS = [
     NSAConfig(block_counts=4, window_size=192),
     NSAConfig(block_counts=4, window_size=192, deterministic=True),
-    NSAConfig(block_counts=4, block_size=128, window_size=192, importance="logit"),
+    NSAConfig(block_counts=4, block_size=128, window_size=192),
 ]
 
 

@@ -14,7 +14,6 @@ TIMES = (0, 14, 15, 16, 31, 32, 40, 79, 128, 148)
 CONFIGS = {
     "default": SMALL,
     "stride": SMALL.replace(block_stride=4),
-    "per_head": SMALL.replace(per_head=True, importance="logit"),
     "small tile": SMALL.replace(q_tile=8),
     "not forced": SMALL.replace(force_blocks=False),
 }
@@ -48,9 +47,9 @@ def test_offset_0_leaks_through_compressed_keys(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
-def test_own_mean_leaks_through_the_choice(backend: str) -> None:
-    """The mean of a tile's own queries lets its later queries choose for its earlier ones."""
-    config = SMALL.replace(tile_query="mean", block_counts=5)
+def test_the_seeds_rule_leaks_through_the_choice(backend: str) -> None:
+    """The mean over a tile's own queries lets its later queries choose for its earlier ones."""
+    config = NSAConfig.seed(block_size=16, block_counts=5, q_tile=32, window_size=24)
     for gate in ("slc", "weight"):
         with pytest.raises(AssertionError, match=r"^(o|block_indices)\[.* depends on tokens after 128"):
             assert_forward_causal(Case(B=2, T=150, D=8, config=config, gate=gate), backend, 128)

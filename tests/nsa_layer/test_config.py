@@ -57,12 +57,11 @@ def test_the_largest_integers_are_no_limit(field: str, backend: str) -> None:
         ("window_size", 0, ValueError, "window_size must be at least 1, got 0"),
         ("compress_offset", NAN, TypeError, "compress_offset must be an int, got nan"),
         ("compress_offset", 63.0, TypeError, "compress_offset must be an int, got 63.0"),
-        ("tile_query", "after", ValueError, "tile_query must be one of 'before', 'mean', got 'after'"),
-        ("tile_query", NAN, ValueError, "tile_query must be one of .*, got nan"),
-        ("importance", None, ValueError, "importance must be one of 'softmax', 'logit', got None"),
-        ("per_head", 1, TypeError, "per_head must be a bool, got 1"),
         ("force_blocks", NAN, TypeError, "force_blocks must be a bool, got nan"),
         ("deterministic", "yes", TypeError, "deterministic must be a bool, got 'yes'"),
+        ("rule", "logit", ValueError, "rule must be one of 'nsa', 'seed', got 'logit'"),
+        ("rule", NAN, ValueError, "rule must be one of .*, got nan"),
+        ("rule", "seed", ValueError, "rule='seed' needs .* force_blocks=False, got .* True"),
     ],
 )
 def test_bad_values(field: str, value: object, error: type[Exception], message: str) -> None:
@@ -72,11 +71,20 @@ def test_bad_values(field: str, value: object, error: type[Exception], message: 
         NSAConfig().replace(**{field: value})
 
 
+@pytest.mark.parametrize("changes", [{"block_stride": 32}, {"compress_offset": None}, {"force_blocks": True}], ids=str)
+def test_what_the_seeds_rule_fixes(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="rule='seed' needs block_stride=block_size, compress_offset=0 and force_bl"):
+        NSAConfig.seed(**changes)
+
+
 def test_unknown_fields() -> None:
     with pytest.raises(TypeError, match="block_sizes"):
         NSAConfig(block_sizes=64)
     with pytest.raises(ValueError, match="unknown NSAConfig fields: a, block_sizes"):
         NSAConfig.from_dict({"block_sizes": 64, "a": 1, "q_tile": 64})
+    dropped = {"tile_query": "before", "importance": "softmax", "per_head": False}
+    with pytest.raises(ValueError, match="unknown NSAConfig fields: importance, per_head, tile_query"):
+        NSAConfig.from_dict(asdict(NSAConfig()) | dropped)
 
 
 def test_positions_are_refused() -> None:
@@ -89,6 +97,7 @@ def test_frozen_hashable_and_round_trip() -> None:
     with pytest.raises(FrozenInstanceError):
         config.block_size = 64
     assert NSAConfig.from_dict(asdict(config)) == config
+    assert NSAConfig.from_dict(asdict(NSAConfig.seed())) == NSAConfig.seed()
     assert hash(NSAConfig.from_dict(asdict(config))) == hash(config)
     assert len({NSAConfig(), NSAConfig(block_size=64), config}) == 2
 

@@ -58,7 +58,7 @@ CASES = [
     Case(**SMALL, config=NSAConfig(deterministic=True)),
     Case(**SMALL, config=NSAConfig(deterministic=True), gate="given", compress_weights=True),
     Case(**SMALL, config=NSAConfig(deterministic=True, block_stride=32), gate="none"),
-    Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True, per_head=True)),
+    Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True)),
     Case(**SMALL | dict(T=4096), config=NSAConfig(deterministic=True)),
     Case(**SMALL, config=NSAConfig()),
     Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig(deterministic=True)),
@@ -115,7 +115,7 @@ def test_packed_sequences_whose_starts_are_on_the_cpu(module: bool) -> None:
     graph, static = captured(lambda: step(static_inputs, static_do, starts))
     for others in range(70):  # more packings than are remembered
         packing.starts_on(torch.tensor([0, others + 1], dtype=torch.int32), torch.device("cuda", 0))
-        packing.Packing.of(Problem(config, True, 1.0, (others + 1,)), starts, torch.device("cuda", 0))
+        packing.Packing.of(Problem(config, True, 1.0, (others + 1,)), torch.device("cuda", 0))
     for seed in (1, 2):
         inputs, do = drawn(seed)
         with torch.no_grad():

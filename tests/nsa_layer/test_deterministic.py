@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import pytest
 import torch
-from stub_kernels import stubs
+from stub_kernels import launches, stubbed_layer, stubs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_layer import NSAConfig
+from nsa_layer import NSAConfig, nsa, support
 from nsa_layer.testing import Case, make_inputs, run
 
 # Operators that add through atomics, or in an order that changes, on CUDA tensors of floating point.
@@ -29,22 +32,19 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 699)], ids=["batch", "packed"])
-@pytest.mark.parametrize("per_head", [False, True])
-def test_nothing_is_added_through_atomics(
-    per_head: bool, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks that PyTorch makes the lists of, and launches that do nothing."""
     from nsa_layer import autograd, heads
 
     def choose(q, k_cmp, *, problem, packing):
         """The first blocks, for every tile."""
-        chosen = 4 if per_head else 2, 8 if packing is None else packing.total_tiles, 5
+        chosen = 2, 8 if packing is None else packing.total_tiles, 5
         indices = torch.arange(5, dtype=torch.int32).expand(chosen)
         indices = indices.contiguous() if packing else indices[None].contiguous()
         return indices, torch.full(indices.shape[:-1], 5, dtype=torch.int32)
 
     monkeypatch.setattr(heads, "choose", choose)
-    config = NSAConfig(deterministic=True, block_counts=5, per_head=per_head, block_size=32)
+    config = NSAConfig(deterministic=True, block_counts=5, block_size=32)
     sizes = dict(T=1000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
     case = Case(**sizes, lengths=lengths, config=config, compress_weights=True)
     autograd._forward.clear(), autograd._backward.clear()
@@ -53,3 +53,81 @@ def test_nothing_is_added_through_atomics(
     autograd._forward.clear(), autograd._backward.clear()
     assert ("bmm", True) in recorder.seen and ("scatter_add", False) in recorder.seen
     assert not {(name, True) for name in UNORDERED} & recorder.seen
+
+
+@contextmanager
+def told(*, warn_only: bool = False) -> Iterator[None]:
+    """Within, PyTorch is told to be deterministic."""
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def step(config: NSAConfig, forward: AbstractContextManager, backward: AbstractContextManager) -> list:
+    """What a step of the layer launches, with each half in a context of its own."""
+    inputs = make_inputs(Case(T=300, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16))
+    q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+
+    def call() -> object:
+        with forward:
+            o = nsa(q, k, v, config=config, backend="cute")
+        with backward:
+            return torch.autograd.grad(o, (q, k, v), inputs.do)
+
+    return launches(call, [q, k, v, inputs.do])[0]
+
+
+def test_pytorch_may_ask_for_it() -> None:
+    """At any call, and at backward alone; one that asks leaves nothing for one that does not."""
+    config, free = NSAConfig(block_counts=3), nullcontext()
+    with stubbed_layer():
+        ordered, plain = step(config.replace(deterministic=True), free, free), step(config, free, free)
+        assert ordered != plain
+        for _ in range(3):  # more often than it takes to repeat a call without its host work
+            assert step(config, told(), told()) == ordered
+            assert step(config, free, told()) == ordered
+            assert step(config, free, free) == plain
+
+
+@pytest.fixture
+def blackwell() -> Iterator[None]:
+    """An architecture whose kernels have no deterministic backward."""
+    choose, on_gpu = support.choose_backend, dict(device=torch.device("cuda", 0))
+    with stubbed_layer(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(support, "device_arch", lambda index: 100)
+        patch.setattr(support, "choose_backend", lambda backend, **more: choose(backend, **more | on_gpu))
+        yield
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_what_cannot_be_deterministic_is_refused() -> None:
+    config, free = NSAConfig(block_counts=3), nullcontext()
+    said = "torch.use_deterministic_algorithms asks.*sm_100: the kernels do not support deterministic backward"
+    plain = step(config, free, free)
+    for forward, backward in ((told(), free), (free, told())):
+        with pytest.raises(RuntimeError, match=said):
+            step(config, forward, backward)
+    with pytest.warns(UserWarning, match=said):
+        assert step(config, told(warn_only=True), told(warn_only=True)) == plain
+    with told():
+        with pytest.raises(NotImplementedError, match="^sm_100: the kernels do not support dtype float32"):
+            nsa(*(torch.zeros(1, 9, H, 64, requires_grad=True) for H in (4, 2, 2)))
+        nsa(*(torch.zeros(1, 9, H, 64, dtype=torch.bfloat16) for H in (4, 2, 2)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cute", "eager"])
+def test_same_bits_when_pytorch_asks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend == "cute" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which PyTorch insists on
+    for lengths in (None, (700, 0, 1, 2299)):
+        sizes = dict(T=3000, Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, compress_weights=True)
+        inputs = make_inputs(Case(**sizes, lengths=lengths, config=NSAConfig(block_counts=6)), "cuda")
+        with told():
+            first, *others = (run(backend, inputs) for _ in range(5))
+        for other in others:
+            for name, x in first.tensors().items():
+                assert torch.equal(x, other.tensors()[name]), name

@@ -67,7 +67,7 @@ def selected(case: Case, generator: torch.Generator, backward: bool, cu_seqlens:
     from nsa_layer import branches
 
     config, lengths = case.config, case.lengths or (case.T,)
-    heads, width = (case.B, case.Hq if config.per_head else case.Hkv), config.list_width(max(lengths))
+    heads, width = (case.B, case.Hkv), config.list_width(max(lengths))
     parts = []
     for length in lengths:
         scores = torch.rand(*heads, config.num_tiles(length), config.num_blocks(length), generator=generator)
@@ -86,7 +86,7 @@ SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
 CASES = [
     Case(T=700, **SMALL),
     Case(T=700, **SMALL, config=NSAConfig(deterministic=True)),
-    Case(T=512, **SMALL, config=NSAConfig(per_head=True, block_size=32, q_tile=128)),
+    Case(T=512, **SMALL, config=NSAConfig(block_size=32)),
     Case(T=300, B=2, Hq=2, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(block_size=128)),
     Case(T=300, **SMALL, causal=False),
     Case(lengths=(300, 70, 517), **SMALL),
@@ -147,8 +147,8 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 @pytest.mark.parametrize("config", [NSAConfig(), NSAConfig(block_size=64, block_stride=16), NSAConfig(block_size=32)])
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
-    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    packing = Packing.of(Problem(config, True, 1.0, lengths), cu, cu.device)
+    packing = Packing.of(Problem(config, True, 1.0, lengths), torch.device("cpu"))
+    assert packing.cu_seqlens.tolist() == [0, *accumulate(lengths)] and packing.cu_seqlens.dtype == torch.int32
     for starts, total, counted in (
         (packing.cu_blocks, packing.total_blocks, config.compressed_length),
         (packing.cu_tiles, packing.total_tiles, config.num_tiles),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, nsa
+from nsa_layer import NSAConfig, NSAttention, nsa
 
 B, T, HQ, HKV, D, DV = 2, 20, 4, 2, 8, 6
 
@@ -135,6 +135,29 @@ def test_equal_is_not_the_same(change: dict) -> None:
     nsa(**arguments)
     with pytest.raises(TypeError):
         nsa(**arguments | change)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nested_tensors_are_named(layout: torch.layout, autocast: bool) -> None:
+    def nested(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.zeros(n, *shape, dtype=dtype) for n in (5, 6)], layout=layout)
+
+    bad = {name: nested(H, 8) for name, H in (("q", HQ), ("k", HKV), ("v", HKV), ("gates", HQ), ("gate_weight", 3))}
+    bad |= dict(compress_k_weight=nested(D), compress_v_weight=nested(D))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        for name, x in bad.items():
+            with pytest.raises(TypeError, match=f"^{name} must not be a nested tensor; .* cu_seqlens"):
+                nsa(**good(**{name: x}))
+        with pytest.raises(TypeError, match="^q must not be a nested tensor"):
+            nsa(bad["q"], bad["k"], bad["v"])
+        with pytest.raises(TypeError, match="^cu_seqlens must not be a nested tensor"):
+            nsa(**packed(nested(dtype=torch.int32)))
+        layer = NSAttention(8, num_heads=2, num_kv_heads=1)
+        for x in (nested(8), torch.zeros(11, 8)):
+            with pytest.raises(TypeError, match="^(x|cu_seqlens) must not be a nested tensor"):
+                layer(x, cu_seqlens=None if x.is_nested else nested(dtype=torch.int32))
 
 
 def test_options_are_keyword_only() -> None:

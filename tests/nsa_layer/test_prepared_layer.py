@@ -15,7 +15,7 @@ CASES = [
     Case(**SMALL, config=NSAConfig(deterministic=True), compress_weights=True),
     Case(**SMALL, gate="given"),
     Case(**SMALL, gate="none", config=NSAConfig(block_stride=32)),
-    Case(**SMALL, causal=False, config=NSAConfig(block_size=128, per_head=True)),
+    Case(**SMALL, causal=False, config=NSAConfig(block_size=128)),
     Case(**SMALL | dict(T=40)),
     Case(**SMALL, lengths=(300, 0, 70)),
     Case(**SMALL, lengths=(300, 0, 70), config=NSAConfig(deterministic=True), compress_weights=True),

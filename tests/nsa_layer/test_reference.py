@@ -40,8 +40,8 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
     [
         TINY,
         TINY.replace(block_stride=2),
-        TINY.replace(per_head=True, q_tile=4),
-        TINY.replace(q_tile=2, importance="logit"),
+        TINY.replace(q_tile=2),
+        NSAConfig.seed(block_size=4, block_counts=3, q_tile=8, window_size=5),
         TINY.replace(compress_offset=-6, force_blocks=False),
         TINY.replace(window_size=1),
     ],
@@ -63,7 +63,7 @@ def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
         v_cmp = torch.stack([v[s : s + size].sum(0) / size @ inputs.compress_v_weight[kv] for s in starts])
         for t in range(case.T):
             q = inputs.q[0, t, h]
-            blocks = aux.block_indices[0, h if config.per_head else kv, t // config.q_tile]
+            blocks = aux.block_indices[0, h if config.rule == "seed" else kv, t // config.q_tile]
             total = torch.zeros(case.Dv, dtype=torch.float64)
             for i, (branch, seen) in enumerate(literal_keys(case, blocks, t).items()):
                 keys, values = (k_cmp, v_cmp) if branch == "cmp" else (k, v)
@@ -81,7 +81,7 @@ def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
     [
         Case(T=11, Hq=2, Hkv=1, D=3, Dv=2, compress_weights=True),
         Case(T=11, Hq=2, Hkv=1, D=3, Dv=2, compress_weights=True, gate="given", causal=False),
-        Case(T=10, Hq=2, Hkv=2, D=2, config=TINY.replace(per_head=True, block_stride=2), compress_weights=True),
+        Case(T=10, Hq=2, Hkv=2, D=2, config=TINY.replace(block_stride=2), compress_weights=True),
         Case(lengths=(3, 0, 6), Hq=2, Hkv=1, D=2, compress_weights=True, gate="none"),
         Case(T=9, Hq=2, Hkv=1, D=2, config=NSAConfig.seed(block_size=2, q_tile=4, block_counts=2, window_size=3)),
     ],

@@ -72,13 +72,12 @@ def shown(sparsity, config: NSAConfig, number: int, T: int, backward: bool, caus
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("options", [{}, dict(block_size=16), dict(block_size=256), dict(per_head=True)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(block_size=16), dict(block_size=256)], ids=str)
 def test_a_pack_shows_exactly_the_choice(options: dict, backward: bool, causal: bool, hopper: bool) -> None:
     config = NSAConfig(**(dict(block_counts=5) | options))
-    Hs = HEADS[0] if config.per_head else HEADS[1]
-    choice = packed_choice(config, Hs)
+    choice = packed_choice(config, HEADS[1])
     sparsity = make(config, choice, causal=causal, backward=backward)
-    assert sparsity.tensors.mask_block_cnt.shape[0] == Hs, "lists are not repeated over heads"
+    assert sparsity.tensors.mask_block_cnt.shape[0] == HEADS[1], "lists are not repeated over heads"
     assert sparsity.tensors.plan is None
     parts = choice.split([config.num_tiles(T) for T in LENGTHS], dim=1)
     for number, (own, T) in enumerate(zip(parts, LENGTHS, strict=True)):

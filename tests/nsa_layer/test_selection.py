@@ -19,7 +19,7 @@ def oracle_scores(inputs: Inputs, kv: int, first: int, blocks: list[int]) -> lis
     """The logit of some blocks for the tile that starts at a token: one dict for each query head of a group; exact."""
     case, config, size = inputs.case, inputs.case.config, inputs.case.config.block_size
     G = case.Hq // case.Hkv
-    if case.causal and config.tile_query == "before":
+    if case.causal:
         asking = range(max(0, first - config.q_tile + 1), first + 1)
     else:
         asking = range(first, min(case.T, first + config.q_tile))
@@ -35,8 +35,8 @@ def oracle_scores(inputs: Inputs, kv: int, first: int, blocks: list[int]) -> lis
     return heads
 
 
-def oracle_list(inputs: Inputs, kv: int, tile: int) -> list[list[int]]:
-    """The lists of a tile for one key/value head: one, or one for each query head of its group with ``per_head``."""
+def oracle_list(inputs: Inputs, kv: int, tile: int) -> list[int]:
+    """The list of a tile for one key/value head."""
     case, config, size, T = inputs.case, inputs.case.config, inputs.case.config.block_size, inputs.case.T
     first = tile * config.q_tile
     last = min(T, first + config.q_tile) - 1
@@ -46,31 +46,25 @@ def oracle_list(inputs: Inputs, kv: int, tile: int) -> list[list[int]]:
     if config.force_blocks:
         forced = {0, *range(first // size, last // size + 1), max(0, first // size - 1)}
     heads = oracle_scores(inputs, kv, first, candidates)
-    if config.importance == "softmax":
-        heads = [{j: math.exp(x) for j, x in head.items()} for head in heads]
-        heads = [{j: x / math.fsum(head.values()) for j, x in head.items()} for head in heads]
-    if not config.per_head:
-        heads = [{j: sum(head[j] for head in heads) for j in candidates}]
-    lists = []
-    for head in heads:
-        best = sorted((j for j in candidates if j not in forced), key=lambda j: (-head[j], j))
-        lists.append(sorted(forced | set(best[: max(0, config.block_counts - len(forced))])))
-    return lists
+    heads = [{j: math.exp(x) for j, x in head.items()} for head in heads]
+    heads = [{j: x / math.fsum(head.values()) for j, x in head.items()} for head in heads]
+    scores = {j: sum(head[j] for head in heads) for j in candidates}
+    best = sorted((j for j in candidates if j not in forced), key=lambda j: (-scores[j], j))
+    return sorted(forced | set(best[: max(0, config.block_counts - len(forced))]))
 
 
 def assert_oracle_choice(case: Case, backend: str) -> None:
     inputs = make_inputs(case)
     choice = run(backend, inputs).aux.block_indices[0]
-    G = case.Hq // case.Hkv
     for kv in range(case.Hkv):
         for tile in range(choice.shape[1]):
-            for part, expected in enumerate(oracle_list(inputs, kv, tile)):
-                got = choice[kv * G + part if case.config.per_head else kv, tile].tolist()
-                assert got == expected + [-1] * (len(got) - len(expected)), f"head {kv}, tile {tile}: {case!r}"
+            got, expected = choice[kv, tile].tolist(), oracle_list(inputs, kv, tile)
+            assert got == expected + [-1] * (len(got) - len(expected)), f"head {kv}, tile {tile}: {case!r}"
 
 
-# Powers of two: the scale is one, and every mean and score is exact in fp32. Integers also make many ties.
-EXACT = Case(T=150, Hq=4, Hkv=2, D=16, config=SMALL.replace(importance="logit"), integers=True)
+# Powers of two: the scale is one, and every mean and score is exact in fp32; a softmax of one head keeps their order.
+# Integers also make many ties.
+EXACT = Case(T=150, Hq=2, Hkv=2, D=16, config=SMALL, integers=True)
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -79,14 +73,12 @@ EXACT = Case(T=150, Hq=4, Hkv=2, D=16, config=SMALL.replace(importance="logit"),
     "changes",
     [
         {},
-        {"per_head": True},
         {"q_tile": 4},
         {"q_tile": 32, "block_counts": 2},
         {"block_stride": 2},
         {"force_blocks": False, "block_counts": 3},
         {"block_counts": 1},
         {"block_counts": 1000},
-        {"tile_query": "mean"},
     ],
     ids=repr,
 )
@@ -101,7 +93,7 @@ def test_exact_scores(backend: str, causal: bool, changes: dict[str, object]) ->
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("changes", [{}, {"per_head": True}, {"block_stride": 4}, {"tile_query": "mean"}], ids=repr)
+@pytest.mark.parametrize("changes", [{}, {"block_stride": 4}], ids=repr)
 def test_softmax_scores(backend: str, changes: dict[str, object]) -> None:
     """Real scores, no ties: heads of a group with very different softmaxes are summed after them."""
     for causal in (True, False):
@@ -142,11 +134,10 @@ def test_a_wrong_choice_is_seen() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_ties_go_to_the_earlier_block(backend: str) -> None:
-    for importance in ("softmax", "logit"):
-        inputs = make_inputs(Case(T=160, Hq=2, Hkv=1, D=4, config=SMALL.replace(importance=importance)))
-        choice = run(backend, replace(inputs, q=torch.zeros_like(inputs.q))).aux.block_indices
-        # Tile 9 holds blocks 18 and 19; with 0 and 17 forced, one is left to choose.
-        assert choice[0, 0, 9].tolist() == [0, 1, 17, 18, 19]
+    inputs = make_inputs(Case(T=160, Hq=2, Hkv=1, D=4, config=SMALL))
+    choice = run(backend, replace(inputs, q=torch.zeros_like(inputs.q))).aux.block_indices
+    # Tile 9 holds blocks 18 and 19; with 0 and 17 forced, one is left to choose.
+    assert choice[0, 0, 9].tolist() == [0, 1, 17, 18, 19]
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])

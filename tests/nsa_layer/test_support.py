@@ -37,6 +37,7 @@ UNSUPPORTED = {
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=96)),
     "any other q_tile": dict(config=NSAConfig(q_tile=64)),
     "compress_offset 0 with block_stride 1": dict(config=NSAConfig(block_stride=1, compress_offset=0)),
+    "rule='seed'": dict(config=NSAConfig.seed()),
 }
 UNSUPPORTED_ON_ONE = {(100, "deterministic backward"): dict(config=NSAConfig(deterministic=True))}
 

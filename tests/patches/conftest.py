@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from patches.__main__ import main
+from patches.digest import PACKAGES
 from patches.wheel import WHEEL_VARIABLE, digest
 
 FIRST = '''"""The first module of the made-up package."""
@@ -44,6 +45,15 @@ TEST = """from flash_attn.cute.first import count_up_to
 def test_counts_to_the_end():
     assert count_up_to(2)[-1] == 2
 """
+# Of these upstream's files name only the first; each of the others names the next, in a way of its own.
+OURS = {
+    "ours.py": 'OURS = True\nIMPORTED_LATER = "flash_attn.cute.part.kernel"\n',
+    "part/__init__.py": "from . import loads\n",
+    "part/loads.py": "from ..below import BELOW\n",
+    "part/kernel.py": "KERNEL = True\n",
+    "below.py": "BELOW = True\n",
+    "facade.py": "from flash_attn.cute.part import kernel\n",
+}
 TRAILERS = """
 Reason: bugfix
 Upstream-Status: Pending
@@ -98,8 +108,13 @@ class Sandbox:
     def commit(self, subject: str, trailers: str = TRAILERS, body: str = BODY) -> None:
         self.git("commit", "--all", "--quiet", "--message", f"{subject}\n\n{body}{trailers}")
 
-    def patch(self, slug: str) -> Path:
-        return self.root / "patches" / f"{slug}.patch"
+    @property
+    def names(self) -> list[str]:
+        """The names of the patch files."""
+        return sorted(path.stem for path in (self.root / "patches").glob("*.patch"))
+
+    def patch(self, name: str) -> Path:
+        return self.root / "patches" / f"{name}.patch"
 
     def pin(self, path: Path, version: str) -> None:
         """Write upstream.toml for a wheel."""
@@ -115,17 +130,18 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     sandbox = Sandbox(tmp_path / "repository", tmp_path / "wheels", capsys)
     wheel = make_wheel(sandbox.wheels, "1.0", MODULES)
     monkeypatch.setenv(WHEEL_VARIABLE, str(sandbox.wheels))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for the tests that `check --bite` runs
     files = {
-        "patches/series": "",
         "UPSTREAM.md": "<!-- written by `python -m patches save`: do not edit -->\n<!-- end -->\n",
-        "flash_attn/cute/ours.py": "OURS = True\n",
-        "nsa_layer/__init__.py": "",
+        **{f"flash_attn/cute/{name}": text for name, text in OURS.items()},
+        **{f"{name}/__init__.py": "" for name in PACKAGES},
         "tests/flash_attn/test_first.py": TEST,
     }
     for name, text in files.items():
         path = sandbox.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    (sandbox.root / "patches").mkdir()
     sandbox.pin(wheel, "1.0")
     sandbox.run("tree")
     return sandbox

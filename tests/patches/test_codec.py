@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from patches.codec import Add, CodecError, Copy, Drop, Library, Splice, decode, encode, format_ops, parse_ops
+from patches.codec import Add, CodecError, Copy, Drop, Splice, decode, encode, format_ops, parse_ops
 
 OLD = """def load(pointer, count):
     values = read_from(pointer, count)
@@ -27,13 +27,13 @@ LINES = st.one_of(
 TEXTS = st.lists(LINES, max_size=20).map("\n".join)
 
 
-def round_trip(old: str, new: str, library: Library | None = None) -> list[str]:
+def round_trip(old: str, new: str, **others: str) -> list[str]:
     """Encode, write, read and decode; the lines of the patch file."""
-    ops = encode(old, new, library)
+    ops = encode(old, new, others)
     lines = format_ops(ops)
     # A patch file is split at "\n" as well, and an operation never spans two lines.
     assert parse_ops("\n".join(lines).split("\n") if lines else []) == ops
-    assert decode(old, ops, library) == new
+    assert decode(old, ops, others) == new
     return lines
 
 
@@ -48,7 +48,7 @@ def test_any_text_comes_back(old: str, new: str):
 
 @given(TEXTS, TEXTS, TEXTS)
 def test_any_text_comes_back_with_other_files_at_hand(old: str, new: str, other: str):
-    round_trip(old, new, Library({"other.py": other}))
+    round_trip(old, new, other=other)
 
 
 @given(TEXTS)
@@ -70,8 +70,8 @@ def test_a_change_within_a_line_holds_only_the_change():
 
 def test_lines_of_other_files_are_named_not_quoted():
     line = "    the_helper_that_everybody_calls(pointer, values)"
-    lines = round_trip(OLD, OLD + line + "\n", Library({"helpers.py": f"def f():\n{line}\n"}))
-    assert lines == ["c 9 2 1 +0 helpers.py"]
+    lines = round_trip(OLD, OLD + line + "\n", helpers=f"def f():\n{line}\n")
+    assert lines == ["c 9 2 1 +0 helpers"]
 
 
 def test_our_own_lines_are_added_as_they_are():

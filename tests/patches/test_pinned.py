@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 import zipfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from patches.__main__ import main
+from patches.digest import overlay_files
 from patches.materialise import apply_patch, checked_overlay, load_pin, load_queue, patched_files, repository
 from patches.wheel import WHEEL_VARIABLE, fetch, licence_files, package_files
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "flash_attn"))
+
+from exported_calls import attend, import_all  # noqa: E402
+from fa_compile import Worker  # noqa: E402
+
 ROOT = repository()
-IDENTITY = ("-c", "user.name=Somebody", "-c", "user.email=somebody@localhost")
+IDENTITY = {f"GIT_{who}_{what}": "somebody" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +41,6 @@ def copy(tmp_path: Path) -> Path:
         target = root / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    (root / "nsa_layer").mkdir()
     return root
 
 
@@ -49,28 +58,39 @@ def test_tree_and_save_give_the_queue_back(copy):
     assert {path.name: path.read_bytes() for path in (copy / "patches").iterdir() if path.is_file()} == before
 
 
-def test_git_am_takes_the_exported_files_on_upstreams_tree(wheel, tmp_path):
-    upstream = tmp_path / "upstream"
-    for name, data in package_files(wheel).items():
-        (upstream / name).parent.mkdir(parents=True, exist_ok=True)
-        (upstream / name).write_bytes(data)
+@pytest.fixture(scope="module")
+def exported(wheel, tmp_path_factory) -> Path:
+    """Upstream's files, to which `git am` has applied the exported patches."""
+    upstream, patches = tmp_path_factory.mktemp("upstream"), tmp_path_factory.mktemp("export")
+    shutil.unpack_archive(wheel, upstream, "zip")
+    assert main(["export", "--output", str(patches)]) == 0
+    commands = f"git init -q && git add flash_attn && git commit -qm Upstream && git am -q {patches}/*.patch"
+    subprocess.run(commands, shell=True, cwd=upstream, check=True, env=os.environ | IDENTITY)
+    return upstream
 
-    def git(*args: str) -> str:
-        command = ["git", *IDENTITY, "-C", str(upstream), *args]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    git("init", "--quiet")
-    git("add", "--all")
-    git("commit", "--quiet", "--message", "Upstream")
-    assert main(["export", "--output", str(tmp_path / "export")]) == 0
-    git("am", *map(str, sorted((tmp_path / "export").glob("*.patch"))))
-
+def test_the_exported_patches_make_the_package(exported):
+    names = subprocess.check_output(["git", "-C", str(exported), "ls-files"], text=True).splitlines()
     patched = patched_files(ROOT)
     expected = patched | {name: path.read_bytes() for name, path in checked_overlay(ROOT, patched).items()}
-    found = {name: (upstream / name).read_bytes() for name in git("ls-files").splitlines()}
-    assert {name: data for name, data in found.items() if name in patched} == patched
-    assert found == {name: data for name, data in expected.items() if name in found}
-    assert int(git("rev-list", "--count", "HEAD")) == 1 + len(load_queue(ROOT))
+    assert {name: (exported / name).read_bytes() for name in names} == expected
+    subjects = subprocess.check_output(["git", "-C", str(exported), "log", "--reverse", "--format=%s"], text=True)
+    patches = [patch.header.subject for patch in load_queue(ROOT)]
+    assert subjects.splitlines() == ["Upstream", *patches, "Add the modules that callers import"]
+
+
+@pytest.mark.slow
+def test_kernels_compile_from_the_exported_files(exported, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(exported))
+    ours = overlay_files(ROOT)
+    with closing(Worker("sm_90")) as sm90, closing(Worker("sm_100")) as sm100:
+        found = sm90.trace(import_all, [name.removesuffix(".py").replace("/", ".") for name in ours])
+        assert found == [str(exported / name) for name in ours]
+        sm90.trace(attend, dict(causal=True))
+        sm90.trace(attend, dict(causal=True, compress_factor=16, compress_offset=15), 32)
+        sm90.trace(attend, {}, 512, (128, 128), 1)
+        sm100.trace(attend, {}, 512, (128, 128))
+        sm90.run(attend, {}, 512, (128, 128), 2)
 
 
 def test_the_pin_moves_to_a_version_that_took_a_patch(wheel, copy, tmp_path, monkeypatch, capsys):
@@ -90,5 +110,4 @@ def test_the_pin_moves_to_a_version_that_took_a_patch(wheel, copy, tmp_path, mon
     monkeypatch.setenv(WHEEL_VARIABLE, str(wheels))
     assert main(["--repository", str(copy), "rebase", version]) == 0
     assert f"taken by upstream, dropped: {queue[0].header.subject}" in capsys.readouterr().out
-    assert [patch.slug for patch in load_queue(copy)] == [patch.slug for patch in queue[1:]]
-    assert main(["--repository", str(copy), "check"]) == 0
+    assert [patch.header.slug for patch in load_queue(copy)] == [patch.header.slug for patch in queue[1:]]

@@ -34,7 +34,7 @@ def test_the_patches_move_to_the_next_version(sandbox, next_version):
     printed = sandbox.run("rebase", "1.1")
     assert "the pin is flash-attn-4 1.1" in printed and "2 patches" in printed
     assert 'version = "1.1"' in (sandbox.root / "patches/upstream.toml").read_text()
-    assert "Base: flash-attn-4 1.1" in sandbox.patch("count-the-limit-too").read_text()
+    assert "Base: flash-attn-4 1.1" in sandbox.patch("01-count-the-limit-too").read_text()
     assert sandbox.git("tag") == "upstream-1.1"
     assert "all is well" in sandbox.run("check")
 
@@ -42,8 +42,7 @@ def test_the_patches_move_to_the_next_version(sandbox, next_version):
 def test_a_patch_that_upstream_took_is_dropped(sandbox, next_version):
     next_version(first=("range(limit)", "range(limit + 1)"))
     assert "taken by upstream, dropped: Count the limit too" in sandbox.run("rebase", "1.1")
-    assert (sandbox.root / "patches/series").read_text() == "call-our-own-module\n"
-    assert not sandbox.patch("count-the-limit-too").exists()
+    assert sandbox.names == ["01-call-our-own-module"]
     assert "all is well" in sandbox.run("check")
 
 

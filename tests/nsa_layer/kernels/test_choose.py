@@ -33,11 +33,9 @@ VARIANTS = {
     "three heads": replace(HALF, Hq=6),
     "eight heads": replace(HALF, Hq=16),
     "32 heads": replace(HALF, Hq=32, Hkv=1),
-    "per head": with_config(HALF, per_head=True),
     "not causal": replace(HALF, causal=False),
     "not causal, unforced": replace(with_config(HALF, force_blocks=False), causal=False),
     "unforced": with_config(HALF, force_blocks=False),
-    "own mean": with_config(HALF, tile_query="mean"),
     "stride": with_config(HALF, block_stride=2),
     "small tiles": with_config(HALF, q_tile=4),
     "wide tiles": with_config(HALF, q_tile=64, block_counts=16),
@@ -68,13 +66,12 @@ def compile_case(case: Case) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", ["default", "64 blocks", "eight heads", "not causal", "packed, stride, three heads"])
 def test_compiles(compiler: Worker, name: str) -> None:
-    for importance in ("softmax", "logit"):
-        case = with_config(BATCHES[name], importance=importance)
-        indices, counts = compiler.run(compile_case, case)
-        lengths = case.lengths or [case.T]
-        tiles, width = sum(map(case.config.num_tiles, lengths)), case.config.list_width(max(lengths))
-        lead = () if case.lengths else (case.B,)
-        assert indices == (*lead, case.Hkv, tiles, width) and counts == indices[:-1]
+    case = BATCHES[name]
+    indices, counts = compiler.run(compile_case, case)
+    lengths = case.lengths or [case.T]
+    tiles, width = sum(map(case.config.num_tiles, lengths)), case.config.list_width(max(lengths))
+    lead = () if case.lengths else (case.B,)
+    assert indices == (*lead, case.Hkv, tiles, width) and counts == indices[:-1]
 
 
 def test_says_what_it_does_not_cover() -> None:
@@ -83,7 +80,6 @@ def test_says_what_it_does_not_cover() -> None:
 
     covered = dict(G=4, D=128, dtype=torch.bfloat16, softmax_scale=0.1)
     assert unsupported(NSAConfig(), **covered) is None
-    assert unsupported(NSAConfig(per_head=True), **covered | {"G": 64}) is None
     for config, changes, said in [
         (NSAConfig(), {"D": 96}, "dimension 96"),
         (NSAConfig(), {"dtype": torch.float32}, "torch.float32"),
@@ -144,19 +140,18 @@ def assert_equal_lists(case: Case, got: tuple[torch.Tensor, torch.Tensor], expec
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_exact_scores(name: str) -> None:
-    """Small integers: the sums of scores are exact, and there are many ties."""
+    """Small integers: scores are exact, and one head ranks by them; there are many ties."""
     for seed in range(2):
-        case = with_config(replace(BATCHES[name], integers=True, seed=seed), importance="logit")
+        case = replace(BATCHES[name], Hq=BATCHES[name].Hkv, integers=True, seed=seed)
         inputs = make_inputs(case, "cuda")
         assert_equal_lists(case, kernel_choice(inputs, 0.125), exact_choice(inputs, 0.125))
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("filled")
-@pytest.mark.parametrize("importance", ["softmax", "logit"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_real_scores(name: str, importance: str) -> None:
-    case = with_config(BATCHES[name], importance=importance)
+def test_real_scores(name: str) -> None:
+    case = BATCHES[name]
     inputs = make_inputs(case, "cuda")
     # Heads of a group with very different softmaxes.
     spread = torch.arange(1, case.Hq + 1, device="cuda")[:, None].to(case.dtype)
@@ -173,17 +168,17 @@ def test_real_scores(name: str, importance: str) -> None:
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 16, 17, 100, 1023, 1025, 2049])
 def test_lengths(T: int) -> None:
-    for importance in ("softmax", "logit"):
+    for Hq in (8, 2):
         for causal in (True, False):
-            case = with_config(replace(HALF, T=T, B=2, causal=causal), importance=importance)
+            case = replace(HALF, T=T, B=2, Hq=Hq, causal=causal)
             inputs = make_inputs(case, "cuda")
             assert_same_choice(inputs, kernel_choice(inputs, case.problem.softmax_scale)[0])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("importance", ["softmax", "logit"])
-def test_ties_go_to_the_earlier_block(importance: str) -> None:
-    case = with_config(replace(HALF, T=4096), importance=importance)
+@pytest.mark.parametrize("Hq", [8, 2])
+def test_ties_go_to_the_earlier_block(Hq: int) -> None:
+    case = replace(HALF, T=4096, Hq=Hq)
     inputs = make_inputs(case, "cuda")
     inputs = replace(inputs, q=torch.zeros_like(inputs.q))
     assert_equal_lists(case, kernel_choice(inputs, 0.125), exact_choice(inputs, 0.125))
@@ -206,10 +201,10 @@ def test_strided_inputs() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-@pytest.mark.parametrize("importance", ["softmax", "logit"])
-def test_any_numbers_give_lists(importance: str, value: float) -> None:
+@pytest.mark.parametrize("Hq", [8, 2])
+def test_any_numbers_give_lists(Hq: int, value: float) -> None:
     """Whatever is chosen then, lists are ascending, in range and of the right length."""
-    case = with_config(replace(HALF, T=4096), importance=importance)
+    case = replace(HALF, T=4096, Hq=Hq)
     inputs = make_inputs(case, "cuda")
     proper, counts = kernel_choice(inputs, 0.125)
     for name in ("q", "k"):
@@ -223,8 +218,8 @@ def test_any_numbers_give_lists(importance: str, value: float) -> None:
 
 @pytest.mark.gpu
 def test_huge_and_tiny_numbers_are_scored() -> None:
-    """Powers of two of a key or a query change nothing but the scores' scale."""
-    case = with_config(replace(HALF, T=2048, D=128), importance="logit")
+    """Powers of two of a key or a query change nothing but the scores' scale: one head ranks as before."""
+    case = replace(HALF, T=2048, D=128, Hq=2)
     inputs = make_inputs(case, "cuda")
     indices, _ = kernel_choice(inputs, 0.125)
     for factor in (2.0**60, 2.0**-60):
@@ -269,11 +264,11 @@ def test_tile_means(own: bool, lengths: tuple[int, ...] | None) -> None:
     from nsa_layer.kernels.halves import KEYS_DOWN
     from nsa_layer.kernels.tile_means import tile_means
 
-    config = NSAConfig(tile_query="mean" if own else "before", q_tile=64)
+    config = NSAConfig(q_tile=64)
     inputs = make_inputs(Case(B=2, T=1000, Hq=6, Hkv=2, D=64, dtype=torch.bfloat16, lengths=lengths), "cuda")
     k_mean = torch.randn(*inputs.k.shape[:-3], 33, 2, 64, device="cuda")
     expected = [
-        tile_queries(q[None].double(), config=config, causal=True)[0] for q, _, _ in inputs.sequences() if len(q)
+        tile_queries(q[None].double(), config=config, causal=not own)[0] for q, _, _ in inputs.sequences() if len(q)
     ]
     expected = torch.cat(expected)
     means, keys = tile_means(inputs.q, k_mean, q_tile=64, own=own, tiles=len(expected), cu_seqlens=inputs.cu_seqlens)

@@ -28,7 +28,6 @@ class Case:
     q_tile: int = 128
     n: int = 6
     causal: bool = True
-    per_head: bool = False
     deterministic: bool = False
     longest: int | None = None
     per_group: bool = False
@@ -69,15 +68,15 @@ CASES = [
     Case(lengths=(5000,), n=7, causal=False, deterministic=True, heads=(8, 1)),
     Case(block_size=256, q_tile=256, deterministic=True),
     Case(block_size=256, n=3, causal=False),
-    Case(block_size=256, n=3, per_head=True, deterministic=True),
+    Case(block_size=256, n=3, deterministic=True),
     Case(lengths=(890,), block_size=256, n=16),
-    Case(per_head=True, longest=2),
+    Case(longest=2),
     Case(heads=(3, 3), deterministic=True),
     Case(heads=(3, 3)),
     Case(PACK),
     Case(PACK, deterministic=True, longest=2),
     Case(PACK, heads=(3, 3), deterministic=True),
-    Case(PACK, block_size=128, per_head=True, causal=False, deterministic=True),
+    Case(PACK, block_size=128, causal=False, deterministic=True),
     Case(PACK, block_size=256, longest=2),
     MANY,
     Case((40_000,), n=16, deterministic=True),
@@ -90,11 +89,11 @@ CASES = [
 
 
 def choice(case: Case, seed: int = 0) -> list[torch.Tensor]:
-    """The listed blocks [B, Hs, M, n] of each sequence that is not empty."""
+    """The listed blocks [B, Hkv, M, n] of each sequence that is not empty."""
     generator, config = torch.Generator().manual_seed(seed), case.config
-    B, Hs = 1 if case.packed else 2, case.heads[0] if case.per_head else case.heads[1]
+    B, Hkv = 1 if case.packed else 2, case.heads[1]
     draw = random_choice if max(case.lengths) < 10_000 else many_blocks
-    return [draw(T, B, Hs, config, generator) for T in case.lengths if T]
+    return [draw(T, B, Hkv, config, generator) for T in case.lengths if T]
 
 
 def many_blocks(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
@@ -215,13 +214,13 @@ def compile_lists(fields_of_case: dict) -> None:
     from nsa_layer.kernels.lists import backward_lists, forward_lists
 
     case = Case(**fields_of_case)
-    Hs = case.heads[0] if case.per_head else case.heads[1]
+    Hkv = case.heads[1]
     n = case.config.list_width(max(case.lengths))
     tiles = sum(map(case.config.num_tiles, case.lengths))
-    packing, shape = {}, (2, Hs, tiles, n)
+    packing, shape = {}, (2, Hkv, tiles, n)
     if case.packed:
         starts = torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda")
-        packing, shape = dict(cu_seqlens=starts), (Hs, tiles, n)
+        packing, shape = dict(cu_seqlens=starts), (Hkv, tiles, n)
     lists = torch.empty(shape, dtype=torch.int32, device="cuda")
     forward_lists(lists, None, case.lengths[0], **case.static, **packing)
     if case.packed:
@@ -256,11 +255,3 @@ def test_no_more_room_than_the_sequence_has_tiles(compiler: Worker, T: int, bloc
     """The last block may reach past the end: its tiles there are no entries, and attention refuses room for them."""
     width, tiles = compiler.run(widths_of_rows, T, block_size)
     assert width == tiles
-
-
-def test_groups_have_to_share_their_lists() -> None:
-    from nsa_layer.kernels.lists import backward_lists
-
-    blocks = torch.zeros(1, 4, 2, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="per_group=True with lists of 4 heads, expected 2"):
-        backward_lists(blocks, 256, (4, 2), block_size=64, q_tile=128, kv_tile=64, causal=True, per_group=True)

@@ -1,0 +1,32 @@
+"""`torch.autocast` as `scaled_dot_product_attention` takes it: inputs are cast, and nothing inside is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def dtype_in_force(device: torch.device) -> torch.dtype | None:
+    """The dtype that autocast casts to on such a device; None where it is off, or where there is no autocast."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    kind = device.type
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None
+
+
+def cast(q: Any, *others: Any) -> tuple[Any, ...]:
+    """Arguments as autocast on q's device hands them on: floating point but fp64 in its dtype, the rest as it is."""
+    dtype = dtype_in_force(q.device) if isinstance(q, torch.Tensor) else None
+    return (q, *others) if dtype is None else tuple(x.to(dtype) if _is_cast(x) else x for x in (q, *others))
+
+
+def _is_cast(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not x.is_nested and x.is_floating_point() and x.dtype != torch.float64
+
+
+def off(device: torch.device) -> AbstractContextManager:
+    """Without autocast on such a device."""
+    return nullcontext() if dtype_in_force(device) is None else torch.autocast(device.type, enabled=False)
