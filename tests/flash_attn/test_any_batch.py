@@ -73,6 +73,7 @@ def some(x: Inputs, sequences: slice) -> Inputs:
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large batches")
 @pytest.mark.parametrize("case", BATCHES, ids=str)
 def test_sequences_of_a_large_batch_get_what_they_get_alone(case: Case) -> None:
     x = make_inputs(case)

@@ -195,8 +195,8 @@ TRANSFORMS = {
     "jacobian": ("vmap", lambda loss, q: functional.jacobian(lambda q: loss(q)[None], q, vectorize=True)),
     "jvp": ("forward mode", lambda loss, q: torch.func.jvp(loss, (q,), (q,))),
     "jvp of grad": ("forward mode", lambda loss, q: torch.func.jvp(torch.func.grad(loss), (q,), (q,))),
-    "jacfwd": ("forward mode", lambda loss, q: torch.func.jacfwd(lambda x: loss(x * q))(torch.ones(()))),
-    "hessian": ("forward mode", lambda loss, q: torch.func.hessian(lambda x: loss(x * q))(torch.ones(()))),
+    "jacfwd": ("forward mode", lambda loss, q: torch.func.jacfwd(lambda x: loss(x * q))(q.new_ones(()))),
+    "hessian": ("forward mode", lambda loss, q: torch.func.hessian(lambda x: loss(x * q))(q.new_ones(()))),
     "dual input": ("forward mode", dual_input),
     "dual gradient": ("forward mode", dual_gradient),
 }

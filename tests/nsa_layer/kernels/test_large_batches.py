@@ -33,12 +33,12 @@ DETERMINISTIC = SHORT.replace(block_size=64, deterministic=True)
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large batches")  # one at a time: each takes up to 30 GiB
 @pytest.mark.parametrize(
     "B,T,heads,config",
     [
         (70_000, 64, (2, 1), SHORT),
-        (70_000, 130, (2, 1), SHORT.replace(block_size=64)),
-        (70_000, 130, (1, 1), DETERMINISTIC),
+        (70_000, 66, (1, 1), DETERMINISTIC),
         (70_000, 100, (2, 1), DETERMINISTIC.replace(block_size=128)),
         (8_192, 130, (8, 8), SHORT),
         (8_192, 130, (16, 8), DETERMINISTIC),
@@ -64,3 +64,5 @@ def test_sequences_of_a_large_batch_get_what_eager_gives_them(
     for at in (slice(0, 2), slice(middle - 2, middle + 2), slice(B - 2, B)):
         for mine, expected in zip(got, results("eager", at), strict=True):
             torch.testing.assert_close(mine[at], expected, rtol=2e-2, atol=3e-2)
+    del got
+    torch.cuda.empty_cache()  # other processes of a test run have the GPU too
