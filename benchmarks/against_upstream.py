@@ -170,7 +170,7 @@ def measure(case: Case, workers: dict[str, Worker], folder: Path, repeats: int) 
             for name, worker in workers.items():
                 timings[name].append(worker.told(way=way))
         results = [torch.load(folder / name / f"{way}.pt") for name in workers]
-        differs = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results))
+        differs = max(float((a - b).abs().max() / b.abs().max()) for x in results[1:] for a, b in zip(results[0], x))
         row = {"case": asdict(case), "way": way, "difference": differs}
         rows.append(row | {name: ms[1:] for name, ms in timings.items()})
     return rows
