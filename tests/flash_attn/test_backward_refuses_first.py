@@ -51,6 +51,6 @@ def _changed(tensor: torch.Tensor, value: Any) -> torch.Tensor | None:
 
 @pytest.mark.parametrize("named", CHANGES)
 def test_wrong_lists_are_refused_before_any_kernel(compiler_sm90: Worker, named: str) -> None:
-    kind, said, compiled = compiler_sm90.run(refused, named)
+    kind, said, compiled = compiler_sm90.trace(refused, named)
     assert kind == "ValueError" and named in said
     assert compiled == 0

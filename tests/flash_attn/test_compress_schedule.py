@@ -105,8 +105,8 @@ def kernels(Hkv: int, deterministic: bool) -> tuple[tuple[int, int], bool]:
 
 @pytest.mark.xdist_group("sm_90")
 def test_the_kernels_follow_the_plan(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(kernels, 2, False) == ((192, 80), True)
-    assert compiler_sm90.run(kernels, 2, True) == ((192, 80), False)
+    assert compiler_sm90.trace(kernels, 2, False) == ((192, 80), True)
+    assert compiler_sm90.trace(kernels, 2, True) == ((192, 80), False)
 
 
 @pytest.mark.gpu

@@ -66,7 +66,7 @@ def compiled_heads(case: Case) -> int:
 @pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("case,heads", CASES, ids=str)
 def test_what_is_compiled(case: Case, heads: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(compiled_heads, case) == heads
+    assert compiler_sm90.trace(compiled_heads, case) == heads
 
 
 @pytest.mark.parametrize(

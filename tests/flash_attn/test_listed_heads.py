@@ -81,7 +81,7 @@ def test_what_is_compiled(case: Case, deterministic: bool, compiler_sm90: Worker
     walked = 1 if case in ALONE else group
     stores = group == 1 or (case in CASES)
     expected = (walked, stores, deterministic and not stores)
-    assert compiler_sm90.run(compiled_kernel, case, deterministic) == expected
+    assert compiler_sm90.trace(compiled_kernel, case, deterministic) == expected
 
 
 @pytest.mark.xdist_group("sm_90")
@@ -94,7 +94,7 @@ def test_what_is_compiled(case: Case, deterministic: bool, compiler_sm90: Worker
 )
 def test_refused(case: Case, more: dict[str, bool], kind: str, said: str, compiler_sm90: Worker) -> None:
     with pytest.raises(WorkerError, match=said) as refusal:
-        compiler_sm90.run(refused, case, more)
+        compiler_sm90.trace(refused, case, more)
     assert refusal.value.kind == kind
 
 
