@@ -109,6 +109,29 @@ class _Process:
             self._process.wait()
 
 
+@contextmanager
+def built_kernels(kind: str = "Flash", traced: bool = False) -> Iterator[list[Any]]:
+    """The kernels, of classes whose names begin so, that calls in the body ask to compile.
+
+    traced: they are, for what they find out about themselves on the way.
+    """
+    import cutlass.cute as cute
+
+    built: list[Any] = []
+    original = cute.compile
+
+    def build(kernel: Any, *args: Any, **options: Any) -> Any:
+        built.append(kernel)
+        return original(kernel, *args, **options) if traced else None
+
+    cute.compile = build
+    try:
+        yield built
+    finally:
+        cute.compile = original
+        built[:] = [kernel for kernel in built if type(kernel).__name__.startswith(kind)]
+
+
 @dataclass(frozen=True)
 class MaskCall:
     """One call of a mask function while a kernel was traced."""

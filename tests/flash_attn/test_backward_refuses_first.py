@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, backward, backward_lists, make_inputs
-from fa_compile import Worker
+from fa_compile import Worker, built_kernels
 
 CASE = Case(D=64, lists="both", deterministic=True)
 CHANGES = {
@@ -19,25 +19,14 @@ CHANGES = {
 
 
 def refused(named: str) -> tuple[str, str, int]:
-    """What backward raises for lists with one thing wrong, and how many kernels it compiled before; in a worker."""
-    import cutlass.cute as cute
-
-    from flash_attn.cute import interface
-
-    for part in ("_bwd_preprocess", "_flash_attn_bwd"):
-        getattr(interface, part).compile_cache.clear()
+    """What backward raises for lists with one thing wrong, and how many kernels it asked for before; in a worker."""
     x, lists = make_inputs(CASE), backward_lists(CASE)
     changed = {name: _changed(getattr(lists, name), value) for name, value in CHANGES[named].items()}
     lse = torch.empty(CASE.B, CASE.Hq, CASE.T_q, device="cuda")
-    compiled, original = [], cute.compile
-    cute.compile = lambda *args, **kwargs: compiled.append(args) or original(*args, **kwargs)
-    try:
-        backward(CASE, x, x.do, lse, lists._replace(**changed))
-    except Exception as error:
-        return type(error).__name__, str(error), len(compiled)
-    finally:
-        cute.compile = original
-    return "nothing", "", len(compiled)
+    with built_kernels() as kernels:
+        with pytest.raises(Exception) as error:
+            backward(CASE, x, x.do, lse, lists._replace(**changed))
+    return error.type.__name__, str(error.value), len(kernels)
 
 
 def _changed(tensor: torch.Tensor, value: Any) -> torch.Tensor | None:

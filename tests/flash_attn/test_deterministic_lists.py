@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, forward_lists, make_inputs
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, built_kernels
 from fa_packed_lists import FORMS
 from fa_reference import assert_bits_repeat, assert_call_repeats
 
@@ -56,31 +56,12 @@ def test_missing_order_is_refused(compiler: Worker, case: Case, changes: dict, s
 
 def kernels(case: Case) -> list[bool]:
     """The direction of each kernel that calls with lists of either direction, twice, are compiled for."""
-    import cutlass.cute as cute
-
-    from flash_attn.cute import interface
-    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-
-    found: list[bool] = []
-
-    def compiled(kernel: object, *args: object, **kwargs: object) -> None:
-        if isinstance(kernel, FlashAttentionBackwardSm90):
-            found.append(kernel.spt)
-
     x, lists = make_inputs(case), backward_lists(case)
     lse = torch.empty(case.B, case.Hq, case.T_q, device="cuda")
-    original, cute.compile = cute.compile, compiled
-    caches = [(f, f.compile_cache) for f in (interface._flash_attn_bwd, interface._bwd_preprocess)]
-    try:
-        for function, _ in caches:
-            function.compile_cache = {}
+    with built_kernels("FlashAttentionBackwardSm90") as built:
         for spt in (False, True, False, True):
             backward(case, x, torch.empty_like(x.q), lse, lists._replace(spt=spt))
-    finally:
-        cute.compile = original
-        for function, cache in caches:
-            function.compile_cache = cache
-    return found
+    return [kernel.spt for kernel in built]
 
 
 def test_a_kernel_for_each_direction(compiler_sm90: Worker) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, forward, forward_lists, make_inputs
-from fa_compile import Worker
+from fa_cases import Case, Inputs, forward, forward_lists, in_turn, make_inputs
+from fa_compile import Worker, built_kernels
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
 # A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.
@@ -45,20 +45,10 @@ CASES: list[tuple[Case, int]] = [
 
 
 def stages(case: Case) -> int:
-    """Stages of keys and values of the forward kernel of a case whose tiles overlap, else 0; under FakeTensorMode."""
-    import cutlass.cute as cute
-
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    _flash_attn_fwd.compile_cache.clear()
-    compiled, compile_ = [], cute.compile
-    cute.compile = lambda kernel, *args, **keywords: (compiled.append(kernel), compile_(kernel, *args, **keywords))[1]
-    try:
+    """Stages of keys and values of the forward kernel of a case whose tiles overlap, else 0."""
+    with built_kernels("FlashAttentionForwardSm90") as kernels:
         forward(case, make_inputs(case))
-    finally:
-        cute.compile = compile_
-    kernel = next(x for x in compiled if type(x).__name__ == "FlashAttentionForwardSm90")
-    return kernel.num_stages if kernel.overlap_tiles else 0
+    return kernels[0].num_stages if kernels[0].overlap_tiles else 0
 
 
 @pytest.mark.xdist_group("sm_90")
@@ -155,8 +145,7 @@ def random_call(walk: Walk) -> tuple[Inputs, Any, torch.Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pack_gqa", [True, False])
-@pytest.mark.parametrize("walk", WALKS, ids=str)
+@pytest.mark.parametrize(("walk", "pack_gqa"), in_turn(WALKS, True, False), ids=str)
 def test_not_a_bit_depends_on_it(walk: Walk, pack_gqa: bool) -> None:
     """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
     from flash_attn.cute.interface import _flash_attn_fwd

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fa_cases import Case, forward, make_inputs
-from fa_compile import Worker
+from fa_compile import Worker, built_kernels
 
 HALVES = dict(T_q=700, T_k=700, lists="both", block=(128, 64))
 CASES = [
@@ -36,30 +37,13 @@ OWN_TILE = [
 def kernels_of(case: Case, **options: object) -> list[tuple[int, int]]:
     """Blocks of a step and keys of a tile, of every forward kernel that a call compiles."""
     from flash_attn.cute import interface
-    from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90 as Forward
 
-    made = []
-    original = Forward.__init__
-
-    def noted(self: Forward, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        made.append((self.list_parts, self.tile_n))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Forward, "__init__", noted)
-        patch.setattr(interface._flash_attn_fwd, "compile_cache", {})
-        if options:
-            patch.setattr(interface, "_flash_attn_fwd", _with(interface._flash_attn_fwd, options))
+    attend = partial(interface._flash_attn_fwd, **options)
+    attend.compile_cache = interface._flash_attn_fwd.compile_cache
+    with pytest.MonkeyPatch.context() as patch, built_kernels("FlashAttentionForwardSm90") as kernels:
+        patch.setattr(interface, "_flash_attn_fwd", attend)
         forward(case, make_inputs(case))
-    return made
-
-
-def _with(call, options):
-    def with_options(*args, **kwargs):
-        return call(*args, **kwargs, **options)
-
-    with_options.compile_cache = call.compile_cache
-    return with_options
+    return [(kernel.list_parts, kernel.tile_n) for kernel in kernels]
 
 
 def softcapped(case: Case) -> list[tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fa_cases import Case, backward, backward_lists, forward, forward_lists, make_inputs
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, built_kernels
 
 from flash_attn.cute.call_validation import refuse_unread
 
@@ -24,17 +24,11 @@ TOO_FEW_KEYS = [
 
 
 def built(case: Case) -> list[str]:
-    """The classes of what backward would compile; nothing is."""
-    from flash_attn.cute import interface
-
-    names = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface.cute, "compile", lambda kernel, *args, **options: names.append(type(kernel).__name__))
-        for function in (interface._flash_attn_bwd, interface._bwd_preprocess, interface._bwd_postprocess_convert):
-            patch.setattr(function, "compile_cache", {})
-        x = make_inputs(case)
+    """The classes of what backward compiles."""
+    x = make_inputs(case)
+    with built_kernels("") as kernels:
         backward(case, x, x.do, torch.empty(case.B, case.Hq, case.T_q, device="cuda"))
-    return names
+    return [type(kernel).__name__ for kernel in kernels]
 
 
 @pytest.mark.xdist_group("sm_100")

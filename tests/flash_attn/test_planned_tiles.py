@@ -13,10 +13,9 @@ import pytest
 import torch
 from fa_cases import Case, backward, backward_lists, make_inputs
 from fa_compile import Worker, WorkerError
-from fa_reference import assert_case
+from fa_reference import assert_case, is_blackwell
 from planned_walk import Launch, Ran, run, tiles_of
 from test_backward_plan import packed_lists, random_lists
-from two_cta_lists import is_blackwell
 
 from flash_attn.cute import planned_calls, query_halves
 from flash_attn.cute.backward_plan import plan_backward

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, built_kernels
 
 LIST_BLOCK = 64
 WINDOW = 200
@@ -156,25 +156,15 @@ def row_sums(setup: Setup, layout: Any, do: torch.Tensor, o: torch.Tensor, lse: 
 
 def compiled(setup: Setup) -> list[str]:
     """What shared calls and conversions compile; in a worker."""
-    import cutlass.cute as cute
+    from flash_attn.cute.shared_backward import aligned, backward_layout
 
-    from flash_attn.cute import interface
-
-    for function in (interface._flash_attn_bwd, interface._bwd_preprocess, interface._bwd_postprocess_convert):
-        function.compile_cache.clear()
-    names, compile_ = [], cute.compile
-    cute.compile = lambda kernel, *args, **more: (names.append(_named(kernel)), compile_(kernel, *args, **more))[1]
-    try:
-        q, _, k, v, _, _ = tensors(setup)
-        from flash_attn.cute.shared_backward import aligned, backward_layout
-
-        options = [backward for _, backward, _ in calls(setup)]
-        layout = aligned(*(backward_layout(q, k, v, **each) for each in options))[0]
-        row = tuple(torch.empty(layout.row_shape, device="cuda") for _ in range(2))
+    q, _, k, v, _, _ = tensors(setup)
+    options = [backward for _, backward, _ in calls(setup)]
+    layout = aligned(*(backward_layout(q, k, v, **each) for each in options))[0]
+    row = tuple(torch.empty(layout.row_shape, device="cuda") for _ in range(2))
+    with built_kernels() as kernels:
         shared_gradients(setup, [row] * 3, [], (q, k, v))
-    finally:
-        cute.compile = compile_
-    return names
+    return [*map(_named, kernels)]
 
 
 def _named(kernel: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 from fa_cases import Case, compile_case
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, built_kernels
 
 LONG = {"T_q": 1500, "T_k": 1500, "lists": "both"}
 PAIRED, SINGLE = (256, 256), (256, 128)
@@ -51,19 +51,10 @@ def test_the_kernel_itself_refuses_pairs_over_an_odd_factor(compiler_sm100: Work
 
 
 def pairs(case: Case) -> list[bool]:
-    """Whether each backward kernel that is built for the case uses pairs of CTAs."""
-    from flash_attn.cute.flash_bwd_sm100 import FlashAttentionBackwardSm100 as Kernel
-
-    built, original = [], Kernel.__init__
-
-    def build(self: Kernel, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        built.append(bool(kwargs["use_2cta_instrs"]))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kernel, "__init__", build)
+    """Whether each backward kernel of the case uses pairs of CTAs."""
+    with built_kernels("FlashAttentionBackwardSm100") as kernels:
         compile_case(case)
-    return built
+    return [kernel.use_2cta_instrs for kernel in kernels]
 
 
 @pytest.mark.xdist_group("sm_100")

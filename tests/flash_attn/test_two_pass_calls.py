@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, make_inputs
+from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, in_turn, make_inputs
 from fa_compile import Worker, WorkerError
 from fa_dq import call, rounded_sums, row_sums
 from fa_reference import assert_close, attention
@@ -310,8 +310,7 @@ def compared(case: Case, x: Inputs, got: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", CASES + PACKED, ids=str)
+@pytest.mark.parametrize(("case", "deterministic"), in_turn(CASES + PACKED, False, True), ids=str)
 def test_gradients(case: Case, deterministic: bool) -> None:
     x = make_inputs(case)
     o, lse = forward(case, x)
@@ -413,8 +412,9 @@ def test_captured_and_prepared_calls(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("start", [64, 128])
-@pytest.mark.parametrize("case", [CASES[2], CASES[6], PACKED[1], PACKED[4]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "start"), in_turn([CASES[2], CASES[6], PACKED[1], PACKED[4]], 64, 128, 128, 64), ids=str
+)
 def test_passes_that_share(case: Case, start: int) -> None:
     """Row sums and accumulators of the caller's for both passes, as the layer calls them."""
     from flash_attn.cute.interface import _flash_attn_bwd
