@@ -12,7 +12,7 @@ import torch
 from stub_kernels import launches, stubs
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
@@ -75,7 +75,7 @@ def selected(case: Case, generator: torch.Generator, backward: bool, cu_seqlens:
         parts.append(torch.nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1))
     indices = parts[0] if case.lengths is None else torch.cat(parts, 2)[0]
     tile = (128, 64 if config.block_size == 64 else 128)
-    static = dict(problem=case.problem, tile=tile, backward=backward, cu_seqlens=cu_seqlens)
+    static = dict(spec=case.spec, tile=tile, backward=backward, cu_seqlens=cu_seqlens)
     static |= dict(ordered=backward and config.deterministic)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branches, "_on_hopper", lambda device: True)
@@ -121,7 +121,7 @@ def test_later_calls_launch_what_the_first_ones_do(case: Case) -> None:
 def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     """Eight times the tokens take eight times the bytes: no scores of all tiles by all blocks, no bitmap of them."""
     from nsa_layer.cute import branches
-    from nsa_layer.cute.topk_dispatch import choose
+    from nsa_layer.cute.topk_dispatch import block_topk
 
     case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
     config, taken = case.config, []
@@ -133,9 +133,9 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 
         def call() -> object:
             if not lists:
-                return choose(q, k_mean, problem=case.problem, packing=None)
+                return block_topk(q, k_mean, spec=case.spec, packing=None)
             tile = branches.backward_tile(q.device, config.block_size)
-            static = dict(problem=case.problem, tile=tile, backward=True, block_counts=counts)
+            static = dict(spec=case.spec, tile=tile, backward=True, block_counts=counts)
             return branches.selected_sparsity(indices, T, (4, 2), **static)
 
         with stubs():
@@ -147,7 +147,7 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 @pytest.mark.parametrize("config", [NSAConfig(), NSAConfig(block_size=64, block_stride=16), NSAConfig(block_size=32)])
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
-    packing = Packing.of(Problem(config, True, 1.0, lengths), torch.device("cpu"))
+    packing = Packing.of(CallSpec(config, True, 1.0, lengths), torch.device("cpu"))
     assert packing.cu_seqlens.tolist() == [0, *accumulate(lengths)] and packing.cu_seqlens.dtype == torch.int32
     for starts, total, counted in (
         (packing.cu_blocks, packing.total_blocks, config.compressed_length),

@@ -40,7 +40,7 @@ def test_a_step_is_repeated(case: Case) -> None:
                     patch.setattr(prepared, "function", lambda *a, f=function, **k: called.append(1) or f(*a, **k))
 
                 def step() -> object:
-                    o, _ = autograd.attend(**tensors, problem=case.problem, cu_seqlens=inputs.cu_seqlens)
+                    o, _ = autograd.attend(**tensors, spec=case.spec, cu_seqlens=inputs.cu_seqlens)
                     return torch.autograd.grad(o, given, inputs.do)
 
                 everything = [*given, inputs.do, *(() if inputs.cu_seqlens is None else (inputs.cu_seqlens,))]
