@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flash_attn.cute.list_validation import NAMES, ORDERS, validate_coverage, validate_lists
 from flash_attn.cute.packed_entries import is_packed, packed_rows
-from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction
+from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction, as_ragged
 from flash_attn.cute.plan_validation import check_launch
 from flash_attn.cute.planned_calls import check_form
 from flash_attn.cute.walk_kinds import by_kind
@@ -201,9 +201,12 @@ def _sequences(direction: Direction, lists: Any, lengths: Sequence[tuple[int, in
         starts = [0] * len(lengths)
     else:
         starts = _row_starts(direction, lists, needed)
+        _check_room(name, lists, form, starts, needed, across)
+        before = torch.tensor(across, device=lists.mask_block_cnt.device)
+        lists = as_ragged(lists, direction.rows_before, torch.nn.functional.pad(before.cumsum(0), (1, 0)))
     for b, first in enumerate(starts):
         rows = _Rows(b, first, needed[b], across[b])
-        yield _of_sequence(name, lists, form, rows)
+        yield _of_sequence(name, lists, rows)
 
 
 def _row_starts(direction: Direction, lists: Any, needed: list[int]) -> list[int]:
@@ -227,18 +230,42 @@ def _row_starts(direction: Direction, lists: Any, needed: list[int]) -> list[int
     return starts[:-1]
 
 
-def _of_sequence(name: str, lists: Any, form: str, rows: _Rows) -> Any:
+def _check_room(name: str, lists: Any, form: str, first: list[int], needed: list[int], across: list[int]) -> None:
+    """Rows of compact and stacked lists end before the next row, or the next head, begins."""
+    for cnt, idx in (NAMES[:2], NAMES[2:]):
+        counts, indices = getattr(lists, cnt), getattr(lists, idx)
+        if counts is None:
+            continue
+        if form == "compact" and (counts > indices.shape[-1]).any():
+            h, row = (counts > indices.shape[-1]).nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}.{cnt}[{h}, {row}] = {int(counts[h, row])}, expected at most the {indices.shape[-1]} that a row "
+                f"of {idx} has room for"
+            )
+        for b, rows in enumerate(needed if form == "stacked" else ()):
+            offsets = lists.cu_block_idx_offsets
+            start = first[b] * across[b] if offsets is None else int(offsets[b])
+            size = rows * across[b]
+            if start < 0 or start + size > indices.shape[-1]:
+                raise ValueError(
+                    f"{name}.cu_block_idx_offsets[{b}] = {start}, expected 0 .. {indices.shape[-1] - size}: {idx} has "
+                    f"{indices.shape[-1]} places a head, and {rows} rows need {across[b]} each"
+                )
+
+
+def _of_sequence(name: str, lists: Any, rows: _Rows) -> Any:
     fields: dict[str, Any] = dict.fromkeys((*NAMES, *ORDERS))
+    padded = not is_packed(lists)
     for (cnt, idx), order in zip((NAMES[:2], NAMES[2:]), ORDERS, strict=True):
         if getattr(lists, cnt) is None:
             continue
         counts = getattr(lists, cnt)
-        if form == "padded":
+        if padded:
             counts = counts[min(rows.sequence, counts.shape[0] - 1)]
         fields[cnt] = counts[:, rows.first : rows.first + rows.number][None]
         for tensor in (idx, order):
             if getattr(lists, tensor) is not None:
-                entries = _entries(name, lists, tensor, idx, form, rows, fields[cnt][0])
+                entries = _entries(name, lists, tensor, idx, rows, fields[cnt][0])
                 fields[tensor] = entries[None, ..., : rows.across]
     return lists._replace(
         **fields,
@@ -249,25 +276,11 @@ def _of_sequence(name: str, lists: Any, form: str, rows: _Rows) -> Any:
     )
 
 
-def _entries(
-    name: str, lists: Any, tensor: str, idx: str, form: str, rows: _Rows, counts: torch.Tensor
-) -> torch.Tensor:
+def _entries(name: str, lists: Any, tensor: str, idx: str, rows: _Rows, counts: torch.Tensor) -> torch.Tensor:
     """[H, rows, width] of one sequence, out of an index list or of what is laid out like it."""
     entries, end = getattr(lists, tensor), rows.first + rows.number
-    if form == "padded":
+    if not is_packed(lists):
         return entries[min(rows.sequence, entries.shape[0] - 1)][:, : rows.number]
-    if form == "compact":
-        return entries[:, rows.first : end]
-    if form == "stacked":
-        offsets = lists.cu_block_idx_offsets
-        start = rows.first * rows.across if offsets is None else int(offsets[rows.sequence])
-        size = rows.number * rows.across
-        if start < 0 or start + size > entries.shape[-1]:
-            raise ValueError(
-                f"{name}.cu_block_idx_offsets[{rows.sequence}] = {start}, expected 0 .. {entries.shape[-1] - size}: "
-                f"{tensor} has {entries.shape[-1]} places a head, and {rows.number} rows need {rows.across} each"
-            )
-        return entries[:, start : start + size].unflatten(-1, (rows.number, rows.across))
     offsets, field = lists.cu_block_idx_offsets, "cu_block_idx_offsets"
     if idx == NAMES[3] and lists.cu_full_block_idx_offsets is not None:
         offsets, field = lists.cu_full_block_idx_offsets, "cu_full_block_idx_offsets"
