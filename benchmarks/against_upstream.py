@@ -1,4 +1,4 @@
-"""What the patches cost default calls: the same block-sparse and dense calls in this package and in unpatched upstream.
+"""The cost of the patches to default calls: the same block-sparse and dense calls here and in unpatched upstream.
 
     python benchmarks/against_upstream.py --upstream FOLDER [--seqlen 8192 65536] [--repeats 9] [--json FILE]
 
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nsa_layer.tables import markdown
-from nsa_layer.timing import milliseconds
+from nsa_tools.measure.timing import milliseconds
+from nsa_tools.report.tables import markdown
 
 BLOCK, HQ, HKV, D = 128, 32, 8, 128
 EVERY = 61  # tokens, of which one is compared

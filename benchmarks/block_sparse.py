@@ -35,8 +35,8 @@ import torch
 from sparse_variants import WAYS, Setup, dense_calls, inputs, variants
 from tile_lists import BLOCK, HQ, Case, D, drawn_lengths, selected_in_sequences, tflop, tiles
 
-from nsa_layer.tables import markdown
-from nsa_layer.timing import Call, interleaved, sets_past_l2
+from nsa_tools.measure.timing import Call, interleaved, sets_past_l2
+from nsa_tools.report.tables import markdown
 
 LENGTHS = [8192, 65536, 262144]
 SPARSITIES = [0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995]
@@ -90,7 +90,7 @@ def seconds_since(begin: float) -> str:
 
 
 def errors(workers: ProcessPoolExecutor, cases: dict[str, list[Case]]) -> checked_kernels.Errors:
-    """What checking found of every way that a section times."""
+    """Errors found by checking every way that a section times."""
     ways: dict[Case, dict[str, None]] = {}
     for name, some in cases.items():
         for case in some:
@@ -166,7 +166,7 @@ HEADERS = {
 
 
 def ways_of(name: str, case: Case) -> tuple[str, ...]:
-    """What a section times of a case."""
+    """The ways of a case that a section times."""
     if name == "masks":
         return list_masks.ways(case)
     if name == "others":

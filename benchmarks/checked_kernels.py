@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from sparse_variants import Setup, check, check_packed, compile_dense
 from tile_lists import HQ, Case, D
 
-from nsa_layer.tables import markdown
+from nsa_tools.report.tables import markdown
 
 SMALL, LISTED = 1024, 6  # tokens, and blocks in a row at most, of what is checked
 NO_PLAN = ("backward", "deterministic")  # ways whose CTAs may walk groups of heads
@@ -55,7 +55,7 @@ def described(case: Case) -> str:
 
 
 def jobs(wanted: Iterable[tuple[Setup, Iterable[str]]]) -> Jobs:
-    """What to compile and check, by what kernels are compiled for.
+    """The setups to compile and check, by the options that kernels are compiled for.
 
     Args:
         wanted: cases as they are measured, and the ways they are measured in.

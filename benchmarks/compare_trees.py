@@ -24,7 +24,7 @@ import torch
 from against_upstream import HKV, HQ, MOST_DIFFERENCE, Call, D, Worker, answer, measure
 from tqdm import tqdm
 
-from nsa_layer.tables import markdown
+from nsa_tools.report.tables import markdown
 
 
 @dataclass(frozen=True)

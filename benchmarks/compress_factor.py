@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from nsa_layer.timing import Call, interleaved, sets_past_l2
+from nsa_tools.measure.timing import Call, interleaved, sets_past_l2
 
 HQ, HKV, D = 32, 8, 128
 LENGTHS = [4096, 16384, 65536, 262144, 1048576]

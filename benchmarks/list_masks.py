@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tile_lists import BLOCK, HKV, HQ, Case
 
-from nsa_layer.tables import markdown
+from nsa_tools.report.tables import markdown
 
 TOKENS = 65536
 SHARES = {  # of the blocks that a pattern leaves to chance; a window's width
@@ -102,7 +102,7 @@ def predicted(pattern: Pattern) -> float | None:
 
 
 def ways(pattern: Pattern) -> tuple[str, ...]:
-    """What is timed."""
+    """The ways that are timed."""
     few = int(drawn(pattern).sum()) * (HQ // HKV) <= SIMULATED
     return (*(way for pair in PAIRS for way in pair), *(IN_ONE_PASS if few else ()))
 

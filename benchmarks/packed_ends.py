@@ -25,7 +25,7 @@ import torch
 from against_upstream import HKV, HQ, MOST_DIFFERENCE, Call, D, Worker, answer, measure
 from tqdm import tqdm
 
-from nsa_layer.tables import markdown
+from nsa_tools.report.tables import markdown
 
 TOKENS, BLOCK, WINDOW = 65536, 64, 512
 KINDS = ("causal", "window", "compressed", "selected, one pass", "selected, two passes", "layer")

@@ -25,7 +25,7 @@ from fuzz.pool import Job, Pool, Tally
 from fuzz.profiles import PROFILES, Profile
 from fuzz.prop import Property, on_this_machine, properties
 from fuzz.run import Budget, check_one
-from nsa_layer.tables import markdown
+from nsa_tools.report.tables import markdown
 
 PASSED, FAILED, NOTHING_RAN = 0, 1, 2
 Suits = Callable[[Kind | None], bool]

@@ -10,7 +10,7 @@ import torch
 from fuzz import case as cases
 from fuzz.run import Failure
 from nsa_layer import NSAConfig
-from nsa_layer.testing import Case
+from nsa_tools.testing.cases import Case
 
 NAMES = {name: value for name, value in vars(cases).items() if isinstance(value, type)}
 NAMES |= {"Case": Case, "NSAConfig": NSAConfig, "torch": torch, "nan": float("nan"), "inf": float("inf")}

@@ -1,4 +1,4 @@
-"""What a drawn case has, in words: counted in every run, and claimed of the strategies, so that a test can ask."""
+"""Features of a drawn case, in words: counted in every run, and claimed of the strategies, so that a test can ask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fuzz.attention import in_two_passes
 from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Packed, Texts, Window
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.kinds import heads_of_a_cta
-from nsa_layer.testing import Case
+from nsa_tools.testing.cases import Case
 
 
 def features(case: object) -> set[str]:

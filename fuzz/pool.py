@@ -21,7 +21,7 @@ from pathlib import Path
 from fuzz.prop import SM90, SM100, Property
 from fuzz.run import Budget, Failure
 from fuzz.worker import read_diary
-from nsa_layer.kernel_cases import ENVIRONMENT as KERNEL_ENVIRONMENT
+from nsa_layer.compile_ahead import ENVIRONMENT as KERNEL_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent  # workers import from here, wherever they run
 MOST_SKIPPED = 1000  # jobs of failed properties in a row: then there are no others
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass
 class Tally:
-    """What came out so far, by property."""
+    """Outcomes so far, by property."""
 
     examples: Counter = field(default_factory=Counter)
     seconds: Counter = field(default_factory=Counter)
@@ -197,7 +197,7 @@ class Pool:
         worker.give(Job(job.prop, job.kind, Budget(**(vars(job.budget) | {"seconds": seconds}))))
 
     def _next_job(self, jobs: Iterator[Job]) -> Job | None:
-        """What has failed once is left alone: making it smaller again would take the time of the others."""
+        """Jobs that failed once are left alone: making them smaller again would take the time of the others."""
         return next((job for job in islice(jobs, MOST_SKIPPED) if not self.tally.has_failed(job)), None)
 
     def _watch(self, jobs: dict[str, Iterator[Job]], until: float) -> None:

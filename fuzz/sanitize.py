@@ -25,8 +25,8 @@ import torch
 from fuzz import hazards
 from fuzz.case import Attention, Kind
 from nsa_layer import NSAConfig
-from nsa_layer.tables import markdown
-from nsa_layer.testing import Case
+from nsa_tools.report.tables import markdown
+from nsa_tools.testing.cases import Case
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
@@ -69,7 +69,7 @@ class NotCompiledError(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run under the sanitizer needs.
+    """The needs of a run under the sanitizer.
 
     Attributes:
         binary: the sanitizer.
@@ -168,7 +168,7 @@ def _shown(subject: str) -> str:
 def _run_case(case: Attention | Case) -> int:
     """Forward and backward, once; without guards, whose memory around a buffer would hide what is read there."""
     if isinstance(case, Case):
-        from nsa_layer.testing import make_inputs, run
+        from nsa_tools.testing.cases import make_inputs, run
 
         run("cute", make_inputs(case, "cuda"))
     else:
@@ -231,7 +231,7 @@ def _under(tool: str, subject: str, setup: Setup, *more: str, limit: int = 40) -
 
 
 def _explain(tool: str, subject: str, setup: Setup, said: str) -> None:
-    """Which instructions are behind the hazards of racecheck, and, if asked for, which addresses."""
+    """The instructions behind the hazards of racecheck, and the addresses if asked for."""
     if tool != "racecheck":
         return
     # The layer has several kernels of a name, of whose cubins one is kept: its instructions could be another's.
@@ -249,7 +249,7 @@ def _explain(tool: str, subject: str, setup: Setup, said: str) -> None:
 
 
 def _judge_controls(setup: Setup) -> int:
-    """What racecheck says of kernels of which it is known whether they race; 1 where it is blind to a plain race."""
+    """Racecheck's verdicts on kernels that are known to race or not; 1 where it is blind to a plain race."""
     from fuzz.hand_over import CONTROLS as KERNELS
 
     code, said = _sanitize("racecheck", CONTROLS, setup)
@@ -266,7 +266,7 @@ def _judge_controls(setup: Setup) -> int:
 
 
 def judged(reported: dict[str, bool]) -> list[str]:
-    """What follows of which controls are reported, for each way of handing over."""
+    """The conclusion from the controls that are reported, for each way of handing over."""
     meanings = {
         (False, True): "racecheck tells right from wrong",
         (True, True): "racecheck reports the right one as it does the wrong one: its hazards there say nothing",

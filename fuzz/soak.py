@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from nsa_layer import NSAConfig, NSAttention
 from nsa_layer.rope import RotaryEmbedding
-from nsa_layer.tables import markdown
+from nsa_tools.report.tables import markdown
 
 MIB = 1 << 20
 MOST_GROWTH = 1.0  # MiB a minute
@@ -66,7 +66,7 @@ def resident() -> tuple[float, float]:
 
 
 class _MallInfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

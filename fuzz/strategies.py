@@ -9,7 +9,7 @@ from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edg
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.kinds import passes_by_room
 from nsa_layer import NSAConfig
-from nsa_layer.testing import Case
+from nsa_tools.testing.cases import Case
 
 PAST_32_BITS = ((1 << 31) - 1, 1 << 40)  # sides of a window, with a position added
 SEEDS = st.integers(0, 1 << 20)

@@ -1,66 +1,8 @@
-"""`python -m nsa_layer COMMAND`: one module under `nsa_layer.cli` for each command."""
+"""`python -m nsa_layer COMMAND`: runs the commands of nsa_tools, which nothing else in nsa_layer imports."""
 
-from __future__ import annotations
-
-import os
-import select
 import sys
-from importlib import import_module
 
-COMMANDS = {
-    "demo": "train a small language model with sparse and with dense attention, side by side",
-    "bench": "time the layer against dense attention",
-    "check": "check sampled rows and gradients of a call of any length against an oracle in fp64",
-    "profile": "show where the time of a call goes, component by component, and how far it is from its floor",
-    "memory": "predict and measure the peak memory of a shape, and find the longest that fits",
-    "inspect": "print versions, patches, supported features and the backend that a shape takes",
-    "compile": "compile the kernels for an architecture, without a GPU",
-}
-INTERRUPTED = 130
-NOT_READ = 141  # what a shell shows for a program that SIGPIPE ended
-
-
-def usage() -> str:
-    """What `python -m nsa_layer` prints."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        ["usage: python -m nsa_layer COMMAND [OPTION ...]", "", *lines, "", "COMMAND --help lists options."]
-    )
-
-
-def main(argv: list[str]) -> int:
-    """Run a command with its arguments and return its exit status.
-
-    2 for an unknown one, 130 when interrupted, 141 where nobody reads what it prints any more, as in `... | head`.
-    """
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    name, *rest = argv
-    if name not in COMMANDS:
-        print(f"unknown command {name!r}\n\n{usage()}", file=sys.stderr)
-        return 2
-    try:
-        status = import_module(f"nsa_layer.cli.{name}").main(rest)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        if not _nobody_reads(sys.stdout.fileno()):
-            raise  # of another pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer
-        return NOT_READ
-
-
-def _nobody_reads(descriptor: int) -> bool:
-    """Whether this is a pipe whose reading end is closed."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
+from nsa_tools.commands import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

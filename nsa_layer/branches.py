@@ -90,15 +90,6 @@ class Sparsity:
             options |= dict(mask_mod=self.mask_mod, aux_tensors=list(self.aux_tensors) or None)
         return options
 
-    def to_empty(self, device: torch.device) -> Sparsity:
-        """The same shapes with nothing in them: enough to compile."""
-
-        def empty(x: object) -> object:
-            return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, torch.Tensor) else x
-
-        tensors = self.tensors._replace(**{name: empty(x) for name, x in self.tensors._asdict().items()})
-        return Sparsity(tensors, self.causal, self.mask_mod, tuple(map(empty, self.aux_tensors)))
-
 
 def compressed_forward(
     q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *, problem: Problem, packing: Packing | None
@@ -285,12 +276,6 @@ def _packing_options(packing: Packing | None) -> dict:
         return {}
     starts, longest = packing.cu_seqlens, packing.longest
     return dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
-
-
-def dense_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The fork's dense causal attention [B, T, H, D], differentiable: what the layer is compared with."""
-    o, _ = interface.flash_attn_func(q, k, v, causal=True)
-    return o
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, options: dict) -> Pair:

@@ -152,24 +152,3 @@ def choose_backend(
             "backend='eager' does"
         )
     return "cute"
-
-
-def table() -> tuple[list[str], list[list[str]]]:
-    """The support table: header and rows."""
-    header = ["feature", *(f"cute sm_{arch}" for arch in ARCHITECTURES), "eager", "reference"]
-    rows = [[f.name, *("yes" if arch in f.archs else "no" for arch in ARCHITECTURES), "yes", "yes"] for f in FEATURES]
-    return header, rows
-
-
-def explain_backend(
-    *, dtype: torch.dtype, D: int, Dv: int, Hq: int, Hkv: int, config: NSAConfig, arch: int
-) -> tuple[str, str]:
-    """The backend that a training step of this shape takes by default on an architecture, and why."""
-    if Hq % Hkv:
-        return "none", f"{Hq} query heads are no multiple of {Hkv} key/value heads"
-    if kernel_family(arch) not in ARCHITECTURES:
-        return "eager", f"no kernels for sm_{arch}" if arch else "no GPU"
-    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad=True))
-    if missing is None:
-        return "cute", f"kernels for sm_{kernel_family(arch)}"
-    return "none", f"the kernels lack {missing}; backend='eager' has to be named"

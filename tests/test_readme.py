@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nsa_layer import NSAConfig, nsa, support
-from nsa_layer.tables import markdown
+from nsa_layer import NSAConfig, nsa
+from nsa_tools.commands.inspect import support_table
+from nsa_tools.report.tables import markdown
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -54,4 +55,4 @@ def test_links_lead_to_files() -> None:
 
 
 def test_the_support_table_is_that_of_the_code() -> None:
-    assert markdown(*support.table()) in README
+    assert markdown(**support_table()) in README

@@ -17,7 +17,7 @@ from fuzz.kinds import ALL
 from fuzz.prop import GPU, Skip, holds
 from fuzz.properties.layer import kernel_cases
 from nsa_layer import nsa
-from nsa_layer.testing import DIFFERENTIABLE, Case, Inputs, Result, make_inputs, run
+from nsa_tools.testing.cases import DIFFERENTIABLE, Case, Inputs, Result, make_inputs, run
 
 Leaves = dict[str, torch.Tensor]
 
@@ -111,7 +111,7 @@ def asserted(ran_out: bool) -> None:
 
 
 def _whole(grad: torch.Tensor | None, before: torch.Tensor | None, right: torch.Tensor | None, same_bits: bool) -> bool:
-    """Whether a gradient is as it was, or that and the right one together."""
+    """True for a gradient as it was, or for that and the right one together."""
     if grad is None or before is None:
         return before is None and (grad is None or _alike(grad, right, same_bits))
     return grad.equal(before) or _alike(grad, before + right, same_bits)

@@ -16,17 +16,8 @@ from fuzz.prop import GPU, Skip, holds
 from fuzz.properties.relations import near
 from nsa_layer import NSAConfig, reference
 from nsa_layer.sparsity import block_bitmap, selected_lists
-from nsa_layer.testing import (
-    LSES,
-    Case,
-    Inputs,
-    assert_backward_causal,
-    assert_close_to_reference,
-    assert_forward_causal,
-    make_inputs,
-    run,
-    spoilt,
-)
+from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
+from nsa_tools.testing.cases import LSES, Case, Inputs, make_inputs, run, spoilt
 
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
 
@@ -54,7 +45,7 @@ def is_its_definition_in_any_dtype(case: Case) -> None:
     pr=40,
 )
 def choice_is_the_oracles(case: Case) -> None:
-    """Where scores are exact, the blocks are the same ones: ties go to the earlier block.
+    """Exact scores choose the same blocks: ties go to the earlier block.
 
     They are sums of small integers over powers of 2: D is 4, so that its root divides exactly. A softmax of one head
     keeps their order.
@@ -288,7 +279,7 @@ def strides(case: Case) -> None:
 
 
 def hopper() -> bool:
-    """Whether a GPU is here whose kernels have a deterministic backward."""
+    """True if a GPU is here whose kernels have a deterministic backward."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 

@@ -9,7 +9,7 @@ import torch
 from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_SCALE, NOT_A_SIZE, NOT_A_TENSOR, Changed, Spec
 from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa
 from nsa_layer.rope import RotaryEmbedding
-from nsa_layer.testing import Case
+from nsa_tools.testing.cases import Case
 
 B, T, HQ, HKV, D, DV = 2, 20, 4, 2, 8, 6
 CONFIG = NSAConfig(block_size=4, q_tile=8, window_size=4)

@@ -1,4 +1,4 @@
-"""What is data compiles nothing: drawn cases of a kind ask for the kernels that one of them asked for."""
+"""Data compiles nothing: drawn cases of a kind ask for the kernels that one of them asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuzz import strategies
 from fuzz.case import Attention, Kind
 from fuzz.kinds import KINDS, passes_by_room
 from fuzz.properties.compiling import compiles
-from nsa_layer.kernel_cases import ENVIRONMENT
+from nsa_layer.compile_ahead import ENVIRONMENT
 
 FEW = 8  # kernels of a kind that is cut to fit, of which two or three are for what is around attention
 LONG = 300  # more than one block of any kernel
@@ -26,7 +26,7 @@ KEPT = ("kind", "window", "launch", "locks", "autograd")  # or whether they are 
 
 @pytest.fixture
 def keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[set]:
-    """What attention kernels are asked for, by key; none is compiled."""
+    """The keys of attention kernels that are asked for; none is compiled."""
     for name, value in (ENVIRONMENT[90] | {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}).items():
         monkeypatch.setenv(name, value)
     found: set = set()
@@ -54,7 +54,7 @@ def long(case: Attention, like: Attention) -> Attention:
 
 
 def cut_to_fit(kind: Kind) -> bool:
-    """Whether kernels depend on the sizes: how queries are shared out, or how many heads a CTA of backward walks."""
+    """True if kernels depend on the sizes: on how queries are shared out, or how many heads a CTA of backward walks."""
     return not kind.lists and (kind.mask == "compressed" or kind.mask == "window" and kind.Hq > kind.Hkv)
 
 

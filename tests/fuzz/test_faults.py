@@ -1,4 +1,4 @@
-"""What running out of memory may leave behind: steps that leave something are noticed, on a CPU."""
+"""Steps that leave something behind when memory runs out are noticed, on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuzz.canary import Guarded
 from fuzz.case import Attention, Kind
 from fuzz.properties.faults import Leaves, Step, layer_step, nth_allocation, survives_running_out
 from nsa_layer import NSAConfig
-from nsa_layer.testing import Case
+from nsa_tools.testing.cases import Case
 
 X = torch.arange(6.0) + 1
 

@@ -1,4 +1,4 @@
-"""What a run reports: counts, the smallest failure and its file, exit codes, hangs; and canaries, and growth."""
+"""The report of a run: counts, the smallest failure and its file, exit codes, hangs; and canaries, and growth."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fuzz.profiles import PROFILES
 from fuzz.prop import SM90, SM100, Property, Skip, properties
 from fuzz.run import Budget, Failure, run_property
 from nsa_layer import NSAConfig
-from nsa_layer.testing import Case
+from nsa_tools.testing.cases import Case
 
 
 def too_large(case: Edge) -> None:

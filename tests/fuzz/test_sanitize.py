@@ -1,4 +1,4 @@
-"""What is read from racecheck's reports, and kernels of which it is known whether they race; without a GPU."""
+"""Racecheck's reports are read right, and kernels are known to race or not; without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fuzz import hazards, sanitize
 from fuzz.attention import lists_for, make
 from fuzz.case import Attention
 from fuzz.hand_over import BARRIER, BULK, CONTROLS, LANES, SHUFFLE, STORES, SYNC, TENSOR
-from nsa_layer.kernel_cases import ENVIRONMENT
+from nsa_layer.compile_ahead import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE_SUBJECT = sanitize._compile  # which the stand-in leaves out
@@ -88,7 +88,7 @@ def test_what_controls_say() -> None:
 
 @pytest.mark.parametrize("case", [case for case in sanitize.CASES if isinstance(case, Attention)], ids=repr)
 def test_stages_are_filled_anew(case: Attention) -> None:
-    """What a stage held before is what races are about: a CTA of backward walks more rows than two stages hold."""
+    """Races are about the earlier content of a stage: a CTA of backward walks more rows than two stages hold."""
     kind, (rows, _) = case.kind, case.lengths[0]
     if kind.lists:
         lists = lists_for(make(case, "cpu"), True)

@@ -28,6 +28,8 @@ def test_it_works_from_the_root_and_from_elsewhere(environment, checkout, tmp_pa
     assert "T=1024 Hq=16 Hkv=2 D=64 Dv=64 float32" in printed and "cutlass-dsl" in printed
     refused = environment.run("-m", "nsa_layer", "inspect", "--head-dim", "0", cwd=checkout, status=2)
     assert "must be at least 1" in refused.stderr
+    refused = environment.run("-m", "nsa_layer", "bench", cwd=tmp_path, status=2)
+    assert refused.stderr == "bench needs the tools extra: pip install 'flash-attn-4[tools]'\n"
 
 
 def test_it_replaces_a_stock_copy_and_hides_behind_a_later_one(environment, checkout, upstream_wheel, unpack, tmp_path):

@@ -10,7 +10,7 @@ from stub_kernels import launches, stubbed_layer
 
 from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.rope import RotaryEmbedding
-from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=24)
 HALF = [torch.bfloat16, torch.float16]
@@ -67,7 +67,7 @@ def test_inputs_are_cast(backend: str, case: Case, dtype: torch.dtype, half: tor
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_backward_under_autocast(case: Case) -> None:
-    """Which multiplies nothing in half precision that forward did not."""
+    """It multiplies nothing in half precision that forward did not."""
     given = leaves(case, torch.float32)
     got = outcome(case, *given, "eager", torch.bfloat16, autocast=True, backward_too=True)
     assert_same_bits(got, outcome(case, *given, "eager", torch.bfloat16, autocast=False))

@@ -12,7 +12,7 @@ import torch
 from stub_kernels import LAUNCHED, stubs
 
 from nsa_layer import NSAConfig, autograd, inputs, shared_backward
-from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 OURS = ("flash_attn.cute", "nsa_layer")
 CONFIGS = [

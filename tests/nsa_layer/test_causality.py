@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nsa_layer import NSAConfig
-from nsa_layer.testing import BRANCHES, Case, assert_backward_causal, assert_forward_causal
+from nsa_tools.testing.assertions import assert_backward_causal, assert_forward_causal
+from nsa_tools.testing.cases import BRANCHES, Case
 
 SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=24)
 # Around the ends of blocks and tiles, and in their middle.

@@ -11,7 +11,7 @@ import torch
 from nsa_layer import NSAConfig, NSAttention, nsa, packing
 from nsa_layer.problem import Problem
 from nsa_layer.rope import RotaryEmbedding
-from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 pytestmark = pytest.mark.gpu
 

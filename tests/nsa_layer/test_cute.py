@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.testing import DIFFERENTIABLE, Case, assert_close_to_reference, make_inputs, run
+from nsa_tools.testing.assertions import assert_close_to_reference
+from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs, run
 
 pytestmark = pytest.mark.gpu
 

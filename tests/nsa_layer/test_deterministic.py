@@ -11,7 +11,7 @@ from stub_kernels import launches, stubbed_layer, stubs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_layer import NSAConfig, nsa, support
-from nsa_layer.testing import Case, make_inputs, run
+from nsa_tools.testing.cases import Case, make_inputs, run
 
 # Operators that add through atomics, or in an order that changes, on CUDA tensors of floating point.
 UNORDERED = ("index_add", "scatter_add", "scatter_reduce", "index_put", "put", "cumsum", "histc", "bincount")
@@ -66,7 +66,7 @@ def told(*, warn_only: bool = False) -> Iterator[None]:
 
 
 def step(config: NSAConfig, forward: AbstractContextManager, backward: AbstractContextManager) -> list:
-    """What a step of the layer launches, with each half in a context of its own."""
+    """The launches of a step of the layer, with each half in a context of its own."""
     inputs = make_inputs(Case(T=300, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16))
     q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
 

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, eager, select
 from nsa_layer.problem import Aux
-from nsa_layer.testing import Case, assert_close_to_reference, make_inputs, run
+from nsa_tools.testing.assertions import assert_close_to_reference
+from nsa_tools.testing.cases import Case, make_inputs, run
 
 SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=40)
 SEED = NSAConfig.seed(block_size=16, block_counts=4, q_tile=32, window_size=40)

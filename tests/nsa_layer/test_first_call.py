@@ -1,4 +1,4 @@
-"""What a process imports for its first calls: nothing that only compiling needs, if the kernels are compiled."""
+"""The first calls of a process import nothing that only compiling needs, if the kernels are compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import nsa_layer
 assert "cutlass" not in sys.modules, "imported with the layer"
 from stub_kernels import LAUNCHED, stubs
 from nsa_layer import NSAConfig
-from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 import flash_attn.cute.interface
 import nsa_layer.autograd as autograd

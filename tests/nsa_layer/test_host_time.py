@@ -1,4 +1,4 @@
-"""What the host does for a call: the same launches every time, few microseconds, and no waiting for the device."""
+"""The host's work for a call: the same launches every time, few microseconds, and no waiting for the device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from stub_kernels import launches, stubs
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.measure import peak_bytes
 from nsa_layer.packing import Packing
 from nsa_layer.problem import Problem
-from nsa_layer.testing import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.measure.peak_memory import peak_bytes
+from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 WINDOW = 200
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, nsa, reference, row_oracle
+from nsa_layer import NSAConfig, nsa, reference
 from nsa_layer.compress import mean_pool
 from nsa_layer.select import tile_queries
+from nsa_tools.testing import row_oracle
 
 Tensor = torch.Tensor
 

@@ -17,7 +17,7 @@ from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.packing import Packing, starts_on
 from nsa_layer.problem import Problem
 from nsa_layer.rope import RotaryEmbedding
-from nsa_layer.testing import LSES, Case, Inputs, make_inputs, run, spoilt
+from nsa_tools.testing.cases import LSES, Case, Inputs, make_inputs, run, spoilt
 
 SMALL = NSAConfig(block_size=16, block_counts=6, q_tile=32, window_size=24)
 LENGTHS = (33, 0, 1, 15, 16, 130, 0)

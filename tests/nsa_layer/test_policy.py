@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
-from nsa_layer.measure import peak_bytes
 from nsa_layer.policy import Sizes, predict, schedule
-from nsa_layer.testing import DIFFERENTIABLE, Case, assert_close_to_reference, make_inputs
+from nsa_tools.measure.peak_memory import peak_bytes
+from nsa_tools.testing.assertions import assert_close_to_reference
+from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 CPU = torch.device("cpu")
 SIZES = Sizes(tokens=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, block_stride=64, q_tile=128, list_width=16)

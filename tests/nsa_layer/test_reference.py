@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
-from nsa_layer.testing import BRANCHES, DIFFERENTIABLE, Case, make_inputs, run
+from nsa_tools.testing.cases import BRANCHES, DIFFERENTIABLE, Case, make_inputs, run
 
 TINY = NSAConfig(block_size=4, block_counts=3, q_tile=8, window_size=5)
 
 
 def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int]]:
-    """Which keys query t sees in each branch, by the words of the definition; blocks: the list of its tile."""
+    """The keys that query t sees in each branch, by the words of the definition; blocks: the list of its tile."""
     config, T = case.config, case.T
     tokens = [s for j in blocks.tolist() if j >= 0 for s in range(j * config.block_size, (j + 1) * config.block_size)]
     compressed = range((T - config.block_size) // config.stride + 1) if T >= config.block_size else range(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig
-from nsa_layer.testing import BRANCHES, Case, Inputs, make_inputs, run
+from nsa_tools.testing.cases import BRANCHES, Case, Inputs, make_inputs, run
 
 SMALL = NSAConfig.seed(block_size=8, block_counts=3, q_tile=32, window_size=11)
 DEFAULT = NSAConfig.seed(block_counts=3, window_size=100)

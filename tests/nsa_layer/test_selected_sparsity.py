@@ -1,4 +1,4 @@
-"""What the kernels of the selected branch are handed: every query sees the listed blocks, in a batch and in a pack."""
+"""The lists of the selected branch's kernels: every query sees the listed blocks, in a batch and in a pack."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_pack_shows_exactly_the_choice(options: dict, backward: bool, causal: 
 
 
 def test_whose_mask_it_is(hopper: bool) -> None:
-    """Where tiles hold nothing but listed blocks no mask_mod is asked, but for Blackwell's causal edge."""
+    """No mask_mod is asked in tiles that hold nothing but listed blocks, but for Blackwell's causal edge."""
     config = NSAConfig(block_size=128, block_counts=3, q_tile=256)
     choice = packed_choice(config, 2, (700,))[None]
     for causal in (True, False):
@@ -152,3 +152,14 @@ def test_passes_are_known_before_lists_are(hopper: bool, Hq: int, block_size: in
     config = NSAConfig(block_size=block_size, deterministic=deterministic)
     two = branches.takes_two_passes(q, v, Problem(config, True, 1.0, None))
     assert two == (hopper and (block_size == 64 or deterministic))
+
+
+@pytest.mark.parametrize("q_tile,rows", [(128, 256), (256, 256), (384, 768)])
+def test_a_list_entry_is_whole_kernel_tiles_and_whole_query_tiles(q_tile: int, rows: int) -> None:
+    from nsa_layer import branches
+
+    problem = Problem(NSAConfig(block_size=128, q_tile=q_tile), True, 1.0)
+    indices = torch.zeros(1, 1, problem.config.num_tiles(1000), 1, dtype=torch.int32)
+    sparsity = branches.selected_sparsity(indices, 1000, (4, 1), problem=problem, tile=(256, 128), backward=False)
+    assert sparsity.tensors.block_size == (rows, 128)
+    assert sparsity.tensors.mask_block_cnt.shape[2] == -(-1000 // rows)

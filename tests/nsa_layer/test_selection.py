@@ -1,4 +1,4 @@
-"""Which blocks are chosen: against the definition in plain Python, and that nothing else is attended to."""
+"""The choice of blocks: against the definition in plain Python, and that nothing else is attended to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig
-from nsa_layer.testing import Case, Inputs, assert_same_choice, make_inputs, run
+from nsa_tools.testing.assertions import assert_same_choice
+from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=5, q_tile=16, window_size=8)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 # Workers, which run functions of this file, know neither folder.
 sys.path += [str(Path(__file__).parents[1] / "flash_attn"), str(Path(__file__).parent)]
@@ -65,12 +67,18 @@ def fake_data(setup: Setup) -> shared_calls.Data:
             for backward, tile in enumerate((branches.forward_tile, branches.backward_tile))
         )  # fmt: skip
     cu_seqlens = None if lengths is None else torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
-    both = (sparsity.to_empty(torch.device("cuda", 0)) for sparsity in (of_keys, of_queries))
+    both = map(on_gpu, (of_keys, of_queries))
     return shared_calls.Data(setup, q, k, v, k_cmp, v_cmp, do, (q, k, v), chosen, cu_seqlens, *both)
 
 
+def on_gpu(sparsity):
+    """Lists of the same shapes on a GPU, with nothing in them: enough to compile."""
+    like = partial(tree_map_only, torch.Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"))
+    return replace(sparsity, tensors=like(sparsity.tensors), aux_tensors=like(sparsity.aux_tensors))
+
+
 def agreement(options: dict) -> tuple[int, int, int]:
-    """How many accumulators of dq, and of dk, the calls need, and the rows of a tile of row sums; in a worker."""
+    """The counts of accumulators of dq and of dk, and the rows of a tile of row sums; in a worker."""
     from nsa_layer.shared_backward import backward_layouts
 
     setup = Setup(**options)

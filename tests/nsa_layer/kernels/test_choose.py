@@ -14,7 +14,8 @@ from fa_compile import Worker
 from nsa_layer import NSAConfig
 from nsa_layer.compress import mean_pool
 from nsa_layer.select import choose_blocks, tile_queries
-from nsa_layer.testing import Case, Inputs, assert_same_choice, make_inputs
+from nsa_tools.testing.assertions import assert_same_choice
+from nsa_tools.testing.cases import Case, Inputs, make_inputs
 
 SMALL = NSAConfig(block_size=8, block_counts=5, q_tile=16, window_size=8)
 HALF = Case(T=1024, Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=SMALL)

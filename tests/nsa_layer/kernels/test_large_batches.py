@@ -4,28 +4,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from fa_compile import Worker, recorded_grids
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.kernel_cases import compile_case, covering_cases
-
-# The layer's own kernels, among them those that make block lists; attention's are in tests/flash_attn.
-CASES = {i: case for i, case in enumerate(covering_cases()) if case.branch in ("own", "slc") and not case.packed}
+from nsa_layer.compile_ahead import make_call
+from nsa_tools.testing.covering_calls import covering_calls
 
 
-def grids_of_case(index: int) -> list[tuple[int | None, ...]]:
-    with recorded_grids() as grids:
-        compile_case(covering_cases()[index])
-    return grids
+def grids_of_calls(arch: int) -> list[tuple[str, list[tuple[int | None, ...]]]]:
+    """The grids of calls of equal lengths, of the layer's own kernels and of attention's, call by call."""
+    from nsa_layer.kernels import launch
+
+    found = []
+    launch.forget()
+    for call in covering_calls(arch, strength=1):
+        with recorded_grids() as grids:
+            make_call(replace(call, lengths=None))
+        found.append((repr(call), grids))
+    return found
 
 
-@pytest.mark.parametrize("index", CASES)
-def test_only_the_first_dimension_of_a_grid_grows(_kernel_workers: Callable[[str], Worker], index: int) -> None:
-    grids = _kernel_workers(f"sm_{CASES[index].arch}").trace(grids_of_case, index)
-    assert all(None not in grid[1:] for grid in grids), CASES[index]
+@pytest.mark.parametrize("arch", [90, 100])
+def test_only_the_first_dimension_of_a_grid_grows(_kernel_workers: Callable[[str], Worker], arch: int) -> None:
+    found = _kernel_workers(f"sm_{arch}").trace(grids_of_calls, arch)
+    assert sum(len(grids) for _, grids in found) > 30
+    for call, grids in found:
+        assert all(None not in grid[1:] for grid in grids), call
 
 
 SHORT = NSAConfig(block_size=32, q_tile=128, block_counts=4, window_size=64)

@@ -1,1 +1,0 @@
-"""One module for each command of `python -m nsa_layer`; each has `main(argv) -> exit status`."""

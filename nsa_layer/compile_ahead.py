@@ -1,0 +1,213 @@
+"""Names the kernels that a call of `nsa` launches, and compiles them, from shapes alone and without a GPU.
+
+The call is made with fake tensors, which launch nothing. For the names, every lookup in the kernel cache finds a
+stand-in, so that takes a second. Each kernel is then compiled by the same call, in which all other lookups find one;
+any process can do that for any of them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.policy import MemoryPolicy, Sizes, schedule
+from nsa_layer.problem import Problem
+
+# The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
+ENVIRONMENT = {
+    90: {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"},
+    100: {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"},
+}
+UNLINKED = "not linked with support for cuda"
+
+Found = Callable[[object, object, str], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallShape:
+    """A call of `nsa` without its tensors.
+
+    Attributes:
+        T: tokens of a sequence; of all sequences if packed.
+        lengths: of packed sequences; None for a batch.
+        policy: without a budget all heads go in one group, whatever the GPU has free.
+        gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
+        projected: with ``compress_k_weight`` and ``compress_v_weight``.
+        backward: backward too.
+    """
+
+    B: int
+    T: int
+    Hq: int
+    Hkv: int
+    D: int
+    Dv: int
+    dtype: torch.dtype
+    config: NSAConfig
+    lengths: tuple[int, ...] | None = None
+    policy: MemoryPolicy = MemoryPolicy()
+    causal: bool = True
+    gate: str = "weight"
+    projected: bool = False
+    backward: bool = True
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By argument of `nsa`: q, k and v [B, T, H, D], or [total, H, D] if packed, and the weights."""
+        tokens = (self.B, self.T) if self.lengths is None else (self.T,)
+        found = dict(q=(*tokens, self.Hq, self.D), k=(*tokens, self.Hkv, self.D), v=(*tokens, self.Hkv, self.Dv))
+        if self.gate == "weight":
+            found["gate_weight"] = (self.Hq, 3, self.D)
+        if self.gate == "given":
+            found["gates"] = (*tokens, self.Hq, 3)
+        if self.projected:
+            found |= dict(compress_k_weight=(self.Hkv, self.D, self.D), compress_v_weight=(self.Hkv, self.Dv, self.Dv))
+        return found
+
+    def problem(self) -> Problem:
+        """The static side of the call, as backends take it."""
+        return Problem(self.config, self.causal, self.D**-0.5, self.lengths)
+
+    def sizes(self) -> Sizes:
+        """The sizes that predictions of memory depend on."""
+        shapes = self.tensor_shapes()
+        q, v = (torch.empty(shapes[name], dtype=self.dtype, device="meta") for name in "qv")
+        return Sizes.of(q, v, problem=self.problem(), gated=self.gate != "none", needs_grad=self.backward)
+
+
+def kernel_names(call: CallShape) -> list[str]:
+    """The call's kernels, each as folder and file in the cache, in the order of their launches.
+
+    The process must have a target's `ENVIRONMENT`, for `compile_kernel` too.
+
+    Raises:
+        RuntimeError: kernels are not kept on disk.
+    """
+    names: dict[str, None] = {}
+
+    def found(cache: object, key: object, name: str) -> bool:
+        names[name] = None
+        return True
+
+    with _lookups(found):
+        make_call(call)
+    return list(names)
+
+
+def compile_kernel(call: CallShape, name: str) -> float | None:
+    """Compile one of the call's kernels unless the cache has it, and return the seconds it took, or None.
+
+    Raises:
+        RuntimeError: the call has no such kernel, or it could not be written.
+    """
+    files = []
+
+    def found(cache: object, key: object, asked: str) -> bool:
+        if asked == name and not files:
+            files.append(cache.cache_path / f"{name.split('/')[1]}.o")
+            files.append(files[0].exists())
+        return asked != name
+
+    begin = time.perf_counter()
+    with _lookups(found):
+        make_call(call)
+    if not files:
+        raise RuntimeError(f"the call asks for no kernel {name}")
+    if not files[0].exists():
+        raise RuntimeError(f"compiled, but not written to {files[0].parent}")
+    return None if files[1] else time.perf_counter() - begin
+
+
+class _StandIn:
+    """Stands for a kernel that is never launched."""
+
+    def __call__(self, *arguments: object, **named: object) -> None:
+        raise RuntimeError("a stand-in was launched")
+
+
+@contextmanager
+def _lookups(found: Found) -> Iterator[None]:
+    """While entered, the cache holds a stand-in for every kernel for which ``found(cache, key, name)`` is true."""
+    from flash_attn.cute import cache_utils
+    from nsa_layer.kernels import launch
+
+    kind, stand_in, placed = cache_utils.JITPersistentCache, _StandIn(), []
+    if not isinstance(cache_utils.get_jit_cache(), kind):
+        raise RuntimeError("kernels are not kept on disk: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is off, or see above")
+    looks_up = kind.__contains__
+
+    def contains(cache: cache_utils.JITPersistentCache, key: object) -> bool:
+        if not found(cache, key, f"{cache.cache_path.name}/{cache._key_to_hash(key)}"):
+            return looks_up(cache, key)
+        if key not in cache.cache:
+            cache.cache[key] = stand_in
+            placed.append((cache, key))
+        return True
+
+    kind.__contains__ = contains
+    launch.forget()
+    try:
+        yield
+    finally:
+        kind.__contains__ = looks_up
+        launch.forget()
+        for cache, key in placed:
+            del cache.cache[key]
+
+
+class _Unlinked(TorchFunctionMode):
+    """Lets PyTorch without CUDA run operators on fake GPU tensors: those that it refuses run on meta tensors."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if UNLINKED not in str(error):
+                raise
+        if re.search("[^_]_$", function.__name__):  # in place
+            return args[0]
+        if "out" in kwargs:
+            return kwargs["out"]
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: _like(x, "meta"), (args, kwargs))
+        return tree_map_only(torch.Tensor, lambda x: _like(x, "cuda"), function(*args, **kwargs))
+
+
+def _like(x: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+
+def make_call(call: CallShape) -> None:
+    """Make the call with fake tensors: kernels that no cache has are compiled, and nothing is launched.
+
+    Of groups of heads of one size, which ask for the same kernels, one is made.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from nsa_layer import heads
+    from nsa_layer.packing import Packing
+
+    problem, dtype = call.problem(), call.dtype
+    plan = schedule(call.sizes(), call.policy, torch.device("cpu"))
+    with FakeTensorMode(), _Unlinked(), torch.no_grad():
+        given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
+        arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+        inputs = heads.Inputs(*map(given.get, arguments), Packing.of(problem, given["q"].device))
+        for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
+            group = inputs.heads(first, end)
+            o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
+            kept = heads.forward(group, o, problem=problem, kept=plan.kept)
+            if call.backward:
+                into = (torch.empty_like(x) for x in group[:3])
+                heads.backward(group, kept, torch.empty_like(o), *into, problem=problem)
+
+
+def _fake(*size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="cuda")

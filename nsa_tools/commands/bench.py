@@ -1,0 +1,135 @@
+"""`python -m nsa_layer bench`: the layer and dense causal attention in the same run, forward, backward and both.
+
+CUDA events (a host clock on a CPU) after a warm-up; inputs rotate past the L2; the variants take turns; the tables show
+medians, and beside them the host's time for one call, peak memory, and the error of sampled rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from nsa_tools.commands.options import CommandParser, add_shape_options, backend_of, output_file, shapes, tokens
+from nsa_tools.measure.bench_run import Bench, Options
+from nsa_tools.measure.crossover import crossovers
+from nsa_tools.measure.first_call import seconds
+from nsa_tools.measure.timed_calls import VARIANTS
+from nsa_tools.report import bench_tables
+from nsa_tools.report.results import FAILED, FROM_SHORTER, provenance, read_bench, write_bench
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; 1 where something failed or is wrong."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.chart:
+        from nsa_tools.report import bench_chart  # noqa: F401  an extra that is not there should not end a long run
+    if given.read:
+        return _show_again(parser, given)
+    with parser.checks():
+        cases = shapes(given)
+        backend = [backend_of(shape, given.backend) for shape in cases][0]
+        for name in ("repeats", "dense_limit_seconds"):
+            if getattr(given, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(given, name)}")
+        if given.graph and not cases[0].device.startswith("cuda"):
+            raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
+        if given.crossover and "dense" not in given.variants:
+            raise ValueError(f"--crossover needs dense attention among --variants, got {' '.join(given.variants)}")
+    options = Options(
+        backend,
+        variants=tuple(name for name in VARIANTS if name in given.variants),
+        graph=given.graph,
+        repeats=given.repeats,
+        dense_limit=given.dense_limit_seconds,
+        error_rows=given.error_rows,
+    )
+    found = provenance("bench", argv, cases[0].device) | dict(backend=backend, config=asdict(cases[0].config))
+
+    def write(rows: list, **more: list) -> None:
+        if given.json:
+            write_bench(given.json, found, rows, **more)
+
+    if given.first_call:
+        try:
+            first = seconds(cases[0], backend)
+        except RuntimeError as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
+        write([], first_call=first)
+        shown = ", ".join(f"{taken:.2f}" for taken in first)
+        print(f"first call of a process, {cases[0].describe()}: {shown} s in one process after the other")
+        return 0
+    bench, crossing = Bench(options), []
+    for shape in () if given.crossover else cases:
+        bench.run(shape)
+        write(bench.rows)
+    if given.crossover:
+        crossing = crossovers(cases[0], options, high=given.crossover)
+        write([], crossovers=crossing)
+    _show(bench.rows, crossing, found["environment"], given.chart, f"{backend}, {cases[0].config}")
+    bad = [row for row in bench.rows if row.status == FAILED or (row.detail or "").startswith("WRONG")]
+    return 1 if bad else 0
+
+
+def _show(rows: list, crossing: list, environment: dict, chart: Path | None, title: str) -> None:
+    """Print the tables and draw the chart."""
+    scaled = "(from T=...): not measured; the time at that length times the ratio of query-key pairs. *: against it."
+    tables = [
+        bench_tables.times(rows) if rows else "",
+        scaled if any(row.status == FROM_SHORTER for row in rows) else "",
+        bench_tables.notes(rows),
+        bench_tables.crossovers(crossing),
+    ]
+    print("\n\n".join([f"{environment.get('gpu') or 'CPU'}: {title}", *filter(None, tables)]))
+    if chart and rows:
+        from nsa_tools.report.bench_chart import draw
+
+        print("\n" + "\n".join(str(path) for path in draw(rows, environment, chart)))
+
+
+def _show_again(parser: CommandParser, given: argparse.Namespace) -> int:
+    try:
+        found = [read_bench(path) for path in given.read]
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    rows, crossing = ([one for file in found for one in file[part]] for part in (1, 2))
+    title = "; ".join(document["command"] for document, _, _ in found)
+    _show(rows, crossing, found[0][0]["environment"], given.chart, title)
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("bench", __doc__)
+    add_shape_options(parser, seqlen=[8192, 65536, 262144] if torch.cuda.is_available() else [2048])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs instead of launching")
+    parser.add_argument("--repeats", type=int, default=7, help="timings whose median is shown (default: 7)")
+    parser.add_argument(
+        "--dense-limit-seconds",
+        type=float,
+        default=120.0,
+        help="where one timing of dense attention would take longer, a shorter length is measured, and its time, "
+        "scaled and marked, is shown (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--error-rows", type=int, default=32, help="queries whose output is compared with fp64 (default: 32; 0: none)"
+    )
+    parser.add_argument(
+        "--crossover",
+        type=tokens,
+        nargs="?",
+        const=65536,
+        metavar="T",
+        help="find the length up to T tokens (default: 65536) from which on the layer is no slower than dense",
+    )
+    parser.add_argument(
+        "--first-call", action="store_true", help="time the first call of a process, in processes of their own"
+    )
+    parser.add_argument("--chart", type=output_file, help="also draw this file, as PNG and as SVG")
+    parser.add_argument("--from", dest="read", type=Path, nargs="+", help="show these JSON files, measure nothing")
+    return parser

@@ -1,0 +1,57 @@
+"""`python -m nsa_layer check`: sampled rows and gradients of one call of any length against an oracle in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, backend_of, shapes
+from nsa_tools.report.files import write_json
+from nsa_tools.report.tables import gib, markdown
+from nsa_tools.testing.sampled_check import Report, Samples, check
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; 1 where something is wrong."""
+    parser = CommandParser("check", __doc__)
+    add_shape_options(parser, seqlen=[65536] if torch.cuda.is_available() else [512])
+    add_ungated(parser)
+    parser.add_argument("--rows", type=int, default=128, help="sampled queries of a sequence, all heads (default: 128)")
+    parser.add_argument("--keys", type=int, default=64, help="sampled keys of a sequence (default: 64)")
+    parser.add_argument("--tiles", type=int, default=32, help="tiles whose lists are checked (default: 32)")
+    given = parser.parse_args(argv)
+    with parser.checks():
+        cases = shapes(given)
+        backends = [backend_of(shape, given.backend) for shape in cases]
+        counts = given.rows, given.keys, given.tiles
+        if min(counts) < 1:
+            raise ValueError(f"--rows, --keys and --tiles must be at least 1, got {counts}")
+    reports = []
+    for shape, backend in zip(cases, backends):
+        reports.append(check(shape, backend, samples=Samples(*counts)))
+        print(as_text(reports[-1]), flush=True)
+        if given.json:
+            write_json(given.json, [asdict(report) | {"ok": report.ok} for report in reports])
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def as_text(report: Report) -> str:
+    """A heading, a table, peaks, and the outcome."""
+    rows = [
+        [v.name, v.sampled, f"{v.error:.3g}", f"{v.eager_error:.3g}", f"{v.of_limit:.2f}", at, "" if v.ok else "WRONG"]
+        for v in report.verdicts
+        for at in [f"{v.at:,}" if v.at >= 0 else ""]
+    ]
+    header = ["tensor", "sampled", "max error", "eager's", "of its limit", "at token", ""]
+    lines = [f"{report.backend}, {report.shape}", "", markdown(header, rows, left=2), ""]
+    if report.peak_bytes is not None:
+        peaks = {
+            "forward": report.forward_peak_bytes,
+            "whole call": report.peak_bytes,
+            "reserved": report.reserved_bytes,
+        }
+        shown = ", ".join(f"{name} {gib(peak, '.2f')} GiB" for name, peak in peaks.items())
+        lines.append(f"peak, inputs included: {shown}")
+    lines += [f"{v.name}: {v.note}" for v in report.verdicts if v.note]
+    return "\n".join([*lines, "passed" if report.ok else "FAILED", ""])

@@ -1,0 +1,185 @@
+"""`python -m nsa_layer compile`: compile kernels into the kernel cache without a GPU, and say which fail.
+
+With --seqlen all kernels that calls of one shape launch, which then find them there; without it those of calls that
+cover the options of the layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, as_completed, wait
+from dataclasses import dataclass, fields, replace
+
+from tqdm import tqdm
+
+from nsa_layer.compile_ahead import ENVIRONMENT, compile_kernel, kernel_names
+from nsa_layer.fork import fork_status
+from nsa_layer.support import Request, missing_feature
+from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, output_file, shapes
+from nsa_tools.report.tables import markdown
+from nsa_tools.shape import Shape
+from nsa_tools.testing.covering_calls import all_calls, covering_calls
+
+MULTIPROCESSORS = "FLASH_ATTENTION_NUM_SMS"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A kernel of a call, with the seconds it took, None where the cache had it, or the error."""
+
+    arch: int
+    kernel: str
+    call: Shape
+    seconds: float | None = None
+    error: str | None = None
+
+
+def main(argv: list[str]) -> int:
+    """Compile, and return 0 if everything compiled, 1 if a kernel failed."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    with parser.checks():
+        _check(options, parser)
+        calls = {arch: _calls(arch, options) for arch in options.arch}
+    status = fork_status()
+    if status.kind != "patched":
+        parser.error(f"{status.detail}; {status.remedy}")
+    try:
+        outcomes = [outcome for arch in calls for outcome in compile_calls(arch, calls[arch], jobs=options.jobs)]
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        parser.error(str(error))
+    failed = [outcome for outcome in outcomes if outcome.error]
+    for outcome in failed:
+        print(f"{outcome.kernel} of {outcome.call}\n    {outcome.error}", file=sys.stderr)
+    text = summary(outcomes)
+    if options.seqlen is not None:
+        print("\n".join(call.describe() for call in calls[options.arch[0]]) + "\n")
+    print(text)
+    if options.table:
+        command = "make compile-all" if options.all else "python -m nsa_layer compile"
+        options.table.write_text(
+            f"# Kernels that compile\n\nMade by `{command}`; seconds are wall time, several at once.\n\n{text}\n"
+        )
+    return 1 if failed else 0
+
+
+def compile_calls(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Outcome]:
+    """Compile each kernel of the calls once, in so many processes; yields outcomes as they come.
+
+    Raises:
+        RuntimeError: kernels are not kept on disk.
+    """
+    # Parts of an architecture differ in their number of multiprocessors.
+    target = ENVIRONMENT[arch] | {name: os.environ[name] for name in (MULTIPROCESSORS,) if name in os.environ}
+    spawn = multiprocessing.get_context("spawn")
+    with _environment(target), ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        named: dict[str, Shape] = {}
+        for call in calls:
+            named |= {name: call for name in pool.submit(kernel_names, call).result() if name not in named}
+        futures = [pool.submit(_attempt, Outcome(arch, name, call)) for name, call in named.items()]
+        try:
+            for future in tqdm(as_completed(futures), total=len(futures), unit="kernel", desc=f"sm_{arch}a"):
+                yield future.result()
+        finally:  # where the caller stops early, what has not begun is given up
+            for future in futures:
+                future.cancel()
+            wait(futures, return_when=FIRST_EXCEPTION)
+
+
+def _attempt(kernel: Outcome) -> Outcome:
+    """In a worker: any error of the compiler is the outcome of this kernel."""
+    warnings.simplefilter("ignore")
+    try:
+        return replace(kernel, seconds=compile_kernel(kernel.call, kernel.kernel))
+    except Exception as error:  # the compiler raises many kinds
+        return replace(kernel, error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """A table by architecture and kernel: how many variants compiled, were in the cache, and failed; the slowest."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault((f"sm_{outcome.arch}a", outcome.kernel.split("/")[0]), []).append(outcome)
+    rows = []
+    for key, group in sorted(groups.items()):
+        failed = sum(outcome.error is not None for outcome in group)
+        seconds = [outcome.seconds for outcome in group if outcome.seconds is not None]
+        slowest = f"{max(seconds):.1f}" if seconds else ""
+        rows.append([*key, len(seconds), len(group) - len(seconds) - failed, failed, slowest])
+    return markdown(["target", "kernel", "compiled", "in the cache already", "failed", "slowest (s)"], rows, left=2)
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables for processes that start while it is entered."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+def _field(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or name not in {field.name for field in fields(Shape)}:
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE with a field of Shape")
+    return name, value
+
+
+def _check(options: argparse.Namespace, parser: CommandParser) -> None:
+    """Raise ValueError for options that do not go together."""
+    if options.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
+    changed = {name for name, value in vars(options).items() if value != parser.get_default(name)}
+    of_cover, of_both = {"all", "only", "table"}, {"arch", "jobs", "seqlen"}
+    if options.seqlen is not None and (cover := sorted(changed & of_cover)):
+        raise ValueError(f"--{cover[0]} is for calls that cover the options, --seqlen for calls of one shape")
+    if options.seqlen is None and (of_calls := sorted(changed - of_cover - of_both)):
+        raise ValueError(f"--{of_calls[0].replace('_', '-')} needs --seqlen: the length of the calls")
+
+
+def _calls(arch: int, options: argparse.Namespace) -> list[Shape]:
+    """The calls that were asked for.
+
+    Raises:
+        ValueError, NotImplementedError: there is none, a size does not fit, or the kernels lack something.
+    """
+    if options.seqlen is None:
+        among = all_calls(arch) if options.all else covering_calls(arch)
+        calls = [call for call in among if all(str(getattr(call, name)) == value for name, value in options.only)]
+        if not calls:
+            asked = " ".join(f"{name}={value}" for name, value in options.only)
+            where = "all calls" if options.all else "the covering set; --all looks among all calls"
+            raise ValueError(f"no call for sm_{arch} has {asked} in {where}")
+        return calls
+    calls = shapes(options)
+    one = calls[0]
+    missing = missing_feature(Request(arch, one.dtype, one.D, one.Dv, one.config, one.backward))
+    if missing is not None:
+        raise NotImplementedError(f"sm_{arch}: the kernels do not support {missing}; --arch names others")
+    return calls
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("compile", __doc__)
+    parser.add_argument(
+        "--all", action="store_true", help="calls with all combinations of options; default: with every pair"
+    )
+    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(ENVIRONMENT), default=sorted(ENVIRONMENT))
+    only = dict(type=_field, nargs="+", default=[], metavar="FIELD=VALUE")
+    parser.add_argument("--only", **only, help="of those calls the ones with such fields: D=64 causal=False")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
+    parser.add_argument("--table", type=output_file, help="also write the summary to this Markdown file")
+    calls = parser.add_argument_group("kernels of calls of one shape instead; --seqlen asks for them")
+    add_shape_options(calls, seqlen=None, runs=False)
+    add_ungated(calls)
+    calls.add_argument("--compress-weights", action="store_true", help="with compress_k_weight and compress_v_weight")
+    return parser

@@ -1,0 +1,139 @@
+"""`python -m nsa_layer inspect`: print versions, patches, supported features, and the backend that a shape takes.
+
+This is what a bug report needs; it works without the tools extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+
+import torch
+
+from nsa_layer import support
+from nsa_layer.config import NSAConfig
+from nsa_layer.fork import fork_status
+from nsa_tools.commands.options import CommandParser, tokens
+from nsa_tools.report.results import PACKAGES, version_of
+from nsa_tools.shape import DTYPES
+
+DISTRIBUTIONS = {name: name for name in ("torch", "triton", "torch-c-dlpack-ext")} | PACKAGES
+FORK = ("kind", "pin", "version", "location", "detail", "remedy", "patches")
+
+Section = dict[str, object]
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; 1 where --require-patched finds another flash_attn.cute."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    given.head_dim_v = given.head_dim if given.head_dim_v is None else given.head_dim_v
+    if min(given.heads, given.kv_heads, given.head_dim, given.head_dim_v, given.seqlen) < 1:
+        parser.error("heads, dimensions and sequence length must be at least 1")
+    status = fork_status()
+    report = {
+        "versions": versions(),
+        "device": device(),
+        "flash_attn.cute": {name: getattr(status, name) for name in FORK if getattr(status, name)},
+        "support": _or_error(support_table),
+        "shape": _or_error(lambda: shape(given)),
+    }
+    print(json.dumps(report, indent=2) if given.json else _as_text(report))
+    if given.require_patched and status.kind != "patched":
+        print(f"flash_attn.cute is {status.kind}: {status.detail}\nremedy: {status.remedy}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser("inspect", __doc__)
+    parser.add_argument(
+        "--require-patched", action="store_true", help="exit 1 where flash_attn.cute is stock, stale or missing"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads (default: 32)")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="key/value heads (default: 8)")
+    parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="of q and k (default: 128)")
+    parser.add_argument("--head-dim-v", type=int, metavar="N", help="of v (default: --head-dim)")
+    parser.add_argument("--seqlen", type=tokens, default=8192, metavar="N", help="tokens, such as 64K (default: 8K)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: bf16")
+    return parser
+
+
+def versions() -> Section:
+    """Python's, CUDA's and the packages' versions; None for what is not there."""
+    found: Section = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
+    for name, distribution in DISTRIBUTIONS.items():
+        found[name] = version_of(distribution)
+    return found | {"cuda": torch.version.cuda}
+
+
+def device() -> Section:
+    """The GPU at hand, and what the environment names in its place."""
+    found: Section = {"gpu": None, "architecture": None}
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        found = {"gpu": torch.cuda.get_device_name(), "architecture": f"sm_{major}{minor}"}
+    return found | {key: os.environ[key] for key in ("FLASH_ATTENTION_ARCH", "CUTE_DSL_ARCH") if key in os.environ}
+
+
+def support_table() -> Section:
+    """The header and the rows of the table of supported features."""
+    header = ["feature", *(f"cute sm_{arch}" for arch in support.ARCHITECTURES), "eager", "reference"]
+    rows = [
+        [f.name, *("yes" if arch in f.archs else "no" for arch in support.ARCHITECTURES), "yes", "yes"]
+        for f in support.FEATURES
+    ]
+    return {"header": header, "rows": rows}
+
+
+def shape(given: argparse.Namespace) -> Section:
+    """The backend that a training step of the shape takes by default, and why."""
+    dtype, D, Dv = DTYPES[given.dtype], given.head_dim, given.head_dim_v
+    static = dict(dtype=getattr(torch, dtype), D=D, Dv=Dv, config=NSAConfig())
+    backend, reason = explain_backend(Hq=given.heads, Hkv=given.kv_heads, arch=support.device_arch(), **static)
+    asked = f"T={given.seqlen} Hq={given.heads} Hkv={given.kv_heads} D={D} Dv={Dv} {dtype}"
+    return {"asked": asked, "backend": backend, "reason": reason}
+
+
+def explain_backend(
+    *, dtype: torch.dtype, D: int, Dv: int, Hq: int, Hkv: int, config: NSAConfig, arch: int
+) -> tuple[str, str]:
+    """The backend that a training step of this shape takes by default on an architecture, and why."""
+    if Hq % Hkv:
+        return "none", f"{Hq} query heads are no multiple of {Hkv} key/value heads"
+    if support.kernel_family(arch) not in support.ARCHITECTURES:
+        return "eager", f"no kernels for sm_{arch}" if arch else "no GPU"
+    missing = support.missing_feature(support.Request(arch, dtype, D, Dv, config, needs_grad=True))
+    if missing is None:
+        return "cute", f"kernels for sm_{support.kernel_family(arch)}"
+    return "none", f"the kernels lack {missing}; backend='eager' has to be named"
+
+
+def _or_error(section: Callable[[], Section]) -> Section:
+    """A section of the report, or the error that it raised: the rest of a bug report is worth having without it."""
+    try:
+        return section()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _as_text(report: dict[str, Section]) -> str:
+    out: list[str] = []
+    for title, values in report.items():
+        out.append(title)
+        if "rows" in values:
+            lines = [values["header"], *values["rows"]]
+            widths = [max(map(len, column)) for column in zip(*lines)]
+            out += ["  " + "  ".join(map(str.ljust, cells, widths)).rstrip() for cells in lines]
+        else:
+            width = max(map(len, values))
+            for key, value in values.items():
+                for number, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                    out.append(f"  {key if not number else '':{width}}  {item if item is not None else '-'}")
+        out.append("")
+    return "\n".join(out).rstrip()

@@ -1,0 +1,145 @@
+"""Parsers of the command line, and the options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from nsa_layer import support
+from nsa_layer.config import NSAConfig
+from nsa_layer.policy import RECOMPUTE, MemoryPolicy
+from nsa_tools.shape import DTYPES, Shape, long_tailed, usable_device
+
+DEFAULTS = NSAConfig()
+CONFIG_OPTIONS = ("block_size", "block_counts", "q_tile", "window_size")
+# (query heads, key/value heads) of the documented measurements.
+PRESETS = {"A": (32, 8), "B": (64, 4)}
+UNITS = {"K": 1 << 10, "M": 1 << 20}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command; bad arguments exit with status 2 and one line that says what is wrong."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(f"python -m nsa_layer {command}", description=description, allow_abbrev=False)
+        self.command = command
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.command}: {message}\n")
+
+    @contextmanager
+    def checks(self) -> Iterator[None]:
+        """Errors of arguments that the body finds are errors of the command line."""
+        try:
+            yield
+        except (ValueError, NotImplementedError) as error:
+            self.error(str(error))
+
+
+def tokens(text: str) -> int:
+    """A number of tokens: 65536, 64K or 1M."""
+    unit = UNITS.get(text[-1:].upper(), 1)
+    try:
+        return int(text if unit == 1 else text[:-1]) * unit
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 65536, 64K or 1M") from None
+
+
+def output_file(text: str) -> Path:
+    """A path that can be written, checked before minutes of work that would be lost."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder, expected a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {str(path.parent)!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
+    return path
+
+
+def add_shape_options(parser: argparse._ActionsContainer, *, seqlen: list[int] | None, runs: bool = True) -> None:
+    """The options that `shapes` reads; sizes are counts, lengths are in tokens.
+
+    Args:
+        seqlen: the default lengths.
+        runs: the command makes calls and writes what it finds. Otherwise calls are those of a GPU.
+    """
+
+    def add(flag: str, help: str, **options: object) -> None:
+        default = options.get("default")
+        parser.add_argument(flag, help=help if default is None else f"{help} (default: {default})", **options)
+
+    add("--seqlen", "lengths, in tokens, such as 64K", type=tokens, nargs="+", default=seqlen)
+    add("--batch", "sequences", type=int, default=1)
+    add("--packed", "N packed sequences of uneven lengths instead of a batch", type=int, metavar="N")
+    add("--shape", "heads: A 32 and 8, B 64 and 4", choices=PRESETS, default="A")
+    add("--heads", "query heads (default: those of --shape)", type=int)
+    add("--kv-heads", "key/value heads (default: those of --shape)", type=int)
+    add("--head-dim", "of q and k", type=int, default=128)
+    add("--head-dim-v", "of v (default: --head-dim)", type=int)
+    if runs:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        add("--dtype", "default: bf16 on a GPU, else fp32", choices=DTYPES)
+        add("--device", "where to run", default=device)
+        add("--backend", "cute, eager or reference (default: what `nsa` takes)")
+        add("--json", "also write what was found to this file", type=output_file)
+    else:
+        add("--dtype", "of q, k and v", choices=("fp16", "bf16"), default="bf16")
+        parser.set_defaults(device="cpu")
+    add("--deterministic", "of NSAConfig", action="store_true")
+    for name in CONFIG_OPTIONS:
+        add("--" + name.replace("_", "-"), "of NSAConfig", type=int, default=getattr(DEFAULTS, name))
+    add("--block-stride", "of NSAConfig (default: --block-size)", type=int)
+    add("--budget", "of MemoryPolicy, in GiB (default: what is free)", type=float, metavar="GIB")
+    add("--recompute", "of MemoryPolicy", choices=RECOMPUTE, default="auto")
+    add("--mode", "both: backward too", choices=("forward", "both"), default="both")
+
+
+def add_ungated(parser: argparse._ActionsContainer) -> None:
+    """The option that `shapes` reads where a command makes one call, not one with gates and one without."""
+    parser.add_argument("--ungated", action="store_true", help="without gate_weight: 1/3 of each branch")
+
+
+def shapes(given: argparse.Namespace) -> list[Shape]:
+    """A shape for each length.
+
+    Raises:
+        ValueError: a size does not fit, or there is no such device.
+    """
+    config = NSAConfig(**{name: getattr(given, name) for name in (*CONFIG_OPTIONS, "block_stride", "deterministic")})
+    device = usable_device(given.device)
+    dtype = getattr(torch, DTYPES[given.dtype or ("fp32" if device.type == "cpu" else "bf16")])
+    own = (given.heads, given.kv_heads)
+    Hq, Hkv = (preset if heads is None else heads for heads, preset in zip(own, PRESETS[given.shape]))
+    sizes = dict(B=given.batch, Hq=Hq, Hkv=Hkv, D=given.head_dim)
+    sizes["Dv"] = given.head_dim if given.head_dim_v is None else given.head_dim_v
+    for name, size in sizes.items() | {("T", T) for T in given.seqlen}:
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if Hq % Hkv:
+        raise ValueError(f"--kv-heads must divide --heads, got {Hkv} and {Hq}")
+    if given.packed is not None and given.batch != 1:
+        raise ValueError(f"--packed is for sequences without a batch, got --batch {given.batch}")
+    budget = None if given.budget is None else int(given.budget * (1 << 30))
+    what = dict(backward=given.mode == "both", gate="none" if getattr(given, "ungated", False) else "weight")
+    what |= dict(projected=getattr(given, "compress_weights", False))
+    policy = MemoryPolicy(budget=budget, recompute=given.recompute)
+    static = dict(dtype=dtype, device=given.device, config=config, policy=policy, **sizes, **what)
+    lengths = {T: None if given.packed is None else long_tailed(T, given.packed) for T in given.seqlen}
+    return [Shape(T=T, lengths=lengths[T], **static) for T in given.seqlen]
+
+
+def backend_of(shape: Shape, backend: str | None) -> str:
+    """The backend that runs a training step of this shape.
+
+    Raises:
+        ValueError, NotImplementedError: it cannot run; the message says why.
+    """
+    device = torch.device(shape.device)
+    options = dict(dtype=shape.dtype, D=shape.D, Dv=shape.Dv, config=shape.config, needs_grad=True)
+    return support.choose_backend(backend, device=device, **options)

@@ -1,0 +1,116 @@
+"""A byte-level transformer with sparse or with dense attention; everything else is the same."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa_layer.module import NSAttention
+from nsa_layer.problem import Aux
+from nsa_layer.rope import RotaryEmbedding
+from nsa_tools.demo.demo_config import DemoConfig
+
+VOCABULARY = 256
+KINDS = ("nsa", "dense")
+
+
+class DenseAttention(nn.Module):
+    """Causal attention over every earlier token, with the projections of `NSAttention` under the same names."""
+
+    def __init__(self, dim: int, *, num_heads: int, num_kv_heads: int, rope: nn.Module) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.rope = num_heads, num_kv_heads, rope
+        D = dim // num_heads
+        self.q_proj = nn.Linear(dim, num_heads * D, bias=False)
+        self.k_proj = nn.Linear(dim, num_kv_heads * D, bias=False)
+        self.v_proj = nn.Linear(dim, num_kv_heads * D, bias=False)
+        self.o_proj = nn.Linear(num_heads * D, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, dim] -> [B, T, dim]."""
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1))
+        q, k = self.rope(q, k, torch.arange(x.shape[1], device=x.device))
+        grouped = self.num_heads != self.num_kv_heads
+        o = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=grouped
+        )
+        return self.o_proj(o.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and a two-layer perceptron, each after a normalisation and beside a residual path."""
+
+    def __init__(self, config: DemoConfig, kind: str) -> None:
+        super().__init__()
+        heads = {"num_heads": config.heads, "num_kv_heads": config.kv_heads}
+        rope = RotaryEmbedding(config.dim // config.heads)
+        self.attention_norm = nn.RMSNorm(config.dim)
+        if kind == "nsa":
+            self.attention = NSAttention(config.dim, **heads, config=config.nsa(), compress_weights=True, rope=rope)
+        else:
+            self.attention = DenseAttention(config.dim, **heads, rope=rope)
+        self.mlp_norm = nn.RMSNorm(config.dim)
+        self.up = nn.Linear(config.dim, 4 * config.dim, bias=False)
+        self.down = nn.Linear(4 * config.dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, seen: list[Aux] | None) -> torch.Tensor:
+        attended = self.attention_norm(x)
+        if seen is None:
+            x = x + self.attention(attended)
+        else:
+            out, aux = self.attention(attended, return_aux=True)
+            seen.append(aux)
+            x = x + out
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class ByteModel(nn.Module):
+    """Bytes to logits of the next byte; ``kind`` is "nsa" or "dense"."""
+
+    def __init__(self, config: DemoConfig, kind: str) -> None:
+        super().__init__()
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config, kind) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        self._autocast = None if config.dtype == "float32" else getattr(torch, config.dtype)
+
+    def forward(self, tokens: torch.Tensor, *, seen: list[Aux] | None = None) -> torch.Tensor:
+        """int64 [B, T] -> fp32 logits [B, T, 256]; ``seen`` collects each sparse layer's `Aux`."""
+        with torch.autocast(tokens.device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x, seen)
+            return self.head(self.norm(x)).float()
+
+    def loss(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy in nats per byte, of int64 [B, T + 1]."""
+        logits = self(sequences[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+
+
+def build_models(config: DemoConfig) -> dict[str, ByteModel]:
+    """Both models on the device; what they have in common starts from the same values."""
+    torch.manual_seed(config.seed)
+    models = {kind: ByteModel(config, kind) for kind in KINDS}
+    _initialise(models["nsa"], config)
+    shared = models["dense"].state_dict().keys()
+    models["dense"].load_state_dict({name: models["nsa"].state_dict()[name] for name in shared})
+    return {kind: model.to(config.device) for kind, model in models.items()}
+
+
+@torch.no_grad()
+def _initialise(model: ByteModel, config: DemoConfig) -> None:
+    """Normal weights of deviation 1 / sqrt(fan in), smaller for what is added to the residual path."""
+    model.embedding.weight.normal_(std=1.0)
+    model.head.weight.normal_(std=0.1 * config.dim**-0.5)
+    for block in model.blocks:
+        for linear in (m for m in block.modules() if isinstance(m, nn.Linear)):
+            residual = linear is block.down or linear is block.attention.o_proj
+            scale = (2 * config.layers) ** -0.5 if residual else 1.0
+            linear.weight.normal_(std=scale * linear.in_features**-0.5)

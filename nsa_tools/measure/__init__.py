@@ -1,0 +1,1 @@
+"""Measurements of calls: time, memory, and kernels of a trace."""

@@ -1,0 +1,176 @@
+"""Memory of a call of `nsa`, predicted from its plan and measured, and the longest call that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from nsa_layer.api import nsa
+from nsa_layer.policy import RESERVE, MemoryPolicy, Schedule, predict, schedule
+from nsa_tools.measure.peak_memory import outside_allocator, peak_bytes, peaks_by_component
+from nsa_tools.measure.timed_calls import is_out_of_memory
+from nsa_tools.report.results import MEASURED, NO_MEMORY
+from nsa_tools.shape import Shape
+
+STEP = 1 << 16  # tokens to which the longest call is found
+
+
+def input_bytes(shape: Shape) -> int:
+    """Of q, k and v, which are the caller's."""
+    return shape.B * shape.T * (shape.Hq * shape.D + shape.Hkv * (shape.D + shape.Dv)) * shape.dtype.itemsize
+
+
+def planned(shape: Shape, total: int | None = None) -> Schedule:
+    """The call's groups of heads and saved outputs; with `total` on a GPU of so many bytes with nothing else on it."""
+    sizes = shape.sizes()
+    if total is None or shape.policy.budget is not None:
+        return schedule(sizes, shape.policy, torch.device(shape.device))
+    parts = predict(sizes, sizes.Hkv, (shape.backward,) * 3)
+    left = int(total * (1 - RESERVE)) - input_bytes(shape) - parts["outputs"] - parts["gradients"]
+    return schedule(sizes, MemoryPolicy(budget=max(0, left), recompute=shape.policy.recompute), torch.device("cpu"))
+
+
+def predicted(shape: Shape, plan: Schedule) -> dict[str, int]:
+    """Bytes by component of `policy.predict`, and "peak", above the inputs."""
+    first, end = plan.groups[0]
+    parts = predict(shape.sizes(), end - first, plan.kept)
+    work = max(parts["forward"], parts["backward"] + parts["gradients"])
+    return parts | {"peak": parts["outputs"] + parts["saved"] + work}
+
+
+class RepeatedCall:
+    """One call made again and again, to measure the memory that it takes above its inputs."""
+
+    def __init__(self, shape: Shape, backend: str) -> None:
+        self.shape, self.inputs = shape, shape.inputs()
+        self.attend = partial(nsa, **shape.options(), backend=backend)
+
+    def call(self) -> None:
+        """Forward, and backward with a do that counts."""
+        with torch.set_grad_enabled(self.shape.backward):
+            o = self.attend(**self.inputs)
+        if self.shape.backward:
+            torch.autograd.grad(o, list(self.inputs.values()), torch.ones_like(o))
+
+    def parts(self) -> dict[str, int]:
+        """Bytes on a GPU under the names of `policy.predict`.
+
+        "saved" is held after forward beside o, "forward" is forward's peak above that, "backward" that of backward
+        above that and the gradients.
+        """
+        begin, _ = _held_and_peak()
+        with torch.set_grad_enabled(self.shape.backward):
+            o = self.attend(**self.inputs)
+        after, peak = _held_and_peak()
+        found = dict(saved=after - begin - o.nbytes, forward=peak - after)
+        if self.shape.backward:
+            do = torch.ones_like(o)
+            begin, _ = _held_and_peak()
+            gradients = torch.autograd.grad(o, list(self.inputs.values()), do)
+            found["backward"] = _held_and_peak()[1] - begin - sum(gradient.nbytes for gradient in gradients)
+        return found
+
+    def peaks(self) -> dict[str, int]:
+        """The call's peak, after one that compiled; on a GPU that of each component too."""
+        self.call()
+        found = {"peak": peak_bytes(self.call, self.shape.device)}
+        if self.shape.device.startswith("cuda"):
+            found |= peaks_by_component(self.call)
+        return found
+
+
+def _held_and_peak() -> tuple[int, int]:
+    """Bytes that are allocated on the GPU, and the most since this was last asked."""
+    torch.cuda.synchronize()
+    found = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def measurement(shape: Shape, backend: str | None, total: int | None = None) -> dict:
+    """The plan, bytes that are predicted by component, and the measured peak, unless `backend` is None.
+
+    Returns:
+        "T", "groups", "kept" (outputs that are saved, None without backward), "inputs", "predicted" (by component,
+        with "peak"), "peak" (None: not measured, or out of memory), "measured" (by component, on a GPU) and "status".
+    """
+    plan = planned(shape, total)
+    found = dict(T=shape.T, groups=len(plan.groups), kept=sum(plan.kept) if shape.backward else None)
+    found |= dict(inputs=input_bytes(shape), predicted=predicted(shape, plan))
+    if backend is None:
+        return found | dict(peak=None, measured=None, status="not measured")
+    try:
+        calls = RepeatedCall(shape, backend)
+        peak = calls.peaks()["peak"]
+        parts = calls.parts() if shape.device.startswith("cuda") else None
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return found | dict(peak=None, measured=None, status=NO_MEMORY)
+    return found | dict(peak=peak, measured=parts, status=MEASURED)
+
+
+def components(shape: Shape, backend: str) -> dict:
+    """Bytes of one shape on a GPU: "allocated" above the inputs, by component; "kernels", "context" outside of it."""
+    before = outside_allocator()
+    allocated = RepeatedCall(shape, backend).peaks()
+    # Code is loaded when a kernel first runs, and stays.
+    held = max(0, outside_allocator() - before)
+    return dict(T=shape.T, allocated=allocated, kernels=held, context=before)
+
+
+def find_longest(shape: Shape, backend: str | None, total: int) -> dict:
+    """The longest call that fits: "predicted", its "groups" and "kept", and "measured", unless `backend` is None."""
+
+    def fits(T: int) -> bool:
+        one = shape.at(T)
+        return input_bytes(one) + predicted(one, planned(one, total))["peak"] <= total * (1 - RESERVE)
+
+    def runs(T: int) -> bool:
+        try:
+            RepeatedCall(shape.at(T), backend).call()
+            torch.cuda.synchronize()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            error.__traceback__ = None
+            return False
+        finally:
+            torch.cuda.empty_cache()
+        return True
+
+    expected = longest(fits, guess=STEP, step=STEP)
+    plan = planned(shape.at(max(expected, STEP)), total)
+    tried = None if backend is None else longest(runs, guess=max(expected, STEP), step=STEP)
+    kept = sum(plan.kept) if shape.backward else None
+    return dict(total=total, predicted=expected, groups=len(plan.groups), kept=kept, measured=tried)
+
+
+def longest(fits: Callable[[int], bool], *, guess: int, step: int) -> int:
+    """The largest multiple of `step` that fits, or 0.
+
+    Gaps double from a guess until a length on either side is known, then halve.
+    """
+    T = max(step, guess // step * step)
+    gap, good, bad = step, 0, None
+    if fits(T):
+        good = T
+        while bad is None:
+            if fits(good + gap):
+                good, gap = good + gap, 2 * gap
+            else:
+                bad = good + gap
+    else:
+        bad = T
+        while bad > step and good == 0:
+            lower = max(step, bad - gap)
+            if fits(lower):
+                good = lower
+            else:
+                bad, gap = lower, 2 * gap
+    while good and bad - good > step:
+        middle = (good + bad) // 2 // step * step
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good

@@ -1,0 +1,152 @@
+"""The calls that `bench` times: dense attention and the layer, forward, backward and both, or replayed from a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+
+from nsa_layer.api import nsa
+from nsa_tools.measure.timing import lap_times, milliseconds
+from nsa_tools.shape import Shape
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
+VARIANTS = ("dense", "nsa", "gated")
+
+Attend = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of `VARIANTS`: a function of q, k, v (and gate_weight), the sets of inputs that it rotates over, and do."""
+
+    name: str
+    attend: Attend
+    sets: list[dict[str, torch.Tensor]]
+    do: torch.Tensor | None
+
+
+class Forward:
+    """Forward alone, without a graph for backward."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.variant, self.turns = variant, cycle(variant.sets)
+
+    def __call__(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.variant.attend(**next(self.turns))
+
+    def take(self, device: str) -> dict[str, float]:
+        """Milliseconds by direction."""
+        return {FORWARD: milliseconds(self, device)}
+
+
+class Step:
+    """Forward and backward as in training, with nothing in between."""
+
+    def __init__(self, variant: Variant, *, forward_too: bool = False) -> None:
+        self.variant, self.turns, self.forward_too = variant, cycle(variant.sets), forward_too
+
+    def __call__(self, lap: Callable[[], None] = lambda: None) -> None:
+        inputs = next(self.turns)
+        o = self.variant.attend(**inputs)
+        lap()
+        torch.autograd.grad(o, list(inputs.values()), self.variant.do)
+
+    def take(self, device: str) -> dict[str, float]:
+        """Milliseconds by direction; of forward only where it is not timed on its own."""
+        forward, backward = lap_times(self, device)
+        shown = {FORWARD: forward} if self.forward_too else {}
+        return shown | {BACKWARD: backward, BOTH: forward + backward}
+
+
+class Replay:
+    """A call captured in CUDA graphs, one for each set of inputs."""
+
+    def __init__(self, call: Forward | Step, direction: str) -> None:
+        self.direction, self.graphs, self.outputs = direction, [], []
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        for _ in call.variant.sets:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.outputs.append(call())
+            self.graphs.append(graph)
+        self.turns = cycle(self.graphs)
+
+    def __call__(self) -> None:
+        next(self.turns).replay()
+
+    def take(self, device: str) -> dict[str, float]:
+        """Milliseconds by direction."""
+        return {self.direction: milliseconds(self, device)}
+
+
+Timer = Forward | Step | Replay
+
+
+def variants(shape: Shape, backend: str, *, sets: int) -> dict[str, Variant]:
+    """Every variant by its name, on the same tensors."""
+    inputs = [shape.inputs() for _ in range(sets)]
+    plain = [{name: given[name] for name in ("q", "k", "v")} for given in inputs]
+    do, options = shape.output_gradient(), shape.options()
+
+    def sparse(**tensors: torch.Tensor) -> torch.Tensor:
+        return nsa(**tensors, **options, backend=backend)
+
+    dense = dense_attention(shape.device, shape.packing())
+    made = zip(VARIANTS, (dense, sparse, sparse), (plain, plain, inputs), strict=True)
+    return {name: Variant(name, attend, given, do) for name, attend, given in made}
+
+
+def timers(variant: Variant, *, graph: bool, once: bool = False) -> Iterator[tuple[str, Callable[[], Timer]]]:
+    """(direction, how to make it) for every timer of a variant; a failure of the timer is a row of that direction.
+
+    Args:
+        once: take forward from the step that is timed for backward, because each timing takes long.
+    """
+    if variant.do is not None and once and not graph:
+        yield BOTH, lambda: Step(variant, forward_too=True)
+        return
+    yield FORWARD, lambda: Replay(Forward(variant), FORWARD) if graph else Forward(variant)
+    if variant.do is not None:
+        yield BOTH, lambda: Replay(Step(variant), BOTH) if graph else Step(variant)
+
+
+def dense_attention(device: str, packing: dict) -> Attend:
+    """Dense causal attention [B, T, H, D] or packed: the fork's own kernels on a GPU, PyTorch's on a CPU."""
+    if not device.startswith("cuda"):
+        return _dense_on_cpu(packing)
+    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
+
+    if not packing:
+        return lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0]
+    starts, longest = packing["cu_seqlens"].to(device), packing["max_seqlen"]
+    where = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+    return lambda q, k, v: flash_attn_varlen_func(q, k, v, **where, causal=True)[0]
+
+
+def _dense_on_cpu(packing: dict) -> Attend:
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return o.transpose(-3, -2)
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        lengths = packing["cu_seqlens"].diff().tolist()
+        parts = (one(*(x[None] for x in part))[0] for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True))
+        return torch.cat(list(parts))
+
+    return packed if packing else one
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for errors of PyTorch's allocator, and of libraries that allocate on their own."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "out_of_memory" in text

@@ -1,0 +1,84 @@
+"""The rows of `bench` as tables: times beside dense attention's, then what stands beside the times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from nsa_tools.report.results import FROM_SHORTER, MEASURED, Crossover, Row
+from nsa_tools.report.tables import gib, markdown
+
+TITLES = {"dense": "dense (ms)", "nsa": "NSA (ms)", "gated": "NSA, gated (ms)"}
+
+
+def times(rows: Sequence[Row]) -> str:
+    """Median milliseconds, with dense over sparse in brackets; cells that were not measured say so."""
+    names = [name for name in TITLES if any(row.variant == name for row in rows)]
+    by_line: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        by_line.setdefault((row.T, shape_key(row), row.direction), {})[row.variant] = row
+    table = []
+    for line in by_line.values():
+        cells = [_time(line[name], line.get("dense")) if name in line else "-" for name in names]
+        table.append([*_label(next(iter(line.values()))), *cells])
+    return markdown(["T", "shape", "direction", *(TITLES[name] for name in names)], table, left=3)
+
+
+def notes(rows: Sequence[Row]) -> str:
+    """Host time, peak memory and error of each row that has one of them."""
+    table = [
+        [
+            *_label(row),
+            row.variant,
+            _number(row.host_us, ".0f"),
+            gib(row.peak_bytes, ".2f"),
+            *_error(row),
+            row.detail or "",
+        ]
+        for row in rows
+        if row.host_us is not None or row.peak_bytes is not None or row.detail
+    ]
+    errors = ["max error of o", "eager's", "of its limit"]
+    header = ["T", "shape", "direction", "variant", "host, one call (us)", "peak (GiB)", *errors, ""]
+    return markdown(header, table, left=4) if table else ""
+
+
+def crossovers(found: Iterable[Crossover]) -> str:
+    """The lengths from which on the layer is no slower."""
+    table = []
+    for one in found:
+        graph = "graph" if one.graph else "launches"
+        if one.T is None:
+            where = f"none up to {one.high:,}"
+        else:
+            where = f"{one.T:,} or less" if one.below is None else f"{one.T:,} (not at {one.below:,})"
+        table.append([one.variant, one.direction, graph, where])
+    return markdown(["variant", "direction", "how", "no slower than dense from"], table, left=3) if table else ""
+
+
+def shape_key(row: Row) -> tuple:
+    """Everything but length, variant and direction that rows of one line share."""
+    return row.B, row.Hq, row.Hkv, row.D, row.Dv, row.dtype, row.sequences, row.graph
+
+
+def _label(row: Row) -> list[str]:
+    packed = f", {row.sequences} packed" if row.sequences else ""
+    batch = f", B {row.B}" if row.B > 1 else ""
+    graph = ", graph" if row.graph else ""
+    return [f"{row.T:,}", f"{row.Hq}/{row.Hkv} x {row.D} {row.dtype}{batch}{packed}{graph}", row.direction]
+
+
+def _time(row: Row, dense: Row | None) -> str:
+    if row.status == FROM_SHORTER:
+        return f"{row.ms:,.0f} (from T={row.from_T:,}, x{row.factor:.3g})"
+    if row.status != MEASURED:
+        return row.status
+    ratio = "" if row.over_dense is None else f" ({row.over_dense:.2f}x{'*' if dense.status == FROM_SHORTER else ''})"
+    return f"{row.ms:,.2f}{ratio}"
+
+
+def _error(row: Row) -> list[str]:
+    return [_number(row.error, ".2g"), _number(row.eager_error, ".2g"), _number(row.of_limit, ".2f")]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,94 @@
+"""The shape of a call that a command makes, and inputs drawn for it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from nsa_layer.compile_ahead import CallShape
+from nsa_layer.policy import MemoryPolicy
+
+# Names on the command line, and PyTorch's.
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(CallShape):
+    """A call of `nsa` on a device, without its tensors."""
+
+    device: str
+
+    def describe(self) -> str:
+        """The shape in one line."""
+        packed = "" if self.lengths is None else f" in {len(self.lengths)} packed sequences"
+        return (
+            f"B={self.B} T={self.T:,}{packed} Hq={self.Hq} Hkv={self.Hkv} D={self.D} Dv={self.Dv} {self.dtype_name()}"
+        )
+
+    def dtype_name(self) -> str:
+        return next(name for name, full in DTYPES.items() if getattr(torch, full) is self.dtype)
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Tensors and weights drawn from a fixed seed, all with gradients."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        return {name: self._draw(shape, generator).requires_grad_() for name, shape in self.tensor_shapes().items()}
+
+    def output_gradient(self) -> torch.Tensor | None:
+        """do, drawn from a fixed seed; None without backward."""
+        if not self.backward:
+            return None
+        return self._draw((*self.tensor_shapes()["q"][:-1], self.Dv), torch.Generator(self.device).manual_seed(1))
+
+    def packing(self) -> dict[str, object]:
+        """The arguments of `nsa` and of dense attention for packed sequences, with starts on the CPU."""
+        if self.lengths is None:
+            return {}
+        starts = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
+        return dict(cu_seqlens=starts, max_seqlen=max(self.lengths))
+
+    def options(self) -> dict[str, object]:
+        """The arguments of `nsa` beside tensors and backend."""
+        policy = {} if self.policy == MemoryPolicy() else {"memory": self.policy}
+        return dict(config=self.config, **self.packing(), **policy)
+
+    def dense_pairs(self) -> int:
+        """Pairs of a query and a key, by which the time of dense attention grows."""
+        return self.B * self.T**2 if self.lengths is None else sum(length**2 for length in self.lengths)
+
+    def at(self, T: int) -> Shape:
+        """The same with another number of tokens."""
+        return replace(self, T=T, lengths=None if self.lengths is None else long_tailed(T, len(self.lengths)))
+
+    def _draw(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+
+
+def long_tailed(total: int, sequences: int, *, seed: int = 0) -> tuple[int, ...]:
+    """Log-normal lengths of packed sequences that add up to `total`: most are short, a few hold most of the tokens."""
+    if not 1 <= sequences <= total:
+        raise ValueError(f"packed sequences must be at least 1 and at most the {total} tokens, got {sequences}")
+    draw = random.Random(seed)
+    weights = [draw.lognormvariate(0, 1.5) for _ in range(sequences)]
+    lengths = [1 + int((total - sequences) * weight / sum(weights)) for weight in weights]
+    lengths[lengths.index(max(lengths))] += total - sum(lengths)
+    return tuple(lengths)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name, such as "cpu" or "cuda:0"; nothing is allocated on a GPU.
+
+    Raises:
+        ValueError: PyTorch knows no such device, or there is none here.
+    """
+    try:
+        device = torch.device(name)
+        if device.type == "cuda":
+            torch.cuda.get_device_properties(device)
+        else:
+            torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device must be one that PyTorch can use here, got {name!r}: {reason}") from error
+    return device

@@ -1,0 +1,1 @@
+"""Test cases of the operator, oracles, and assertions about a backend."""

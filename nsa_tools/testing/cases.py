@@ -1,0 +1,166 @@
+"""Cases of the operator, their inputs, and what a backend gives for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from nsa_layer.api import nsa
+from nsa_layer.config import NSAConfig
+from nsa_layer.problem import Aux, Problem
+
+DIFFERENTIABLE = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+BRANCHES = ("cmp", "slc", "swa")
+LSES = ("lse_cmp", "lse_slc", "lse_swa")
+
+# The name of one, or a function like `reference.attend`.
+Backend = str | Callable[..., tuple[torch.Tensor, Aux]]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Case:
+    """One call of the operator, inputs included; its repr is an expression that makes it again.
+
+    Attributes:
+        lengths: lengths of packed sequences, in place of B and T.
+        gate: "weight", "given", "none", or the branch that alone counts: "cmp", "slc" or "swa".
+        compress_weights: whether both compression weights are given.
+        seed: the inputs are drawn from it alone.
+        integers: inputs are small integers, so that scores of blocks are exact in fp32.
+    """
+
+    B: int = 1
+    T: int = 128
+    Hq: int = 4
+    Hkv: int = 2
+    D: int = 16
+    Dv: int | None = None
+    dtype: torch.dtype = torch.float32
+    config: NSAConfig = NSAConfig()
+    causal: bool = True
+    lengths: tuple[int, ...] | None = None
+    gate: str = "weight"
+    compress_weights: bool = False
+    seed: int = 0
+    integers: bool = False
+
+    def __repr__(self) -> str:
+        shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+
+    def __post_init__(self) -> None:
+        if self.gate not in ("weight", "given", "none", *BRANCHES):
+            raise ValueError(f"gate must be 'weight', 'given', 'none' or a branch, got {self.gate!r}")
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.config, self.causal, self.D**-0.5, self.lengths)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a call, and the gradient ``do`` of its output."""
+
+    case: Case
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    gate_weight: torch.Tensor | None = None
+    gates: torch.Tensor | None = None
+    compress_k_weight: torch.Tensor | None = None
+    compress_v_weight: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same values in another dtype."""
+        floats = {name: getattr(self, name) for name in (*DIFFERENTIABLE, "do") if getattr(self, name) is not None}
+        return replace(self, **{name: x.to(dtype) for name, x in floats.items()})
+
+    def sequences(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
+        """q and k [T, H, D] of each sequence, and where its tiles stand in a packed choice of blocks."""
+        if self.case.lengths is None:
+            yield from ((q, k, slice(None)) for q, k in zip(self.q, self.k, strict=True))
+            return
+        tile = 0
+        for q, k in zip(self.q.split(self.case.lengths), self.k.split(self.case.lengths), strict=True):
+            end = tile + self.case.config.num_tiles(len(q))
+            yield q, k, slice(tile, end)
+            tile = end
+
+
+@dataclass(frozen=True)
+class Result:
+    """A backend's results for some inputs: the output, `Aux`, and a gradient for every differentiable input."""
+
+    o: torch.Tensor
+    aux: Aux
+    grads: dict[str, torch.Tensor]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that is compared in value, by name."""
+        grads = {f"d{name}": grad for name, grad in self.grads.items()}
+        return {"o": self.o, "gates": self.aux.gates, **{name: getattr(self.aux, name) for name in LSES}, **grads}
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """The inputs of a case: the same values on every device."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        if case.integers:
+            return torch.randint(-3, 4, shape, generator=generator).to(device, case.dtype)
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(device, case.dtype)
+
+    tokens = (case.B, case.T) if case.lengths is None else (sum(case.lengths),)
+    D, Dv = case.D, case.D if case.Dv is None else case.Dv
+    given: dict[str, torch.Tensor] = {}
+    if case.gate == "weight":
+        given["gate_weight"] = draw(case.Hq, 3, D, scale=D**-0.5)
+    elif case.gate == "given":
+        given["gates"] = draw(*tokens, case.Hq, 3)
+    elif case.gate in BRANCHES:
+        one = torch.tensor([float(branch == case.gate) for branch in BRANCHES])
+        given["gates"] = one.expand(*tokens, case.Hq, 3).contiguous().to(device, case.dtype)
+    if case.compress_weights:
+        given["compress_k_weight"] = draw(case.Hkv, D, D, scale=D**-0.5)
+        given["compress_v_weight"] = draw(case.Hkv, Dv, Dv, scale=Dv**-0.5)
+    if case.lengths is not None:
+        starts = torch.tensor([0, *case.lengths]).cumsum(0)
+        given["cu_seqlens"] = starts.to(device, torch.int32)
+    return Inputs(
+        case,
+        draw(*tokens, case.Hq, D),
+        draw(*tokens, case.Hkv, D),
+        draw(*tokens, case.Hkv, Dv),
+        draw(*tokens, case.Hq, Dv),
+        **given,
+    )
+
+
+def spoilt(inputs: Inputs, value: float, kept: Collection[int]) -> Inputs:
+    """Packed sequences hold nothing but `value` in q, k, v and do, all but those `kept`."""
+    tensors = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "do")}
+    for x in tensors.values():
+        for at, part in enumerate(x.split(inputs.case.lengths)):
+            if at not in kept:
+                part.fill_(value)
+    return replace(inputs, **tensors)
+
+
+def run(backend: Backend, inputs: Inputs) -> Result:
+    """Forward and backward, through `nsa` for the name of a backend, or through an ``attend`` function."""
+    leaves = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    leaves = {name: x if x is None else x.detach().requires_grad_() for name, x in leaves.items()}
+    case = inputs.case
+    if isinstance(backend, str):
+        static = dict(config=case.config, causal=case.causal, backend=backend, return_aux=True)
+        o, aux = nsa(**leaves, cu_seqlens=inputs.cu_seqlens, **static)
+    else:
+        o, aux = backend(**leaves, cu_seqlens=inputs.cu_seqlens, problem=case.problem)
+    wanted = {name: x for name, x in leaves.items() if x is not None}
+    return Result(
+        o.detach(), aux, dict(zip(wanted, torch.autograd.grad(o, list(wanted.values()), inputs.do), strict=True))
+    )

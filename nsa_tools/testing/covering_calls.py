@@ -1,0 +1,63 @@
+"""Calls that together launch the layer's kernels in every option that they are compiled for."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from nsa_layer import support
+from nsa_layer.config import NSAConfig
+from nsa_tools.shape import Shape
+
+OPTIONS = {
+    "dtype": (torch.bfloat16, torch.float16),
+    "D": (128, 64),
+    "heads": ((8, 2), (2, 2), (4, 1)),
+    "causal": (True, False),
+    "packed": (False, True),
+    "T": (1000, 100),  # short sequences take other code paths
+    "block_size": (64, 256),
+    "deterministic": (False, True),
+    "gate": ("weight", "given", "none"),
+    "projected": (False, True),
+}
+Combination = tuple[tuple[str, object], ...]
+
+
+def all_calls(arch: int) -> list[Shape]:
+    """Steps of training in every combination of the options that the kernels of an architecture take."""
+    return list(map(_call, combinations(arch)))
+
+
+def covering_calls(arch: int, *, strength: int = 2) -> list[Shape]:
+    """A few of `all_calls` in which every pair of options meets, or every set of `strength` options."""
+    return list(map(_call, covering(combinations(arch), strength)))
+
+
+def combinations(arch: int) -> list[Combination]:
+    """Every combination of the options that the kernels of an architecture take."""
+    every = (tuple(zip(OPTIONS, values)) for values in itertools.product(*OPTIONS.values()))
+    return [options for options in every if _missing(arch, _call(options)) is None]
+
+
+def covering(every: list[Combination], strength: int) -> list[Combination]:
+    """Combinations that hold every set of `strength` options, chosen greedily in their order."""
+    held = {options: frozenset(itertools.combinations(options, strength)) for options in every}
+    missing, chosen = set().union(*held.values()), []
+    while missing:
+        chosen.append(max(held, key=lambda options: len(held[options] & missing)))
+        missing -= held[chosen[-1]]
+    return chosen
+
+
+def _missing(arch: int, call: Shape) -> str | None:
+    return support.missing_feature(support.Request(arch, call.dtype, call.D, call.Dv, call.config, call.backward))
+
+
+def _call(options: Combination) -> Shape:
+    given = dict(options)
+    (Hq, Hkv), T, D = given.pop("heads"), given["T"], given["D"]
+    config = NSAConfig(block_size=given.pop("block_size"), deterministic=given.pop("deterministic"))
+    lengths = (T - T // 3, T // 3) if given.pop("packed") else None
+    return Shape(B=1, Hq=Hq, Hkv=Hkv, Dv=D, config=config, lengths=lengths, device="cuda", **given)

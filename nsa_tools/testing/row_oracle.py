@@ -1,0 +1,351 @@
+"""The operator at sampled rows and keys, for lengths at which neither dense attention nor the quadratic reference runs.
+
+`rows` computes sampled queries of all three branches and the gate from q, k, v and the choice of blocks alone, and
+their dq. `keys` computes dk and dv of sampled tokens: each sums over all queries that see it, which takes one pass over
+all queries with the LSE and the row sums of the call under test; `rows` checks these on its own sample.
+`choice_scores` has the scores that sampled tiles choose by. In fp64 all this is the truth; in the dtype of the inputs
+it is the straight implementation, rounded where `reference` rounds, whose error sets the limits of `assertions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nsa_layer import reference
+from nsa_layer.config import NSAConfig
+from nsa_layer.problem import accumulation_dtype
+
+ELEMENTS = 1 << 25  # of a chunk's largest matrix
+BRANCHES = ("cmp", "slc", "swa")
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One causal sequence and what was chosen for it, by the rule "nsa".
+
+    Attributes:
+        q, k, v, do: [T, Hq, D], [T, Hkv, D], [T, Hkv, Dv], [T, Hq, Dv]; do is None where only forward is checked.
+        block_indices: int32 [Hkv, M, n], as `Aux` has them.
+        gate_weight: [Hq, 3, D], or None for 1/3 each.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block_indices: torch.Tensor
+    config: NSAConfig
+    softmax_scale: float
+    do: torch.Tensor | None = None
+    gate_weight: torch.Tensor | None = None
+    compress_k_weight: torch.Tensor | None = None
+    compress_v_weight: torch.Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    def queries(self, head: int) -> slice:
+        """The query heads of a key/value head."""
+        return slice(head * self.group, (head + 1) * self.group)
+
+    def gates(self, q: torch.Tensor, heads: slice) -> torch.Tensor:
+        """[..., heads, 3] for q [..., heads, D]."""
+        weight = None if self.gate_weight is None else self.gate_weight[heads].to(q.dtype)
+        return reference.gate_values(q, weight)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sampled queries, in the order in which they were asked for.
+
+    Attributes:
+        o: [R, Hq, Dv].
+        lse: [3, R, Hq], natural, -inf where a row sees no key.
+        row_sums: [3, R, Hq], ``do . o_i`` of each branch before its gate; zeros without do.
+        dq: [R, Hq, D], or None.
+        noise: [R], how far dq of a row moves for errors of ``do . o_i`` as large as its terms together; rounding of a
+            stored o_i makes eps of that.
+        terms: [R], the largest ``norm(do * o_i)`` of a row.
+    """
+
+    o: torch.Tensor
+    lse: torch.Tensor
+    row_sums: torch.Tensor
+    dq: torch.Tensor | None
+    noise: torch.Tensor
+    terms: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Gradients of sampled tokens.
+
+    Attributes:
+        dk, dv: [K, Hkv, D], [K, Hkv, Dv].
+        d_gate_weight: [Hq, 3, D], the whole gradient, or None.
+        noise: [K], of dk, as in `Rows`.
+    """
+
+    dk: torch.Tensor
+    dv: torch.Tensor
+    d_gate_weight: torch.Tensor | None
+    noise: torch.Tensor
+
+
+def compressed(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig, dtype: torch.dtype) -> torch.Tensor:
+    """`reference.compress` of one head, [T, D] -> [Tc, D], in chunks of tokens."""
+    Tc, step = config.compressed_length(len(x)), max(1, ELEMENTS // (config.block_size * x.shape[1]))
+    parts = []
+    for begin in range(0, Tc, step):
+        tokens = x[begin * config.stride : (min(begin + step, Tc) - 1) * config.stride + config.block_size]
+        parts.append(reference.compress(tokens[:, None].to(dtype), None, config=config)[:, 0])
+    means = torch.cat(parts) if parts else x[:0].to(accumulation_dtype(dtype))
+    return means if weight is None else means @ weight.to(means.dtype)
+
+
+def rows(sequence: Sequence, tokens: torch.Tensor, *, dtype: torch.dtype) -> Rows:
+    """Every branch at the queries `tokens`, computed in dtype from all that they see."""
+    s = sequence
+    of_heads = [_rows_of_head(s, head, tokens, dtype) for head in range(s.k.shape[1])]
+    o, lse, row_sums, dq, noise, terms = zip(*of_heads)
+    return Rows(
+        torch.cat(o, dim=1),
+        torch.cat(lse, dim=2),
+        torch.cat(row_sums, dim=2),
+        None if s.do is None else torch.cat(dq, dim=1),
+        torch.stack(noise).amax(0),
+        torch.stack(terms).amax(0),
+    )
+
+
+def _rows_of_head(s: Sequence, head: int, tokens: torch.Tensor, dtype: torch.dtype) -> tuple:
+    config, heads = s.config, s.queries(head)
+    weights = [None if w is None else w[head] for w in (s.compress_k_weight, s.compress_v_weight)]
+    k_cmp, v_cmp = (
+        compressed(x[:, head], w, config=config, dtype=dtype).to(dtype) for x, w in zip((s.k, s.v), weights)
+    )
+    widest = max(s.group * len(k_cmp), s.block_indices.shape[2] * config.block_size * s.k.shape[2])
+    parts = []
+    for chunk in tokens.split(max(1, ELEMENTS // (2 * widest))):
+        q = s.q[chunk, heads].to(dtype).requires_grad_(s.do is not None)
+        seen = [
+            (k_cmp[None], v_cmp[None], _compressed_visible(chunk, len(k_cmp), config)),
+            _selected_keys(s, head, chunk, dtype),
+            _window_keys(s, head, chunk, dtype),
+        ]
+        attended = [_attention(q, *keys, softmax_scale=s.softmax_scale) for keys in seen]
+        parts.append(_row_results(s, q, attended, None if s.do is None else s.do[chunk, heads].to(dtype), heads))
+    o, lse, row_sums, dq, noise, terms = zip(*parts)
+    gradient = None if s.do is None else torch.cat(dq)
+    return torch.cat(o), torch.cat(lse, dim=1), torch.cat(row_sums, dim=1), gradient, torch.cat(noise), torch.cat(terms)
+
+
+def _row_results(s: Sequence, q: torch.Tensor, attended: list, do: torch.Tensor | None, heads: slice) -> tuple:
+    g = s.gates(q, heads)
+    outputs, lses = zip(*attended)
+    o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(outputs)).to(q.dtype)
+    lse = torch.stack([x.detach() for x in lses])
+    if do is None:
+        return o.detach(), lse, torch.zeros_like(lse), None, lse.new_zeros(len(q)), lse.new_zeros(len(q))
+    (dq,) = torch.autograd.grad(o, q, do, retain_graph=True)
+    products = [do.to(g.dtype) * o_i.detach().to(g.dtype) for o_i in outputs]
+    # An error e of a row sum moves dq by the gradient of e * LSE.
+    terms = torch.stack([x.norm(dim=-1) for x in products])
+    sizes = terms * g.detach().movedim(-1, 0)
+    moved = sum((x.masked_fill(x == -torch.inf, 0) * size).sum() for x, size in zip(lses, sizes))
+    noise = torch.autograd.grad(moved, q)[0].abs().amax((1, 2))
+    return o.detach(), lse, torch.stack([x.sum(-1) for x in products]), dq, noise, terms.amax((0, 2))
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, *, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference.attention` with keys of its own for each row.
+
+    Args:
+        q: [R, G, D]; k, v: [R or 1, S, D or Dv]; visible: bool [R, S].
+
+    Returns:
+        o [R, G, Dv] and the LSE [R, G].
+    """
+    scores = (q @ k.mT).to(accumulation_dtype(q.dtype)) * softmax_scale
+    visible = visible[:, None]
+    scores = scores.masked_fill(~visible, -torch.inf)
+    empty = ~visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0)
+    p = scores.softmax(-1).masked_fill(empty, 0)
+    lse = (scores.logsumexp(-1) if scores.shape[-1] else scores.sum(-1)).masked_fill(empty[..., 0], -torch.inf)
+    return p.to(v.dtype) @ v, lse
+
+
+def _compressed_visible(t: torch.Tensor, Tc: int, config: NSAConfig) -> torch.Tensor:
+    return torch.arange(Tc, device=t.device) * config.stride + config.offset <= t[:, None]
+
+
+def _selected_keys(s: Sequence, head: int, t: torch.Tensor, dtype: torch.dtype) -> tuple:
+    blocks = s.block_indices[head, t // s.config.q_tile].long()  # [R, n]
+    inside = torch.arange(s.config.block_size, device=t.device)
+    position = (blocks[..., None] * s.config.block_size + inside).flatten(1)
+    visible = (blocks >= 0).repeat_interleave(s.config.block_size, dim=1) & (position <= t[:, None])
+    return *_gathered(s, head, position, dtype), visible
+
+
+def _window_keys(s: Sequence, head: int, t: torch.Tensor, dtype: torch.dtype) -> tuple:
+    back = torch.arange(s.config.window_size, device=t.device)
+    position = t[:, None] - back
+    return *_gathered(s, head, position, dtype), position >= 0
+
+
+def _gathered(s: Sequence, head: int, position: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    position = position.clamp(0, len(s.k) - 1)
+    return s.k[position, head].to(dtype), s.v[position, head].to(dtype)
+
+
+def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.SelectionScores, torch.Tensor]:
+    """The scores in fp64 by which some tiles choose their lists, and how far rounding to fp32 may move each of them."""
+    s, config = sequence, sequence.config
+    T, l, N = len(s.q), config.block_size, config.num_blocks(len(s.q))
+    first = tiles[:, None] * config.q_tile
+    last = (first + config.q_tile - 1).clamp(max=T - 1)
+    start = torch.arange(N, device=tiles.device) * l
+    candidates = start + l - 1 <= first
+    own = (start + l > first) & (start <= last)
+    forced = (own | (first // l - 1 == start // l) | (start == 0)) & config.force_blocks
+    asked = [slice(max(0, t - config.q_tile + 1), t + 1) for t in first[:, 0].tolist()]
+    asking = torch.stack([s.q[queries].double().mean(0) for queries in asked])  # [m, Hq, D]
+    values, allowed = [], []
+    eps = torch.finfo(accumulation_dtype(s.q.dtype)).eps
+    for head in range(s.k.shape[1]):
+        weight = None if s.compress_k_weight is None else s.compress_k_weight[head]
+        keys = compressed(s.k[:, head], weight, config=config, dtype=torch.float64)[:: l // config.stride]
+        mine = asking[:, s.queries(head)].movedim(0, 1)  # [G, m, D]
+        score = torch.full((*mine.shape[:2], N), 0.0, dtype=torch.float64, device=keys.device)
+        score[..., : len(keys)] = mine @ keys.mT * s.softmax_scale
+        error = (
+            8 * eps * s.softmax_scale * float(mine.norm(dim=-1).max() * (keys.norm(dim=-1).max() if len(keys) else 0))
+        )
+        score = score.masked_fill(~candidates, -torch.inf).softmax(-1).sum(0)
+        values.append(score.masked_fill(~candidates, -torch.inf))
+        allowed.append((2 * error + 8 * eps) * score + torch.finfo(torch.float32).tiny)
+    return reference.SelectionScores(torch.stack(values), candidates, forced), torch.stack(allowed)
+
+
+def keys(
+    sequence: Sequence, tokens: torch.Tensor, *, lse: torch.Tensor, row_sums: torch.Tensor, dtype: torch.dtype
+) -> Keys:
+    """dk and dv of the tokens `tokens`, and the gradient of gate_weight: one pass over all queries.
+
+    Args:
+        lse: [3, Hq, T], the call's own.
+        row_sums: [3, T, Hq], ``do . o_i`` with the call's own o_i.
+    """
+    s, heads = sequence, range(sequence.k.shape[1])
+    dk, dv, d_weight, noise = zip(*(_KeyPass(s, head, tokens, dtype).run(lse, row_sums) for head in heads))
+    weight = None if s.gate_weight is None else torch.cat(d_weight)
+    return Keys(torch.stack(dk, dim=1), torch.stack(dv, dim=1), weight, torch.stack(noise).amax(0))
+
+
+class _KeyPass:
+    """All queries of one key/value head against the sampled tokens, and against the compressed keys that hold them."""
+
+    def __init__(self, s: Sequence, head: int, tokens: torch.Tensor, dtype: torch.dtype) -> None:
+        self.s, self.head, self.tokens, self.dtype = s, head, tokens, dtype
+        self.acc, self.heads = accumulation_dtype(dtype), s.queries(head)
+        config, device = s.config, tokens.device
+        Tc = config.compressed_length(len(s.q))
+        # Token t is in the compressed keys (t - l) // d + 1 .. t // d, as far as there are such.
+        reach = config.block_size // config.stride
+        blocks = tokens[:, None] // config.stride - torch.arange(reach, device=device)
+        self.held = (blocks >= 0) & (blocks < Tc)
+        self.blocks = blocks.clamp(0, max(0, Tc - 1))
+        self.weights = [None if w is None else w[head] for w in (s.compress_k_weight, s.compress_v_weight)]
+        self.of_tokens = [x[tokens, head].to(dtype) for x in (s.k, s.v)]
+        self.of_blocks = [self._compressed(x[:, head], w) for x, w in zip((s.k, s.v), self.weights)] if Tc else None
+
+    def _compressed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """The sampled compressed keys [K * reach, D]."""
+        config = self.s.config
+        inside = torch.arange(config.block_size, device=x.device)
+        position = (self.blocks.flatten()[:, None] * config.stride + inside).clamp(max=len(x) - 1)
+        mean = reference.mean(x[position].to(self.acc), 1)
+        return (mean if weight is None else mean @ weight.to(self.acc)).to(self.dtype)
+
+    def run(self, lse: torch.Tensor, row_sums: torch.Tensor) -> tuple:
+        """dk, dv [K, D], the head's share of d_gate_weight, and the noise of dk."""
+        s, K, C = self.s, len(self.tokens), self.blocks.numel()
+        widths = (C if self.of_blocks else 0, K, K)
+        total = [[self._zeros(width, x.shape[2]) for x in (s.k, s.v, s.k)] for width in widths]
+        d_weight = torch.zeros(s.group, 3, s.q.shape[2], dtype=self.acc, device=s.q.device)
+        generator = torch.Generator(s.q.device).manual_seed(0)
+        for begin, end in _chunks(len(s.q), ELEMENTS // max(1, s.group * max(K, C, s.q.shape[2]))):
+            q, do = (x[begin:end, self.heads].to(self.dtype).movedim(1, 0) for x in (s.q, s.do))  # [G, rows, D]
+            g = s.gates(q.movedim(0, 1), self.heads).movedim(1, 0).to(self.acc)
+            sums = row_sums[:, begin:end, self.heads].to(self.acc).mT  # [3, G, rows]
+            if s.gate_weight is not None:
+                d_logit = sums.movedim(0, -1) * g * (1 - g)
+                d_weight += d_logit.mT @ q.to(self.acc)
+            sign = torch.randint(0, 2, sums.shape[1:], generator=generator, device=s.q.device).to(self.acc) * 2 - 1
+            for i, (mine, seen) in enumerate(self._visible(begin, end)):
+                if widths[i]:
+                    row = (g[..., i, None], lse[i, self.heads, begin:end].to(self.acc), sums[i])
+                    self._add(total[i], q, do, *row, mine, seen, sign)
+        return *self._gradients(total), d_weight.to(self.dtype), self._noise(total)
+
+    def _visible(self, begin: int, end: int) -> Iterator[tuple]:
+        """The sampled (k, v) of each branch and which queries of a chunk see them, bool [rows, K]."""
+        s, config, tile = self.s, self.s.config, self.s.config.q_tile
+        t = torch.arange(begin, end, device=s.q.device)
+        blocks = self.blocks.flatten()
+        yield self.of_blocks, blocks * config.stride + config.offset <= t[:, None]
+        later = self.tokens <= t[:, None]
+        tiles = s.block_indices[self.head, begin // tile : (end - 1) // tile + 1]
+        own = (self.tokens // config.block_size).to(tiles.dtype)
+        listed = (tiles[..., None] == own).any(1)[t // tile - begin // tile]  # [rows, K]
+        yield self.of_tokens, listed & later
+        yield self.of_tokens, later & (t[:, None] - self.tokens < config.window_size)
+
+    def _add(self, total: list, q, do, gate, lse, row_sum, mine, seen, sign) -> None:
+        """One branch, one chunk: total = [dk, dv, noise], each [G, K, D]."""
+        k, v = mine
+        dk, dv, noise = total
+        scale = self.s.softmax_scale
+        do = (gate * do.to(self.acc)).to(self.dtype)
+        p = ((q @ k.mT).to(self.acc) * scale - lse[..., None]).masked_fill(~seen, -torch.inf).exp()
+        dv += _product(p.to(self.dtype), do)
+        dp = (do @ v.mT).to(self.acc) - gate * row_sum[..., None]
+        dk += _product((p * dp * scale).to(self.dtype), q)
+        noise += _product(p * (sign * row_sum.abs())[..., None] * gate * scale, q.to(self.acc))
+
+    def _gradients(self, total: list) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(self._gradient([branch[i] for branch in total], self.weights[i]) for i in (0, 1))
+
+    def _gradient(self, branches: list[torch.Tensor], weight: torch.Tensor | None) -> torch.Tensor:
+        """The three branches' sums over the group, the compressed one's taken back to tokens: [K, D]."""
+        of_block, *of_token = (x.to(self.dtype).to(self.acc).sum(0).to(self.dtype) for x in branches)
+        result = of_token[0] + of_token[1]
+        if self.of_blocks is None:
+            return result
+        of_block = of_block.to(self.acc)
+        if weight is not None:
+            of_block = of_block @ weight.to(self.acc).mT
+        each = of_block.unflatten(0, self.blocks.shape).masked_fill(~self.held[..., None], 0)
+        return result + (each.sum(1) / self.s.config.block_size).to(self.dtype)
+
+    def _noise(self, total: list) -> torch.Tensor:
+        return self._gradient([branch[2] for branch in total], self.weights[0]).abs().amax(1)
+
+    def _zeros(self, width: int, size: int) -> torch.Tensor:
+        return torch.zeros(self.s.group, width, size, dtype=self.acc, device=self.s.q.device)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a.mT @ b in the accumulation dtype, as one long product would be summed."""
+    return a.mT.to(accumulation_dtype(a.dtype)) @ b.to(accumulation_dtype(b.dtype))
+
+
+def _chunks(T: int, step: int) -> Iterator[tuple[int, int]]:
+    step = max(1, step)
+    yield from ((begin, min(begin + step, T)) for begin in range(0, T, step))

@@ -1,0 +1,288 @@
+"""A check of one call at a length at which no dense run and no quadratic reference can be made.
+
+Sampled rows and keys of the call, over the whole length and at the borders where 32-bit offsets end, are compared with
+the row-wise oracle in fp64. The rule is that of the tests: an error of at most twice that of a straight implementation
+in the same dtype, and rounding. It holds for each sampled token on its own: the gradients of the first tokens are so
+much larger than the others' that one limit for all would hide those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from nsa_layer import reference
+from nsa_layer.api import nsa
+from nsa_layer.problem import Aux, accumulation_dtype
+from nsa_layer.tokens import token_slices
+from nsa_tools.shape import Shape
+from nsa_tools.testing import row_oracle
+from nsa_tools.testing.assertions import assert_sequence_choice, rounding_error
+
+SEQUENCES = 3  # of a batch or a pack that are checked: the longest first
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One tensor of the call on its sample.
+
+    Attributes:
+        error: the largest error of an element; inf where one is not finite.
+        eager_error: the same of the straight implementation in the same dtype, on the same sample.
+        of_limit: the largest error of a token over what it may be; above 1 is wrong.
+        at: that token, or -1 where it is not about tokens.
+        note: what is wrong, for what has no error.
+    """
+
+    name: str
+    sampled: str
+    error: float
+    eager_error: float
+    of_limit: float
+    at: int = -1
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.of_limit <= 1 and not self.note
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome for one shape; bytes are None on a CPU."""
+
+    shape: str
+    backend: str
+    verdicts: tuple[Verdict, ...]
+    forward_peak_bytes: int | None
+    peak_bytes: int | None
+    reserved_bytes: int | None
+
+    @property
+    def ok(self) -> bool:
+        return all(verdict.ok for verdict in self.verdicts)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Sizes of the sample of a sequence: queries (with all their heads), keys, and tiles of queries."""
+
+    rows: int = 128
+    keys: int = 64
+    tiles: int = 32
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One sequence of a call: the place of its tokens and of its tiles."""
+
+    name: str
+    T: int
+    batch: int | None
+    first: int
+    first_tile: int
+
+    def tokens(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The sequence's [.., T, ..] of a call's tensor, B or all tokens in front, as a view."""
+        return x[self.batch] if self.batch is not None else x.narrow(dim, self.first, self.T)
+
+    def lists(self, block_indices: torch.Tensor, tiles: int) -> torch.Tensor:
+        """[Hkv, M, n]"""
+        return block_indices[self.batch] if self.batch is not None else block_indices.narrow(1, self.first_tile, tiles)
+
+
+def check(shape: Shape, backend: str, *, samples: Samples = Samples(), attend=nsa) -> Report:
+    """Make one call of `nsa`, or of `attend` in its place, and judge its samples."""
+    attend = partial(attend, **shape.options(), backend=backend)
+    verdicts, peaks = _verdicts(shape, attend, shape.inputs(), shape.output_gradient(), samples)
+    return Report(shape.describe(), backend, tuple(verdicts), *peaks)
+
+
+def forward_verdicts(shape: Shape, attend, inputs: dict[str, torch.Tensor], samples: Samples) -> list[Verdict]:
+    """The choice, o and the LSEs of one forward call ``attend(**inputs, return_aux=True)``."""
+    return _verdicts(shape, attend, inputs, None, samples)[0]
+
+
+def _verdicts(
+    shape: Shape, attend, inputs: dict[str, torch.Tensor], do: torch.Tensor | None, samples: Samples
+) -> tuple[list[Verdict], tuple]:
+    """Of every checked sequence, and the call's peak bytes."""
+    parts, found = list(_parts(shape)), []
+    rows = [_sample(part.T, samples.rows, shape.Hq * shape.D, seed=2) for part in parts]
+    keys = [_sample(part.T, samples.keys, shape.Hkv * shape.D, seed=3) for part in parts]
+    got, aux, peaks = _call(attend, inputs, do, parts, rows, keys)
+    inputs = {name: x.detach() for name, x in inputs.items()}
+    if inputs["q"].is_cuda:
+        torch.cuda.empty_cache()  # the call's large blocks, for the oracle's small ones
+    sums = None if do is None else row_sums_of(attend, inputs["q"], inputs["k"], inputs["v"], do)
+    for number, part in enumerate(parts):
+        index = [x.to(shape.device) for x in (rows[number], keys[number])]
+        found += _judge(shape, part, inputs, do, aux, sums, got[number], *index, samples.tiles)
+    return found, peaks
+
+
+def _call(attend, inputs: dict, do: torch.Tensor | None, parts: list[_Part], rows: list, keys: list) -> tuple:
+    """The call's sampled results for each part by name, `Aux`, and peak bytes; whole gradients are let go."""
+    cuda = inputs["q"].is_cuda
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    peak = torch.cuda.max_memory_allocated if cuda else lambda: None
+    with torch.set_grad_enabled(do is not None):
+        o, aux = attend(**inputs, return_aux=True)
+    forward_peak = peak()
+    got = [{"o": part.tokens(o.detach())[index]} for part, index in zip(parts, rows)]
+    if do is not None:
+        grads = dict(zip(inputs, torch.autograd.grad(o, list(inputs.values()), do)))
+        for name, index in (("q", rows), ("k", keys), ("v", keys)):
+            for found, part, wanted in zip(got, parts, index):
+                found[f"d{name}"] = part.tokens(grads[name])[wanted]
+        if "gate_weight" in grads:
+            got[0]["d_gate_weight"] = grads["gate_weight"]
+    return got, aux, (forward_peak, peak(), torch.cuda.max_memory_reserved() if cuda else None)
+
+
+@torch.no_grad()
+def row_sums_of(attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
+    """``do . o_i`` of every row, [3, B, T, Hq] or [3, total, Hq], with the o_i of the backend under test.
+
+    One key/value head and one branch at a time, the branch that alone has a gate: no o_i is whole in memory.
+    """
+    Hkv, G = k.shape[-2], q.shape[-2] // k.shape[-2]
+    sums = torch.empty(3, *q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
+    for head in range(Hkv):
+        heads, own = slice(head * G, (head + 1) * G), slice(head, head + 1)
+        tensors = [x.contiguous() for x in (q[..., heads, :], k[..., own, :], v[..., own, :])]
+        for i in range(3):
+            gates = torch.zeros(*q.shape[:-2], G, 3, dtype=q.dtype, device=q.device)
+            gates[..., i] = 1
+            o_i = attend(*tensors, gates=gates)
+            for total, do_part, o_part in token_slices(sums[i, ..., heads, None], do[..., heads, :], o_i):
+                total[..., 0] = (do_part.to(sums.dtype) * o_part).sum(-1)
+    return sums
+
+
+def _judge(
+    shape: Shape,
+    part: _Part,
+    inputs: dict,
+    do: torch.Tensor | None,
+    aux: Aux,
+    sums: torch.Tensor | None,
+    got: dict[str, torch.Tensor],
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    tiles: int,
+) -> Iterator[Verdict]:
+    config, scale = shape.config, shape.D**-0.5
+    q, k, v = (part.tokens(inputs[name]) for name in ("q", "k", "v"))
+    lists = part.lists(aux.block_indices, config.num_tiles(part.T))
+    options = dict(do=None if do is None else part.tokens(do), gate_weight=inputs.get("gate_weight"))
+    sequence = row_oracle.Sequence(q, k, v, lists, config, scale, **options)
+    lse = torch.stack([part.tokens(x, dim=-1) for x in (aux.lse_cmp, aux.lse_slc, aux.lse_swa)])
+    # Nothing finer than fp64 measures its error: it is that of fp32, scaled.
+    double = shape.dtype == torch.float64
+    coarse = torch.float32 if double else shape.dtype
+    judge = partial(_verdict, part=part, inputs=shape.dtype, finer=2**-26 if double else 1.0)
+    exact, straight = (row_oracle.rows(sequence, rows, dtype=dtype) for dtype in (torch.float64, coarse))
+    yield _judge_choice(sequence, part, tiles)
+    judge_rows = partial(judge, at=rows, sampled=f"{len(rows) * shape.Hq:,} rows")
+    yield judge_rows("o", got["o"], straight.o, exact.o)
+    yield judge_rows(
+        "lse", lse[:, :, rows].permute(2, 0, 1), *(x.lse.movedim(1, 0) for x in (straight, exact)), is_lse=True
+    )
+    if do is None:
+        return
+    own_sums = (sums[:, part.batch] if part.batch is not None else part.tokens(sums, dim=1)).contiguous()
+    eps = torch.finfo(shape.dtype).eps
+    yield judge_rows(
+        "row sums",
+        *(x.movedim(1, 0) for x in (own_sums[:, rows], straight.row_sums, exact.row_sums)),
+        noise=eps * exact.terms,
+    )
+    yield judge_rows("dq", got["dq"], straight.dq, exact.dq, noise=eps * exact.noise)
+    taken = dict(lse=lse, row_sums=own_sums)
+    exact, straight = (row_oracle.keys(sequence, keys, dtype=dtype, **taken) for dtype in (torch.float64, coarse))
+    judge_keys = partial(judge, at=keys, sampled=f"{len(keys) * shape.Hkv:,} keys")
+    yield judge_keys("dk", got["dk"], straight.dk, exact.dk, noise=eps * exact.noise)
+    yield judge_keys("dv", got["dv"], straight.dv, exact.dv)
+    if "d_gate_weight" in got and shape.B == 1 and shape.lengths is None:  # the weight's gradient is of all sequences
+        weights = (x[None] for x in (got["d_gate_weight"], straight.d_gate_weight, exact.d_gate_weight))
+        yield judge("d_gate_weight", *weights, at=None, sampled="all")
+
+
+def _judge_choice(sequence: row_oracle.Sequence, part: _Part, count: int) -> Verdict:
+    M, n = sequence.block_indices.shape[1:]
+    tiles = _sample(M, count, 1, seed=4).to(sequence.q.device)
+    scores, allowed = row_oracle.choice_scores(sequence, tiles)
+    own = reference.choose_blocks(scores, config=sequence.config, width=n)
+    given, note = sequence.block_indices[:, tiles], ""
+    try:
+        assert_sequence_choice("sampled tiles", given, own, scores, allowed)
+    except AssertionError as error:
+        note = str(error).splitlines()[0]
+    differ = float((given != own).sum())
+    return Verdict(f"choice{part.name}", f"{given.shape[:2].numel():,} lists", differ, 0.0, 0.0, note=note)
+
+
+def _verdict(
+    name: str,
+    got: torch.Tensor,
+    straight: torch.Tensor,
+    exact: torch.Tensor,
+    *,
+    part: _Part,
+    inputs: torch.dtype,
+    finer: float,
+    sampled: str,
+    at: torch.Tensor | None,
+    noise: torch.Tensor | float = 0.0,
+    is_lse: bool = False,
+) -> Verdict:
+    """Tensors [tokens, ...], each token judged on its own."""
+    empty, stored = exact == -torch.inf, got.dtype
+    wrong = (got == -torch.inf).ne(empty) | ~got.masked_fill(empty, 0).isfinite()
+    got, straight, exact = (x.double().masked_fill(empty, 0) for x in (got, straight, exact))
+    error, eager = ((x - exact).abs().flatten(1).amax(1) for x in (got, straight))
+    error = error.masked_fill(wrong.flatten(1).any(1), torch.inf)
+    largest = exact.abs().flatten(1).amax(1)
+    relative, fixed = (rounding_error(stored, inputs, x, lse=is_lse) for x in (1.0, 0.0))
+    limit = 2 * eager * finer + (relative - fixed) * largest + fixed + noise
+    of_limit = error / limit.clamp(min=torch.finfo(torch.float64).tiny)
+    worst = int(of_limit.argmax())
+    token = -1 if at is None else int(at[worst])
+    largest_errors = float(error.max()), float(eager.max()) * finer
+    return Verdict(name + part.name, sampled, *largest_errors, float(of_limit[worst]), token)
+
+
+def _parts(shape: Shape) -> Iterator[_Part]:
+    """The sequences that are checked."""
+    if shape.lengths is None:
+        for b in range(min(shape.B, SEQUENCES)):
+            yield _Part(f" [{b}]" if shape.B > 1 else "", shape.T, b, 0, 0)
+        return
+    tiles = [shape.config.num_tiles(length) for length in shape.lengths]
+    by_length = sorted(range(len(tiles)), key=lambda i: -shape.lengths[i])
+    for i in sorted({*by_length[: SEQUENCES - 1], by_length[-1]}):
+        yield _Part(f" [{i}]", shape.lengths[i], None, sum(shape.lengths[:i]), sum(tiles[:i]))
+
+
+def _sample(T: int, count: int, elements: int, *, seed: int) -> torch.Tensor:
+    """Positions over the whole length, one drawn from each of `count` stretches, and borders.
+
+    Borders are the ends, and where the offset of a token of so many elements, or its bytes, pass 2**31 and the next.
+    """
+    if T <= count:
+        return torch.arange(T)
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    spread = ((torch.arange(count) + drawn) * T / count).long().clamp(max=T - 1).tolist()
+    wrapped = [(1 << bits) // elements for bits in range(30, 36)]
+    borders = {0, T - 1, *(token + step for token in wrapped for step in (-1, 0) if token < T)}
+    # In place of the nearest drawn ones: the count stays what was asked for.
+    for border in sorted(borders):
+        free = [i for i, token in enumerate(spread) if token not in borders]
+        if free and border not in spread:
+            spread[min(free, key=lambda i: abs(spread[i] - border))] = border
+    return torch.tensor(sorted(set(spread)))

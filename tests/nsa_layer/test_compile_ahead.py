@@ -1,0 +1,97 @@
+"""Kernels compiled ahead of a call are those that the call launches, and it finds them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa_layer.compile_ahead import ENVIRONMENT
+
+# The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
+OWN = """
+import sys
+import warnings
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nsa_layer import NSAConfig, MemoryPolicy, autograd
+from nsa_layer import compile_ahead
+from nsa_layer.compile_ahead import CallShape, kernel_names
+from nsa_layer.policy import schedule
+
+warnings.simplefilter("ignore")
+
+class Context:
+    def save_for_backward(self, *tensors): self.saved_tensors = tensors
+    def set_materialize_grads(self, value): pass
+
+def shape(**changes):
+    given = dict(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
+    return CallShape(**given | changes)
+
+def own_call(call):
+    given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
+    names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+    plan, context = schedule(call.sizes(), call.policy, torch.device("cpu")), Context()
+    o = autograd._Attend.forward(context, *map(given.get, names), None, call.problem(), plan, False)
+    if call.backward:
+        autograd._Attend.backward(context, torch.empty_like(o))
+
+def asked(call):
+    names = {}
+    with compile_ahead._lookups(lambda cache, key, name: names.setdefault(name, True)):
+        with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
+            own_call(call)
+    return list(names)
+"""
+NAMED = """
+for more in ({}, dict(T=40), dict(Hkv=4), dict(config=NSAConfig(block_size=32)), dict(config=NSAConfig(block_size=256)),
+             dict(config=NSAConfig(deterministic=True, block_stride=16)), dict(policy=MemoryPolicy(budget=0)),
+             dict(causal=False)):
+    for gate, projected, backward in (("weight", False, True), ("none", True, True), ("given", False, False)):
+        call = shape(**more, gate=gate, projected=projected, backward=backward)
+        names = kernel_names(call)
+        assert names == asked(call), (call, names)
+        assert len(names) > (4 if not backward else 10), names
+        assert names == kernel_names(call)
+assert set(kernel_names(shape(lengths=(100, 0, 200)))) - set(kernel_names(shape()))
+"""
+CALLED = """
+with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
+    own_call(shape(gate="none", backward=False))
+print(*sorted({"quack", "flash_attn.cute.flash_fwd_sm90"} & set(sys.modules)))
+"""
+
+
+def run(command: list[str], cache: Path, **environment: str) -> str:
+    """The output of a process whose kernels are kept in `cache`."""
+    kept = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache)}
+    environment = os.environ | kept | {"CUDA_VISIBLE_DEVICES": ""} | environment
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_named_kernels_are_those_that_the_layer_asks_for(tmp_path: Path) -> None:
+    run(["-c", OWN + NAMED], tmp_path, **ENVIRONMENT[90])
+    assert not [*tmp_path.rglob("*.o")], "nothing is compiled to find names"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("sm_90")
+def test_a_call_finds_what_was_compiled_for_it(tmp_path: Path) -> None:
+    shape = ["--seqlen=300", "--heads=4", "--kv-heads=2", "--head-dim=64", "--mode=forward", "--ungated"]
+    command = ["-m", "nsa_layer", "compile", "--arch=90", "--jobs=2", *shape]
+    said = run(command, tmp_path)
+    kernels = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.o")}
+    compiled = [line.split("|")[3:5] for line in said.splitlines() if line.startswith("| sm_90a ")]
+    assert len(kernels) == sum(int(count) for count, _ in compiled) >= 6
+    assert run(["-c", OWN + CALLED], tmp_path, **ENVIRONMENT[90]).split() == [], "the call compiles nothing"
+    cached = [line.split("|")[4] for line in run(command, tmp_path).splitlines() if line.startswith("| sm_90a ")]
+    assert sum(map(int, cached)) == len(kernels)
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.o")} == kernels

@@ -1,0 +1,333 @@
+"""The `bench` command: a row for every variant whatever happens to others, its file, its chart, and crossovers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import TINY, refused
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from nsa_layer import NSAConfig
+from nsa_tools.commands import bench
+from nsa_tools.measure import crossover, first_call
+from nsa_tools.measure.bench_run import Bench, Options
+from nsa_tools.measure.timed_calls import Variant, is_out_of_memory
+from nsa_tools.report import bench_chart, bench_tables
+from nsa_tools.report.figures import new_figure
+from nsa_tools.report.results import Row, read_bench, write_bench
+from nsa_tools.shape import Shape
+
+CONFIG = NSAConfig(block_size=8, block_counts=3, q_tile=16, window_size=8)
+SHAPE = Shape(B=1, T=64, Hq=4, Hkv=2, D=8, Dv=8, dtype=torch.float32, device="cpu", config=CONFIG)
+OPTIONS = Options("eager", repeats=2, error_rows=0)
+
+
+def fake(**attend) -> object:
+    """In place of `variants`: functions by name."""
+
+    def make(shape: Shape, backend: str, *, sets: int) -> dict[str, Variant]:
+        q = torch.ones(1, shape.T, 1, 1, requires_grad=True)
+        return {name: Variant(name, call, [{"q": q}] * sets, torch.ones_like(q)) for name, call in attend.items()}
+
+    return make
+
+
+def fine(q: torch.Tensor) -> torch.Tensor:
+    return 2 * q
+
+
+def rows(file: Path) -> list[dict]:
+    return json.loads(file.read_text())["rows"]
+
+
+@pytest.mark.parametrize("extra", [[], ["--packed", "4"], ["--mode", "forward"]])
+def test_every_variant_and_direction_is_a_row_with_every_key(
+    extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, picture = tmp_path / "found.json", tmp_path / "found.png"
+    paths = ["--json", str(file), f"--chart={picture}"]
+    assert bench.main([*TINY, "--seqlen", "64", "100", "--repeats=2", *extra, *paths]) == 0
+    shown = capsys.readouterr().out
+    directions = 1 if "forward" in extra else 3
+    assert len(rows(file)) == 2 * 3 * directions
+    for row in rows(file):
+        assert list(row) == [field.name for field in fields(Row)]
+        assert row["status"] == "measured" and len(row["timings_ms"]) == 2 and row["ms"] > 0
+        assert (row["over_dense"] is None) == (row["variant"] == "dense")
+        timed_alone = row["direction"] == "forward"
+        assert (row["host_us"] is not None) == (row["direction"] != "backward")
+        assert (row["error"] is not None) == (timed_alone and row["variant"] != "dense")
+        assert row["sequences"] == (4 if extra[:1] == ["--packed"] else None)
+    document = json.loads(file.read_text())
+    assert list(document) == [
+        "schema",
+        "command",
+        "environment",
+        "backend",
+        "config",
+        "rows",
+        "crossovers",
+        "first_call",
+    ]
+    assert str(tmp_path) not in file.read_text() and "--repeats=2" in document["command"]
+    assert picture.read_bytes().startswith(b"\x89PNG") and "<svg" in picture.with_suffix(".svg").read_text()
+    # The file alone gives the same tables again, and the same picture.
+    before = picture.with_suffix(".svg").read_bytes()
+    assert bench.main(["--from", str(file), "--chart", str(picture)]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == shown.splitlines()[2:]
+    assert picture.with_suffix(".svg").read_bytes() == before
+
+
+def test_the_footer_says_where_and_when() -> None:
+    row = Row.of(SHAPE, variant="nsa", direction="forward", graph=False, status="measured", ms=1.0)
+    where = {"gpu": "A GPU", "torch": "2.99", "flash_attn.cute": "4.0", "patches": 3, "date": "2030-01-02"}
+    shown = bench_chart.footer([row], where)
+    assert all(text in shown for text in ("A GPU", "Hq 4, Hkv 2", "2.99", "4.0 with 3 patches", "2030-01-02"))
+
+
+def times_of(T: int, heads: tuple[int, int], factor: float) -> list[Row]:
+    """Rows of dense attention and of a layer that is so much faster, gated a little less."""
+    shape = replace(SHAPE, T=T, Hq=heads[0], Hkv=heads[1])
+    static = dict(direction="forward", graph=False, status="measured")
+    variants = ("dense", None), ("nsa", factor), ("gated", 0.99 * factor)
+    ms = {name: T * heads[0] / (over or 1) for name, over in variants}
+    return [Row.of(shape, variant=name, ms=ms[name], over_dense=over, **static) for name, over in variants]
+
+
+def test_chart_has_a_line_for_each_shape_and_labels_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    monkeypatch.setattr(bench_chart, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[0])
+    rows = [row for T, factor in ((4096, 0.8), (65536, 9.6), (1 << 20, 47)) for row in times_of(T, (32, 8), factor)]
+    rows += times_of(65536, (64, 4), 9.7)
+    bench_chart.draw(rows, {}, tmp_path / "chart.png")
+    (figure,) = figures
+    times, factors = figure.axes
+    lines = [list(line.get_xdata()) for line in times.lines if line.get_linestyle() != "None"]
+    assert sorted(map(len, lines)) == [1, 1, 1, 3, 3, 3] and all(line == sorted(set(line)) for line in lines)
+    labels = [text.get_text() for text in times.get_legend().get_texts()]
+    assert len(set(labels)) == 6 and sum("64/4 heads" in label for label in labels) == 3
+    FigureCanvasAgg(figure).draw()
+    boxes = [label.get_window_extent() for label in factors.texts]
+    assert len(boxes) == 8
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_out_of_memory_is_a_row_and_not_the_end() -> None:
+    def full(q: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run = Bench(OPTIONS, make=fake(dense=fine, nsa=full, gated=fine))
+    run.run(SHAPE)
+    run.run(replace(SHAPE, T=128))
+    status = {(row.T, row.variant, row.direction): row.status for row in run.rows}
+    assert len(status) == 2 * 3 * 3
+    assert {key for key, value in status.items() if value != "measured"} == {key for key in status if key[1] == "nsa"}
+    assert set(status.values()) == {"measured", "out of memory"}
+    assert "out of memory" in bench_tables.times(run.rows)
+
+
+def test_backward_may_run_out_of_memory_where_forward_does_not() -> None:
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q):
+            return 2 * q
+
+        @staticmethod
+        def backward(ctx, do):
+            raise RuntimeError("CUDA error: out of memory")
+
+    run = Bench(OPTIONS, make=fake(dense=fine, nsa=Full.apply, gated=fine))
+    run.run(SHAPE)
+    status = {row.direction: row.status for row in run.rows if row.variant == "nsa"}
+    assert status == {"forward": "measured", "backward": "out of memory", "forward+backward": "out of memory"}
+
+
+def test_inputs_that_do_not_fit_are_rows_too_and_other_failures_say_why() -> None:
+    def make(*args, **options):
+        raise torch.OutOfMemoryError("no")
+
+    run = Bench(replace(OPTIONS, variants=("nsa", "gated")), make=make)
+    run.run(SHAPE)
+    assert [row.status for row in run.rows] == ["out of memory"] * 6
+
+    def wrong(q: torch.Tensor) -> torch.Tensor:
+        raise ValueError("q is not what it should be")
+
+    run = Bench(OPTIONS, make=fake(dense=fine, nsa=wrong, gated=fine))
+    run.run(SHAPE)
+    failed = [row for row in run.rows if row.status == "failed"]
+    assert [row.detail for row in failed] == ["ValueError: q is not what it should be"] * 3
+    assert is_out_of_memory(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")) and not is_out_of_memory(ValueError("q"))
+
+
+def _quadratic(clock: list[float], seconds_a_pair: float = 1.0):
+    """Attention whose time grows with the square of the length, on a clock of the test's own."""
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        clock[0] += seconds_a_pair * q.shape[1] ** 2
+        return 2 * q
+
+    return attend
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Seconds, which pass only when a fake says so."""
+    now = [0.0]
+    monkeypatch.setattr("nsa_tools.measure.timing.time.perf_counter", lambda: now[0])
+    yield now
+
+
+def test_dense_attention_that_takes_too_long_is_taken_from_a_shorter_length_and_says_so(clock: list[float]) -> None:
+    options = replace(OPTIONS, dense_limit=64.0**2 * 1.5)
+    run = Bench(options, make=fake(dense=_quadratic(clock), nsa=_quadratic(clock, 0.5), gated=fine))
+    run.seconds_a_pair = 1.0
+    run.run(SHAPE)
+    run.run(replace(SHAPE, T=256))
+    found = {(row.T, row.variant, row.direction): row for row in run.rows}
+    far, near = found[256, "dense", "forward"], found[64, "dense", "forward"]
+    assert near.status == "measured" and far.status == "from shorter"
+    assert (far.from_T, far.factor, far.ms) == (64, 16.0, near.ms * 16) and not far.timings_ms
+    assert found[256, "nsa", "forward"].over_dense == pytest.approx(2.0)
+    shown = bench_tables.times(run.rows)
+    assert "(from T=64, x16)" in shown and "(2.00x*)" in shown and "(2.00x)" in shown
+    # Where no shorter length was asked for, one is measured, and shown as what it is.
+    run = Bench(options, make=fake(dense=_quadratic(clock), nsa=_quadratic(clock), gated=fine))
+    run.seconds_a_pair = 1.0
+    run.run(replace(SHAPE, T=256))
+    assert {(row.T, row.status) for row in run.rows if row.variant == "dense"} == {
+        (64, "measured"),
+        (256, "from shorter"),
+    }
+
+
+def test_slow_dense_attention_is_timed_once(clock: list[float]) -> None:
+    calls = []
+
+    def dense(q: torch.Tensor) -> torch.Tensor:
+        calls.append(q.shape[1])
+        clock[0] += 3.0
+        return 2 * q
+
+    run = Bench(replace(OPTIONS, repeats=5), make=fake(dense=dense, nsa=fine, gated=fine))
+    run.seconds_a_pair = 3.0 / SHAPE.dense_pairs()
+    run.run(SHAPE)
+    measured = {row.direction: row for row in run.rows if row.variant == "dense"}
+    assert len(calls) == 1 and all(len(row.timings_ms) == 1 for row in measured.values())
+    assert measured["forward"].ms == pytest.approx(3000)
+    assert all(len(row.timings_ms) == 5 for row in run.rows if row.variant == "nsa")
+
+
+@pytest.mark.parametrize("at", [1000, 1024, 1025, 5000, 7777, 16384])
+def test_the_crossover_is_found(at: int) -> None:
+    asked = []
+
+    def times(T: int) -> tuple[float, float]:
+        asked.append(T)
+        return float(at), float(T)  # the layer costs the same at every length
+
+    T, below, points = crossover.find(times, low=1024, high=16384, step=256)
+    assert T >= at and [point[0] for point in points] == sorted(asked) and len(asked) == len(set(asked))
+    if at <= 1024:
+        assert (T, below) == (1024, None)
+    else:
+        assert below < at and T - below <= 256
+
+
+def test_a_crossover_that_is_not_there_is_none() -> None:
+    assert crossover.find(lambda T: (2.0, 1.0), low=1024, high=5000, step=256)[:2] == (None, None)
+    assert crossover.find(lambda T: None, low=1024, high=5000, step=256) == (None, None, ())
+
+
+def test_crossovers_measure_a_length_once_and_are_written(clock: list[float], tmp_path: Path) -> None:
+    def constant(q: torch.Tensor) -> torch.Tensor:
+        clock[0] += 3000.0**2
+        return 2 * q
+
+    made = []
+
+    class Fake(Bench):
+        def __init__(self, options: Options) -> None:
+            made.append(options)
+            super().__init__(options, make=fake(dense=_quadratic(clock), nsa=constant, gated=_quadratic(clock)))
+            self.seconds_a_pair = 0.0
+
+    options = replace(OPTIONS, repeats=1)
+    found = crossover.crossovers(SHAPE, options, high=8192, bench=Fake)
+    assert [(one.variant, one.direction, one.T, one.below) for one in found] == [
+        ("nsa", "forward", 3072, 2816),
+        ("gated", "forward", 1024, None),
+        ("nsa", "forward+backward", 3072, 2816),
+        ("gated", "forward+backward", 1024, None),
+    ]
+    assert len(made) == len({T for one in found for T, *_ in one.points})
+    file = tmp_path / "crossover.json"
+    write_bench(file, dict(schema=1), [], crossovers=found)
+    assert read_bench(file)[2] == found
+    assert "3,072 (not at 2,816)" in bench_tables.crossovers(found)
+
+
+def test_the_first_call_is_that_of_a_process_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "first.json"
+    assert bench.main([*TINY, "--seqlen=64", "--packed=3", "--first-call", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["first_call"]
+    assert len(found) == 3 and min(found) > 0 and "3 packed sequences" in capsys.readouterr().out
+
+
+def test_first_call_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(first_call, "PROGRAM", "raise SystemExit('no such kernel')")
+    assert bench.main([*TINY, "--seqlen=64", "--first-call"]) == 1
+    assert capsys.readouterr().err == "bench: the first call failed: no such kernel\n"
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "other.json"
+    for text, message in (("[", "not JSON"), ("{}", "no schema 1")):
+        file.write_text(text)
+        assert message in refused(bench.main, ["--from", str(file)], capsys)
+    row = asdict(Row.of(SHAPE, variant="nsa", direction="forward", graph=False, status="failed"))
+    del row["ms"]
+    file.write_text(json.dumps(dict(schema=1, rows=[row], crossovers=[])))
+    with pytest.raises(ValueError, match="'ms'"):
+        read_bench(file)
+
+
+def test_committed_results_are_readable() -> None:
+    for file in sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json")):
+        document, found, crossings = read_bench(file)
+        assert found or crossings or document["first_call"], file
+        assert document["environment"]["gpu"], file
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--graph"], "--graph needs a GPU"),
+        (["--repeats=0"], "--repeats must be more than 0"),
+        (["--crossover", "--variants", "nsa"], "--crossover needs dense"),
+        (["--packed=2", "--batch=2"], "--packed is for sequences without a batch"),
+        (["--packed=5000"], "packed sequences must be"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(bench.main, [*TINY, *extra], capsys)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extra", [[], ["--graph"], ["--packed=5"]])
+def test_every_row_is_measured_on_a_gpu(extra: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    assert bench.main(["--seqlen=3000", "--repeats=2", "--json", str(file), *extra]) == 0
+    found = rows(file)
+    assert {row["status"] for row in found} == {"measured"} and all(row["ms"] > 0 for row in found)
+    assert {row["graph"] for row in found} == {"--graph" in extra}
+    assert all(row["of_limit"] <= 1 for row in found if row["variant"] != "dense" and row["direction"] == "forward")
+    assert all((row["peak_bytes"] is None) == row["graph"] for row in found)

@@ -1,0 +1,159 @@
+"""The command line: help, exit statuses, bad arguments, and what commands have in common."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from command_line import TINY, Run, refused
+
+from nsa_tools import commands
+from nsa_tools.commands import bench, check, compile, demo, memory, profile
+from nsa_tools.report.tables import markdown
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def command(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
+    """`python -m nsa_layer` as a user runs it, from a folder that is not the repository."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    program = f"import runpy, sys; {before}; runpy.run_module('nsa_layer', run_name='__main__', alter_sys=True)"
+    arguments = (sys.executable, "-c", program, *arguments)
+    return subprocess.run(arguments, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
+
+
+def test_every_command_is_listed_with_a_line() -> None:
+    result = command()
+    assert result.returncode == 0 and not result.stderr
+    for name, text in commands.COMMANDS.items():
+        assert any(line.split(maxsplit=1) == [name, text] for line in result.stdout.splitlines()), name
+
+
+def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["train"]) == 2
+    assert "unknown command 'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_help_names_the_command_and_units(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        commands.main([name, "--help"])
+    assert exit.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"python -m nsa_layer {name}" in shown and "tokens" in shown
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_unknown_option_exits_with_2(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = import_module(f"nsa_tools.commands.{name}").main
+    assert refused(run, ["--no-such-option"], capsys).startswith(f"{name}: unrecognized arguments")
+
+
+def test_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory, "main", interrupted)
+    assert commands.main(["memory"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_closed_pipe_ends_a_command_without_a_traceback() -> None:
+    arguments = [sys.executable, "-m", "nsa_layer", "inspect"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(arguments, cwd="/", stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert result.returncode == 141 and not result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("bench", "tabulate"), ("bench", "tqdm"), ("demo", "safetensors"), ("demo", "matplotlib"), ("check", "tabulate")],
+)
+def test_missing_extra_is_one_line_that_names_it(name: str, missing: str) -> None:
+    result = command(name, *(TINY if name != "demo" else ["--device=cpu"]), before=f"sys.modules['{missing}'] = None")
+    assert result.returncode == 2 and not result.stdout
+    assert result.stderr == f"{name} needs the tools extra: pip install 'flash-attn-4[tools]'\n"
+
+
+def test_chart_without_its_extra_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    result = command("bench", *TINY, f"--chart={tmp_path}/a.png", before="sys.modules['matplotlib'] = None")
+    assert result.returncode == 2 and "bench needs the tools extra" in result.stderr and not result.stdout
+
+
+def test_inspect_needs_no_extra() -> None:
+    without = "; ".join(f"sys.modules['{name}'] = None" for name in commands.TOOLS_EXTRA)
+    assert command("inspect", before=without).returncode == 0
+
+
+def test_other_missing_modules_are_not_called_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(argv: list[str]) -> int:
+        raise ModuleNotFoundError("No module named 'quack'", name="quack")
+
+    monkeypatch.setattr(memory, "main", broken)
+    with pytest.raises(ModuleNotFoundError, match="quack"):
+        commands.main(["memory"])
+
+
+def test_extra_is_that_of_the_distribution() -> None:
+    (listed,) = re.findall(r"^tools = \[(.*)\]$", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+    assert tuple(re.findall(r'"(\w+)"', listed)) == commands.TOOLS_EXTRA
+
+
+@pytest.mark.parametrize("run", [bench.main, check.main, memory.main, profile.main])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--kv-heads=3", "--kv-heads must divide --heads"),
+        ("--seqlen=0", "T must be at least 1"),
+        ("--block-size=5", "q_tile must be a multiple"),
+        ("--backend=fast", "backend must be"),
+        ("--backend=cute", "needs tensors on a GPU"),
+        ("--device=cuda:99", "device must be one that PyTorch can use here, got 'cuda:99'"),
+        ("--device=abacus", "device must be one that PyTorch can use here, got 'abacus'"),
+    ],
+)
+def test_bad_arguments_are_named(run: Run, change: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(run, [*TINY, change], capsys)
+
+
+@pytest.mark.parametrize(
+    ("run", "option"),
+    [
+        (bench.main, "--json"),
+        (bench.main, "--chart"),
+        (check.main, "--json"),
+        (compile.main, "--table"),
+        (memory.main, "--json"),
+        (profile.main, "--json"),
+    ],
+)
+def test_unwritable_file_is_refused_before_anything_runs(
+    run: Run, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, reason in [(tmp_path / "missing" / "file", "there is no folder"), (tmp_path, "is a folder")]:
+        assert reason in refused(run, [option, str(path)], capsys)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["lr", "warmup", "threads", "seed", "minutes"])
+def test_help_of_the_demo_says_every_default(name: str) -> None:
+    (option,) = [action for action in demo.build_parser()._actions if action.dest == name]
+    assert "(default: " in option.help
+
+
+def test_table_is_markdown_with_even_columns() -> None:
+    lines = markdown(["name", "n"], [["a", 1], ["bcdef", "1,000"]]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["name", "n"] and cells[2:] == [["a", "1"], ["bcdef", "1,000"]]
+    assert [set(cell) - {":"} for cell in cells[1]] == [{"-"}, {"-"}] and cells[1][1].endswith(":")
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].startswith("| a ") and lines[2].endswith(" 1 |")
+    with pytest.raises(ValueError, match="2 cells"):
+        markdown(["a", "b"], [["only one"]])

@@ -1,0 +1,84 @@
+"""The `compile` command, and the calls whose kernels it compiles: a few cover every option of the layer's kernels."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import refused
+
+from nsa_layer.compile_ahead import ENVIRONMENT
+from nsa_tools.commands import compile
+from nsa_tools.testing import covering_calls
+from nsa_tools.testing.covering_calls import all_calls
+
+ARCHS = sorted(ENVIRONMENT)
+CALL = all_calls(90)[0]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a kernel cache of the test's own."""
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_option_compiles(arch: int, cache: Path) -> None:
+    outcomes = list(compile.compile_calls(arch, covering_calls.covering_calls(arch, strength=1), jobs=1))
+    assert not {outcome.kernel: outcome.error for outcome in outcomes if outcome.error}
+    kinds = {outcome.kernel.split("/")[0] for outcome in outcomes if outcome.seconds}
+    assert kinds >= {"fwd", "bwd", "bwd_post", "nsa_pool", "nsa_choose", "nsa_gated_sum", "nsa_gated_sum_backward"}
+    assert len(outcomes) == len({outcome.kernel for outcome in outcomes}) == len([*cache.rglob("*.o")])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("strength", "most"), [(1, 3), (2, 16)])
+def test_covering_calls_hold_every_set_of_options(arch: int, strength: int, most: int) -> None:
+    every = covering_calls.combinations(arch)
+    chosen = covering_calls.covering(every, strength)
+    held, meant = ({part for one in of for part in itertools.combinations(one, strength)} for of in (chosen, every))
+    assert held == meant and len(chosen) <= most
+    assert len(meant) >= (21 if strength == 1 else 190)
+
+
+def test_calls_are_distinct_and_kernels_take_them() -> None:
+    assert len(set(all_calls(90))) == len(all_calls(90)) > len(all_calls(100)) > 0
+    assert {call.config.deterministic for call in all_calls(100)} == {False}
+
+
+def test_failure_is_an_outcome_and_not_the_end(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [compile._attempt(compile.Outcome(90, name, CALL)) for name in ("fwd/no-such-kernel", "bwd/neither")]
+    assert all(outcome.seconds is None and outcome.error for outcome in outcomes)
+    compiled, cached = (replace(outcomes[0], error=None, seconds=seconds) for seconds in (1.25, None))
+    line = compile.summary([*outcomes, compiled, cached]).splitlines()[-1]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == ["sm_90a", "fwd", "1", "1", "1", "1.2"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--only", "D=77", "causal=True"], "no call for sm_90 has D=77 causal=True"),
+        (["--only", "colour=red"], "'colour=red' is not FIELD=VALUE with a field of Shape"),
+        (["--jobs=0"], "--jobs must be at least 1"),
+        (["--shape=B"], "--shape needs --seqlen"),
+        (["--seqlen=1K", "--all"], "--all is for calls that cover the options"),
+        (["--seqlen=1K", "--head-dim=96"], "the kernels do not support head dimension (96, 96)"),
+        (["--seqlen=1K", "--deterministic"], "sm_100: the kernels do not support deterministic backward"),
+        (["--seqlen=1K", "--kv-heads=3"], "--kv-heads must divide --heads"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(compile.main, argv, capsys)
+
+
+def test_without_a_cache_there_is_nowhere_to_put_kernels(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    with pytest.raises(SystemExit):
+        compile.main(["--seqlen=300", "--arch=90", "--jobs=1"])
+    assert "kernels are not kept on disk" in capfd.readouterr().err

@@ -1,0 +1,324 @@
+"""`python -m nsa_layer demo` at a tiny size: its files, stopping and continuing, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import refused
+from PIL import Image
+from safetensors import safe_open
+
+from nsa_layer import NSAConfig, module, nsa
+from nsa_tools.commands.demo import main
+from nsa_tools.demo import run, train
+from nsa_tools.demo.data import training_batch
+from nsa_tools.demo.demo_config import DemoConfig
+from nsa_tools.demo.interrupt import StopRequest
+from nsa_tools.demo.model import build_models
+from nsa_tools.report.files import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+FILES = {
+    "checkpoint.safetensors", "config.json", "loss.png", "metrics.jsonl", "sample.txt", "table.md", "visibility.png",
+}  # fmt: skip
+SIZES = dict(
+    seqlen=48, batch=2, steps=6, minutes=0, dim=16, layers=2, heads=2, kv_heads=1, block_size=8, block_counts=3,
+    q_tile=16, window_size=8, eval_every=3, eval_windows=2, sample_bytes=5, warmup=2,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they save at these sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i} of a text that repeats itself, {i % 7} times over\n" for i in range(60)))
+    return path
+
+
+def options(text: Path, **changes: object) -> list[str]:
+    """The command line of a tiny run."""
+    given = {name.replace("_", "-"): value for name, value in (SIZES | changes).items()}
+    return ["--device", "cpu", "--text", str(text), *(f"--{name}={value}" for name, value in given.items())]
+
+
+def config(text: Path, **changes: object) -> DemoConfig:
+    return DemoConfig.for_device("cpu", **(SIZES | {"text": (str(text),)} | changes))
+
+
+def losses(out: Path) -> list[tuple[object, ...]]:
+    return [(r["step"], r["kind"], r["model"], r["loss"]) for r in read_metrics(out / "metrics.jsonl")]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    with safe_open(out / "checkpoint.safetensors", framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that went through."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    assert main([*options(text), "--out", str(out)]) == 0
+    return out
+
+
+def test_every_file_is_there_and_readable(finished: Path, text: Path) -> None:
+    assert {path.name for path in finished.iterdir()} == FILES
+    for name in ("loss.png", "visibility.png"):
+        with Image.open(finished / name) as image:
+            image.verify()
+        with Image.open(finished / name) as image:
+            assert image.format == "PNG" and min(image.size) > 300
+    saved = json.loads((finished / "config.json").read_text())
+    assert saved["demo"]["seqlen"] == 48 and saved["demo"]["text"] == [str(text)]
+    assert NSAConfig.from_dict(saved["nsa"]) == config(text).nsa()
+    table = (finished / "table.md").read_text()
+    assert "sparse (NSA)" in table and "dense" in table and "nan" not in table
+    sample = (finished / "sample.txt").read_text()
+    for title in ("prompt", "written by nsa", "written by dense", "the text itself"):
+        assert f"=== {title}" in sample
+
+
+def test_metrics_hold_every_step_of_both_models(finished: Path) -> None:
+    records = read_metrics(finished / "metrics.jsonl")
+    for model in ("nsa", "dense"):
+        train_steps = [r["step"] for r in records if (r["kind"], r["model"]) == ("train", model)]
+        held_out = [r["step"] for r in records if (r["kind"], r["model"]) == ("held_out", model)]
+        assert train_steps == [1, 2, 3, 4, 5, 6]
+        assert held_out == [0, 3, 6]
+    assert all(r["tokens_per_second"] > 0 and r["seconds"] > 0 for r in records if r["kind"] == "train")
+
+
+def test_loss_goes_down_for_both(text: Path, tmp_path: Path) -> None:
+    run.run_demo(config(text, steps=40, lr=1e-2, sample_bytes=0), tmp_path / "out")
+    for model in ("nsa", "dense"):
+        curve = [loss for _, kind, name, loss in losses(tmp_path / "out") if (kind, name) == ("held_out", model)]
+        assert curve[-1] < curve[0] - 1.0, (model, curve)
+
+
+def test_both_models_see_the_same_text_and_never_the_same_twice(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+
+    def recorded(*args: object, **options: object) -> torch.Tensor:
+        sequences = training_batch(*args, **options)
+        seen.append(sequences.numpy().tobytes())
+        return sequences
+
+    monkeypatch.setattr(train, "training_batch", recorded)
+    run.run_demo(config(text, sample_bytes=0), tmp_path / "out")
+    assert len(seen) == 12 and seen[0::2] == seen[1::2] and len(set(seen)) == 6
+
+
+def test_both_models_start_from_the_same_parameters(text: Path) -> None:
+    models = build_models(config(text))
+    sparse, dense = (models[name].state_dict() for name in ("nsa", "dense"))
+    assert dense.keys() < sparse.keys()
+    assert all(torch.equal(sparse[name], dense[name]) for name in dense)
+    assert {name.rsplit(".", 1)[1] for name in sparse.keys() - dense.keys()} == {
+        "gate_weight", "compress_k_weight", "compress_v_weight",
+    }  # fmt: skip
+
+
+def test_dense_model_is_the_sparse_one_where_only_a_wide_window_counts(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, gate_weight: object, **rest: object):
+        return nsa(q, k, v, gates=q.new_tensor([0.0, 0.0, 1.0]).expand(*q.shape[:-1], 3), **rest)
+
+    monkeypatch.setattr(module, "nsa", only_window)
+    models = build_models(config(text, window_size=48))
+    tokens = torch.randint(256, (2, 48))
+    with torch.no_grad():
+        torch.testing.assert_close(models["nsa"](tokens), models["dense"](tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_continued_run_gives_the_losses_of_an_uninterrupted_one(
+    finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    # Two steps: a checkpoint between two evaluations, and Adam's state is not trivial any more.
+    assert main([*options(text, steps=2), "--out", str(out)]) == 0
+    assert main([*options(text), "--out", str(out), "--resume"]) == 0
+    expected = losses(finished)
+    # The first run ends with an evaluation of its own.
+    assert [entry for entry in losses(out) if entry[:2] != (2, "held_out")] == expected
+    mine, theirs = weights(out), weights(finished)
+    assert mine.keys() == theirs.keys()
+    for key in theirs:
+        assert torch.equal(mine[key], theirs[key]), key
+    assert (out / "sample.txt").read_text() == (finished / "sample.txt").read_text()
+
+
+def test_metrics_after_the_checkpoint_are_dropped_on_resume(finished: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main([*options(text, steps=3), "--out", str(out)]) == 0
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "model": "nsa", "step": 4, "loss": 99.0, "seconds": 1}\n{"kind": "tra')
+    assert main([*options(text), "--out", str(out), "--resume"]) == 0
+    assert losses(out) == losses(finished)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_readable_files_and_a_checkpoint(
+    number: int, finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "nsa_layer", "demo", *options(text, steps=100_000, eval_every=100_000)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([*command, "--out", str(out)], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        metrics = out / "metrics.jsonl"
+        limit = time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") > 12) and time.monotonic() < limit:
+            time.sleep(0.05)
+        process.send_signal(number)
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + number, errors
+    assert "--resume" in errors and "Traceback" not in errors
+    assert {path.name for path in out.iterdir()} == {
+        "checkpoint.safetensors",
+        "config.json",
+        "loss.png",
+        "metrics.jsonl",
+    }
+    steps = {model: [e[0] for e in losses(out) if e[1:3] == ("train", model)] for model in ("nsa", "dense")}
+    reached = len(steps["nsa"])
+    assert steps["nsa"] == steps["dense"] == list(range(1, reached + 1))
+    assert weights(out)["nsa.optimizer.0.step"].item() == reached
+    # Training goes on from there, one step further.
+    changes = dict(steps=reached + 1, eval_every=100_000)
+    assert main([*options(text, **changes), "--out", str(out), "--resume"]) == 0
+    assert max(entry[0] for entry in losses(out)) == reached + 1
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_time_budget_ends_training_but_not_the_report(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([*options(text, steps=1_000_000, minutes=0.01), "--out", str(out)]) == 0
+    assert "time budget" in capsys.readouterr().err
+    assert {path.name for path in out.iterdir()} == FILES
+    reached = max(entry[0] for entry in losses(out))
+    assert [e[2] for e in losses(out) if e[:2] == (reached, "held_out")] == ["nsa", "dense"]
+
+
+def test_a_run_of_the_same_configuration_is_kept(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = [*options(text, steps=1, sample_bytes=0), "--out", str(out)]
+    assert main(arguments) == 0
+    before = (out / "metrics.jsonl").read_text()
+    assert main(arguments) == 0 and main(arguments) == 0
+    assert (tmp_path / "out.1" / "metrics.jsonl").read_text() == before
+    assert (tmp_path / "out.2" / "config.json").exists()
+
+
+def test_another_configuration_is_refused_and_nothing_is_lost(
+    finished: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path.name: path.read_bytes() for path in finished.iterdir()}
+    for more in ([], ["--resume"]):
+        message = refused(main, [*options(text, dim=32), "--out", str(finished), *more], capsys)
+        assert "another configuration" in message and "dim: 16 -> 32" in message
+    assert {path.name: path.read_bytes() for path in finished.iterdir()} == before
+
+
+def test_changed_text_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.txt"
+    other.write_bytes(text.read_bytes())
+    assert main([*options(other, steps=1), "--out", str(tmp_path / "out")]) == 0
+    other.write_bytes(text.read_bytes() + b"more")
+    assert "text has changed" in refused(main, [*options(other), "--out", str(tmp_path / "out"), "--resume"], capsys)
+
+
+def test_bad_folders_are_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "must be a folder" in refused(main, [*options(text), "--out", str(tmp_path / "file")], capsys)
+    below = [*options(text), "--out", str(tmp_path / "file" / "below")]
+    assert "cannot be made" in refused(main, below, capsys)
+    assert "holds files" in refused(main, [*options(text), "--out", str(tmp_path)], capsys)
+    assert "there is none" in refused(main, [*options(text), "--out", str(tmp_path / "new"), "--resume"], capsys)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.json").write_text("[1]")
+    assert "not of a demo run" in refused(main, [*options(text), "--out", str(foreign)], capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "foreign"]
+
+
+def test_bad_text_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").write_text("")
+    out = tmp_path / "out"
+    assert "cannot be read" in refused(main, [*options(tmp_path / "none"), "--out", str(out)], capsys)
+    assert "must be longer" in refused(main, [*options(tmp_path / "empty"), "--out", str(out)], capsys)
+    assert "held-out text must be longer" in refused(main, [*options(text, seqlen=2000), "--out", str(out)], capsys)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"heads": 3}, "dim / heads"),
+        ({"kv_heads": 3}, "kv_heads must divide"),
+        ({"minutes": "nan"}, "minutes must be finite"),
+        ({"block_size": 5}, "q_tile must be a multiple"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+    ],
+)
+def test_bad_options_are_named(
+    change: dict[str, object], message: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(main, [*options(text, **change), "--out", str(tmp_path / "out")], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unusable_device_is_named(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*options(text), "--device", "cuda:99", "--out", str(tmp_path / "out")]
+    assert "device must be one that PyTorch can use here, got 'cuda:99'" in refused(main, arguments, capsys)
+
+
+def test_a_damaged_checkpoint_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main([*options(text, steps=1, sample_bytes=0), "--out", str(out)]) == 0
+    metrics = (out / "metrics.jsonl").read_text()
+    checkpoint = out / "checkpoint.safetensors"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    assert "checkpoint" in refused(main, [*options(text), "--out", str(out), "--resume"], capsys)
+    assert (out / "metrics.jsonl").read_text() == metrics
+    checkpoint.unlink()
+    assert "does not exist" in refused(main, [*options(text), "--out", str(out), "--resume"], capsys)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "learning_rate", lambda config, step: float("inf") if step == 3 else 1e-3)
+    assert main([*options(text), "--out", str(tmp_path / "out")]) == 1
+    assert "training loss of nsa is nan" in capsys.readouterr().err
+    assert weights(tmp_path / "out")["nsa.optimizer.0.step"].item() == 3
+    json.dumps(read_metrics(tmp_path / "out" / "metrics.jsonl"), allow_nan=False)

@@ -1,0 +1,216 @@
+"""The `memory` command: predictions by component, the longest call that fits, and measured peaks beside them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from command_line import TINY, refused
+
+from nsa_layer import NSAConfig
+from nsa_layer.policy import MemoryPolicy
+from nsa_layer.ranges import component, observed
+from nsa_tools.commands import memory
+from nsa_tools.measure import call_memory
+from nsa_tools.measure.peak_memory import peak_bytes, peaks_by_component
+from nsa_tools.shape import Shape
+
+SHAPE = Shape(B=1, T=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cpu", config=NSAConfig())
+
+
+def test_memory_predicts_and_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory.main([*TINY, "--seqlen", "64", "100"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 4 and shown[0].count("|") == 12
+    assert memory.main([*TINY, "--seqlen", "64", "--no-measure", "--mode=forward", "--packed=3"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].count("|") == 10
+
+
+def test_table_is_written_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "memory.json"
+    assert memory.main([*TINY, "--seqlen", "64", "100", "--json", str(file)]) == 0
+    shown, document = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
+    assert [row["T"] for row in document["rows"]] == [64, 100] and document["environment"]["gpu"] is None
+    for line, row in zip(shown[2:], document["rows"], strict=True):
+        assert row["status"] == "measured" and row["peak"] > 0
+        ratio = row["peak"] / row["predicted"]["peak"]
+        assert line.split("|")[-2].strip() == f"{ratio:.2f}"
+    assert document["command"].endswith("--seqlen 64 100") and document["gated"] and document["backward"]
+    options = ["--device=cpu", "--dtype=bf16", "--longest", "--no-measure", "--total=139", f"--json={file}"]
+    assert memory.main(options) == 0
+    found = json.loads(file.read_text())["longest"]
+    assert f"predicted {found['predicted']:,} ({found['groups']} groups" in capsys.readouterr().out
+    assert found["measured"] is None and str(tmp_path) not in file.read_text()
+
+
+def test_less_memory_means_a_plan_that_takes_less() -> None:
+    shape = SHAPE.at(1 << 20)
+    plenty, short = (call_memory.planned(shape, total=total << 30) for total in (139, 60))
+    least = [call_memory.predicted(shape, plan)["peak"] for plan in (plenty, short)]
+    assert len(plenty.groups) == 1 < len(short.groups) and least[1] < least[0]
+
+
+def test_the_longest_that_fits_grows_with_the_memory_and_forward_is_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for options in (["--total=139"], ["--total=80"], ["--total=139", "--mode=forward"]):
+        argv = ["--device=cpu", "--dtype=bf16", "--longest", "--no-measure", *options]
+        assert memory.main(argv) == 0
+        found.append(int(capsys.readouterr().out.split("predicted ")[1].split()[0].replace(",", "")))
+    assert found[1] < found[0] < found[2]
+
+
+def test_predictions_without_a_gpu_are_of_what_kernels_take(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for dtype in ([], ["--dtype=bf16"], ["--dtype=fp32"]):
+        assert memory.main(["--device=cpu", "--longest", "--no-measure", "--total=139", *dtype]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2]
+
+
+def test_parts_are_measured_as_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator of numbers: forward keeps 5 beside o and takes 7 more for a while, backward 11 beside gradients."""
+    held, peak = 1000, 1000
+
+    def allocate(size: int, *, kept: int) -> None:
+        nonlocal held, peak
+        peak, held = max(peak, held + size), held + kept
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            allocate(x.nbytes + 5 + 7, kept=x.nbytes + 5)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, do: torch.Tensor) -> torch.Tensor:
+            allocate(do.nbytes + 11, kept=do.nbytes)
+            return do.clone()
+
+    def reset() -> None:
+        nonlocal peak
+        peak = held
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    calls = object.__new__(call_memory.RepeatedCall)
+    calls.shape, calls.inputs = SHAPE, {"x": torch.zeros(3, requires_grad=True)}
+    calls.attend = lambda x: Attend.apply(x)
+    parts = calls.parts()
+    assert parts == dict(saved=5, forward=7, backward=11)
+    rows = [dict(T=64, predicted=dict(saved=1, forward=1, backward=1), measured=parts), dict(T=128, measured=None)]
+    shown = memory.part_table(rows).strip().splitlines()
+    assert len(shown) == 3 and shown[0].count("measured") == 3
+    assert memory.part_table(rows[1:]) == ""
+
+
+@pytest.mark.parametrize("limit", [0, 63, 64, 1000, 4096, 99999])
+@pytest.mark.parametrize("guess", [64, 640, 100000])
+def test_the_longest_is_found_from_any_guess(limit: int, guess: int) -> None:
+    asked = []
+
+    def fits(T: int) -> bool:
+        asked.append(T)
+        return limit >= T
+
+    assert call_memory.longest(fits, guess=guess, step=64) == limit // 64 * 64
+    assert len(asked) < 30
+
+
+def test_a_call_that_does_not_fit_is_a_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(call_memory, "nsa", full)
+    assert memory.main([*TINY, "--seqlen", "64"]) == 0
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_a_policy_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def attend(q, k, v, **options):
+        seen.append(options.get("memory"))
+        return q
+
+    monkeypatch.setattr(call_memory, "nsa", attend)
+    policy = MemoryPolicy(budget=5 << 30)
+    for given in (MemoryPolicy(), policy):
+        shape = replace(SHAPE.at(128), policy=given, gate="none", backward=False)
+        call_memory.RepeatedCall(shape, "cute").call()
+    assert seen == [None, policy]
+
+
+def test_peak_bytes_counts_tensors_alive_at_once() -> None:
+    size = 1 << 20
+
+    def call() -> None:
+        first = torch.ones(size, dtype=torch.uint8)
+        second = torch.ones(2 * size, dtype=torch.uint8)
+        del first, second
+        torch.ones(size, dtype=torch.uint8)
+
+    kept: list[torch.Tensor] = []
+    assert 3 * size <= peak_bytes(call, "cpu") < 3 * size + 4096
+    assert size <= peak_bytes(lambda: kept.append(torch.ones(size, dtype=torch.uint8)), "cpu") < size + 4096
+    with pytest.raises(NotImplementedError, match="meta"):
+        peak_bytes(call, "meta")
+
+
+def test_a_peak_is_that_of_the_component_that_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = SimpleNamespace(now=100, most=100)
+
+    def take(size: int) -> None:
+        allocator.now += size
+        allocator.most = max(allocator.most, allocator.now)
+
+    def reset() -> None:
+        allocator.most = allocator.now
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocator.most)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocator.now)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def call() -> None:
+        take(10)
+        with component("slc"):
+            take(50), take(-50)
+            with component("convert"):
+                take(30)
+            take(5)
+        take(-40)
+
+    assert peaks_by_component(call) == {"other": 45, "slc": 60, "convert": 40}
+    with observed(lambda name: None):  # nothing is watched any more
+        pass
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--components"], "--components needs a GPU"),
+        (["--allocators"], "--allocators needs a GPU"),
+        (["--longest"], "--longest without a GPU"),
+        (["--budget=-1"], "budget must be at least 0"),
+    ],
+)
+def test_options_that_need_a_gpu_are_refused(
+    extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(memory.main, [*TINY, *extra], capsys)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_components_and_settings_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory.main(["--seqlen=4096", "--components", "--allocators"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("compiled kernels", "expandable_segments:True", "measured peak", "saved, predicted"):
+        assert text in shown
