@@ -12,19 +12,14 @@ from functools import partial
 import torch
 
 from nsa_layer import determinism, heads, support
-from nsa_layer.branches import Prepared, on_own_device
+from nsa_layer.branches import on_own_device
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.heads import Inputs, Kept, WeightGradients, of_heads
 from nsa_layer.packing import Packing
 from nsa_layer.policy import MemoryPolicy, Schedule, Sizes, schedule
 from nsa_layer.problem import Aux, Problem
-from nsa_layer.ranges import watched
 
 Tensor = torch.Tensor
-
-# A short call is host work above all: it is done for each kind of call, not for each call. Whoever watches the parts
-# sees the functions.
-_forward, _backward = (Prepared(function, unless=watched) for function in (heads.forward, heads.backward))
 
 
 @on_own_device
@@ -69,7 +64,7 @@ class _Attend(torch.autograd.Function):
         o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
         for first, end in plan.groups:
             into = of_heads(o, -2, _queries(q, k, first, end))
-            parts.append(_forward(inputs.heads(first, end), into, problem=problem, kept=plan.kept))
+            parts.append(heads.forward(inputs.heads(first, end), into, problem=problem, kept=plan.kept))
         ctx.save_for_backward(*inputs[:-1], *(x for part in parts for x in part))
         ctx.packing, ctx.problem, ctx.plan = packing, problem, plan
         ctx.set_materialize_grads(False)
@@ -103,7 +98,7 @@ def _gradients(
         kept = Kept(*tensors[given + turn * made : given + (turn + 1) * made])
         query, key = _queries(q, k, first, end), (first, end)
         into = of_heads(dq, -2, query), of_heads(dk, -2, key), of_heads(dv, -2, key)
-        rest.append(_backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, problem=problem))
+        rest.append(heads.backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, problem=problem))
     return dq, dk, dv, *_joined_weights(rest)
 
 
