@@ -14,7 +14,7 @@ import pytest
 import torch
 from fa_cases import Case, backward, compile_case, forward, make_inputs
 from fa_compile import Worker
-from fa_query_halves import Drawn, Launched, adds, expected, in_order, tensors
+from fa_query_halves import Drawn, Launched, adds, assert_in_order, expected, tensors
 from fa_reference import assert_bits_repeat, assert_case
 from half_walk import adds_by_kernel, hidden, walked_by_kernels
 from two_cta_lists import is_blackwell
@@ -139,7 +139,7 @@ def test_the_kernel_waits_in_turn_for_tiles_listed_twice(compiler_sm100: Worker,
     assert walks == [adds(lists, head, 0, launched) for head in range(case.H)]
     for walk in walks:
         assert all(len(own) > len({tile for tile, _ in own}) for own in walk), "no tile is listed twice"
-        in_order(walk, launched)
+        assert_in_order(walk, launched)
 
 
 @pytest.mark.xdist_group("sm_100")
