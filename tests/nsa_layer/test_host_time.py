@@ -12,8 +12,8 @@ import torch
 from stub_kernels import stubs
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.packing import Packing
-from nsa_layer.problem import Problem
+from nsa_layer.call_spec import Problem
+from nsa_layer.cute.packing import Packing
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
@@ -23,8 +23,8 @@ SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
 @pytest.mark.parametrize("lists", [False, True], ids=["choice", "lists of backward"])
 def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     """Eight times the tokens take eight times the bytes: no scores of all tiles by all blocks, no bitmap of them."""
-    from nsa_layer import branches
-    from nsa_layer.choice import choose
+    from nsa_layer.cute import branches
+    from nsa_layer.cute.topk_dispatch import choose
 
     case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
     config, taken = case.config, []
