@@ -96,7 +96,8 @@ def own_rows(lists: Any, rows_before: str) -> OwnRows:
     heads, count = rows.counts[0].shape
     # Rows behind the last sequence's are nobody's.
     own = torch.arange(count, device=rows.block.device) < lists.cu_total_n_blocks.select(0, -1)
-    shared = any(t is not None and t.shape[0] < heads for t in (getattr(lists, name) for name in OFFSETS))
+    starts = [t for t in (getattr(lists, name) for name in OFFSETS) if t is not None]
+    shared = any(t.shape[0] < heads or t.stride(0) == 0 for t in starts)
     return OwnRows(
         tuple(torch.where(own, counts, 0) for counts in rows.counts),
         rows.starts,

@@ -186,8 +186,10 @@ def as_ragged(
             idx, order = torch.broadcast_tensors(idx, order)
         if idx.stride(-1) != 1 or (order is not None and order.stride() != idx.stride()):
             idx, order = idx.contiguous(), order if order is None else order.contiguous()
-        head = torch.arange(idx.shape[0], device=idx.device) * idx.stride(0)
-        changed[starts_field] = head.unsqueeze(1) + (row * idx.stride(1) if first is None else first)
+        starts = (row * idx.stride(1) if first is None else first).expand(idx.shape[0], -1)
+        if idx.shape[0] > 1 and idx.stride(0) > 0:
+            starts = starts + torch.arange(idx.shape[0], device=idx.device).unsqueeze(1) * idx.stride(0)
+        changed[starts_field] = starts
         changed |= {idx_field: _flat(idx), order_field: order if order is None else _flat(order)}
     return tensors._replace(**changed)
 

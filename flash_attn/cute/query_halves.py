@@ -22,7 +22,6 @@ import torch
 
 from flash_attn.cute.own_rows import ListedEntries, own_rows
 from flash_attn.cute.packed_entries import is_packed
-from flash_attn.cute.planned_calls import launch_places
 
 HALF = 64  # queries
 TILE = 2 * HALF
@@ -122,7 +121,7 @@ def merged_backward(lists: Any, *, asked: bool, ordered: bool = False, spt: bool
     Args:
         lists, asked: as in `merged_forward`; without a mask_mod what comes out are mask blocks.
         ordered: also make lock values. Those of `lists` count entries that there are no longer.
-        spt: key blocks are launched from the last to the first, unless the lists have a plan, which says how.
+        spt: key blocks are launched from the last to the first.
         groups: CTAs, or pairs of them, that add for a key block. Where there are several, and full lists too, lock
             values are what `turn_of_add` takes.
 
@@ -139,9 +138,8 @@ def merged_backward(lists: Any, *, asked: bool, ordered: bool = False, spt: bool
     merged = _in_place_of(lists, union, union.lists[0], full)._replace(cu_total_n_blocks=before.int())
     if not ordered:
         return merged
-    places = None if lists.plan is None else _own_places(launch_places(lists), sizes)
     twice = full is not None and groups > 1
-    locks = _locks(union, own.sequence, own.sequences, places, twice=twice)
+    locks = _locks(union, own.sequence, own.sequences, twice=twice)
     return merged._replace(dq_write_order=locks, dq_write_order_full=None if full is None else locks, spt=spt)
 
 
@@ -215,31 +213,14 @@ def _union(halves: torch.Tensor, of: ListedEntries, *, reverse: bool = False) ->
     return _Union(entries, lists, joined >> BLOCK_BITS + 2, used, of.sizes, reverse)
 
 
-def _own_places(places: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
-    """`launch_places` of the heads and rows that have lists of their own; those that share lists share their order."""
-    heads, rows, _ = sizes
-    return places.narrow(1, 0, rows).unflatten(0, (heads, -1)).select(1, 0)
-
-
-def _locks(
-    union: _Union, sequence: torch.Tensor, sequences: int, places: OptionalTensor, *, twice: bool
-) -> torch.Tensor:
-    """int32 [E + 1]: for each entry how many entries add to its tile of queries first; `twice`: for `turn_of_add`.
-
-    places: integers [heads, rows], see `launch_places`; None for rows that are launched as the union has them.
-    """
+def _locks(union: _Union, sequence: torch.Tensor, sequences: int, *, twice: bool) -> torch.Tensor:
+    """int32 [E + 1]: for each entry how many entries add to its tile of queries first; `twice`: for `turn_of_add`."""
     heads, rows, kinds = union.sizes
     head, row = union.line // (rows * kinds), union.line // kinds % rows
     row = (rows - 1 - row if union.reverse else row).clamp(0, rows - 1)
     of = head * sequences + sequence.index_select(0, row)
     key = torch.where(union.used, of << BLOCK_BITS | (union.entries >> 2), heads * sequences << BLOCK_BITS)
-    if places is None:
-        ordered, source = key.sort(stable=True)
-    else:
-        place = places.flatten().index_select(0, head.clamp(max=heads - 1) * rows + row)
-        launch = torch.where(union.used, place, rows).argsort(stable=True)
-        ordered, source = key.index_select(0, launch).sort(stable=True)
-        source = launch.index_select(0, source)
+    ordered, source = key.sort(stable=True)
     lock = torch.arange(key.numel(), device=key.device) - torch.searchsorted(ordered, ordered)
     if twice:
         place = torch.stack([ordered, (union.line // kinds).index_select(0, source)])

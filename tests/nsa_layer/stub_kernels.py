@@ -18,7 +18,7 @@ def stubs() -> Iterator[None]:
     """Within, kernels are what notes its launch: those of the fork, and those of the layer."""
     from flash_attn.cute import interface
     from flash_attn.cute.cache_utils import JITCache
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
     from nsa_layer.kernels import launch
 
     def compiled(*at: object) -> Callable[..., None]:
@@ -50,15 +50,11 @@ def stubs() -> Iterator[None]:
 @contextmanager
 def stubbed_layer() -> Iterator[None]:
     """Within, `nsa` with backend="cute" takes tensors on the CPU; what its kernels would write is never written."""
-    from nsa_layer import autograd, support
+    from nsa_layer import support
 
     with stubs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(support, "choose_backend", lambda backend, **_: backend)
-        for prepared in (autograd._forward, autograd._backward):
-            prepared.clear()
         yield
-        for prepared in (autograd._forward, autograd._backward):
-            prepared.clear()
 
 
 def launches(call: Callable[[], object], inputs: list[torch.Tensor]) -> tuple[list, object]:

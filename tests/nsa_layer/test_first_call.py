@@ -9,7 +9,6 @@ from pathlib import Path
 
 from nsa_layer.kernels import launch
 
-# The third step repeats what was recorded of the second.
 STEPS = """
 import sys
 import torch
@@ -20,7 +19,7 @@ from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 import flash_attn.cute.interface
-import nsa_layer.autograd as autograd
+import nsa_layer.cute.autograd as autograd
 
 for lengths in (None, (300, 0, 70)):
     case = Case(T=300, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, lengths=lengths)
@@ -31,7 +30,6 @@ for lengths in (None, (300, 0, 70)):
         with stubs():
             o, _ = autograd.attend(**tensors, problem=case.problem, cu_seqlens=inputs.cu_seqlens)
             (o * inputs.do).sum().backward()  # given a gradient, PyTorch itself imports sympy
-assert autograd._forward._programs and not autograd._forward.refusals + autograd._backward.refusals
 assert len(LAUNCHED) > 60, len(LAUNCHED)
 print(*sorted({"quack", "triton", "sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)))
 """

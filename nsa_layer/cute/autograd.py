@@ -1,0 +1,138 @@
+"""The layer on the fork's kernels: what is saved, what is computed again, in which order memory is freed.
+
+Saved: q, k, v, the weights, each branch's o (unless the schedule says that it is computed again) and lse, the gates,
+the compressed keys and values, and the chosen blocks. Computed again in backward: the block lists. Nothing is chosen
+again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from nsa_layer import determinism, support
+from nsa_layer.call_spec import Aux, Problem
+from nsa_layer.cute import heads
+from nsa_layer.cute.branches import on_own_device
+from nsa_layer.cute.heads import Inputs, Kept, WeightGradients, of_heads
+from nsa_layer.cute.memory_plan import MemoryPolicy, Schedule, Sizes, schedule
+from nsa_layer.cute.packing import Packing
+from nsa_layer.derivatives import first_derivatives
+
+Tensor = torch.Tensor
+
+
+@on_own_device
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    problem: Problem,
+    gate_weight: Tensor | None,
+    gates: Tensor | None,
+    compress_k_weight: Tensor | None,
+    compress_v_weight: Tensor | None,
+    cu_seqlens: Tensor | None,
+    memory: MemoryPolicy = MemoryPolicy(),
+    needs_grad: bool = True,
+    return_aux: bool = True,
+) -> tuple[Tensor, Aux | None]:
+    """The operator on the kernels; arguments as `nsa` has checked them.
+
+    Args:
+        memory: what the call may take.
+        needs_grad: whether backward may follow: what has to be saved for it.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "nsa: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or torch.func.grad "
+            "with backend='eager'"
+        )
+    gated = gate_weight is not None or gates is not None
+    plan = schedule(Sizes.of(q, v, problem=problem, gated=gated, needs_grad=needs_grad), memory, q.device)
+    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    q, k, v = map(_readable, (q, k, v))
+    made = _Attend.apply(q, k, v, *weights, Packing.of(problem, q.device), problem, plan, return_aux)
+    return (made[0], Aux(*made[1:])) if return_aux else (made, None)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, packing, problem, plan, return_aux):
+        inputs = Inputs(q, k, v, gate_weight, gates, w_k, w_v, packing)
+        o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
+        for first, end in plan.groups:
+            into = of_heads(o, -2, _queries(q, k, first, end))
+            parts.append(heads.forward(inputs.heads(first, end), into, problem=problem, kept=plan.kept))
+        ctx.save_for_backward(*inputs[:-1], *(x for part in parts for x in part))
+        ctx.packing, ctx.problem, ctx.plan = packing, problem, plan
+        ctx.set_materialize_grads(False)
+        if not return_aux:
+            return o
+        aux = _joined_aux(parts, q)
+        ctx.mark_non_differentiable(*aux)
+        return o, *aux
+
+    @staticmethod
+    def backward(ctx, do, *_):
+        if do is None:
+            return (None,) * 11
+        static = ctx.packing, ctx.problem, ctx.plan
+        return *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None, None, None, None
+
+
+def _gradients(
+    do: Tensor, packing: Packing | None, problem: Problem, plan: Schedule, *tensors: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `_Attend`'s tensors, from those that it saved."""
+    given, made = len(Inputs._fields) - 1, len(Kept._fields)
+    inputs = Inputs(*tensors[:given], packing)
+    q, k, v = inputs[:3]
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
+    problem = determinism.in_force(problem, partial(support.choose_backend, "cute", **sizes, needs_grad=True))
+    do = _readable(do)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    rest = []
+    for turn, (first, end) in enumerate(plan.groups):
+        kept = Kept(*tensors[given + turn * made : given + (turn + 1) * made])
+        query, key = _queries(q, k, first, end), (first, end)
+        into = of_heads(dq, -2, query), of_heads(dk, -2, key), of_heads(dv, -2, key)
+        rest.append(heads.backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, problem=problem))
+    return dq, dk, dv, *_joined_weights(rest)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """As the kernels read it, 16 bytes at a time: itself, or a copy where rows lie otherwise."""
+    step = 16 // x.element_size()
+    aligned = x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1]) and not x.data_ptr() % 16
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _queries(q: Tensor, k: Tensor, first: int, end: int) -> tuple[int, int]:
+    """The query heads of the key/value heads `first` to `end`."""
+    G = q.shape[-2] // k.shape[-2]
+    return first * G, end * G
+
+
+def _joined_aux(parts: list[Kept], q: Tensor) -> tuple[Tensor, ...]:
+    """`Aux`'s fields for all heads."""
+    packed = q.dim() == 3
+    heads_dim = 0 if packed else 1
+    block_indices = _joined([part.block_indices for part in parts], heads_dim)
+    lses = [_joined(list(lses), heads_dim) for lses in zip(*((p.lse_cmp, p.lse_slc, p.lse_swa) for p in parts))]
+    g = _joined([part.g for part in parts], -2)
+    if g is None:
+        g = q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
+    return block_indices, g, *lses
+
+
+def _joined_weights(parts: list[WeightGradients]) -> tuple[Tensor | None, ...]:
+    gate_weight, gates, w_k, w_v = map(list, zip(*parts))
+    return _joined(gate_weight, 0), _joined(gates, -2), _joined(w_k, 0), _joined(w_v, 0)
+
+
+def _joined(parts: list[Tensor | None], dim: int) -> Tensor | None:
+    """The groups' tensors as one, along their heads."""
+    return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, dim)

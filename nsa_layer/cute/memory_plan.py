@@ -1,0 +1,180 @@
+"""Memory: what a call may take, and what is done where that is not enough.
+
+A call on the kernels goes through the key/value heads in groups (each with its query heads), since heads do not depend
+on one another: a group's branch outputs and accumulators are freed before the next group's are made. It saves the
+branches' outputs for backward, or computes them again there. Both follow from one number of bytes. With enough memory
+there is one group and everything is saved, which is fastest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from nsa_layer.call_spec import Problem
+
+RECOMPUTE = ("auto", "none", "compressed", "all")
+RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
+SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask what is free
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy:
+    """What a call of `nsa` on the kernels may take.
+
+    Attributes:
+        budget: bytes for forward and backward beside q, k, v, o and their gradients. None: what is free on the GPU
+            when forward is called, less what o and the gradients will take and a reserve; asked for only by calls that
+            take more than a sixteenth of the GPU's memory. With ``deterministic`` it is what the GPU would have free
+            for this call alone: which kernels run may depend on how many heads they get, and with them the last bits.
+        recompute: which branches' outputs are computed again in backward instead of being saved: "none", "compressed"
+            (a third of the memory, most of the time), "all", or "auto": "all" where saving exceeds the budget, else
+            "none".
+
+    Raises:
+        TypeError, ValueError: a field is not what it should be.
+    """
+
+    budget: int | None = None
+    recompute: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            if isinstance(self.budget, bool) or not isinstance(self.budget, int):
+                raise TypeError(f"budget must be an int or None, got {self.budget!r}")
+            if self.budget < 0:
+                raise ValueError(f"budget must be at least 0 bytes, got {self.budget}")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the predictions depend on.
+
+    Attributes:
+        tokens: of all sequences.
+        itemsize: bytes of an element of q.
+    """
+
+    tokens: int
+    Hq: int
+    Hkv: int
+    D: int
+    Dv: int
+    itemsize: int
+    block_stride: int
+    q_tile: int
+    list_width: int
+    gated: bool = True
+    needs_grad: bool = True
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, q: torch.Tensor, v: torch.Tensor, *, problem: Problem, gated: bool, needs_grad: bool) -> Sizes:
+        """Of the tensors of a call: q [B, T, Hq, D] or [total, Hq, D], v alike."""
+        config, longest = problem.config, max(problem.lengths) if problem.lengths else q.shape[-3]
+        tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
+        static = (q.element_size(), config.stride, config.q_tile, config.list_width(longest))
+        return cls(tokens, *heads, *static, gated, needs_grad, config.deterministic)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a call goes about it.
+
+    Attributes:
+        groups: (first key/value head, end) of each group, in the order of their turn.
+        kept: whether the outputs of the compressed, the selected and the window branch are saved for backward; none
+            are where there will be none.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    kept: tuple[bool, bool, bool]
+
+
+def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str, int]:
+    """Bytes by component, for groups of `heads` key/value heads.
+
+    Returns:
+        "saved": what backward needs of forward, all groups; "forward", "backward": what a group takes while it is
+        computed, beside what is saved; "outputs", "gradients": o; do, dq, dk and dv.
+    """
+    tokens, e, G = sizes.tokens, sizes.itemsize, sizes.Hq // sizes.Hkv
+    query_heads, rows = heads * G, tokens * sizes.Hq
+    blocks = tokens // sizes.block_stride
+    tiles = -(-tokens // sizes.q_tile)
+    branch = tokens * query_heads * sizes.Dv * e
+    row_numbers = tokens * query_heads * 4
+    compressed = blocks * heads * ((sizes.D + sizes.Dv) * e + sizes.D * 4)
+    # A tile's mean query as it is and as the choice of blocks takes it apart.
+    choice = tiles * (query_heads * sizes.D * 8 + heads * sizes.list_width * 8)
+    saved_rows = 3 + 3 * sizes.gated
+    saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
+    saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + tiles * sizes.Hkv * (sizes.list_width + 1) * 4
+    accumulators = 4 * tokens * query_heads * sizes.D + 4 * tokens * heads * (sizes.D + sizes.Dv)
+    lists = 64 * tiles * query_heads * sizes.list_width
+    return {
+        "saved": saved * sizes.needs_grad,
+        "forward": kept.count(False) * branch + 6 * row_numbers + compressed + choice,
+        "backward": (kept.count(False) * branch + 6 * row_numbers + accumulators + 2 * compressed + lists)
+        * sizes.needs_grad,
+        "outputs": rows * sizes.Dv * e,
+        "gradients": (rows * (sizes.D + sizes.Dv) + tokens * sizes.Hkv * (sizes.D + sizes.Dv)) * e * sizes.needs_grad,
+    }
+
+
+def schedule(sizes: Sizes, policy: MemoryPolicy, device: torch.device) -> Schedule:
+    """The fastest schedule that the policy's budget allows; one head a group where nothing does."""
+    budget = policy.budget
+    if budget is None and device.type == "cuda":
+        budget = _free_budget(sizes, device)
+    return _schedule(sizes, policy.recompute, budget)
+
+
+@lru_cache(maxsize=256)
+def _schedule(sizes: Sizes, recompute: str, budget: int | None) -> Schedule:
+    everything, nothing = (True, True, True), (False, False, False)
+    choices = {
+        "none": [everything],
+        "compressed": [(False, True, True)],
+        "all": [nothing],
+        "auto": [everything, nothing],
+    }[recompute if sizes.needs_grad else "all"]
+    for kept in choices:
+        for count in range(1, sizes.Hkv + 1):
+            heads = -(-sizes.Hkv // count)
+            if budget is None or _peak(sizes, heads, kept) <= budget:
+                return Schedule(_groups(sizes.Hkv, heads), kept)
+    return Schedule(_groups(sizes.Hkv, 1), choices[-1])
+
+
+def _peak(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> int:
+    parts = predict(sizes, heads, kept)
+    return parts["saved"] + max(parts["forward"], parts["backward"])
+
+
+def _groups(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
+    return tuple((first, min(first + heads, Hkv)) for first in range(0, Hkv, heads))
+
+
+def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
+    """None where the call is small; else what is free, less what o and the gradients take."""
+    total = _total_memory(device.index)
+    parts = predict(sizes, sizes.Hkv, (sizes.needs_grad,) * 3)
+    if sum(parts.values()) < SMALL * total:
+        return None
+    if sizes.deterministic:
+        per_token = sizes.Hq * sizes.D + sizes.Hkv * (sizes.D + sizes.Dv)
+        free = total - sizes.tokens * per_token * sizes.itemsize
+    else:
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+    return max(0, free - int(RESERVE * total) - parts["outputs"] - parts["gradients"])
+
+
+@lru_cache(maxsize=None)
+def _total_memory(index: int | None) -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).total_memory

@@ -1,0 +1,124 @@
+"""Each tile's best blocks so far, in the registers of four neighbouring threads that score its blocks together.
+
+An entry is one int64 that orders as (score, earlier block first): the score's bits, made monotone, above the block's
+complement. Entries of a list are all different, so that comparisons alone say which one goes and which thread has it.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from nsa_layer.kernels.block_topk.split_fp16 import bits_of
+
+QUAD = 4
+COLUMNS = 16  # of a tile of scores, in one thread
+WORST_SCORE = -(1 << 31)
+LAST_BLOCK = (1 << 31) - 1
+EMPTY = -(1 << 63)  # and a slot's number
+CLOSED = (1 << 63) - 1  # a slot beyond the list's room: nothing is better
+NO_BLOCK = EMPTY + LAST_BLOCK  # what is above it stands for a block
+
+
+def column(i: Int32) -> Int32:
+    """How far a thread's score number i stands from its first: pairs, every 16."""
+    return i // 2 * 16 + i % 2
+
+
+def score_bits(score: Float32) -> Int32:
+    """As an int32 that orders as the score; NaN is best."""
+    bits = bits_of(score + 0.0)  # -0.0 and 0.0 are equal
+    return cutlass.select_(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def entry_of(bits: Int32, block: Int32) -> Int64:
+    return (Int64(bits) << 32) | Int64(LAST_BLOCK - block)
+
+
+def block_of(entry: Int64) -> Int32:
+    return LAST_BLOCK - Int32(entry & 0xFFFFFFFF)
+
+
+def better(a: Int64, b: Int64) -> Int64:
+    return cutlass.select_(a > b, a, b)
+
+
+def worse(a: Int64, b: Int64) -> Int64:
+    return cutlass.select_(a < b, a, b)
+
+
+def of_quad(choose: object, x: Int64) -> Int64:
+    for step in (1, 2):
+        x = choose(x, cute.arch.shuffle_sync_bfly(x, step))
+    return x
+
+
+@dataclass(frozen=True)
+class BestList:
+    """The list of one tile: some entries in each of the quad's threads, and the least of them all."""
+
+    entries: cute.Tensor
+    least: cute.Tensor
+
+
+def empty_list(share: int, room: Int32) -> BestList:
+    """A list of `room` entries, `share` in each thread."""
+    best = BestList(cute.make_rmem_tensor((share,), Int64), cute.make_rmem_tensor((1,), Int64))
+    for s in range(share):
+        slot = cute.arch.lane_idx() % QUAD * share + s
+        best.entries[s] = cutlass.select_(slot < room, Int64(EMPTY) + Int64(slot), Int64(CLOSED))
+    best.least[0] = least_of(best.entries)
+    return best
+
+
+def least_of(entries: cute.Tensor) -> Int64:
+    values = [entries[s] for s in range(cute.size(entries))]
+    while len(values) > 1:
+        pairs = [worse(a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + values[len(values) // 2 * 2 :]
+    return of_quad(worse, values[0])
+
+
+def largest(values: list[Int32]) -> Int32:
+    while len(values) > 1:
+        pairs = [cutlass.max(a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + values[len(values) // 2 * 2 :]
+    return values[0]
+
+
+def first_equal(values: list[Int32], value: Int32) -> Int32:
+    """Where `value` first stands in a list that has it."""
+    marks = [cutlass.select_(x == value, Int32(1 << i), Int32(0)) for i, x in enumerate(values)]
+    while len(marks) > 1:
+        marks = [a | b for a, b in zip(marks[::2], marks[1::2])] + marks[len(marks) // 2 * 2 :]
+    return cute.arch.popc((marks[0] & -marks[0]) - 1)
+
+
+@cute.jit
+def offer(best: BestList, keys: cute.Tensor, first: Int32):
+    """Put a quad's scores into its list: `score_bits`, or WORST_SCORE for what is not eligible.
+
+    For all threads of a warp together. Best first: what cannot stay is never put.
+
+    Args:
+        keys: a thread's scores; overwritten.
+        first: the block of the first; the others are at `column`.
+    """
+    entries, least = best.entries, best.least
+    top = largest([keys[i] for i in range(cute.size(keys))])
+    pending = cute.arch.vote_any_sync((top > WORST_SCORE) & (top >= Int32(least[0] >> 32)))
+    while pending:
+        at = first_equal([keys[i] for i in range(cute.size(keys))], top)
+        mine = entry_of(top, first + column(at))
+        entry = of_quad(better, mine)
+        taken = (entry > least[0]) & (entry > NO_BLOCK)
+        # The best of a quad goes even if it is not taken: the list only gets better.
+        gone = cutlass.select_(entry == mine, at, Int32(-1))
+        for i in cutlass.range_constexpr(cute.size(keys)):
+            keys[i] = cutlass.select_(gone == i, Int32(WORST_SCORE), keys[i])
+        top = largest([keys[i] for i in range(cute.size(keys))])
+        for s in cutlass.range_constexpr(cute.size(entries)):
+            entries[s] = cutlass.select_(taken & (entries[s] == least[0]), entry, entries[s])
+        least[0] = least_of(entries)
+        pending = cute.arch.vote_any_sync((top > WORST_SCORE) & (top >= Int32(least[0] >> 32)))

@@ -1,0 +1,421 @@
+"""The choice of blocks: scores of query tiles against compressed keys, kept in registers, and the best of each tile.
+
+A CTA takes 128 rows, some tiles' mean queries for all heads of one key/value head, and streams keys past them, 128 at a
+time, by cp.async; 8 warps of 32 rows and 64 keys multiply halves (see `halves`) by mma.sync. Rows are laid so that a
+thread's four rows are heads of one tile: their sum needs no other thread up to four heads a group. The keys go by
+twice, first, ascending, for each row's sum of exponentials, then, descending, for the choice; the scores of the turning
+point serve both. A group of one head ranks by its scores: its keys go by once. Lists of a tile's best (see `best_list`)
+are kept by two warps and merged in the end.
+"""
+
+from functools import lru_cache
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.kernels.block_topk import register_topk
+from nsa_layer.kernels.block_topk.online_softmax import add_up, close_sums, exp2, shift_of
+from nsa_layer.kernels.block_topk.pooled_queries import tile_means
+from nsa_layer.kernels.block_topk.query_tiles import candidates_end, eligible, forced_range, locate
+from nsa_layer.kernels.block_topk.register_topk import BestList
+from nsa_layer.kernels.block_topk.split_fp16 import VECTOR
+from nsa_layer.kernels.block_topk.split_fp16_gemm import (
+    THREADS,
+    TILE,
+    WARPS_M,
+    WARPS_N,
+    copy_row,
+    multiply,
+    row_copy,
+    rows_layout,
+    tiled_mma,
+)
+from nsa_layer.kernels.block_topk.topk_epilogue import room_of, write_list
+from nsa_layer.kernels.block_topk.topk_spec import ROWS, Rule
+from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
+
+Tensor = torch.Tensor
+
+LOG2_E = 1.4426950408889634
+STAGES = 2
+COLUMNS = tuple(register_topk.column(i) for i in range(register_topk.COLUMNS))  # of a thread, from its first
+MOST_HEADS = 32  # of a group: the rows of a warp
+MOST_BLOCKS = 64
+KEYS_IN_L2 = 32 << 20  # bytes
+
+
+class Choose:
+    """One launch of `choose`."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # fp16 [tiles, Hq, 2 D], as all halves
+        mQ_scale: cute.Tensor,
+        mK: cute.Tensor,
+        mK_scale: cute.Tensor,
+        mCu: cute.Tensor | None,
+        mCu_blocks: cute.Tensor | None,
+        mIndices: cute.Tensor,  # [B, Hkv, tiles of a sequence, n]; packed: [1, Hkv, all tiles, n]
+        mCounts: cute.Tensor,
+        groups: Int32,  # of tiles: what CTAs take, over all sequences
+        T: Int32,
+        block_size: Int32,
+        q_tile: Int32,
+        block_counts: Int32,
+        keys_a_block: Int32,
+        softmax_scale: Float32,
+        heads_first: Int32,
+        stream: cuda.CUstream,
+    ):
+        numbers = (groups, T, block_size, q_tile, block_counts, keys_a_block, softmax_scale, heads_first)
+        self.kernel(mQ, mQ_scale, mK, mK_scale, mCu, mCu_blocks, mIndices, mCounts, *numbers).launch(
+            grid=[groups * mIndices.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mQ: cute.Tensor,
+        mQ_scale: cute.Tensor,
+        mK: cute.Tensor,
+        mK_scale: cute.Tensor,
+        mCu: cute.Tensor | None,
+        mCu_blocks: cute.Tensor | None,
+        mIndices: cute.Tensor,
+        mCounts: cute.Tensor,
+        groups: Int32,
+        T: Int32,
+        block_size: Int32,
+        q_tile: Int32,
+        block_counts: Int32,
+        keys_a_block: Int32,
+        softmax_scale: Float32,
+        heads_first: Int32,
+    ):
+        rule = self.rule
+        tidx, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        lane, warp_id = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
+        warp_m, warp_n = warp_id % WARPS_M, warp_id // WARPS_M
+
+        # The longest first. Heads together balance best, one after the other they leave their keys in L2.
+        Hkv = mIndices.shape[1]
+        head, number = cta // groups, cta % groups
+        if heads_first != 0:
+            head, number = cta % Hkv, cta // Hkv
+        number = groups - 1 - number
+        if const_expr(rule.packed):
+            sequence, group, tiles_before = locate(mCu, q_tile, rule.tiles, number)
+            sequence = cutlass.max(sequence, 0)
+            T = mCu[sequence + 1] - mCu[sequence]
+            keys_before, M, out = mCu_blocks[sequence], cute.ceil_div(T, q_tile), Int32(0)
+            list_before = tiles_before
+        else:
+            M = cute.ceil_div(T, q_tile)
+            sequence, group = number % mIndices.shape[0], number // mIndices.shape[0]
+            tiles_before, list_before, out = sequence * M, Int32(0), sequence
+            keys_before = sequence * (mK.shape[0] // mIndices.shape[0])
+        place = (T, M, block_size, q_tile)
+        first_tile = group * rule.tiles
+        last_tile = cutlass.min(first_tile + rule.tiles, M) - 1
+        end = candidates_end(last_tile * q_tile, T, block_size, rule.causal)
+
+        smem = cutlass.utils.SmemAllocator()
+        layout_A, layout_B = rows_layout(rule.D, 1), rows_layout(rule.D, STAGES)
+        sA = smem.allocate_tensor(Float16, layout_A.outer, 1024, layout_A.inner)
+        list_bytes = rule.tiles * WARPS_N * register_topk.QUAD * rule.share * 8
+        region = smem.allocate(max(cute.cosize(layout_B) * 2, list_bytes), 1024)
+        sB = cute.make_tensor(cute.recast_ptr(region, layout_B.inner, Float16), layout_B.outer)
+        list_shape = (register_topk.QUAD * rule.share * WARPS_N, rule.tiles)
+        sLists = cute.make_tensor(cute.recast_ptr(region, dtype=Int64), cute.make_layout(list_shape))
+        sScale = smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
+        sSums = smem.allocate_tensor(Float32, cute.make_layout((TILE, WARPS_N, 2)), 16)
+
+        # A thread's rows: their tiles, heads and factors.
+        tiles, factors, ends, counted = [], [], [], []
+        for i in cutlass.range_constexpr(ROWS):
+            tile, g = rule.tile_and_head(i // 2, i % 2, warp_m, lane // 4)
+            tiles.append(first_tile + tile)
+            counted.append(g < rule.G)
+            rows_end = candidates_end(tiles[i] * q_tile, T, block_size, rule.causal)
+            ends.append(cutlass.select_(tiles[i] < M, rows_end, Int32(0)))
+            asked = tiles_before + cutlass.min(tiles[i], M - 1)
+            factor = mQ_scale[asked, head * rule.G + cutlass.min(g, rule.G - 1)]
+            factors.append(factor * (softmax_scale * LOG2_E) if const_expr(rule.softmax) else factor)
+        best = []
+        for t in cutlass.range_constexpr(rule.lists):
+            room = room_of(tiles[t * (ROWS // rule.lists)], place, block_counts, rule.force)
+            best.append(register_topk.empty_list(rule.share, room))
+
+        steps = cute.ceil_div(end, TILE)
+        whole = candidates_end(first_tile * q_tile, T, block_size, rule.causal) // TILE  # steps of candidates alone
+        turn = steps - 1 if const_expr(rule.softmax) else Int32(0)
+        rounds = steps + turn if const_expr(rule.softmax) else steps
+        load = (mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end)
+        # Of each row: the highest score in the key's scale, a sum of exponentials, and in the end that sum's inverse.
+        highest, sums = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
+        highest.fill(-Float32.inf)
+        sums.fill(0.0)
+        acc = cute.make_rmem_tensor(tiled_mma().partition_shape_C((TILE, TILE)), Float32)
+        first_column = 8 * warp_n + 2 * (lane % 4)
+        if rounds > 0:
+            self.load_queries(mQ, sA, head, first_tile, tiles_before, M)
+        self.load_round(*load, Int32(0), rounds, steps, turn)
+        self.load_round(*load, Int32(1), rounds, steps, turn)
+        cute.arch.cp_async_wait_group(1)
+        cute.arch.sync_threads()
+        for i in cutlass.range(rounds, unroll=1):
+            multiply(sA, sB, acc, i % STAGES)
+            scales = [sScale[first_column + c, i % STAGES] for c in COLUMNS]
+            first = self.step_of(i, steps, turn) * TILE + first_column
+            late = self.is_late(warp_n, i, turn)
+            if late:
+                self.next_round(*load, i, rounds, steps, turn)
+            if const_expr(rule.softmax):
+                if i < whole:
+                    add_up(acc, scales, factors, COLUMNS, first, None, highest, sums)
+                elif i <= turn:
+                    add_up(acc, scales, factors, COLUMNS, first, ends, highest, sums)
+                if i == turn:
+                    close_sums(sSums, factors, highest, sums, counted, 16 * warp_m + lane // 4, warp_n)
+            if i >= turn:
+                self.offer_all(best, acc, scales, factors, highest, sums, first, tiles, ends, place)
+            if not late:
+                self.next_round(*load, i, rounds, steps, turn)
+
+        cute.arch.sync_threads()
+        self.store_lists(best, sLists, warp_m, warp_n, lane)
+        cute.arch.sync_threads()
+        for t in cutlass.range(warp_id, rule.tiles, THREADS // 32, unroll=1):
+            if first_tile + t < M:
+                row = list_before + first_tile + t
+                room = room_of(first_tile + t, place, block_counts, rule.force)
+                lists = (mIndices[out, head, row, None], mCounts[out, head, None])
+                write_list(sLists[None, t], *lists, first_tile + t, row, room, place, rule.force)
+
+    def is_late(self, warp_n: Int32, i: Int32, turn: Int32) -> Boolean:
+        """Half of the warps, one of two on a scheduler, read their scores while the others multiply for the next round.
+
+        Not at the turn, where all sums meet.
+        """
+        if const_expr(self.rule.softmax):
+            return (warp_n == 1) & (i != turn)
+        return warp_n == 1
+
+    @cute.jit
+    def next_round(self, *load_and_round):
+        """Behind all warps' products of a round, and the loads for the next: its stage takes the one after that."""
+        *load, i, rounds, steps, turn = load_and_round
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+        self.load_round(*load, i + STAGES, rounds, steps, turn)
+
+    @cute.jit
+    def load_round(self, *load_and_round):
+        *load, i, rounds, steps, turn = load_and_round
+        if i < rounds:
+            self.load_keys(*load, self.step_of(i, steps, turn), i % STAGES)
+        cute.arch.cp_async_commit_group()
+
+    def step_of(self, i: Int32, steps: Int32, turn: Int32) -> Int32:
+        """Ascending up to the turn, then descending; only descending where keys go by once."""
+        if const_expr(self.rule.softmax):
+            return cutlass.select_(i <= turn, i, 2 * turn - i)
+        return steps - 1 - i
+
+    @cute.jit
+    def load_queries(
+        self, mQ: cute.Tensor, sA: cute.Tensor, head: Int32, first_tile: Int32, tiles_before: Int32, M: Int32
+    ):
+        rule, copy = self.rule, row_copy(self.rule.D)
+        tidx, _, _ = cute.arch.thread_idx()
+        lanes = rule.D // VECTOR
+        tAsA = copy.get_slice(tidx).partition_D(sA)
+        for i in cutlass.range_constexpr(TILE * lanes // THREADS):
+            r = tidx // lanes + i * (THREADS // lanes)
+            tile, g = rule.tile_and_head(r // 64, r // 8 % 2, r // 16 % 4, r % 8)
+            # What is beyond the last tile or the last head is counted nowhere.
+            row = tiles_before + cutlass.min(first_tile + tile, M - 1)
+            source = mQ[row, head * rule.G + cutlass.min(g, rule.G - 1), None]
+            copy_row(copy, source, tAsA, tidx % lanes, i, 0)
+
+    @cute.jit
+    def load_keys(
+        self,
+        mK: cute.Tensor,
+        mK_scale: cute.Tensor,
+        sB: cute.Tensor,
+        sScale: cute.Tensor,
+        head: Int32,
+        keys_before: Int32,
+        keys_a_block: Int32,
+        end: Int32,
+        step: Int32,
+        stage: Int32,
+    ):
+        copy = row_copy(self.rule.D)
+        tidx, _, _ = cute.arch.thread_idx()
+        lanes = self.rule.D // VECTOR
+        tBsB = copy.get_slice(tidx).partition_D(sB)
+        for i in cutlass.range_constexpr(TILE * lanes // THREADS):
+            block = cutlass.min(step * TILE + tidx // lanes + i * (THREADS // lanes), end - 1)
+            copy_row(copy, mK[keys_before + block * keys_a_block, head, None], tBsB, tidx % lanes, i, 2 * stage)
+        if tidx < TILE:
+            row = keys_before + cutlass.min(step * TILE + tidx, end - 1) * keys_a_block
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
+            source = cute.local_tile(mK_scale[row, None], (1,), (head,))
+            cute.copy(atom, source, cute.local_tile(sScale[None, stage], (1,), (tidx,)))
+
+    @cute.jit
+    def offer_all(
+        self,
+        best: list[BestList],
+        acc: cute.Tensor,
+        scales: list[Float32],
+        factors: list[Float32],
+        highest: cute.Tensor,
+        sums: cute.Tensor,
+        first: Int32,
+        tiles: list[Int32],
+        ends: list[Int32],
+        place: tuple[Int32, ...],
+    ):
+        """A step's importances to the lists of a thread's tiles."""
+        rule = self.rule
+        T, _, block_size, q_tile = place
+        rows = ROWS // rule.lists
+        shifts = [shift_of(highest[r], factors[r]) for r in range(ROWS)]
+        for t in cutlass.range_constexpr(rule.lists):
+            keys = cute.make_rmem_tensor((len(COLUMNS),), Int32)
+            forced = forced_range(tiles[t * rows] * q_tile, T, block_size, q_tile)
+            for i in cutlass.range_constexpr(len(COLUMNS)):
+                total = Float32(0.0)
+                for r in cutlass.range_constexpr(t * rows, (t + 1) * rows):
+                    score = acc[(i % 2, r % 2), r // 2, i // 2]
+                    if const_expr(rule.softmax):
+                        total = cute.math.fma(
+                            exp2(cute.math.fma(score * scales[i], factors[r], shifts[r])), sums[r], total
+                        )
+                    else:
+                        total = score * scales[i] * factors[r]  # in this order: see `halves`
+                for bit in cutlass.range_constexpr(rule.lane_bits):
+                    total += cute.arch.shuffle_sync_bfly(total, 16 >> bit)
+                free = eligible(first + COLUMNS[i], ends[t * rows], forced, rule.causal, rule.force)
+                keys[i] = cutlass.select_(free, register_topk.score_bits(total), Int32(register_topk.WORST_SCORE))
+            register_topk.offer(best[t], keys, first)
+
+    @cute.jit
+    def store_lists(self, best: list[BestList], sLists: cute.Tensor, warp_m: Int32, warp_n: Int32, lane: Int32):
+        rule = self.rule
+        for t in cutlass.range_constexpr(rule.lists):
+            r = t * (ROWS // rule.lists)
+            tile, g = rule.tile_and_head(r // 2, r % 2, warp_m, lane // 4)
+            if g < ROWS:  # threads of a tile's further heads have the same list
+                for s in cutlass.range_constexpr(rule.share):
+                    entry = best[t].entries[s]
+                    entry = cutlass.select_(entry == register_topk.CLOSED, Int64(register_topk.EMPTY), entry)
+                    sLists[(warp_n * register_topk.QUAD + lane % 4) * rule.share + s, tile] = entry
+
+
+def unsupported(config: NSAConfig, *, G: int, D: int, dtype: torch.dtype, softmax_scale: float) -> str | None:
+    """What `choose` does not cover, in words; None for nothing."""
+    if D not in (64, 128) or dtype not in (torch.float16, torch.bfloat16):
+        return f"a choice for {dtype} with head dimension {D}: they take fp16 or bf16 and 64 or 128"
+    if G > MOST_HEADS:
+        return f"a choice for more than {MOST_HEADS} query heads a group, got {G}"
+    if config.block_counts > MOST_BLOCKS:
+        return f"block_counts above {MOST_BLOCKS}, got {config.block_counts}"
+    if not softmax_scale > 0:
+        return f"a choice with a softmax_scale that is not positive, got {softmax_scale}"
+    return None
+
+
+@torch.no_grad()
+def choose(
+    q: Tensor,
+    k_mean: Tensor,
+    *,
+    config: NSAConfig,
+    causal: bool,
+    softmax_scale: float,
+    cu_seqlens: Tensor | None = None,
+    cu_blocks: Tensor | None = None,
+    lengths: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The blocks listed for each query tile, as `select.choose_blocks` defines them.
+
+    Args:
+        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
+        k_mean: fp32 [B, Tc, Hkv, D], all compressed keys; packed [all, Hkv, D].
+        cu_seqlens, cu_blocks: packed only: int32, where sequences start in q, and in k_mean.
+        lengths: packed only: the sequences' lengths, as the host knows them.
+
+    Returns:
+        int32 [B, Hkv, M, n], ascending, padded with -1 (packed [Hkv, all tiles, n]), and the lists' lengths,
+        [B, Hkv, M].
+
+    Raises:
+        NotImplementedError: what `unsupported` says.
+    """
+    Hq, D, Hkv = q.shape[-2], q.shape[-1], k_mean.shape[-2]
+    missing = unsupported(config, G=Hq // Hkv, D=D, dtype=q.dtype, softmax_scale=softmax_scale)
+    if missing is not None:
+        raise NotImplementedError(f"the kernels do not do {missing}")
+    share, packed = -(-config.block_counts // register_topk.QUAD), lengths is not None
+    rule = Rule(D, Hq // Hkv, share, causal, config.force_blocks, packed)
+    B = 1 if packed else q.shape[0]
+    M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, rule.tiles)
+    n, groups = config.list_width(T), groups * B
+    means, keys = tile_means(q, k_mean, q_tile=config.q_tile, own=not causal, tiles=M * B, cu_seqlens=cu_seqlens)
+    indices = torch.empty(B, Hkv, M, n, dtype=torch.int32, device=q.device)
+    counts = torch.empty(B, Hkv, M, dtype=torch.int32, device=q.device)
+    if groups:
+        numbers = (groups, T, config.block_size, config.q_tile, config.block_counts)
+        heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)
+        more = (config.block_size // config.stride, float(softmax_scale), heads_first)
+        rows = (means.rows, means.scale, keys.rows, keys.scale)
+        launch(
+            "choose", (rule,), lambda: _compile(rule), *rows, cu_seqlens, cu_blocks, indices, counts, *numbers, *more
+        )
+    return (indices.squeeze(0), counts.squeeze(0)) if packed else (indices, counts)
+
+
+@lru_cache(maxsize=64)
+def _extents(lengths: tuple[int, ...], q_tile: int, tiles_a_cta: int) -> tuple[int, int, int]:
+    """Of some sequences: all their tiles, what CTAs take of those, and the longest's tokens."""
+    tiles = [-(-T // q_tile) for T in lengths]
+    return sum(tiles), sum(-(-M // tiles_a_cta) for M in tiles), max(lengths, default=0)
+
+
+def _compile(rule: Rule) -> object:
+    def halves() -> tuple[object, object]:
+        R, H = cute.sym_int(), cute.sym_int()
+        return fake_tensor(torch.float16, (R, H, 2 * rule.D)), fake_tensor(torch.float32, (R, H), align=4)
+
+    def starts() -> object:
+        return fake_tensor(torch.int32, (cute.sym_int(),), align=4) if rule.packed else None
+
+    lists = tuple(cute.sym_int() for _ in range(3))
+    return cute.compile(
+        Choose(rule),
+        *halves(),
+        *halves(),
+        starts(),
+        starts(),
+        fake_tensor(torch.int32, (*lists, cute.sym_int()), align=4),
+        fake_tensor(torch.int32, lists, align=4),
+        *(Int32(1) for _ in range(6)),
+        Float32(1.0),
+        Int32(1),
+        fake_stream(),
+        options=OPTIONS,
+    )

@@ -1,0 +1,107 @@
+"""Lists of chosen blocks by query tile -> lists of the kernel's key tiles in them."""
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, const_expr
+
+from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.kernels.varlen_rows import sequence_of
+
+WARPS = 4
+
+
+class ExpandKernel:
+    """The key tiles in each query tile's blocks, and how many of them there are; a warp to a query tile.
+
+    Tiles past the sequence's end, or with `causal` wholly after the queries, are not counted: since blocks rise in a
+    list, they stand behind all that is.
+    """
+
+    def __init__(self, *, causal: bool, q_tile: int, kv_tile: int, parts: int, packed: bool) -> None:
+        self.causal, self.q_tile, self.kv_tile, self.parts, self.packed = causal, q_tile, kv_tile, parts, packed
+
+    @cute.jit
+    def __call__(
+        self,
+        lists: cute.Tensor,  # [B, H, M, n]; packed [1, H, all M, n]
+        cu_tiles: cute.Tensor | None,  # [sequences + 1]: query tiles before each packed sequence
+        cu_rows: cute.Tensor | None,  # the same of key tiles
+        counts: cute.Tensor,  # [B, H, M]
+        tiles: cute.Tensor,  # [B, H, M, as many as a list can hold]
+        rows: Int32,  # key tiles of a sequence, unless packed
+        stream,
+    ):
+        grid = [cute.ceil_div(lists.shape[2], WARPS) * lists.shape[1] * lists.shape[0], 1, 1]
+        arguments = (lists, cu_tiles, cu_rows, counts, tiles, rows)
+        self.kernel(*arguments).launch(grid=grid, block=[32 * WARPS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self,
+        lists: cute.Tensor,
+        cu_tiles: cute.Tensor | None,
+        cu_rows: cute.Tensor | None,
+        counts: cute.Tensor,
+        tiles: cute.Tensor,
+        rows: Int32,
+    ):
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta, chunks, H = cute.arch.block_idx()[0], cute.ceil_div(lists.shape[2], WARPS), lists.shape[1]
+        batch, head, tile = cta // chunks // H, cta // chunks % H, cta % chunks * WARPS + warp
+        if tile < lists.shape[2]:
+            m, end = tile, rows
+            if const_expr(self.packed):
+                sequence = sequence_of(cu_tiles, tile)
+                m, end = tile - cu_tiles[sequence], cu_rows[sequence + 1] - cu_rows[sequence]
+            if const_expr(self.causal):
+                end = cutlass.min(end, ((m + 1) * self.q_tile + (self.kv_tile - 1)) // self.kv_tile)
+            count = Int32(0)
+            for i in cutlass.range(lane, tiles.shape[3], 32):
+                n = lists[batch, head, tile, i // self.parts] * self.parts + i % self.parts
+                if n >= 0 and n < end:
+                    count += 1
+                tiles[batch, head, tile, i] = n
+            count = cute.arch.warp_redux_sync(count, "add")
+            if lane == 0:
+                counts[batch, head, tile] = count
+
+
+def expand(
+    lists: torch.Tensor,
+    rows: int,
+    *,
+    causal: bool,
+    q_tile: int,
+    kv_tile: int,
+    parts: int,
+    cu_tiles: torch.Tensor | None = None,
+    cu_rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(counts [B, H, M], key tiles [B, H, M, width]) of blocks [B, H, M, n] that have `parts` key tiles each.
+
+    The width is ``n * parts``, or `rows` if that is less: the last block may reach past the sequence's end, and
+    attention refuses lists with more room than the sequence has tiles.
+
+    Args:
+        rows: key tiles of a sequence; packed ([1, H, all M, n]) they come from `cu_tiles` and `cu_rows`.
+    """
+
+    def compile_kernel():
+        B, H, M = cute.sym_int(), cute.sym_int(), cute.sym_int()
+        fake = [
+            fake_tensor(torch.int32, (B, H, M, cute.sym_int()), align=4),
+            *(None if t is None else fake_tensor(torch.int32, (cute.sym_int(),), align=4) for t in (cu_tiles, cu_rows)),
+            fake_tensor(torch.int32, (B, H, M), align=4),
+            fake_tensor(torch.int32, (B, H, M, cute.sym_int()), align=4),
+        ]
+        return cute.compile(ExpandKernel(**options), *fake, Int32(0), fake_stream(), options=OPTIONS)
+
+    options = dict(causal=causal, q_tile=q_tile, kv_tile=kv_tile, parts=parts, packed=cu_tiles is not None)
+    counts = torch.empty(lists.shape[:3], dtype=torch.int32, device=lists.device)
+    width = lists.shape[3] * parts
+    if cu_tiles is None:
+        width = min(width, rows)  # tiles rise from 0 on: what does not fit lies past the end
+    tiles = torch.empty(*lists.shape[:3], width, dtype=torch.int32, device=lists.device)
+    launch("expand_lists", tuple(options.values()), compile_kernel, lists, cu_tiles, cu_rows, counts, tiles, rows)
+    return counts, tiles

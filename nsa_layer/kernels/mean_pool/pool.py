@@ -1,0 +1,374 @@
+"""Block means of k and v, and the way back: one launch each, limited by memory only.
+
+A thread block has a few consecutive blocks of one head. Its threads sum segments of m tokens, m a divisor of the
+stride, 16 bytes of a row a thread; a mean is then a sum of consecutive segments in shared memory, so that blocks which
+overlap share their tokens' reads. Backward, all tokens of a stride get the same gradient: it is summed once for m of
+them. What is summed is scaled before (`mean_scale`), so that sums stay in the range of fp32 where means do.
+"""
+
+from typing import Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, const_expr
+
+from nsa_layer.call_spec import mean_scale
+from nsa_layer.kernels.launch import OPTIONS, fake_stream, launch
+from nsa_layer.kernels.mean_pool.segments import (
+    IN_FLIGHT,
+    RESIDENT,
+    RUN,
+    THREADS,
+    VECTOR,
+    Pooling,
+    Segments,
+    divisors,
+    plan_blocks,
+    plan_segments,
+)
+from nsa_layer.kernels.varlen_rows import (
+    divided,
+    fake_rows,
+    fake_starts,
+    find_sequence,
+    head_rows,
+    place_of_cta,
+    round_to,
+    tiles_and_batch,
+    vector,
+)
+
+Tensor = torch.Tensor
+
+
+class PoolKernel:
+    """Means of blocks; ``key`` and ``value`` have one plan each, since D and Dv may differ."""
+
+    def __init__(self, pooling: Pooling, D: int, Dv: int):
+        self.pooling = pooling
+        self.blocks = plan_blocks(pooling, max(D, Dv))
+        self.key = plan_segments(pooling, self.blocks, D)
+        self.value = plan_segments(pooling, self.blocks, Dv)
+        self.smem_floats = max(self.key.count * D, self.value.count * Dv)
+
+    @cute.jit
+    def __call__(
+        self,
+        mK: cute.Tensor,  # [B, T, H, D] or [total, H, D]
+        mV: cute.Tensor,
+        mKMean: cute.Tensor,  # [B, Tc, H, D] or [total_blocks, H, D]
+        mKMeanToo: Optional[cute.Tensor],  # the same in another dtype
+        mVMean: cute.Tensor,
+        mCuSeqlens: Optional[cute.Tensor],
+        mCuBlocks: Optional[cute.Tensor],
+        stream: cuda.CUstream,
+    ):
+        tiles, batch = tiles_and_batch(mKMean, mCuBlocks, self.blocks)
+        self.kernel(mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks, tiles).launch(
+            grid=[batch * tiles * mK.shape[cute.rank(mK) - 2], 2, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mKMean: cute.Tensor,
+        mKMeanToo: Optional[cute.Tensor],
+        mVMean: cute.Tensor,
+        mCuSeqlens: Optional[cute.Tensor],
+        mCuBlocks: Optional[cute.Tensor],
+        tiles: Int32,
+    ):
+        batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
+        token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
+        if const_expr(mCuBlocks is not None):
+            s = find_sequence(mCuBlocks, tile, self.blocks)
+            token, row = mCuSeqlens[s], mCuBlocks[s]
+            rows = mCuBlocks[s + 1] - row
+            tile -= row // self.blocks + s
+        first = tile * self.blocks
+        count = cutlass.min(rows - first, self.blocks)
+        token, row = token + first * self.pooling.d, row + first
+        smem = cutlass.utils.SmemAllocator()
+        sums = smem.allocate_tensor(Float32, cute.make_layout(self.smem_floats), byte_alignment=16)
+        if count > 0:
+            if is_value == 0:
+                self.sum_segments(head_rows(mK, batch, head), token, count, sums, self.key)
+                cute.arch.sync_threads()
+                mean, mean_too = head_rows(mKMean, batch, head), None
+                if const_expr(mKMeanToo is not None):
+                    mean_too = head_rows(mKMeanToo, batch, head)
+                self.write_means(sums, mean, mean_too, row, count, self.key)
+            else:
+                self.sum_segments(head_rows(mV, batch, head), token, count, sums, self.value)
+                cute.arch.sync_threads()
+                self.write_means(sums, head_rows(mVMean, batch, head), None, row, count, self.value)
+
+    @cute.jit
+    def sum_segments(
+        self, x: cute.Tensor, token: Int32, count: Int32, sums: cute.Tensor, plan: cutlass.Constexpr[Segments]
+    ):
+        """x: [T, D]; segment i of the tile goes to the i-th D elements of `sums`."""
+        D = x.shape[1]
+        lanes = D // VECTOR
+        groups = THREADS // lanes
+        tidx, _, _ = cute.arch.thread_idx()
+        group, lane = tidx // lanes, tidx % lanes
+        covered = ((count - 1) * self.pooling.d + self.pooling.l) // plan.size
+        batch = max(u for u in divisors(plan.size) if u <= IN_FLIGHT)
+        for i in cutlass.range(-(-plan.count // groups)):
+            segment = i * groups + group
+            if segment < covered:
+                total = cute.make_rmem_tensor(VECTOR, Float32)
+                total.fill(0.0)
+                for begin in cutlass.range(plan.size // batch):
+                    here = cute.domain_offset((token + segment * plan.size + begin * batch, 0), x)
+                    rows = cute.make_rmem_tensor((VECTOR, batch), x.element_type)
+                    for u in cutlass.range_constexpr(batch):
+                        cute.autovec_copy(vector(here, u, lane, VECTOR), rows[None, u])
+                    for u in cutlass.range_constexpr(batch):
+                        scaled = rows[None, u].load().to(Float32) * (1 / mean_scale(self.pooling.l))
+                        total.store(total.load() + scaled)
+                cute.autovec_copy(total, cute.local_tile(sums, (VECTOR,), (segment * lanes + lane,)))
+
+    @cute.jit
+    def write_means(
+        self,
+        sums: cute.Tensor,
+        mean: cute.Tensor,
+        mean_too: Optional[cute.Tensor],
+        row: Int32,
+        count: Int32,
+        plan: cutlass.Constexpr[Segments],
+    ):
+        """Two elements a thread: mean, mean_too: [Tc, D]."""
+        pairs, unscaled = mean.shape[1] // 2, self.pooling.l / mean_scale(self.pooling.l)
+        tidx, _, _ = cute.arch.thread_idx()
+        for i in cutlass.range(-(-plan.blocks * pairs // THREADS)):
+            block, pair = (i * THREADS + tidx) // pairs, tidx % pairs
+            if block < count:
+                total = cute.make_rmem_tensor(2, Float32)
+                total.fill(0.0)
+                first = block * (self.pooling.d // plan.size)
+                for j in cutlass.range(self.pooling.l // plan.size, unroll=8):
+                    part = cute.local_tile(sums, (2,), ((first + j) * pairs + pair,))
+                    total.store(total.load() + part.load())
+                round_to(divided(total, unscaled), vector(mean, row + block, pair, 2))
+                if const_expr(mean_too is not None):
+                    round_to(divided(total, unscaled), vector(mean_too, row + block, pair, 2))
+
+
+class UnpoolKernel:
+    """Gradients of tokens from those of block means: the sum over a token's blocks, over the block size."""
+
+    def __init__(self, pooling: Pooling):
+        self.pooling = pooling
+        self.size = max(m for m in divisors(pooling.d) if m <= RUN)
+        # All groups of a tile have a segment, of D = 128 and of D = 64.
+        self.tokens = self.size * max(1, RUN // self.size) * (THREADS // (64 // VECTOR))
+
+    @cute.jit
+    def __call__(
+        self,
+        mdKMean: cute.Tensor,  # [B, Tc, H, D] or [total_blocks, H, D]
+        mdVMean: cute.Tensor,
+        mdK: cute.Tensor,  # [B, T, H, D] or [total, H, D]
+        mdV: cute.Tensor,
+        mCuSeqlens: Optional[cute.Tensor],
+        mCuBlocks: Optional[cute.Tensor],
+        stream: cuda.CUstream,
+    ):
+        tiles, batch = tiles_and_batch(mdK, mCuSeqlens, self.tokens)
+        self.kernel(mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks, tiles).launch(
+            grid=[batch * tiles * mdK.shape[cute.rank(mdK) - 2], 2, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mdKMean: cute.Tensor,
+        mdVMean: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        mCuSeqlens: Optional[cute.Tensor],
+        mCuBlocks: Optional[cute.Tensor],
+        tiles: Int32,
+    ):
+        batch, tile, head, is_value = place_of_cta(tiles, mdK.shape[cute.rank(mdK) - 2])
+        start, row = Int32(0), Int32(0)
+        end, rows = Int32(mdK.shape[cute.rank(mdK) - 3]), Int32(mdKMean.shape[cute.rank(mdKMean) - 3])
+        if const_expr(mCuBlocks is not None):
+            s = find_sequence(mCuSeqlens, tile, self.tokens)
+            start, end, row = mCuSeqlens[s], mCuSeqlens[s + 1], mCuBlocks[s]
+            rows = mCuBlocks[s + 1] - row
+            tile -= start // self.tokens + s
+        place = (start, end, row, rows)
+        if is_value == 0:
+            self.scatter(head_rows(mdKMean, batch, head), head_rows(mdK, batch, head), tile, place)
+        else:
+            self.scatter(head_rows(mdVMean, batch, head), head_rows(mdV, batch, head), tile, place)
+
+    @cute.jit
+    def scatter(self, d_mean: cute.Tensor, dx: cute.Tensor, tile: Int32, place: tuple):
+        """d_mean: [Tc, D], dx: [T, D]; place: the sequence's tokens from start to end, its blocks from row on."""
+        start, end, row, rows = place
+        lanes, scale = dx.shape[1] // VECTOR, mean_scale(self.pooling.overlap)
+        groups = THREADS // lanes
+        tidx, _, _ = cute.arch.thread_idx()
+        group, lane = tidx // lanes, tidx % lanes
+        for i in cutlass.range(self.tokens // self.size // groups):
+            token = tile * self.tokens + (i * groups + group) * self.size
+            if start + token < end:
+                last = token // self.pooling.d
+                total = cute.make_rmem_tensor(VECTOR, Float32)
+                total.fill(0.0)
+                for back in cutlass.range(self.pooling.overlap, unroll=4):
+                    block = last - back
+                    if block >= 0 and block < rows:
+                        part = cute.make_rmem_tensor(VECTOR, d_mean.element_type)
+                        cute.autovec_copy(vector(d_mean, row + block, lane, VECTOR), part)
+                        total.store(total.load() + part.load().to(Float32) * (1 / scale))
+                rounded = cute.make_rmem_tensor(VECTOR, dx.element_type)
+                rounded.store(divided(total, self.pooling.l / scale).to(dx.element_type))
+                here = cute.domain_offset((start + token, 0), dx)
+                for u in cutlass.range_constexpr(self.size):
+                    if start + token + u < end:
+                        cute.autovec_copy(rounded, vector(here, u, lane, VECTOR))
+
+
+def pool(
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    stride: int,
+    k_dtypes: tuple[torch.dtype, ...],
+    v_dtype: torch.dtype,
+    cu_seqlens: Optional[Tensor] = None,
+    cu_blocks: Optional[Tensor] = None,
+    total_blocks: Optional[int] = None,
+    out: Optional[tuple[tuple[Tensor, ...], Tensor]] = None,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Means of the complete blocks of k and of v, summed in fp32 (`nsa_layer.compress.mean_pool`), in one launch.
+
+    Args:
+        k, v: [B, T, H, D] and [B, T, H, Dv], fp16 or bf16; packed: [total, H, D] and [total, H, Dv].
+        k_dtypes: the means of k are written in each of them; one or two.
+        cu_seqlens, cu_blocks: packed: int32 starts of each sequence's tokens, and of its blocks; read on the GPU.
+        total_blocks: packed: ``cu_blocks[-1]``.
+        out: what is returned, if it exists already; heads and rows may have any stride.
+
+    Returns:
+        The means of k, one tensor for each of `k_dtypes`, and those of v: [B, Tc, H, D], packed [total_blocks, H, D].
+
+    Raises:
+        NotImplementedError: a dtype or head dimension has no kernel.
+    """
+    packed = cu_seqlens is not None
+    D, Dv = k.shape[-1], v.shape[-1]
+    _check(k.dtype, D, Dv)
+    if len(k_dtypes) not in (1, 2):
+        raise ValueError(f"k_dtypes must be one or two dtypes, got {k_dtypes}")
+    if out is None:
+        blocks = (total_blocks,) if packed else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
+        k_means = tuple([k.new_empty((*blocks, *k.shape[-2:]), dtype=dtype) for dtype in k_dtypes])
+        out = k_means, v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
+    k_means, v_mean = out
+    if v_mean.shape[-3] == 0:
+        return out
+    key = (block_size, stride, k.dtype, k_dtypes, v_dtype, D, Dv, packed)
+    too = k_means[1] if len(k_means) == 2 else None
+    launch("pool", key, lambda: _compile_pool(*key), k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks)
+    return out
+
+
+def unpool(
+    dk_cmp: Tensor,
+    dv_cmp: Tensor,
+    *,
+    block_size: int,
+    stride: int,
+    like_k: Tensor,
+    like_v: Tensor,
+    cu_seqlens: Optional[Tensor] = None,
+    cu_blocks: Optional[Tensor] = None,
+    out_k: Optional[Tensor] = None,
+    out_v: Optional[Tensor] = None,
+) -> tuple[Tensor, Tensor]:
+    """The transpose of `pool` in one launch: the gradient of every token, 0 in no complete block; rounded once.
+
+    Args:
+        dk_cmp, dv_cmp: gradients of the means, [B, Tc, H, D] and [B, Tc, H, Dv], fp16, bf16 or fp32; packed:
+            [total_blocks, H, ...].
+        like_k, like_v: tensors of k's and v's shape and dtype, of which nothing else is taken.
+        cu_seqlens, cu_blocks: as in `pool`.
+        out_k, out_v: what is returned, if it exists already; heads and tokens may have any stride.
+
+    Raises:
+        NotImplementedError: a dtype or head dimension has no kernel.
+    """
+    packed = cu_seqlens is not None
+    D, Dv = like_k.shape[-1], like_v.shape[-1]
+    _check(like_k.dtype, D, Dv)
+    dk = like_k.new_empty(like_k.shape) if out_k is None else out_k
+    dv = like_v.new_empty(like_v.shape) if out_v is None else out_v
+    if dk_cmp.shape[-3] == 0:
+        return dk.zero_(), dv.zero_()
+    key = (block_size, stride, dk_cmp.dtype, dv_cmp.dtype, dk.dtype, dv.dtype, D, Dv, packed)
+    launch("unpool", key, lambda: _compile_unpool(*key), dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)
+    return dk, dv
+
+
+def _check(dtype: torch.dtype, D: int, Dv: int) -> None:
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise NotImplementedError(f"k and v must be float16 or bfloat16 to be pooled on a GPU, got {dtype}")
+    if D not in (64, 128) or Dv not in (64, 128):
+        raise NotImplementedError(f"head dimensions must be 64 or 128 to be pooled on a GPU, got {D} and {Dv}")
+
+
+def _compile_pool(
+    block_size: int,
+    stride: int,
+    dtype: torch.dtype,
+    k_dtypes: tuple[torch.dtype, ...],
+    v_dtype: torch.dtype,
+    D: int,
+    Dv: int,
+    packed: bool,
+):
+    k_means = [fake_rows(k_dtype, D, packed) for k_dtype in k_dtypes]
+    return cute.compile(
+        PoolKernel(Pooling(block_size, stride), D, Dv),
+        fake_rows(dtype, D, packed),
+        fake_rows(dtype, Dv, packed),
+        k_means[0],
+        k_means[1] if len(k_means) == 2 else None,
+        fake_rows(v_dtype, Dv, packed),
+        *fake_starts(packed),
+        fake_stream(),
+        options=OPTIONS,
+    )
+
+
+def _compile_unpool(
+    block_size: int,
+    stride: int,
+    dk_cmp: torch.dtype,
+    dv_cmp: torch.dtype,
+    dk: torch.dtype,
+    dv: torch.dtype,
+    D: int,
+    Dv: int,
+    packed: bool,
+):
+    tensors = [fake_rows(*of, packed) for of in ((dk_cmp, D), (dv_cmp, Dv), (dk, D), (dv, Dv))]
+    return cute.compile(
+        UnpoolKernel(Pooling(block_size, stride)), *tensors, *fake_starts(packed), fake_stream(), options=OPTIONS
+    )
