@@ -35,8 +35,8 @@ def step(draw: random.Random) -> None:
     tensors = {name: getattr(made, name) for name in DIFFERENTIABLE}
     given = [x.requires_grad_() for x in tensors.values() if x is not None]
     static = dict(softmax_scale=None, max_seqlen=None, causal=True)
-    problem = inputs.check_inputs(inputs.Arguments(**tensors, config=case.config, cu_seqlens=made.cu_seqlens, **static))
-    o, _ = autograd.attend(**tensors, problem=problem, cu_seqlens=made.cu_seqlens)
+    spec = inputs.check_inputs(inputs.Arguments(**tensors, config=case.config, cu_seqlens=made.cu_seqlens, **static))
+    o, _ = autograd.attend(**tensors, spec=spec, cu_seqlens=made.cu_seqlens)
     torch.autograd.grad(o, given, made.do)
     LAUNCHED.clear()
 

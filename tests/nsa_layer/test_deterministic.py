@@ -36,7 +36,7 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
     """With blocks that PyTorch makes the lists of, and launches that do nothing."""
     from nsa_layer.cute import autograd, heads
 
-    def choose(q, k_cmp, *, problem, packing):
+    def choose(q, k_cmp, *, spec, packing):
         """The first blocks, for every tile."""
         chosen = 2, 8 if packing is None else packing.total_tiles, 5
         indices = torch.arange(5, dtype=torch.int32).expand(chosen)

@@ -12,7 +12,7 @@ import torch
 from stub_kernels import stubs
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
@@ -24,7 +24,7 @@ SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
 def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     """Eight times the tokens take eight times the bytes: no scores of all tiles by all blocks, no bitmap of them."""
     from nsa_layer.cute import branches
-    from nsa_layer.cute.topk_dispatch import choose
+    from nsa_layer.cute.topk_dispatch import block_topk
 
     case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
     config, taken = case.config, []
@@ -36,9 +36,9 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 
         def call() -> object:
             if not lists:
-                return choose(q, k_mean, problem=case.problem, packing=None)
+                return block_topk(q, k_mean, spec=case.spec, packing=None)
             tile = branches.backward_tile(q.device, config.block_size)
-            static = dict(problem=case.problem, tile=tile, backward=True, block_counts=counts)
+            static = dict(spec=case.spec, tile=tile, backward=True, block_counts=counts)
             return branches.selected_sparsity(indices, T, (4, 2), **static)
 
         with stubs():
@@ -50,7 +50,7 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 @pytest.mark.parametrize("config", [NSAConfig(), NSAConfig(block_size=64, block_stride=16), NSAConfig(block_size=32)])
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
-    packing = Packing.of(Problem(config, True, 1.0, lengths), torch.device("cpu"))
+    packing = Packing.of(CallSpec(config, True, 1.0, lengths), torch.device("cpu"))
     assert packing.cu_seqlens.tolist() == [0, *accumulate(lengths)] and packing.cu_seqlens.dtype == torch.int32
     for starts, total, counted in (
         (packing.cu_blocks, packing.total_blocks, config.compressed_length),
