@@ -22,14 +22,6 @@ from flash_attn.cute.block_lists import (
     validate_lists,
 )
 from flash_attn.cute.compress import compression
-from flash_attn.cute.list_schedule import (
-    heads_in_l2,
-    launch_order,
-    launch_rows,
-    long_rows_first,
-    simulate,
-    waits_for_earlier_launches,
-)
 from flash_attn.cute.write_order import deterministic_walk, merged_walk
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import Blocks, Packed
@@ -218,7 +210,6 @@ ORDERING = (
             "longest": {label: value for label, value in NOT_A_SIZE.items() if value is not None},
             "schedule": PERMUTATION,
             "listed": {"negative": -1, "a float": 3.0},
-            "arch": {label: value for label, value in NOT_A_SIZE.items() if value is not None},
         },
         {"lists": NAMED},
     ),
@@ -240,55 +231,19 @@ ORDERING = (
         {"lists": (*NAMED, "cu_total_n_blocks", "cu_block_idx_offsets")},
     ),
 )
-ROWS = {"one missing": range(9), "one twice": [0, *range(9)], "floats": torch.arange(10.0), "too large": range(1, 11)}
-GROUPS = {"no divisor": 3, "zero": 0, "a float": 1.0, "None": None}
-WALKS = {"None": None, "lists": sides()[1], "a tensor": torch.zeros(3)}
-MODEL = (
-    Spec(
-        "launch_rows",
-        lambda **given: launch_rows(**given),
-        lambda device: dict(order=[0, 1, 2], B=1, H=2),
-        {"order": {"not a permutation": [0, 0, 1], "out of range": [1, 2, 3]}, "group": {"no divisor": 3, "zero": 0}},
-    ),
-    Spec(
-        "simulate",
-        lambda **given: simulate(**given),
-        lambda device: dict(walk=deterministic_walk(sides()[1]), rows=range(10)),
-        {"walk": WALKS, "rows": ROWS, "group": GROUPS, "slots": NOT_A_SIZE},
-    ),
-    Spec(
-        "waits_for_earlier_launches",
-        lambda **given: waits_for_earlier_launches(**given),
-        lambda device: dict(walk=deterministic_walk(sides()[1]), rows=range(10)),
-        {"walk": WALKS, "rows": ROWS, "group": GROUPS},
-    ),
-    Spec(
-        "heads_in_l2",
-        lambda **given: heads_in_l2(**given),
-        lambda device: dict(seqlen_q=1024, head_dim=64, head_dim_v=64, element_size=2, l2_bytes=50 << 20),
-        {name: NOT_A_SIZE for name in ("seqlen_q", "head_dim", "head_dim_v", "element_size", "l2_bytes")},
-    ),
-    Spec(
-        "long_rows_first",
-        lambda **given: long_rows_first(**given),
-        lambda device: dict(counts=torch.ones(1, 2, 3, dtype=torch.int32)),
-        {"counts": NOT_A_TENSOR},
-    ),
-    Spec("launch_order", lambda **given: launch_order(**given), backward, {"group": {"no divisor": 3, "zero": 0}}),
-    Spec(
-        "compression",
-        lambda **given: compression(**given),
-        lambda device: dict(causal=True, factor=4, offset=3),
-        {
-            "factor": NOT_A_SIZE | {"too large": 1 << 23},
-            "offset": {"a float": 0.5, "None": None, "too large": 1 << 30, "too small": -(1 << 30), "True": True},
-        },
-        {"factor": ("compress_factor",), "offset": ("compress_offset",)},
-        {
-            "not causal": ("factor", dict(causal=False)),
-            "an offset, not causal": ("offset", dict(causal=False, factor=1)),
-        },
-    ),
+COMPRESSION = Spec(
+    "compression",
+    lambda **given: compression(**given),
+    lambda device: dict(causal=True, factor=4, offset=3),
+    {
+        "factor": NOT_A_SIZE | {"too large": 1 << 23},
+        "offset": {"a float": 0.5, "None": None, "too large": 1 << 30, "too small": -(1 << 30), "True": True},
+    },
+    {"factor": ("compress_factor",), "offset": ("compress_offset",)},
+    {
+        "not causal": ("factor", dict(causal=False)),
+        "an offset, not causal": ("offset", dict(causal=False, factor=1)),
+    },
 )
 
 
@@ -321,4 +276,4 @@ CHECK = Spec(
     | {"forward": ("backward",)},
     spoilt(),
 )
-SPECS = (*MAKING, *ORDERING, *MODEL, CHECK)
+SPECS = (*MAKING, *ORDERING, COMPRESSION, CHECK)

@@ -14,18 +14,13 @@ import torch
 from nsa_layer import determinism, support
 from nsa_layer.call_spec import Aux, CallSpec
 from nsa_layer.cute import heads
-from nsa_layer.cute.branches import Prepared, on_own_device
+from nsa_layer.cute.branches import on_own_device
 from nsa_layer.cute.heads import Inputs, SavedForBackward, WeightGradients, of_heads
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.profiler_ranges import watched
 
 Tensor = torch.Tensor
-
-# A short call is host work above all: it is done for each kind of call, not for each call. Whoever watches the parts
-# sees the functions.
-_forward, _backward = (Prepared(function, unless=watched) for function in (heads.forward, heads.backward))
 
 
 @on_own_device
@@ -70,7 +65,7 @@ class _Attend(torch.autograd.Function):
         o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
         for first, end in plan.groups:
             into = of_heads(o, -2, _queries(q, k, first, end))
-            parts.append(_forward(inputs.heads(first, end), into, spec=spec, kept=plan.kept))
+            parts.append(heads.forward(inputs.heads(first, end), into, spec=spec, kept=plan.kept))
         ctx.save_for_backward(*inputs[:-1], *(x for part in parts for x in part))
         ctx.packing, ctx.spec, ctx.plan = packing, spec, plan
         ctx.set_materialize_grads(False)
@@ -104,7 +99,7 @@ def _gradients(
         kept = SavedForBackward(*tensors[given + turn * made : given + (turn + 1) * made])
         query, key = _queries(q, k, first, end), (first, end)
         into = of_heads(dq, -2, query), of_heads(dk, -2, key), of_heads(dv, -2, key)
-        rest.append(_backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, spec=spec))
+        rest.append(heads.backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, spec=spec))
     return dq, dk, dv, *_joined_weights(rest)
 
 

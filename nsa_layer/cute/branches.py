@@ -35,15 +35,11 @@ from flash_attn.cute.block_lists import transpose_lists  # noqa: E402
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
 from flash_attn.cute.own_device import on_own_device  # noqa: E402, F401
 from flash_attn.cute.packed_lists import cu_total_blocks  # noqa: E402
-from flash_attn.cute.prepared_calls import Prepared  # noqa: E402
 from flash_attn.cute.write_order import compute_dq_write_order  # noqa: E402
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask  # noqa: E402
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels  # noqa: E402
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-# A short call is host work above all: it is done for each kind of call, not for each call.
-_flash_attn_fwd = Prepared(interface._flash_attn_fwd)
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -287,7 +283,7 @@ def _packing_options(packing: Packing | None) -> dict:
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: CallSpec, options: dict) -> Pair:
     """A branch's attention, with what it asks for."""
-    o, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=spec.softmax_scale, return_lse=True, **options)
+    o, lse, *_ = interface._flash_attn_fwd(q, k, v, softmax_scale=spec.softmax_scale, return_lse=True, **options)
     return o, lse
 
 

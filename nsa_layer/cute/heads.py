@@ -1,7 +1,6 @@
 """One group of key/value heads with its query heads: the layer's forward and backward on the kernels, part by part.
 
-Heads do not depend on one another, so a call is a loop over groups, most often of one. Both functions are functions of
-tensors and static values alone, so that their host work can be prepared (`flash_attn.cute.prepared_calls`).
+Heads do not depend on one another, so a call is a loop over groups, most often of one.
 """
 
 from __future__ import annotations
