@@ -76,8 +76,9 @@ def selected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, length: int, *, passes: int
 ) -> dict[str, dict[str, Any]]:
     """Options of both directions: the lists of the blocks that the layer chooses."""
-    from nsa_layer import NSAConfig, branches, nsa
-    from nsa_layer.problem import Problem
+    from nsa_layer import NSAConfig, nsa
+    from nsa_layer.call_spec import Problem
+    from nsa_layer.cute import branches
 
     config = NSAConfig()
     with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from nsa_layer.api import nsa
 from nsa_layer.config import NSAConfig
+from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.module import NSAttention
-from nsa_layer.policy import MemoryPolicy
 
 __all__ = ["MemoryPolicy", "NSAConfig", "NSAttention", "nsa"]

@@ -8,11 +8,11 @@ from importlib import import_module
 import torch
 
 from nsa_layer import autocast, determinism, support
+from nsa_layer.call_spec import Aux
 from nsa_layer.config import NSAConfig
+from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import Arguments, check_inputs
-from nsa_layer.policy import MemoryPolicy
-from nsa_layer.problem import Aux
 
 
 def nsa(

@@ -17,9 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from nsa_layer.call_spec import Problem
 from nsa_layer.config import NSAConfig
-from nsa_layer.policy import MemoryPolicy, Sizes, schedule
-from nsa_layer.problem import Problem
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, schedule
 
 # The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
 ENVIRONMENT = {
@@ -191,8 +191,8 @@ def make_call(call: CallShape) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from nsa_layer import heads
-    from nsa_layer.packing import Packing
+    from nsa_layer.cute import heads
+    from nsa_layer.cute.packing import Packing
 
     problem, dtype = call.problem(), call.dtype
     plan = schedule(call.sizes(), call.policy, torch.device("cpu"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from nsa_layer.call_spec import accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
 from nsa_layer.derivatives import product
-from nsa_layer.problem import accumulation_dtype, mean_scale
 
 
 def mean_pool(x: torch.Tensor, *, config: NSAConfig) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer.problem import Problem
+from nsa_layer.call_spec import Problem
 
 
 def in_force(problem: Problem, check: Callable[..., object]) -> Problem:

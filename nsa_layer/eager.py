@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_layer.call_spec import Aux, Problem, accumulation_dtype, mean_scale
 from nsa_layer.compress import compress
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
-from nsa_layer.problem import Aux, Problem, accumulation_dtype, mean_scale
-from nsa_layer.ranges import component
+from nsa_layer.profiler_ranges import component
 from nsa_layer.select import choose_blocks
 
 # Scores held at once, over all heads. A CPU wants a chunk to stay in its cache, a GPU wants few launches.

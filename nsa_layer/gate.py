@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nsa_layer.call_spec import accumulation_dtype
 from nsa_layer.compress import project
-from nsa_layer.problem import accumulation_dtype
 
 
 def gate_values(q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.Tensor | None) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from nsa_layer.call_spec import Problem
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import Problem
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPACITY = 1024

@@ -9,11 +9,11 @@ from torch import nn
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
+from nsa_layer.call_spec import Aux
 from nsa_layer.config import LARGEST, NSAConfig
+from nsa_layer.cute.memory_plan import MemoryPolicy
+from nsa_layer.cute.packing import starts_on
 from nsa_layer.inputs import refuse_nested
-from nsa_layer.packing import starts_on
-from nsa_layer.policy import MemoryPolicy
-from nsa_layer.problem import Aux
 
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 

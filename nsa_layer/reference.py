@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from nsa_layer.call_spec import Aux, Problem, accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import Aux, Problem, accumulation_dtype, mean_scale
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nsa_layer.call_spec import accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import accumulation_dtype, mean_scale
 
 # Elements of the score matrix held at once; scores are computed for as many query tiles as fit.
 SCORE_BUDGET = 1 << 26

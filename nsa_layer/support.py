@@ -11,9 +11,9 @@ from functools import lru_cache
 import torch
 
 from nsa_layer.config import NSAConfig
-from nsa_layer.sparsity import KV_TILE
+from nsa_layer.cute.torch_block_lists import KV_TILE
 
-BACKENDS = {"cute": "nsa_layer.autograd", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
+BACKENDS = {"cute": "nsa_layer.cute.autograd", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
 ARCHITECTURES = (90, 100)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_layer.compile_ahead import CallShape
-from nsa_layer.policy import MemoryPolicy
+from nsa_layer.cute.memory_plan import MemoryPolicy
 
 # Names on the command line, and PyTorch's.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}

@@ -103,4 +103,4 @@ def test_backends_are_independent(backend: str) -> None:
 
 
 def test_reference_shares_nothing_but_the_problem() -> None:
-    assert reached("nsa_layer.reference") <= {"nsa_layer.reference", "nsa_layer.config", "nsa_layer.problem"}
+    assert reached("nsa_layer.reference") <= {"nsa_layer.reference", "nsa_layer.config", "nsa_layer.call_spec"}

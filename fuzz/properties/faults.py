@@ -197,7 +197,7 @@ def out_of_memory_in_kernels(case: Case) -> None:
 @holds("faults.out of memory while preparing", kernel_cases, needs=GPU)
 def out_of_memory_while_preparing(case: Case) -> None:
     """First calls of a kind fail, while they are prepared and recorded; later ones are what an unprepared one is."""
-    from nsa_layer import autograd, branches
+    from nsa_layer.cute import autograd, branches
 
     step, ran_out = layer_step(case, "cute", "cuda", same_bits=case.config.deterministic), False
     for attempt in range(3):

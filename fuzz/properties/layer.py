@@ -15,7 +15,7 @@ from fuzz.case import LAYOUTS
 from fuzz.prop import GPU, Skip, holds
 from fuzz.properties.relations import near
 from nsa_layer import NSAConfig, reference
-from nsa_layer.sparsity import block_bitmap, selected_lists
+from nsa_layer.cute.torch_block_lists import block_bitmap, selected_lists
 from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
 from nsa_tools.testing.cases import LSES, Case, Inputs, make_inputs, run, spoilt
 

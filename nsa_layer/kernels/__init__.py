@@ -1,1 +1,1 @@
-"""The layer's own CuTe DSL kernels, one a file: everything between the attention calls."""
+"""The layer's own CuTe DSL kernels: everything between the attention calls."""

@@ -98,8 +98,9 @@ def _load_or_compile(name: str, key: tuple[Hashable, ...], compile_kernel: Calla
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """A hash of all files of this folder."""
+    """A hash of all files of this package."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    folder = Path(__file__).parent
+    for source in sorted(folder.rglob("*.py")):
+        digest.update(source.relative_to(folder).as_posix().encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()

@@ -12,7 +12,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.config import NSAConfig
-from nsa_layer.policy import RECOMPUTE, MemoryPolicy
+from nsa_layer.cute.memory_plan import RECOMPUTE, MemoryPolicy
 from nsa_tools.shape import DTYPES, Shape, long_tailed, usable_device
 
 DEFAULTS = NSAConfig()

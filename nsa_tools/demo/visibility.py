@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from matplotlib.colors import ListedColormap
 
+from nsa_layer.call_spec import Aux
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import Aux
 from nsa_tools.demo.model import ByteModel
 from nsa_tools.report.figures import INK, MUTED, clean_axes, new_figure, to_png
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.policy import RESERVE, MemoryPolicy, Schedule, predict, schedule
+from nsa_layer.cute.memory_plan import RESERVE, MemoryPolicy, Schedule, predict, schedule
 from nsa_tools.measure.peak_memory import outside_allocator, peak_bytes, peaks_by_component
 from nsa_tools.measure.timed_calls import is_out_of_memory
 from nsa_tools.report.results import MEASURED, NO_MEMORY

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.ranges import COMPONENTS, observed
+from nsa_layer.profiler_ranges import COMPONENTS, observed
 from nsa_tools.measure.kernel_trace import Kernel, record
 from nsa_tools.measure.peak_memory import OTHER, quiet_profiler
 from nsa_tools.measure.timing import lap_times

@@ -1,9 +1,9 @@
 """GPU time by component: the kernels of a trace of PyTorch's profiler, each with the range that launched it.
 
 A kernel carries the number of the runtime call that launched it; the call has a thread and a time; the innermost range
-of `nsa_layer.ranges` that was open there and then is its component. The GPU's own clock says how long it took: a host
-that is slow, or slowed by being watched, changes nothing. Where a trace has no such call, the range's own mark on the
-GPU's timeline says as much, but for kernels of other streams.
+of `nsa_layer.profiler_ranges` that was open there and then is its component. The GPU's own clock says how long it took:
+a host that is slow, or slowed by being watched, changes nothing. Where a trace has no such call, the range's own mark
+on the GPU's timeline says as much, but for kernels of other streams.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from nsa_layer.ranges import COMPONENTS, observed
+from nsa_layer.profiler_ranges import COMPONENTS, observed
 from nsa_tools.measure.peak_memory import OTHER, quiet_profiler
 
 ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nsa_layer.ranges import observed
+from nsa_layer.profiler_ranges import observed
 
 OTHER = "other"  # outside all components
 

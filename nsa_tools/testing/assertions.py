@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 
 from nsa_layer import reference
-from nsa_layer.problem import accumulation_dtype
+from nsa_layer.call_spec import accumulation_dtype
 from nsa_tools.testing.cases import DIFFERENTIABLE, LSES, Backend, Case, Inputs, Result, make_inputs, run
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from nsa_layer.api import nsa
+from nsa_layer.call_spec import Aux, Problem
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import Aux, Problem
 
 DIFFERENTIABLE = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
 BRANCHES = ("cmp", "slc", "swa")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from nsa_layer import reference
+from nsa_layer.call_spec import accumulation_dtype
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import accumulation_dtype
 
 ELEMENTS = 1 << 25  # of a chunk's largest matrix
 BRANCHES = ("cmp", "slc", "swa")

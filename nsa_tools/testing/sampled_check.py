@@ -16,8 +16,8 @@ import torch
 
 from nsa_layer import reference
 from nsa_layer.api import nsa
-from nsa_layer.problem import Aux, accumulation_dtype
-from nsa_layer.tokens import token_slices
+from nsa_layer.call_spec import Aux, accumulation_dtype
+from nsa_layer.cute.chunked import token_slices
 from nsa_tools.shape import Shape
 from nsa_tools.testing import row_oracle
 from nsa_tools.testing.assertions import assert_sequence_choice, rounding_error

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from nsa_layer.call_spec import Problem
 from nsa_layer.compress import mean_pool
 from nsa_layer.config import NSAConfig
-from nsa_layer.packing import Packing
-from nsa_layer.problem import Problem
+from nsa_layer.cute.packing import Packing
 from nsa_layer.select import choose_blocks
 
 Tensor = torch.Tensor
@@ -75,7 +75,7 @@ def sequences(data: Data, x: Tensor, compressed: bool = False) -> list[Tensor]:
 
 def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
     """Tensors, the choice, lists, and forward of each branch."""
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     torch.manual_seed(seed)
     (Hq, Hkv), D, problem = setup.heads, setup.D, setup.problem
@@ -127,9 +127,9 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
 
 
 def calls(data: Data, *, two_passes: bool = False) -> tuple:
-    """As `nsa_layer.shared_backward` takes them."""
-    from nsa_layer import branches
-    from nsa_layer.shared_backward import Call
+    """As `nsa_layer.cute.grad_accum` takes them."""
+    from nsa_layer.cute import branches
+    from nsa_layer.cute.grad_accum import Call
 
     problem = data.setup.problem
     packing, fixed = (
@@ -171,7 +171,7 @@ def _padded(data: Data, x: Tensor, layouts: Any, fill: float) -> Tensor:
 
 def together(data: Data, rows: Any = None, layouts: Any = None, of_calls: Any = None) -> Grads:
     """Gradients by shared calls, on top of what was there before."""
-    from nsa_layer.shared_backward import BranchGradients, backward_layouts
+    from nsa_layer.cute.grad_accum import BranchGradients, backward_layouts
 
     problem, of_calls = data.setup.problem, of_calls or calls(data, two_passes=data.setup.two_passes)
     layouts = layouts or backward_layouts(data.q, of_calls, key=problem)

@@ -18,7 +18,7 @@ def stubs() -> Iterator[None]:
     """Within, kernels are what notes its launch: those of the fork, and those of the layer."""
     from flash_attn.cute import interface
     from flash_attn.cute.cache_utils import JITCache
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
     from nsa_layer.kernels import launch
 
     def compiled(*at: object) -> Callable[..., None]:
@@ -50,7 +50,8 @@ def stubs() -> Iterator[None]:
 @contextmanager
 def stubbed_layer() -> Iterator[None]:
     """Within, `nsa` with backend="cute" takes tensors on the CPU; what its kernels would write is never written."""
-    from nsa_layer import autograd, support
+    from nsa_layer import support
+    from nsa_layer.cute import autograd
 
     with stubs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(support, "choose_backend", lambda backend, **_: backend)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from stub_kernels import LAUNCHED, stubs
 
-from nsa_layer import NSAConfig, autograd, inputs, shared_backward
+from nsa_layer import NSAConfig, inputs
+from nsa_layer.cute import autograd, grad_accum
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 OURS = ("flash_attn.cute", "nsa_layer")
@@ -47,7 +48,7 @@ def unbounded_cache() -> None:
 
 def unbounded() -> Iterator[tuple[str, int]]:
     """Entries of all that our modules keep and nothing bounds: caches of functions, containers, compiled kernels."""
-    bounded = {id(inputs._passed), id(shared_backward._known)}
+    bounded = {id(inputs._passed), id(grad_accum._known)}
     for module in [m for name, m in sys.modules.items() if name.startswith(OURS)]:
         for name, value in vars(module).items():
             where = f"{module.__name__}.{name}"
@@ -82,9 +83,9 @@ def test_nothing_unbounded_grows_with_new_lengths() -> None:
 
 def test_what_is_kept_of_each_shape_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, prepared = random.Random(1), (autograd._forward, autograd._backward)
-    for owner, name in ((inputs, "CAPACITY"), (shared_backward, "KNOWN"), *((each, "_capacity") for each in prepared)):
+    for owner, name in ((inputs, "CAPACITY"), (grad_accum, "KNOWN"), *((each, "_capacity") for each in prepared)):
         monkeypatch.setattr(owner, name, 8)
-    kept = (inputs._passed, shared_backward._known, *(each._programs for each in prepared))
+    kept = (inputs._passed, grad_accum._known, *(each._programs for each in prepared))
     for each in kept:
         each.clear()
     most = [0] * len(kept)

@@ -19,10 +19,10 @@ import warnings
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_layer import NSAConfig, MemoryPolicy, autograd
-from nsa_layer import compile_ahead
+from nsa_layer import NSAConfig, MemoryPolicy, compile_ahead
+from nsa_layer.cute import autograd
 from nsa_layer.compile_ahead import CallShape, kernel_names
-from nsa_layer.policy import schedule
+from nsa_layer.cute.memory_plan import schedule
 
 warnings.simplefilter("ignore")
 

@@ -8,8 +8,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, NSAttention, nsa, packing
-from nsa_layer.problem import Problem
+from nsa_layer import NSAConfig, NSAttention, nsa
+from nsa_layer.call_spec import Problem
+from nsa_layer.cute import packing
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 

@@ -112,7 +112,7 @@ def test_options(D: int, options: dict) -> None:
 def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> None:
     """Its keys and values are made huge: a tile of the kernels holds it too, yet everything keeps its bits."""
     from flash_attn.cute.interface import _flash_attn_bwd
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     T, config = 2048, NSAConfig(block_size=block_size, block_counts=4)
     case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)

@@ -34,7 +34,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 699)], ids=["batch", "packed"])
 def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks that PyTorch makes the lists of, and launches that do nothing."""
-    from nsa_layer import autograd, heads
+    from nsa_layer.cute import autograd, heads
 
     def choose(q, k_cmp, *, problem, packing):
         """The first blocks, for every tile."""

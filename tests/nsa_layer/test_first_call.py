@@ -20,7 +20,7 @@ from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 import flash_attn.cute.interface
-import nsa_layer.autograd as autograd
+import nsa_layer.cute.autograd as autograd
 
 for lengths in (None, (300, 0, 70)):
     case = Case(T=300, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, lengths=lengths)

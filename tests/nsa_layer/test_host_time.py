@@ -12,8 +12,8 @@ import torch
 from stub_kernels import launches, stubs
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.packing import Packing
-from nsa_layer.problem import Problem
+from nsa_layer.call_spec import Problem
+from nsa_layer.cute.packing import Packing
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
@@ -64,7 +64,7 @@ def attention_calls(case: Case, seed: int) -> tuple[dict[str, tuple[list, dict]]
 
 def selected(case: Case, generator: torch.Generator, backward: bool, cu_seqlens: torch.Tensor | None) -> object:
     """The selected branch's lists for a random choice."""
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     config, lengths = case.config, case.lengths or (case.T,)
     heads, width = (case.B, case.Hkv), config.list_width(max(lengths))
@@ -120,8 +120,8 @@ def test_later_calls_launch_what_the_first_ones_do(case: Case) -> None:
 @pytest.mark.parametrize("lists", [False, True], ids=["choice", "lists of backward"])
 def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     """Eight times the tokens take eight times the bytes: no scores of all tiles by all blocks, no bitmap of them."""
-    from nsa_layer import branches
-    from nsa_layer.choice import choose
+    from nsa_layer.cute import branches
+    from nsa_layer.cute.topk_dispatch import choose
 
     case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
     config, taken = case.config, []

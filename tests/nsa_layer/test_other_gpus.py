@@ -7,14 +7,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.problem import Problem
+from nsa_layer.call_spec import Problem
 
 CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, deterministic=True)
 
 
 def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    from nsa_layer import autograd
+    from nsa_layer.cute import autograd
 
     class Asked(Exception):
         pass

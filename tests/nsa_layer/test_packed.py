@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, nsa
+from nsa_layer.call_spec import Problem
+from nsa_layer.cute.packing import Packing, starts_on
 from nsa_layer.inputs import Arguments, check_inputs
-from nsa_layer.packing import Packing, starts_on
-from nsa_layer.problem import Problem
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import LSES, Case, Inputs, make_inputs, run, spoilt
 
@@ -152,7 +152,7 @@ def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
 
 
 def test_a_capture_keeps_what_it_reads_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_layer import packing
+    from nsa_layer.cute import packing
 
     known, new = (Problem(SMALL, True, 1.0, lengths) for lengths in ((5, 6), (6, 5)))
     device = torch.device("meta")
@@ -169,7 +169,7 @@ def test_a_capture_keeps_what_it_reads_and_copies_nothing(monkeypatch: pytest.Mo
 
 def test_copies_are_kept_for_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what it has still to do when the caches forget them; their own stream waits for nothing."""
-    from nsa_layer import packing
+    from nsa_layer.cute import packing
 
     done: list[object] = []
 
@@ -278,7 +278,7 @@ def test_strided_starts_on_a_gpu() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_forgotten_copies_outlive_what_reads_them(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `record_stream` their memory is given to the next tensor while another stream has still to read it."""
-    from nsa_layer import packing
+    from nsa_layer.cute import packing
 
     device, problem = torch.device("cuda", torch.cuda.current_device()), Problem(SMALL, True, 1.0, (30, 40, 50))
     if not kept:

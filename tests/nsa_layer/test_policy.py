@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
-from nsa_layer.policy import Sizes, predict, schedule
+from nsa_layer.cute.memory_plan import Sizes, predict, schedule
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
@@ -109,7 +109,7 @@ def test_computing_again_changes_no_bit(lengths: tuple[int, ...] | None, gate: s
 @gates_and_lengths[0]
 @gates_and_lengths[1]
 def test_groups_of_heads_are_as_exact(lengths: tuple[int, ...] | None, gate: str) -> None:
-    from nsa_layer import autograd
+    from nsa_layer.cute import autograd
 
     case = small_case(lengths, gate, deterministic=False)
     for policy in (MemoryPolicy(budget=0), MemoryPolicy(budget=0, recompute="none")):

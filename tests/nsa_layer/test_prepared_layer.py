@@ -6,7 +6,8 @@ import pytest
 import torch
 from stub_kernels import launches, stubs
 
-from nsa_layer import NSAConfig, autograd
+from nsa_layer import NSAConfig
+from nsa_layer.cute import autograd
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 SMALL = dict(T=300, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)

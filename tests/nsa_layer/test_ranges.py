@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nsa_layer.ranges import COMPONENTS, component, observed
+from nsa_layer.profiler_ranges import COMPONENTS, component, observed
 
 
 @contextmanager

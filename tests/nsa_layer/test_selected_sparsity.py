@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_sparsity import random_choice, visible_tokens
 
+from nsa_layer.call_spec import Problem
 from nsa_layer.config import NSAConfig
-from nsa_layer.problem import Problem
-from nsa_layer.sparsity import choices_of_sequences
+from nsa_layer.cute.torch_block_lists import choices_of_sequences
 
 LENGTHS = (300, 0, 1, 128, 700)
 HEADS = (6, 2)
@@ -16,7 +16,7 @@ HEADS = (6, 2)
 
 @pytest.fixture(params=[True, False], ids=["hopper", "blackwell"])
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     monkeypatch.setattr(branches, "_on_hopper", lambda device: request.param)
     return request.param
@@ -29,7 +29,7 @@ def packed_choice(config: NSAConfig, heads: int, lengths: tuple[int, ...] = LENG
 
 
 def make(config: NSAConfig, choice: torch.Tensor, *, causal: bool, backward: bool, lengths=LENGTHS, heads=HEADS):
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     tile = (branches.backward_tile if backward else branches.forward_tile)(choice.device, config.block_size)
@@ -113,7 +113,7 @@ def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_l
     options: dict, hopper: bool
 ) -> None:
     from flash_attn.cute.list_validation import validate_lists
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     config = NSAConfig(**(dict(block_counts=5, deterministic=True) | options))
     choice = packed_choice(config, 2)
@@ -146,7 +146,7 @@ def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_l
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_passes_are_known_before_lists_are(hopper: bool, Hq: int, block_size: int, deterministic: bool) -> None:
     """By the block size and the mode alone: where there is one pass, and heads share, the lists get a plan."""
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     q, v = (torch.empty(1, 300, heads, 64, dtype=torch.bfloat16) for heads in (Hq, 2))
     config = NSAConfig(block_size=block_size, deterministic=deterministic)
@@ -156,7 +156,7 @@ def test_passes_are_known_before_lists_are(hopper: bool, Hq: int, block_size: in
 
 @pytest.mark.parametrize("q_tile,rows", [(128, 256), (256, 256), (384, 768)])
 def test_a_list_entry_is_whole_kernel_tiles_and_whole_query_tiles(q_tile: int, rows: int) -> None:
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     problem = Problem(NSAConfig(block_size=128, q_tile=q_tile), True, 1.0)
     indices = torch.zeros(1, 1, problem.config.num_tiles(1000), 1, dtype=torch.int32)

@@ -38,7 +38,7 @@ def fake_data(setup: Setup) -> shared_calls.Data:
     """A setup's tensors without memory; the lists of a choice of the first block by every query tile."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from nsa_layer import branches
+    from nsa_layer.cute import branches
 
     (Hq, Hkv), config, lengths = setup.heads, setup.problem.config, setup.lengths
     lead = (setup.B, setup.T) if lengths is None else (sum(lengths),)
@@ -79,7 +79,7 @@ def on_gpu(sparsity):
 
 def agreement(options: dict) -> tuple[int, int, int]:
     """The counts of accumulators of dq and of dk, and the rows of a tile of row sums; in a worker."""
-    from nsa_layer.shared_backward import backward_layouts
+    from nsa_layer.cute.grad_accum import backward_layouts
 
     setup = Setup(**options)
     data = fake_data(setup)
@@ -127,7 +127,7 @@ def test_blackwell_shares_where_kernels_pair_ctas_alike(blackwell: Worker) -> No
 
 def compile_together(options: dict) -> list[tuple[int, ...]]:
     """Compile all of it; in a worker."""
-    from nsa_layer.shared_backward import backward_layouts
+    from nsa_layer.cute.grad_accum import backward_layouts
 
     setup = Setup(**options)
     data = fake_data(setup)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa_layer.config import NSAConfig
-from nsa_layer.sparsity import KV_TILE, BlockLists, block_bitmap, selected_lists
+from nsa_layer.cute.torch_block_lists import KV_TILE, BlockLists, block_bitmap, selected_lists
 
 
 def dense_of(lists: BlockLists, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

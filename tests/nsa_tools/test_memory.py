@@ -12,8 +12,8 @@ import torch
 from command_line import TINY, refused
 
 from nsa_layer import NSAConfig
-from nsa_layer.policy import MemoryPolicy
-from nsa_layer.ranges import component, observed
+from nsa_layer.cute.memory_plan import MemoryPolicy
+from nsa_layer.profiler_ranges import component, observed
 from nsa_tools.commands import memory
 from nsa_tools.measure import call_memory
 from nsa_tools.measure.peak_memory import peak_bytes, peaks_by_component

@@ -12,7 +12,7 @@ import torch
 from command_line import TINY
 
 from nsa_layer import NSAConfig, reference
-from nsa_layer.ranges import component, observed
+from nsa_layer.profiler_ranges import component, observed
 from nsa_tools.commands import profile
 from nsa_tools.measure import kernel_trace, roofline
 from nsa_tools.measure.component_times import HostClock

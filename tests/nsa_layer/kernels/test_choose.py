@@ -53,7 +53,7 @@ BATCHES = {name: case if case.lengths or case.B > 1 else replace(case, B=2) for 
 
 def compile_case(case: Case) -> list[tuple[int, ...]]:
     """For the architecture of a worker; the shapes that come back."""
-    from nsa_layer.kernels.choose import choose
+    from nsa_layer.kernels.block_topk.topk_kernel import choose
 
     tokens = (case.B, case.T) if case.lengths is None else (sum(case.lengths),)
     q = torch.empty(*tokens, case.Hq, case.D, dtype=case.dtype, device="cuda")
@@ -77,7 +77,7 @@ def test_compiles(compiler: Worker, name: str) -> None:
 
 def test_says_what_it_does_not_cover() -> None:
     pytest.importorskip("cutlass")
-    from nsa_layer.kernels.choose import unsupported
+    from nsa_layer.kernels.block_topk.topk_kernel import unsupported
 
     covered = dict(G=4, D=128, dtype=torch.bfloat16, softmax_scale=0.1)
     assert unsupported(NSAConfig(), **covered) is None
@@ -100,7 +100,7 @@ def filled() -> Iterator[None]:
 
 
 def kernel_choice(inputs: Inputs, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    from nsa_layer.kernels.choose import choose
+    from nsa_layer.kernels.block_topk.topk_kernel import choose
 
     case, packed = inputs.case, {}
     choice = dict(config=case.config, causal=case.causal, softmax_scale=softmax_scale)
@@ -188,7 +188,7 @@ def test_ties_go_to_the_earlier_block(Hq: int) -> None:
 @pytest.mark.gpu
 def test_strided_inputs() -> None:
     """q is some heads of a bigger tensor, k_mean too."""
-    from nsa_layer.kernels.choose import choose
+    from nsa_layer.kernels.block_topk.topk_kernel import choose
 
     case = replace(HALF, B=2, D=128)
     inputs = make_inputs(case, "cuda")
@@ -245,7 +245,7 @@ def test_huge_keys_meet_tiny_queries_and_the_other_way_round(Hq: int, exponent: 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("q_tile", [64, 24, 1])
 def test_means_of_queries_at_the_end_of_the_range_are_in_range(q_tile: int, own: bool) -> None:
-    from nsa_layer.kernels.tile_means import tile_means
+    from nsa_layer.kernels.block_topk.pooled_queries import tile_means
 
     torch.manual_seed(0)
     q = (1 + torch.rand(1, 1000, 4, 64, device="cuda").bfloat16().clamp(max=0.99)) * torch.randn(
@@ -262,8 +262,8 @@ def test_means_of_queries_at_the_end_of_the_range_are_in_range(q_tile: int, own:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 1000, 17)])
 def test_tile_means(own: bool, lengths: tuple[int, ...] | None) -> None:
-    from nsa_layer.kernels.halves import KEYS_DOWN
-    from nsa_layer.kernels.tile_means import tile_means
+    from nsa_layer.kernels.block_topk.pooled_queries import tile_means
+    from nsa_layer.kernels.block_topk.split_fp16 import KEYS_DOWN
 
     config = NSAConfig(q_tile=64)
     inputs = make_inputs(Case(B=2, T=1000, Hq=6, Hkv=2, D=64, dtype=torch.bfloat16, lengths=lengths), "cuda")

@@ -15,7 +15,7 @@ from fa_compile import Worker  # noqa: E402
 from test_sparsity import random_choice  # noqa: E402
 
 from nsa_layer.config import NSAConfig  # noqa: E402
-from nsa_layer.sparsity import selected_lists  # noqa: E402
+from nsa_layer.cute.torch_block_lists import selected_lists  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def many_blocks(T: int, B: int, H: int, config: NSAConfig, generator: torch.Gene
 
 def made(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
     """Forward and backward lists out of the kernels; memory that they leave alone is poisoned beforehand."""
-    from nsa_layer.kernels.lists import backward_lists, forward_lists
+    from nsa_layer.kernels.k2q_csr.make_lists import backward_lists, forward_lists
 
     T, packing, lengths = case.lengths[0], {}, {}
     lists = parts[0].to(device)
@@ -211,7 +211,7 @@ def to_cpu(lists):
 
 def compile_lists(fields_of_case: dict) -> None:
     """In a compiling worker: everything that `made` launches."""
-    from nsa_layer.kernels.lists import backward_lists, forward_lists
+    from nsa_layer.kernels.k2q_csr.make_lists import backward_lists, forward_lists
 
     case = Case(**fields_of_case)
     Hkv = case.heads[1]
@@ -242,7 +242,7 @@ def test_rows_and_items_are_those_of_pytorch(case: Case) -> None:
 
 def widths_of_rows(T: int, block_size: int) -> tuple[int, int]:
     """In a compiling worker: the width of forward's rows with room for every block, and what attention allows."""
-    from nsa_layer.kernels.lists import forward_lists
+    from nsa_layer.kernels.k2q_csr.make_lists import forward_lists
 
     config = NSAConfig(block_size=block_size)
     lists = torch.empty(1, 2, config.num_tiles(T), config.list_width(T), dtype=torch.int32, device="cuda")

@@ -11,8 +11,8 @@ from fa_compile import Worker
 
 from nsa_layer.compress import mean_pool
 from nsa_layer.config import NSAConfig
-from nsa_layer.kernels.pool import pool, unpool
-from nsa_layer.kernels.segments import SMEM_FLOATS, Pooling, plan_blocks, plan_segments
+from nsa_layer.kernels.mean_pool.pool import pool, unpool
+from nsa_layer.kernels.mean_pool.segments import SMEM_FLOATS, Pooling, plan_blocks, plan_segments
 
 POOLINGS = [(64, 64), (64, 16), (32, 16), (16, 16), (128, 64), (7, 7), (12, 3), (96, 96), (512, 512), (64, 1), (512, 1)]
 

@@ -7,8 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from nsa_layer.kernels import best_list
-from nsa_layer.kernels.tile_map import forced_range
+from nsa_layer.kernels.block_topk import register_topk
+from nsa_layer.kernels.block_topk.query_tiles import forced_range
 
 
 def room_of(tile: Int32, place: tuple[Int32, ...], block_counts: Int32, force: bool) -> Int32:
@@ -45,8 +45,10 @@ def write_list(
     for x in cutlass.range(size, unroll=8):
         for u in cutlass.range_constexpr(each):
             ranks[u] += cutlass.select_(entries[x] > mine[u], Int32(1), Int32(0))
-    taken = [(mine[u] > best_list.NO_BLOCK) & (ranks[u] < room) & (lane + 32 * u < size) for u in range(each)]
-    blocks = [cutlass.select_(taken[u], best_list.block_of(mine[u]), Int32(best_list.LAST_BLOCK)) for u in range(each)]
+    taken = [(mine[u] > register_topk.NO_BLOCK) & (ranks[u] < room) & (lane + 32 * u < size) for u in range(each)]
+    blocks = [
+        cutlass.select_(taken[u], register_topk.block_of(mine[u]), Int32(register_topk.LAST_BLOCK)) for u in range(each)
+    ]
     chosen = Int32(0)
     cute.arch.sync_warp()
     for u in cutlass.range_constexpr(each):

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from nsa_layer.cute.chunked import sum_rounded
 from nsa_layer.fork import require_patched
-from nsa_layer.ranges import component
-from nsa_layer.tokens import sum_rounded
+from nsa_layer.profiler_ranges import component
 
 require_patched()
 

@@ -12,9 +12,9 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr
 
-from nsa_layer.kernels import halves
+from nsa_layer.kernels.block_topk import split_fp16
+from nsa_layer.kernels.block_topk.query_tiles import locate
 from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
-from nsa_layer.kernels.tile_map import locate
 
 Tensor = torch.Tensor
 
@@ -48,7 +48,7 @@ class TileMeans:
 
     def __init__(self, dtype: torch.dtype, D: int, *, own: bool, packed: bool) -> None:
         self.dtype, self.D, self.own, self.packed = DTYPES[dtype], D, own, packed
-        self.lanes = D // halves.VECTOR
+        self.lanes = D // split_fp16.VECTOR
         self.heads = ROW // self.lanes
 
     @cute.jit
@@ -90,7 +90,9 @@ class TileMeans:
         of_tiles: Int32,
     ):
         cta, _, _ = cute.arch.block_idx()
-        sums = cutlass.utils.SmemAllocator().allocate_tensor(Float32, cute.make_layout((THREADS, halves.VECTOR)), 16)
+        sums = cutlass.utils.SmemAllocator().allocate_tensor(
+            Float32, cute.make_layout((THREADS, split_fp16.VECTOR)), 16
+        )
         if cta < of_tiles:
             self.mean(mQ, mCu, mQ_rows, mQ_scale, q_tile, cta // head_groups, cta % head_groups, sums)
         else:
@@ -127,33 +129,35 @@ class TileMeans:
             first = cutlass.max(end - q_tile, 0)
         count = Float32(end - first)
         # A power of two from half of 1 / count on: scaled by it, a sum is in the range of fp32 where its mean is.
-        down = halves.float_of((253 << 23) - (halves.bits_of(count) & (255 << 23)))
-        total = cute.make_rmem_tensor((halves.VECTOR,), Float32)
+        down = split_fp16.float_of((253 << 23) - (split_fp16.bits_of(count) & (255 << 23)))
+        total = cute.make_rmem_tensor((split_fp16.VECTOR,), Float32)
         total.fill(0.0)
         for token in cutlass.range(first + share, end, SHARES * AT_ONCE, unroll=1):
             # Past the end the last token is read again and not counted: a branch would part the loads.
             tokens = [token + i * SHARES for i in range(AT_ONCE)]
             loaded = [self.load(mQ, b, base + cutlass.min(t, end - 1), readable, lane) for t in tokens]
             for i in cutlass.range_constexpr(AT_ONCE):
-                for c in cutlass.range_constexpr(halves.VECTOR):
+                for c in cutlass.range_constexpr(split_fp16.VECTOR):
                     x = loaded[i][c].to(Float32) * down
                     total[c] += cutlass.select_(tokens[i] < end, x, Float32(0.0))
-        for c in cutlass.range_constexpr(halves.VECTOR):
+        for c in cutlass.range_constexpr(split_fp16.VECTOR):
             sums[tidx, c] = total[c]
         cute.arch.sync_threads()
         if share == 0:
             mean = []
-            for c in cutlass.range_constexpr(halves.VECTOR):
+            for c in cutlass.range_constexpr(split_fp16.VECTOR):
                 shares = [sums[tidx + i * ROW, c] for i in range(SHARES)]
                 mean.append(((shares[0] + shares[1]) + (shares[2] + shares[3])) / (count * down))
-            scale = halves.split(mean, self.lanes, mRows[row, readable, None], lane, h < Hq, shift=halves.KEYS_DOWN)
+            scale = split_fp16.split(
+                mean, self.lanes, mRows[row, readable, None], lane, h < Hq, shift=split_fp16.KEYS_DOWN
+            )
             if (h < Hq) & (lane == 0):
                 mScale[row, h] = scale
 
     def load(self, mQ: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32) -> cute.Tensor:
         atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), self.dtype, num_bits_per_copy=128, invariant=True)
-        loaded = cute.make_rmem_tensor((halves.VECTOR,), self.dtype)
-        cute.copy(atom, cute.local_tile(mQ[b, token, h, None], (halves.VECTOR,), (lane,)), loaded)
+        loaded = cute.make_rmem_tensor((split_fp16.VECTOR,), self.dtype)
+        cute.copy(atom, cute.local_tile(mQ[b, token, h, None], (split_fp16.VECTOR,), (lane,)), loaded)
         return loaded
 
     @cute.jit
@@ -165,10 +169,10 @@ class TileMeans:
         inside = number < B * Tc * Hkv
         number = cutlass.min(number, B * Tc * Hkv - 1)
         row, h = number // Hkv, number % Hkv
-        loaded = cute.make_rmem_tensor((halves.VECTOR,), Float32)
-        cute.autovec_copy(cute.local_tile(mK[row // Tc, row % Tc, h, None], (halves.VECTOR,), (lane,)), loaded)
-        share = [loaded[c] for c in range(halves.VECTOR)]
-        scale = halves.split(share, self.lanes, mRows[row, h, None], lane, inside, shift=-halves.KEYS_DOWN)
+        loaded = cute.make_rmem_tensor((split_fp16.VECTOR,), Float32)
+        cute.autovec_copy(cute.local_tile(mK[row // Tc, row % Tc, h, None], (split_fp16.VECTOR,), (lane,)), loaded)
+        share = [loaded[c] for c in range(split_fp16.VECTOR)]
+        scale = split_fp16.split(share, self.lanes, mRows[row, h, None], lane, inside, shift=-split_fp16.KEYS_DOWN)
         if inside & (lane == 0):
             mScale[row, h] = scale
 

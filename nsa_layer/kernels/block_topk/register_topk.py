@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from nsa_layer.kernels.halves import bits_of
+from nsa_layer.kernels.block_topk.split_fp16 import bits_of
 
 QUAD = 4
 COLUMNS = 16  # of a tile of scores, in one thread

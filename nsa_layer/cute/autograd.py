@@ -11,14 +11,15 @@ from functools import partial
 
 import torch
 
-from nsa_layer import determinism, heads, support
-from nsa_layer.branches import Prepared, on_own_device
+from nsa_layer import determinism, support
+from nsa_layer.call_spec import Aux, Problem
+from nsa_layer.cute import heads
+from nsa_layer.cute.branches import Prepared, on_own_device
+from nsa_layer.cute.heads import Inputs, Kept, WeightGradients, of_heads
+from nsa_layer.cute.memory_plan import MemoryPolicy, Schedule, Sizes, schedule
+from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.heads import Inputs, Kept, WeightGradients, of_heads
-from nsa_layer.packing import Packing
-from nsa_layer.policy import MemoryPolicy, Schedule, Sizes, schedule
-from nsa_layer.problem import Aux, Problem
-from nsa_layer.ranges import watched
+from nsa_layer.profiler_ranges import watched
 
 Tensor = torch.Tensor
 

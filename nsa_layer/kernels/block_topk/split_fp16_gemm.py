@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
-from nsa_layer.kernels.exp_sums import PARTS
-from nsa_layer.kernels.halves import VECTOR
+from nsa_layer.kernels.block_topk.online_softmax import PARTS
+from nsa_layer.kernels.block_topk.split_fp16 import VECTOR
 
 TILE = 128  # rows of a CTA, and keys of a step
 THREADS = 256

@@ -18,9 +18,9 @@ import torch
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from flash_attn.cute.utils import warp_prefix_sum
+from nsa_layer.kernels.k2q_csr.prefix_sums import items_of
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
-from nsa_layer.kernels.rows import sequence_of
-from nsa_layer.kernels.scans import items_of
+from nsa_layer.kernels.varlen_rows import sequence_of
 
 THREADS = 512
 WARPS = THREADS // 32

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from nsa_layer.problem import Problem
+from nsa_layer.call_spec import Problem
 
 RECOMPUTE = ("auto", "none", "compressed", "all")
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels

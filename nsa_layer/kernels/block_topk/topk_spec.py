@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from nsa_layer.kernels.halves_product import TILE
+from nsa_layer.kernels.block_topk.split_fp16_gemm import TILE
 
 ROWS = 4  # of a thread: two of each of its two fragments
 

@@ -18,12 +18,13 @@ from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from nsa_layer.config import NSAConfig
-from nsa_layer.kernels import best_list
-from nsa_layer.kernels.best_list import BestList
-from nsa_layer.kernels.choice_rule import ROWS, Rule
-from nsa_layer.kernels.exp_sums import add_up, close_sums, exp2, shift_of
-from nsa_layer.kernels.halves import VECTOR
-from nsa_layer.kernels.halves_product import (
+from nsa_layer.kernels.block_topk import register_topk
+from nsa_layer.kernels.block_topk.online_softmax import add_up, close_sums, exp2, shift_of
+from nsa_layer.kernels.block_topk.pooled_queries import tile_means
+from nsa_layer.kernels.block_topk.query_tiles import candidates_end, eligible, forced_range, locate
+from nsa_layer.kernels.block_topk.register_topk import BestList
+from nsa_layer.kernels.block_topk.split_fp16 import VECTOR
+from nsa_layer.kernels.block_topk.split_fp16_gemm import (
     THREADS,
     TILE,
     WARPS_M,
@@ -34,16 +35,15 @@ from nsa_layer.kernels.halves_product import (
     rows_layout,
     tiled_mma,
 )
+from nsa_layer.kernels.block_topk.topk_epilogue import room_of, write_list
+from nsa_layer.kernels.block_topk.topk_spec import ROWS, Rule
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
-from nsa_layer.kernels.list_writer import room_of, write_list
-from nsa_layer.kernels.tile_map import candidates_end, eligible, forced_range, locate
-from nsa_layer.kernels.tile_means import tile_means
 
 Tensor = torch.Tensor
 
 LOG2_E = 1.4426950408889634
 STAGES = 2
-COLUMNS = tuple(best_list.column(i) for i in range(best_list.COLUMNS))  # of a thread, from its first
+COLUMNS = tuple(register_topk.column(i) for i in range(register_topk.COLUMNS))  # of a thread, from its first
 MOST_HEADS = 32  # of a group: the rows of a warp
 MOST_BLOCKS = 64
 KEYS_IN_L2 = 32 << 20  # bytes
@@ -132,10 +132,10 @@ class Choose:
         smem = cutlass.utils.SmemAllocator()
         layout_A, layout_B = rows_layout(rule.D, 1), rows_layout(rule.D, STAGES)
         sA = smem.allocate_tensor(Float16, layout_A.outer, 1024, layout_A.inner)
-        list_bytes = rule.tiles * WARPS_N * best_list.QUAD * rule.share * 8
+        list_bytes = rule.tiles * WARPS_N * register_topk.QUAD * rule.share * 8
         region = smem.allocate(max(cute.cosize(layout_B) * 2, list_bytes), 1024)
         sB = cute.make_tensor(cute.recast_ptr(region, layout_B.inner, Float16), layout_B.outer)
-        list_shape = (best_list.QUAD * rule.share * WARPS_N, rule.tiles)
+        list_shape = (register_topk.QUAD * rule.share * WARPS_N, rule.tiles)
         sLists = cute.make_tensor(cute.recast_ptr(region, dtype=Int64), cute.make_layout(list_shape))
         sScale = smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
         sSums = smem.allocate_tensor(Float32, cute.make_layout((TILE, WARPS_N, 2)), 16)
@@ -154,7 +154,7 @@ class Choose:
         best = []
         for t in cutlass.range_constexpr(rule.lists):
             room = room_of(tiles[t * (ROWS // rule.lists)], place, block_counts, rule.force)
-            best.append(best_list.empty_list(rule.share, room))
+            best.append(register_topk.empty_list(rule.share, room))
 
         steps = cute.ceil_div(end, TILE)
         whole = candidates_end(first_tile * q_tile, T, block_size, rule.causal) // TILE  # steps of candidates alone
@@ -310,8 +310,8 @@ class Choose:
                 for bit in cutlass.range_constexpr(rule.lane_bits):
                     total += cute.arch.shuffle_sync_bfly(total, 16 >> bit)
                 free = eligible(first + COLUMNS[i], ends[t * rows], forced, rule.causal, rule.force)
-                keys[i] = cutlass.select_(free, best_list.score_bits(total), Int32(best_list.WORST_SCORE))
-            best_list.offer(best[t], keys, first)
+                keys[i] = cutlass.select_(free, register_topk.score_bits(total), Int32(register_topk.WORST_SCORE))
+            register_topk.offer(best[t], keys, first)
 
     @cute.jit
     def store_lists(self, best: list[BestList], sLists: cute.Tensor, warp_m: Int32, warp_n: Int32, lane: Int32):
@@ -322,8 +322,8 @@ class Choose:
             if g < ROWS:  # threads of a tile's further heads have the same list
                 for s in cutlass.range_constexpr(rule.share):
                     entry = best[t].entries[s]
-                    entry = cutlass.select_(entry == best_list.CLOSED, Int64(best_list.EMPTY), entry)
-                    sLists[(warp_n * best_list.QUAD + lane % 4) * rule.share + s, tile] = entry
+                    entry = cutlass.select_(entry == register_topk.CLOSED, Int64(register_topk.EMPTY), entry)
+                    sLists[(warp_n * register_topk.QUAD + lane % 4) * rule.share + s, tile] = entry
 
 
 def unsupported(config: NSAConfig, *, G: int, D: int, dtype: torch.dtype, softmax_scale: float) -> str | None:
@@ -370,7 +370,7 @@ def choose(
     missing = unsupported(config, G=Hq // Hkv, D=D, dtype=q.dtype, softmax_scale=softmax_scale)
     if missing is not None:
         raise NotImplementedError(f"the kernels do not do {missing}")
-    share, packed = -(-config.block_counts // best_list.QUAD), lengths is not None
+    share, packed = -(-config.block_counts // register_topk.QUAD), lengths is not None
     rule = Rule(D, Hq // Hkv, share, causal, config.force_blocks, packed)
     B = 1 if packed else q.shape[0]
     M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, rule.tiles)

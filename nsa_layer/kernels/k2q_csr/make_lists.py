@@ -1,8 +1,8 @@
 """Chosen blocks -> block lists for attention: forward at no cost, backward with its plan in three launches.
 
 For the case without a mask inside of tiles: the kernel's key tiles divide a block, and a query tile of the lists is one
-of the choice. `nsa_layer.sparsity` defines what comes out, in PyTorch and for every case. Memory is what is listed, not
-key tiles by query tiles: backward lists are ragged, a row's entries follow those of the row before.
+of the choice. `nsa_layer.cute.torch_block_lists` defines what comes out, in PyTorch and for every case. Memory is what
+is listed, not key tiles by query tiles: backward lists are ragged, a row's entries follow those of the row before.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from flash_attn.cute.backward_plan import LONGEST
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from nsa_layer.kernels.expand import expand
-from nsa_layer.kernels.scans import row_starts, sequence_starts
-from nsa_layer.kernels.transpose import FEW_WORDS, ITEM, MANY_WORDS, MOST_LOCKS, WARPS, transpose
+from nsa_layer.kernels.k2q_csr.blocks_to_tiles import expand
+from nsa_layer.kernels.k2q_csr.build_k2q_csr import FEW_WORDS, ITEM, MANY_WORDS, MOST_LOCKS, WARPS, transpose
+from nsa_layer.kernels.k2q_csr.prefix_sums import row_starts, sequence_starts
 
 CTAS = 264  # two for each multiprocessor of an H200: with fewer some idle, with more the lists are read more often
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from nsa_layer.kernels import choose as kernel
-from nsa_layer.packing import Packing
-from nsa_layer.problem import Problem
+from nsa_layer.call_spec import Problem
+from nsa_layer.cute.packing import Packing
+from nsa_layer.kernels.block_topk import topk_kernel
 from nsa_layer.select import choose_blocks
 
 Tensor = torch.Tensor
@@ -25,13 +25,13 @@ def choose(q: Tensor, k_cmp: Tensor, *, problem: Problem, packing: Packing | Non
     """
     config, scale = problem.config, problem.softmax_scale
     covered = dict(G=q.shape[-2] // k_cmp.shape[-2], D=q.shape[-1], dtype=q.dtype, softmax_scale=scale)
-    if kernel.unsupported(config, **covered) is not None:
+    if topk_kernel.unsupported(config, **covered) is not None:
         indices = _by_pytorch(q, k_cmp, problem, packing)
         return indices, (indices >= 0).sum(-1, dtype=torch.int32)
     static = dict(config=config, causal=problem.causal, softmax_scale=scale)
     if packing is not None:
         static |= dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks, lengths=problem.lengths)
-    return kernel.choose(q, k_cmp, **static)
+    return topk_kernel.choose(q, k_cmp, **static)
 
 
 def _by_pytorch(q: Tensor, k_cmp: Tensor, problem: Problem, packing: Packing | None) -> Tensor:

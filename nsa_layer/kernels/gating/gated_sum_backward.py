@@ -28,8 +28,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from nsa_layer.kernels.add_sums import add_sums
-from nsa_layer.kernels.gate import (
+from nsa_layer.kernels.gating.gated_sum import (
     EQUAL_SHARE,
     LOG2_E,
     Rows,
@@ -45,8 +44,9 @@ from nsa_layer.kernels.gate import (
     row_sum,
     vector_of,
 )
+from nsa_layer.kernels.gating.reduce_partials import add_sums
 from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
-from nsa_layer.kernels.rows import sequence_of
+from nsa_layer.kernels.varlen_rows import sequence_of
 
 LOG2_EQUAL_SHARE = math.log2(EQUAL_SHARE)
 

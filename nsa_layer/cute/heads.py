@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer import branches
-from nsa_layer.choice import choose
+from nsa_layer.call_spec import Problem
 from nsa_layer.compress import project, project_backward
-from nsa_layer.kernels.gate import gated_sum
-from nsa_layer.kernels.gate_backward import gated_sum_backward
-from nsa_layer.kernels.pool import pool, unpool
-from nsa_layer.packing import Packing
-from nsa_layer.problem import Problem
-from nsa_layer.ranges import component
-from nsa_layer.shared_backward import BranchGradients, Call, backward_layouts
+from nsa_layer.cute import branches
+from nsa_layer.cute.grad_accum import BranchGradients, Call, backward_layouts
+from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.topk_dispatch import choose
+from nsa_layer.kernels.gating.gated_sum import gated_sum
+from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
+from nsa_layer.kernels.mean_pool.pool import pool, unpool
+from nsa_layer.profiler_ranges import component
 
 Tensor = torch.Tensor
 

@@ -14,19 +14,9 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr
 
+from nsa_layer.call_spec import mean_scale
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, launch
-from nsa_layer.kernels.rows import (
-    divided,
-    fake_rows,
-    fake_starts,
-    find_sequence,
-    head_rows,
-    place_of_cta,
-    round_to,
-    tiles_and_batch,
-    vector,
-)
-from nsa_layer.kernels.segments import (
+from nsa_layer.kernels.mean_pool.segments import (
     IN_FLIGHT,
     RESIDENT,
     RUN,
@@ -38,7 +28,17 @@ from nsa_layer.kernels.segments import (
     plan_blocks,
     plan_segments,
 )
-from nsa_layer.problem import mean_scale
+from nsa_layer.kernels.varlen_rows import (
+    divided,
+    fake_rows,
+    fake_starts,
+    find_sequence,
+    head_rows,
+    place_of_cta,
+    round_to,
+    tiles_and_batch,
+    vector,
+)
 
 Tensor = torch.Tensor
 

@@ -13,11 +13,18 @@ from dataclasses import dataclass
 
 import torch
 
+from nsa_layer.call_spec import Problem
 from nsa_layer.config import NSAConfig
+from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.torch_block_lists import (
+    KV_TILE,
+    BlockLists,
+    block_bitmap,
+    choices_of_sequences,
+    joined_rows,
+    selected_lists,
+)
 from nsa_layer.fork import require_patched
-from nsa_layer.packing import Packing
-from nsa_layer.problem import Problem
-from nsa_layer.sparsity import KV_TILE, BlockLists, block_bitmap, choices_of_sequences, joined_rows, selected_lists
 from nsa_layer.support import device_arch, kernel_family
 
 require_patched()
@@ -30,8 +37,8 @@ from flash_attn.cute.own_device import on_own_device  # noqa: E402, F401
 from flash_attn.cute.packed_lists import cu_total_blocks  # noqa: E402
 from flash_attn.cute.prepared_calls import Prepared  # noqa: E402
 from flash_attn.cute.write_order import compute_dq_write_order  # noqa: E402
-from nsa_layer.kernels import lists as list_kernels  # noqa: E402
-from nsa_layer.masks import causal_mask, selected_mask  # noqa: E402
+from nsa_layer.cute.mask_mods import causal_mask, selected_mask  # noqa: E402
+from nsa_layer.kernels.k2q_csr import make_lists as list_kernels  # noqa: E402
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -171,7 +178,7 @@ def selected_sparsity(
 def kernels_make_lists(
     config: NSAConfig, tile: tuple[int, int], width: int, device: torch.device, *, ordered: bool = False
 ) -> bool:
-    """Whether `nsa_layer.kernels.lists` makes the lists of `width` blocks: on Hopper, for tiles without a mask."""
+    """Whether `kernels.k2q_csr` makes the lists of `width` blocks: on Hopper, for tiles without a mask."""
     exact = config.q_tile % tile[0] == 0 and config.block_size % tile[1] == 0
     fits = list_kernels.takes(width, config.block_size, tile[1], deterministic=ordered)
     return exact and fits and _on_hopper(device)

@@ -6,7 +6,7 @@ import torch
 from cutlass import Int32, const_expr
 
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
-from nsa_layer.kernels.rows import sequence_of
+from nsa_layer.kernels.varlen_rows import sequence_of
 
 WARPS = 4
 

@@ -1,0 +1,1 @@
+"""Means of blocks of k and v, and their gradients."""
