@@ -56,7 +56,6 @@ def test_the_catalogue_has_every_function() -> None:
     assert {"nsa", "flash_attn_func", "validate_lists"} <= PUBLIC, "the pages are read"
     missing = PUBLIC - {call.table.function.split(",")[0] for call in CALLS} - set(NOT_CALLED)
     assert not missing, f"public functions without wrong calls: {sorted(missing)}"
-    assert set(NOT_CALLED) <= PUBLIC, "no function has this name any more"
 
 
 @pytest.mark.parametrize("table", list(tables()), ids=lambda table: table.function)
