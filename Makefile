@@ -1,6 +1,7 @@
 # For a fresh Linux machine with git, make and Python 3.10 or newer with venv:
 #   make demo         install into .venv and train the small language model (ARGS="--resume ...")
-#   make test         install what is missing and run the whole test suite (ARGS="-k name ...")
+#   make test         install what is missing and run every behaviour's test once (ARGS="-k name ...")
+#   make test-all     the same with sweeps, installs and long fuzzing; SHARD=2/4 runs the second of four parts
 #   make compile-all  compile every kernel the layer can ask for, without a GPU
 
 PYTHON ?= $(shell for python in python3.12 python3.11 python3.13 python3.10 python3; do \
@@ -16,22 +17,24 @@ TORCH := $(if $(filter 0,$(GPU)),torch==2.13.0,torch>=2.11)
 GPU_WORKERS ?= 4
 INSTALL_FROM := pyproject.toml setup.py
 
-.PHONY: demo test compile-all tree help
+.PHONY: demo test test-all compile-all tree help
 
 help:
-	@sed -n '2,4s/^#  //p' Makefile
+	@sed -n '2,5s/^#  //p' Makefile
 
 demo: $(VENV)/.installed tree
 	$(PY) -m nsa_layer demo $(ARGS)
 
 # Each worker is a process of its own: threads on top of that would wait for one another.
-test: export OMP_NUM_THREADS ?= 1
-test: $(VENV)/.installed-for-tests tree
+test test-all: export OMP_NUM_THREADS ?= 1
+test: LEFT_OUT := sweep or install
+test-all: LEFT_OUT := never
+test test-all: $(VENV)/.installed-for-tests tree
 ifeq ($(GPU),0)
-	$(PY) -m pytest -n auto --dist loadgroup $(ARGS)
+	$(PY) -m pytest -n auto --dist loadgroup -m "not ($(LEFT_OUT))" $(ARGS)
 else
-	$(PY) -m pytest -n auto --dist loadgroup -m "not gpu" $(ARGS)
-	$(PY) -m pytest -n $(GPU_WORKERS) --dist loadgroup -m gpu $(ARGS)
+	$(PY) -m pytest -n auto --dist loadgroup -m "not (gpu or $(LEFT_OUT))" $(ARGS)
+	$(PY) -m pytest -n $(GPU_WORKERS) --dist loadgroup -m "gpu and not ($(LEFT_OUT))" $(ARGS)
 endif
 
 compile-all: $(VENV)/.installed-for-tests tree

@@ -332,25 +332,25 @@ def _turns(calls: list[Call]) -> Call:
 
 
 def plot(results: dict, path: Path) -> None:
-    """Share of the dense rate by the number of blocks listed, forward and backward beside one another."""
+    """Share of the dense rate by the number of blocks listed: a panel a length, a line a way."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(13, 4), sharey=True, constrained_layout=True)
-    for ax, ways in zip(axes, (["forward"], list(WAYS_OF["sparsity"][1:])), strict=True):
-        for T in dict.fromkeys(row["T"] for row in results["sparsity"]["rows"].values()):
-            for way, style in zip(ways, ("-", "--", ":", "-.", (0, (1, 4))), strict=False):
-                rows = [r for r in results["sparsity"]["rows"].values() if r["T"] == T and way in r]
-                points = [(row["listed"], of_dense(row, results["dense"], way)) for row in rows]
-                if points:
-                    ax.plot(*zip(*points, strict=True), linestyle=style, marker="o", label=f"{way}, T {T:,}")
-        ax.set(xlabel="key blocks listed per query block", xscale="log", ylim=(0, None))
+    every = list(results["sparsity"]["rows"].values())
+    lengths = list(dict.fromkeys(row["T"] for row in every))
+    figure, axes = plt.subplots(1, len(lengths), figsize=(13, 4.2), sharey=True, constrained_layout=True)
+    for ax, T in zip(axes, lengths, strict=True):
+        for way, marker in zip(WAYS_OF["sparsity"], "os^vDX", strict=False):
+            rows = [row for row in every if row["T"] == T and way in row]
+            shares = [of_dense(row, results["dense"], way) for row in rows]
+            ax.plot([row["listed"] for row in rows], shares, marker=marker, label=way if rows else None)
+        ax.set(title=f"T {T:,}", xlabel="key blocks listed per query block", xscale="log", ylim=(0, 1.15))
         ax.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
-    axes[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     axes[0].set_ylabel("share of the dense causal kernel's TFLOP/s")
+    labelled = max((ax.get_legend_handles_labels() for ax in axes), key=lambda found: len(found[0]))
+    figure.legend(*labelled, loc="outside right")
     figure.savefig(path, dpi=120)
 
 

@@ -1,8 +1,14 @@
-"""Markers: `gpu` tests run where CUDA is, on a GPU that the kernels support."""
+"""What all tests share: which of them run, and the run's pool of compiled kernels.
+
+`gpu` tests run where CUDA is, on a GPU that the kernels support. `SHARD=i/n` keeps the i-th of n parts.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import zlib
 
 import pytest
 
@@ -10,7 +16,16 @@ import pytest
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder of compiled kernels that all processes of this run share, and that goes with it."""
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit it
+        folder = tempfile.mkdtemp(prefix="kernels-of-a-test-run-")
+        os.environ["KERNEL_POOL"] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _keep_shard(config, items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -21,3 +36,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop the tests of other shards; each test's is a hash of its name, the same on every machine."""
+    if not os.environ.get("SHARD"):
+        return
+    try:
+        own, of = map(int, os.environ["SHARD"].split("/"))
+    except ValueError:
+        own, of = 0, 0
+    if not 1 <= own <= of:
+        raise pytest.UsageError(f"SHARD is {os.environ['SHARD']!r}, expected i/n with 1 <= i <= n")
+    shards: tuple[list[pytest.Item], list[pytest.Item]] = [], []
+    for item in items:
+        name = f"{item.location[0]}::{item.name}"  # under xdist the node id has the group's name, too
+        shards[zlib.crc32(name.encode()) % of == own - 1].append(item)
+    dropped, items[:] = shards
+    config.hook.pytest_deselected(items=dropped)

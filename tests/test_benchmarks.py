@@ -23,20 +23,20 @@ def benchmarks() -> Iterator[SimpleNamespace]:
     before = list(sys.path)
     sys.path.insert(0, str(FOLDER))
     try:
-        import against_upstream
         import block_sparse
         import checked_kernels
+        import compare_trees
         import list_masks
-        import packed_ends
         import sparse_variants
         import tile_lists
+        import tree_calls
 
         yield SimpleNamespace(
-            against=against_upstream,
             block_sparse=block_sparse,
             checked=checked_kernels,
             masks=list_masks,
-            packed_ends=packed_ends,
+            trees=compare_trees,
+            tree_calls=tree_calls,
             variants=sparse_variants,
             tile_lists=tile_lists,
         )
@@ -159,7 +159,7 @@ def test_rates_count_the_head_dimension(
     assert cells[3] == f"{2e9 / (16 * 32 * 128 * 64):.3f}", "picoseconds a pair"
 
 
-@pytest.mark.parametrize("name", ["against_upstream", "block_sparse", "compress_factor", "packed_ends"])
+@pytest.mark.parametrize("name", ["block_sparse", "compare_trees", "compress_factor"])
 def test_without_a_gpu_they_say_so(name: str) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], env=environment, capture_output=True, text=True)
@@ -167,30 +167,30 @@ def test_without_a_gpu_they_say_so(name: str) -> None:
     assert done.stderr == f"{name}.py measures on a GPU, and PyTorch finds none\n"
 
 
-@pytest.mark.parametrize("where", ["mask", "full", "both"])
-def test_lists_that_upstream_takes_too(benchmarks: SimpleNamespace, where: str) -> None:
-    """Without the package's own helpers: each block once, in the list that the case says."""
-    against = benchmarks.against
-    for kind in ("random", "causal"):
-        case = against.Case(kind, 2048, where)
-        mask, full = case.halves("cpu")
-        assert not (mask & full).any() and (mask | full).equal(case.table("cpu"))
-        assert (bool(mask.any()), bool(full.any())) == (where != "full", where != "mask")
-        for table in (mask, full, mask.T):
-            counts, indices = against.compact(table)
-            listed = torch.zeros_like(table)
-            for row, (n, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
-                listed[row, places[:n]] = True
-            assert listed.equal(table) and counts.dtype == indices.dtype == torch.int32
+@pytest.mark.parametrize("kind", ["random, mask", "random, full", "random, both", "all causal, both"])
+def test_lists_that_upstream_takes_too(benchmarks: SimpleNamespace, kind: str) -> None:
+    """Without the package's own helpers: each block once, in the list that the kind says."""
+    made, where = benchmarks.tree_calls, kind.rpartition(", ")[2]
+    case = made.Case(kind, 2048)
+    mask, full = made.halves(case, "cpu")
+    assert not (mask & full).any() and (mask | full).equal(made.listed_blocks(case, "cpu"))
+    assert (bool(mask.any()), bool(full.any())) == (where != "full", where != "mask")
+    for table in (mask, full, mask.T):
+        counts, indices = made.compact(table)
+        listed = torch.zeros_like(table)
+        for row, (n, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
+            listed[row, places[:n]] = True
+        assert listed.equal(table) and counts.dtype == indices.dtype == torch.int32
 
 
 def test_a_row_compares_medians(benchmarks: SimpleNamespace) -> None:
-    row = {"case": {"kind": "random", "T": 8192, "where": "both"}, "way": "backward", "difference": 1e-3}
-    said = benchmarks.against.markdown_table([row | {"upstream": [2.0, 9.0, 1.0], "patched": [3.0, 3.0, 1.0]}])
-    assert "| 8,192 | random, both | backward |" in said and "2.000 |" in said and "1.50 |" in said
+    row = {"case": {"kind": "random, both", "T": 8192, "sequences": 4}, "way": "backward", "difference": 1e-3}
+    timings = {"upstream": [2.0, 9.0, 1.0], "before": [2.004, 3.0, 1.0], "now": [3.0, 3.0, 1.0]}
+    cells = benchmarks.trees.table_row(row | timings, "upstream", "before", "now")
+    assert cells == ["8,192", "random, both", "4", "backward", "2.000", "1.0020", "1.5000", "1e-03"]
+    assert "before / upstream" in benchmarks.trees.table([row | timings], "upstream", "before", "now")
 
 
-def test_a_row_of_packed_calls(benchmarks: SimpleNamespace) -> None:
-    row = {"case": {"kind": "selected, two passes", "sequences": 64}, "way": "backward", "difference": 0.0}
-    cells = benchmarks.packed_ends.table_row(row | {"before": [2.0, 9.0, 1.0], "bounded": [2.004, 3.0, 1.0]})
-    assert cells == ["selected, two passes", "64", "backward", "2.000", "2.004", "1.0020", "0e+00"]
+def test_a_worker_that_imports_another_tree_is_refused(benchmarks: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="imports"):
+        benchmarks.trees.Worker(tmp_path, tmp_path / "log")

@@ -49,9 +49,22 @@ def test_defaults_in_the_table_are_those_of_the_code() -> None:
             assert shown == str(field.default), row
 
 
-def test_links_lead_to_files() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("https://") or (REPOSITORY / target).exists(), target
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "UPSTREAM.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        file, _, heading = target.partition("#")
+        if not target.startswith("https://"):
+            path = page.parent / file if file else page
+            assert path.exists(), target
+            assert not heading or heading in anchors(path), target
 
 
 def test_the_support_table_is_that_of_the_code() -> None:

@@ -24,6 +24,17 @@ from typing import Any
 MULTIPROCESSORS = {"sm_90": 132, "sm_100": 148}
 
 
+def pool() -> dict[str, str]:
+    """The environment of a process that shares compiled kernels with all others of this test run.
+
+    They are keyed by all of the package's sources and each kernel's own options; the folder goes when the run ends.
+    """
+    return {
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": os.environ["KERNEL_POOL"],
+    }
+
+
 class WorkerError(Exception):
     """What a function raised in a worker: its type's name, and the traceback as the message."""
 
@@ -33,23 +44,29 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """Processes that compile for `arch`, and one that only traces; each begins with the first request for it."""
+    """Processes that compile for `arch`, and one that only traces; each begins with the first request for it.
 
-    def __init__(self, arch: str) -> None:
+    Kernels are compiled into the test run's pool, and come from there when they are asked for again; not pooled: each
+    is compiled.
+    """
+
+    def __init__(self, arch: str, pooled: bool = True) -> None:
         self.arch = arch
         environment = os.environ | {
             "FLASH_ATTENTION_ARCH": arch,
             "CUTE_DSL_ARCH": f"{arch}a",
             "FLASH_ATTENTION_NUM_SMS": str(MULTIPROCESSORS[arch]),
-            # A kernel out of a cache would not be traced, and these tests look at the tracing.
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        self._compiling = _Process(environment)
+        self._compiling = _Process(environment | (pool() if pooled else {}))
         self._tracing = _Process(environment | {"CUTE_DSL_DRYRUN": "1"})
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a module-level function of a test file, with kernels compiled to machine code."""
+        """Call a module-level function of a test file, with kernels compiled to machine code.
+
+        What looks at the tracing of kernels asks `trace`: a kernel out of the pool is not traced.
+        """
         return self._compiling.ask(function, args)
 
     def trace(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -1,29 +1,38 @@
 """Without compress_factor the kernels are upstream's: the same machine code, instruction for instruction.
 
-But for one, named here: forward in a short sliding window, whose tiles overlap on SM90.
+Two things that patches change on purpose are told apart from the rest. Every kernel's way from a launched CTA to its
+tile (SingleTileScheduler, so that any batch has a grid) is upstream's here, put back before anything is compiled. The
+kernels that OUR_OWN names differ for the reason that it gives; all others have to be equal.
 """
 
 # What runs in a worker is imported there with upstream's package, so nothing here may ask for ours.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import re
 import struct
-from collections import Counter
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fa_cases import Case, compile_case
-from fa_compile import Worker
+from fa_compile import MULTIPROCESSORS, Worker
 
+PACKED = Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4)
+WINDOW = Case(window=(64, 0))
 CASES = [
-    Case(D=128, causal=True),
-    Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4),
-    Case(window=(64, 0)),
     Case(D=96, window=(4096, 0)),
+    *(pytest.param(case, marks=pytest.mark.sweep) for case in (Case(D=128, causal=True), PACKED, WINDOW)),
 ]
-# How many of a case's kernels are other ones on purpose.
-OUR_OWN = {("sm_90", Case(window=(64, 0))): 1}
+BOUNDED = "loads end where a packed sequence does"
+OUR_OWN = {
+    ("sm_90", PACKED): {"FlashAttentionForwardSm90": BOUNDED, "FlashAttentionBackwardSm90": BOUNDED},
+    ("sm_100", PACKED): {"FlashAttentionForwardSm100": BOUNDED, "FlashAttentionBackwardSm100": BOUNDED},
+    ("sm_90", WINDOW): {"FlashAttentionForwardSm90": "tiles of a short window overlap"},
+}
 
 
 @pytest.fixture(scope="session")
@@ -39,48 +48,82 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def machine_code(case: Case, dumps: str) -> tuple[str, list[str]]:
-    """Whose kernels were compiled, and a hash of each one's instructions; in a worker that dumps what it compiles."""
-    import flash_attn.cute
-
-    compile_case(case)
-    hashes = []
-    for path in sorted(Path(dumps).rglob("*.cubin")):
-        cubin = path.read_bytes()
-        path.unlink()  # the next case's may have the same name
-        (table,) = struct.unpack_from("<Q", cubin, 40)
-        size, count = struct.unpack_from("<HH", cubin, 58)
-        sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count)]
-        executable = 4
-        hashes += [
-            hashlib.sha256(cubin[start : start + length]).hexdigest()
-            for _, _, flags, _, start, length in sections
-            if flags & executable
-        ]
-    return str(flash_attn.cute.__file__), sorted(hashes)
-
-
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-def test_default_is_upstreams_machine_code(arch: str, stock: Path, tmp_path: Path) -> None:
-    code: dict[str, list[list[str]]] = {}
-    for whose in ("stock", "ours"):
-        dumps = tmp_path / whose
-        dumps.mkdir()
+@pytest.fixture(scope="module", params=MULTIPROCESSORS)
+def compiled(
+    request: pytest.FixtureRequest, stock: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Case], tuple[dict[str, str], dict[str, str]]]]:
+    """Hashes of a case's kernels by name, upstream's and ours."""
+    workers = []
+    for whose, path in (("stock", [str(stock), os.environ.get("PYTHONPATH", "")]), ("ours", None)):
+        dumps = tmp_path_factory.mktemp(whose)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUTE_DSL_KEEP", "cubin")
             patch.setenv("CUTE_DSL_DUMP_DIR", str(dumps))
-            if whose == "stock":
-                patch.setenv("PYTHONPATH", str(stock), prepend=os.pathsep)
-            worker = Worker(arch)
-            try:
-                answers = [worker.run(machine_code, case, str(dumps)) for case in CASES]
-            finally:
-                worker.close()
-        assert all(where.startswith(str(stock)) == (whose == "stock") for where, _ in answers)
-        code[whose] = [hashes for _, hashes in answers]
-    for case, stock_code, our_code in zip(CASES, code["stock"], code["ours"]):
-        # A forward and a backward, and what goes before and after the latter.
-        assert len(stock_code) >= 4
-        assert len(our_code) == len(stock_code), f"{case} on {arch}"
-        others = Counter(stock_code) - Counter(our_code)
-        assert others.total() == OUR_OWN.get((arch, case), 0), f"{case} on {arch}"
+            if path:
+                patch.setenv("PYTHONPATH", os.pathsep.join(path))
+            workers.append((Worker(request.param, pooled=False), str(dumps), path is not None))
+
+    def of(case: Case) -> tuple[dict[str, str], dict[str, str]]:
+        found = []
+        for worker, dumps, is_stock in workers:
+            where, hashes = worker.run(machine_code, case, dumps, str(stock))
+            assert where.startswith(str(stock)) == is_stock
+            found.append(hashes)
+        return found[0], found[1]
+
+    of.arch = request.param
+    yield of
+    for worker, *_ in workers:
+        worker.close()
+
+
+def machine_code(case: Case, dumps: str, stock: str) -> tuple[str, dict[str, str]]:
+    """Whose kernels were compiled, and a hash of each one's instructions; in a worker that dumps what it compiles."""
+    import flash_attn.cute
+
+    put_back_grids(Path(stock))
+    compile_case(case)
+    hashes: dict[str, str] = {}
+    for path in sorted(Path(dumps).rglob("*.cubin")):
+        for name, digest in code_sections(path.read_bytes()).items():
+            hashes[re.search(r"(Flash[A-Za-z]+(Sm\d+)?)_object", name).group(1)] = digest
+        path.unlink()  # the next case's may have the same name
+    return str(flash_attn.cute.__file__), hashes
+
+
+def put_back_grids(stock: Path) -> None:
+    """Upstream's SingleTileScheduler in place of this process's."""
+    if "upstream_scheduler" in sys.modules:
+        return
+    from flash_attn.cute.tile_scheduler import SingleTileScheduler
+
+    spec = importlib.util.spec_from_file_location("upstream_scheduler", stock / "flash_attn/cute/tile_scheduler.py")
+    upstream = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = upstream
+    spec.loader.exec_module(upstream)
+    for name, value in vars(upstream.SingleTileScheduler).items():
+        if name not in ("__dict__", "__weakref__"):
+            setattr(SingleTileScheduler, name, value)
+
+
+def code_sections(cubin: bytes) -> dict[str, str]:
+    """A hash of the instructions of each kernel by its name: the executable sections of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + size * i) for i in range(count)]
+    first, executable = sections[names][4], 4
+    found = {}
+    for name, _, flags, _, start, length in sections:
+        if flags & executable:
+            end = cubin.index(b"\0", first + name)
+            found[cubin[first + name : end].decode()] = hashlib.sha256(cubin[start : start + length]).hexdigest()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_default_is_upstreams_machine_code(compiled: Callable, case: Case) -> None:
+    stock, ours = compiled(case)
+    # A forward and a backward, and what goes before and after the latter.
+    assert len(stock) >= 4 and ours.keys() == stock.keys()
+    others = {name for name in stock if stock[name] != ours[name]}
+    assert others == OUR_OWN.get((compiled.arch, case), {}).keys(), f"{case} on {compiled.arch}"

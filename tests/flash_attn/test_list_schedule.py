@@ -283,7 +283,7 @@ def as_walked(lists: BlockSparseTensorsTorch, spt: bool) -> Walk:
 
 
 @pytest.mark.parametrize(
-    "name,T", [pytest.param(*case, marks=pytest.mark.slow if case[1] > 16384 else ()) for case in MEASURED]
+    "name,T", [pytest.param(*case, marks=pytest.mark.sweep if case[1] > 16384 else ()) for case in MEASURED]
 )
 def test_measured_ratios(name: str, T: int) -> None:
     """The model gives the measured ratios to within an eighth. Those include what runs before and after the kernel."""

@@ -82,7 +82,7 @@ def test_named_kernels_are_those_that_the_layer_asks_for(tmp_path: Path) -> None
     assert not [*tmp_path.rglob("*.o")], "nothing is compiled to find names"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.xdist_group("sm_90")
 def test_a_call_finds_what_was_compiled_for_it(tmp_path: Path) -> None:
     shape = ["--seqlen=300", "--heads=4", "--kv-heads=2", "--head-dim=64", "--mode=forward", "--ungated"]

@@ -137,14 +137,14 @@ def compile_together(options: dict) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in shared_calls.together(data, rows).values()]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("setup", [Setup(), Setup(D=64, lengths=PACKED)], ids=str)
 def test_it_compiles_for_blackwell(blackwell: Worker, setup: Setup) -> None:
     assert len(blackwell.run(compile_together, asdict(setup))) == len(shared_calls.NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize(
     "setup",
