@@ -150,7 +150,7 @@ def test_kinds_whose_lists_decide_take_one_pass_and_two() -> None:
     assert {kind.packed for kind in kinds} == {False, True}
     for kind in kinds:
         found = passes_drawn(kind)
-        assert min(found[two, autograd] for two in (False, True) for autograd in (False, True)) >= 4, (kind, found)
+        assert min(found[two, autograd] for two in (False, True) for autograd in (False, True)) >= 2, (kind, found)
 
 
 def passes_drawn(kind: Kind) -> Counter:
