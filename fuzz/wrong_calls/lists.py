@@ -22,14 +22,6 @@ from flash_attn.cute.block_lists import (
     validate_lists,
 )
 from flash_attn.cute.compress import compression
-from flash_attn.cute.list_schedule import (
-    heads_in_l2,
-    launch_order,
-    launch_rows,
-    long_rows_first,
-    simulate,
-    waits_for_earlier_launches,
-)
 from flash_attn.cute.write_order import deterministic_walk, merged_walk
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import Blocks, Packed
@@ -196,7 +188,7 @@ ORDERED = (
             *BROKEN,
             ("num_heads num_heads_kv", ValueError, "lists have 2 heads, expected 1, .*{}=3", 3),
             *not_a_size("num_q_blocks num_heads num_heads_kv"),
-            *not_a_size("longest arch", optional=True),
+            *not_a_size("longest", optional=True),
             ("schedule", ValueError, "{} is .*, expected a permutation", torch.arange(4), torch.arange(5).float()),
             ("schedule", ValueError, "schedule has to be one of 'left to right'", "upwards", 3),
             ("schedule", ValueError, "schedule, sorted, has 1", torch.tensor([0, 1, 1, 3, 4]), torch.arange(5) + 1),
@@ -219,39 +211,6 @@ ORDERED = (
         ),
     ),
 )  # fmt: skip
-ROWS = (
-    "rows",
-    ValueError,
-    "rows must hold each of 0 .. 9 once",
-    range(9),
-    [0, *range(9)],
-    torch.arange(10.0),
-    range(1, 11),
-)
-WALK = ("walk", TypeError, "walk has to be a Walk, got", None, sides()[1], torch.zeros(3))
-GROUP = ("group", ValueError, "group=3 must divide the 2 query heads", 3)
-L2 = dict(seqlen_q=1024, head_dim=64, head_dim_v=64, element_size=2, l2_bytes=50 << 20)
-MODEL = (
-    Table(
-        "launch_rows", launch_rows, lambda device: dict(order=[0, 1, 2], B=1, H=2),
-        (("order", ValueError, "order must be a permutation of 0 .. 2", [0, 0, 1], [1, 2, 3]), GROUP),
-    ),
-    Table(
-        "simulate", simulate, lambda device: dict(walk=deterministic_walk(sides()[1]), rows=range(10)),
-        (WALK, ROWS, GROUP, *not_a_size("group slots")),
-    ),
-    Table(
-        "waits_for_earlier_launches", waits_for_earlier_launches,
-        lambda device: dict(walk=deterministic_walk(sides()[1]), rows=range(10)),
-        (WALK, ROWS, GROUP, *not_a_size("group")),
-    ),
-    Table("heads_in_l2", heads_in_l2, lambda device: L2, not_a_size(" ".join(L2))),
-    Table(
-        "long_rows_first", long_rows_first, lambda device: dict(counts=torch.ones(1, 2, 3).int()),
-        (("counts", *NOT_A_TENSOR),),
-    ),
-    Table("launch_order", launch_order, backward(), (GROUP,)),
-)  # fmt: skip
 COMPRESSION = (
     ("factor", ValueError, "compress_factor has to be an int, got", 4.0, "4", None, True),
     ("factor", ValueError, "compress_factor has to be in 1 .. 4194304, got", 0, -1, 1 << 23),
@@ -271,7 +230,6 @@ CHECK = (
 TABLES = (
     *MADE,
     *ORDERED,
-    *MODEL,
     Table("compression", compression, lambda device: dict(causal=True, factor=4, offset=3), COMPRESSION),
     Table("validate_lists", validate_lists, lambda device: dict(zip(SIDES, sides())) | SIZES, CHECK),
 )

@@ -12,7 +12,6 @@ import torch
 
 import fuzz.properties.kernels as kernels
 import fuzz.properties.relations as relations
-import fuzz.properties.schedule as schedule
 from flash_attn.cute.call_validation import validate_call
 from fuzz import attention, strategies
 from fuzz.blocks import both_directions
@@ -22,7 +21,7 @@ from fuzz.prop import Property, properties
 from fuzz.properties.lists import made_from
 from fuzz.run import Budget, run_property
 
-NAMES = [name for name in properties() if name.startswith(("attention.is", "relations", "schedule.the GPU"))]
+NAMES = [name for name in properties() if name.startswith(("attention.is", "relations"))]
 TWO_CALLS = [name for name in NAMES if name.startswith("relations") and "rows of dS" not in name]
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +38,7 @@ def plain(call: attention.Call, *, times: int = 1) -> list[Tensors]:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     def place(run: Callable) -> None:
-        for module in (kernels, relations, schedule):
+        for module in (kernels, relations):
             monkeypatch.setattr(module, "make", partial(attention.make, device="cpu"))
             monkeypatch.setattr(module, "run", run)
 
@@ -99,18 +98,6 @@ def test_calls_that_disagree_are_noticed(name: str, stand_in: Callable) -> None:
 
     stand_in(drifting)
     assert run_property(properties()[name], Budget(examples=20, shrink=0.1)).failure is not None
-
-
-def test_a_stuck_model_is_not_launched(stand_in: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(call: attention.Call, *, times: int = 1) -> list[Tensors]:
-        raise RuntimeError("launched")
-
-    stand_in(never)
-    monkeypatch.setattr(schedule, "launched", lambda case, listed: list(range(listed.shape[3])))
-    monkeypatch.setattr(schedule, "launch_rows", lambda order, B, H, group: torch.arange(B * H * len(order)).flip(0))
-    case = Attention(kind=schedule.ORDERED[0], lengths=((300, 128 * 140),), pattern="full")
-    with pytest.raises(AssertionError, match="the model is stuck"):
-        schedule.the_gpu_ends(case)
 
 
 @pytest.mark.parametrize("packed", [False, True])

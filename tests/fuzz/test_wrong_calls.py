@@ -21,16 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Words of the documentation that are also names of functions, or functions that take what they get as it is.
 NOT_CALLED = {
     "BlockSparseTensorsTorch": "holds tensors; whoever takes them checks them",
-    "backward": "a word", "block_size": "a field", "choose_blocks": "a part of the layer", "compress": "a word",
-    "schedule": "an argument", "tensor": "a word", "width": "an argument",
-    "compressed_query_tile_range": "arithmetic that kernels trace", "query_shares": "arithmetic of kernels",
-    "compressed_tile_range": "arithmetic that kernels trace",
+    "block_size": "a field", "tensor": "a word", "width": "an argument",
 }  # fmt: skip
 
 
 def defined() -> set[str]:
     """Functions and classes of modules that users import from."""
-    files = [*(ROOT / "flash_attn" / "cute").glob("*.py"), *(ROOT / "nsa_layer").glob("*.py")]
+    files = [*(ROOT / "flash_attn" / "cute").rglob("*.py"), *(ROOT / "nsa_layer").glob("*.py")]
     nodes = [node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body]
     kinds = (ast.FunctionDef, ast.ClassDef)
     return {node.name for node in nodes if isinstance(node, kinds)} | set(cute.__all__)
