@@ -106,16 +106,16 @@ def selected(
 ) -> dict[str, dict[str, Any]]:
     """Options of both directions: the lists of the blocks that the layer selects."""
     from nsa_layer import NSAConfig, nsa
-    from nsa_layer.call_spec import Problem
+    from nsa_layer.call_spec import CallSpec
     from nsa_layer.cute import branches
 
     config = NSAConfig()
     with torch.no_grad():
         chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
-    problem = Problem(config, True, D**-0.5, (length,) * (len(q) // length))
+    spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
     made = [
         branches.selected_sparsity(
-            chosen, len(q), (HQ, HKV), problem=problem, tile=tile(q.device, SELECTED), backward=backward,
+            chosen, len(q), (HQ, HKV), spec=spec, tile=tile(q.device, SELECTED), backward=backward,
             cu_seqlens=cu_seqlens,
         ).options()
         for tile, backward in ((branches.forward_tile, False), (branches.backward_tile, True))
