@@ -55,13 +55,11 @@ def main() -> None:
     cases = {name: section_cases(name, given.seqlen) for name in given.only}
     results: dict = {"errors": {}}
     with checked_kernels.pool(given.workers) as workers:
-        models = {repr(case): workers.submit(list_masks.predicted, case) for case in cases.get("masks", [])}
         if not given.no_check:
             found = errors(workers, cases)
             results["errors"] = found
             print(f"{checked_kernels.table(found)}\n\ncompiled and checked ({seconds_since(begin)})", flush=True)
             checked_kernels.say_failures(found)
-        results["models"] = {name: future.result() for name, future in models.items()}
     results["dense"] = dense_rate(given.repeats)
     print(f"\ndense causal, TFLOP/s: {rates(results['dense'])}")
     for name in given.only:
@@ -143,7 +141,7 @@ def section(name: str, cases: list[Case], repeats: int, results: dict) -> dict:
         else:
             table.append(table_row(name, case, row, results["dense"]))
     if name == "masks":
-        return {"rows": rows, "table": list_masks.report(rows, results["models"])}
+        return {"rows": rows, "table": list_masks.report(rows)}
     return {"rows": rows, "table": markdown(HEADERS[name], table, left=2) + worst(rows)}
 
 

@@ -28,7 +28,7 @@ Jobs = dict[tuple, list[Setup]]
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """So many processes, which begin at once to get ready."""
+    """A pool of so many processes, which start and import ahead of their first job."""
     executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_ready)
     for _ in range(workers):
         executor.submit(time.sleep, 0)
@@ -40,7 +40,7 @@ def most_workers() -> int:
 
 
 def _ready() -> None:
-    """Have what takes long to import and to begin behind one."""
+    """Import and start everything slow."""
     import torch
 
     import flash_attn.cute.interface  # noqa: F401
@@ -65,10 +65,10 @@ def jobs(wanted: Iterable[tuple[Setup, Iterable[str]]]) -> Jobs:
         case = replace(setup.case, T=SMALL, listed=min(setup.case.listed, LISTED))
         masks = tuple(case.mask.items())
         for way in ways:
-            groups, whole = setup.groups and way in NO_PLAN, setup.whole and way in ORDERED
+            groups = setup.groups and way in NO_PLAN
             for wide in {False, setup.wide and way in ("forward", "backward", "two passes", "deterministic")}:
-                kernel = (masks, case.heads, case.block_k, way, wide, groups, case.head_dim, whole)
-                own, small = found.setdefault(kernel, []), Setup(case, wide, groups, whole)
+                kernel = (masks, case.heads, case.block_k, way, wide, groups, case.head_dim)
+                own, small = found.setdefault(kernel, []), Setup(case, wide, groups)
                 if described(case) not in {described(each.case) for each in own}:
                     own.append(small)
     return found

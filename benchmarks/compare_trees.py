@@ -1,98 +1,154 @@
-"""Time of the layer in several trees, which take turns on one GPU: before and after a change, or variants of it.
+"""Times of the same calls in several trees, which take turns on one GPU: before and after a change, or upstream.
 
     python benchmarks/compare_trees.py --tree before=FOLDER [NAME=FOLDER ...] [--seqlen 8192 65536] [--json FILE]
+    python benchmarks/compare_trees.py --tree before=FOLDER --only packed --seqlen 65536 --sequences 4 64
+    python benchmarks/compare_trees.py --tree upstream=FOLDER --only lists
 
-A folder holds a tree's packages as files: `cp -rL .tree/flash_attn .tree/nsa_layer FOLDER`, from its checkout. The tree
-that Python finds without one is "now". Each runs in a process of its own, one timing at a time, as in
-`against_upstream.py`. Shape: bf16, B 1, 32 query heads, 8 key/value heads, D 128, the default `NSAConfig`, gated; with
-``--sequences`` packed. Medians of CUDA-event timings, the host's part hidden; ratios are over the first folder. All
-trees hold their tensors at once: about 20 GiB each at 262,144 tokens. Exits with 1 if a result is off by more than 2 %.
+A folder holds a tree's packages as files: `cp -rL .tree/flash_attn .tree/nsa_layer FOLDER`, from its checkout, or
+upstream's (`pip download --no-deps flash-attn-4==4.0.0b36`, unzipped). The tree that Python finds without one is "now".
+Each runs in a process of its own, one timing at a time, the others waiting. Shape: bf16, B 1, 32 query heads, 8
+key/value heads, D 128; the calls are those of tree_calls.py. Medians of CUDA-event timings, the host's part hidden;
+ratios are over the first folder; the largest difference of results, at every 61st token, is over the largest value.
+All trees hold their tensors at once: about 20 GiB each for the layer at 262,144 tokens. Exits with 1 if a result is off
+by more than 2 %, or a process fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from against_upstream import HKV, HQ, MOST_DIFFERENCE, Call, D, Worker, answer, measure
 from tqdm import tqdm
+from tree_calls import GROUPS, Call, Case, calls
 
+from nsa_tools.measure.timing import milliseconds
 from nsa_tools.report.tables import markdown
 
-
-@dataclass(frozen=True)
-class Case:
-    """Tokens of a call, in so many sequences of one length: packed if there are more than one."""
-
-    T: int
-    sequences: int = 1
+EVERY = 61  # tokens, of which one is compared
+MOST_DIFFERENCE = 0.02  # of the largest value: bf16 results of sums in another order
 
 
-def calls(case: Case) -> dict[str, Call]:
-    """A training step's forward and backward, and forward alone."""
-    from nsa_layer import nsa
+def answer() -> None:
+    """Make and time calls as lines of standard input ask, one line of JSON for each."""
+    import flash_attn.cute
 
-    torch.manual_seed(case.T)
-    new = dict(device="cuda", dtype=torch.bfloat16)
-    lead = (1, case.T) if case.sequences == 1 else (case.T,)
-    q, k, v, do = (torch.randn(*lead, H, D, **new) for H in (HQ, HKV, HKV, HQ))
-    inputs = [q, k, v, torch.randn(HQ, 3, D, **new) * 0.1]
-    leaves = [x.requires_grad_() for x in inputs]
-    starts = None
-    if case.sequences > 1:
-        starts = torch.arange(case.sequences + 1, dtype=torch.int32) * (case.T // case.sequences)
+    print(json.dumps(flash_attn.cute.__file__), flush=True)
+    ready: dict[str, Call] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "case" in asked:
+            ready.clear()
+            torch.cuda.empty_cache()
+            ready = calls(Case(**asked["case"]))
+            for way, call in ready.items():
+                torch.save([x.flatten(0, -3)[::EVERY].float().cpu() for x in call()], f"{asked['folder']}/{way}.pt")
+            torch.cuda.empty_cache()
+            reply: object = list(ready)
+        else:
+            call = ready[asked["way"]]
+            call()  # after the other processes' turns
+            reply = milliseconds(call, "cuda", hide_host=True)
+        print(json.dumps(reply), flush=True)
 
-    def attend() -> torch.Tensor:
-        return nsa(*leaves[:3], gate_weight=leaves[3], cu_seqlens=starts)
 
-    def forward() -> tuple[torch.Tensor, ...]:
-        with torch.no_grad():
-            return (attend(),)
+class Worker:
+    """A process that runs this script with ``--answer``, a tree's folder in front of its path."""
 
-    return {"forward": forward, "forward+backward": lambda: torch.autograd.grad(attend(), leaves[:3], do)}
+    def __init__(self, folder: Path | None, log: Path) -> None:
+        path = os.pathsep.join([*([str(folder)] if folder else []), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.log = log
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--answer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=log.open("w"), text=True, env=os.environ | {"PYTHONPATH": path},
+        )  # fmt: skip
+        found = self.line()
+        if folder and not Path(found).is_relative_to(folder):
+            sys.exit(f"the process of {folder} imports {found}")
+
+    def ask(self, **asked: object) -> None:
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+
+    def line(self) -> Any:
+        if not (line := self.process.stdout.readline()):
+            sys.exit(f"a process ended: {self.log.read_text()[-2000:]}")
+        return json.loads(line)
+
+    def told(self, **asked: object) -> Any:
+        self.ask(**asked)
+        return self.line()
+
+
+def measure(case: Case, workers: dict[str, Worker], folder: Path, repeats: int) -> list[dict[str, Any]]:
+    """A row for each way: timings of all trees, and how much their results differ."""
+    for name, worker in workers.items():  # all compile at once
+        (folder / name).mkdir(exist_ok=True)
+        worker.ask(case=asdict(case), folder=str(folder / name))
+    ways = [worker.line() for worker in workers.values()][0]
+    rows = []
+    for way in ways:
+        timings: dict[str, list[float]] = {name: [] for name in workers}
+        for _ in range(repeats + 1):
+            for name, worker in workers.items():
+                timings[name].append(worker.told(way=way))
+        results = [torch.load(folder / name / f"{way}.pt") for name in workers]
+        differs = max(float((a - b).abs().max() / b.abs().max()) for x in results[1:] for a, b in zip(results[0], x))
+        row = {"case": asdict(case), "way": way, "difference": differs}
+        rows.append(row | {name: ms[1:] for name, ms in timings.items()})
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tree", nargs="+", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--only", choices=GROUPS, default="layer")
     parser.add_argument("--seqlen", type=int, nargs="+", default=[8192, 65536])
-    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1], help="packed ones, if more than 1")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write every number")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.answer:
+        return answer()
     if not torch.cuda.is_available():
         sys.exit("compare_trees.py measures on a GPU, and PyTorch finds none")
-    if given.answer:
-        return answer(lambda case: calls(Case(**case)))
-    folders = dict(each.partition("=")[::2] for each in given.tree)
-    if not folders or not all((Path(f) / "flash_attn" / "cute" / "interface.py").is_file() for f in folders.values()):
+    folders = {name: Path(folder).resolve() for name, _, folder in (each.partition("=") for each in given.tree)}
+    if not folders or not all(
+        (folder / "flash_attn" / "cute" / "interface.py").is_file() for folder in folders.values()
+    ):
         sys.exit("--tree has to name folders that hold flash_attn/cute/interface.py")
+    cases = [Case(kind, T, n) for T in given.seqlen for kind in GROUPS[given.only] for n in given.sequences]
     rows = []
     with TemporaryDirectory() as name:
-        paths = {tree: [str(Path(folder).resolve())] for tree, folder in folders.items()} | {"now": []}
-        workers = {tree: Worker(path, Path(name) / f"{tree}.log", __file__) for tree, path in paths.items()}
-        for T in tqdm(given.seqlen, leave=False):
-            rows += measure(Case(T, given.sequences), workers, Path(name), given.repeats)
+        trees = {**folders, "now": None}
+        workers = {tree: Worker(folder, Path(name) / f"{tree}.log") for tree, folder in trees.items()}
+        for case in tqdm(cases, leave=False):
+            rows += measure(case, workers, Path(name), given.repeats)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1) + "\n")
-    first, *others = paths
-    header = ["T", "way", f"{first}, ms", *(f"{tree} / {first}" for tree in others), "difference"]
-    print(markdown(header, [table_row(row, first, others) for row in rows], left=2))
+    print(table(rows, *trees))
     sys.exit(any(row["difference"] > MOST_DIFFERENCE for row in rows))
 
 
-def table_row(row: dict[str, Any], first: str, others: list[str]) -> list[str]:
-    median = {tree: statistics.median(row[tree]) for tree in (first, *others)}
+def table(rows: list[dict[str, Any]], first: str, *others: str) -> str:
+    header = ["T", "call", "sequences", "way", f"{first}, ms", *(f"{tree} / {first}" for tree in others), "difference"]
+    return markdown(header, [table_row(row, first, *others) for row in rows], left=4)
+
+
+def table_row(row: dict[str, Any], first: str, *others: str) -> list[str]:
+    case, median = Case(**row["case"]), {tree: statistics.median(row[tree]) for tree in (first, *others)}
     ratios = [f"{median[tree] / median[first]:.4f}" for tree in others]
-    return [f"{row['case']['T']:,}", row["way"], f"{median[first]:.3f}", *ratios, f"{row['difference']:.0e}"]
+    times = [f"{median[first]:.3f}", *ratios, f"{row['difference']:.0e}"]
+    return [f"{case.T:,}", case.kind, str(case.sequences), row["way"], *times]
 
 
 if __name__ == "__main__":

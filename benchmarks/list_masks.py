@@ -1,8 +1,7 @@
 """Every mask that fuzzing draws, as lists of the benchmark's size: what deterministic backward costs on each.
 
 The default and the deterministic call are as a user makes them, without a plan and by one. Beside them, for masks of
-few blocks, both in one pass without a plan, as a ratio, and what the model of `flash_attn.cute.list_schedule` predicts
-for it.
+few blocks, both in one pass without a plan, as a ratio.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ SHARES = {  # of the blocks that a pattern leaves to chance; a window's width
     "documents": (0.0,), "prefix": (0.0,), "empty rows": (0.1, 0.4), "empty columns": (0.1, 0.4),
 }  # fmt: skip
 NOTHING = ("empty",)  # lists no block: there is nothing to time
-SIMULATED = 600_000  # blocks of all heads, at most: a few seconds in the model
-AROUND = 400 / 65536  # steps a token of what runs before and after the kernel, as in list_schedule.py
+FEW = 600_000  # blocks of all heads, at most
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -86,24 +84,9 @@ def lists_of(table: torch.Tensor) -> tuple[Any, Any]:
     return forward, transpose_lists(forward, table.shape[2])
 
 
-def predicted(pattern: Pattern) -> float | None:
-    """The model's deterministic time in one pass over the default's, or None where it would take too long."""
-    from flash_attn.cute.list_schedule import launch_rows, simulate
-    from flash_attn.cute.write_order import deterministic_walk, merged_walk
-
-    table = drawn(pattern)
-    if int(table.sum()) * (HQ // HKV) > SIMULATED:
-        return None
-    backward = lists_of(table.repeat_interleave(HQ // HKV, 0))[1]
-    N, around = table.shape[2], AROUND * pattern.T
-    default = simulate(merged_walk(backward), range(HQ * N)).time + around
-    rows = launch_rows(range(N)[::-1], 1, HQ, group=HQ // HKV)
-    return (simulate(deterministic_walk(backward, spt=True), rows, group=HQ // HKV).time + around) / default
-
-
 def ways(pattern: Pattern) -> tuple[str, ...]:
     """The ways that are timed."""
-    few = int(drawn(pattern).sum()) * (HQ // HKV) <= SIMULATED
+    few = int(drawn(pattern).sum()) * (HQ // HKV) <= FEW
     return (*(way for pair in PAIRS for way in pair), *(IN_ONE_PASS if few else ()))
 
 
@@ -111,20 +94,17 @@ PAIRS = (("deterministic", "backward"), ("deterministic, planned", "planned"))
 IN_ONE_PASS = ("one pass, locks", "one pass")
 HEADER = [
     "lists, T 65,536", "share", "blocks a row", "backward, ms", "det., ms", "det. / backward", "planned, ms",
-    "det., planned, ms", "det., planned / planned", "in one pass: det. / default", "model",
+    "det., planned, ms", "det., planned / planned", "in one pass: det. / default",
 ]  # fmt: skip
 
 
-def report(rows: dict[str, dict[str, float]], models: dict[str, float | None]) -> str:
-    """The table, and which mask is the worst. rows, models: by the pattern's repr."""
+def report(rows: dict[str, dict[str, float]]) -> str:
+    """The table, and which mask is the worst. rows: by the pattern's repr."""
     ratios = {
         (name, pair): row[pair[0]] / row[pair[1]] for name, row in rows.items() for pair in PAIRS if has(row, pair)
     }
     worst = max(ratios, key=ratios.__getitem__, default=None)
-    table = [
-        _cells(row, worst == (name, PAIRS[0]), worst == (name, PAIRS[1]), models.get(name))
-        for name, row in rows.items()
-    ]
+    table = [_cells(row, worst == (name, PAIRS[0]), worst == (name, PAIRS[1])) for name, row in rows.items()]
     text = ""
     if worst is not None:
         name, (slow, fast) = worst
@@ -136,12 +116,12 @@ def has(row: dict[str, float], pair: tuple[str, str]) -> bool:
     return row.keys() >= {*pair}
 
 
-def _cells(row: dict[str, Any], worst: bool, worst_planned: bool, model: float | None) -> list[str]:
+def _cells(row: dict[str, Any], worst: bool, worst_planned: bool) -> list[str]:
     cells = [row["kind"], f"{row['share']:.2f}" if row["share"] else "-", f"{row['tiles'] / (row['T'] // BLOCK):.1f}"]
     for pair, marked in zip(PAIRS, (worst, worst_planned), strict=True):
         cells += [f"{row[way]:.2f}" if way in row else "-" for way in reversed(pair)]
         cells.append(_ratio(row, pair) + " (worst)" * marked)
-    return [*cells, _ratio(row, IN_ONE_PASS), "-" if model is None else f"{model:.2f}"]
+    return [*cells, _ratio(row, IN_ONE_PASS)]
 
 
 def _ratio(row: dict[str, float], pair: tuple[str, str]) -> str:

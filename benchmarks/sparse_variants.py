@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +28,7 @@ def inputs(*lead: int, head_dim: int = D) -> Inputs:
 
 
 def ordered_plan(backward: Any, T: int) -> Any:
-    """Backward lists with a deterministic plan, which looks at them: it waits for the GPU."""
+    """Backward lists with a deterministic plan."""
     from flash_attn.cute.backward_plan import plan_backward
 
     options = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=T // BLOCK)
@@ -40,8 +39,7 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
     """The calls `ways`, of `WAYS` and `ONE_PASS`, and "plan": making the plan that others follow, which never waits.
 
     "backward" and "deterministic" are calls as a user makes them, who gives lists of both directions, without a plan;
-    "planned" and "deterministic, planned" the same with one, the latter with one made for it where that says one pass.
-    The others say how many passes they take.
+    "planned" and "deterministic, planned" the same with one. The others say how many passes they take.
     """
     from flash_attn.cute.backward_plan import plan_backward
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -54,10 +52,6 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
     planned = plan_backward(backward, **options)
     o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, block_sparse_tensors=forward, **case.mask)
 
-    @cache
-    def ordered() -> Any:
-        return ordered_plan(backward, case.T)
-
     def back(with_lists: Any, passes: int | None, **more: bool) -> Call:
         of_both = dict(block_sparse_tensors=with_lists, block_sparse_tensors_fwd=forward, passes=passes)
         return lambda: _flash_attn_bwd(q, k, v, o, do, lse, **of_both, **case.mask, **more)
@@ -68,8 +62,8 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
         "planned": lambda: back(planned, None),
         "two passes": lambda: back(planned, 2),
         "deterministic": lambda: back(backward, None, deterministic=True),
-        "deterministic, planned": lambda: back(own if (own := ordered()).passes else planned, None, deterministic=True),
-        "deterministic, one pass": lambda: back(ordered(), 1, deterministic=True),
+        "deterministic, planned": lambda: back(planned, None, deterministic=True),
+        "deterministic, one pass": lambda: back(ordered_plan(backward, case.T), 1, deterministic=True),
         "one pass": lambda: back(backward, 1),
         "one pass, locks": lambda: back(_with_locks(forward, backward), 1, deterministic=True),
         "plan": lambda: lambda: plan_backward(backward, listed=M * room(forward), **options),
@@ -86,18 +80,16 @@ def _with_locks(forward: Any, backward: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setup:
-    """What kernels of a case are compiled for beyond its masks and heads.
+    """Compile-time properties of a case's kernels, beyond its masks and heads.
 
     Attributes:
         wide: rows of forward lists have room for more than `WIDE` blocks.
         groups: without a plan, a CTA of backward walks a list for all query heads of a key/value head.
-        whole: a deterministic plan keeps walks whole and takes one pass.
     """
 
     case: Case
     wide: bool = False
     groups: bool = False
-    whole: bool = False
 
     @classmethod
     def of(cls, case: Case) -> Setup:
@@ -107,8 +99,7 @@ class Setup:
 
         forward, backward = case.lists()
         q, v = (torch.empty(1, case.T, H, case.head_dim, device="meta") for H in (HQ, HKV))
-        whole = ordered_plan(backward, case.T).passes == 1
-        return cls(case, room(forward) >= WIDE, walks_group(forward, backward, q, v), whole)
+        return cls(case, room(forward) >= WIDE, walks_group(forward, backward, q, v))
 
 
 def check(setup: Setup, way: str) -> float | str:
@@ -148,12 +139,11 @@ def compile_dense() -> None:
 
 @contextmanager
 def _kernels_of(setup: Setup) -> Iterator[None]:
-    """Calls on a case's few blocks compile what its own lists compile, whatever the few blocks would."""
-    from flash_attn.cute import backward_plan, flash_bwd_dq_sm90, list_overlap, two_pass_backward
+    """Make calls on a case's few blocks compile the kernels of its own lists."""
+    from flash_attn.cute import flash_bwd_dq_sm90, list_overlap, two_pass_backward
 
     with ExitStack() as undo:
         undo.enter_context(patch.object(two_pass_backward, "WALKS_GROUP", setup.groups))
-        undo.enter_context(patch.object(backward_plan, "whole_walks_pay", lambda *_, **__: setup.whole))
         for module in (list_overlap, flash_bwd_dq_sm90) if setup.wide else ():
             undo.enter_context(patch.object(module, "MOST_ENTRIES", 0))
         yield
@@ -212,7 +202,7 @@ def _visible(case: Case) -> torch.Tensor:
 
 
 def _poison_memory() -> None:
-    """What kernels leave unwritten then shows as NaN."""
+    """Fill free memory with NaN, so that output which a kernel leaves unwritten is NaN."""
     held = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
     torch.cuda.synchronize()
     del held

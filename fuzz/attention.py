@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -150,7 +149,7 @@ def ordered_adds(case: Attention) -> bool:
 def _planned(call: Call, lists: Any) -> Any:
     from flash_attn.cute.backward_plan import plan_backward
 
-    kind, N, arch = call.case.kind, lists.mask_block_cnt.shape[-1], _target()
+    kind, N = call.case.kind, lists.mask_block_cnt.shape[-1]
     schedule: Any = call.case.launch
     queries = [-(-T_q // kind.block_q) for T_q, _ in call.case.lengths]
     if schedule == "shuffled":
@@ -162,19 +161,9 @@ def _planned(call: Call, lists: Any) -> Any:
         num_q_blocks=max(1, *queries),
         deterministic=ordered_adds(call.case),
         schedule=schedule,
-        longest=1 + call.case.seed % 5 if arch // 10 == 9 else None,
-        arch=arch,
+        longest=1 + call.case.seed % 5,
         **(dict(cu_total_m_blocks=torch.tensor([0, *accumulate(queries)])) if kind.form == "stacked" else {}),
     )
-
-
-def _target() -> int:
-    """The architecture that kernels are for: a compiling worker's, or this machine's GPU; 90 without either."""
-    if "FLASH_ATTENTION_ARCH" not in os.environ and not torch.cuda.is_available():
-        return 90
-    from flash_attn.cute.interface import _get_device_arch
-
-    return _get_device_arch()
 
 
 def _right_to_left(case: Attention) -> bool:

@@ -59,10 +59,10 @@ def _forced(original: Callable) -> Callable:
 def _tail(original: Callable) -> Callable:
     """Where attention is not causal, the zeros behind the last key of a block are keys as well."""
 
-    def wrong(q: Any, choice: Any, heads: int, parts: int, problem: Any) -> Any:
-        plan = original(q, choice, heads, parts, problem)
-        T, size = q.shape[1], problem.config.block_size
-        if problem.causal:
+    def wrong(q: Any, choice: Any, heads: int, parts: int, spec: Any) -> Any:
+        plan = original(q, choice, heads, parts, spec)
+        T, size = q.shape[1], spec.config.block_size
+        if spec.causal:
             return plan
         return replace(plan, visible=lambda t, s: s < -(-T // size) * size)
 
@@ -73,9 +73,9 @@ def _tail(original: Callable) -> Callable:
 def _early(original: Callable) -> Callable:
     """A compressed block is visible one token before its last one is reached."""
 
-    def wrong(q: Any, Tc: int, heads: int, problem: Any) -> Any:
-        config = problem.config.replace(compress_offset=problem.config.offset - 1)
-        return original(q, Tc, heads, replace(problem, config=config))
+    def wrong(q: Any, Tc: int, heads: int, spec: Any) -> Any:
+        config = spec.config.replace(compress_offset=spec.config.offset - 1)
+        return original(q, Tc, heads, replace(spec, config=config))
 
     return wrong
 
@@ -84,9 +84,9 @@ def _early(original: Callable) -> Callable:
 def _short(original: Callable) -> Callable:
     """The sliding window lacks its oldest token."""
 
-    def wrong(q: Any, heads: int, problem: Any) -> Any:
-        config = problem.config.replace(window_size=max(1, problem.config.window_size - 1))
-        return original(q, heads, replace(problem, config=config))
+    def wrong(q: Any, heads: int, spec: Any) -> Any:
+        config = spec.config.replace(window_size=max(1, spec.config.window_size - 1))
+        return original(q, heads, replace(spec, config=config))
 
     return wrong
 

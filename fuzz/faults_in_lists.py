@@ -157,12 +157,6 @@ def _tails(original: Callable) -> Callable:
     return wrong
 
 
-@fault("model never stuck", "flash_attn.cute.list_schedule:waits_for_earlier_launches", "schedule.the model")
-def _never_stuck(original: Callable) -> Callable:
-    """The check of a launch order says yes to every one."""
-    return lambda *args, **more: True
-
-
 @fault("a line lost", "patches.codec:_join_drops", "patches")
 def _line(original: Callable) -> Callable:
     """A stretch of more than two dropped lines keeps its last."""

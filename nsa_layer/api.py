@@ -80,17 +80,17 @@ def nsa(
     if backend != "reference":
         refuse_transforms(*tensors, cu_seqlens)
     q, k, v, *weights = autocast.cast(*tensors)
-    problem = check_inputs(Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal))
+    spec = check_inputs(Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad)
-    problem = determinism.in_force(problem, choose)
-    name = choose(config=problem.config)
+    spec = determinism.in_force(spec, choose)
+    name = choose(config=spec.config)
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
     kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
-    given = dict(zip(names, weights), problem=problem, cu_seqlens=cu_seqlens)
+    given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens)
     with autocast.off(q.device):
         o, aux = implementation.attend(q, k, v, **given, **kernels)
     return (o, aux) if return_aux else o

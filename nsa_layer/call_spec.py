@@ -10,7 +10,7 @@ from nsa_layer.config import NSAConfig
 
 
 @dataclass(frozen=True)
-class Problem:
+class CallSpec:
     """The static side of one call.
 
     Attributes:

@@ -17,9 +17,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, schedule
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 
 # The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
 ENVIRONMENT = {
@@ -71,15 +71,15 @@ class CallShape:
             found |= dict(compress_k_weight=(self.Hkv, self.D, self.D), compress_v_weight=(self.Hkv, self.Dv, self.Dv))
         return found
 
-    def problem(self) -> Problem:
+    def spec(self) -> CallSpec:
         """The static side of the call, as backends take it."""
-        return Problem(self.config, self.causal, self.D**-0.5, self.lengths)
+        return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths)
 
     def sizes(self) -> Sizes:
         """The sizes that predictions of memory depend on."""
         shapes = self.tensor_shapes()
         q, v = (torch.empty(shapes[name], dtype=self.dtype, device="meta") for name in "qv")
-        return Sizes.of(q, v, problem=self.problem(), gated=self.gate != "none", needs_grad=self.backward)
+        return Sizes.of(q, v, spec=self.spec(), gated=self.gate != "none", needs_grad=self.backward)
 
 
 def kernel_names(call: CallShape) -> list[str]:
@@ -194,19 +194,19 @@ def make_call(call: CallShape) -> None:
     from nsa_layer.cute import heads
     from nsa_layer.cute.packing import Packing
 
-    problem, dtype = call.problem(), call.dtype
-    plan = schedule(call.sizes(), call.policy, torch.device("cpu"))
+    spec, dtype = call.spec(), call.dtype
+    plan = plan_memory(call.sizes(), call.policy, torch.device("cpu"))
     with FakeTensorMode(), _Unlinked(), torch.no_grad():
         given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
         arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
-        inputs = heads.Inputs(*map(given.get, arguments), Packing.of(problem, given["q"].device))
+        inputs = heads.Inputs(*map(given.get, arguments), Packing.of(spec, given["q"].device))
         for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
             group = inputs.heads(first, end)
             o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
-            kept = heads.forward(group, o, problem=problem, kept=plan.kept)
+            kept = heads.forward(group, o, spec=spec, kept=plan.kept)
             if call.backward:
                 into = (torch.empty_like(x) for x in group[:3])
-                heads.backward(group, kept, torch.empty_like(o), *into, problem=problem)
+                heads.backward(group, kept, torch.empty_like(o), *into, spec=spec)
 
 
 def _fake(*size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,21 +8,21 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 
 
-def in_force(problem: Problem, check: Callable[..., object]) -> Problem:
-    """The problem as it has to be computed now: with ``deterministic`` where PyTorch is told to be.
+def in_force(spec: CallSpec, check: Callable[..., object]) -> CallSpec:
+    """The spec as it has to be computed now: with ``deterministic`` where PyTorch is told to be.
 
     Args:
         check: called as ``check(config=...)``; raises NotImplementedError for options that cannot be had.
 
     Raises:
-        NotImplementedError: there is no deterministic way; with ``warn_only`` it is a warning, and the problem stays.
+        NotImplementedError: there is no deterministic way; with ``warn_only`` it is a warning, and the spec stays.
     """
-    config = problem.config
+    config = spec.config
     if config.deterministic or not torch.are_deterministic_algorithms_enabled():
-        return problem
+        return spec
     deterministic = config.replace(deterministic=True)
     try:
         check(config=deterministic)
@@ -32,5 +32,5 @@ def in_force(problem: Problem, check: Callable[..., object]) -> Problem:
         if not torch.is_deterministic_algorithms_warn_only_enabled():
             raise NotImplementedError(message) from None
         warnings.warn(message, stacklevel=3)
-        return problem
-    return replace(problem, config=deterministic)
+        return spec
+    return replace(spec, config=deterministic)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, Problem, accumulation_dtype, mean_scale
+from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype, mean_scale
 from nsa_layer.compress import compress
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
@@ -194,7 +194,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    problem: Problem,
+    spec: CallSpec,
     gate_weight: torch.Tensor | None = None,
     gates: torch.Tensor | None = None,
     compress_k_weight: torch.Tensor | None = None,
@@ -203,23 +203,23 @@ def attend(
 ) -> tuple[torch.Tensor, Aux]:
     """The operator; arguments as `nsa` has checked them.
 
-    The lengths of packed sequences are read from ``problem``, not from ``cu_seqlens``. Returns o, in the dtype of q,
+    The lengths of packed sequences are read from ``spec``, not from ``cu_seqlens``. Returns o, in the dtype of q,
     and `Aux`.
     """
     weights = (compress_k_weight, compress_v_weight)
-    if problem.lengths is None:
-        branches, lses, choice = _attend_batch(q, k, v, problem, *weights)
+    if spec.lengths is None:
+        branches, lses, choice = _attend_batch(q, k, v, spec, *weights)
     else:
         # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
-        sequences = zip(*(x.split(problem.lengths) for x in (q, k, v)), strict=True)
+        sequences = zip(*(x.split(spec.lengths) for x in (q, k, v)), strict=True)
         results = [
-            _attend_batch(*(x.unsqueeze(0) for x in sequence), problem, *weights)
+            _attend_batch(*(x.unsqueeze(0) for x in sequence), spec, *weights)
             for sequence in sequences
             if len(sequence[0])
         ]
         branches = [torch.cat(parts, dim=1)[0] for parts in zip(*(r[0] for r in results), strict=True)]
         lses = [torch.cat(parts, dim=2)[0] for parts in zip(*(r[1] for r in results), strict=True)]
-        width = problem.config.list_width(max(problem.lengths))
+        width = spec.config.list_width(max(spec.lengths))
         choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=2)[0]
     with component("gate"):
         g = gate_values(q, gate_weight, gates)
@@ -231,19 +231,19 @@ def _attend_batch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    problem: Problem,
+    spec: CallSpec,
     compress_k_weight: torch.Tensor | None,
     compress_v_weight: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """For sequences of one length: the branches' outputs [B, T, Hq, Dv], their LSEs [B, Hq, T], the chosen blocks."""
-    config, dtype = problem.config, q.dtype
+    config, dtype = spec.config, q.dtype
     if q.device.type == "cpu":
         q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
     with component("compress"):
         k_cmp = compress(k, compress_k_weight, config=config)
         v_cmp = compress(v, compress_v_weight, config=config)
     with component("choose"):
-        choice = choose_blocks(q, k_cmp, config=config, causal=problem.causal, softmax_scale=problem.softmax_scale)
+        choice = choose_blocks(q, k_cmp, config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     # Attention reads them as the kernels do, rounded to the dtype of the inputs.
     k_cmp, v_cmp = (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
 
@@ -254,36 +254,36 @@ def _attend_batch(
     spare = (config.num_blocks(k.shape[2]) + 1) * config.block_size - k.shape[2]
     k_blocks, v_blocks = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
     results = [
-        _SparseAttention.apply(by_group, k_cmp, v_cmp, None, _compressed_plan(q, k_cmp.shape[2], G, problem)),
+        _SparseAttention.apply(by_group, k_cmp, v_cmp, None, _compressed_plan(q, k_cmp.shape[2], G, spec)),
         _SparseAttention.apply(
-            by_list, k_blocks, v_blocks, choice, _selected_plan(q, choice.shape[-1], G // parts, parts, problem)
+            by_list, k_blocks, v_blocks, choice, _selected_plan(q, choice.shape[-1], G // parts, parts, spec)
         ),
-        _SparseAttention.apply(by_group, k, v, None, _window_plan(q, G, problem)),
+        _SparseAttention.apply(by_group, k, v, None, _window_plan(q, G, spec)),
     ]
     T = q.shape[1]
     return [_unfold(o, T) for o, _ in results], [_unfold(lse, T).mT.contiguous() for _, lse in results], choice
 
 
-def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, problem: Problem) -> _Plan:
-    T, config = q.shape[1], problem.config
+def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, spec: CallSpec) -> _Plan:
+    T, config = q.shape[1], spec.config
     step = _rows_that_fit(q, Tc)
 
     def chunks(_: None) -> Iterator[Chunk]:
         for begin in range(0, T, step):
             end = min(begin + step, T)
-            seen = min(Tc, (end - 1 - config.offset) // config.stride + 1) if problem.causal else Tc
+            seen = min(Tc, (end - 1 - config.offset) // config.stride + 1) if spec.causal else Tc
             if seen > 0:
                 yield begin, end, _Run(0, seen)
 
     def visible(t: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return j * config.stride + config.offset <= t
 
-    return _Plan(chunks, visible if problem.causal else None, heads, problem.softmax_scale, "cmp")
+    return _Plan(chunks, visible if spec.causal else None, heads, spec.softmax_scale, "cmp")
 
 
-def _selected_plan(q: torch.Tensor, width: int, heads: int, parts: int, problem: Problem) -> _Plan:
+def _selected_plan(q: torch.Tensor, width: int, heads: int, parts: int, spec: CallSpec) -> _Plan:
     """Tile by tile; the padding of a list reads the block of zeros behind the last one, whose positions nobody sees."""
-    T, config = q.shape[1], problem.config
+    T, config = q.shape[1], spec.config
     step = _rows_that_fit(q, width * config.block_size)
 
     def chunks(choice: torch.Tensor) -> Iterator[Chunk]:
@@ -291,20 +291,20 @@ def _selected_plan(q: torch.Tensor, width: int, heads: int, parts: int, problem:
         for tile in range(config.num_tiles(T)):
             first, last = tile * config.q_tile, min((tile + 1) * config.q_tile, T)
             listed = index[:, :, :, tile]
-            if problem.causal:  # a list is ascending, and none is longer than the blocks up to the tile's end
+            if spec.causal:  # a list is ascending, and none is longer than the blocks up to the tile's end
                 listed = listed[..., : config.num_blocks(last)]
             keys = _Blocks(listed, config.block_size)
             yield from ((begin, min(begin + step, last), keys) for begin in range(first, last, step))
 
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return s <= t if problem.causal else s < T
+        return s <= t if spec.causal else s < T
 
-    return _Plan(chunks, visible, heads, problem.softmax_scale, "slc")
+    return _Plan(chunks, visible, heads, spec.softmax_scale, "slc")
 
 
-def _window_plan(q: torch.Tensor, heads: int, problem: Problem) -> _Plan:
-    T, back = q.shape[1], problem.config.window_size - 1
-    ahead = 0 if problem.causal else back
+def _window_plan(q: torch.Tensor, heads: int, spec: CallSpec) -> _Plan:
+    T, back = q.shape[1], spec.config.window_size - 1
+    ahead = 0 if spec.causal else back
     # Chunks longer than the window would read mostly pairs that it excludes.
     step = min(max(back + 1, 64), _rows_that_fit(q, min(T, 2 * (back + 1) + ahead)))
 
@@ -316,7 +316,7 @@ def _window_plan(q: torch.Tensor, heads: int, problem: Problem) -> _Plan:
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return (s >= t - back) & (s <= t + ahead)
 
-    return _Plan(chunks, visible, heads, problem.softmax_scale, "swa")
+    return _Plan(chunks, visible, heads, spec.softmax_scale, "swa")
 
 
 def _rows_that_fit(q: torch.Tensor, keys: int) -> int:

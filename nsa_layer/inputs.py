@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPACITY = 1024
 
 # All that the checks look at, for calls that passed them: the same call again is not looked at again.
-_passed: dict[Hashable, Problem] = {}
+_passed: dict[Hashable, CallSpec] = {}
 
 
 class Arguments(NamedTuple):
@@ -35,7 +35,7 @@ class Arguments(NamedTuple):
     causal: bool
 
 
-def check_inputs(given: Arguments) -> Problem:
+def check_inputs(given: Arguments) -> CallSpec:
     """Check every argument of `nsa` and return the static side of the call.
 
     Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none.
@@ -49,18 +49,18 @@ def check_inputs(given: Arguments) -> Problem:
             *[t is None for t in weights],
             *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
         )
-        problem = _passed.get(seen)
+        spec = _passed.get(seen)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return _check(given)  # nothing that could be accepted: the checks say what it is
-    if problem is None:
-        problem = _check(given)
+    if spec is None:
+        spec = _check(given)
         if len(_passed) >= CAPACITY:
             _passed.clear()
-        _passed[seen] = problem
-    return problem
+        _passed[seen] = spec
+    return spec
 
 
-def _check(given: Arguments) -> Problem:
+def _check(given: Arguments) -> CallSpec:
     q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal = given
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
@@ -80,7 +80,7 @@ def _check(given: Arguments) -> Problem:
         if tensor is not None:
             _check_weight(name, tensor, shape, q)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q)
-    return Problem(config, causal, _check_scale(softmax_scale, D), lengths)
+    return CallSpec(config, causal, _check_scale(softmax_scale, D), lengths)
 
 
 def refuse_nested(name: str, x: torch.Tensor) -> None:

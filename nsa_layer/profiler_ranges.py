@@ -42,11 +42,6 @@ def component(name: str) -> AbstractContextManager:
     return _NOTHING if _opener is None else _opener(name)
 
 
-def watched() -> bool:
-    """Whether somebody watches."""
-    return _opener is not None
-
-
 @contextmanager
 def observed(opener: Opener) -> Iterator[None]:
     """While entered, every `component(name)` of this process is ``opener(name)``."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, Problem, accumulation_dtype, mean_scale
+from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
 
 
@@ -175,7 +175,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    problem: Problem,
+    spec: CallSpec,
     gate_weight: torch.Tensor | None = None,
     gates: torch.Tensor | None = None,
     compress_k_weight: torch.Tensor | None = None,
@@ -186,10 +186,10 @@ def attend(
     """The whole operator.
 
     Args:
-        q: [B, T, Hq, D], k: [B, T, Hkv, D], v: [B, T, Hkv, Dv]; packed: the same without B, with ``problem.lengths``.
+        q: [B, T, Hq, D], k: [B, T, Hkv, D], v: [B, T, Hkv, Dv]; packed: the same without B, with ``spec.lengths``.
         gate_weight: [Hq, 3, D]; gates: [B, T, Hq, 3], packed [total, Hq, 3]; neither: 1/3 for each branch.
         compress_k_weight: [Hkv, D, D]; compress_v_weight: [Hkv, Dv, Dv].
-        cu_seqlens: not read, ``problem.lengths`` says the same.
+        cu_seqlens: not read, ``spec.lengths`` says the same.
         block_indices: a choice of blocks in the layout of `Aux`, used in place of the reference's own.
 
     Returns:
@@ -199,7 +199,7 @@ def attend(
         q,
         k,
         v,
-        problem=problem,
+        spec=spec,
         compress_k_weight=compress_k_weight,
         compress_v_weight=compress_v_weight,
         block_indices=block_indices,
@@ -214,7 +214,7 @@ def attend_branches(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    problem: Problem,
+    spec: CallSpec,
     compress_k_weight: torch.Tensor | None = None,
     compress_v_weight: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
@@ -225,17 +225,17 @@ def attend_branches(
         Their outputs, shaped like that of `attend`; their LSEs and the choice of blocks, shaped as in `Aux`; the LSEs
         are differentiable here.
     """
-    packed = problem.lengths is not None
-    sequences = list(zip(*(x.split(problem.lengths) if packed else x.unbind() for x in (q, k, v)), strict=True))
-    width = problem.config.list_width(max(problem.lengths, default=0) if packed else q.shape[1])
+    packed = spec.lengths is not None
+    sequences = list(zip(*(x.split(spec.lengths) if packed else x.unbind() for x in (q, k, v)), strict=True))
+    width = spec.config.list_width(max(spec.lengths, default=0) if packed else q.shape[1])
     if block_indices is None:
         choices = [None] * len(sequences)
     elif packed:
-        choices = block_indices.split([problem.config.num_tiles(length) for length in problem.lengths], dim=1)
+        choices = block_indices.split([spec.config.num_tiles(length) for length in spec.lengths], dim=1)
     else:
         choices = block_indices.unbind()
     results = [
-        _attend_sequence(*sequence, problem, compress_k_weight, compress_v_weight, choice, width)
+        _attend_sequence(*sequence, spec, compress_k_weight, compress_v_weight, choice, width)
         for sequence, choice in zip(sequences, choices, strict=True)
     ]
     branches, lses, choices = zip(*results, strict=True)
@@ -248,14 +248,14 @@ def _attend_sequence(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    problem: Problem,
+    spec: CallSpec,
     compress_k_weight: torch.Tensor | None,
     compress_v_weight: torch.Tensor | None,
     block_indices: torch.Tensor | None,
     width: int,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """The branches' outputs and LSEs, and the choice of blocks [Hs, M, width], for one sequence [T, H, D]."""
-    config, causal, T = problem.config, problem.causal, q.shape[0]
+    config, causal, T = spec.config, spec.causal, q.shape[0]
     if T == 0:
         heads = q.shape[1] if config.rule == "seed" else k.shape[1]
         lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
@@ -264,7 +264,7 @@ def _attend_sequence(
     k_cmp = compress(k, compress_k_weight, config=config)
     v_cmp = compress(v, compress_v_weight, config=config)
     if block_indices is None:
-        scores = selection_scores(q, k_cmp, config=config, causal=causal, softmax_scale=problem.softmax_scale)
+        scores = selection_scores(q, k_cmp, config=config, causal=causal, softmax_scale=spec.softmax_scale)
         block_indices = choose_blocks(scores, config=config, width=width)
     static = dict(config=config, causal=causal)
     masked = (
@@ -272,5 +272,5 @@ def _attend_sequence(
         (k, v, selected_mask(block_indices, T, **static)),
         (k, v, window_mask(T, **static, device=q.device)),
     )
-    results = [attention(q, keys, values, mask, softmax_scale=problem.softmax_scale) for keys, values, mask in masked]
+    results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
     return [o for o, _ in results], [lse for _, lse in results], block_indices

@@ -23,20 +23,20 @@ def benchmarks() -> Iterator[SimpleNamespace]:
     before = list(sys.path)
     sys.path.insert(0, str(FOLDER))
     try:
-        import against_upstream
         import block_sparse
         import checked_kernels
+        import compare_trees
         import list_masks
-        import packed_ends
         import sparse_variants
         import tile_lists
+        import tree_calls
 
         yield SimpleNamespace(
-            against=against_upstream,
             block_sparse=block_sparse,
             checked=checked_kernels,
             masks=list_masks,
-            packed_ends=packed_ends,
+            trees=compare_trees,
+            tree_calls=tree_calls,
             variants=sparse_variants,
             tile_lists=tile_lists,
         )
@@ -59,21 +59,14 @@ def test_masks_as_lists(benchmarks: SimpleNamespace, kind: str) -> None:
     assert pattern.mask == {"causal": False}
 
 
-def test_the_model_says_what_one_pass_costs(benchmarks: SimpleNamespace) -> None:
-    Pattern, predicted = benchmarks.masks.Pattern, benchmarks.masks.predicted
-    one, every = (predicted(Pattern(kind, 8192, 0, share=0.02)) for kind in ("diagonal", "one long row"))
-    assert 1.0 <= one < every  # where all key blocks add to one query block, they wait for one another
-    assert predicted(Pattern("full", 65536, 0)) is None
-
-
 def test_the_worst_mask_is_marked(benchmarks: SimpleNamespace) -> None:
     def row(kind: str, det: float, planned: float) -> dict[str, float | str]:
         times = {"backward": 2.0, "deterministic": det, "planned": 1.0, "deterministic, planned": planned}
         return times | {"kind": kind, "share": 0.1, "tiles": 512, "T": 65536}
 
     rows = {"a": row("random", 3.0, 1.2), "b": row("comb", 1.0, 1.7)}
-    said = benchmarks.masks.report(rows, {"a": 1.25, "b": None})
-    assert said.count("(worst)") == 1 and "1.70 (worst)" in said and "1.25" in said and "1.50" in said
+    said = benchmarks.masks.report(rows)
+    assert said.count("(worst)") == 1 and "1.70 (worst)" in said and "1.50" in said
     assert said.endswith("worst: b: deterministic, planned takes 1.70 times the time of planned")
 
 
@@ -95,17 +88,6 @@ def test_kernels_that_are_compiled(benchmarks: SimpleNamespace) -> None:
     assert of[True, "backward", False, True] == ["causal"] and of[True, "backward", False, False] == ["selected"]
     assert of[False, "forward", True, False] == of[False, "forward", False, False] == ["random"]
     assert len(found) == 10
-
-
-BOTH = ("planned", "deterministic, planned")
-
-
-def test_whole_walks_are_another_kernel(benchmarks: SimpleNamespace) -> None:
-    """Of a plan that says one pass; other ways are none of its business."""
-    Case, Setup = benchmarks.tile_lists.Case, benchmarks.variants.Setup
-    wanted = [(Setup(Case("random", 65536, n), whole=whole), BOTH) for n, whole in ((16, False), (256, True))]
-    found = {(key[3], key[-1]) for key in benchmarks.checked.jobs(wanted)}
-    assert found == {("planned", False), ("deterministic, planned", False), ("deterministic, planned", True)}
 
 
 def test_failures_are_not_timed(benchmarks: SimpleNamespace) -> None:
@@ -159,7 +141,7 @@ def test_rates_count_the_head_dimension(
     assert cells[3] == f"{2e9 / (16 * 32 * 128 * 64):.3f}", "picoseconds a pair"
 
 
-@pytest.mark.parametrize("name", ["against_upstream", "block_sparse", "compress_factor", "packed_ends"])
+@pytest.mark.parametrize("name", ["block_sparse", "compare_trees", "compress_factor"])
 def test_without_a_gpu_they_say_so(name: str) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], env=environment, capture_output=True, text=True)
@@ -167,30 +149,30 @@ def test_without_a_gpu_they_say_so(name: str) -> None:
     assert done.stderr == f"{name}.py measures on a GPU, and PyTorch finds none\n"
 
 
-@pytest.mark.parametrize("where", ["mask", "full", "both"])
-def test_lists_that_upstream_takes_too(benchmarks: SimpleNamespace, where: str) -> None:
-    """Without the package's own helpers: each block once, in the list that the case says."""
-    against = benchmarks.against
-    for kind in ("random", "causal"):
-        case = against.Case(kind, 2048, where)
-        mask, full = case.halves("cpu")
-        assert not (mask & full).any() and (mask | full).equal(case.table("cpu"))
-        assert (bool(mask.any()), bool(full.any())) == (where != "full", where != "mask")
-        for table in (mask, full, mask.T):
-            counts, indices = against.compact(table)
-            listed = torch.zeros_like(table)
-            for row, (n, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
-                listed[row, places[:n]] = True
-            assert listed.equal(table) and counts.dtype == indices.dtype == torch.int32
+@pytest.mark.parametrize("kind", ["random, mask", "random, full", "random, both", "all causal, both"])
+def test_lists_that_upstream_takes_too(benchmarks: SimpleNamespace, kind: str) -> None:
+    """Without the package's own helpers: each block once, in the list that the kind says."""
+    made, where = benchmarks.tree_calls, kind.rpartition(", ")[2]
+    case = made.Case(kind, 2048)
+    mask, full = made.halves(case, "cpu")
+    assert not (mask & full).any() and (mask | full).equal(made.listed_blocks(case, "cpu"))
+    assert (bool(mask.any()), bool(full.any())) == (where != "full", where != "mask")
+    for table in (mask, full, mask.T):
+        counts, indices = made.compact(table)
+        listed = torch.zeros_like(table)
+        for row, (n, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
+            listed[row, places[:n]] = True
+        assert listed.equal(table) and counts.dtype == indices.dtype == torch.int32
 
 
 def test_a_row_compares_medians(benchmarks: SimpleNamespace) -> None:
-    row = {"case": {"kind": "random", "T": 8192, "where": "both"}, "way": "backward", "difference": 1e-3}
-    said = benchmarks.against.markdown_table([row | {"upstream": [2.0, 9.0, 1.0], "patched": [3.0, 3.0, 1.0]}])
-    assert "| 8,192 | random, both | backward |" in said and "2.000 |" in said and "1.50 |" in said
+    row = {"case": {"kind": "random, both", "T": 8192, "sequences": 4}, "way": "backward", "difference": 1e-3}
+    timings = {"upstream": [2.0, 9.0, 1.0], "before": [2.004, 3.0, 1.0], "now": [3.0, 3.0, 1.0]}
+    cells = benchmarks.trees.table_row(row | timings, "upstream", "before", "now")
+    assert cells == ["8,192", "random, both", "4", "backward", "2.000", "1.0020", "1.5000", "1e-03"]
+    assert "before / upstream" in benchmarks.trees.table([row | timings], "upstream", "before", "now")
 
 
-def test_a_row_of_packed_calls(benchmarks: SimpleNamespace) -> None:
-    row = {"case": {"kind": "selected, two passes", "sequences": 64}, "way": "backward", "difference": 0.0}
-    cells = benchmarks.packed_ends.table_row(row | {"before": [2.0, 9.0, 1.0], "bounded": [2.004, 3.0, 1.0]})
-    assert cells == ["selected, two passes", "64", "backward", "2.000", "2.004", "1.0020", "0e+00"]
+def test_a_worker_that_imports_another_tree_is_refused(benchmarks: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="imports"):
+        benchmarks.trees.Worker(tmp_path, tmp_path / "log")

@@ -1,12 +1,10 @@
-"""How block-sparse backward deals out its work: items of about equal length, in an order of one's choice.
+"""Work items of block-sparse SM90 backward: stretches of key blocks' lists of about equal length, in launch order.
 
 Without a plan there is a CTA for each key block and query head. That waits where lists are uneven: a key block that all
 queries list, as the first one often is, keeps one CTA busy long after all others have finished. A plan's items are
 stretches of at most `longest` entries of one key block's walk, so many CTAs share a long one. They lie in one row for
 all heads and batches, head by head: what the CTAs in flight read and add to then stays in the L2. An item is of one
-query head, or of all that a key/value head has, one after the other. That is SM90. SM100 follows the order and walks
-lists whole: an item is all of a key block's walk, for one query head. PyTorch only; the kernels' sides are `query_walk`
-and `planned_tiles`.
+query head, or of all that a key/value head has, one after the other. PyTorch only; the kernel's side is `query_walk`.
 
 In deterministic mode every wait points to an item launched earlier: an item adds to a query block's dq after those of
 the key blocks that come earlier in the schedule, and to dk and dv after the items of the same key block before it.
@@ -17,15 +15,12 @@ from typing import Any, Optional
 import torch
 
 from flash_attn.cute.list_arguments import fields, integer, padded_lists
-from flash_attn.cute.order_lag import whole_walks_pay
-from flash_attn.cute.ordered_lists import SM90
 from flash_attn.cute.packed_entries import distinct_heads, packed_rows, ragged_walk
-from flash_attn.cute.walk_kinds import by_kind
+from flash_attn.cute.packed_lists import as_ragged
 from flash_attn.cute.write_order import deterministic_walk
 
 LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
 LONGEST = 32
-SM100 = (10, 11)  # arch // 10
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -41,9 +36,8 @@ def plan_backward(
     listed: Optional[int] = None,
     per_group: bool = False,
     cu_total_m_blocks: Optional[torch.Tensor] = None,
-    arch: Optional[int] = None,
 ) -> Any:
-    """Backward lists with a plan, and with lock values where `deterministic`, ready for backward on SM90 or SM100.
+    """Backward lists with a plan, and with lock values where `deterministic`, ready for backward on SM90.
 
     Args:
         lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], or compact, stacked
@@ -51,32 +45,26 @@ def plan_backward(
             group) or `num_heads`.
         num_q_blocks: query blocks of a head, in the longest sequence.
         deterministic: also merge mask and full blocks into one walk by rising lock value, for deterministic calls in
-            one pass. Lock values that `lists` hold already are ignored. Packed lists become ragged. Deterministic
-            calls in two passes need none of this and follow plans made without it. They are in one pass if these lists
-            are long and would not wait (`order_lag`), which is looked up unless `listed` is given: then no walk is cut,
-            and the lists that are returned say ``passes=1``.
+            one pass. Lock values that `lists` hold already are ignored. Deterministic calls in two passes need none of
+            this and follow plans made without it.
         schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
             "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
         longest: entries of an item at most; an entry is a block of queries, of one head or of a group. None: 32, and
-            as many fewer as a group has heads; or all of a walk, see `deterministic`, and on SM100 always. A number
-            leaves ``passes`` alone.
+            as many fewer as a group has heads.
         listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the
-            GPU; without it the number of items is read back, what `deterministic` looks up, and whether a `schedule`
-            on the GPU is a permutation (plans of calls with `validate=True` are looked at in any case).
+            GPU; without it the number of items is read back, and whether a `schedule` on the GPU is a permutation
+            (plans of calls with `validate=True` are looked at in any case).
         per_group: items are of all query heads of a key/value head, which have to share their lists. For calls that
             leave dq out, on SM90.
         cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
-            need it if `deterministic`, whose rows have room for each of them.
-        arch: 90 or 100, what the plan is for. None: the GPU that the lists are on, 90 for lists on the CPU. For SM100
-            mask and full blocks stay apart, each by rising lock value where `deterministic`; `order_lag` is not asked.
+            need it, whose rows have room for each of them.
 
     Returns:
-        The lists with `plan`, int32 [items, 6]: batch, query head or, per group, key/value head, key block, first
-        entry, end, and how many items add to the same dk and dv before. With ragged lists [items, 8]: the low and the
-        high 32 bits of where the key block's entries start, too.
+        The lists, packed ones as ragged ones, with `plan`, int32 [items, 6]: batch, query head or, per group, key/value
+        head, key block, first entry, end, and how many items add to the same dk and dv before. With ragged lists
+        [items, 8]: the low and the high 32 bits of where the key block's entries start, too.
 
     Raises:
-        NotImplementedError: on SM100 `per_group`, or walks that `longest` would cut; another architecture.
         ValueError: a head count or length that does not fit, a schedule that is no permutation, or packed lists without
             the starts that they need.
     """
@@ -85,11 +73,11 @@ def plan_backward(
     rows = packed_rows(distinct_heads(lists), cu_total_m_blocks) if packed else None
     if rows is None:
         padded_lists(given)
+    else:
+        lists = as_ragged(lists, "cu_total_n_blocks", cu_total_m_blocks)
     for name, value in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv), ("num_q_blocks", num_q_blocks)):
         integer(name, value)
-    whole = _walks_whole(lists, arch, per_group, longest, num_q_blocks if num_heads > num_heads_kv else 0)
-    cut, per_group = num_heads > num_heads_kv and not whole, per_group and num_heads > num_heads_kv
-    look = deterministic and listed is None and longest is None and not per_group and not whole
+    cut, per_group = num_heads > num_heads_kv, per_group and num_heads > num_heads_kv
     if longest is None:
         longest = max(1, LONGEST * num_heads_kv // num_heads) if per_group else LONGEST
     integer("longest", longest)
@@ -104,7 +92,7 @@ def plan_backward(
             f"lists have {heads} heads, expected 1, num_heads_kv={num_heads_kv} or num_heads={num_heads}, a multiple "
             "of num_heads_kv"
         )
-    order = _order(schedule, counts, max(1, heads // num_heads_kv), waits=listed is None and not whole)
+    order = _order(schedule, counts, max(1, heads // num_heads_kv), waits=listed is None)
     if deterministic and rows is not None:
         most = int(counts.sum()) if listed is None else listed * heads
         lists = ragged_walk(rows, lists, num_q_blocks=num_q_blocks, order=order[0], listed=most)._replace(spt=False)
@@ -112,10 +100,6 @@ def plan_backward(
         lists = _merged(lists, order, num_q_blocks, listed)
     else:
         lists = lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
-    if deterministic and whole:
-        lists = by_kind(lists, full=given[2] is not None)
-    if look and whole_walks_pay(lists, num_heads=num_heads, num_q_blocks=num_q_blocks):
-        longest, lists = num_q_blocks, lists._replace(passes=1)
     planned = num_heads_kv if per_group else num_heads  # heads that have items of their own
     counts = counts.long().repeat_interleave(planned // heads, dim=1)
     order = order.expand(counts.shape[0], heads, -1).repeat_interleave(planned // heads, dim=1)
@@ -129,30 +113,7 @@ def plan_backward(
     plan = _items(counts, pieces, order, planned // num_heads_kv, most)
     if rows is not None:
         plan = _of_sequences(plan, rows, lists, planned, stored=not cut)
-    return lists._replace(plan=plan, plan_per_group=per_group or None, plan_whole=whole or None)
-
-
-def _walks_whole(lists: Any, arch: Optional[int], per_group: bool, longest: Optional[int], most: int) -> bool:
-    """Whether the plan is for SM100. most: blocks of a walk that could be cut."""
-    if arch is None:
-        arch = SM90 * 10
-        if lists.mask_block_cnt.is_cuda:
-            from flash_attn.cute.interface import _get_device_arch
-
-            arch = _get_device_arch()
-    integer("arch", arch)
-    if arch // 10 == SM90:
-        return False
-    if arch // 10 not in SM100:
-        raise NotImplementedError(f"a plan for sm_{arch}: only backward on SM90 and SM100 follows one")
-    if per_group:
-        raise NotImplementedError(f"per_group=True on sm_{arch}: only SM90 leaves dq out")
-    if longest is not None and longest < most:
-        raise NotImplementedError(
-            f"longest={longest} on sm_{arch}, whose kernel walks a key block's list whole: leave it out, or give "
-            f"num_q_blocks={most}"
-        )
-    return True
+    return lists._replace(plan=plan, plan_per_group=per_group or None)
 
 
 def _counts(lists: Any) -> torch.Tensor:
@@ -160,19 +121,18 @@ def _counts(lists: Any) -> torch.Tensor:
 
 
 def _of_sequences(plan: torch.Tensor, rows: Any, lists: Any, num_heads: int, stored: bool) -> torch.Tensor:
-    """Items over the rows of all sequences as items of the sequences' own blocks; with ragged rows' starts.
+    """Items over the rows of all sequences as items of the sequences' own blocks; with the starts of their rows.
 
     stored: items of nothing are of a key block too, whose zeros they store; otherwise they only fill up the plan.
     """
     _, head, row, begin, end, turn = plan.unbind(-1)
     real = torch.ones_like(row, dtype=torch.bool) if stored else end > begin
     columns = [rows.sequence.index_select(0, row), head, rows.block.index_select(0, row), begin, end, turn]
-    if lists.mask_block_idx.ndim == 1:
-        starts = lists.cu_block_idx_offsets.long()
-        own = torch.div(head * starts.shape[0], num_heads, rounding_mode="floor")
-        start = starts.flatten().index_select(0, own * starts.shape[1] + row)
-        columns += [start & 0xFFFFFFFF, start >> 32]
-        columns[6] = torch.where(columns[6] >= 1 << 31, columns[6] - (1 << 32), columns[6])
+    starts = lists.cu_block_idx_offsets.long()
+    own = torch.div(head * starts.shape[0], num_heads, rounding_mode="floor")
+    start = starts.flatten().index_select(0, own * starts.shape[1] + row)
+    columns += [start & 0xFFFFFFFF, start >> 32]
+    columns[6] = torch.where(columns[6] >= 1 << 31, columns[6] - (1 << 32), columns[6])
     return torch.where(real.unsqueeze(-1), torch.stack(columns, dim=-1), 0).int()
 
 

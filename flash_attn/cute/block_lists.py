@@ -10,8 +10,8 @@ the transpose of the forward lists.
 
 Lists are compact: as wide as the longest row, not as the number of blocks. Rows come out in rising order.
 
-What else users of block lists need can be imported from here too: checking them, lock values, plans and launch orders
-for backward, rows of packed sequences.
+What else users of block lists need can be imported from here too: checking them, lock values and plans for
+backward, rows of packed sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from flash_attn.cute.backward_plan import plan_backward
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.list_arguments import fields
 from flash_attn.cute.list_entries import FlatEntries, distinct_lists, flat_entries, scatter
-from flash_attn.cute.list_schedule import launch_order
 from flash_attn.cute.list_validation import validate_lists
 from flash_attn.cute.packed_entries import packed_write_order
 from flash_attn.cute.packed_lists import cu_total_blocks
@@ -37,7 +36,6 @@ __all__ = [
     "compute_dq_write_order",
     "cu_total_blocks",
     "draw_lists",
-    "launch_order",
     "lists_from_block_mask",
     "lists_from_blocks",
     "lists_from_dense",

@@ -18,10 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flash_attn.cute.list_validation import NAMES, ORDERS, validate_coverage, validate_lists
 from flash_attn.cute.packed_entries import is_packed, packed_rows
-from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction
+from flash_attn.cute.packed_lists import BACKWARD, FORMS, FORWARD, Direction, as_ragged
 from flash_attn.cute.plan_validation import check_launch
 from flash_attn.cute.planned_calls import check_form
-from flash_attn.cute.walk_kinds import by_kind
 
 ALWAYS = "FLASH_ATTENTION_CUTE_VALIDATE_LISTS"  # "1": every call's lists are checked
 READ_BY = (9, 10, 11)  # arch // 10
@@ -82,16 +81,15 @@ def validate_call(
         if requested:
             raise NotImplementedError("validate=True with page_table: lists over paged keys are not checked")
         return
-    launch = _launch(backward, q.shape[-2], k.shape[-2])
-    backward = _without_plan(backward)
+    backward = _without_plan(backward, q.shape[-2], k.shape[-2])
     sequences = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
-    size = _check_entries(forward, backward, q, k, launch, **sequences)
+    size = _check_entries(forward, backward, q, k, **sequences)
     if window is not None:
         _check_coverage(forward, backward, _lengths(q, k, **sequences), window, size)
 
 
 def _check_entries(
-    forward: Any, backward: Any, q: torch.Tensor, k: torch.Tensor, launch: _Launch | None, **sequences: OptionalTensor
+    forward: Any, backward: Any, q: torch.Tensor, k: torch.Tensor, **sequences: OptionalTensor
 ) -> tuple[int, int]:
     """Everything that the lists alone tell is wrong. Returns (queries, keys) of a block."""
     heads = dict(num_heads=q.shape[-2], num_heads_kv=k.shape[-2])
@@ -100,7 +98,7 @@ def _check_entries(
     if not packed and not any(is_packed(lists) for _, lists in given):
         size = (_block("forward", forward, q.shape[1]), _block("backward", backward, k.shape[1]))
         sizes = dict(seqlen_q=q.shape[1], seqlen_k=k.shape[1], batch_size=q.shape[0], block_size=size)
-        validate_lists(forward, backward, order=launch and launch.of_batch(), **sizes, **heads)
+        validate_lists(forward, backward, **sizes, **heads)
         return size
     lengths = _lengths(q, k, **sequences)
     for _, lists in given:
@@ -116,14 +114,13 @@ def _check_entries(
         if backward is not None:
             seqlen_k = max(seqlen_k, backward.mask_block_cnt.shape[2] * backward.block_size[1])
         sizes = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=len(lengths))
-        validate_lists(forward, backward, order=launch and launch.of_batch(), **sizes, **heads)
+        validate_lists(forward, backward, **sizes, **heads)
         return given[0][1].block_size
     unpacked = {d.argument: list(_sequences(d, lists, lengths)) for d, lists in given}
     for b, (seqlen_q, seqlen_k) in enumerate(lengths):
         own = [unpacked[d.argument][b] if d.argument in unpacked else None for d in (FORWARD, BACKWARD)]
-        order = launch and launch.of_sequence(b, own[1].mask_block_cnt.shape[2])
         try:
-            validate_lists(*own, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=1, order=order, **heads)
+            validate_lists(*own, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch_size=1, **heads)
         except ValueError as error:
             raise ValueError(f"sequence {b}, whose rows count from its start: {error}") from None
     return given[0][1].block_size
@@ -201,9 +198,12 @@ def _sequences(direction: Direction, lists: Any, lengths: Sequence[tuple[int, in
         starts = [0] * len(lengths)
     else:
         starts = _row_starts(direction, lists, needed)
+        _check_room(name, lists, form, starts, needed, across)
+        before = torch.tensor(across, device=lists.mask_block_cnt.device)
+        lists = as_ragged(lists, direction.rows_before, torch.nn.functional.pad(before.cumsum(0), (1, 0)))
     for b, first in enumerate(starts):
         rows = _Rows(b, first, needed[b], across[b])
-        yield _of_sequence(name, lists, form, rows)
+        yield _of_sequence(name, lists, rows)
 
 
 def _row_starts(direction: Direction, lists: Any, needed: list[int]) -> list[int]:
@@ -227,18 +227,42 @@ def _row_starts(direction: Direction, lists: Any, needed: list[int]) -> list[int
     return starts[:-1]
 
 
-def _of_sequence(name: str, lists: Any, form: str, rows: _Rows) -> Any:
+def _check_room(name: str, lists: Any, form: str, first: list[int], needed: list[int], across: list[int]) -> None:
+    """Rows of compact and stacked lists end before the next row, or the next head, begins."""
+    for cnt, idx in (NAMES[:2], NAMES[2:]):
+        counts, indices = getattr(lists, cnt), getattr(lists, idx)
+        if counts is None:
+            continue
+        if form == "compact" and (counts > indices.shape[-1]).any():
+            h, row = (counts > indices.shape[-1]).nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}.{cnt}[{h}, {row}] = {int(counts[h, row])}, expected at most the {indices.shape[-1]} that a "
+                f"row of {idx} has room for"
+            )
+        for b, rows in enumerate(needed if form == "stacked" else ()):
+            offsets = lists.cu_block_idx_offsets
+            start = first[b] * across[b] if offsets is None else int(offsets[b])
+            size = rows * across[b]
+            if start < 0 or start + size > indices.shape[-1]:
+                raise ValueError(
+                    f"{name}.cu_block_idx_offsets[{b}] = {start}, expected 0 .. {indices.shape[-1] - size}: {idx} has "
+                    f"{indices.shape[-1]} places a head, and {rows} rows need {across[b]} each"
+                )
+
+
+def _of_sequence(name: str, lists: Any, rows: _Rows) -> Any:
     fields: dict[str, Any] = dict.fromkeys((*NAMES, *ORDERS))
+    padded = not is_packed(lists)
     for (cnt, idx), order in zip((NAMES[:2], NAMES[2:]), ORDERS, strict=True):
         if getattr(lists, cnt) is None:
             continue
         counts = getattr(lists, cnt)
-        if form == "padded":
+        if padded:
             counts = counts[min(rows.sequence, counts.shape[0] - 1)]
         fields[cnt] = counts[:, rows.first : rows.first + rows.number][None]
         for tensor in (idx, order):
             if getattr(lists, tensor) is not None:
-                entries = _entries(name, lists, tensor, idx, form, rows, fields[cnt][0])
+                entries = _entries(name, lists, tensor, idx, rows, fields[cnt][0])
                 fields[tensor] = entries[None, ..., : rows.across]
     return lists._replace(
         **fields,
@@ -249,25 +273,11 @@ def _of_sequence(name: str, lists: Any, form: str, rows: _Rows) -> Any:
     )
 
 
-def _entries(
-    name: str, lists: Any, tensor: str, idx: str, form: str, rows: _Rows, counts: torch.Tensor
-) -> torch.Tensor:
+def _entries(name: str, lists: Any, tensor: str, idx: str, rows: _Rows, counts: torch.Tensor) -> torch.Tensor:
     """[H, rows, width] of one sequence, out of an index list or of what is laid out like it."""
     entries, end = getattr(lists, tensor), rows.first + rows.number
-    if form == "padded":
+    if not is_packed(lists):
         return entries[min(rows.sequence, entries.shape[0] - 1)][:, : rows.number]
-    if form == "compact":
-        return entries[:, rows.first : end]
-    if form == "stacked":
-        offsets = lists.cu_block_idx_offsets
-        start = rows.first * rows.across if offsets is None else int(offsets[rows.sequence])
-        size = rows.number * rows.across
-        if start < 0 or start + size > entries.shape[-1]:
-            raise ValueError(
-                f"{name}.cu_block_idx_offsets[{rows.sequence}] = {start}, expected 0 .. {entries.shape[-1] - size}: "
-                f"{tensor} has {entries.shape[-1]} places a head, and {rows.number} rows need {rows.across} each"
-            )
-        return entries[:, start : start + size].unflatten(-1, (rows.number, rows.across))
     offsets, field = lists.cu_block_idx_offsets, "cu_block_idx_offsets"
     if idx == NAMES[3] and lists.cu_full_block_idx_offsets is not None:
         offsets, field = lists.cu_full_block_idx_offsets, "cu_full_block_idx_offsets"
@@ -286,81 +296,34 @@ def _entries(
     return entries[at] if entries.numel() else at.int()
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """In which order a plan for SM100 launches key blocks, which lock values have to follow.
-
-    Attributes:
-        sequence, block: of each item, int64 [B * H * N]: head by head, every key block once.
-    """
-
-    sequence: torch.Tensor
-    block: torch.Tensor
-    sequences: int
-    heads: int
-
-    def of_batch(self) -> torch.Tensor:
-        """[B, H, N], of padded lists."""
-        return self.block.view(self.sequences, self.heads, -1)
-
-    def of_sequence(self, sequence: int, rows: int) -> torch.Tensor:
-        """[H, rows], of a packed sequence of so many key blocks."""
-        own = (self.sequence == sequence) & (self.block < rows)
-        return self.block[own].view(self.heads, rows)
-
-
-def _launch(lists: Any, num_heads: int, num_heads_kv: int) -> _Launch | None:
-    """The order of a plan for SM100; None without one. The plan is checked, whatever it is for."""
-    if lists is None or lists.plan is None:
-        return None
-    check_form(lists)
-    _check_plan(lists, num_heads_kv if lists.plan_per_group else num_heads)
-    if not lists.plan_whole:
-        check_launch(lists, num_heads, num_heads_kv)
-        return None
-    _check_whole(lists, num_heads)
-    if lists.dq_write_order is None:
-        return None
-    sequence, block = lists.plan[:, 0].long(), lists.plan[:, 2].long()
-    return _Launch(sequence, block, 1 if is_packed(lists) else lists.mask_block_cnt.shape[0], num_heads)
-
-
-def _check_whole(lists: Any, num_heads: int) -> None:
-    """An item for each key block of each query head, head by head: the heads of a group take turns in that order."""
-    plan, (rows, B) = lists.plan.long(), (lists.mask_block_cnt.shape[-1], 1)
-    batch, head, block = plan[:, :3].unbind(-1)
-    if is_packed(lists):
-        batch, block = torch.zeros_like(batch), block + lists.cu_total_n_blocks.long()[batch]
-    else:
-        B = lists.mask_block_cnt.shape[0]
-    of_head = batch * num_heads + head
-    if plan.shape[0] != B * num_heads * rows:
-        raise ValueError(f"backward plan has {plan.shape[0]} items, expected {B * num_heads * rows}: one for a walk")
-    wrong = of_head != torch.arange(plan.shape[0], device=plan.device) // max(rows, 1)
-    _, first = (of_head * rows + block).sort(stable=True)
-    times = (of_head * rows + block)[first].diff() == 0
-    wrong[first[1:][times]] = True
-    if wrong.any():
-        at = int(wrong.int().argmax())
-        raise ValueError(
-            f"backward plan[{at}] = {lists.plan[at].tolist()}, expected an item for each of {rows} key blocks of one "
-            "query head after the other"
-        )
-
-
-def _without_plan(lists: Any) -> Any:
-    """The lists that a plan was made of."""
+def _without_plan(lists: Any, num_heads: int, num_heads_kv: int) -> Any:
+    """The lists that a plan was made of, once the plan is checked."""
     if lists is None or lists.plan is None:
         return lists
-    whole = lists.plan_whole
-    lists = lists._replace(plan=None, plan_per_group=None, plan_whole=None)
-    if whole:
-        return lists._replace(spt=None)
+    check_form(lists)
+    _check_plan(lists, num_heads_kv if lists.plan_per_group else num_heads)
+    check_launch(lists, num_heads, num_heads_kv)
+    lists = lists._replace(plan=None, plan_per_group=None)
     if lists.dq_write_order is None:
         return lists
     if lists.mask_block_idx.ndim == 1:
         lists = _as_compact(lists)
-    return by_kind(lists)._replace(spt=None)  # the plan has the launch
+    return _by_kind(lists)._replace(spt=None)  # the plan has the launch
+
+
+def _by_kind(lists: Any) -> Any:
+    """Mask and full lists, by rising lock value, of a walk whose entries are ``2 * block + is_full``."""
+    cnt, idx, locks = lists.mask_block_cnt, lists.mask_block_idx, lists.dq_write_order
+    place = torch.arange(idx.shape[-1], device=idx.device)
+    used = place < cnt.unsqueeze(-1)
+    mask_first = torch.where(used, idx & 1, 2).argsort(dim=-1, stable=True)
+    idx, locks, is_full = (t.gather(-1, mask_first) for t in (idx, locks.expand(idx.shape), used & (idx & 1 == 1)))
+    fulls = is_full.sum(-1, dtype=torch.int32)
+    masks = cnt - fulls
+    shifted = (place + masks.unsqueeze(-1)).clamp(max=max(idx.shape[-1] - 1, 0))
+    idx = idx >> 1
+    values = (masks, idx, locks, fulls, idx.gather(-1, shifted), locks.gather(-1, shifted))
+    return lists._replace(**dict(zip((*NAMES[:2], ORDERS[0], *NAMES[2:], ORDERS[1]), values, strict=True)))
 
 
 def _as_compact(lists: Any) -> Any:
@@ -391,8 +354,6 @@ def _check_plan(lists: Any, num_heads: int) -> None:
         before = lists.cu_total_n_blocks.long()
         sequence = batch.clamp(0, before.numel() - 2)
         behind = block >= before.diff()[sequence]
-        if lists.plan_whole:  # rows behind the last sequence's are items of nothing
-            behind &= end > begin
         wrong = (batch != sequence) | behind
         counts, own_row = rows.total().unsqueeze(0), before[sequence] + block
         batch = torch.zeros_like(batch)

@@ -9,12 +9,9 @@ L2. Where the factor is 1 there are as many keys as queries, and the kernels' ow
 `docs/compress_factor.md` has the measurements.
 """
 
-import heapq
-import math
 from functools import lru_cache
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
-import cutlass
 from cutlass import Int32
 
 from flash_attn.cute.compress import CompressArgs, compressed_query_tile_range
@@ -23,10 +20,8 @@ from flash_attn.cute.compress import CompressArgs, compressed_query_tile_range
 MOST_QUERIES = 8192
 # Query tiles of a share at least.
 LEAST_TILES = 8
-# What loading K and V and adding up dK and dV cost, in query tiles.
-START_TILES = 12
-# From so many CTAs of the longest share on, for a multiprocessor, how the last ones end makes no difference.
-MANY_ROUNDS = 16
+# Shares of average length that a multiprocessor gets, where queries are long enough.
+ROUNDS = 4
 
 SMEM_BYTES = 227 << 10  # of a CTA
 BARRIER_BYTES = 1 << 10  # what the barriers take, with what aligns the tiles behind them
@@ -80,12 +75,10 @@ def stages_beside_two_queries(
 
 
 class QueryShares(NamedTuple):
-    """Backward's queries in shares, in query tiles: `early` each at first, `late` each after so many of them."""
+    """Backward's queries in `count` shares of `tiles` query tiles each."""
 
     count: int | Int32
-    early_count: int | Int32
-    early: int | Int32
-    late: int | Int32
+    tiles: int | Int32
 
     def traced(self) -> "QueryShares":
         """The same as an example argument for the compiler: run-time values, not constants."""
@@ -93,9 +86,7 @@ class QueryShares(NamedTuple):
 
     def limits(self, share: Int32) -> Tuple[Int32, Int32]:
         """A share's half-open range of query tiles, in a kernel; the last one may reach over the end."""
-        early = cutlass.min(share, self.early_count)
-        begin = early * self.early + (share - early) * self.late
-        return begin, begin + cutlass.select_(share < self.early_count, self.early, self.late)
+        return share * self.tiles, (share + 1) * self.tiles
 
 
 @lru_cache(maxsize=1024)
@@ -104,61 +95,14 @@ def query_shares(
 ) -> QueryShares:
     """The shares that SM90 backward cuts the queries into; `heads` of all batches.
 
-    Shares are launched from the last to the first. Late queries see many key tiles, each a CTA of its
-    own: long shares save the cost of starting one. Early queries see few: short shares of theirs,
-    launched last, fill the multiprocessors up to the end. Where there are rounds enough for the end not
-    to matter all shares are equally long; else it is the first plan to finish by `_finish`.
+    Shares are launched from the last to the first. They are as long as gives each multiprocessor `ROUNDS` of them,
+    within what the L2 holds and what the start of a CTA is worth.
     """
-    tiles, most = -(-seqlen_q // tile_m), max(MOST_QUERIES // tile_m, 1)
-    lengths = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, tile_m=tile_m, tile_n=tile_n)
-    begins = [compressed_query_tile_range(n, **lengths, **compress._asdict())[0] for n in range(-(-seqlen_k // tile_n))]
-    begins = [begin for begin in begins if begin < tiles]
-    best = QueryShares(max(-(-tiles // most), 1), 0, 0, most)
-    if sum(tiles - begin for begin in begins) * heads > MANY_ROUNDS * most * num_sms:
-        return best
-    least = _finish(best, tiles, begins, heads, num_sms, None)
-    for plan in _plans(tiles, begins, most):
-        time = _finish(plan, tiles, begins, heads, num_sms, least)
-        if time < least:
-            best, least = plan, time
-    return best
-
-
-def _plans(tiles: int, begins: List[int], most: int) -> Iterator[QueryShares]:
-    """Equally long shares, and early ones of several lengths up to some key tile's begin."""
-    turns = sorted({begins[len(begins) * part // 8] for part in (1, 2, 3, 4)} - {0}) if begins else []
-    for turn in [0, *turns]:
-        for early_count in range(1, 13) if turn else [0]:
-            early = -(-turn // early_count) if turn else 0
-            if early > most or 0 < early < LEAST_TILES:
-                continue
-            left = max(tiles - early_count * early, 0)
-            for late_count in range(max(-(-left // most), 1), -(-left // most) + 8):
-                late = -(-left // late_count)
-                if late >= LEAST_TILES:
-                    yield QueryShares(early_count + -(-left // late), early_count, early, late)
-
-
-def _finish(
-    plan: QueryShares, tiles: int, begins: List[int], heads: int, num_sms: int, limit: Optional[float]
-) -> float:
-    """When the last CTA is through, in query tiles' time; a multiprocessor takes the next CTA as soon as it is free.
-
-    Infinite where it is not before `limit`.
-    """
-    walks = []
-    for share in reversed(range(plan.count)):
-        early = min(share, plan.early_count)
-        first = early * plan.early + (share - early) * plan.late
-        end = min(first + (plan.early if share < plan.early_count else plan.late), tiles)
-        walks += [walk for begin in reversed(begins) if (walk := end - max(first, begin)) > 0]
-    if limit is not None and sum(walk + START_TILES for walk in walks) * heads >= limit * num_sms:
-        return math.inf
-    free = [0.0] * num_sms
-    for walk in walks:
-        for _ in range(heads):
-            heapq.heapreplace(free, free[0] + walk + START_TILES)
-    return max(free)
+    tiles, lengths = -(-seqlen_q // tile_m), dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, tile_m=tile_m, tile_n=tile_n)
+    begins = (compressed_query_tile_range(n, **lengths, **compress._asdict())[0] for n in range(-(-seqlen_k // tile_n)))
+    visited = sum(max(tiles - begin, 0) for begin in begins)
+    share = max(LEAST_TILES, min(MOST_QUERIES // tile_m, visited * heads // (ROUNDS * num_sms)))
+    return QueryShares(max(-(-tiles // share), 1), share)
 
 
 def writes_first(compress: Optional[CompressArgs], plain: bool) -> bool:

@@ -213,7 +213,7 @@ class FlashAttentionBackwardDqSm90:
         """The lengths of a tile's sequence, the tile's walk, and how many steps that has: none past the end."""
         seqlen = lengths(place.batch)
         block = place.m_block // self.spec.subtiles
-        walk = KeyWalk.create(lists, place.batch, place.head, block, seqlen.num_n_blocks, self.spec.block_k)
+        walk = KeyWalk.create(lists, place.batch, place.head, block, self.spec.block_k)
         steps = cutlass.select_(place.m_block * TILE_M < seqlen.seqlen_q, walk.steps, Int32(0))
         return seqlen, walk, Int32(steps)
 

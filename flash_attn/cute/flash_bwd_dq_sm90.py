@@ -211,7 +211,7 @@ def backward_dq(
         output=output,
         sums=out is not None,
         start=start if packed[0] else ROWS,
-        stay=stays(normalized.tensors),
+        stay=stays(lists),
     )
     kernel = _compiled(spec, normalized, mask_mod, aux_tensors)
     if not is_fake_mode():

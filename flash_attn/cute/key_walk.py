@@ -31,11 +31,9 @@ class KeyWalk:
     block_k: int
 
     @staticmethod
-    def create(
-        tensors: BlockSparseTensors, batch: Int32, head: Int32, block: Int32, across: Int32, block_k: int
-    ) -> "KeyWalk":
-        """block: of queries, in its sequence. across: how many key blocks the sequence has."""
-        row = find_row(tensors, tensors.cu_total_m_blocks, batch, head, block, across)
+    def create(tensors: BlockSparseTensors, batch: Int32, head: Int32, block: Int32, block_k: int) -> "KeyWalk":
+        """block: of queries, in its sequence."""
+        row = find_row(tensors, tensors.cu_total_m_blocks, batch, head, block)
         mask_count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
         if tensors.full_block_cnt is None:
             return KeyWalk(mask_count, mask_count, mask_idx, None, block_k)

@@ -2,7 +2,7 @@
 
 With lists of a few blocks a CTA to a tile spends as long waiting for its queries, its list and the way
 out of its output as a long walk takes for several blocks. `tile_overlap` lets CTAs stay and walk the
-tiles, and `list_prefetch` asks for the next tile's list in time.
+tiles.
 
 Tiles are dealt out by their number alone, so lists of very different lengths would end unevenly. Only
 their width is known without waiting for the GPU: where rows have room for more than `MOST_ENTRIES` a

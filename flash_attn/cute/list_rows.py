@@ -1,16 +1,14 @@
-"""Where a row of block lists stands in memory: one lookup for every kernel, direction and form of lists.
+"""The place of a row of block lists in memory: one lookup for every kernel, direction and form of lists.
 
 A row is what one CTA walks: the key blocks of a query block in forward, the query blocks of a key
-block in backward. Its lists come in one of four forms, told apart by the ranks of the tensors, so
+block in backward. Its lists come in one of two forms, told apart by the ranks of the tensors, so
 that a compiled kernel knows one of them only:
 
     padded    counts [B, H, rows], entries [B, H, rows, n]
-    compact   counts [H, total rows], entries [H, total rows, n]
-    stacked   counts [H, total rows], entries [H, L]: a row has room for each block of its sequence
-    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start
+    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start (CSR)
 
-Rows of the latter three stand one sequence after the other. What can pass 2**31 is 64 bits wide: a
-place in the entries. Row numbers are 32 bits wide.
+Ragged rows stand one sequence after the other; `packed_lists` has the other forms that a call may bring. What can pass
+2**31 is 64 bits wide: a place in the entries. Row numbers are 32 bits wide.
 """
 
 from __future__ import annotations
@@ -65,9 +63,7 @@ class ListRow:
     def entries(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor:
         """The row of `tensor`: mask_block_idx, full_block_idx, or one laid out like them."""
         start = self.starts[full]
-        if start is None:
-            return tensor[(*self.place, None)]
-        return cute.domain_offset(start, tensor if len(tensor.shape) == 1 else tensor[self.place[0], None])
+        return tensor[(*self.place, None)] if start is None else cute.domain_offset(start, tensor)
 
     def blocks(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor | HalfEntries:
         """The row of mask_block_idx or full_block_idx; its items are blocks."""
@@ -81,31 +77,19 @@ def find_row(
     batch: Int32,
     head: Int32,
     block: Int32,
-    across: Int32,
     start: Int64 | None = None,
 ) -> ListRow:
     """The row of a sequence's block.
 
-    rows_before: [B + 1], rows of all sequences before each one. across: how many blocks the sequence
-    has in the other direction. start: where the row's entries start, if that is known and the lists are ragged.
+    rows_before: [B + 1], rows of all sequences before each one. start: where the row's entries start, if that is known
+    and the lists are ragged.
     """
-    form = len(tensors.mask_block_cnt.shape), len(tensors.mask_block_idx.shape)
-    if form == (3, 4):
+    if len(tensors.mask_block_cnt.shape) == 3:
         return ListRow((batch, head, block), (None, None))
-    first = rows_before[batch]
-    row = Int32(first) + block
-    if form == (2, 3):
-        return ListRow((head, row), (None, None))
-    offsets = tensors.cu_block_idx_offsets
-    if form == (2, 1):
-        of_full = tensors.cu_full_block_idx_offsets
-        start = Int64(offsets[head, row]) if start is None else start
-        full_start = start if of_full is None else Int64(of_full[head, row])
-        return ListRow((head, row), (start, full_start), isinstance(tensors, HalfLists))
-    assert form == (2, 2), form
-    start = Int64(first) * across if offsets is None else Int64(offsets[batch])
-    start += Int64(block) * across
-    return ListRow((head, row), (start, start))
+    row, of_full = Int32(rows_before[batch]) + block, tensors.cu_full_block_idx_offsets
+    start = Int64(tensors.cu_block_idx_offsets[head, row]) if start is None else start
+    full_start = start if of_full is None else Int64(of_full[head, row])
+    return ListRow((head, row), (start, full_start), isinstance(tensors, HalfLists))
 
 
 @cute.jit

@@ -1,12 +1,11 @@
 """What deterministic block-sparse backward asks of a caller's lists, and the form in which SM90 walks them."""
 
-from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
 
-from flash_attn.cute.packed_entries import distinct_heads, packed_rows, ragged_walk
-from flash_attn.cute.packed_lists import blocks_across
+from flash_attn.cute.packed_entries import distinct_heads, is_packed, packed_rows, ragged_walk
+from flash_attn.cute.packed_lists import Packing, blocks_before
 from flash_attn.cute.write_order import MOST_QUERY_BLOCKS, merged_walk
 
 SM90 = 9  # arch // 10
@@ -45,7 +44,11 @@ def prepare(
     lists = require_write_order(lists)
     if arch // 10 != SM90:
         return lists
-    across = blocks_across(lists, block_q, seqlen=seqlen_q, cu_seqlens=cu_seqlens_q, seqused=seqused_q)
+    across = None
+    if lists.mask_block_idx.ndim == 2 and lists.cu_total_n_blocks is not None:
+        lengths = Packing((cu_seqlens_q, None), (seqused_q, None), (None, None))
+        batch, device = lists.cu_total_n_blocks.shape[0] - 1, lists.mask_block_cnt.device
+        across = blocks_before(lengths, 0, block_q, seqlen_q, batch=batch, device=device)
     num_q_blocks = None if isinstance(seqlen_q, torch.Tensor) else -(-seqlen_q // block_q)
     return one_walk(lists, num_q_blocks=num_q_blocks, cu_total_m_blocks=across)
 
@@ -114,7 +117,7 @@ def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Opti
     """Mask and full blocks of each key block in one list, sorted by lock value: entries are 2 * block + is_full.
 
     The lists have passed `require_write_order`. The result has the entries in mask_block_idx and their lock values in
-    dq_write_order; of stacked lists it is ragged. It takes time and memory in proportion to the room of the lists.
+    dq_write_order; of packed lists it is ragged. It takes time and memory in proportion to the room of the lists.
 
     Args:
         num_q_blocks: of the longest sequence; None where it is not known.
@@ -124,24 +127,13 @@ def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Opti
     Raises:
         ValueError: stacked lists without it, or see `packed_rows`.
     """
-    form = lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim
-    if form not in ((3, 4), (2, 3)):
+    if is_packed(lists):
         most = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
         lists = distinct_heads(lists)
         rows = packed_rows(lists, cu_total_m_blocks)
         return ragged_walk(rows, lists, num_q_blocks=most, locks=True, descending=not lists.spt)
-    packed = form == (2, 3)
-    if packed:  # its rows do not meet here, so those of all sequences are rows of one
-        lists = _each(lists, lambda t: t.unsqueeze(0))
     locks = (lists.dq_write_order, lists.dq_write_order_full)
     width = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)
     width = width if num_q_blocks is None else min(width, num_q_blocks)
     walk = merged_walk(lists, locks, descending=not lists.spt, width=width, num_q_blocks=num_q_blocks)
-    lists = walk.in_place_of(lists)
-    return _each(lists, lambda t: t.squeeze(0)) if packed else lists
-
-
-def _each(lists: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", *(name for name, _ in ORDERS))
-    given = {name: getattr(lists, name) for name in names if getattr(lists, name) is not None}
-    return lists._replace(**{name: change(t) for name, t in given.items()})
+    return walk.in_place_of(lists)

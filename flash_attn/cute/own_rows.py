@@ -1,4 +1,4 @@
-"""What a call's block lists hold, row by row, without the dimensions that repeat them: every form in one.
+"""What a call's block lists hold, row by row, without the dimensions that repeat them: padded and ragged ones in one.
 
 A row is a query block in forward, a key block in backward. PyTorch only, and nothing waits for the device.
 """
@@ -13,8 +13,6 @@ import torch
 from flash_attn.cute.list_arguments import fields
 from flash_attn.cute.list_entries import distinct_lists
 from flash_attn.cute.packed_entries import OFFSETS, distinct_heads, is_packed, packed_rows
-
-OptionalTensor = torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -84,24 +82,22 @@ class OwnRows:
         return line // rows, line % rows, torch.full_like(line, kind), torch.where(listed, block, 0), listed
 
 
-def own_rows(lists: Any, rows_before: str, across: OptionalTensor) -> OwnRows:
-    """The rows of lists in any form, expanded to the batches and heads of a call.
+def own_rows(lists: Any, rows_before: str) -> OwnRows:
+    """The rows of padded or ragged lists, expanded to the batches and heads of a call.
 
     Args:
         rows_before: the field with the rows before each sequence.
-        across: [B + 1], blocks before each sequence in the other direction: how wide rows of stacked lists are.
     """
     if not is_packed(lists):
         return _padded_rows(lists)
     lists = lists._replace(dq_write_order=None, dq_write_order_full=None)
     lists = distinct_heads(lists)._replace(cu_total_n_blocks=getattr(lists, rows_before))
-    rows = packed_rows(lists, across)
+    rows = packed_rows(lists)
     heads, count = rows.counts[0].shape
     # Rows behind the last sequence's are nobody's.
     own = torch.arange(count, device=rows.block.device) < lists.cu_total_n_blocks.select(0, -1)
-    shared = lists.mask_block_idx.ndim == 1 and any(
-        t is not None and t.shape[0] < heads for t in (getattr(lists, name) for name in OFFSETS)
-    )
+    starts = [t for t in (getattr(lists, name) for name in OFFSETS) if t is not None]
+    shared = any(t.shape[0] < heads or t.stride(0) == 0 for t in starts)
     return OwnRows(
         tuple(torch.where(own, counts, 0) for counts in rows.counts),
         rows.starts,

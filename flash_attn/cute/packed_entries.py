@@ -14,7 +14,7 @@ import torch
 
 from flash_attn.cute.list_arguments import fields, integer, tensor
 from flash_attn.cute.list_entries import DistinctLists, FlatEntries
-from flash_attn.cute.packed_lists import FORMS
+from flash_attn.cute.packed_lists import FORMS, as_ragged, sequence_of_row
 from flash_attn.cute.write_order import CompactWalk, ranks, sorted_walk
 
 OptionalTensor = torch.Tensor | None
@@ -29,7 +29,7 @@ class PackedRows:
 
     Attributes:
         counts: of each kind, [H, rows].
-        starts: of each kind, [H, rows]: where a row's entries start in `indices`; None where nobody knows.
+        starts: of each kind, [H, rows]: where a row's entries start in `indices`.
         indices: of each kind, flat.
         locks: of each kind, flat like its indices; None without lock values.
         sequence: int32 [rows], the sequence that a row belongs to.
@@ -39,7 +39,7 @@ class PackedRows:
     """
 
     counts: tuple[torch.Tensor, ...]
-    starts: tuple[torch.Tensor, ...] | None
+    starts: tuple[torch.Tensor, ...]
     indices: tuple[torch.Tensor, ...]
     locks: tuple[torch.Tensor, ...] | None
     sequence: torch.Tensor
@@ -61,60 +61,37 @@ def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedR
     """Backward lists of packed sequences as rows.
 
     Args:
-        cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are. Without
-            it nobody knows where they start.
+        cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
 
     Raises:
         ValueError: lists of another form or of heads that do not go together, or the starts of sequences or rows are
             missing or do not fit.
     """
-    form = _packed_form(lists)
+    _check_form(lists)
     _check_starts(lists, cu_total_m_blocks)
+    heads = _heads(lists)
+    _check_shapes(lists, heads)
+    before, places = lists.cu_total_n_blocks.int(), _places(lists, heads)
+    lists = as_ragged(lists, "cu_total_n_blocks", cu_total_m_blocks)
     kinds = [("mask_block_cnt", "mask_block_idx", "dq_write_order", lists.cu_block_idx_offsets)]
     if lists.full_block_cnt is not None:
-        own = lists.cu_full_block_idx_offsets if form == "ragged" else None
-        offsets = lists.cu_block_idx_offsets if own is None else own
-        kinds.append(("full_block_cnt", "full_block_idx", "dq_write_order_full", offsets))
-    heads = max(t.shape[0] for cnt, idx, _, o in kinds for t in (getattr(lists, cnt), getattr(lists, idx), o)
-                if t is not None and t.ndim > 1)  # fmt: skip
-    rows, device = lists.mask_block_cnt.shape[1], lists.mask_block_cnt.device
-    for cnt, idx, *_ in kinds:
-        _check_shapes(lists, cnt, idx, heads)
-    row = torch.arange(rows, device=device, dtype=torch.int32)
-    before = lists.cu_total_n_blocks.int()
+        own = lists.cu_full_block_idx_offsets
+        starts = lists.cu_block_idx_offsets if own is None else own
+        kinds.append(("full_block_cnt", "full_block_idx", "dq_write_order_full", starts))
+    rows = lists.mask_block_cnt.shape[1]
+    row = torch.arange(rows, device=before.device, dtype=torch.int32)
     # Rows behind the last sequence's list nothing, and may count as its.
-    sequence = (torch.searchsorted(before, row, right=True, out_int32=True) - 1).clamp(0, before.shape[0] - 2)
-    block = row - before.index_select(0, sequence)
-    of_one_head = None
-    if form == "stacked" and cu_total_m_blocks is not None:
-        of_one_head = _stacked_starts(before, lists.cu_block_idx_offsets, cu_total_m_blocks, sequence, block)
-    counts, starts, indices, locks = [], [], [], []
-    for cnt, idx, lock, offsets in kinds:
-        own = getattr(lists, idx)
-        if form == "ragged":
-            start = offsets.narrow(1, 0, rows).long().expand(heads, rows)
-        elif form == "stacked":
-            own, start = own.expand(heads, -1), of_one_head
-            if start is not None:
-                start = start + torch.arange(heads, device=device).view(-1, 1) * own.shape[1]
-        else:
-            own = own.expand(heads, -1, -1)
-            start = torch.arange(heads * rows, device=device).view(heads, rows) * own.shape[2]
-        counts.append(getattr(lists, cnt).expand(heads, rows))
-        starts.append(start)
-        indices.append(own.reshape(-1))
-        if getattr(lists, lock) is not None:
-            locks.append(getattr(lists, lock).expand(own.shape).reshape(-1))
-    rooms = [t.numel() for t in indices]
+    sequence = sequence_of_row(before.narrow(0, 0, before.shape[0] - 1), row)
+    locks = tuple(getattr(lists, lock) for _, _, lock, _ in kinds)
     return PackedRows(
-        tuple(counts),
-        None if starts[0] is None else tuple(starts),
-        tuple(indices),
-        tuple(locks) if len(locks) == len(kinds) else None,
-        sequence,
-        block,
-        before.shape[0] - 1,
-        max(rooms) if form == "stacked" else sum(rooms),  # both stacked lists have room for every block of a row
+        counts=tuple(getattr(lists, cnt).expand(heads, rows) for cnt, *_ in kinds),
+        starts=tuple(starts.narrow(1, 0, rows).long().expand(heads, rows) for *_, starts in kinds),
+        indices=tuple(getattr(lists, idx) for _, idx, *_ in kinds),
+        locks=None if any(t is None for t in locks) else locks,
+        sequence=sequence,
+        block=row - before.index_select(0, sequence),
+        sequences=before.shape[0] - 1,
+        places=places,
     )
 
 
@@ -125,15 +102,13 @@ def distinct_heads(lists: Any) -> Any:
         ValueError: counts and indices that are not given together or are no integers, or of another number of rows.
     """
     _check_kinds(fields(lists))
-    given = {name: getattr(lists, name) for name in (*LISTS, *OFFSETS)}
-    ragged = lists.mask_block_idx.ndim == 1
-    heads = [name for name, t in given.items() if t is not None and t.ndim > 1 and (ragged or name not in OFFSETS)]
-    if all(given[name].shape[0] == 1 or given[name].stride(0) == 0 for name in heads):
-        lists = lists._replace(**{name: given[name].narrow(0, 0, 1) for name in heads})
+    given = _with_heads(lists)
+    if all(t.shape[0] == 1 or t.stride(0) == 0 for t in given.values()):
+        lists = lists._replace(**{name: t.narrow(0, 0, 1) for name, t in given.items()})
     return lists
 
 
-def _packed_form(lists: Any) -> str:
+def _check_form(lists: Any) -> None:
     form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
     if form not in ("compact", "stacked", "ragged"):
         raise ValueError(
@@ -142,32 +117,38 @@ def _packed_form(lists: Any) -> str:
         )
     if lists.cu_total_n_blocks is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
         raise ValueError("cu_total_n_blocks, and cu_block_idx_offsets of ragged lists, have to be given")
-    return form
 
 
-def _check_shapes(lists: Any, cnt: str, idx: str, heads: int) -> None:
+def _with_heads(lists: Any) -> dict[str, torch.Tensor]:
+    """The tensors with a dimension for heads; offsets have one in ragged lists, whose entries have none."""
+    names = (*LISTS, *OFFSETS) if lists.mask_block_idx.ndim == 1 else LISTS
+    given = {name: getattr(lists, name) for name in names}
+    return {name: t for name, t in given.items() if t is not None and t.ndim > 1}
+
+
+def _heads(lists: Any) -> int:
+    return max(t.shape[0] for t in _with_heads(lists).values())
+
+
+def _check_shapes(lists: Any, heads: int) -> None:
     """Counts of as many rows, indices of as many dimensions, of `heads` heads or of one for all."""
-    counts, indices = getattr(lists, cnt), getattr(lists, idx)
-    fits = counts.shape[1:] == lists.mask_block_cnt.shape[1:] and indices.ndim == lists.mask_block_idx.ndim
-    if not fits or any(t.ndim > 1 and t.shape[0] not in (1, heads) for t in (counts, indices)):
-        raise ValueError(
-            f"{cnt} {tuple(counts.shape)} and {idx} {tuple(indices.shape)} beside mask_block_cnt "
-            f"{tuple(lists.mask_block_cnt.shape)} and lists of {heads} heads"
-        )
+    for cnt, idx in (LISTS[:2], LISTS[2:4]):
+        counts, indices = getattr(lists, cnt), getattr(lists, idx)
+        if counts is None:
+            continue
+        fits = counts.shape[1:] == lists.mask_block_cnt.shape[1:] and indices.ndim == lists.mask_block_idx.ndim
+        if not fits or any(t.ndim > 1 and t.shape[0] not in (1, heads) for t in (counts, indices)):
+            raise ValueError(
+                f"{cnt} {tuple(counts.shape)} and {idx} {tuple(indices.shape)} beside mask_block_cnt "
+                f"{tuple(lists.mask_block_cnt.shape)} and lists of {heads} heads"
+            )
 
 
-def _stacked_starts(
-    before: torch.Tensor,
-    offsets: OptionalTensor,
-    cu_total_m_blocks: torch.Tensor,
-    sequence: torch.Tensor,
-    block: torch.Tensor,
-) -> torch.Tensor:
-    """int64 [rows]: where rows of one head start, as `list_rows.find_row` has it. before, offsets: [B + 1]."""
-    across = cu_total_m_blocks.long().diff()
-    if offsets is None:  # one sequence's rows follow the other's
-        offsets = torch.nn.functional.pad((before.diff() * across).cumsum(0), (1, 0))
-    return offsets.long().index_select(0, sequence) + block * across.index_select(0, sequence)
+def _places(lists: Any, heads: int) -> int:
+    """Upper bound of the blocks listed, where no two rows share places."""
+    given = [t for t in (lists.mask_block_idx, lists.full_block_idx) if t is not None]
+    rooms = [t.numel() if t.ndim == 1 else heads * t.shape[1:].numel() for t in given]
+    return max(rooms) if given[0].ndim == 2 else sum(rooms)  # stacked: either has room for every block of a row
 
 
 def packed_write_order(
@@ -193,8 +174,7 @@ def packed_write_order(
 
     Returns:
         The lists with dq_write_order and, of full lists, dq_write_order_full: int32, like the indices, 0 after the
-        entries in use; and with `spt`. Compact and stacked lists of one head are repeated where those of the other
-        kind have more.
+        entries in use; and with `spt`. Compact and stacked lists of one head are repeated where others have more.
 
     Raises:
         TypeError, ValueError: lists of another form, stacked ones without `cu_total_m_blocks`, ragged ones whose heads
@@ -206,23 +186,28 @@ def packed_write_order(
         integer("listed", listed, least=0)
     if not isinstance(spt, bool):
         raise TypeError(f"spt has to be a bool, got {spt!r}")
-    rows = packed_rows(lists, cu_total_m_blocks)
-    heads, every = rows.counts[0].shape
-    _refuse_shared_places(lists, heads)
+    _check_form(lists)
+    heads = _heads(lists)
+    if lists.mask_block_idx.ndim == 1:
+        _refuse_shared_places(lists, heads)
+    else:  # lock values are each head's own
+        own = {name: t for name, t in _with_heads(lists).items() if name in LISTS[:4]}
+        _check_shapes(lists, heads)
+        lists = lists._replace(**{name: t.expand(heads, *t.shape[1:]).contiguous() for name, t in own.items()})
+    rows = packed_rows(lists._replace(dq_write_order=None, dq_write_order_full=None), cu_total_m_blocks)
+    every = rows.counts[0].shape[1]
     order = torch.arange(every, device=rows.sequence.device).flip(0) if spt else None
     entries, places = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
     locks = ranks(entries, rows.sequences * num_q_blocks)
     changed: dict[str, Any] = {"spt": spt, "dq_write_order_full": None}
     for number, (kind, name) in enumerate((("mask", "dq_write_order"), ("full", "dq_write_order_full"))):
-        counts, indices = getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")
-        if counts is None:
+        indices = getattr(lists, f"{kind}_block_idx")
+        if indices is None:
             continue
-        if indices.ndim > 1:
-            counts, indices = (t.expand(heads, *t.shape[1:]) for t in (counts, indices))
         own = entries.listed & (entries.is_full == bool(number))
         size = indices.numel()
         values = locks.new_zeros(size + 1).scatter_(0, torch.where(own, places[number], size), locks)
-        changed |= {f"{kind}_block_cnt": counts, f"{kind}_block_idx": indices, name: values[:size].view(indices.shape)}
+        changed[name] = values[:size].view(indices.shape)
     return lists._replace(**changed)
 
 
@@ -287,8 +272,6 @@ def ragged_walk(
         descending: among equal lock values the later query block comes first.
         listed: upper bound of the entries of all heads. None: the room that there is, which rows then must not share.
 
-    Raises:
-        ValueError: stacked rows, and nobody knows where they start.
     """
     M = rows.sequences * num_q_blocks
     entries, places = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
@@ -303,10 +286,6 @@ def _flat_entries(
     rows: PackedRows, order: OptionalTensor, num_q_blocks: int, most: int
 ) -> tuple[FlatEntries, tuple[torch.Tensor, ...]]:
     """Entries by head and row in order, and where they stand in the indices; blocks count through all sequences."""
-    if rows.starts is None:
-        raise ValueError(
-            "cu_total_m_blocks is None: rows of stacked lists, [H, L], are as wide as their sequence has query blocks"
-        )
     H, R = rows.counts[0].shape
     row = torch.arange(H * R, device=rows.sequence.device)
     if order is not None:

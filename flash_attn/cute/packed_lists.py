@@ -1,8 +1,17 @@
-"""Block lists of packed sequences: what a call may bring, checked and expanded before anything is launched.
+"""Block lists of packed sequences: what a call may bring, checked and brought into the one form that kernels read.
+
+Rows of all sequences stand one after the other. A caller's lists have one of four forms, told apart by their ranks:
+
+    padded    counts [B, H, rows], entries [B, H, rows, n]
+    compact   counts [H, total rows], entries [H, total rows, n]
+    stacked   counts [H, total rows], entries [H, L]: a row has room for each block of its sequence
+    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start (CSR)
+
+Kernels, and everything that is computed of lists, know padded and ragged ones only. `as_ragged` makes ragged lists of
+compact and stacked ones: it computes where rows start, and the entries are read where they are.
 
 What upstream refuses as well is refused in its words, followed by the argument and its value: programs match on them.
-`list_rows` says which forms there are. Nothing here looks at the values in a tensor: a check that
-waits for the device would keep the call out of a CUDA graph.
+Nothing here looks at the values in a tensor: a check that waits for the device would keep the call out of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,18 +44,35 @@ BACKWARD = Direction("block_sparse_tensors_bwd", "cu_total_n_blocks", 1)
 
 @dataclass(frozen=True)
 class Packing:
-    """Which lengths differ between sequences, and the largest (queries, keys) where the host knows it."""
+    """The lengths of a call's sequences, each a pair for (queries, keys).
 
-    varies: tuple[bool, bool]
+    Attributes:
+        starts: cu_seqlens [B + 1], or None.
+        used: seqused [B], or None.
+        longest: the largest, where the host knows it.
+    """
+
+    starts: tuple[torch.Tensor | None, torch.Tensor | None]
+    used: tuple[torch.Tensor | None, torch.Tensor | None]
     longest: tuple[int | None, int | None]
+
+    def varies(self, side: int) -> bool:
+        """Lengths on this side may differ between sequences."""
+        return self.starts[side] is not None or self.used[side] is not None
+
+    def lengths(self, side: int) -> torch.Tensor | None:
+        """[B]; None where all sequences have the length of the tensors."""
+        if self.used[side] is not None:
+            return self.used[side]
+        return None if self.starts[side] is None else self.starts[side].diff()
 
 
 def packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k) -> Packing | None:
     """None where the sequences are not packed: they have lists [B, H, rows, n] of the tensors' own lengths."""
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return None
-    varies = tuple(a is not None or b is not None for a, b in ((cu_seqlens_q, seqused_q), (cu_seqlens_k, seqused_k)))
-    return Packing(varies, tuple(m if isinstance(m, int) else None for m in (max_seqlen_q, max_seqlen_k)))
+    longest = tuple(m if isinstance(m, int) else None for m in (max_seqlen_q, max_seqlen_k))
+    return Packing((cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), longest)
 
 
 def fit(
@@ -56,17 +82,20 @@ def fit(
     *,
     batch: int,
     heads: int,
-    block: int,
+    block_size: tuple[int, int],
+    across: int,
 ) -> BlockSparseTensorsTorch:
-    """The lists with every broadcast dimension expanded.
+    """The lists, padded or ragged, with every broadcast dimension expanded.
 
-    block: tokens in the block that a row stands for.
+    Args:
+        block_size: (queries, keys) of a block.
+        across: tokens of every sequence in the direction that rows list, where `packed` does not say.
 
     Raises:
         ValueError: a form, shape, dtype or device that does not fit, or an offset that is missing.
     """
-    name = direction.argument
-    form = _form(name, tensors)
+    name, other = direction.argument, 1 - direction.side
+    form, block = _form(name, tensors), block_size[direction.side]
     lead = (batch, heads) if form == "padded" else (heads,)
     rows = tensors.mask_block_cnt.shape[-1]
     longest = packed.longest[direction.side] if packed is not None else None
@@ -85,19 +114,34 @@ def fit(
         raise ValueError(f"spt requires dq_write_order to be provided: {name}.spt is {tensors.spt}")
     if form != "padded":
         _need_starts(direction, tensors, direction.rows_before, batch)
-    across_varies = packed is not None and packed.varies[1 - direction.side]
-    if form == "stacked" and (across_varies or tensors.cu_block_idx_offsets is not None):
-        across = "qk"[1 - direction.side]
-        when = f"with cu_seqlens_{across} or seqused_{across} "
+    varies = packed is not None and packed.varies(other)
+    if form == "stacked" and (varies or tensors.cu_block_idx_offsets is not None):
+        when = f"with cu_seqlens_{'qk'[other]} or seqused_{'qk'[other]} "
         _need_starts(direction, tensors, "cu_block_idx_offsets", batch, when)
     if form == "ragged":
         for field in ("cu_block_idx_offsets", "cu_full_block_idx_offsets"):
             if field == "cu_block_idx_offsets" or getattr(tensors, field) is not None:
                 fitted[field] = _fit_row_offsets(name, tensors, field, heads, rows)
-    return tensors._replace(**fitted)
+    tensors = tensors._replace(**fitted)
+    if form in ("padded", "ragged"):
+        return tensors
+    before = None
+    if form == "stacked":
+        device = tensors.mask_block_cnt.device
+        before = blocks_before(packed, other, block_size[other], across, batch=batch, device=device)
+    return as_ragged(tensors, direction.rows_before, before)
 
 
-def fit_forward(tensors: BlockSparseTensorsTorch, packed: Packing | None, *, batch: int, heads: int, tile_q: int):
+def fit_forward(
+    tensors: BlockSparseTensorsTorch,
+    packed: Packing | None,
+    *,
+    batch: int,
+    heads: int,
+    tile_q: int,
+    block_k: int,
+    seqlen_k: int,
+):
     """The fitted forward lists, and how many of the kernel's query tiles (of `tile_q`) make one of their blocks."""
     block_q = tile_q if tensors.block_size is None else tensors.block_size[0]
     if block_q <= 0 or block_q % tile_q:
@@ -107,12 +151,82 @@ def fit_forward(tensors: BlockSparseTensorsTorch, packed: Packing | None, *, bat
         )
     if tensors.block_size is None and tensors.mask_block_cnt.ndim == 3:
         raise ValueError("block_sparse_tensors.block_size is None: padded lists of packed sequences need it")
-    fitted = fit(tensors, FORWARD, packed, batch=batch, heads=heads, block=block_q)
+    size = (block_q, block_k)
+    fitted = fit(tensors, FORWARD, packed, batch=batch, heads=heads, block_size=size, across=seqlen_k)
     return fitted, block_q // tile_q
 
 
-def fit_backward(tensors: BlockSparseTensorsTorch, packed: Packing | None, *, batch: int, heads: int, block_k: int):
-    return fit(tensors, BACKWARD, packed, batch=batch, heads=heads, block=block_k)
+def as_ragged(
+    tensors: BlockSparseTensorsTorch, rows_before: str, across: torch.Tensor | None = None
+) -> BlockSparseTensorsTorch:
+    """Packed lists as ragged ones: where rows start is computed, and the entries are read where they are.
+
+    Args:
+        rows_before: the field with the number of rows before each sequence, integers [B + 1]; the last one may lack.
+        across: integers [B + 1], blocks before each sequence in the direction that rows list. Stacked lists need it:
+            their rows have room for each block of their sequence.
+
+    Raises:
+        ValueError: stacked lists, and `across` is None.
+    """
+    if tensors.mask_block_idx.ndim == 1:
+        return tensors
+    row = torch.arange(tensors.mask_block_cnt.shape[1], device=tensors.mask_block_cnt.device)
+    first = _stacked_starts(tensors, rows_before, across, row) if tensors.mask_block_idx.ndim == 2 else None
+    changed: dict[str, torch.Tensor | None] = {}
+    for idx_field, order_field, starts_field in (
+        ("mask_block_idx", "dq_write_order", "cu_block_idx_offsets"),
+        ("full_block_idx", "dq_write_order_full", "cu_full_block_idx_offsets"),
+    ):
+        idx, order = getattr(tensors, idx_field), getattr(tensors, order_field)
+        if idx is None:
+            changed[starts_field] = None
+            continue
+        if order is not None:
+            idx, order = torch.broadcast_tensors(idx, order)
+        if idx.stride(-1) != 1 or (order is not None and order.stride() != idx.stride()):
+            idx, order = idx.contiguous(), order if order is None else order.contiguous()
+        starts = (row * idx.stride(1) if first is None else first).expand(idx.shape[0], -1)
+        if idx.shape[0] > 1 and idx.stride(0) > 0:
+            starts = starts + torch.arange(idx.shape[0], device=idx.device).unsqueeze(1) * idx.stride(0)
+        changed[starts_field] = starts
+        changed |= {idx_field: _flat(idx), order_field: order if order is None else _flat(order)}
+    return tensors._replace(**changed)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory, from its first element to its last: element (i, j) is at i * stride(0) + j."""
+    if tensor.numel() == 0:
+        return tensor.reshape(-1)
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.as_strided((length,), (1,))
+
+
+def _stacked_starts(
+    tensors: BlockSparseTensorsTorch, rows_before: str, across: torch.Tensor | None, row: torch.Tensor
+) -> torch.Tensor:
+    """int64 [rows]: where rows of one head start."""
+    if across is None:
+        side = "m" if rows_before == BACKWARD.rows_before else "n"
+        raise ValueError(
+            f"cu_total_{side}_blocks is None: rows of stacked lists, [H, L], are as wide as their sequence has blocks "
+            "in the direction that they list"
+        )
+    widths = across.long().diff()
+    sequences = widths.shape[0]
+    before = getattr(tensors, rows_before).long().narrow(0, 0, sequences)
+    offsets = tensors.cu_block_idx_offsets
+    if offsets is None:  # one sequence's rows follow the other's
+        room = before.diff() * widths.narrow(0, 0, sequences - 1)
+        offsets = torch.nn.functional.pad(room.cumsum(0), (1, 0))
+    sequence = sequence_of_row(before, row)
+    first, start, width = (t.long().index_select(0, sequence) for t in (before, offsets, widths))
+    return start + (row - first) * width
+
+
+def sequence_of_row(before: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """The sequence that a row belongs to. before: [B], rows of all sequences before each one."""
+    return (torch.searchsorted(before, row, right=True, out_int32=before.dtype == torch.int32) - 1).clamp(min=0)
 
 
 def launch_arguments(tensors: BlockSparseTensorsTorch | None):
@@ -158,31 +272,20 @@ def cu_total_blocks(cu_seqlens: torch.Tensor, block_size: int) -> torch.Tensor:
     return torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def blocks_across(
-    tensors: BlockSparseTensorsTorch,
-    block: int,
-    *,
-    seqlen: int,
-    cu_seqlens: torch.Tensor | None,
-    seqused: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """int64 [B + 1]: blocks of all sequences before each one, in the direction that rows list; how wide rows are.
-
-    As the kernels count them. None for lists that are not stacked, which do not need it.
+def blocks_before(
+    packed: Packing | None, side: int, block: int, seqlen: int, *, batch: int, device: torch.device
+) -> torch.Tensor:
+    """int64 [B + 1]: blocks of all sequences before each one, as kernels count them.
 
     Args:
-        block: tokens of a block in that direction.
-        seqlen: of every sequence, where neither `cu_seqlens` nor `seqused` says.
+        side: 0 for queries, 1 for keys.
+        block: tokens of a block on that side.
+        seqlen: of every one of `batch` sequences, where `packed` does not say.
     """
-    if FORMS.get((tensors.mask_block_cnt.ndim, tensors.mask_block_idx.ndim)) != "stacked":
-        return None
-    if seqused is None and cu_seqlens is None:
-        before = tensors.cu_total_m_blocks if tensors.cu_total_n_blocks is None else tensors.cu_total_n_blocks
-        lengths = torch.full_like(before.narrow(0, 1, before.shape[0] - 1), seqlen)
-    else:
-        lengths = cu_seqlens.diff() if seqused is None else seqused
-    blocks = (lengths.long() + block - 1) // block
-    return torch.nn.functional.pad(blocks.cumsum(0), (1, 0))
+    lengths = None if packed is None else packed.lengths(side)
+    if lengths is None:
+        lengths = torch.full((batch,), seqlen, device=device)
+    return torch.nn.functional.pad(((lengths.long() + block - 1) // block).cumsum(0), (1, 0))
 
 
 def _form(name: str, tensors: BlockSparseTensorsTorch) -> str:

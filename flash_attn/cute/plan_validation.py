@@ -46,7 +46,7 @@ def check_launch(lists: Any, num_heads: int, num_heads_kv: int) -> None:
     """Check the order of a plan's items, each of which is known to be of a key block and of entries that it lists.
 
     Args:
-        lists: backward lists with a plan that is not for SM100.
+        lists: backward lists with a plan.
 
     Raises:
         ValueError: naming the first item that is wrong.

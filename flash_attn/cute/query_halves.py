@@ -5,7 +5,7 @@ A tile of queries walks the union of its halves' lists, and every entry of the u
 of lists; in backward, where a row is a key block, two entries. The kernels hide an entry's scores from the half that
 does not list it (`half_tiles`).
 
-The union is ragged (`list_rows`) whatever the form of the lists. Making it takes time and memory in proportion to the
+The union is ragged (`packed_lists`), of padded lists too. Making it takes time and memory in proportion to the
 room that the lists have, and never waits for the device. Where heads are packed into a forward tile and it lies within
 a block, nothing is joined: see `packs`.
 
@@ -22,8 +22,6 @@ import torch
 
 from flash_attn.cute.own_rows import ListedEntries, own_rows
 from flash_attn.cute.packed_entries import is_packed
-from flash_attn.cute.packed_lists import blocks_across
-from flash_attn.cute.planned_calls import launch_places
 
 HALF = 64  # queries
 TILE = 2 * HALF
@@ -59,16 +57,7 @@ def whole_tiles(heads: int, tiles: int | Fraction) -> tuple[int, int]:
     return (heads, tiles) if isinstance(tiles, int) else (1, int(heads * tiles))
 
 
-def forward_config(
-    config: Any,
-    *,
-    tile_q: int,
-    packed: bool,
-    asked: bool,
-    seqlen_k: int,
-    cu_seqlens_k: OptionalTensor,
-    seqused_k: OptionalTensor,
-) -> Any:
+def forward_config(config: Any, *, tile_q: int, packed: bool, asked: bool) -> Any:
     """The normalised lists of a forward call (`NormalizedBlockSparseConfig`) as SM100 walks them.
 
     Args:
@@ -80,40 +69,27 @@ def forward_config(
     lists = config.tensors
     if packed:
         return config._replace(q_subtile_factor=block_tiles(lists.block_size[0], tile_q))
-    across = blocks_across(lists, lists.block_size[1], seqlen=seqlen_k, cu_seqlens=cu_seqlens_k, seqused=seqused_k)
-    lists = merged_forward(lists, across=across, asked=asked)
+    lists = merged_forward(lists, asked=asked)
     pattern = get_block_sparse_broadcast_pattern(lists)
     return config._replace(tensors=lists, broadcast_pattern=pattern, q_subtile_factor=1)
 
 
-def backward_lists(
-    lists: Any,
-    *,
-    asked: bool,
-    ordered: bool,
-    spt: bool,
-    groups: int,
-    seqlen_q: int,
-    cu_seqlens_q: OptionalTensor,
-    seqused_q: OptionalTensor,
-) -> Any:
+def backward_lists(lists: Any, *, asked: bool, ordered: bool, spt: bool, groups: int) -> Any:
     """The normalised lists of a backward call as SM100 walks them; see `merged_backward`.
 
     Args:
         spt: what to take for ``lists.spt`` where the lists do not say, which they need not.
         groups: CTAs, or pairs of them, that a key block's tiles are dealt out to.
     """
-    across = blocks_across(lists, lists.block_size[0], seqlen=seqlen_q, cu_seqlens=cu_seqlens_q, seqused=seqused_q)
     spt = spt if lists.spt is None else bool(lists.spt)
-    return merged_backward(lists, across=across, asked=asked, ordered=ordered, spt=spt, groups=groups)
+    return merged_backward(lists, asked=asked, ordered=ordered, spt=spt, groups=groups)
 
 
-def merged_forward(lists: Any, *, across: OptionalTensor, asked: bool) -> Any:
+def merged_forward(lists: Any, *, asked: bool) -> Any:
     """Forward lists of tiles of 128 queries, as the module's docstring has them.
 
     Args:
-        lists: of blocks of an odd number of 64 queries, expanded to the batches and heads of a call.
-        across: integers [B + 1], key blocks before each sequence: how wide rows of stacked lists are.
+        lists: padded or ragged, of blocks of an odd number of 64 queries, expanded to the batches and heads of a call.
         asked: whether there is a mask_mod. Without one mask and full blocks are the same to a kernel, and what comes
             out are full blocks; with one, a block that one half lists as a mask block and the other as a full one is
             in both lists.
@@ -121,7 +97,7 @@ def merged_forward(lists: Any, *, across: OptionalTensor, asked: bool) -> Any:
     Returns:
         Ragged lists with cu_total_m_blocks. Heads, and sequences of padded lists, that shared their lists still do.
     """
-    own = own_rows(lists, "cu_total_m_blocks", across)
+    own = own_rows(lists, "cu_total_m_blocks")
     factor, (heads, rows, kinds) = lists.block_size[0] // HALF, own.sizes(asked)
     if is_packed(lists):
         before = _cumulated((lists.cu_total_m_blocks.long().diff() * factor + 1) // 2)
@@ -139,23 +115,20 @@ def merged_forward(lists: Any, *, across: OptionalTensor, asked: bool) -> Any:
     return _in_place_of(lists, union, mask, full)._replace(cu_total_m_blocks=before.int())
 
 
-def merged_backward(
-    lists: Any, *, across: OptionalTensor, asked: bool, ordered: bool = False, spt: bool = False, groups: int = 1
-) -> Any:
+def merged_backward(lists: Any, *, asked: bool, ordered: bool = False, spt: bool = False, groups: int = 1) -> Any:
     """Backward lists whose entries are tiles of 128 queries, as the module's docstring has them.
 
     Args:
         lists, asked: as in `merged_forward`; without a mask_mod what comes out are mask blocks.
-        across: integers [B + 1], query blocks before each sequence: how wide rows of stacked lists are.
         ordered: also make lock values. Those of `lists` count entries that there are no longer.
-        spt: key blocks are launched from the last to the first, unless the lists have a plan, which says how.
+        spt: key blocks are launched from the last to the first.
         groups: CTAs, or pairs of them, that add for a key block. Where there are several, and full lists too, lock
             values are what `turn_of_add` takes.
 
     Returns:
         Ragged lists with cu_total_n_blocks.
     """
-    own = own_rows(lists, "cu_total_n_blocks", across)
+    own = own_rows(lists, "cu_total_n_blocks")
     sizes = own.sizes(asked)
     before = lists.cu_total_n_blocks if is_packed(lists) else own.rows_before(lists, sizes[1] // own.sequences)
     entry = own.entries(asked)
@@ -165,9 +138,8 @@ def merged_backward(
     merged = _in_place_of(lists, union, union.lists[0], full)._replace(cu_total_n_blocks=before.int())
     if not ordered:
         return merged
-    places = None if lists.plan is None else _own_places(launch_places(lists), sizes)
     twice = full is not None and groups > 1
-    locks = _locks(union, own.sequence, own.sequences, places, twice=twice)
+    locks = _locks(union, own.sequence, own.sequences, twice=twice)
     return merged._replace(dq_write_order=locks, dq_write_order_full=None if full is None else locks, spt=spt)
 
 
@@ -241,31 +213,14 @@ def _union(halves: torch.Tensor, of: ListedEntries, *, reverse: bool = False) ->
     return _Union(entries, lists, joined >> BLOCK_BITS + 2, used, of.sizes, reverse)
 
 
-def _own_places(places: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
-    """`launch_places` of the heads and rows that have lists of their own; those that share lists share their order."""
-    heads, rows, _ = sizes
-    return places.narrow(1, 0, rows).unflatten(0, (heads, -1)).select(1, 0)
-
-
-def _locks(
-    union: _Union, sequence: torch.Tensor, sequences: int, places: OptionalTensor, *, twice: bool
-) -> torch.Tensor:
-    """int32 [E + 1]: for each entry how many entries add to its tile of queries first; `twice`: for `turn_of_add`.
-
-    places: integers [heads, rows], see `launch_places`; None for rows that are launched as the union has them.
-    """
+def _locks(union: _Union, sequence: torch.Tensor, sequences: int, *, twice: bool) -> torch.Tensor:
+    """int32 [E + 1]: for each entry how many entries add to its tile of queries first; `twice`: for `turn_of_add`."""
     heads, rows, kinds = union.sizes
     head, row = union.line // (rows * kinds), union.line // kinds % rows
     row = (rows - 1 - row if union.reverse else row).clamp(0, rows - 1)
     of = head * sequences + sequence.index_select(0, row)
     key = torch.where(union.used, of << BLOCK_BITS | (union.entries >> 2), heads * sequences << BLOCK_BITS)
-    if places is None:
-        ordered, source = key.sort(stable=True)
-    else:
-        place = places.flatten().index_select(0, head.clamp(max=heads - 1) * rows + row)
-        launch = torch.where(union.used, place, rows).argsort(stable=True)
-        ordered, source = key.index_select(0, launch).sort(stable=True)
-        source = launch.index_select(0, source)
+    ordered, source = key.sort(stable=True)
     lock = torch.arange(key.numel(), device=key.device) - torch.searchsorted(ordered, ordered)
     if twice:
         place = torch.stack([ordered, (union.line // kinds).index_select(0, source)])

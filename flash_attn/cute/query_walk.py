@@ -76,15 +76,13 @@ class QueryWalk:
         batch: Int32,
         head: Int32,
         n_block: Int32,
-        query_tiles: Int32,
         subtiles: int,
         flagged: bool,
         item: Optional[Item] = None,
     ) -> "QueryWalk":
-        """query_tiles: how many of the kernel's query tiles the sequence has."""
-        across = cute.ceil_div(query_tiles, subtiles)
+        """flagged: see the class. item: what a plan deals out of the walk."""
         start = None if item is None else item.start
-        row = find_row(tensors, tensors.cu_total_n_blocks, batch, head, n_block, across, start)
+        row = find_row(tensors, tensors.cu_total_n_blocks, batch, head, n_block, start)
         count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
         begin, end = Int32(0), count
         full_idx, locks = None, None

@@ -16,14 +16,14 @@ from typing import Callable, Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32
 from cutlass.pipeline import PipelineUserType
 from quack import copy_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.target_sms import target_sm_count
-from flash_attn.cute.tile_scheduler import SchedulerState, SingleTileLPTScheduler, WorkTileInfo
+from flash_attn.cute.tile_scheduler import SchedulerState, SingleTileLPTScheduler
 
 SLOTS = 2
 
@@ -46,10 +46,6 @@ class TileWalk(SingleTileLPTScheduler):
         self._tile_idx += cute.arch.grid_dim()[0]
         return self.get_current_work()
 
-    def look_ahead(self) -> WorkTileInfo:
-        """The tile that comes next, without going there."""
-        return TileWalk(self.params, self._tile_idx + cute.arch.grid_dim()[0], self._split_idx).get_current_work()
-
 
 @cute.jit
 def announce_output(slot: Int32, num_consumers: int):
@@ -70,12 +66,8 @@ def store_outputs(
     num_consumers: int,
     SeqlenInfoCls: Callable,
     TileSchedulerCls: Callable,
-    prefetch: Optional[Callable] = None,
 ):
-    """The store warp: every tile's output from its slot to memory, and the slot back to the load warp.
-
-    `prefetch` is called with the next tile's place while a tile is computed.
-    """
+    """The store warp: every tile's output from its slot to memory, and the slot back to the load warp."""
     slots = pipeline_custom.make_pipeline_state(PipelineUserType.Consumer, SLOTS)
     tile_scheduler = TileSchedulerCls()
     work_tile = tile_scheduler.initial_work_tile_info()
@@ -87,10 +79,6 @@ def store_outputs(
         store, _, _ = copy_utils.tma_get_copy_fn(
             tma_atom_O, 0, cute.make_layout(1), sO[None, None, slot], gO, single_stage=True
         )
-        if const_expr(prefetch is not None):
-            next_tile = tile_scheduler.look_ahead()
-            if next_tile.is_valid_tile:
-                prefetch(next_tile.tile_idx)
         cute.arch.barrier(
             barrier_id=int(NamedBarrierFwd.OFull) + slot, number_of_threads=num_consumers + cute.arch.WARP_SIZE
         )

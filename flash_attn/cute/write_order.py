@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flash_attn.cute import order_table
 from flash_attn.cute.list_arguments import fields, padded_lists, tensor
 from flash_attn.cute.list_entries import (
     DistinctLists,
@@ -100,7 +99,7 @@ def compute_dq_write_order(
         spt: key blocks are launched from the last to the first.
         order: the key blocks in the order of their launch, integers [N], [H, N] or [B, H, N], instead of `spt`.
         listed: upper bound of the blocks listed, all heads and batches together; worth giving when both lists are
-            padded to full width, where lock values are counted in a table of all pairs of blocks else.
+            padded to full width.
 
     Returns:
         (dq_write_order, dq_write_order_full): int32, shaped like the backward index lists (the second is None without
@@ -116,9 +115,6 @@ def compute_dq_write_order(
     forward_width = fwd_mask_idx.shape[3] + (0 if fwd_full_idx is None else fwd_full_idx.shape[3])
     room = min(M * min(forward_width, N), N * min(lists.width, M))  # a head's: no block is listed twice
     most = _at_most(lists.heads * room, listed)
-    if order_table.pays(lists, M, most):
-        write_order, of_full = order_table.locks_by_table(lists, order, M)
-        return lists.repeat(write_order), None if of_full is None else lists.repeat(of_full)
     entries = flat_entries(lists, order, most)
     locks = ranks(entries, M)
     write_order = lists.repeat(entries.put(locks, full=False))

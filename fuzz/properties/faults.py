@@ -194,26 +194,6 @@ def out_of_memory_in_kernels(case: Case) -> None:
     asserted(survives_running_out(step, nth_allocation(step, "cuda", case.seed * 7919)))
 
 
-@holds("faults.out of memory while preparing", kernel_cases, needs=GPU)
-def out_of_memory_while_preparing(case: Case) -> None:
-    """First calls of a kind fail, while they are prepared and recorded; later ones are what an unprepared one is."""
-    from nsa_layer.cute import autograd, branches
-
-    step, ran_out = layer_step(case, "cute", "cuda", same_bits=case.config.deterministic), False
-    for attempt in range(3):
-        try:
-            with Guarded("cuda", fail_at=1 + (31 * case.seed + 7 * attempt) % 60):
-                step.grads()
-        except torch.OutOfMemoryError:
-            ran_out = True
-    asserted(ran_out)
-    later = [step.grads() for _ in range(3)]
-    for prepared in (autograd._forward, autograd._backward, branches._flash_attn_fwd):
-        prepared.clear()
-    for name, right in step.grads().items():
-        assert all(_alike(grads[name], right, step.same_bits) for grads in later), f"a gradient of {name} is wrong"
-
-
 @holds("faults.out of GPU memory", kernel_cases, needs=GPU)
 def out_of_gpu_memory(case: Case) -> None:
     """PyTorch's own allocator runs out, wherever it does: in operators, in autograd, in the kernels' outputs."""

@@ -71,15 +71,8 @@ def shares(case: Edge) -> None:
     sizes = (min(case.seqlen_q, 1 << 18), min(case.seqlen_k, 1 << 14), tile_m, tile_n)
     plan = query_shares(compress, *sizes, case.heads, case.num_sms)
     tiles = -(-sizes[0] // tile_m)
-    place = 0
-    for share in range(plan.count):
-        early = min(share, plan.early_count)
-        begin = early * plan.early + (share - early) * plan.late
-        assert begin == place, f"share {share} begins at {begin}, the one before ends at {place}: {plan}"
-        length = plan.early if share < plan.early_count else plan.late
-        assert length > 0, f"share {share} is empty: {plan}"
-        place = begin + length
-    assert place >= tiles, f"{plan} ends at tile {place} of {tiles}"
+    end = plan.count * plan.tiles
+    assert end - plan.tiles < tiles <= end, f"{plan} ends at tile {end} of {tiles}"
     unseen = unseen_query_tiles(compress, *sizes)
     for m in near([unseen, tiles - 1], tiles):
         options = dict(tile_m=tile_m, tile_n=tile_n, seqlen_q=sizes[0], seqlen_k=sizes[1], **compress._asdict())

@@ -1,6 +1,6 @@
 """The layer on the fork's kernels: what is saved, what is computed again, in which order memory is freed.
 
-Saved: q, k, v, the weights, each branch's o (unless the schedule says that it is computed again) and lse, the gates,
+Saved: q, k, v, the weights, each branch's o (unless the plan says that it is recomputed) and lse, the gates,
 the compressed keys and values, and the chosen blocks. Computed again in backward: the block lists. Nothing is chosen
 again.
 """
@@ -12,20 +12,15 @@ from functools import partial
 import torch
 
 from nsa_layer import determinism, support
-from nsa_layer.call_spec import Aux, Problem
+from nsa_layer.call_spec import Aux, CallSpec
 from nsa_layer.cute import heads
-from nsa_layer.cute.branches import Prepared, on_own_device
-from nsa_layer.cute.heads import Inputs, Kept, WeightGradients, of_heads
-from nsa_layer.cute.memory_plan import MemoryPolicy, Schedule, Sizes, schedule
+from nsa_layer.cute.branches import on_own_device
+from nsa_layer.cute.heads import Inputs, SavedForBackward, WeightGradients, of_heads
+from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives
-from nsa_layer.profiler_ranges import watched
 
 Tensor = torch.Tensor
-
-# A short call is host work above all: it is done for each kind of call, not for each call. Whoever watches the parts
-# sees the functions.
-_forward, _backward = (Prepared(function, unless=watched) for function in (heads.forward, heads.backward))
 
 
 @on_own_device
@@ -34,7 +29,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    problem: Problem,
+    spec: CallSpec,
     gate_weight: Tensor | None,
     gates: Tensor | None,
     compress_k_weight: Tensor | None,
@@ -56,23 +51,23 @@ def attend(
             "with backend='eager'"
         )
     gated = gate_weight is not None or gates is not None
-    plan = schedule(Sizes.of(q, v, problem=problem, gated=gated, needs_grad=needs_grad), memory, q.device)
+    plan = plan_memory(Sizes.of(q, v, spec=spec, gated=gated, needs_grad=needs_grad), memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     q, k, v = map(_readable, (q, k, v))
-    made = _Attend.apply(q, k, v, *weights, Packing.of(problem, q.device), problem, plan, return_aux)
+    made = _Attend.apply(q, k, v, *weights, Packing.of(spec, q.device), spec, plan, return_aux)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, packing, problem, plan, return_aux):
+    def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, packing, spec, plan, return_aux):
         inputs = Inputs(q, k, v, gate_weight, gates, w_k, w_v, packing)
         o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
         for first, end in plan.groups:
             into = of_heads(o, -2, _queries(q, k, first, end))
-            parts.append(_forward(inputs.heads(first, end), into, problem=problem, kept=plan.kept))
+            parts.append(heads.forward(inputs.heads(first, end), into, spec=spec, kept=plan.kept))
         ctx.save_for_backward(*inputs[:-1], *(x for part in parts for x in part))
-        ctx.packing, ctx.problem, ctx.plan = packing, problem, plan
+        ctx.packing, ctx.spec, ctx.plan = packing, spec, plan
         ctx.set_materialize_grads(False)
         if not return_aux:
             return o
@@ -84,27 +79,27 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, do, *_):
         if do is None:
             return (None,) * 11
-        static = ctx.packing, ctx.problem, ctx.plan
+        static = ctx.packing, ctx.spec, ctx.plan
         return *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None, None, None, None
 
 
 def _gradients(
-    do: Tensor, packing: Packing | None, problem: Problem, plan: Schedule, *tensors: Tensor | None
+    do: Tensor, packing: Packing | None, spec: CallSpec, plan: MemoryPlan, *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `_Attend`'s tensors, from those that it saved."""
-    given, made = len(Inputs._fields) - 1, len(Kept._fields)
+    given, made = len(Inputs._fields) - 1, len(SavedForBackward._fields)
     inputs = Inputs(*tensors[:given], packing)
     q, k, v = inputs[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    problem = determinism.in_force(problem, partial(support.choose_backend, "cute", **sizes, needs_grad=True))
+    spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes, needs_grad=True))
     do = _readable(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rest = []
     for turn, (first, end) in enumerate(plan.groups):
-        kept = Kept(*tensors[given + turn * made : given + (turn + 1) * made])
+        kept = SavedForBackward(*tensors[given + turn * made : given + (turn + 1) * made])
         query, key = _queries(q, k, first, end), (first, end)
         into = of_heads(dq, -2, query), of_heads(dk, -2, key), of_heads(dv, -2, key)
-        rest.append(_backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, problem=problem))
+        rest.append(heads.backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, spec=spec))
     return dq, dk, dv, *_joined_weights(rest)
 
 
@@ -121,7 +116,7 @@ def _queries(q: Tensor, k: Tensor, first: int, end: int) -> tuple[int, int]:
     return first * G, end * G
 
 
-def _joined_aux(parts: list[Kept], q: Tensor) -> tuple[Tensor, ...]:
+def _joined_aux(parts: list[SavedForBackward], q: Tensor) -> tuple[Tensor, ...]:
     """`Aux`'s fields for all heads."""
     packed = q.dim() == 3
     heads_dim = 0 if packed else 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.torch_block_lists import (
@@ -35,15 +35,11 @@ from flash_attn.cute.block_lists import transpose_lists  # noqa: E402
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
 from flash_attn.cute.own_device import on_own_device  # noqa: E402, F401
 from flash_attn.cute.packed_lists import cu_total_blocks  # noqa: E402
-from flash_attn.cute.prepared_calls import Prepared  # noqa: E402
 from flash_attn.cute.write_order import compute_dq_write_order  # noqa: E402
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask  # noqa: E402
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels  # noqa: E402
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-# A short call is host work above all: it is done for each kind of call, not for each call.
-_flash_attn_fwd = Prepared(interface._flash_attn_fwd)
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -64,11 +60,11 @@ def backward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int,
     return 128, 64 if block_size == 64 and _on_hopper(device) else KV_TILE
 
 
-def takes_two_passes(q: torch.Tensor, v: torch.Tensor, problem: Problem) -> bool:
+def takes_two_passes(q: torch.Tensor, v: torch.Tensor, spec: CallSpec) -> bool:
     """Whether the selected branch's backward takes two passes: dk and dv over lists of keys, dq over forward's."""
     if not _on_hopper(q.device):
         return False
-    config = problem.config
+    config = spec.config
     tiles = (tile(q.device, config.block_size) for tile in (forward_tile, backward_tile))
     sizes = ((math.lcm(config.q_tile, tile_q), kv_tile) for tile_q, kv_tile in tiles)
     forward, backward = (BlockSparseTensorsTorch(None, None, block_size=size) for size in sizes)
@@ -99,22 +95,22 @@ class Sparsity:
 
 
 def compressed_forward(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *, problem: Problem, packing: Packing | None
+    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *, spec: CallSpec, packing: Packing | None
 ) -> Pair:
     """q [B, T, Hq, D] over k_cmp [B, Tc, Hkv, D], v_cmp [B, Tc, Hkv, Dv] under the compressed-causal mask."""
     if k_cmp.shape[-3] == 0:
         return _nothing_seen(q, v_cmp.shape[-1])
-    return forward(q, k_cmp, v_cmp, problem, compressed_options(problem, packing))
+    return forward(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
 
 
-def compressed_options(problem: Problem, packing: Packing | None) -> dict:
+def compressed_options(spec: CallSpec, packing: Packing | None) -> dict:
     """What the compressed branch asks of attention, forward and backward."""
     options: dict = {}
     if packing is not None:
         lengths = dict(max_seqlen_q=packing.longest, max_seqlen_k=packing.longest_blocks)
         options = dict(cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_blocks, **lengths)
-    if problem.causal:
-        options |= dict(causal=True, compress_factor=problem.config.stride, compress_offset=problem.config.offset)
+    if spec.causal:
+        options |= dict(causal=True, compress_factor=spec.config.stride, compress_offset=spec.config.offset)
     return options
 
 
@@ -123,7 +119,7 @@ def selected_sparsity(
     T: int,
     heads: tuple[int, int],
     *,
-    problem: Problem,
+    spec: CallSpec,
     tile: tuple[int, int],
     backward: bool,
     ordered: bool = False,
@@ -139,7 +135,7 @@ def selected_sparsity(
         tile: as in `forward_tile` and `backward_tile`.
         ordered: backward lists say in which order dq is added to, for one deterministic pass.
     """
-    config, causal, device = problem.config, problem.causal, block_indices.device
+    config, causal, device = spec.config, spec.causal, block_indices.device
     tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
     # Tiles with nothing but listed blocks in them, all of them listed for every query, need no mask but the causal one.
     exact = tile_q == config.q_tile and config.block_size % kv_tile == 0
@@ -152,11 +148,11 @@ def selected_sparsity(
         )
         if not backward:
             return Sparsity(list_kernels.forward_lists(block_indices, block_counts, T, **static), causal)
-        static |= dict(lengths=problem.lengths, deterministic=ordered)
+        static |= dict(lengths=spec.lengths, deterministic=ordered)
         return Sparsity(list_kernels.backward_lists(block_indices, T, heads, **static), causal)
     sequences = [(block_indices, T)]
-    if problem.lengths is not None:
-        sequences = list(choices_of_sequences(block_indices, problem.lengths, config=config))
+    if spec.lengths is not None:
+        sequences = list(choices_of_sequences(block_indices, spec.lengths, config=config))
     options = dict(config=config, causal=causal, tile_q=tile_q, kv_tile=kv_tile, split=not (plain and hopper))
     lists = [selected_lists(chosen, tokens, **options) for chosen, tokens in sequences]
     if backward:
@@ -243,12 +239,12 @@ def selected_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    problem: Problem,
+    spec: CallSpec,
     sparsity: Sparsity,
     packing: Packing | None = None,
 ) -> Pair:
     """q [B, T, Hq, D] over the tokens of the listed blocks of k, v."""
-    return forward(q, k, v, problem, selected_options(sparsity, packing))
+    return forward(q, k, v, spec, selected_options(sparsity, packing))
 
 
 def selected_options(sparsity: Sparsity, packing: Packing | None) -> dict:
@@ -264,16 +260,16 @@ def dq_options(sparsity: Sparsity, packing: Packing | None) -> dict:
 
 
 def window_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, problem: Problem, packing: Packing | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, spec: CallSpec, packing: Packing | None
 ) -> Pair:
     """Sliding window of ``config.window_size`` tokens."""
-    return forward(q, k, v, problem, window_options(problem, packing))
+    return forward(q, k, v, spec, window_options(spec, packing))
 
 
-def window_options(problem: Problem, packing: Packing | None) -> dict:
+def window_options(spec: CallSpec, packing: Packing | None) -> dict:
     """What the window asks of attention, forward and backward."""
-    reach = problem.config.window_size - 1
-    window = dict(window_size_left=reach, window_size_right=0 if problem.causal else reach)
+    reach = spec.config.window_size - 1
+    window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
     return window | _packing_options(packing)
 
 
@@ -285,9 +281,9 @@ def _packing_options(packing: Packing | None) -> dict:
     return dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem, options: dict) -> Pair:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: CallSpec, options: dict) -> Pair:
     """A branch's attention, with what it asks for."""
-    o, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=problem.softmax_scale, return_lse=True, **options)
+    o, lse, *_ = interface._flash_attn_fwd(q, k, v, softmax_scale=spec.softmax_scale, return_lse=True, **options)
     return o, lse
 
 

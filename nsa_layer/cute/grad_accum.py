@@ -72,7 +72,7 @@ def backward_layouts(q: torch.Tensor, calls: tuple[Call, ...], *, key: Hashable)
 
     Args:
         calls: the compressed branch (left out where it has no keys), then the window and the selected one.
-        key: what the options' values depend on, but for tensors' contents: the problem and the lists' block size.
+        key: what the options' values depend on, but for tensors' contents: the spec and the lists' block size.
     """
     key = (key, q.shape, q.dtype, q.device, *(call.k.shape for call in calls), calls[0].v.shape[-1])
     known = _known.get(key)
@@ -84,7 +84,7 @@ def backward_layouts(q: torch.Tensor, calls: tuple[Call, ...], *, key: Hashable)
     return known
 
 
-class BranchGradients:
+class GradAccumulators:
     """Gradients as the calls add to them, in the order of the layouts: the compressed branch if any, then the others.
 
     All accumulators that start from zero are one allocation; the first call to add to a dq leaves its own part there.

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 
 RECOMPUTE = ("auto", "none", "compressed", "all")
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
@@ -73,16 +73,16 @@ class Sizes:
     deterministic: bool = False
 
     @classmethod
-    def of(cls, q: torch.Tensor, v: torch.Tensor, *, problem: Problem, gated: bool, needs_grad: bool) -> Sizes:
+    def of(cls, q: torch.Tensor, v: torch.Tensor, *, spec: CallSpec, gated: bool, needs_grad: bool) -> Sizes:
         """Of the tensors of a call: q [B, T, Hq, D] or [total, Hq, D], v alike."""
-        config, longest = problem.config, max(problem.lengths) if problem.lengths else q.shape[-3]
+        config, longest = spec.config, max(spec.lengths) if spec.lengths else q.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         static = (q.element_size(), config.stride, config.q_tile, config.list_width(longest))
         return cls(tokens, *heads, *static, gated, needs_grad, config.deterministic)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class MemoryPlan:
     """How a call goes about it.
 
     Attributes:
@@ -126,16 +126,16 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     }
 
 
-def schedule(sizes: Sizes, policy: MemoryPolicy, device: torch.device) -> Schedule:
-    """The fastest schedule that the policy's budget allows; one head a group where nothing does."""
+def plan_memory(sizes: Sizes, policy: MemoryPolicy, device: torch.device) -> MemoryPlan:
+    """The fastest plan within the policy's budget; one head a group where none is."""
     budget = policy.budget
     if budget is None and device.type == "cuda":
         budget = _free_budget(sizes, device)
-    return _schedule(sizes, policy.recompute, budget)
+    return _plan_memory(sizes, policy.recompute, budget)
 
 
 @lru_cache(maxsize=256)
-def _schedule(sizes: Sizes, recompute: str, budget: int | None) -> Schedule:
+def _plan_memory(sizes: Sizes, recompute: str, budget: int | None) -> MemoryPlan:
     everything, nothing = (True, True, True), (False, False, False)
     choices = {
         "none": [everything],
@@ -147,8 +147,8 @@ def _schedule(sizes: Sizes, recompute: str, budget: int | None) -> Schedule:
         for count in range(1, sizes.Hkv + 1):
             heads = -(-sizes.Hkv // count)
             if budget is None or _peak(sizes, heads, kept) <= budget:
-                return Schedule(_groups(sizes.Hkv, heads), kept)
-    return Schedule(_groups(sizes.Hkv, 1), choices[-1])
+                return MemoryPlan(_groups(sizes.Hkv, heads), kept)
+    return MemoryPlan(_groups(sizes.Hkv, 1), choices[-1])
 
 
 def _peak(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 
 
@@ -33,13 +33,13 @@ class Packing(NamedTuple):
     longest_blocks: int
 
     @classmethod
-    def of(cls, problem: Problem, device: torch.device) -> Packing | None:
+    def of(cls, spec: CallSpec, device: torch.device) -> Packing | None:
         """None for a batch of equal length. Nothing waits for the device."""
-        if problem.lengths is None:
+        if spec.lengths is None:
             return None
-        config, longest = problem.config, max(problem.lengths)
+        config, longest = spec.config, max(spec.lengths)
         find = _starts if _are_lasting() else _starts.__wrapped__
-        copy, starts, totals = find(problem.lengths, config, device)
+        copy, starts, totals = find(spec.lengths, config, device)
         copy.ready()
         return cls(*starts, *totals, longest, config.compressed_length(longest))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
 from nsa_layer.kernels.block_topk import topk_kernel
 from nsa_layer.select import choose_blocks
@@ -13,7 +13,7 @@ from nsa_layer.select import choose_blocks
 Tensor = torch.Tensor
 
 
-def choose(q: Tensor, k_cmp: Tensor, *, problem: Problem, packing: Packing | None) -> tuple[Tensor, Tensor]:
+def block_topk(q: Tensor, k_cmp: Tensor, *, spec: CallSpec, packing: Packing | None) -> tuple[Tensor, Tensor]:
     """The blocks listed for each query tile, and how many they are.
 
     Args:
@@ -23,24 +23,24 @@ def choose(q: Tensor, k_cmp: Tensor, *, problem: Problem, packing: Packing | Non
     Returns:
         int32 [B, Hkv, M, n], ascending, padded with -1, and [B, Hkv, M]; packed [Hkv, all tiles, n], [Hkv, all tiles].
     """
-    config, scale = problem.config, problem.softmax_scale
+    config, scale = spec.config, spec.softmax_scale
     covered = dict(G=q.shape[-2] // k_cmp.shape[-2], D=q.shape[-1], dtype=q.dtype, softmax_scale=scale)
     if topk_kernel.unsupported(config, **covered) is not None:
-        indices = _by_pytorch(q, k_cmp, problem, packing)
+        indices = _by_pytorch(q, k_cmp, spec, packing)
         return indices, (indices >= 0).sum(-1, dtype=torch.int32)
-    static = dict(config=config, causal=problem.causal, softmax_scale=scale)
+    static = dict(config=config, causal=spec.causal, softmax_scale=scale)
     if packing is not None:
-        static |= dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks, lengths=problem.lengths)
-    return topk_kernel.choose(q, k_cmp, **static)
+        static |= dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks, lengths=spec.lengths)
+    return topk_kernel.block_topk(q, k_cmp, **static)
 
 
-def _by_pytorch(q: Tensor, k_cmp: Tensor, problem: Problem, packing: Packing | None) -> Tensor:
-    config = problem.config
-    static = dict(config=config, causal=problem.causal, softmax_scale=problem.softmax_scale)
+def _by_pytorch(q: Tensor, k_cmp: Tensor, spec: CallSpec, packing: Packing | None) -> Tensor:
+    config = spec.config
+    static = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     if packing is None:
         return choose_blocks(q, k_cmp, **static)
     width, token, block, parts = config.list_width(packing.longest), 0, 0, []
-    for length in problem.lengths:
+    for length in spec.lengths:
         blocks = config.compressed_length(length)
         if length:
             chosen = choose_blocks(q[None, token : token + length], k_cmp[None, block : block + blocks], **static)

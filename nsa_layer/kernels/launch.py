@@ -18,7 +18,6 @@ import torch
 from torch._guards import detect_fake_mode
 
 from flash_attn.cute.cache_utils import get_jit_cache
-from flash_attn.cute.call_recording import observed
 from flash_attn.cute.deferred import import_compiler
 from nsa_layer.support import device_arch
 
@@ -53,7 +52,7 @@ def launch(name: str, key: tuple[Hashable, ...], compile_kernel: Callable[[], Co
     if kernel is None:
         kernel = _compiled[entry] = _load_or_compile(name, key, compile_kernel)
     if not _is_fake(first):
-        observed(kernel)(*arguments)
+        kernel(*arguments)
 
 
 def forget() -> None:

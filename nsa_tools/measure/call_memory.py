@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.cute.memory_plan import RESERVE, MemoryPolicy, Schedule, predict, schedule
+from nsa_layer.cute.memory_plan import RESERVE, MemoryPlan, MemoryPolicy, plan_memory, predict
 from nsa_tools.measure.peak_memory import outside_allocator, peak_bytes, peaks_by_component
 from nsa_tools.measure.timed_calls import is_out_of_memory
 from nsa_tools.report.results import MEASURED, NO_MEMORY
@@ -22,17 +22,17 @@ def input_bytes(shape: Shape) -> int:
     return shape.B * shape.T * (shape.Hq * shape.D + shape.Hkv * (shape.D + shape.Dv)) * shape.dtype.itemsize
 
 
-def planned(shape: Shape, total: int | None = None) -> Schedule:
+def planned(shape: Shape, total: int | None = None) -> MemoryPlan:
     """The call's groups of heads and saved outputs; with `total` on a GPU of so many bytes with nothing else on it."""
     sizes = shape.sizes()
     if total is None or shape.policy.budget is not None:
-        return schedule(sizes, shape.policy, torch.device(shape.device))
+        return plan_memory(sizes, shape.policy, torch.device(shape.device))
     parts = predict(sizes, sizes.Hkv, (shape.backward,) * 3)
     left = int(total * (1 - RESERVE)) - input_bytes(shape) - parts["outputs"] - parts["gradients"]
-    return schedule(sizes, MemoryPolicy(budget=max(0, left), recompute=shape.policy.recompute), torch.device("cpu"))
+    return plan_memory(sizes, MemoryPolicy(budget=max(0, left), recompute=shape.policy.recompute), torch.device("cpu"))
 
 
-def predicted(shape: Shape, plan: Schedule) -> dict[str, int]:
+def predicted(shape: Shape, plan: MemoryPlan) -> dict[str, int]:
     """Bytes by component of `policy.predict`, and "peak", above the inputs."""
     first, end = plan.groups[0]
     parts = predict(shape.sizes(), end - first, plan.kept)

@@ -67,7 +67,7 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
         if len(q) == 0:
             continue
         k_cmp = reference.compress(k, exact.compress_k_weight, config=config)
-        scale = case.problem.softmax_scale
+        scale = case.spec.softmax_scale
         scores = reference.selection_scores(q, k_cmp, config=config, causal=case.causal, softmax_scale=scale)
         own = reference.choose_blocks(scores, config=config, width=width)
         given = block_indices[:, tiles] if packed else block_indices[number]
@@ -125,7 +125,7 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
         exact.q,
         exact.k,
         exact.v,
-        problem=case.problem,
+        spec=case.spec,
         compress_k_weight=exact.compress_k_weight,
         compress_v_weight=exact.compress_v_weight,
         block_indices=block_indices,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.call_spec import Aux, Problem
+from nsa_layer.call_spec import Aux, CallSpec
 from nsa_layer.config import NSAConfig
 
 DIFFERENTIABLE = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
@@ -55,8 +55,8 @@ class Case:
             raise ValueError(f"gate must be 'weight', 'given', 'none' or a branch, got {self.gate!r}")
 
     @property
-    def problem(self) -> Problem:
-        return Problem(self.config, self.causal, self.D**-0.5, self.lengths)
+    def spec(self) -> CallSpec:
+        return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def run(backend: Backend, inputs: Inputs) -> Result:
         static = dict(config=case.config, causal=case.causal, backend=backend, return_aux=True)
         o, aux = nsa(**leaves, cu_seqlens=inputs.cu_seqlens, **static)
     else:
-        o, aux = backend(**leaves, cu_seqlens=inputs.cu_seqlens, problem=case.problem)
+        o, aux = backend(**leaves, cu_seqlens=inputs.cu_seqlens, spec=case.spec)
     wanted = {name: x for name, x in leaves.items() if x is not None}
     return Result(
         o.detach(), aux, dict(zip(wanted, torch.autograd.grad(o, list(wanted.values()), inputs.do), strict=True))

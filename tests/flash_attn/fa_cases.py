@@ -211,9 +211,7 @@ def _backward_lists(case: Case) -> Any:
 
 def _planned(case: Case, lists: Any, schedule: Any, most: int | None) -> Any:
     from flash_attn.cute.backward_plan import plan_backward
-    from flash_attn.cute.interface import _get_device_arch
 
-    arch = _get_device_arch()
     m = max(-(-T_q // block(case)[0]) for T_q, _ in case.lengths)
     before = {}
     if case.form == "stacked":
@@ -222,8 +220,8 @@ def _planned(case: Case, lists: Any, schedule: Any, most: int | None) -> Any:
         before["cu_total_m_blocks"] = query_blocks_before(case)
     return plan_backward(
         lists, num_heads=case.Hq, num_heads_kv=case.Hkv, num_q_blocks=m, listed=most,
-        deterministic=case.deterministic, schedule=schedule, per_group=case.per_group, arch=arch,
-        longest=case.plan if arch // 10 == 9 else None, **before,
+        deterministic=case.deterministic, schedule=schedule, per_group=case.per_group, longest=case.plan,
+        **before,
     )  # fmt: skip
 
 

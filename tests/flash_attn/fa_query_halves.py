@@ -13,7 +13,6 @@ from fa_packed_lists import FORMS
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.query_halves import turn_of_add
-from flash_attn.cute.write_order import Walk
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,15 @@ def tensors(case: Drawn, backward: bool) -> BlockSparseTensorsTorch:
     return lists._replace(**{"cu_total_n_blocks" if backward else "cu_total_m_blocks": before})
 
 
-def across(case: Drawn, backward: bool) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(shape[0 if backward else 1] for shape in case.shapes)])
+def as_joined(case: Drawn, backward: bool) -> Any:
+    """`tensors` in a form that can be joined: padded, or ragged."""
+    from flash_attn.cute.packed_lists import as_ragged
+
+    lists = tensors(case, backward)
+    if case.form in ("padded", "shared"):
+        return lists
+    across = torch.tensor([0, *accumulate(shape[0 if backward else 1] for shape in case.shapes)])
+    return as_ragged(lists, "cu_total_n_blocks" if backward else "cu_total_m_blocks", across)
 
 
 def expected(case: Drawn, backward: bool, asked: bool) -> dict[tuple[int, int, int, int, int], int]:
@@ -174,22 +180,10 @@ def adds(
     return found
 
 
-def in_order(walks: list[list[tuple[int, int]]], launched: Launched) -> Walk:
-    """The walk of each CTA with adds ranked by the values they wait for, once they are known to follow the launch."""
-    ranks = [[0] * len(walk) for walk in walks]
+def assert_in_order(walks: list[list[tuple[int, int]]], launched: Launched) -> None:
+    """CTAs that run one after the other, in the order of their launch, find the semaphores as they wait for them."""
     for tile in {tile for walk in walks for tile, _ in walk}:
-        own = [
-            (cta, place, lock) for cta in launched.order() for place, (of, lock) in enumerate(walks[cta]) if of == tile
-        ]
         semaphore = 0
-        for rank, (cta, place, lock) in enumerate(own):
+        for cta, lock in ((cta, lock) for cta in launched.order() for of, lock in walks[cta] if of == tile):
             assert lock == semaphore, f"CTA {cta} waits for {lock} of tile {tile}"
             semaphore += launched.release(cta)
-            ranks[cta][place] = rank
-    width = max(map(len, walks))
-    entries = [[2 * tile for tile, _ in walk] + [0] * (width - len(walk)) for walk in walks]
-    locks = [rank + [0] * (width - len(rank)) for rank in ranks]
-    counts, entries, locks = (
-        torch.tensor([[of]], dtype=torch.int32) for of in ([len(w) for w in walks], entries, locks)
-    )
-    return Walk(counts, entries.view(1, 1, len(walks), width), locks.view(1, 1, len(walks), width))

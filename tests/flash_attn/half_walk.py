@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fa_query_halves import Drawn, Launched, across, adds, key_rows, tensors, tiles
+from fa_query_halves import Drawn, Launched, adds, as_joined, key_rows, tiles
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
@@ -20,7 +20,7 @@ def walked_by_kernels(case: Drawn, backward: bool) -> dict[tuple[int, int, int, 
     merge = query_halves.merged_backward if backward else query_halves.merged_forward
     found = {}
     with unset_fake_temporarily():
-        lists = merge(tensors(case, backward), across=across(case, backward), asked=True)
+        lists = merge(as_joined(case, backward), asked=True)
         out = torch.empty(64, 4, dtype=torch.int32)
         arguments = _arguments(lists, out)
         walk = cute.compile(walk_backward if backward else walk_forward, *arguments, *map(Int32, (0, 0, 0)))
@@ -60,9 +60,8 @@ def adds_by_kernel(case: Drawn, launched: Launched) -> list[list[list[tuple[int,
             return of_mask
 
         lists = query_halves.merged_backward(
-            tensors(case, True), across=across(case, True), asked=True, ordered=True, spt=launched.spt,
-            groups=launched.groups,
-        )  # fmt: skip
+            as_joined(case, True), asked=True, ordered=True, spt=launched.spt, groups=launched.groups
+        )
         return [adds(lists, head, 0, launched, lock) for head in range(case.H)]
 
 

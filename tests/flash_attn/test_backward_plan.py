@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, in_turn, make_inputs
-from fa_compile import Worker
+from fa_compile import Worker, WorkerError
 from fa_packed_lists import ordered_backward_lists
 from fa_reference import assert_bits_repeat
 
@@ -243,37 +243,6 @@ def stacked_lists(parts: list, offsets: bool) -> Any:
     return BlockSparseTensorsTorch(**fields)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_plan_for_sm100_of_stacked_lists_is_that_of_compact_ones(deterministic: bool) -> None:
-    from flash_attn.cute.backward_plan import plan_backward
-
-    M, options = 7, dict(num_heads=6, num_heads_kv=2, schedule="longest first", arch=100, deterministic=deterministic)
-    for seed in range(8):
-        parts = [random_lists(2, N, M, seed * 4 + N, full=seed % 2 == 0) for N in (5, 0, 1, 6)]
-        parts = [part._replace(**{k: t[:1] for k, t in part._asdict().items() if t is not None}) for part in parts]
-        stacked, compact = (
-            plan_backward(packed_lists(parts, form), num_q_blocks=M, **options, **before)
-            for form, before in (("stacked", {"cu_total_m_blocks": torch.arange(5) * M}), ("compact", {}))
-        )
-        assert stacked.plan[:, :3].equal(compact.plan[:, :3]) and len(stacked.plan) == 6 * 12
-        if not deterministic:
-            assert stacked.mask_block_idx.ndim == 2, "as it was given"
-            continue
-        for row in range(2 * 12):
-            for kind in ("mask", "full") if seed % 2 == 0 else ("mask",):
-                assert _walked(stacked, kind, row) == _walked(compact, kind, row)
-
-
-def _walked(lists: Any, kind: str, row: int) -> list[tuple[int, int]]:
-    """Blocks of a row of ragged lists, and their lock values."""
-    begin = int(
-        getattr(lists, "cu_block_idx_offsets" if kind == "mask" else "cu_full_block_idx_offsets").flatten()[row]
-    )
-    end = begin + int(getattr(lists, f"{kind}_block_cnt").flatten()[row])
-    order = lists.dq_write_order if kind == "mask" else lists.dq_write_order_full
-    return list(zip(getattr(lists, f"{kind}_block_idx")[begin:end].tolist(), order[begin:end].tolist()))
-
-
 @pytest.mark.parametrize("spt", [False, True])
 @pytest.mark.parametrize("rows", [(7, 3, 2, 4), (5, 5, 5, 5)])
 def test_stacked_lists_have_the_lock_values_of_their_sequences(rows: tuple[int, ...], spt: bool) -> None:
@@ -338,8 +307,7 @@ def test_stacked_lists_have_the_plan_of_ragged_ones(
             other = plan_backward(ragged, **given)
             assert mine.passes == other.passes and mine.plan[:, :6].equal(other.plan[:, :6])
             if not deterministic:
-                assert mine.mask_block_idx is stacked.mask_block_idx, "lists stay as they are"
-                assert mine.plan.equal(plan_backward(stacked, **given).plan), "and nobody asks how wide their rows are"
+                assert mine.mask_block_idx.data_ptr() == stacked.mask_block_idx.data_ptr(), "lists stay where they are"
                 continue
             assert mine.plan.equal(other.plan) and mine.full_block_idx is None
             for name in ("mask_block_cnt", "mask_block_idx", "dq_write_order", "cu_block_idx_offsets"):
@@ -368,8 +336,9 @@ def test_stacked_lists_need_the_width_of_their_rows() -> None:
 
     lists = stacked_lists([random_lists(1, 3, 4, 0, full=True)], True)
     said, sizes = "cu_total_m_blocks is None: rows of stacked lists", dict(num_heads=1, num_heads_kv=1, num_q_blocks=4)
-    with pytest.raises(ValueError, match=said):
-        plan_backward(lists, deterministic=True, **sizes)
+    for deterministic in (False, True):
+        with pytest.raises(ValueError, match=said):
+            plan_backward(lists, deterministic=deterministic, **sizes)
     with pytest.raises(ValueError, match=said):
         packed_write_order(lists, num_q_blocks=4)
 
@@ -464,11 +433,33 @@ def test_a_plan_of_another_form_is_refused_without_a_look_into_it(
     from flash_attn.cute.backward_plan import plan_backward
     from flash_attn.cute.planned_calls import check_plan
 
-    call = dict(arch=90, deterministic=False, batch=2, varlen_k=False, packed_k=False)
+    call = dict(arch=90, batch=2, packed_k=False)
     lists = plan_backward(random_lists(2, 5, 7, seed=0, full=True), num_heads=6, num_heads_kv=2, num_q_blocks=7)
     check_plan(lists, **call)
     with pytest.raises(ValueError, match=r"plan is torch.* expected torch.int32 \[items, 6\] on cpu"):
         check_plan(lists._replace(plan=change(lists.plan)), **call)
+
+
+def test_a_plan_that_a_call_cannot_follow_is_refused() -> None:
+    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.planned_calls import check_plan
+
+    lists = plan_backward(random_lists(2, 5, 7, seed=0, full=True), num_heads=6, num_heads_kv=2, num_q_blocks=7)
+    for arch in (100, 110, 120):
+        with pytest.raises(NotImplementedError, match=f"plan on sm_{arch}: only backward on SM90 follows a plan"):
+            check_plan(lists, arch, batch=2, packed_k=False)
+        check_plan(lists._replace(plan=None), arch, batch=2, packed_k=False)
+    with pytest.raises(NotImplementedError, match="a plan of padded lists for packed sequences"):
+        check_plan(lists, 90, batch=2, packed_k=True)
+    with pytest.raises(ValueError, match="lists for 2 sequences, the call has 3"):
+        check_plan(lists, 90, batch=3, packed_k=False)
+
+
+@pytest.mark.xdist_group("sm_100")
+def test_a_call_on_sm100_refuses_a_plan(compiler_sm100: Worker) -> None:
+    with pytest.raises(WorkerError, match="only backward on SM90 follows a plan") as refusal:
+        compiler_sm100.trace(compile_case, Case(D=64, T_q=700, T_k=700, lists="both", plan=1, Hkv=4))
+    assert refusal.value.kind == "NotImplementedError"
 
 
 # Without a plan, in one pass.
@@ -491,7 +482,7 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     from flash_attn.cute import list_rows, ordered_lists
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    walked, entries, across = set(), list_rows.ListRow.entries, ordered_lists.blocks_across
+    walked, entries, before = set(), list_rows.ListRow.entries, ordered_lists.blocks_before
 
     def recorded(self: Any, tensor: Any, full: bool = False) -> Any:
         walked.add(len(tensor.shape))
@@ -502,22 +493,22 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     seqused_q = torch.empty_like(lists.cu_total_n_blocks.narrow(0, 1, len(case.packed))) if in_use else None
     with (
         patch.object(list_rows.ListRow, "entries", recorded),
-        patch.object(ordered_lists, "blocks_across", side_effect=across) as asked,
+        patch.object(ordered_lists, "blocks_before", side_effect=before) as asked,
     ):
         _flash_attn_bwd(
             x.q, x.k, x.v, torch.empty_like(x.do), x.do, lse, **_masks(case, x), seqused_q=seqused_q,
             block_sparse_tensors=lists, deterministic=True,
         )  # fmt: skip
-    given = asked.call_args.kwargs
-    assert given["cu_seqlens"] is x.cu_seqlens[0] and given["seqused"] is seqused_q
+    if case.form == "stacked":
+        lengths = asked.call_args.args[0]
+        assert lengths.starts[0] is x.cu_seqlens[0] and lengths.used[0] is seqused_q
     return walked
 
 
 @pytest.mark.parametrize("case", ORDERED[1:], ids=str)
 def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
-    """Whatever the form, what is walked is one list, of ragged ones or of compact ones."""
-    walked = compiler_sm90.trace(compile_ordered, case, case is ORDERED[-1])
-    assert walked == {3 if case.form == "compact" else 1}
+    """Whatever the form, what is walked is one ragged list."""
+    assert compiler_sm90.trace(compile_ordered, case, case is ORDERED[-1]) == {1}
 
 
 @pytest.mark.gpu

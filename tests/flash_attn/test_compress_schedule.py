@@ -13,11 +13,7 @@ OPTIONS = dict(causal=True, compress_factor=64, compress_offset=63)
 
 def limits(shares: QueryShares) -> list[tuple[int, int]]:
     """Every share's query tiles, by definition."""
-    early, late = shares.early_count, shares.count - shares.early_count
-    lengths, borders = [shares.early] * early + [shares.late] * late, [0]
-    for length in lengths:
-        borders.append(borders[-1] + length)
-    return list(zip(borders, borders[1:]))
+    return [(share * shares.tiles, (share + 1) * shares.tiles) for share in range(shares.count)]
 
 
 @pytest.mark.parametrize("tile_m", [64, 128])
@@ -29,23 +25,13 @@ def test_shares_are_neither_too_long_nor_too_short(compress: CompressArgs, heads
             shares = query_shares(compress, seqlen_q, seqlen_k, tile_m, 128, heads, 132)
             each = limits(shares)
             assert each[-1][0] * tile_m < seqlen_q <= each[-1][1] * tile_m
-            assert all(tiles * tile_m <= MOST_QUERIES for tiles in (shares.early, shares.late))
-            if shares.count > 1:
-                assert all(end - begin >= LEAST_TILES for begin, end in each)
+            assert LEAST_TILES <= shares.tiles <= MOST_QUERIES // tile_m
 
 
-def test_idle_multiprocessors_get_shares() -> None:
-    plans = {T: query_shares(CompressArgs(64, 63), T, T // 64, 64, 128, 32, 132) for T in (4096, 16384)}
-    # One key tile, 32 heads: four shares are one round of 128 CTAs.
-    assert plans[4096] == QueryShares(4, 0, 0, 16)
-    # Two: a round of 128 CTAs where two key tiles are seen, then one of half the length where one is.
-    assert plans[16384] == QueryShares(6, 4, 32, 64)
-    assert query_shares(CompressArgs(64, 63), 4096, 64, 64, 128, 132, 132).count == 1
-
-
-def test_late_queries_have_the_longer_shares_which_start_first() -> None:
-    shares = query_shares(CompressArgs(64, 63), 65536, 1024, 64, 128, 32, 132)
-    assert 0 < shares.early_count < shares.count and 2 * shares.early < shares.late
+def test_multiprocessors_get_four_shares_each() -> None:
+    plans = {T: query_shares(CompressArgs(64, 63), T, T // 64, 64, 128, 32, 132) for T in (4096, 16384, 65536)}
+    # One key tile, then two and eight, which 64, 256 + 128 and 8 * 1024 - 28 * 128 query tiles see, but for the first.
+    assert plans == {4096: QueryShares(8, 8), 16384: QueryShares(12, 23), 65536: QueryShares(8, 128)}
 
 
 def limits_in_a_kernel(plan: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -68,7 +54,7 @@ def limits_in_a_kernel(plan: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.xdist_group("sm_90")
-@pytest.mark.parametrize("plan", [(1, 0, 0, 256), (4, 0, 0, 16), (8, 5, 52, 255), (3, 3, 7, 9)])
+@pytest.mark.parametrize("plan", [(1, 256), (4, 16), (8, 255)])
 def test_kernels_cut_where_the_plan_says(compiler_sm90: Worker, plan: tuple[int, ...]) -> None:
     assert compiler_sm90.run(limits_in_a_kernel, plan) == limits(QueryShares(*plan))
 
@@ -115,7 +101,7 @@ def test_the_plan_changes_no_result(D: int, factor: int, offset: int, monkeypatc
     torch.testing.assert_close(o, plain, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, plain_lse, rtol=1e-4, atol=1e-4)
     results = []
-    for shares in [(1, 0, 0, 200), (2, 0, 0, 80), (14, 0, 0, 11), (9, 6, 5, 47), (1000, 700, 1, 3)]:
+    for shares in [(1, 200), (2, 80), (14, 11), (1000, 3)]:
         shares = QueryShares(*shares)
         monkeypatch.setattr(compress_schedule, "query_shares", lambda *_, shares=shares: shares)
         results.append(_flash_attn_bwd(q, k, v, o, do, lse, **options))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fa_cases import Case, backward, compile_case, forward, make_inputs
 from fa_compile import Worker, built_kernels
-from fa_query_halves import Drawn, Launched, adds, expected, in_order, tensors
+from fa_query_halves import Drawn, Launched, adds, assert_in_order, expected, tensors
 from fa_reference import assert_bits_repeat, assert_case, is_blackwell
 from half_walk import adds_by_kernel, hidden, walked_by_kernels
 
@@ -117,12 +117,12 @@ def test_lock_values_are_made_for_as_many_ctas_as_add(compiler_sm100: Worker, ca
 def test_the_kernel_waits_in_turn_for_tiles_listed_twice(compiler_sm100: Worker, spt: bool, number: int) -> None:
     """Three tiles to a key block, the last of which may be cut short."""
     case, launched = Drawn(shapes=((20, 3),), density=0.9), Launched(3, number, spt)
-    lists = merged_backward(tensors(case, True), across=None, asked=True, ordered=True, spt=spt, groups=3)
+    lists = merged_backward(tensors(case, True), asked=True, ordered=True, spt=spt, groups=3)
     walks = compiler_sm100.run(adds_by_kernel, case, launched)
     assert walks == [adds(lists, head, 0, launched) for head in range(case.H)]
     for walk in walks:
         assert all(len(own) > len({tile for tile, _ in own}) for own in walk), "no tile is listed twice"
-        in_order(walk, launched)
+        assert_in_order(walk, launched)
 
 
 @pytest.mark.xdist_group("sm_100")

@@ -57,28 +57,6 @@ def test_who_overlaps(case: Case, expected: int, compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(stages, case) == expected
 
 
-def prefetched(case: Case) -> int:
-    """For how many lists a traced kernel asks ahead."""
-    from flash_attn.cute import list_prefetch
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    _flash_attn_fwd.compile_cache.clear()
-    seen: list[int] = []
-    original = list_prefetch._prefetch_list
-    list_prefetch._prefetch_list = lambda *args: (seen.append(1), original(*args))[1]
-    try:
-        forward(case, make_inputs(case))
-    finally:
-        list_prefetch._prefetch_list = original
-    return len(seen)
-
-
-@pytest.mark.xdist_group("sm_90")
-@pytest.mark.parametrize("kind,count", [("both", 2), ("no full", 1)])
-def test_rows_are_asked_for(kind: str, count: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(prefetched, Case(D=64, T_q=700, T_k=700, lists=kind)) == count
-
-
 @pytest.mark.parametrize("shape", [(1, 2, 3, 33), (1, 2, 3, 32)])
 def test_wide_rows_do_not(shape: tuple[int, ...]) -> None:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch

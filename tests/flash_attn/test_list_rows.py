@@ -1,4 +1,5 @@
-"""Where a row of block lists stands, in every form: the kernels' arithmetic on integers that know their width."""
+"""The place of a row of block lists, in every form that a call may bring: as ragged lists have it, and as kernels find
+it, whose arithmetic runs here on integers that know their width."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ import torch
 from fa_packed_lists import FORMS, NOWHERE
 
 from flash_attn.cute import list_rows
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.packed_lists import as_ragged
 
 
 class Int64(int):
@@ -95,27 +98,52 @@ def lists_of(seed: int, per_head: bool) -> tuple[list[dict[str, Any]], list[int]
 def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
     for seed in range(20):
         heads, across = lists_of(seed, per_head)
-        fields: dict[str, Any] = {"cu_block_idx_offsets": None, "cu_full_block_idx_offsets": None}
+        fields: dict[str, Any] = {}
         for kind in ("mask", "full"):
             counts, indices, starts = FORMS[form]([head[kind] for head in heads], across)
-            fields[f"{kind}_block_cnt"] = Held(torch.tensor(counts))
-            fields[f"{kind}_block_idx"] = Held(torch.tensor(indices))
+            fields[f"{kind}_block_cnt"] = torch.tensor(counts)
+            fields[f"{kind}_block_idx"] = torch.tensor(indices)
             offsets = "cu_full_block_idx_offsets" if form == "ragged" and kind == "full" else "cu_block_idx_offsets"
             if starts is not None:
-                fields[offsets] = Held(torch.tensor(starts))
-        tensors = SimpleNamespace(**fields)
+                fields[offsets] = torch.tensor(starts)
         sequences = heads[0]["mask"]
-        before = Held(torch.tensor([sum(map(len, sequences[:b])) for b in range(7)], dtype=torch.int32))
+        before = torch.tensor([sum(map(len, sequences[:b])) for b in range(7)], dtype=torch.int32)
+        lists = BlockSparseTensorsTorch(**fields, cu_total_m_blocks=before)
+        if form != "padded":
+            lists = as_ragged(lists, "cu_total_m_blocks", torch.tensor([0, *across]).cumsum(0))
+        tensors = SimpleNamespace(**{name: None if t is None else Held(t) for name, t in lists._asdict().items()})
         for head, kinds in enumerate(heads):
-            for batch, width in enumerate(across):
+            for batch in range(len(across)):
                 for block in range(len(sequences[batch])):
-                    at = (Int32(batch), Int32(head), Int32(block), Int32(width))
-                    row = list_rows.find_row(tensors, before, *at)
+                    row = list_rows.find_row(tensors, Held(before), Int32(batch), Int32(head), Int32(block))
                     for kind in ("mask", "full"):
-                        count = row.count(fields[f"{kind}_block_cnt"])
-                        entries = row.entries(fields[f"{kind}_block_idx"], full=kind == "full").of[:count]
+                        count = row.count(getattr(tensors, f"{kind}_block_cnt"))
+                        entries = row.entries(getattr(tensors, f"{kind}_block_idx"), full=kind == "full").of[:count]
                         assert entries.tolist() == kinds[kind][batch][block]
                         assert NOWHERE not in entries
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_entries_are_read_in_place_with_their_lock_values(rank: int) -> None:
+    """Of a slice of a wider table, and of one that heads share; lock values laid out otherwise are copied with them."""
+    table = torch.arange(2 * 3 * 8, dtype=torch.int32).view(2, 3, 8)
+    idx = table[:, :, 2:6] if rank == 3 else table.view(2, 24)[:, 4:20]
+    lists = BlockSparseTensorsTorch(
+        torch.full((2, 3), 4, dtype=torch.int32), idx, cu_total_m_blocks=torch.tensor([0, 1, 3])
+    )
+    across = torch.tensor([0, 4, 8])
+
+    def rows(lists: Any, tensor: torch.Tensor) -> list[list[list[int]]]:
+        return [[tensor[at : at + 4].tolist() for at in head] for head in lists.cu_block_idx_offsets.tolist()]
+
+    expected = (idx if rank == 3 else idx[:, :12].unflatten(1, (3, 4))).tolist()
+    ragged = as_ragged(lists, "cu_total_m_blocks", across)
+    assert ragged.mask_block_idx.data_ptr() == idx.data_ptr() and rows(ragged, ragged.mask_block_idx) == expected
+    assert ragged.cu_block_idx_offsets.dtype == torch.int64
+    locked = as_ragged(lists._replace(dq_write_order=idx.contiguous() + 1), "cu_total_m_blocks", across)
+    assert rows(locked, locked.mask_block_idx) == expected and rows(locked, locked.dq_write_order - 1) == expected
+    shared = as_ragged(lists._replace(mask_block_idx=idx[:1].expand_as(idx)), "cu_total_m_blocks", across)
+    assert rows(shared, shared.mask_block_idx) == expected[:1] * 2 and shared.mask_block_idx.numel() < idx.numel()
 
 
 def test_ragged_lists_may_share_their_starts(plain: None) -> None:
@@ -126,7 +154,7 @@ def test_ragged_lists_may_share_their_starts(plain: None) -> None:
         cu_block_idx_offsets=Held(torch.tensor([[1, 3]])),
         cu_full_block_idx_offsets=None,
     )
-    row = list_rows.find_row(tensors, Held(torch.tensor([0, 2])), Int32(0), Int32(0), Int32(1), Int32(7))
+    row = list_rows.find_row(tensors, Held(torch.tensor([0, 2])), Int32(0), Int32(0), Int32(1))
     assert row.entries(entries).of.tolist() == row.entries(entries, full=True).of.tolist() == [5, 6]
 
 
@@ -137,28 +165,29 @@ def test_a_plan_knows_where_ragged_rows_start(plain: None, monkeypatch: pytest.M
     monkeypatch.setattr(query_walk, "Uint32", lambda low: int(low) & 0xFFFFFFFF)
     start = (3 << 32) + (1 << 31) + 2
     plan = Held(torch.tensor([[0] * 8, [5, 6, 7, 8, 9, 10, 2 - (1 << 31), 3]]))
-    ragged, compact = (SimpleNamespace(plan=plan, mask_block_idx=SimpleNamespace(shape=s)) for s in ((9,), (1, 3, 3)))
+    ragged, padded = (SimpleNamespace(plan=plan, mask_block_idx=SimpleNamespace(shape=s)) for s in ((9,), (1, 1, 3, 3)))
     item = query_walk.Item.read(ragged, 1)
     assert item == query_walk.Item(5, 6, 7, 8, 9, 10, start)
-    assert query_walk.Item.read(compact, 1).start is None
+    assert query_walk.Item.read(padded, 1).start is None
     tensors = SimpleNamespace(
         mask_block_cnt=SimpleNamespace(shape=(1, 3)),
         mask_block_idx=SimpleNamespace(shape=(9,)),
         cu_block_idx_offsets=None,  # not looked at
         cu_full_block_idx_offsets=None,
     )
-    row = list_rows.find_row(tensors, [0, Int32(3)], 0, 0, Int32(1), Int32(4), item.start)
+    row = list_rows.find_row(tensors, [0, Int32(3)], 0, 0, Int32(1), item.start)
     assert row.starts == (start, start)
 
 
 @pytest.mark.parametrize("offsets", [None, 2**33])
-def test_places_pass_32_bits(plain: None, offsets: int | None) -> None:
+def test_places_pass_32_bits(offsets: int | None) -> None:
     """47,000 blocks of 128 are 6 million tokens: with a row of them for each, 32 bits do not do."""
-    tensors = SimpleNamespace(
-        mask_block_cnt=SimpleNamespace(shape=(1, 1)),
-        mask_block_idx=SimpleNamespace(shape=(1, 1)),
-        cu_block_idx_offsets=None if offsets is None else [0, Int64(offsets)],
+    lists = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros(1, 2 * 47_000, dtype=torch.int32),
+        mask_block_idx=torch.zeros(1, 1, dtype=torch.int32),
+        cu_total_m_blocks=torch.tensor([0, 47_000, 94_000], dtype=torch.int32),
+        cu_block_idx_offsets=None if offsets is None else torch.tensor([0, offsets, 0]),
     )
-    row = list_rows.find_row(tensors, [0, Int32(47_000)], 1, 0, Int32(46_999), Int32(47_000))
+    starts = as_ragged(lists, "cu_total_m_blocks", torch.tensor([0, 47_000, 94_000])).cu_block_idx_offsets
     first = 47_000 * 47_000 if offsets is None else offsets
-    assert row.starts == (first + 46_999 * 47_000,) * 2
+    assert starts[0, -1] == first + 46_999 * 47_000

@@ -11,7 +11,6 @@ from fa_lists import ListCase, random_lists
 
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.list_schedule import long_rows_first
 from flash_attn.cute.list_validation import validate_lists
 from flash_attn.cute.write_order import compute_dq_write_order, deterministic_walk, merged_walk
 
@@ -32,7 +31,6 @@ def results(case: ListCase, forward: BlockSparseTensorsTorch, backward: BlockSpa
         yield deterministic_walk(backward, spt=spt, num_q_blocks=case.M)
     yield merged_walk(backward, sort=False)
     yield transpose_lists(forward, case.N, width=case.M)[:4]
-    yield (long_rows_first(backward.mask_block_cnt, times=1.2),)
 
 
 def assert_same(mine: list[Any], other: list[Any]) -> None:

@@ -6,18 +6,16 @@ Everything is compared with the same thing computed block by block in plain Pyth
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 import torch
 from fa_packed_lists import FORMS
-from fa_query_halves import Drawn, Launched, across, adds, expected, in_order, key_rows, tensors, tiles
+from fa_query_halves import Drawn, Launched, adds, as_joined, assert_in_order, expected, key_rows, tensors, tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn.cute import own_rows, query_halves
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, NormalizedBlockSparseConfig
-from flash_attn.cute.list_schedule import simulate
 
 drawn = st.builds(
     Drawn,
@@ -59,8 +57,7 @@ def walked(merged: BlockSparseTensorsTorch, before: torch.Tensor, rows: list[int
 @settings(deadline=None, max_examples=150)
 @given(case=drawn, asked=st.booleans())
 def test_forward_tiles_walk_what_either_half_lists(case: Drawn, asked: bool) -> None:
-    lists = tensors(case, backward=False)
-    merged = query_halves.merged_forward(lists, across=across(case, False), asked=asked)
+    merged = query_halves.merged_forward(as_joined(case, backward=False), asked=asked)
     rows = [tiles(case, sequence) for sequence in range(len(case.shapes))]
     got = walked(merged, merged.cu_total_m_blocks, rows)
     if not asked:  # they are full blocks
@@ -73,8 +70,7 @@ def test_forward_tiles_walk_what_either_half_lists(case: Drawn, asked: bool) -> 
 @settings(deadline=None, max_examples=150)
 @given(case=drawn, asked=st.booleans())
 def test_backward_entries_are_tiles_of_both_halves(case: Drawn, asked: bool) -> None:
-    lists = tensors(case, backward=True)
-    merged = query_halves.merged_backward(lists, across=across(case, True), asked=asked)
+    merged = query_halves.merged_backward(as_joined(case, backward=True), asked=asked)
     assert walked(merged, merged.cu_total_n_blocks, key_rows(case)) == expected(case, True, asked)
     assert merged.dq_write_order is None and merged.block_size == (128, 128)
 
@@ -82,8 +78,7 @@ def test_backward_entries_are_tiles_of_both_halves(case: Drawn, asked: bool) -> 
 @settings(deadline=None, max_examples=150)
 @given(case=drawn, asked=st.booleans(), spt=st.booleans())
 def test_adds_to_a_tile_of_queries_come_in_the_order_of_launch(case: Drawn, asked: bool, spt: bool) -> None:
-    lists, before = tensors(case, backward=True), across(case, True)
-    merged = query_halves.merged_backward(lists, across=before, asked=asked, ordered=True, spt=spt)
+    merged = query_halves.merged_backward(as_joined(case, backward=True), asked=asked, ordered=True, spt=spt)
     assert merged.spt is spt and (merged.dq_write_order_full is None) == (merged.full_block_cnt is None)
     got = walked(merged, merged.cu_total_n_blocks, key_rows(case), merged.dq_write_order)
     adds: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
@@ -96,21 +91,17 @@ def test_adds_to_a_tile_of_queries_come_in_the_order_of_launch(case: Drawn, aske
 
 @settings(deadline=None, max_examples=150)
 @given(
-    case=drawn, asked=st.booleans(), spt=st.booleans(), groups=st.integers(1, 3), cut=st.integers(0, 2),
-    slots=st.integers(1, 4),
+    case=drawn, asked=st.booleans(), spt=st.booleans(), groups=st.integers(1, 3), cut=st.integers(0, 2)
 )  # fmt: skip
-def test_ctas_of_a_key_block_add_in_turn(
-    case: Drawn, asked: bool, spt: bool, groups: int, cut: int, slots: int
-) -> None:
+def test_ctas_of_a_key_block_add_in_turn(case: Drawn, asked: bool, spt: bool, groups: int, cut: int) -> None:
     """Every add waits for a value of its own, which adds made earlier, or by CTAs launched earlier, bring about."""
-    lists, before = tensors(case, backward=True), across(case, True)
-    merged = query_halves.merged_backward(lists, across=before, asked=asked, ordered=True, spt=spt, groups=groups)
+    lists = as_joined(case, backward=True)
+    merged = query_halves.merged_backward(lists, asked=asked, ordered=True, spt=spt, groups=groups)
     for sequence, rows in enumerate(key_rows(case)):
         launched = Launched(groups, max(rows * groups - cut % groups, 0), spt)
         for head in range(case.H if rows else 0):
             walks = adds(merged, head, int(merged.cu_total_n_blocks[sequence]), launched)
-            ranks = in_order(walks, launched)
-            assert simulate(ranks, launched.order(), slots=slots).stuck is None
+            assert_in_order(walks, launched)
 
 
 def test_what_is_shared_stays_shared() -> None:
@@ -118,7 +109,7 @@ def test_what_is_shared_stays_shared() -> None:
     case = Drawn(shapes=((3, 4),) * 3, H=1, form="shared")
     lists = tensors(case, backward=False)
     lists = lists._replace(**{n: getattr(lists, n).expand(3, 4, *getattr(lists, n).shape[2:]) for n in FIELDS})
-    merged = query_halves.merged_forward(lists, across=None, asked=True)
+    merged = query_halves.merged_forward(lists, asked=True)
     assert merged.mask_block_cnt.shape == (4, 2) and merged.mask_block_cnt.stride(0) == 0
     assert merged.cu_total_m_blocks.tolist() == [0, 0, 0, 0]
     room = lists.mask_block_idx.shape[-1] * 3 + lists.full_block_idx.shape[-1] * 3
@@ -127,39 +118,20 @@ def test_what_is_shared_stays_shared() -> None:
     packed = packed._replace(
         **{n: getattr(packed, n).expand(4, -1) for n in ("mask_block_cnt", "full_block_cnt", *own_rows.OFFSETS)}
     )
-    merged = query_halves.merged_backward(packed, across=None, asked=True)
+    merged = query_halves.merged_backward(packed, asked=True)
     assert merged.mask_block_idx.numel() == packed.mask_block_idx.numel() + packed.full_block_idx.numel() + 1
 
 
 FIELDS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
 
 
-@pytest.mark.parametrize("known", ["cu_seqlens", "seqused", "seqlen"])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_stacked_rows_are_as_wide_as_their_sequence(known: str, backward: bool) -> None:
-    shapes = ((3, 4), (3, 4)) if known == "seqlen" else ((3, 4), (2, 5))
-    case = Drawn(shapes=shapes, form="stacked", factor=3)
-    side, block = (("q", 192), ("k", 128))[not backward]
-    # The last block of each is cut short.
-    lengths = torch.tensor([shape[0 if backward else 1] * block - 7 for shape in shapes])
-    longer = torch.tensor([0, *accumulate((lengths + 1000).tolist())])
-    cu_seqlens = torch.tensor([0, *accumulate(lengths.tolist())])
-    given = {
-        f"seqlen_{side}": int(lengths[0]) if known == "seqlen" else None,
-        f"cu_seqlens_{side}": {"cu_seqlens": cu_seqlens, "seqused": longer, "seqlen": None}[known],
-        f"seqused_{side}": lengths if known == "seqused" else None,
-    }
-    lists = tensors(case, backward)
-    if backward:
-        merged = query_halves.backward_lists(lists, asked=True, ordered=False, spt=False, groups=1, **given)
-        got = walked(merged, merged.cu_total_n_blocks, key_rows(case))
-    else:
-        config = NormalizedBlockSparseConfig(lists, None, 3, 1)
-        config = query_halves.forward_config(config, tile_q=128, packed=False, asked=True, **given)
-        merged = config.tensors
-        got = walked(merged, merged.cu_total_m_blocks, [tiles(case, sequence) for sequence in (0, 1)])
-        assert config.q_subtile_factor == 1
-    assert got == expected(case, backward, asked=True)
+def test_forward_walks_tiles_as_rows() -> None:
+    case = Drawn(shapes=((3, 4), (2, 5)), form="stacked", factor=3)
+    config = NormalizedBlockSparseConfig(as_joined(case, backward=False), None, 3, 1)
+    config = query_halves.forward_config(config, tile_q=128, packed=False, asked=True)
+    rows = [tiles(case, sequence) for sequence in (0, 1)]
+    assert walked(config.tensors, config.tensors.cu_total_m_blocks, rows) == expected(case, False, asked=True)
+    assert config.q_subtile_factor == 1
 
 
 @pytest.mark.parametrize(
@@ -187,7 +159,7 @@ def test_rows_behind_the_last_sequence_are_not_read() -> None:
     behind = {
         n: torch.nn.functional.pad(getattr(lists, n), (0,) * (n.endswith("idx") * 2) + (0, 2), value=2) for n in FIELDS
     }
-    merged = query_halves.merged_forward(lists._replace(**behind), across=None, asked=True)
+    merged = query_halves.merged_forward(lists._replace(**behind), asked=True)
     rows = [tiles(case, sequence) for sequence in (0, 1)]
     assert walked(merged, merged.cu_total_m_blocks, rows) == expected(case, False, True)
     assert int(merged.mask_block_cnt.sum() + merged.full_block_cnt.sum()) == len(expected(case, False, True))

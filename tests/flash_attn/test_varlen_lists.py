@@ -75,32 +75,20 @@ def test_more_of_backward_compiles(compiler_sm100: Worker, form: str, ordered: b
     compiler_sm100.trace(derive, replace(CASES[1], form=form), ordered, block_k)
 
 
-def widths(block_k: int) -> set[int]:
-    """Key tiles that forward counts the width of a stacked row in, for lists of blocks of `block_k` keys."""
-    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+@pytest.mark.parametrize("direction", [packed_lists.FORWARD, packed_lists.BACKWARD])
+def test_stacked_rows_are_as_wide_as_their_sequence(direction: packed_lists.Direction) -> None:
+    """In blocks of the lists, of the lengths in use, or of the tensors' where those do not vary."""
+    side = 1 - direction.side
+    starts, used = torch.tensor([0, 300, 700], dtype=torch.int32), torch.tensor([130, 400], dtype=torch.int32)
 
-    case = replace(CASES[0], packed=((128, 128),), Hkv=4)
-    lists = forward_lists(case)._replace(block_size=(128, block_k))
-    seen, original = set(), SeqlenInfoQK.create
+    def widths(starts: Any, used: Any) -> list[int]:
+        pairs = [(None, t) if side else (t, None) for t in (starts, used)]
+        packed = packed_lists.Packing(*pairs, (None, None))
+        return packed_lists.blocks_before(packed, side, 64, 256, batch=2, device="cpu").diff().tolist()
 
-    def create(*args: Any, **kwargs: Any) -> Any:
-        seen.add(kwargs.get("tile_n", 128))
-        return original(*args, **kwargs)
-
-    SeqlenInfoQK.create = staticmethod(create)
-    try:
-        x = make_inputs(case)
-        interface._flash_attn_fwd(
-            x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens[0], cu_seqlens_k=x.cu_seqlens[1],
-            max_seqlen_q=128, max_seqlen_k=128, block_sparse_tensors=lists,
-        )  # fmt: skip
-    finally:
-        SeqlenInfoQK.create = staticmethod(original)
-    return seen
-
-
-def test_stacked_rows_are_as_wide_as_the_kernels_tiles(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(widths, 64) == {64}
+    assert widths(starts, None) == [5, 7]
+    assert widths(starts, used) == widths(None, used) == [3, 7]
+    assert widths(None, None) == [4, 4]
 
 
 @pytest.fixture
@@ -122,20 +110,22 @@ def fit(direction: packed_lists.Direction = packed_lists.FORWARD, **changes: Any
     }
     for field, value in changes.items():
         fields[field] = of(*value) if isinstance(value, tuple) else value
-    packed = packed_lists.Packing((True, True), (256, 300))
-    return packed_lists.fit(BlockSparseTensorsTorch(**fields), direction, packed, batch=2, heads=4, block=128)
+    packed = packed_lists.Packing((of(3), of(3)), (None, None), (256, 300))
+    sizes = {"block_size": (128, 128), "across": 0}
+    return packed_lists.fit(BlockSparseTensorsTorch(**fields), direction, packed, batch=2, heads=4, **sizes)
 
 
 @pytest.mark.parametrize("direction", [packed_lists.FORWARD, packed_lists.BACKWARD])
 def test_lists_are_expanded(fake: None, direction: packed_lists.Direction) -> None:
     compact = fit(direction, full_block_cnt=(4, 3), full_block_idx=(1, 3, 9), dq_write_order=(1, 3, 2))
     assert compact.mask_block_cnt.shape == compact.full_block_cnt.shape == (4, 3)
-    assert compact.mask_block_idx.shape == compact.dq_write_order.shape == (4, 3, 2)
-    assert compact.full_block_idx.shape == (4, 3, 9), "each list is as wide as it needs to be"
+    assert compact.mask_block_idx.shape == compact.dq_write_order.shape == (3 * 2,), "of one row for all heads"
+    assert compact.full_block_idx.shape == (3 * 9,), "each list is as wide as it needs to be"
+    assert compact.cu_block_idx_offsets.shape == compact.cu_full_block_idx_offsets.shape == (4, 3)
     padded = fit(direction, mask_block_cnt=(1, 1, 3), mask_block_idx=(2, 4, 3, 5), **{direction.rows_before: None})
     assert padded.mask_block_cnt.shape == (2, 4, 3)
-    stacked = fit(direction, mask_block_idx=(1, 20), cu_block_idx_offsets=(3,))
-    assert stacked.mask_block_idx.shape == (4, 20)
+    stacked = fit(direction, mask_block_idx=(4, 20), cu_block_idx_offsets=(3,))
+    assert stacked.mask_block_idx.shape == (4 * 20,) and stacked.cu_block_idx_offsets.shape == (4, 3)
     assert fit(direction, dq_write_order_full=(1, 3, 2)).dq_write_order_full is None, "there are no full lists"
     ragged = fit(direction, mask_block_idx=(20,), cu_block_idx_offsets=(1, 4))
     assert ragged.mask_block_idx.shape == (20,) and ragged.cu_block_idx_offsets.shape == (4, 4)
@@ -191,10 +181,11 @@ def test_blocks_of_several_tiles(fake: None) -> None:
         cu_total_m_blocks=torch.zeros(3, dtype=torch.int32, device="cuda"),
         block_size=(384, BLOCK_K),
     )
-    assert packed_lists.fit_forward(lists, None, batch=2, heads=1, tile_q=128)[1] == 3
-    assert packed_lists.fit_forward(lists._replace(block_size=None), None, batch=2, heads=1, tile_q=128)[1] == 1
+    sizes = {"batch": 2, "heads": 1, "block_k": BLOCK_K, "seqlen_k": 256}
+    assert packed_lists.fit_forward(lists, None, tile_q=128, **sizes)[1] == 3
+    assert packed_lists.fit_forward(lists._replace(block_size=None), None, tile_q=128, **sizes)[1] == 1
     with pytest.raises(ValueError, match=r"sparse_block_size\[0\]=256 .* or a multiple of it; got 384"):
-        packed_lists.fit_forward(lists, None, batch=2, heads=1, tile_q=256)
+        packed_lists.fit_forward(lists, None, tile_q=256, **sizes)
 
 
 def test_kernels_are_compiled_for_the_types_of_offsets() -> None:

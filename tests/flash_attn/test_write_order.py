@@ -6,7 +6,6 @@ import random
 import weakref
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flash_attn.cute import block_sparsity, order_table
+from flash_attn.cute import block_sparsity
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.write_order import (
     Walk,
@@ -26,7 +25,6 @@ from flash_attn.cute.write_order import (
 )
 
 CASES = list_cases(sort=st.booleans())
-WAYS = st.sampled_from([0, 1 << 30])  # a table of all pairs of blocks never, and always
 
 
 class PeakBytes(TorchDispatchMode):
@@ -129,13 +127,12 @@ def assert_locks(actual: tuple[torch.Tensor | None, ...], expected: list[torch.T
 
 
 @settings(max_examples=200, deadline=None)
-@given(CASES, st.booleans(), WAYS)
-def test_locks_and_walks(case: ListCase, spt: bool, pairs: int) -> None:
+@given(CASES, st.booleans())
+def test_locks_and_walks(case: ListCase, spt: bool) -> None:
     forward, backward = random_lists(case)
     launch = [[list(range(case.N))[:: -1 if spt else 1]] * case.H] * case.B
     expected = expected_locks(backward, launch)
-    with patch.object(order_table, "PAIRS", pairs):
-        locks = compute_dq_write_order(*arguments(forward, backward), spt=spt)
+    locks = compute_dq_write_order(*arguments(forward, backward), spt=spt)
     assert_locks(locks, expected)
     rows = expected_walk(backward, expected, descending=not spt)
     assert_walk(merged_walk(backward, locks, descending=not spt), rows, with_locks=True)
@@ -144,8 +141,8 @@ def test_locks_and_walks(case: ListCase, spt: bool, pairs: int) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(CASES, st.sampled_from(["one", "heads", "batches"]), WAYS)
-def test_any_launch_order(case: ListCase, each: str, pairs: int) -> None:
+@given(CASES, st.sampled_from(["one", "heads", "batches"]))
+def test_any_launch_order(case: ListCase, each: str) -> None:
     forward, backward = random_lists(case)
     draw = random.Random(case.seed)
     count = {"one": 1, "heads": case.H, "batches": case.B * case.H}[each]
@@ -154,8 +151,7 @@ def test_any_launch_order(case: ListCase, each: str, pairs: int) -> None:
     order = order[0] if each == "one" else order if each == "heads" else order.view(case.B, case.H, case.N)
     launch = [[orders[(b * case.H + h) % count] for h in range(case.H)] for b in range(case.B)]
     expected = expected_locks(backward, launch)
-    with patch.object(order_table, "PAIRS", pairs):
-        assert_locks(compute_dq_write_order(*arguments(forward, backward), order=order), expected)
+    assert_locks(compute_dq_write_order(*arguments(forward, backward), order=order), expected)
     rows = expected_walk(backward, expected, descending=True)
     assert_walk(deterministic_walk(backward, order=order, num_q_blocks=case.M), rows, with_locks=True)
 
@@ -247,16 +243,6 @@ def peak_bytes(given_lists: tuple[torch.Tensor, ...], **options: Any) -> int:
     with PeakBytes() as peak:
         compute_dq_write_order(*given_lists, **options)
         return peak.most
-
-
-@pytest.mark.parametrize("listed", [3, 64])
-def test_rows_with_room_for_every_block_take_less_than_upstream(listed: int) -> None:
-    """Its tables have 44 bytes for each pair of blocks."""
-    heads, blocks = 2, 64
-    given_lists = band(heads, blocks, listed, blocks)
-    assert peak_bytes(given_lists, spt=True) <= 26 * heads * blocks**2
-    with patch.object(order_table, "PAIRS", 0):
-        assert peak_bytes(given_lists, spt=True) > 44 * heads * blocks**2
 
 
 @pytest.mark.parametrize("blocks", [512, 4096])

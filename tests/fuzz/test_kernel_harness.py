@@ -12,7 +12,6 @@ import torch
 
 import fuzz.properties.kernels as kernels
 import fuzz.properties.relations as relations
-import fuzz.properties.schedule as schedule
 from flash_attn.cute.call_validation import validate_call
 from fuzz import attention, strategies
 from fuzz.blocks import both_directions
@@ -22,7 +21,7 @@ from fuzz.prop import Property, properties
 from fuzz.properties.lists import made_from
 from fuzz.run import Budget, run_property
 
-NAMES = [name for name in properties() if name.startswith(("attention.is", "relations", "schedule.the GPU"))]
+NAMES = [name for name in properties() if name.startswith(("attention.is", "relations"))]
 TWO_CALLS = [name for name in NAMES if name.startswith("relations") and "rows of dS" not in name]
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +38,7 @@ def plain(call: attention.Call, *, times: int = 1) -> list[Tensors]:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
     def place(run: Callable) -> None:
-        for module in (kernels, relations, schedule):
+        for module in (kernels, relations):
             monkeypatch.setattr(module, "make", partial(attention.make, device="cpu"))
             monkeypatch.setattr(module, "run", run)
 
@@ -50,8 +49,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
 def test_right_results_pass(name: str, stand_in: Callable) -> None:
     stand_in(plain)
     prop = properties()[name]
-    for kind in range(0, len(prop.kinds), 5):
-        outcome = run_property(prop, Budget(examples=2, shrink=1), kind=kind)
+    few_heads = [n for n, kind in enumerate(prop.kinds) if kind.Hq <= 8]  # of many, fp64 on a CPU takes half a minute
+    for kind in few_heads[::12]:
+        outcome = run_property(prop, Budget(examples=1, shrink=1), kind=kind)
         assert outcome.failure is None, f"{outcome.failure.case}\n{outcome.failure.trace}"
 
 
@@ -100,18 +100,6 @@ def test_calls_that_disagree_are_noticed(name: str, stand_in: Callable) -> None:
     assert run_property(properties()[name], Budget(examples=20, shrink=0.1)).failure is not None
 
 
-def test_a_stuck_model_is_not_launched(stand_in: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(call: attention.Call, *, times: int = 1) -> list[Tensors]:
-        raise RuntimeError("launched")
-
-    stand_in(never)
-    monkeypatch.setattr(schedule, "launched", lambda case, listed: list(range(listed.shape[3])))
-    monkeypatch.setattr(schedule, "launch_rows", lambda order, B, H, group: torch.arange(B * H * len(order)).flip(0))
-    case = Attention(kind=schedule.ORDERED[0], lengths=((300, 128 * 140),), pattern="full")
-    with pytest.raises(AssertionError, match="the model is stuck"):
-        schedule.the_gpu_ends(case)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_public_functions_get_what_they_take(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of kernels' arguments, for forward and backward as for the public functions."""
@@ -144,7 +132,7 @@ def right_lists(case: Attention) -> None:
 @pytest.mark.parametrize("number", LISTED, ids=lambda number: repr(KINDS[number]))
 def test_kernels_get_right_lists(number: int) -> None:
     prop = Property("made up", strategies.attention, right_lists, kinds=KINDS)
-    failure = run_property(prop, Budget(examples=12, seconds=10, shrink=1), kind=number).failure
+    failure = run_property(prop, Budget(examples=5, seconds=10, shrink=1), kind=number).failure
     assert failure is None, f"{failure.case}\n{failure.trace}"
 
 

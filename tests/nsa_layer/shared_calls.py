@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.compress import mean_pool
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.packing import Packing
@@ -39,9 +39,9 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def problem(self) -> Problem:
+    def spec(self) -> CallSpec:
         config = NSAConfig(block_size=self.block_size, window_size=self.window, deterministic=self.deterministic)
-        return Problem(config, self.causal, self.D**-0.5, self.lengths)
+        return CallSpec(config, self.causal, self.D**-0.5, self.lengths)
 
 
 @dataclass
@@ -69,7 +69,7 @@ def sequences(data: Data, x: Tensor, compressed: bool = False) -> list[Tensor]:
     """Views [T, ...] of every sequence."""
     if data.setup.lengths is None:
         return list(x)
-    config, lengths = data.setup.problem.config, data.setup.lengths
+    config, lengths = data.setup.spec.config, data.setup.lengths
     return list(x.split([config.compressed_length(n) if compressed else n for n in lengths]))
 
 
@@ -78,8 +78,8 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
     from nsa_layer.cute import branches
 
     torch.manual_seed(seed)
-    (Hq, Hkv), D, problem = setup.heads, setup.D, setup.problem
-    config, lengths = problem.config, setup.lengths
+    (Hq, Hkv), D, spec = setup.heads, setup.D, setup.spec
+    config, lengths = spec.config, setup.lengths
     lead = (setup.B, setup.T) if lengths is None else (sum(lengths),)
 
     def tensor(H: int) -> Tensor:
@@ -89,7 +89,7 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
     before = (dq * 0.02, dk * 0.02, dv * 0.02)
     whole = [(q, k, v)] if lengths is None else zip(*(x[None].split(lengths, 1) for x in (q, k, v)))
     pooled, choices = [], []
-    options = dict(config=config, causal=setup.causal, softmax_scale=problem.softmax_scale)
+    options = dict(config=config, causal=setup.causal, softmax_scale=spec.softmax_scale)
     width = config.list_width(max(lengths) if lengths else setup.T)
     for q_part, *parts in whole:
         if q_part.shape[1] == 0:
@@ -108,13 +108,13 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
     data = Data(setup, q, k, v, k_cmp, v_cmp, do, before, chosen, cu_seqlens)
     for backward in (False, True):
         tile = (branches.backward_tile if backward else branches.forward_tile)(q.device, setup.block_size)
-        static = dict(problem=problem, tile=tile, backward=backward, cu_seqlens=cu_seqlens)
+        static = dict(spec=spec, tile=tile, backward=backward, cu_seqlens=cu_seqlens)
         sparsity = branches.selected_sparsity(
             chosen, q.shape[-3], setup.heads, ordered=backward and setup.deterministic, **static
         )
         if not backward:
             data.sparsity_of_queries = sparsity
-            static = dict(problem=problem, packing=Packing.of(problem, q.device))
+            static = dict(spec=spec, packing=Packing.of(spec, q.device))
             data.outputs = (
                 branches.compressed_forward(q, k_cmp, v_cmp, **static),
                 branches.window_forward(q, k, v, **static),
@@ -131,17 +131,17 @@ def calls(data: Data, *, two_passes: bool = False) -> tuple:
     from nsa_layer.cute import branches
     from nsa_layer.cute.grad_accum import Call
 
-    problem = data.setup.problem
+    spec = data.setup.spec
     packing, fixed = (
-        Packing.of(problem, data.q.device),
-        dict(deterministic=problem.config.deterministic),
+        Packing.of(spec, data.q.device),
+        dict(deterministic=spec.config.deterministic),
     )
-    cmp = branches.compressed_options(problem, packing) | fixed
+    cmp = branches.compressed_options(spec, packing) | fixed
     selected, of_dq = branches.selected_options(data.sparsity, packing) | fixed, None
     if two_passes:
         selected |= dict(without_dq=True)
         of_dq = branches.dq_options(data.sparsity_of_queries, packing)
-    window = branches.window_options(problem, packing) | fixed
+    window = branches.window_options(spec, packing) | fixed
     of_tokens = (Call(data.k, data.v, window), Call(data.k, data.v, selected, of_dq))
     return (Call(data.k_cmp, data.v_cmp, cmp), *of_tokens) if data.k_cmp.shape[-3] else of_tokens
 
@@ -171,12 +171,12 @@ def _padded(data: Data, x: Tensor, layouts: Any, fill: float) -> Tensor:
 
 def together(data: Data, rows: Any = None, layouts: Any = None, of_calls: Any = None) -> Grads:
     """Gradients by shared calls, on top of what was there before."""
-    from nsa_layer.cute.grad_accum import BranchGradients, backward_layouts
+    from nsa_layer.cute.grad_accum import GradAccumulators, backward_layouts
 
-    problem, of_calls = data.setup.problem, of_calls or calls(data, two_passes=data.setup.two_passes)
-    layouts = layouts or backward_layouts(data.q, of_calls, key=problem)
+    spec, of_calls = data.setup.spec, of_calls or calls(data, two_passes=data.setup.two_passes)
+    layouts = layouts or backward_layouts(data.q, of_calls, key=spec)
     rows = rows or row_sums(data, layouts)
-    grads = BranchGradients(layouts, data.q.device, softmax_scale=problem.softmax_scale)
+    grads = GradAccumulators(layouts, data.q.device, softmax_scale=spec.softmax_scale)
     dk_cmp = dv_cmp = None
     if len(of_calls) == 3:
         dk_cmp, dv_cmp = grads.compressed(data.q, data.do, of_calls[0], *rows[0])
@@ -197,7 +197,7 @@ def apart(data: Data) -> Grads:
     outputs, gates = data.outputs[-len(of_calls) :], data.gates[-len(of_calls) :]
     for call, (o, lse), g in zip(of_calls, outputs, gates):
         do = (data.do * g.unsqueeze(-1)).to(data.do.dtype)
-        scale = data.setup.problem.softmax_scale
+        scale = data.setup.spec.softmax_scale
         parts.append(_flash_attn_bwd(data.q, call.k, call.v, o, do, lse, softmax_scale=scale, **call.options))
     dq, dk, dv = (x.float() for x in data.before)
     dq = dq + sum(part[0].float() for part in parts)
@@ -208,7 +208,7 @@ def apart(data: Data) -> Grads:
 
 def exact(data: Data) -> Grads:
     """Gradients by autograd in fp64, from dense masks."""
-    setup, config = data.setup, data.setup.problem.config
+    setup, config = data.setup, data.setup.spec.config
     leaves = [x.double().requires_grad_() for x in (data.q, data.k, data.v, data.k_cmp, data.v_cmp)]
     pieces = [sequences(data, x, i > 2) for i, x in enumerate(leaves)]
     dos, total = sequences(data, data.do.double()), 0.0

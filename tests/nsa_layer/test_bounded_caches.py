@@ -35,8 +35,8 @@ def step(draw: random.Random) -> None:
     tensors = {name: getattr(made, name) for name in DIFFERENTIABLE}
     given = [x.requires_grad_() for x in tensors.values() if x is not None]
     static = dict(softmax_scale=None, max_seqlen=None, causal=True)
-    problem = inputs.check_inputs(inputs.Arguments(**tensors, config=case.config, cu_seqlens=made.cu_seqlens, **static))
-    o, _ = autograd.attend(**tensors, problem=problem, cu_seqlens=made.cu_seqlens)
+    spec = inputs.check_inputs(inputs.Arguments(**tensors, config=case.config, cu_seqlens=made.cu_seqlens, **static))
+    o, _ = autograd.attend(**tensors, spec=spec, cu_seqlens=made.cu_seqlens)
     torch.autograd.grad(o, given, made.do)
     LAUNCHED.clear()
 
@@ -62,30 +62,25 @@ def unbounded() -> Iterator[tuple[str, int]]:
 
 
 def test_nothing_unbounded_grows_with_new_lengths() -> None:
-    draw, prepared = random.Random(0), (autograd._forward, autograd._backward)
+    draw = random.Random(0)
     with stubs():
-        for each in prepared:
-            each.clear()
         for _ in range(120):
             step(draw)
-        before, programs = dict(unbounded()), len(autograd._forward._programs)
+        before = dict(unbounded())
         for _ in range(120):
             step(draw)
         after = dict(unbounded())
-    assert len(autograd._forward._programs) > programs + 100, "the lengths were new"
     assert sum(before.values()) > 100 and "nsa_layer.kernels.launch._compiled" in before
     # A kernel more for sizes that did not come before is one of a handful; one for each length would be a hundred.
     grown = {name: (size, after[name]) for name, size in before.items() if after[name] > size + 4}
     assert not grown
-    for each in prepared:
-        each.clear()
 
 
 def test_what_is_kept_of_each_shape_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, prepared = random.Random(1), (autograd._forward, autograd._backward)
-    for owner, name in ((inputs, "CAPACITY"), (grad_accum, "KNOWN"), *((each, "_capacity") for each in prepared)):
+    draw = random.Random(1)
+    for owner, name in ((inputs, "CAPACITY"), (grad_accum, "KNOWN")):
         monkeypatch.setattr(owner, name, 8)
-    kept = (inputs._passed, grad_accum._known, *(each._programs for each in prepared))
+    kept = (inputs._passed, grad_accum._known)
     for each in kept:
         each.clear()
     most = [0] * len(kept)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nsa_layer import NSAConfig, MemoryPolicy, compile_ahead
 from nsa_layer.cute import autograd
 from nsa_layer.compile_ahead import CallShape, kernel_names
-from nsa_layer.cute.memory_plan import schedule
+from nsa_layer.cute.memory_plan import plan_memory
 
 warnings.simplefilter("ignore")
 
@@ -37,8 +37,8 @@ def shape(**changes):
 def own_call(call):
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
-    plan, context = schedule(call.sizes(), call.policy, torch.device("cpu")), Context()
-    o = autograd._Attend.forward(context, *map(given.get, names), None, call.problem(), plan, False)
+    plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
+    o = autograd._Attend.forward(context, *map(given.get, names), None, call.spec(), plan, False)
     if call.backward:
         autograd._Attend.backward(context, torch.empty_like(o))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, NSAttention, nsa
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute import packing
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
@@ -116,7 +116,7 @@ def test_packed_sequences_whose_starts_are_on_the_cpu(module: bool) -> None:
     graph, static = captured(lambda: step(static_inputs, static_do, starts))
     for others in range(70):  # more packings than are remembered
         packing.starts_on(torch.tensor([0, others + 1], dtype=torch.int32), torch.device("cuda", 0))
-        packing.Packing.of(Problem(config, True, 1.0, (others + 1,)), torch.device("cuda", 0))
+        packing.Packing.of(CallSpec(config, True, 1.0, (others + 1,)), torch.device("cuda", 0))
     for seed in (1, 2):
         inputs, do = drawn(seed)
         with torch.no_grad():

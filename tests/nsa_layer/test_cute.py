@@ -119,7 +119,7 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
     inputs = make_inputs(case, "cuda")
     q, chosen = inputs.q, run("cute", inputs).aux.block_indices
     forward, backward = (
-        branches.selected_sparsity(chosen, T, (4, 2), problem=case.problem, tile=tile(q.device, block_size), backward=b)
+        branches.selected_sparsity(chosen, T, (4, 2), spec=case.spec, tile=tile(q.device, block_size), backward=b)
         for b, tile in enumerate((branches.forward_tile, branches.backward_tile))
     )
     tile = 10
@@ -132,7 +132,7 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
         k, v = inputs.k.clone(), inputs.v.clone()
         k[:, tokens] *= scale
         v[:, tokens] *= scale
-        o, lse = branches.selected_forward(q, k, v, problem=case.problem, sparsity=forward)
+        o, lse = branches.selected_forward(q, k, v, spec=case.spec, sparsity=forward)
         do = torch.zeros_like(o)
         do[:, rows] = inputs.do[:, rows]
         dq, dk, dv = _flash_attn_bwd(q, k, v, o, do, lse, **branches.selected_options(backward, None))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, nsa
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing, starts_on
 from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.rope import RotaryEmbedding
@@ -122,7 +122,7 @@ def test_sequences_never_see_each_other_in_kernels(options: dict[str, object], d
 
 def test_starts_on_the_host_are_copied_once() -> None:
     """To the device that everything else is on."""
-    first, second = (Packing.of(Problem(SMALL, True, 1.0, LENGTHS), torch.device("meta")) for _ in range(2))
+    first, second = (Packing.of(CallSpec(SMALL, True, 1.0, LENGTHS), torch.device("meta")) for _ in range(2))
     assert first.cu_seqlens is second.cu_seqlens and first.cu_tiles is second.cu_tiles
     assert first.cu_seqlens.device.type == "meta" and first.cu_seqlens.shape == (len(LENGTHS) + 1,)
 
@@ -130,17 +130,17 @@ def test_starts_on_the_host_are_copied_once() -> None:
 @pytest.mark.parametrize("sequences", range(1, 6))
 def test_starts_are_aligned(sequences: int) -> None:
     """Attention would copy them otherwise, whenever it is called."""
-    packing = Packing.of(Problem(SMALL, True, 1.0, (7,) * sequences), torch.device("cpu"))
+    packing = Packing.of(CallSpec(SMALL, True, 1.0, (7,) * sequences), torch.device("cpu"))
     for starts in (packing.cu_seqlens, packing.cu_blocks, packing.cu_tiles):
         assert starts.data_ptr() % 16 == 0 and starts.is_contiguous()
 
 
 def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
-    device, problem = torch.device("meta"), Problem(SMALL, True, 1.0, (7, 9))
+    device, spec = torch.device("meta"), CallSpec(SMALL, True, 1.0, (7, 9))
     starts, made = torch.tensor([0, 7, 16], dtype=torch.int32), []
 
     def make(x: torch.Tensor) -> torch.Tensor:
-        made.extend((Packing.of(problem, device).cu_seqlens, starts_on(starts, device)))
+        made.extend((Packing.of(spec, device).cu_seqlens, starts_on(starts, device)))
         return x
 
     torch.func.grad(make)(torch.ones(()))
@@ -154,7 +154,7 @@ def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
 def test_a_capture_keeps_what_it_reads_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_layer.cute import packing
 
-    known, new = (Problem(SMALL, True, 1.0, lengths) for lengths in ((5, 6), (6, 5)))
+    known, new = (CallSpec(SMALL, True, 1.0, lengths) for lengths in ((5, 6), (6, 5)))
     device = torch.device("meta")
     before = Packing.of(known, device)
     monkeypatch.setattr(packing, "_is_captured", lambda device: True)
@@ -280,15 +280,15 @@ def test_forgotten_copies_outlive_what_reads_them(kept: bool, monkeypatch: pytes
     """Without `record_stream` their memory is given to the next tensor while another stream has still to read it."""
     from nsa_layer.cute import packing
 
-    device, problem = torch.device("cuda", torch.cuda.current_device()), Problem(SMALL, True, 1.0, (30, 40, 50))
+    device, spec = torch.device("cuda", torch.cuda.current_device()), CallSpec(SMALL, True, 1.0, (30, 40, 50))
     if not kept:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    Packing.of(problem, device)
+    Packing.of(spec, device)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(1 << 30)
-        read = Packing.of(problem, device).cu_seqlens.clone()
+        read = Packing.of(spec, device).cu_seqlens.clone()
     packing._starts.cache_clear()
     others = [torch.full((3, 4), -1, dtype=torch.int32, device=device) for _ in range(100)]
     torch.cuda.synchronize()
@@ -302,8 +302,8 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
         q, k, v = (torch.empty(20, H, 8, device="cuda") for H in (4, 2, 2))
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight", "softmax_scale", "max_seqlen")
     arguments = Arguments(q, k, v, config=SMALL, cu_seqlens=starts, causal=True, **dict.fromkeys(names))
-    problem = check_inputs(arguments)
-    assert problem.lengths == (3, 17)
+    spec = check_inputs(arguments)
+    assert spec.lengths == (3, 17)
 
 
 @pytest.mark.gpu

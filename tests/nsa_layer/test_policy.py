@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
-from nsa_layer.cute.memory_plan import Sizes, predict, schedule
+from nsa_layer.cute.memory_plan import Sizes, plan_memory, predict
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
@@ -18,14 +18,14 @@ SIZES = Sizes(tokens=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, block_str
 
 
 def peak(sizes: Sizes, policy: MemoryPolicy) -> int:
-    plan = schedule(sizes, policy, CPU)
+    plan = plan_memory(sizes, policy, CPU)
     parts = predict(sizes, plan.groups[0][1], plan.kept)
     return parts["saved"] + max(parts["forward"], parts["backward"])
 
 
 def test_plenty_of_memory_is_one_group_and_everything_saved() -> None:
     for policy in (MemoryPolicy(), MemoryPolicy(budget=10**30)):
-        plan = schedule(SIZES, policy, CPU)
+        plan = plan_memory(SIZES, policy, CPU)
         assert plan.groups == ((0, 8),) and plan.kept == (True, True, True)
 
 
@@ -37,7 +37,7 @@ def test_schedules_keep_to_the_budget_and_take_every_head_once(Hkv: int, needs_g
     seen = set()
     for share in range(100, 0, -1):
         budget = most * share // 100
-        plan = schedule(sizes, MemoryPolicy(budget=budget), CPU)
+        plan = plan_memory(sizes, MemoryPolicy(budget=budget), CPU)
         assert [head for first, end in plan.groups for head in range(first, end)] == list(range(Hkv))
         least = len(plan.groups) == Hkv and not any(plan.kept)
         assert least or peak(sizes, MemoryPolicy(budget=budget)) <= budget
@@ -47,7 +47,7 @@ def test_schedules_keep_to_the_budget_and_take_every_head_once(Hkv: int, needs_g
 
 def test_without_backward_nothing_is_kept() -> None:
     sizes = Sizes(**(vars(SIZES) | dict(needs_grad=False)))
-    assert schedule(sizes, MemoryPolicy(recompute="none"), CPU).kept == (False, False, False)
+    assert plan_memory(sizes, MemoryPolicy(recompute="none"), CPU).kept == (False, False, False)
     assert predict(sizes, 8, (False, False, False))["saved"] == 0
 
 
@@ -57,7 +57,7 @@ def test_without_backward_nothing_is_kept() -> None:
 )
 def test_what_is_computed_again_is_as_asked(recompute: str, kept: tuple[bool, bool, bool]) -> None:
     for budget in (None, 0):
-        assert schedule(SIZES, MemoryPolicy(budget=budget, recompute=recompute), CPU).kept == kept
+        assert plan_memory(SIZES, MemoryPolicy(budget=budget, recompute=recompute), CPU).kept == kept
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_budget_lowers_the_peak_and_the_prediction_holds() -> None:
         for _ in range(2):
             step(policy)
         peaks.append(peak_bytes(lambda: step(policy), "cuda"))
-        plan = schedule(sizes, policy, q.device)
+        plan = plan_memory(sizes, policy, q.device)
         parts = predict(sizes, plan.groups[0][1], plan.kept)
         # do is an input here.
         predicted = parts["saved"] + parts["outputs"] + parts["backward"] + parts["gradients"] - parts["outputs"]

@@ -51,7 +51,7 @@ def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
     inputs = make_inputs(case)
     o, aux = reference.attend(
         *(getattr(inputs, name) for name in ("q", "k", "v")),
-        problem=case.problem,
+        spec=case.spec,
         **{name: getattr(inputs, name) for name in DIFFERENTIABLE[3:]},
     )
     size, stride = config.block_size, config.stride
@@ -95,7 +95,7 @@ def test_gradcheck(case: Case) -> None:
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         given = dict(zip(leaves, tensors, strict=True))
-        return reference.attend(**given, problem=case.problem, block_indices=choice)[0]
+        return reference.attend(**given, spec=case.spec, block_indices=choice)[0]
 
     assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves.values()], fast_mode=False)
 
@@ -120,7 +120,7 @@ def test_equal_scores_give_means() -> None:
     case = Case(T=12, Hq=1, Hkv=1, D=2, dtype=torch.float64, config=TINY, gate="none")
     inputs = make_inputs(case)
     v = inputs.v[0, :, 0]
-    o, aux = reference.attend(torch.zeros_like(inputs.q), inputs.k, inputs.v, problem=case.problem)
+    o, aux = reference.attend(torch.zeros_like(inputs.q), inputs.k, inputs.v, spec=case.spec)
     # Query 9 sees blocks 0 and 1 compressed; tile 1 lists blocks 0, 1, 2, all forced; its window is 5 .. 9.
     assert aux.block_indices[0, 0].tolist() == [[0, 1, -1], [0, 1, 2]]
     expected = (v[:8].mean(0) + v[:10].mean(0) + v[5:10].mean(0)) / 3

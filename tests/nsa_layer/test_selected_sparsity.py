@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_sparsity import random_choice, visible_tokens
 
-from nsa_layer.call_spec import Problem
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.torch_block_lists import choices_of_sequences
 
@@ -33,9 +33,9 @@ def make(config: NSAConfig, choice: torch.Tensor, *, causal: bool, backward: boo
 
     starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     tile = (branches.backward_tile if backward else branches.forward_tile)(choice.device, config.block_size)
-    problem = Problem(config, causal, 1.0, lengths)
+    spec = CallSpec(config, causal, 1.0, lengths)
     T = 700 if lengths is None else sum(lengths)
-    static = dict(problem=problem, tile=tile, backward=backward, cu_seqlens=starts)
+    static = dict(spec=spec, tile=tile, backward=backward, cu_seqlens=starts)
     return branches.selected_sparsity(choice, T, heads, ordered=backward and config.deterministic, **static)
 
 
@@ -122,10 +122,9 @@ def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_l
     tile = branches.backward_tile(choice.device, config.block_size)
     numbers = [number for number, length in enumerate(LENGTHS) if length]
     for number, (own, T) in zip(numbers, choices_of_sequences(choice, LENGTHS, config=config), strict=True):
-        plain = Problem(config.replace(deterministic=False), True, 1.0)
+        plain = CallSpec(config.replace(deterministic=False), True, 1.0)
         forward, backward = (
-            branches.selected_sparsity(own, T, HEADS, problem=plain, tile=tile, backward=b).tensors
-            for b in (False, True)
+            branches.selected_sparsity(own, T, HEADS, spec=plain, tile=tile, backward=b).tensors for b in (False, True)
         )
         rows = slice(int(packed.cu_total_n_blocks[number]), int(packed.cu_total_n_blocks[number + 1]))
         width = backward.mask_block_idx.shape[-1]
@@ -136,7 +135,7 @@ def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_l
                 ordered = ordered._replace(**{name: order[None, :, rows, :width].contiguous()})
         validate_lists(forward, ordered, seqlen_q=T, seqlen_k=T, num_heads=HEADS[0], num_heads_kv=HEADS[1])
         planned = branches.selected_sparsity(
-            own, T, HEADS, problem=Problem(config, True, 1.0), tile=tile, backward=True, ordered=True
+            own, T, HEADS, spec=CallSpec(config, True, 1.0), tile=tile, backward=True, ordered=True
         ).tensors
         assert planned.plan is not None and planned.dq_write_order is not None
 
@@ -150,7 +149,7 @@ def test_passes_are_known_before_lists_are(hopper: bool, Hq: int, block_size: in
 
     q, v = (torch.empty(1, 300, heads, 64, dtype=torch.bfloat16) for heads in (Hq, 2))
     config = NSAConfig(block_size=block_size, deterministic=deterministic)
-    two = branches.takes_two_passes(q, v, Problem(config, True, 1.0, None))
+    two = branches.takes_two_passes(q, v, CallSpec(config, True, 1.0, None))
     assert two == (hopper and (block_size == 64 or deterministic))
 
 
@@ -158,8 +157,8 @@ def test_passes_are_known_before_lists_are(hopper: bool, Hq: int, block_size: in
 def test_a_list_entry_is_whole_kernel_tiles_and_whole_query_tiles(q_tile: int, rows: int) -> None:
     from nsa_layer.cute import branches
 
-    problem = Problem(NSAConfig(block_size=128, q_tile=q_tile), True, 1.0)
-    indices = torch.zeros(1, 1, problem.config.num_tiles(1000), 1, dtype=torch.int32)
-    sparsity = branches.selected_sparsity(indices, 1000, (4, 1), problem=problem, tile=(256, 128), backward=False)
+    spec = CallSpec(NSAConfig(block_size=128, q_tile=q_tile), True, 1.0)
+    indices = torch.zeros(1, 1, spec.config.num_tiles(1000), 1, dtype=torch.int32)
+    sparsity = branches.selected_sparsity(indices, 1000, (4, 1), spec=spec, tile=(256, 128), backward=False)
     assert sparsity.tensors.block_size == (rows, 128)
     assert sparsity.tensors.mask_block_cnt.shape[2] == -(-1000 // rows)

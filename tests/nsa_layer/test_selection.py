@@ -24,7 +24,7 @@ def oracle_scores(inputs: Inputs, kv: int, first: int, blocks: list[int]) -> lis
         asking = range(max(0, first - config.q_tile + 1), first + 1)
     else:
         asking = range(first, min(case.T, first + config.q_tile))
-    scale = Fraction(case.problem.softmax_scale)
+    scale = Fraction(case.spec.softmax_scale)
     keys = {
         j: [sum(map(Fraction, x)) / size for x in zip(*inputs.k[0, j * size : (j + 1) * size, kv].tolist())]
         for j in blocks

@@ -40,7 +40,7 @@ def fake_data(setup: Setup) -> shared_calls.Data:
 
     from nsa_layer.cute import branches
 
-    (Hq, Hkv), config, lengths = setup.heads, setup.problem.config, setup.lengths
+    (Hq, Hkv), config, lengths = setup.heads, setup.spec.config, setup.lengths
     lead = (setup.B, setup.T) if lengths is None else (sum(lengths),)
     blocks = sum(map(config.compressed_length, lengths or [setup.T]))
 
@@ -61,7 +61,7 @@ def fake_data(setup: Setup) -> shared_calls.Data:
         starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         of_queries, of_keys = (
             branches.selected_sparsity(
-                chosen, lead[-1], setup.heads, problem=setup.problem, cu_seqlens=starts, backward=backward,
+                chosen, lead[-1], setup.heads, spec=setup.spec, cu_seqlens=starts, backward=backward,
                 tile=tile(torch.device("cuda", 0), setup.block_size), ordered=backward and setup.deterministic,
             )
             for backward, tile in enumerate((branches.forward_tile, branches.backward_tile))
@@ -83,7 +83,7 @@ def agreement(options: dict) -> tuple[int, int, int]:
 
     setup = Setup(**options)
     data = fake_data(setup)
-    of_calls, key = shared_calls.calls(data, two_passes=setup.two_passes), (setup.problem, setup.two_passes)
+    of_calls, key = shared_calls.calls(data, two_passes=setup.two_passes), (setup.spec, setup.two_passes)
     layouts = backward_layouts(data.q, of_calls, key=key)
     assert layouts is backward_layouts(data.q, of_calls, key=key)
     of_tokens = {x.dk and x.dk.place for x in layouts.calls[-2:]} - {None}
@@ -132,7 +132,7 @@ def compile_together(options: dict) -> list[tuple[int, ...]]:
     setup = Setup(**options)
     data = fake_data(setup)
     of_calls = shared_calls.calls(data, two_passes=setup.two_passes)
-    layouts = backward_layouts(data.q, of_calls, key=(setup.problem, setup.two_passes))
+    layouts = backward_layouts(data.q, of_calls, key=(setup.spec, setup.two_passes))
     rows = [tuple(torch.empty(x.row_shape, device="cuda") for _ in range(2)) for x in layouts.calls]
     return [tuple(x.shape) for x in shared_calls.together(data, rows).values()]
 

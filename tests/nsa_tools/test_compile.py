@@ -31,7 +31,7 @@ def test_every_option_compiles(arch: int, cache: Path) -> None:
     outcomes = list(compile.compile_calls(arch, covering_calls.covering_calls(arch, strength=1), jobs=1))
     assert not {outcome.kernel: outcome.error for outcome in outcomes if outcome.error}
     kinds = {outcome.kernel.split("/")[0] for outcome in outcomes if outcome.seconds}
-    assert kinds >= {"fwd", "bwd", "bwd_post", "nsa_pool", "nsa_choose", "nsa_gated_sum", "nsa_gated_sum_backward"}
+    assert kinds >= {"fwd", "bwd", "bwd_post", "nsa_pool", "nsa_block_topk", "nsa_gated_sum", "nsa_gated_sum_backward"}
     assert len(outcomes) == len({outcome.kernel for outcome in outcomes}) == len([*cache.rglob("*.o")])
 
 

@@ -27,7 +27,7 @@ def sequence_of(inputs: Inputs, block_indices: torch.Tensor) -> row_oracle.Seque
     """The one sequence of a batch of one."""
     weights = {name: getattr(inputs, name) for name in ("gate_weight", "compress_k_weight", "compress_v_weight")}
     tensors = {name: getattr(inputs, name)[0] for name in ("q", "k", "v", "do")}
-    static = dict(config=inputs.case.config, softmax_scale=inputs.case.problem.softmax_scale)
+    static = dict(config=inputs.case.config, softmax_scale=inputs.case.spec.softmax_scale)
     return row_oracle.Sequence(**tensors, block_indices=block_indices[0], **static, **weights)
 
 
@@ -36,7 +36,7 @@ def truth(case: Case) -> tuple[Inputs, Result, torch.Tensor]:
     inputs = make_inputs(replace(case, dtype=torch.float64))
     result = run("reference", inputs)
     weights = dict(compress_k_weight=inputs.compress_k_weight, compress_v_weight=inputs.compress_v_weight)
-    outputs, _, _ = reference.attend_branches(inputs.q, inputs.k, inputs.v, problem=case.problem, **weights)
+    outputs, _, _ = reference.attend_branches(inputs.q, inputs.k, inputs.v, spec=case.spec, **weights)
     return inputs, result, torch.stack([(inputs.do * o).sum(-1)[0] for o in outputs])
 
 

@@ -1,7 +1,7 @@
-"""Sums of exponentials of the four rows that a thread has in a tile of scores, each with its highest score.
+"""Online softmax denominators: the running maximum and sum of exponentials of the four rows that a thread has.
 
-A row lies over four neighbouring threads of each of two warps. They sum their own columns and meet once, in the end.
-Scores are kept in the scale of their keys; a row's factor, positive, takes them to exponents of base 2.
+A row is spread over four neighbouring threads of each of two warps; they reduce their own columns, and one another's
+once, at the end. Scores keep the scale of their keys; a row's positive factor makes them exponents of base 2.
 """
 
 import cutlass
@@ -15,13 +15,13 @@ def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
 
 
-def shift_of(highest: Float32, factor: Float32) -> Float32:
-    """What makes the highest exponent 0; 0 where there is none."""
+def row_shift(highest: Float32, factor: Float32) -> Float32:
+    """The negated maximum, in units of log2; 0 for a row without scores."""
     return cutlass.select_(highest == -Float32.inf, Float32(0.0), -highest * factor)
 
 
 @cute.jit
-def add_up(
+def update_row_sums(
     acc: cute.Tensor,
     scales: list[Float32],
     factors: list[Float32],
@@ -31,7 +31,7 @@ def add_up(
     highest: cute.Tensor,
     sums: cute.Tensor,
 ):
-    """A step's part of each row's sum of exponentials, over a thread's own columns, below each row's end."""
+    """Add a tile's columns of this thread to each row's sum of exponentials, up to each row's end."""
     for r in cutlass.range_constexpr(cute.size(sums)):
         scores, top = [], highest[r]
         for i in cutlass.range_constexpr(len(columns)):
@@ -40,7 +40,7 @@ def add_up(
                 score = cutlass.select_(first + columns[i] < ends[r], score, -Float32.inf)
             scores.append(score)
             top = cute.arch.fmax(top, score)
-        shift = shift_of(top, factors[r])
+        shift = row_shift(top, factors[r])
         total = sums[r] * exp2(cute.math.fma(highest[r], factors[r], shift))
         for score in scores:
             total += exp2(cute.math.fma(score, factors[r], shift))
@@ -48,7 +48,7 @@ def add_up(
 
 
 @cute.jit
-def close_sums(
+def finish_row_sums(
     sSums: cute.Tensor,
     factors: list[Float32],
     highest: cute.Tensor,
@@ -57,10 +57,10 @@ def close_sums(
     first_row: Int32,
     part: Int32,
 ):
-    """`sums` over all columns, inverted; 0 for a row that counts for nothing."""
+    """Reduce `sums` over all columns and invert them; 0 for a row that does not count."""
     for r in cutlass.range_constexpr(cute.size(sums)):
         top = cute.arch.warp_reduction_max(highest[r], threads_in_group=4)
-        share = sums[r] * exp2(cute.math.fma(highest[r], factors[r], shift_of(top, factors[r])))
+        share = sums[r] * exp2(cute.math.fma(highest[r], factors[r], row_shift(top, factors[r])))
         total = cute.arch.warp_reduction_sum(share, threads_in_group=4)
         if cute.arch.lane_idx() % 4 == 0:
             row = first_row + 64 * (r // 2) + 8 * (r % 2)
@@ -71,7 +71,7 @@ def close_sums(
         row = first_row + 64 * (r // 2) + 8 * (r % 2)
         top, total = cute.arch.fmax(sSums[row, 0, 0], sSums[row, 1, 0]), Float32(0.0)
         for n in cutlass.range_constexpr(PARTS):
-            share = exp2(cute.math.fma(sSums[row, n, 0], factors[r], shift_of(top, factors[r])))
+            share = exp2(cute.math.fma(sSums[row, n, 0], factors[r], row_shift(top, factors[r])))
             total += sSums[row, n, 1] * share
         highest[r] = top
         sums[r] = cutlass.select_((total > 0.0) & counted[r], 1.0 / total, Float32(0.0))

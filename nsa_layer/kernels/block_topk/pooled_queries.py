@@ -1,7 +1,7 @@
-"""The mean query of each tile, and compressed keys beside them, as `choose` takes them: rows of fp16 halves.
+"""Mean queries of all tiles, and compressed keys, as rows of split fp16, in one launch.
 
-One launch. A CTA sums a tile's tokens for as many heads as make 512 numbers: 64 threads lie over them, 16 bytes each,
-and four such rows of threads share the tokens, the loads of eight tokens in flight. The CTAs behind those split keys.
+A CTA sums a tile's tokens for as many heads as make 512 elements: 64 threads cover these, 16 bytes each, and four such
+rows of threads share the tokens, with the loads of eight tokens in flight. The last CTAs split the keys.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.kernels.block_topk import split_fp16
-from nsa_layer.kernels.block_topk.query_tiles import locate
+from nsa_layer.kernels.block_topk.query_tiles import tile_to_batch
 from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
 
 Tensor = torch.Tensor
@@ -25,8 +25,8 @@ AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Rows as fp16 halves.
+class SplitRows:
+    """Rows of split fp16.
 
     Attributes:
         rows: fp16 [R, H, 2 D]: hi, then lo.
@@ -38,11 +38,11 @@ class Halves:
     scale: Tensor
 
 
-class TileMeans:
-    """One launch of `tile_means`.
+class PooledQueries:
+    """One launch of `pooled_queries`.
 
     Args:
-        own: a tile asks with the mean of its own queries, not of those up to its first.
+        own: pool a tile's own queries, not those up to its first.
         packed: queries are [total, Hq, D] with cu_seqlens.
     """
 
@@ -116,7 +116,7 @@ class TileMeans:
         Hq = mQ.shape[2]
         readable = cutlass.min(h, Hq - 1)
         if const_expr(self.packed):
-            sequence, tile, _ = locate(mCu, q_tile, 1, row)
+            sequence, tile, _ = tile_to_batch(mCu, q_tile, 1, row)
             sequence = cutlass.max(sequence, 0)
             b, base, T = Int32(0), mCu[sequence], mCu[sequence + 1] - mCu[sequence]
         else:
@@ -177,10 +177,10 @@ class TileMeans:
             mScale[row, h] = scale
 
 
-def tile_means(
+def pooled_queries(
     q: Tensor, k_mean: Tensor, *, q_tile: int, own: bool, tiles: int, cu_seqlens: Tensor | None = None
-) -> tuple[Halves, Halves]:
-    """The mean query of each tile, and the compressed keys, as halves.
+) -> tuple[SplitRows, SplitRows]:
+    """The mean query of each tile, and the compressed keys, as rows of split fp16.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
@@ -193,19 +193,19 @@ def tile_means(
     """
     D = q.shape[-1]
     means, keys = (
-        _empty_halves(tiles, q.shape[-2], D, q),
-        _empty_halves(k_mean.numel() // (k_mean.shape[-2] * D), k_mean.shape[-2], D, q),
+        _empty_split_rows(tiles, q.shape[-2], D, q),
+        _empty_split_rows(k_mean.numel() // (k_mean.shape[-2] * D), k_mean.shape[-2], D, q),
     )
     if tiles:
         key = (q.dtype, D, own, cu_seqlens is not None)
         arguments = (q, k_mean, cu_seqlens, means.rows, means.scale, keys.rows, keys.scale, q_tile)
-        launch("tile_means", key, lambda: _compile(*key), *arguments)
+        launch("pooled_queries", key, lambda: _compile(*key), *arguments)
     return means, keys
 
 
-def _empty_halves(R: int, H: int, D: int, like: Tensor) -> Halves:
+def _empty_split_rows(R: int, H: int, D: int, like: Tensor) -> SplitRows:
     rows = torch.empty(R, H, 2 * D, dtype=torch.float16, device=like.device)
-    return Halves(rows, torch.empty(R, H, dtype=torch.float32, device=like.device))
+    return SplitRows(rows, torch.empty(R, H, dtype=torch.float32, device=like.device))
 
 
 def _compile(dtype: torch.dtype, D: int, own: bool, packed: bool) -> object:
@@ -215,7 +215,7 @@ def _compile(dtype: torch.dtype, D: int, own: bool, packed: bool) -> object:
 
     lead = 1 if packed else 2
     return cute.compile(
-        TileMeans(dtype, D, own=own, packed=packed),
+        PooledQueries(dtype, D, own=own, packed=packed),
         fake_tensor(dtype, (*(cute.sym_int() for _ in range(lead + 1)), D)),
         fake_tensor(torch.float32, (*(cute.sym_int() for _ in range(lead + 1)), D)),
         fake_tensor(torch.int32, (cute.sym_int(),), align=4) if packed else None,

@@ -1,4 +1,4 @@
-"""Where a query tile stands: its sequence among packed ones, and which blocks are its candidates and forced."""
+"""The packed sequence of a query tile, and its candidate and forced blocks."""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,7 +6,7 @@ from cutlass import Boolean, Int32, const_expr
 
 
 @cute.jit
-def locate(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr[int], number: Int32):
+def tile_to_batch(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr[int], number: Int32):
     """Of groups of `group` tiles of `size` tokens, in order of sequences, each sequence's last one perhaps short.
 
     For all threads of a warp together. Returns the sequence that group `number` belongs to, -1 where there is no such
@@ -42,7 +42,7 @@ def locate(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr[int], 
 
 
 def candidates_end(t0: Int32, T: Int32, block_size: Int32, causal: bool) -> Int32:
-    """Blocks below this are complete: at the tile's first token t0, or at all."""
+    """One past the last complete block: at the tile's first token t0 if causal, else of the sequence."""
     return (t0 + 1) // block_size if causal else T // block_size
 
 
@@ -52,7 +52,7 @@ def forced_range(t0: Int32, T: Int32, block_size: Int32, q_tile: Int32) -> tuple
 
 
 def eligible(block: Int32, end: Int32, forced: tuple[Int32, Int32], causal: bool, force: bool) -> Boolean:
-    """Whether a block may be chosen: a candidate that is not forced."""
+    """True for a candidate block that is not forced."""
     if const_expr(not force):
         return block < end
     first, last = forced

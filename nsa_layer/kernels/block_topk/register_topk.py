@@ -1,9 +1,10 @@
-"""Each tile's best blocks so far, in the registers of four neighbouring threads that score its blocks together.
+"""Top-k in registers: each tile's best blocks so far, held by the four neighbouring threads that share its scores.
 
-An entry is one int64 that orders as (score, earlier block first): the score's bits, made monotone, above the block's
-complement. Entries of a list are all different, so that comparisons alone say which one goes and which thread has it.
+An entry is one int64 that orders as (score, earlier block first): the score's monotone bits above the block's
+complement. All entries of a list differ, so comparisons alone find the entry to evict and the thread that holds it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -22,21 +23,21 @@ NO_BLOCK = EMPTY + LAST_BLOCK  # what is above it stands for a block
 
 
 def column(i: Int32) -> Int32:
-    """How far a thread's score number i stands from its first: pairs, every 16."""
+    """Offset of a thread's i-th column from its first: pairs, every 16."""
     return i // 2 * 16 + i % 2
 
 
-def score_bits(score: Float32) -> Int32:
-    """As an int32 that orders as the score; NaN is best."""
+def orderable_bits(score: Float32) -> Int32:
+    """An int32 that orders as the score; NaN is best."""
     bits = bits_of(score + 0.0)  # -0.0 and 0.0 are equal
     return cutlass.select_(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def entry_of(bits: Int32, block: Int32) -> Int64:
+def pack_entry(bits: Int32, block: Int32) -> Int64:
     return (Int64(bits) << 32) | Int64(LAST_BLOCK - block)
 
 
-def block_of(entry: Int64) -> Int32:
+def unpack_block(entry: Int64) -> Int32:
     return LAST_BLOCK - Int32(entry & 0xFFFFFFFF)
 
 
@@ -48,23 +49,23 @@ def worse(a: Int64, b: Int64) -> Int64:
     return cutlass.select_(a < b, a, b)
 
 
-def of_quad(choose: object, x: Int64) -> Int64:
+def reduce_quad(combine: Callable[[Int64, Int64], Int64], x: Int64) -> Int64:
     for step in (1, 2):
-        x = choose(x, cute.arch.shuffle_sync_bfly(x, step))
+        x = combine(x, cute.arch.shuffle_sync_bfly(x, step))
     return x
 
 
 @dataclass(frozen=True)
-class BestList:
-    """The list of one tile: some entries in each of the quad's threads, and the least of them all."""
+class RegisterTopK:
+    """The list of one tile: `entries` of this thread of the quad, and the `least` of the quad's."""
 
     entries: cute.Tensor
     least: cute.Tensor
 
 
-def empty_list(share: int, room: Int32) -> BestList:
+def empty_topk(share: int, room: Int32) -> RegisterTopK:
     """A list of `room` entries, `share` in each thread."""
-    best = BestList(cute.make_rmem_tensor((share,), Int64), cute.make_rmem_tensor((1,), Int64))
+    best = RegisterTopK(cute.make_rmem_tensor((share,), Int64), cute.make_rmem_tensor((1,), Int64))
     for s in range(share):
         slot = cute.arch.lane_idx() % QUAD * share + s
         best.entries[s] = cutlass.select_(slot < room, Int64(EMPTY) + Int64(slot), Int64(CLOSED))
@@ -77,7 +78,7 @@ def least_of(entries: cute.Tensor) -> Int64:
     while len(values) > 1:
         pairs = [worse(a, b) for a, b in zip(values[::2], values[1::2])]
         values = pairs + values[len(values) // 2 * 2 :]
-    return of_quad(worse, values[0])
+    return reduce_quad(worse, values[0])
 
 
 def largest(values: list[Int32]) -> Int32:
@@ -87,8 +88,8 @@ def largest(values: list[Int32]) -> Int32:
     return values[0]
 
 
-def first_equal(values: list[Int32], value: Int32) -> Int32:
-    """Where `value` first stands in a list that has it."""
+def index_of(values: list[Int32], value: Int32) -> Int32:
+    """The first index of `value`, which the list has."""
     marks = [cutlass.select_(x == value, Int32(1 << i), Int32(0)) for i, x in enumerate(values)]
     while len(marks) > 1:
         marks = [a | b for a, b in zip(marks[::2], marks[1::2])] + marks[len(marks) // 2 * 2 :]
@@ -96,22 +97,20 @@ def first_equal(values: list[Int32], value: Int32) -> Int32:
 
 
 @cute.jit
-def offer(best: BestList, keys: cute.Tensor, first: Int32):
-    """Put a quad's scores into its list: `score_bits`, or WORST_SCORE for what is not eligible.
-
-    For all threads of a warp together. Best first: what cannot stay is never put.
+def insert(best: RegisterTopK, keys: cute.Tensor, first: Int32):
+    """Insert a quad's scores into its list, best first; called by all threads of a warp together.
 
     Args:
-        keys: a thread's scores; overwritten.
-        first: the block of the first; the others are at `column`.
+        keys: this thread's scores as `orderable_bits`, WORST_SCORE for blocks that are not eligible; overwritten.
+        first: the block of the first score; the others follow at `column`.
     """
     entries, least = best.entries, best.least
     top = largest([keys[i] for i in range(cute.size(keys))])
     pending = cute.arch.vote_any_sync((top > WORST_SCORE) & (top >= Int32(least[0] >> 32)))
     while pending:
-        at = first_equal([keys[i] for i in range(cute.size(keys))], top)
-        mine = entry_of(top, first + column(at))
-        entry = of_quad(better, mine)
+        at = index_of([keys[i] for i in range(cute.size(keys))], top)
+        mine = pack_entry(top, first + column(at))
+        entry = reduce_quad(better, mine)
         taken = (entry > least[0]) & (entry > NO_BLOCK)
         # The best of a quad goes even if it is not taken: the list only gets better.
         gone = cutlass.select_(entry == mine, at, Int32(-1))

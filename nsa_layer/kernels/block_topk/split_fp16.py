@@ -1,11 +1,12 @@
-"""fp32 rows as two rows of fp16 and a power of two: ``x = (hi + lo) * scale`` to 22 bits, for dot products by fp16 MMA.
+"""fp32 rows as two fp16 rows and a power of two, ``x = (hi + lo) * scale`` to 22 bits, for dot products by fp16 MMA.
 
-A row's largest number is brought to [2^14, 2^15), where fp16 has room below for what is far smaller. Both halves have
-one scale, so that ``hi.hi + hi.lo + lo.hi`` goes into one accumulator; lo.lo is below its rounding. What has 11 bits,
-such as means of small integers, has lo = 0 and is exact.
+A row's largest element is scaled to [2^14, 2^15), which leaves fp16 room for much smaller ones. Both halves share one
+scale, so that ``hi.hi + hi.lo + lo.hi`` goes into one accumulator; lo.lo is below its rounding. Numbers of 11 bits,
+such as means of small integers, have lo = 0 and are exact.
 
-An accumulator of D = 128 products stays below 2^38. Taken to the keys' scale first, it has to be in the range of fp32
-for every key, so that a score overflows only where q . k does: 2^-23 goes from the queries' scales to the keys'.
+An accumulator of D = 128 products stays below 2^38. It is multiplied by the key's scale first, and must stay in the
+range of fp32 for every key, so that a score overflows only where q . k does: the queries' scales lend 2^-23 to the
+keys'.
 """
 
 import cutlass

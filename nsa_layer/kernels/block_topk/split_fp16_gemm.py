@@ -1,4 +1,4 @@
-"""Products of rows held as halves (see `halves`): to shared memory by cp.async, then ldmatrix and three mma.sync."""
+"""Products of rows of split fp16: to shared memory by cp.async, then ldmatrix and three mma.sync."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,7 +14,7 @@ WARPS_M, WARPS_N = 4, PARTS
 
 
 def rows_layout(D: int, stages: int) -> cute.ComposedLayout:
-    """Rows of both halves, for ldmatrix."""
+    """Swizzled shared memory of `TILE` rows, hi and lo, for ldmatrix."""
     atom = cute.make_ordered_layout((8, 64), order=(1, 0))
     # In bytes, since it is pointers that are swizzled: 16 stay together.
     atom = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, atom)
@@ -39,7 +39,7 @@ def row_copy(D: int) -> cute.TiledCopy:
 
 
 def copy_row(copy: cute.TiledCopy, row: cute.Tensor, tXsX: cute.Tensor, lane: Int32, i: int, part: Int32):
-    """A thread's share of both halves."""
+    """Copy a thread's share of hi and lo."""
     lanes = row.shape[0] // 2 // VECTOR
     for half in range(2):
         source = cute.local_tile(row, (VECTOR,), (half * lanes + lane,))
@@ -48,8 +48,8 @@ def copy_row(copy: cute.TiledCopy, row: cute.Tensor, tXsX: cute.Tensor, lane: In
 
 
 @cute.jit
-def multiply(sA: cute.Tensor, sB: cute.Tensor, acc: cute.Tensor, stage: Int32):
-    """``acc = hi.hi + hi.lo + lo.hi`` of all rows with a stage's keys."""
+def split_gemm(sA: cute.Tensor, sB: cute.Tensor, acc: cute.Tensor, stage: Int32):
+    """``acc = hi.hi + hi.lo + lo.hi`` for all rows and the keys of a stage."""
     tidx, _, _ = cute.arch.thread_idx()
     mma = tiled_mma()
     thread = mma.get_slice(tidx)

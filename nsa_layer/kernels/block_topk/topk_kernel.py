@@ -1,11 +1,8 @@
-"""The choice of blocks: scores of query tiles against compressed keys, kept in registers, and the best of each tile.
+"""Block top-k: scores of pooled queries against compressed keys in registers, and each tile's best blocks.
 
-A CTA takes 128 rows, some tiles' mean queries for all heads of one key/value head, and streams keys past them, 128 at a
-time, by cp.async; 8 warps of 32 rows and 64 keys multiply halves (see `halves`) by mma.sync. Rows are laid so that a
-thread's four rows are heads of one tile: their sum needs no other thread up to four heads a group. The keys go by
-twice, first, ascending, for each row's sum of exponentials, then, descending, for the choice; the scores of the turning
-point serve both. A group of one head ranks by its scores: its keys go by once. Lists of a tile's best (see `best_list`)
-are kept by two warps and merged in the end.
+A CTA of 8 warps, 32 rows by 64 keys each, streams keys through shared memory with cp.async. Rows are permuted so that a
+thread's four rows are heads of one tile: up to four heads a group are summed without another thread. The package's
+docstring gives the algorithm.
 """
 
 from functools import lru_cache
@@ -19,10 +16,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.block_topk import register_topk
-from nsa_layer.kernels.block_topk.online_softmax import add_up, close_sums, exp2, shift_of
-from nsa_layer.kernels.block_topk.pooled_queries import tile_means
-from nsa_layer.kernels.block_topk.query_tiles import candidates_end, eligible, forced_range, locate
-from nsa_layer.kernels.block_topk.register_topk import BestList
+from nsa_layer.kernels.block_topk.online_softmax import exp2, finish_row_sums, row_shift, update_row_sums
+from nsa_layer.kernels.block_topk.pooled_queries import pooled_queries
+from nsa_layer.kernels.block_topk.query_tiles import candidates_end, eligible, forced_range, tile_to_batch
+from nsa_layer.kernels.block_topk.register_topk import RegisterTopK
 from nsa_layer.kernels.block_topk.split_fp16 import VECTOR
 from nsa_layer.kernels.block_topk.split_fp16_gemm import (
     THREADS,
@@ -30,13 +27,13 @@ from nsa_layer.kernels.block_topk.split_fp16_gemm import (
     WARPS_M,
     WARPS_N,
     copy_row,
-    multiply,
     row_copy,
     rows_layout,
+    split_gemm,
     tiled_mma,
 )
-from nsa_layer.kernels.block_topk.topk_epilogue import room_of, write_list
-from nsa_layer.kernels.block_topk.topk_spec import ROWS, Rule
+from nsa_layer.kernels.block_topk.topk_epilogue import room_of, write_block_list
+from nsa_layer.kernels.block_topk.topk_spec import ROWS, TopKSpec
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
 
 Tensor = torch.Tensor
@@ -49,16 +46,16 @@ MOST_BLOCKS = 64
 KEYS_IN_L2 = 32 << 20  # bytes
 
 
-class Choose:
-    """One launch of `choose`."""
+class BlockTopK:
+    """One launch of `block_topk`."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
+    def __init__(self, spec: TopKSpec) -> None:
+        self.spec = spec
 
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # fp16 [tiles, Hq, 2 D], as all halves
+        mQ: cute.Tensor,  # split fp16 [tiles, Hq, 2 D], as mK
         mQ_scale: cute.Tensor,
         mK: cute.Tensor,
         mK_scale: cute.Tensor,
@@ -101,20 +98,20 @@ class Choose:
         softmax_scale: Float32,
         heads_first: Int32,
     ):
-        rule = self.rule
+        spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         lane, warp_id = tidx % 32, cute.arch.make_warp_uniform(tidx // 32)
         warp_m, warp_n = warp_id % WARPS_M, warp_id // WARPS_M
 
-        # The longest first. Heads together balance best, one after the other they leave their keys in L2.
+        # Longest first. All heads of a tile side by side balance best; head after head keeps a head's keys in L2.
         Hkv = mIndices.shape[1]
         head, number = cta // groups, cta % groups
         if heads_first != 0:
             head, number = cta % Hkv, cta // Hkv
         number = groups - 1 - number
-        if const_expr(rule.packed):
-            sequence, group, tiles_before = locate(mCu, q_tile, rule.tiles, number)
+        if const_expr(spec.packed):
+            sequence, group, tiles_before = tile_to_batch(mCu, q_tile, spec.tiles, number)
             sequence = cutlass.max(sequence, 0)
             T = mCu[sequence + 1] - mCu[sequence]
             keys_before, M, out = mCu_blocks[sequence], cute.ceil_div(T, q_tile), Int32(0)
@@ -125,41 +122,41 @@ class Choose:
             tiles_before, list_before, out = sequence * M, Int32(0), sequence
             keys_before = sequence * (mK.shape[0] // mIndices.shape[0])
         place = (T, M, block_size, q_tile)
-        first_tile = group * rule.tiles
-        last_tile = cutlass.min(first_tile + rule.tiles, M) - 1
-        end = candidates_end(last_tile * q_tile, T, block_size, rule.causal)
+        first_tile = group * spec.tiles
+        last_tile = cutlass.min(first_tile + spec.tiles, M) - 1
+        end = candidates_end(last_tile * q_tile, T, block_size, spec.causal)
 
         smem = cutlass.utils.SmemAllocator()
-        layout_A, layout_B = rows_layout(rule.D, 1), rows_layout(rule.D, STAGES)
+        layout_A, layout_B = rows_layout(spec.D, 1), rows_layout(spec.D, STAGES)
         sA = smem.allocate_tensor(Float16, layout_A.outer, 1024, layout_A.inner)
-        list_bytes = rule.tiles * WARPS_N * register_topk.QUAD * rule.share * 8
+        list_bytes = spec.tiles * WARPS_N * register_topk.QUAD * spec.share * 8
         region = smem.allocate(max(cute.cosize(layout_B) * 2, list_bytes), 1024)
         sB = cute.make_tensor(cute.recast_ptr(region, layout_B.inner, Float16), layout_B.outer)
-        list_shape = (register_topk.QUAD * rule.share * WARPS_N, rule.tiles)
+        list_shape = (register_topk.QUAD * spec.share * WARPS_N, spec.tiles)
         sLists = cute.make_tensor(cute.recast_ptr(region, dtype=Int64), cute.make_layout(list_shape))
         sScale = smem.allocate_tensor(Float32, cute.make_layout((TILE, STAGES)), 16)
         sSums = smem.allocate_tensor(Float32, cute.make_layout((TILE, WARPS_N, 2)), 16)
 
-        # A thread's rows: their tiles, heads and factors.
+        # Tile, head and factor of each of a thread's rows.
         tiles, factors, ends, counted = [], [], [], []
         for i in cutlass.range_constexpr(ROWS):
-            tile, g = rule.tile_and_head(i // 2, i % 2, warp_m, lane // 4)
+            tile, g = spec.tile_and_head(i // 2, i % 2, warp_m, lane // 4)
             tiles.append(first_tile + tile)
-            counted.append(g < rule.G)
-            rows_end = candidates_end(tiles[i] * q_tile, T, block_size, rule.causal)
+            counted.append(g < spec.G)
+            rows_end = candidates_end(tiles[i] * q_tile, T, block_size, spec.causal)
             ends.append(cutlass.select_(tiles[i] < M, rows_end, Int32(0)))
             asked = tiles_before + cutlass.min(tiles[i], M - 1)
-            factor = mQ_scale[asked, head * rule.G + cutlass.min(g, rule.G - 1)]
-            factors.append(factor * (softmax_scale * LOG2_E) if const_expr(rule.softmax) else factor)
+            factor = mQ_scale[asked, head * spec.G + cutlass.min(g, spec.G - 1)]
+            factors.append(factor * (softmax_scale * LOG2_E) if const_expr(spec.softmax) else factor)
         best = []
-        for t in cutlass.range_constexpr(rule.lists):
-            room = room_of(tiles[t * (ROWS // rule.lists)], place, block_counts, rule.force)
-            best.append(register_topk.empty_list(rule.share, room))
+        for t in cutlass.range_constexpr(spec.lists):
+            room = room_of(tiles[t * (ROWS // spec.lists)], place, block_counts, spec.force)
+            best.append(register_topk.empty_topk(spec.share, room))
 
         steps = cute.ceil_div(end, TILE)
-        whole = candidates_end(first_tile * q_tile, T, block_size, rule.causal) // TILE  # steps of candidates alone
-        turn = steps - 1 if const_expr(rule.softmax) else Int32(0)
-        rounds = steps + turn if const_expr(rule.softmax) else steps
+        whole = candidates_end(first_tile * q_tile, T, block_size, spec.causal) // TILE  # steps of candidates alone
+        turn = steps - 1 if const_expr(spec.softmax) else Int32(0)
+        rounds = steps + turn if const_expr(spec.softmax) else steps
         load = (mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end)
         # Of each row: the highest score in the key's scale, a sum of exponentials, and in the end that sum's inverse.
         highest, sums = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
@@ -174,46 +171,46 @@ class Choose:
         cute.arch.cp_async_wait_group(1)
         cute.arch.sync_threads()
         for i in cutlass.range(rounds, unroll=1):
-            multiply(sA, sB, acc, i % STAGES)
+            split_gemm(sA, sB, acc, i % STAGES)
             scales = [sScale[first_column + c, i % STAGES] for c in COLUMNS]
             first = self.step_of(i, steps, turn) * TILE + first_column
             late = self.is_late(warp_n, i, turn)
             if late:
                 self.next_round(*load, i, rounds, steps, turn)
-            if const_expr(rule.softmax):
+            if const_expr(spec.softmax):
                 if i < whole:
-                    add_up(acc, scales, factors, COLUMNS, first, None, highest, sums)
+                    update_row_sums(acc, scales, factors, COLUMNS, first, None, highest, sums)
                 elif i <= turn:
-                    add_up(acc, scales, factors, COLUMNS, first, ends, highest, sums)
+                    update_row_sums(acc, scales, factors, COLUMNS, first, ends, highest, sums)
                 if i == turn:
-                    close_sums(sSums, factors, highest, sums, counted, 16 * warp_m + lane // 4, warp_n)
+                    finish_row_sums(sSums, factors, highest, sums, counted, 16 * warp_m + lane // 4, warp_n)
             if i >= turn:
-                self.offer_all(best, acc, scales, factors, highest, sums, first, tiles, ends, place)
+                self.insert_all(best, acc, scales, factors, highest, sums, first, tiles, ends, place)
             if not late:
                 self.next_round(*load, i, rounds, steps, turn)
 
         cute.arch.sync_threads()
         self.store_lists(best, sLists, warp_m, warp_n, lane)
         cute.arch.sync_threads()
-        for t in cutlass.range(warp_id, rule.tiles, THREADS // 32, unroll=1):
+        for t in cutlass.range(warp_id, spec.tiles, THREADS // 32, unroll=1):
             if first_tile + t < M:
                 row = list_before + first_tile + t
-                room = room_of(first_tile + t, place, block_counts, rule.force)
+                room = room_of(first_tile + t, place, block_counts, spec.force)
                 lists = (mIndices[out, head, row, None], mCounts[out, head, None])
-                write_list(sLists[None, t], *lists, first_tile + t, row, room, place, rule.force)
+                write_block_list(sLists[None, t], *lists, first_tile + t, row, room, place, spec.force)
 
     def is_late(self, warp_n: Int32, i: Int32, turn: Int32) -> Boolean:
-        """Half of the warps, one of two on a scheduler, read their scores while the others multiply for the next round.
+        """True for one of two warps on a scheduler: it reads its scores while the other multiplies for the next round.
 
         Not at the turn, where all sums meet.
         """
-        if const_expr(self.rule.softmax):
+        if const_expr(self.spec.softmax):
             return (warp_n == 1) & (i != turn)
         return warp_n == 1
 
     @cute.jit
     def next_round(self, *load_and_round):
-        """Behind all warps' products of a round, and the loads for the next: its stage takes the one after that."""
+        """Wait for all warps' products and for the next round's keys; load the round after that into the free stage."""
         *load, i, rounds, steps, turn = load_and_round
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
@@ -227,8 +224,8 @@ class Choose:
         cute.arch.cp_async_commit_group()
 
     def step_of(self, i: Int32, steps: Int32, turn: Int32) -> Int32:
-        """Ascending up to the turn, then descending; only descending where keys go by once."""
-        if const_expr(self.rule.softmax):
+        """The tile of keys of round i: ascending up to the turn, then descending; only descending in a single pass."""
+        if const_expr(self.spec.softmax):
             return cutlass.select_(i <= turn, i, 2 * turn - i)
         return steps - 1 - i
 
@@ -236,16 +233,16 @@ class Choose:
     def load_queries(
         self, mQ: cute.Tensor, sA: cute.Tensor, head: Int32, first_tile: Int32, tiles_before: Int32, M: Int32
     ):
-        rule, copy = self.rule, row_copy(self.rule.D)
+        spec, copy = self.spec, row_copy(self.spec.D)
         tidx, _, _ = cute.arch.thread_idx()
-        lanes = rule.D // VECTOR
+        lanes = spec.D // VECTOR
         tAsA = copy.get_slice(tidx).partition_D(sA)
         for i in cutlass.range_constexpr(TILE * lanes // THREADS):
             r = tidx // lanes + i * (THREADS // lanes)
-            tile, g = rule.tile_and_head(r // 64, r // 8 % 2, r // 16 % 4, r % 8)
-            # What is beyond the last tile or the last head is counted nowhere.
+            tile, g = spec.tile_and_head(r // 64, r // 8 % 2, r // 16 % 4, r % 8)
+            # Rows past the last tile or head load valid memory and are never counted.
             row = tiles_before + cutlass.min(first_tile + tile, M - 1)
-            source = mQ[row, head * rule.G + cutlass.min(g, rule.G - 1), None]
+            source = mQ[row, head * spec.G + cutlass.min(g, spec.G - 1), None]
             copy_row(copy, source, tAsA, tidx % lanes, i, 0)
 
     @cute.jit
@@ -262,9 +259,9 @@ class Choose:
         step: Int32,
         stage: Int32,
     ):
-        copy = row_copy(self.rule.D)
+        copy = row_copy(self.spec.D)
         tidx, _, _ = cute.arch.thread_idx()
-        lanes = self.rule.D // VECTOR
+        lanes = self.spec.D // VECTOR
         tBsB = copy.get_slice(tidx).partition_D(sB)
         for i in cutlass.range_constexpr(TILE * lanes // THREADS):
             block = cutlass.min(step * TILE + tidx // lanes + i * (THREADS // lanes), end - 1)
@@ -276,9 +273,9 @@ class Choose:
             cute.copy(atom, source, cute.local_tile(sScale[None, stage], (1,), (tidx,)))
 
     @cute.jit
-    def offer_all(
+    def insert_all(
         self,
-        best: list[BestList],
+        best: list[RegisterTopK],
         acc: cute.Tensor,
         scales: list[Float32],
         factors: list[Float32],
@@ -289,45 +286,45 @@ class Choose:
         ends: list[Int32],
         place: tuple[Int32, ...],
     ):
-        """A step's importances to the lists of a thread's tiles."""
-        rule = self.rule
+        """Insert the importances of a tile of keys into the lists of a thread's query tiles."""
+        spec = self.spec
         T, _, block_size, q_tile = place
-        rows = ROWS // rule.lists
-        shifts = [shift_of(highest[r], factors[r]) for r in range(ROWS)]
-        for t in cutlass.range_constexpr(rule.lists):
+        rows = ROWS // spec.lists
+        shifts = [row_shift(highest[r], factors[r]) for r in range(ROWS)]
+        for t in cutlass.range_constexpr(spec.lists):
             keys = cute.make_rmem_tensor((len(COLUMNS),), Int32)
             forced = forced_range(tiles[t * rows] * q_tile, T, block_size, q_tile)
             for i in cutlass.range_constexpr(len(COLUMNS)):
                 total = Float32(0.0)
                 for r in cutlass.range_constexpr(t * rows, (t + 1) * rows):
                     score = acc[(i % 2, r % 2), r // 2, i // 2]
-                    if const_expr(rule.softmax):
+                    if const_expr(spec.softmax):
                         total = cute.math.fma(
                             exp2(cute.math.fma(score * scales[i], factors[r], shifts[r])), sums[r], total
                         )
                     else:
-                        total = score * scales[i] * factors[r]  # in this order: see `halves`
-                for bit in cutlass.range_constexpr(rule.lane_bits):
+                        total = score * scales[i] * factors[r]  # in this order, or it overflows: see `split_fp16`
+                for bit in cutlass.range_constexpr(spec.lane_bits):
                     total += cute.arch.shuffle_sync_bfly(total, 16 >> bit)
-                free = eligible(first + COLUMNS[i], ends[t * rows], forced, rule.causal, rule.force)
-                keys[i] = cutlass.select_(free, register_topk.score_bits(total), Int32(register_topk.WORST_SCORE))
-            register_topk.offer(best[t], keys, first)
+                free = eligible(first + COLUMNS[i], ends[t * rows], forced, spec.causal, spec.force)
+                keys[i] = cutlass.select_(free, register_topk.orderable_bits(total), Int32(register_topk.WORST_SCORE))
+            register_topk.insert(best[t], keys, first)
 
     @cute.jit
-    def store_lists(self, best: list[BestList], sLists: cute.Tensor, warp_m: Int32, warp_n: Int32, lane: Int32):
-        rule = self.rule
-        for t in cutlass.range_constexpr(rule.lists):
-            r = t * (ROWS // rule.lists)
-            tile, g = rule.tile_and_head(r // 2, r % 2, warp_m, lane // 4)
+    def store_lists(self, best: list[RegisterTopK], sLists: cute.Tensor, warp_m: Int32, warp_n: Int32, lane: Int32):
+        spec = self.spec
+        for t in cutlass.range_constexpr(spec.lists):
+            r = t * (ROWS // spec.lists)
+            tile, g = spec.tile_and_head(r // 2, r % 2, warp_m, lane // 4)
             if g < ROWS:  # threads of a tile's further heads have the same list
-                for s in cutlass.range_constexpr(rule.share):
+                for s in cutlass.range_constexpr(spec.share):
                     entry = best[t].entries[s]
                     entry = cutlass.select_(entry == register_topk.CLOSED, Int64(register_topk.EMPTY), entry)
-                    sLists[(warp_n * register_topk.QUAD + lane % 4) * rule.share + s, tile] = entry
+                    sLists[(warp_n * register_topk.QUAD + lane % 4) * spec.share + s, tile] = entry
 
 
 def unsupported(config: NSAConfig, *, G: int, D: int, dtype: torch.dtype, softmax_scale: float) -> str | None:
-    """What `choose` does not cover, in words; None for nothing."""
+    """The reason why `block_topk` does not take a call; None if it does."""
     if D not in (64, 128) or dtype not in (torch.float16, torch.bfloat16):
         return f"a choice for {dtype} with head dimension {D}: they take fp16 or bf16 and 64 or 128"
     if G > MOST_HEADS:
@@ -340,7 +337,7 @@ def unsupported(config: NSAConfig, *, G: int, D: int, dtype: torch.dtype, softma
 
 
 @torch.no_grad()
-def choose(
+def block_topk(
     q: Tensor,
     k_mean: Tensor,
     *,
@@ -371,44 +368,43 @@ def choose(
     if missing is not None:
         raise NotImplementedError(f"the kernels do not do {missing}")
     share, packed = -(-config.block_counts // register_topk.QUAD), lengths is not None
-    rule = Rule(D, Hq // Hkv, share, causal, config.force_blocks, packed)
+    spec = TopKSpec(D, Hq // Hkv, share, causal, config.force_blocks, packed)
     B = 1 if packed else q.shape[0]
-    M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, rule.tiles)
+    M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, spec.tiles)
     n, groups = config.list_width(T), groups * B
-    means, keys = tile_means(q, k_mean, q_tile=config.q_tile, own=not causal, tiles=M * B, cu_seqlens=cu_seqlens)
+    queries, keys = pooled_queries(q, k_mean, q_tile=config.q_tile, own=not causal, tiles=M * B, cu_seqlens=cu_seqlens)
     indices = torch.empty(B, Hkv, M, n, dtype=torch.int32, device=q.device)
     counts = torch.empty(B, Hkv, M, dtype=torch.int32, device=q.device)
     if groups:
         numbers = (groups, T, config.block_size, config.q_tile, config.block_counts)
         heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)
         more = (config.block_size // config.stride, float(softmax_scale), heads_first)
-        rows = (means.rows, means.scale, keys.rows, keys.scale)
-        launch(
-            "choose", (rule,), lambda: _compile(rule), *rows, cu_seqlens, cu_blocks, indices, counts, *numbers, *more
-        )
+        rows = (queries.rows, queries.scale, keys.rows, keys.scale)
+        arguments = (*rows, cu_seqlens, cu_blocks, indices, counts, *numbers, *more)
+        launch("block_topk", (spec,), lambda: _compile(spec), *arguments)
     return (indices.squeeze(0), counts.squeeze(0)) if packed else (indices, counts)
 
 
 @lru_cache(maxsize=64)
 def _extents(lengths: tuple[int, ...], q_tile: int, tiles_a_cta: int) -> tuple[int, int, int]:
-    """Of some sequences: all their tiles, what CTAs take of those, and the longest's tokens."""
+    """(query tiles of all sequences, CTAs a head that take them, tokens of the longest sequence)."""
     tiles = [-(-T // q_tile) for T in lengths]
     return sum(tiles), sum(-(-M // tiles_a_cta) for M in tiles), max(lengths, default=0)
 
 
-def _compile(rule: Rule) -> object:
-    def halves() -> tuple[object, object]:
+def _compile(spec: TopKSpec) -> object:
+    def split_rows() -> tuple[object, object]:
         R, H = cute.sym_int(), cute.sym_int()
-        return fake_tensor(torch.float16, (R, H, 2 * rule.D)), fake_tensor(torch.float32, (R, H), align=4)
+        return fake_tensor(torch.float16, (R, H, 2 * spec.D)), fake_tensor(torch.float32, (R, H), align=4)
 
     def starts() -> object:
-        return fake_tensor(torch.int32, (cute.sym_int(),), align=4) if rule.packed else None
+        return fake_tensor(torch.int32, (cute.sym_int(),), align=4) if spec.packed else None
 
     lists = tuple(cute.sym_int() for _ in range(3))
     return cute.compile(
-        Choose(rule),
-        *halves(),
-        *halves(),
+        BlockTopK(spec),
+        *split_rows(),
+        *split_rows(),
         starts(),
         starts(),
         fake_tensor(torch.int32, (*lists, cute.sym_int()), align=4),

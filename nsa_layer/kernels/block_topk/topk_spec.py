@@ -1,4 +1,4 @@
-"""What a kernel of the choice is compiled for, and how that lays tiles and heads over a CTA's rows."""
+"""Static options of the top-k kernel, and the layout of tiles and heads over a CTA's rows that follows from them."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ ROWS = 4  # of a thread: two of each of its two fragments
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What is chosen, as far as the kernel is compiled for it.
+class TopKSpec:
+    """Static options of the top-k kernel.
 
     Attributes:
         G: query heads whose scores are summed.

@@ -44,7 +44,7 @@ from nsa_layer.kernels.gating.gated_sum import (
     row_sum,
     vector_of,
 )
-from nsa_layer.kernels.gating.reduce_partials import add_sums
+from nsa_layer.kernels.gating.reduce_partials import reduce_partials
 from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
 from nsa_layer.kernels.varlen_rows import sequence_of
 
@@ -413,7 +413,7 @@ def gated_sum_backward(
     branches = (o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa, *stats)
     made = (dq, sums, d_gates, *(do_branches or (None, None, None)))
     launch("gated_sum_backward", key, lambda: _compile(*key), do, *branches, g, q, weight, *made, cu_seqlens, walkers)
-    d_weight = add_sums(sums, weight.dtype).to(gate_weight.dtype) if weighed else None
+    d_weight = reduce_partials(sums, weight.dtype).to(gate_weight.dtype) if weighed else None
     d_gates = d_gates.to(gates.dtype) if given else None
     dpsum, lse_log2 = zip(*(both.unbind(0) for both in stats))
     return GateGradients(dq, d_weight, d_gates, dpsum, lse_log2, do_branches)

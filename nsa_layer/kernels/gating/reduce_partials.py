@@ -9,7 +9,7 @@ from cutlass import Float32
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
 
 
-class AddSums:
+class ReducePartials:
     """``out[c] = sum_n sums[n, c]``: a CTA adds some columns, each of its warps every 32nd number of them."""
 
     columns = 32
@@ -46,20 +46,20 @@ class AddSums:
             mOut[column] = total.to(mOut.element_type)
 
 
-def add_sums(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def reduce_partials(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``sums.sum(0)`` of a contiguous fp32 [N, ...], rounded once to `dtype`; a multiple of 32 numbers come out.
 
     Raises:
         ValueError: another multiple.
     """
     out = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
-    if out.numel() % AddSums.columns:
-        raise ValueError(f"sums must be of a multiple of {AddSums.columns} columns, got {out.numel()}")
-    launch("add_sums", (dtype,), lambda: _compile(dtype), sums.view(sums.shape[0], -1), out.view(-1))
+    if out.numel() % ReducePartials.columns:
+        raise ValueError(f"sums must be of a multiple of {ReducePartials.columns} columns, got {out.numel()}")
+    launch("reduce_partials", (dtype,), lambda: _compile(dtype), sums.view(sums.shape[0], -1), out.view(-1))
     return out
 
 
 def _compile(dtype: torch.dtype) -> object:
     columns = cute.sym_int()
     sums, out = fake_tensor(torch.float32, (cute.sym_int(), columns)), fake_tensor(dtype, (columns,))
-    return cute.compile(AddSums(), sums, out, fake_stream(), options=OPTIONS)
+    return cute.compile(ReducePartials(), sums, out, fake_stream(), options=OPTIONS)

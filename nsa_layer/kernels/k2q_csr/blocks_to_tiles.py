@@ -11,7 +11,7 @@ from nsa_layer.kernels.varlen_rows import sequence_of
 WARPS = 4
 
 
-class ExpandKernel:
+class BlocksToTiles:
     """The key tiles in each query tile's blocks, and how many of them there are; a warp to a query tile.
 
     Tiles past the sequence's end, or with `causal` wholly after the queries, are not counted: since blocks rise in a
@@ -67,7 +67,7 @@ class ExpandKernel:
                 counts[batch, head, tile] = count
 
 
-def expand(
+def blocks_to_tiles(
     lists: torch.Tensor,
     rows: int,
     *,
@@ -95,7 +95,7 @@ def expand(
             fake_tensor(torch.int32, (B, H, M), align=4),
             fake_tensor(torch.int32, (B, H, M, cute.sym_int()), align=4),
         ]
-        return cute.compile(ExpandKernel(**options), *fake, Int32(0), fake_stream(), options=OPTIONS)
+        return cute.compile(BlocksToTiles(**options), *fake, Int32(0), fake_stream(), options=OPTIONS)
 
     options = dict(causal=causal, q_tile=q_tile, kv_tile=kv_tile, parts=parts, packed=cu_tiles is not None)
     counts = torch.empty(lists.shape[:3], dtype=torch.int32, device=lists.device)
@@ -103,5 +103,5 @@ def expand(
     if cu_tiles is None:
         width = min(width, rows)  # tiles rise from 0 on: what does not fit lies past the end
     tiles = torch.empty(*lists.shape[:3], width, dtype=torch.int32, device=lists.device)
-    launch("expand_lists", tuple(options.values()), compile_kernel, lists, cu_tiles, cu_rows, counts, tiles, rows)
+    launch("blocks_to_tiles", tuple(options.values()), compile_kernel, lists, cu_tiles, cu_rows, counts, tiles, rows)
     return counts, tiles

@@ -1,15 +1,15 @@
-"""Lists of key blocks by query tile, turned round: the query tiles of each key tile, in order, and a plan over them.
+"""Transposition of block lists: key blocks by query tile -> query tiles by key tile in CSR, and a plan over its rows.
 
-A CTA has some key tiles of one head. It reads the lists of all query tiles that may see them, and sets a bit of its
-bitmap [key tiles, query tiles] in shared memory for each entry: whatever the order in which threads come by, the bits
-read off afterwards are in order. Run twice, first for the counts and then, with starts known, for the entries.
+A CTA takes a range of key tiles of one head. It reads the lists of all query tiles that may see them and sets a bit of
+a bitmap [key tiles, query tiles] in shared memory for each entry, so that rows come out in order whichever thread came
+first. Launched twice: for the counts, then, once the rows' starts are known, for the entries.
 
-Key tile rows are launched, and add to a query tile's dq, from right to left where the order of adds is fixed: an
-entry's lock value is the number of listed key tiles to its right. A row is then walked by rising lock value, later
-query tiles first among equals: a counting sort by a warp, stable and so without chance.
+With deterministic order, key tiles are launched and add to dq from right to left: an entry's semaphore value is the
+number of listed key tiles to its right. A row is visited by rising semaphore value, later query tiles first among
+equals, the order that `flash_attn.cute.write_order.sorted_walk` defines: here by a stable counting sort of one warp.
 
-Memory is what is listed. All lists are read for every bitmap, and a bitmap of 192 KB holds the fewer key tiles the more
-query tiles there are: 0.4 GB out of the L2 for a million tokens and 8 heads, 23 GB for four million.
+Memory is proportional to nnz. All lists are read for every bitmap, and a bitmap of 192 KB holds the fewer key tiles the
+more query tiles there are: 0.4 GB out of the L2 for a million tokens and 8 heads, 23 GB for four million.
 """
 
 import cutlass
@@ -18,29 +18,29 @@ import torch
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from flash_attn.cute.utils import warp_prefix_sum
-from nsa_layer.kernels.k2q_csr.prefix_sums import items_of
+from nsa_layer.kernels.k2q_csr.prefix_sums import num_items
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
 from nsa_layer.kernels.varlen_rows import sequence_of
 
 THREADS = 512
 WARPS = THREADS // 32
 FEW_WORDS, MANY_WORDS = 8 << 10, 48 << 10  # of 32 bits, in a CTA's bitmap
-MOST_LOCKS = 512
-LOCK_SHIFT = 22  # a query tile's number stands below, its lock value above
+MAX_SEMAPHORES = 512
+SEMAPHORE_SHIFT = 22  # a query tile's number stands below, its semaphore value above
 ITEM = 8  # numbers of a plan item
 FILLERS = 1024  # CTAs, at most, that fill what a plan has room for beyond its items
 
 
-class TransposeKernel:
-    """Counts of each key tile's query tiles; or with `fills` the entries, lock values and plan items.
+class BuildK2qCsr:
+    """Counts of each key tile's query tiles; or with `fills` the entries, semaphore values and plan items.
 
     Args:
         words: of the bitmap.
         packed: sequences stand one after the other.
-        parts: key tiles of a listed block.
+        parts: key tiles of a block.
         quads: lists can be read four entries at a time.
-        locks: most lock values, a multiple of 32; 0: entries in rising order, without lock values.
-        copies: query heads that have the same list.
+        semaphores: most semaphore values, a multiple of 32; 0: entries in rising order, without semaphore values.
+        q_heads_per_list: query heads that have the same list.
         longest: entries of a plan item at most; 0: an item for every row.
         planned: write plan items.
     """
@@ -56,14 +56,14 @@ class TransposeKernel:
         parts: int,
         quads: bool,
         fills: bool = False,
-        locks: int = 0,
-        copies: int = 1,
+        semaphores: int = 0,
+        q_heads_per_list: int = 1,
         longest: int = 0,
         planned: bool = False,
     ) -> None:
         self.words, self.packed, self.causal = words, packed, causal
         self.q_tile, self.kv_tile, self.parts, self.quads = q_tile, kv_tile, parts, quads
-        self.fills, self.locks, self.copies = fills, locks, copies
+        self.fills, self.semaphores, self.q_heads_per_list = fills, semaphores, q_heads_per_list
         self.longest, self.planned = longest, planned
 
     @cute.jit
@@ -75,8 +75,8 @@ class TransposeKernel:
         counts: cute.Tensor,  # [H, B * N]; packed [H, all N]
         starts: cute.Tensor | None,  # like counts
         items_before: cute.Tensor | None,  # [H * B * N + 1]
-        entries: cute.Tensor | None,  # [listed]
-        lock_values: cute.Tensor | None,
+        entries: cute.Tensor | None,  # [nnz]
+        semaphore_values: cute.Tensor | None,
         unsorted: cute.Tensor | None,
         plan: cute.Tensor | None,  # [items, ITEM]
         rows_a_cta: Int32,
@@ -85,7 +85,7 @@ class TransposeKernel:
     ):
         batch, heads = lists.shape[0], lists.shape[1]
         grid = [cute.ceil_div(counts.shape[1] // batch, rows_a_cta) * heads * batch, 1, 1]
-        written = (counts, starts, items_before, entries, lock_values, unsorted, plan)
+        written = (counts, starts, items_before, entries, semaphore_values, unsorted, plan)
         arguments = (lists, cu_tiles, cu_rows, *written, rows_a_cta, words_a_row)
         self.kernel(*arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
@@ -99,7 +99,7 @@ class TransposeKernel:
         starts: cute.Tensor | None,
         items_before: cute.Tensor | None,
         entries: cute.Tensor | None,
-        lock_values: cute.Tensor | None,
+        semaphore_values: cute.Tensor | None,
         unsorted: cute.Tensor | None,
         plan: cute.Tensor | None,
         rows_a_cta: Int32,
@@ -114,8 +114,8 @@ class TransposeKernel:
         smem = cutlass.utils.SmemAllocator()
         bitmap = smem.allocate_tensor(Uint32, cute.make_layout(self.words), byte_alignment=16)
         buckets = None
-        if const_expr(self.locks):
-            of_warps = smem.allocate_tensor(Int32, cute.make_layout((self.locks, WARPS)), byte_alignment=16)
+        if const_expr(self.semaphores):
+            of_warps = smem.allocate_tensor(Int32, cute.make_layout((self.semaphores, WARPS)), byte_alignment=16)
             buckets = of_warps[None, warp]
         batch, head = segment // lists.shape[1], segment % lists.shape[1]
         first = chunk * rows_a_cta
@@ -162,10 +162,10 @@ class TransposeKernel:
                     n, rows = row - first_row, cu_rows[sequence + 1] - first_row
                     own = cute.domain_offset((cu_tiles[sequence], 0), mLists)
                 start, count = Int64(starts[head, place]), counts[head, place]
-                if const_expr(self.locks):
+                if const_expr(self.semaphores):
                     self.read_bits(bits, cute.domain_offset(start, unsorted), words_a_row, lane)
                     cute.arch.sync_warp()
-                    here = (cute.domain_offset(start, t) for t in (unsorted, entries, lock_values))
+                    here = (cute.domain_offset(start, t) for t in (unsorted, entries, semaphore_values))
                     self.sort_row(*here, buckets, own, n, rows, count, lane)
                 else:
                     self.read_bits(bits, cute.domain_offset(start, entries), words_a_row, lane)
@@ -175,8 +175,8 @@ class TransposeKernel:
                         plan, counts, items_before, segment_of_row, rows, sequence, head, n, place, start, lane
                     )
         if const_expr(self.planned):
-            # What the plan has room for beyond its items: items of nothing.
-            items = items_before[items_before.shape[0] - 1] * self.copies
+            # Fill the plan's unused room with empty items.
+            items = items_before[items_before.shape[0] - 1] * self.q_heads_per_list
             fillers = cutlass.min(cute.arch.grid_dim()[0], FILLERS)
             if cta < fillers:
                 for i in cutlass.range(items + cta * THREADS + tidx, plan.shape[0], fillers * THREADS):
@@ -228,7 +228,7 @@ class TransposeKernel:
         for w in cutlass.range(0, words, 32):
             word = Uint32(0)
             at = w + lane
-            if const_expr(self.locks):
+            if const_expr(self.semaphores):
                 at = words - 1 - at
             if w + lane < words:
                 word = Uint32(bits[at])
@@ -237,7 +237,7 @@ class TransposeKernel:
             place = written + through - number
             for i in cutlass.range(number):
                 bit = 31 - Int32(cute.arch.clz(word))
-                if const_expr(not self.locks):
+                if const_expr(not self.semaphores):
                     bit = Int32(cute.arch.popc((word & (~word + 1)) - 1))
                 row[place + i] = at * 32 + bit
                 word = word ^ (Uint32(1) << Uint32(bit))
@@ -248,7 +248,7 @@ class TransposeKernel:
         self,
         unsorted: cute.Tensor,
         entries: cute.Tensor,
-        lock_values: cute.Tensor,
+        semaphore_values: cute.Tensor,
         buckets: cute.Tensor,
         lists: cute.Tensor,
         n: Int32,
@@ -256,18 +256,18 @@ class TransposeKernel:
         count: Int32,
         lane: Int32,
     ):
-        """A row's query tiles by rising lock value. Entries are 2 * query tile, as walks with lock values have them."""
-        for i in cutlass.range_constexpr(self.locks // 32):
+        """Sort a row as `write_order.sorted_walk` does; entries are 2 * query tile."""
+        for i in cutlass.range_constexpr(self.semaphores // 32):
             buckets[i * 32 + lane] = Int32(0)
         cute.arch.sync_warp()
         for i in cutlass.range(lane, count, 32):
             m = unsorted[i]
-            lock = self.lock_value(lists, m, n, rows)
-            unsorted[i] = (lock << LOCK_SHIFT) | m
-            cute.arch.atomic_add(buckets.iterator + lock, Int32(1), scope="cta")
+            semaphore = self.semaphore_value(lists, m, n, rows)
+            unsorted[i] = (semaphore << SEMAPHORE_SHIFT) | m
+            cute.arch.atomic_add(buckets.iterator + semaphore, Int32(1), scope="cta")
         cute.arch.sync_warp()
         before = Int32(0)
-        for i in cutlass.range_constexpr(self.locks // 32):
+        for i in cutlass.range_constexpr(self.semaphores // 32):
             number = buckets[i * 32 + lane]
             through = warp_prefix_sum(number, lane)
             buckets[i * 32 + lane] = before + through - number
@@ -275,24 +275,24 @@ class TransposeKernel:
         cute.arch.sync_warp()
         lower = (Uint32(1) << Uint32(lane)) - 1
         for i in cutlass.range(0, count, 32):
-            value, lock = Int32(0), Int32(-1)
+            value, semaphore = Int32(0), Int32(-1)
             if i + lane < count:
                 value = unsorted[i + lane]
-                lock = value >> LOCK_SHIFT
-            peers = cute.arch.match_sync(0xFFFFFFFF, lock)
+                semaphore = value >> SEMAPHORE_SHIFT
+            peers = cute.arch.match_sync(0xFFFFFFFF, semaphore)
             rank = Int32(cute.arch.popc(peers & lower))
-            if lock >= 0:
-                place = buckets[lock] + rank
-                entries[place] = (value & ((1 << LOCK_SHIFT) - 1)) * 2
-                lock_values[place] = lock
+            if semaphore >= 0:
+                place = buckets[semaphore] + rank
+                entries[place] = (value & ((1 << SEMAPHORE_SHIFT) - 1)) * 2
+                semaphore_values[place] = semaphore
             cute.arch.sync_warp()
-            if lock >= 0 and rank == 0:
-                buckets[lock] += Int32(cute.arch.popc(peers))
+            if semaphore >= 0 and rank == 0:
+                buckets[semaphore] += Int32(cute.arch.popc(peers))
             cute.arch.sync_warp()
 
     @cute.jit
-    def lock_value(self, lists: cute.Tensor, m: Int32, n: Int32, rows: Int32) -> Int32:
-        """How many key tiles after n query tile m lists: they add to its dq first."""
+    def semaphore_value(self, lists: cute.Tensor, m: Int32, n: Int32, rows: Int32) -> Int32:
+        """The number of key tiles after n that query tile m lists: they add to its dq first."""
         end = rows
         if const_expr(self.causal):
             end = cutlass.min(end, self.rows_seen(m))
@@ -326,17 +326,17 @@ class TransposeKernel:
         segment: the place of the sequence's first row among all heads'; its items, `rows` of them, follow.
         """
         count = counts[head, place]
-        pieces = items_of(count, self.longest)
+        pieces = num_items(count, self.longest)
         first, end, own = items_before[segment], items_before[segment + rows], items_before[segment + n]
-        first_item = self.copies * first + own - first
-        if const_expr(self.locks):
-            first_item = self.copies * first + end - own - pieces
-        for i in cutlass.range(lane, pieces * self.copies, 32):
+        first_item = self.q_heads_per_list * first + own - first
+        if const_expr(self.semaphores):
+            first_item = self.q_heads_per_list * first + end - own - pieces
+        for i in cutlass.range(lane, pieces * self.q_heads_per_list, 32):
             copy, piece = i // pieces, i % pieces
             at = first_item + copy * (end - first) + piece
             item = (
                 sequence,
-                head * self.copies + copy,
+                head * self.q_heads_per_list + copy,
                 n,
                 count * piece // pieces,
                 count * (piece + 1) // pieces,
@@ -348,7 +348,7 @@ class TransposeKernel:
                 plan[at, field] = item[field]
 
 
-def transpose(
+def build_k2q_csr(
     lists: torch.Tensor,
     cu_tiles: torch.Tensor | None,
     cu_rows: torch.Tensor | None,
@@ -356,14 +356,14 @@ def transpose(
     starts: torch.Tensor | None,
     items_before: torch.Tensor | None,
     entries: torch.Tensor | None,
-    lock_values: torch.Tensor | None,
+    semaphore_values: torch.Tensor | None,
     unsorted: torch.Tensor | None,
     plan: torch.Tensor | None,
     rows_a_cta: int,
     words_a_row: int,
     **options: int | bool,
 ) -> None:
-    """Fill `counts`; with ``fills=True`` read them and fill `entries`, `lock_values` and `plan` (see the kernel).
+    """Fill `counts`; with ``fills=True`` read them and fill `entries`, `semaphore_values` and `plan` (see the kernel).
 
     `unsorted` is room like `entries`, and as many entries as `lists` has places is room enough. A CTA's bitmap, of
     ``words``, has to have room for `rows_a_cta` rows of `words_a_row`.
@@ -379,14 +379,14 @@ def transpose(
             (counts, torch.int32, (heads, rows)),
             (starts, torch.int64, (heads, rows)),
             (items_before, torch.int32, (cute.sym_int(),)),
-            *((t, torch.int32, (cute.sym_int(),)) for t in (entries, lock_values, unsorted)),
+            *((t, torch.int32, (cute.sym_int(),)) for t in (entries, semaphore_values, unsorted)),
         ]
         fake = [
             fake_tensor(torch.int32, (cute.sym_int(), heads, cute.sym_int(), cute.sym_int()), align=align),
             *(None if t is None else fake_tensor(dtype, shape, align=dtype.itemsize) for t, dtype, shape in shapes),
             None if plan is None else fake_tensor(torch.int32, (cute.sym_int(), ITEM), align=32),
         ]
-        return cute.compile(TransposeKernel(**options), *fake, Int32(1), Int32(1), fake_stream(), options=OPTIONS)
+        return cute.compile(BuildK2qCsr(**options), *fake, Int32(1), Int32(1), fake_stream(), options=OPTIONS)
 
-    tensors = (lists, cu_tiles, cu_rows, counts, starts, items_before, entries, lock_values, unsorted, plan)
-    launch("transpose_lists", tuple(options.items()), compile_kernel, *tensors, rows_a_cta, words_a_row)
+    tensors = (lists, cu_tiles, cu_rows, counts, starts, items_before, entries, semaphore_values, unsorted, plan)
+    launch("build_k2q_csr", tuple(options.items()), compile_kernel, *tensors, rows_a_cta, words_a_row)

@@ -1,8 +1,8 @@
-"""Chosen blocks -> block lists for attention: forward at no cost, backward with its plan in three launches.
+"""Block lists of chosen blocks, by kernels: forward lists at no cost, backward lists in CSR with a plan.
 
-For the case without a mask inside of tiles: the kernel's key tiles divide a block, and a query tile of the lists is one
-of the choice. `nsa_layer.cute.torch_block_lists` defines what comes out, in PyTorch and for every case. Memory is what
-is listed, not key tiles by query tiles: backward lists are ragged, a row's entries follow those of the row before.
+For lists that need no mask inside of tiles: the key tile divides a block, and a query tile of the lists is one of the
+choice. `nsa_layer.cute.torch_block_lists` defines the result, in PyTorch and for every case. Memory is proportional to
+nnz, not to key tiles by query tiles.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 
 from flash_attn.cute.backward_plan import LONGEST
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from nsa_layer.kernels.k2q_csr.blocks_to_tiles import expand
-from nsa_layer.kernels.k2q_csr.build_k2q_csr import FEW_WORDS, ITEM, MANY_WORDS, MOST_LOCKS, WARPS, transpose
+from nsa_layer.kernels.k2q_csr.blocks_to_tiles import blocks_to_tiles
+from nsa_layer.kernels.k2q_csr.build_k2q_csr import FEW_WORDS, ITEM, MANY_WORDS, MAX_SEMAPHORES, WARPS, build_k2q_csr
 from nsa_layer.kernels.k2q_csr.prefix_sums import row_starts, sequence_starts
 
 CTAS = 264  # two for each multiprocessor of an H200: with fewer some idle, with more the lists are read more often
 
 
 def takes(width: int, block_size: int, kv_tile: int, *, deterministic: bool) -> bool:
-    """Whether `backward_lists` takes lists of `width` blocks."""
-    return not deterministic or width * (block_size // kv_tile) <= MOST_LOCKS
+    """True if `backward_lists` takes lists of `width` blocks."""
+    return not deterministic or width * (block_size // kv_tile) <= MAX_SEMAPHORES
 
 
 def forward_lists(
@@ -43,8 +43,8 @@ def forward_lists(
     sequences.
 
     Args:
-        block_indices: int32 [B, Hkv, M, n], rising and then -1, as `choose` gives them: with `causal` no block of
-            `kv_tile` tokens starts after the queries. Packed: [Hkv, M of all sequences, n], with `cu_seqlens`.
+        block_indices: int32 [B, Hkv, M, n], ascending and padded with -1, as `block_topk` returns them. Packed:
+            [Hkv, M of all sequences, n], with `cu_seqlens`.
         block_counts: int32 [B, Hkv, M], packed [Hkv, M of all sequences]: entries that are not -1. None: counted here.
         T: tokens of a sequence; not read where they are packed.
         q_tile: queries that share a list.
@@ -57,7 +57,7 @@ def forward_lists(
     if parts > 1 or block_counts is None:
         lists = block_indices.unsqueeze(0) if packed else block_indices
         tiles = dict(causal=causal, q_tile=q_tile, kv_tile=kv_tile, parts=parts, cu_tiles=cu_tiles, cu_rows=cu_rows)
-        block_counts, block_indices = expand(lists, -(-T // kv_tile), **tiles)
+        block_counts, block_indices = blocks_to_tiles(lists, -(-T // kv_tile), **tiles)
         if packed:
             block_counts, block_indices = block_counts.squeeze(0), block_indices.squeeze(0)
     size = (q_tile, kv_tile)
@@ -75,22 +75,19 @@ def backward_lists(
     causal: bool,
     deterministic: bool = False,
     longest: int | None = None,
-    per_group: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     lengths: Sequence[int] | None = None,
 ) -> BlockSparseTensorsTorch:
-    """Ragged lists of the query tiles that list each key tile, with a plan, as attention's backward on SM90 takes them.
+    """Query tiles by key tile in CSR, with a plan, as attention's backward on SM90 takes them.
 
-    Rows rise. With `deterministic`, rows are merged walks by rising lock value for a launch from right to left. Where
-    every query head has a key/value head of its own there is a plan only with `deterministic`. Three launches, four for
-    packed sequences.
+    Rows ascend; with `deterministic` they have semaphore values and are in the order of `build_k2q_csr`. Without GQA
+    there is a plan only with `deterministic`. Three launches, four for packed sequences.
 
     Args:
         block_indices, block_size, q_tile, kv_tile, causal: as in `forward_lists`.
         T: tokens of a sequence; not read where they are packed.
         heads: (Hq, Hkv).
-        longest: entries of a plan item at most. None: 32, and as many fewer as an item has heads.
-        per_group: an item is of all query heads of a key/value head, for calls without dq.
+        longest: entries of a plan item at most; None: the default of `plan_backward`.
         cu_seqlens, lengths: where packed sequences start, and how long they are as the host knows it.
 
     Raises:
@@ -101,8 +98,8 @@ def backward_lists(
     lists = block_indices.unsqueeze(0) if packed else block_indices
     B, _, M, width = lists.shape
     width *= parts
-    if deterministic and width > MOST_LOCKS:
-        raise ValueError(f"block_indices list {width} key tiles of {kv_tile}, expected at most {MOST_LOCKS}")
+    if deterministic and width > MAX_SEMAPHORES:
+        raise ValueError(f"block_indices list {width} key tiles of {kv_tile}, expected at most {MAX_SEMAPHORES}")
     if packed:
         cu_tiles, cu_rows = sequence_starts(cu_seqlens, q_tile, kv_tile)
         rows, longest_sequence = _rows_and_longest(tuple(lengths), kv_tile)
@@ -111,23 +108,21 @@ def backward_lists(
         cu_tiles, cu_rows = None, torch.empty(B + 1, dtype=torch.int32, device=device)
         rows, most_tiles = B * -(-T // kv_tile), M
     planned, shares = deterministic or Hq > Hkv, Hq > Hkv
-    copies = 1 if per_group else Hq // Hkv
-    if longest is None:
-        longest = max(1, LONGEST * Hkv // Hq) if per_group else LONGEST
+    q_heads_per_list, longest = Hq // Hkv, LONGEST if longest is None else longest
     counts = torch.empty(Hkv, rows, dtype=torch.int32, device=device)
     starts = torch.empty(Hkv, rows, dtype=torch.int64, device=device)
     items_before = torch.empty(Hkv * rows + 1, dtype=torch.int32, device=device)
-    listed = B * Hkv * M * width
-    entries, locks, unsorted = (
-        torch.empty(listed, dtype=torch.int32, device=device) if needed else None
+    max_nnz = B * Hkv * M * width
+    entries, semaphores, unsorted = (
+        torch.empty(max_nnz, dtype=torch.int32, device=device) if needed else None
         for needed in (True, deterministic, deterministic)
     )
     plan = None
     if planned:
-        # A row's last item is the only one that may be shorter, and rows that nobody lists have none.
-        used = min(Hkv * rows, listed)
-        items = (listed + (longest - 1) * used) // longest if shares else Hkv * rows
-        plan = torch.empty(max(1, items * copies), ITEM, dtype=torch.int32, device=device)
+        # Only a row's last item may be shorter, and empty rows have none.
+        used = min(Hkv * rows, max_nnz)
+        items = (max_nnz + (longest - 1) * used) // longest if shares else Hkv * rows
+        plan = torch.empty(max(1, items * q_heads_per_list), ITEM, dtype=torch.int32, device=device)
     words = -(-most_tiles // 32)
     few = -(-rows * Hkv // CTAS)
     rows_a_cta = min(max(WARPS, few), rows, MANY_WORDS // words)
@@ -140,7 +135,7 @@ def backward_lists(
         parts=parts,
     )
     sizes = (rows_a_cta, words)
-    transpose(lists, cu_tiles, cu_rows if packed else None, counts, *(None,) * 6, *sizes, **static)
+    build_k2q_csr(lists, cu_tiles, cu_rows if packed else None, counts, *(None,) * 6, *sizes, **static)
     longest = longest if shares else 0
     rows_a_sequence = 0 if packed else rows // B
     row_starts(
@@ -151,25 +146,24 @@ def backward_lists(
         rows_a_sequence=rows_a_sequence,
         longest=longest,
     )
-    filled = (starts, items_before, entries, locks, unsorted, plan)
+    filled = (starts, items_before, entries, semaphores, unsorted, plan)
     static |= dict(
         fills=True,
-        locks=-(-width // 32) * 32 if deterministic else 0,
-        copies=copies,
+        semaphores=-(-width // 32) * 32 if deterministic else 0,
+        q_heads_per_list=q_heads_per_list,
         longest=longest,
         planned=planned,
     )
-    transpose(lists, cu_tiles, cu_rows if packed else None, counts, *filled, *sizes, **static)
+    build_k2q_csr(lists, cu_tiles, cu_rows if packed else None, counts, *filled, *sizes, **static)
     return BlockSparseTensorsTorch(
         counts,
         entries,
         block_size=(q_tile, kv_tile),
         cu_total_n_blocks=cu_rows,
         cu_block_idx_offsets=starts,
-        dq_write_order=locks,
+        dq_write_order=semaphores,
         spt=False if deterministic else None,
         plan=plan,
-        plan_per_group=(per_group and shares) or None,
     )
 
 

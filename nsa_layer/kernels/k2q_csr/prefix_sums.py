@@ -33,7 +33,7 @@ def sum_before(value: Int32, sums: cute.Tensor, warp: Int32, lane: Int32):
     return before + through - value, total
 
 
-class RowStartsKernel:
+class RowStarts:
     """Counts of rows -> where their entries start, and how many plan items of one head come before a row's.
 
     longest: entries of an item at most; 0: a row is one item, whatever it lists.
@@ -78,14 +78,14 @@ class RowStartsKernel:
         own = cute.make_rmem_tensor(PER_THREAD, Int32)
         for step in cutlass.range(cute.ceil_div(rows, THREADS * PER_THREAD)):
             begin = (step * THREADS + tidx) * PER_THREAD
-            listed, pieces = Int32(0), Int32(0)
+            entries_here, pieces = Int32(0), Int32(0)
             for i in cutlass.range_constexpr(PER_THREAD):
                 own[i] = Int32(0)
                 if begin + i < rows:
                     own[i] = counts[begin + i]
-                    pieces += items_of(own[i], self.longest)
-                listed += own[i]
-            listed_before, all_listed = sum_before(listed, entry_sums, warp, lane)
+                    pieces += num_items(own[i], self.longest)
+                entries_here += own[i]
+            listed_before, all_listed = sum_before(entries_here, entry_sums, warp, lane)
             pieces_before, all_pieces = sum_before(pieces, item_sums, warp, lane)
             start, item = entries + listed_before, items + pieces_before
             for i in cutlass.range_constexpr(PER_THREAD):
@@ -93,19 +93,19 @@ class RowStartsKernel:
                     starts[begin + i] = start
                     items_before[begin + i] = item
                     start += own[i]
-                    item += items_of(own[i], self.longest)
+                    item += num_items(own[i], self.longest)
             entries += all_listed
             items += all_pieces
         if tidx == 0:
             items_before[rows] = items
 
 
-def items_of(count: Int32, longest: int) -> Int32:
+def num_items(count: Int32, longest: int) -> Int32:
     """How many plan items a row with `count` entries makes."""
     return Int32(1) if longest == 0 else (count + (longest - 1)) // longest
 
 
-class SequenceStartsKernel:
+class SequenceStarts:
     """cu_seqlens -> how many query tiles and how many key tiles the sequences before each one have."""
 
     def __init__(self, q_tile: int, kv_tile: int) -> None:
@@ -159,7 +159,7 @@ def row_starts(
             fake_tensor(torch.int32, (cute.sym_int(),), align=4),
             None if cu_rows is None else fake_tensor(torch.int32, (cute.sym_int(),), align=4),
         ]
-        return cute.compile(RowStartsKernel(longest), *fake, Int32(0), fake_stream(), options=OPTIONS)
+        return cute.compile(RowStarts(longest), *fake, Int32(0), fake_stream(), options=OPTIONS)
 
     key = (longest, cu_rows is None)
     launch("row_starts", key, compile_kernel, counts, starts, items_before, cu_rows, rows_a_sequence)
@@ -170,7 +170,7 @@ def sequence_starts(cu_seqlens: torch.Tensor, q_tile: int, kv_tile: int) -> tupl
 
     def compile_kernel():
         fake = [fake_tensor(torch.int32, (cute.sym_int(),), align=4) for _ in range(3)]
-        return cute.compile(SequenceStartsKernel(q_tile, kv_tile), *fake, fake_stream(), options=OPTIONS)
+        return cute.compile(SequenceStarts(q_tile, kv_tile), *fake, fake_stream(), options=OPTIONS)
 
     cu_q, cu_k = torch.empty_like(cu_seqlens), torch.empty_like(cu_seqlens)
     launch("sequence_starts", (q_tile, kv_tile), compile_kernel, cu_seqlens, cu_q, cu_k)

@@ -53,7 +53,7 @@ BATCHES = {name: case if case.lengths or case.B > 1 else replace(case, B=2) for 
 
 def compile_case(case: Case) -> list[tuple[int, ...]]:
     """For the architecture of a worker; the shapes that come back."""
-    from nsa_layer.kernels.block_topk.topk_kernel import choose
+    from nsa_layer.kernels.block_topk.topk_kernel import block_topk
 
     tokens = (case.B, case.T) if case.lengths is None else (sum(case.lengths),)
     q = torch.empty(*tokens, case.Hq, case.D, dtype=case.dtype, device="cuda")
@@ -61,7 +61,7 @@ def compile_case(case: Case) -> list[tuple[int, ...]]:
     k_mean = torch.empty(*rows, case.Hkv, case.D, device="cuda")
     starts = torch.empty(9, dtype=torch.int32, device="cuda") if case.lengths else None
     choice = dict(config=case.config, causal=case.causal, softmax_scale=0.125)
-    lists = choose(q, k_mean, **choice, cu_seqlens=starts, cu_blocks=starts, lengths=case.lengths)
+    lists = block_topk(q, k_mean, **choice, cu_seqlens=starts, cu_blocks=starts, lengths=case.lengths)
     return [tuple(x.shape) for x in lists]
 
 
@@ -100,16 +100,16 @@ def filled() -> Iterator[None]:
 
 
 def kernel_choice(inputs: Inputs, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    from nsa_layer.kernels.block_topk.topk_kernel import choose
+    from nsa_layer.kernels.block_topk.topk_kernel import block_topk
 
     case, packed = inputs.case, {}
     choice = dict(config=case.config, causal=case.causal, softmax_scale=softmax_scale)
     if case.lengths is None:
-        return choose(inputs.q, mean_pool(inputs.k, config=case.config), **choice)
+        return block_topk(inputs.q, mean_pool(inputs.k, config=case.config), **choice)
     means = [mean_pool(k[None], config=case.config)[0] for k in inputs.k.split(case.lengths)]
     starts = torch.tensor([0, *accumulate(map(len, means))], dtype=torch.int32, device=inputs.q.device)
     packed = dict(cu_seqlens=inputs.cu_seqlens, cu_blocks=starts, lengths=case.lengths)
-    return choose(inputs.q, torch.cat(means), **choice, **packed)
+    return block_topk(inputs.q, torch.cat(means), **choice, **packed)
 
 
 def exact_choice(inputs: Inputs, softmax_scale: float) -> torch.Tensor:
@@ -158,10 +158,10 @@ def test_real_scores(name: str) -> None:
     spread = torch.arange(1, case.Hq + 1, device="cuda")[:, None].to(case.dtype)
     for q in (inputs.q, inputs.q * spread):
         given = replace(inputs, q=q)
-        indices, counts = kernel_choice(given, case.problem.softmax_scale)
+        indices, counts = kernel_choice(given, case.spec.softmax_scale)
         assert_same_choice(given, indices)
         assert torch.equal(counts, (indices >= 0).sum(-1).int())
-        again = kernel_choice(given, case.problem.softmax_scale)
+        again = kernel_choice(given, case.spec.softmax_scale)
         assert torch.equal(again[0], indices), f"other bits: {case!r}"
 
 
@@ -173,7 +173,7 @@ def test_lengths(T: int) -> None:
         for causal in (True, False):
             case = replace(HALF, T=T, B=2, Hq=Hq, causal=causal)
             inputs = make_inputs(case, "cuda")
-            assert_same_choice(inputs, kernel_choice(inputs, case.problem.softmax_scale)[0])
+            assert_same_choice(inputs, kernel_choice(inputs, case.spec.softmax_scale)[0])
 
 
 @pytest.mark.gpu
@@ -188,14 +188,14 @@ def test_ties_go_to_the_earlier_block(Hq: int) -> None:
 @pytest.mark.gpu
 def test_strided_inputs() -> None:
     """q is some heads of a bigger tensor, k_mean too."""
-    from nsa_layer.kernels.block_topk.topk_kernel import choose
+    from nsa_layer.kernels.block_topk.topk_kernel import block_topk
 
     case = replace(HALF, B=2, D=128)
     inputs = make_inputs(case, "cuda")
     k_mean = mean_pool(inputs.k, config=case.config)
     choice = dict(config=case.config, causal=True, softmax_scale=0.1)
-    whole, counts = choose(inputs.q, k_mean, **choice)
-    part, part_counts = choose(inputs.q[:, :, 4:], k_mean[:, :, 1:], **choice)
+    whole, counts = block_topk(inputs.q, k_mean, **choice)
+    part, part_counts = block_topk(inputs.q[:, :, 4:], k_mean[:, :, 1:], **choice)
     assert torch.equal(part, whole[:, 1:]) and torch.equal(part_counts, counts[:, 1:])
 
 
@@ -245,14 +245,14 @@ def test_huge_keys_meet_tiny_queries_and_the_other_way_round(Hq: int, exponent: 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("q_tile", [64, 24, 1])
 def test_means_of_queries_at_the_end_of_the_range_are_in_range(q_tile: int, own: bool) -> None:
-    from nsa_layer.kernels.block_topk.pooled_queries import tile_means
+    from nsa_layer.kernels.block_topk.pooled_queries import pooled_queries
 
     torch.manual_seed(0)
     q = (1 + torch.rand(1, 1000, 4, 64, device="cuda").bfloat16().clamp(max=0.99)) * torch.randn(
         64, device="cuda"
     ).sign()
     means, large = (
-        tile_means(x, torch.ones(1, 3, 2, 64, device="cuda"), q_tile=q_tile, own=own, tiles=-(-1000 // q_tile))[0]
+        pooled_queries(x, torch.ones(1, 3, 2, 64, device="cuda"), q_tile=q_tile, own=own, tiles=-(-1000 // q_tile))[0]
         for x in (q.bfloat16(), q.bfloat16() * 2.0**127)
     )
     assert means.rows.isfinite().all() and torch.equal(large.rows, means.rows)
@@ -262,7 +262,7 @@ def test_means_of_queries_at_the_end_of_the_range_are_in_range(q_tile: int, own:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 1000, 17)])
 def test_tile_means(own: bool, lengths: tuple[int, ...] | None) -> None:
-    from nsa_layer.kernels.block_topk.pooled_queries import tile_means
+    from nsa_layer.kernels.block_topk.pooled_queries import pooled_queries
     from nsa_layer.kernels.block_topk.split_fp16 import KEYS_DOWN
 
     config = NSAConfig(q_tile=64)
@@ -272,7 +272,9 @@ def test_tile_means(own: bool, lengths: tuple[int, ...] | None) -> None:
         tile_queries(q[None].double(), config=config, causal=not own)[0] for q, _, _ in inputs.sequences() if len(q)
     ]
     expected = torch.cat(expected)
-    means, keys = tile_means(inputs.q, k_mean, q_tile=64, own=own, tiles=len(expected), cu_seqlens=inputs.cu_seqlens)
+    means, keys = pooled_queries(
+        inputs.q, k_mean, q_tile=64, own=own, tiles=len(expected), cu_seqlens=inputs.cu_seqlens
+    )
     for got, down, true in ((means, -KEYS_DOWN, expected), (keys, KEYS_DOWN, k_mean.double().flatten(0, -3))):
         hi, lo = got.rows.double().unflatten(-1, (2, -1)).unbind(-2)
         error = (2.0**down * got.scale.double()[..., None] * (hi + lo) - true).abs()

@@ -30,7 +30,6 @@ class Case:
     causal: bool = True
     deterministic: bool = False
     longest: int | None = None
-    per_group: bool = False
 
     def __str__(self) -> str:
         lengths = self.lengths if len(self.lengths) < 10 else f"{len(self.lengths)} sequences"
@@ -81,10 +80,7 @@ CASES = [
     MANY,
     Case((40_000,), n=16, deterministic=True),
     Case((200_000,), n=16, heads=(2, 1)),
-    Case(heads=(6, 2), per_group=True),
-    Case(lengths=(5000,), n=16, longest=2, heads=(8, 1), per_group=True, deterministic=True),
-    Case(PACK, per_group=True, longest=2),
-    Case(heads=(3, 3), per_group=True, deterministic=True),
+    Case(lengths=(5000,), n=16, longest=2, heads=(8, 1), deterministic=True),
 ]
 
 
@@ -125,7 +121,7 @@ def made(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
         poison = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]
         del poison
         forward = forward_lists(lists, None, T, **case.static, **packing)
-        options = dict(deterministic=case.deterministic, longest=case.longest, per_group=case.per_group)
+        options = dict(deterministic=case.deterministic, longest=case.longest)
         backward = backward_lists(lists, T, case.heads, **case.static, **options, **packing, **lengths)
     return forward, backward
 
@@ -139,7 +135,7 @@ def assert_right(case: Case) -> None:
     parts = choice(case)
     forward, backward = (to_cpu(lists) for lists in made(case, parts))
     Hq, Hkv = case.heads
-    planned, heads = case.deterministic or Hq > Hkv, Hkv if case.per_group else Hq
+    planned = case.deterministic or Hq > Hkv
     assert (backward.plan is not None) == planned
     items = backward.plan[backward.plan[:, 4] > backward.plan[:, 3]] if planned else None
     numbers = [b for b, T in enumerate(case.lengths) if T] if case.packed else [0, 1]
@@ -153,8 +149,7 @@ def assert_right(case: Case) -> None:
         tensors = transpose_lists(BlockSparseTensorsTorch(one.mask_cnt, one.mask_idx, block_size=one.block_size), N)
         order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if case.deterministic else {}
         sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=lists.shape[2], longest=case.longest)
-        expected = plan_backward(tensors, **sizes, **order, per_group=case.per_group)
-        assert backward.plan_per_group == expected.plan_per_group or not planned
+        expected = plan_backward(tensors, **sizes, **order)
         rows = int(backward.cu_total_n_blocks[b])
         assert int(backward.cu_total_n_blocks[b + 1]) - rows == N
         starts = backward.cu_block_idx_offsets[:, rows : rows + N]
@@ -172,7 +167,7 @@ def assert_right(case: Case) -> None:
             theirs = expected.plan[expected.plan[:, 4] > expected.plan[:, 3]]
             assert torch.equal(own[:, 1:6], theirs[:, 1:6])
             place = (own[:, 6].long() & 0xFFFFFFFF) | (own[:, 7].long() << 32)
-            assert torch.equal(place, starts[own[:, 1].long() * starts.shape[0] // heads, own[:, 2].long()])
+            assert torch.equal(place, starts[own[:, 1].long() * starts.shape[0] // Hq, own[:, 2].long()])
     if planned:
         assert_launch(case, backward, items)
 
@@ -225,7 +220,7 @@ def compile_lists(fields_of_case: dict) -> None:
     forward_lists(lists, None, case.lengths[0], **case.static, **packing)
     if case.packed:
         packing["lengths"] = case.lengths
-    options = dict(deterministic=case.deterministic, per_group=case.per_group)
+    options = dict(deterministic=case.deterministic)
     backward_lists(lists, case.lengths[0], case.heads, **case.static, **options, **packing)
 
 

@@ -1,0 +1,162 @@
+"""The calls that compare_trees.py times: the layer, its branches over packed sequences, lists that upstream takes too.
+
+"layer" is gated, with the default `NSAConfig`; "packed" has the branches' attention calls over equally long sequences
+(compressed keys are one for 64 tokens; selected blocks of 64 keys are 16 for 128 queries, which the layer selects);
+"lists" has dense and block-sparse calls that need nothing of the fork: one list of blocks of 128 for all heads, in
+which every block is a mask block, a full block, or both by turns, backward in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+HQ, HKV, D = 32, 8, 128
+SELECTED, LISTED, WINDOW = 64, 128, 512  # keys of a block that the layer selects, of a listed block; of a window
+GROUPS = {
+    "layer": ("layer",),
+    "packed": ("causal", "window", "compressed", "selected, one pass", "selected, two passes", "layer"),
+    "lists": ("dense", "random, mask", "random, full", "random, both", "all causal, both"),
+}
+Call = Callable[[], tuple[torch.Tensor, ...]]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of a call of a kind, in so many sequences of one length: packed if there are more than one."""
+
+    kind: str
+    T: int
+    sequences: int = 1
+
+
+def calls(case: Case) -> dict[str, Call]:
+    """Forward, and backward alone or with it, by whichever packages are imported."""
+    torch.manual_seed(case.T)
+    if case.kind == "layer":
+        return layer_calls(case)
+    return list_calls(case) if case.kind in GROUPS["lists"] else packed_calls(case)
+
+
+def tensors(*lead: int, keys: int) -> Inputs:
+    """q, k, v and the gradient of o."""
+    shapes = ((*lead, HQ), (*lead[:-1], keys, HKV), (*lead[:-1], keys, HKV), (*lead, HQ))
+    return tuple(torch.randn(*shape, D, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+
+
+def layer_calls(case: Case) -> dict[str, Call]:
+    """Forward alone, and a training step's forward and backward."""
+    from nsa_layer import nsa
+
+    lead = (1, case.T) if case.sequences == 1 else (case.T,)
+    q, k, v, do = tensors(*lead, keys=case.T)
+    gate_weight = torch.randn(HQ, 3, D, device="cuda", dtype=torch.bfloat16) * 0.1
+    leaves = [x.requires_grad_() for x in (q, k, v, gate_weight)]
+    starts = None
+    if case.sequences > 1:
+        starts = torch.arange(case.sequences + 1, dtype=torch.int32) * (case.T // case.sequences)
+
+    def attend() -> torch.Tensor:
+        return nsa(*leaves[:3], gate_weight=leaves[3], cu_seqlens=starts)
+
+    def forward() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return (attend(),)
+
+    return {"forward": forward, "forward+backward": lambda: torch.autograd.grad(attend(), leaves[:3], do)}
+
+
+def packed_calls(case: Case) -> dict[str, Call]:
+    length, tokens_a_key = case.T // case.sequences, SELECTED if case.kind == "compressed" else 1
+    keys = length // tokens_a_key
+    inputs = tensors(case.T, keys=case.sequences * keys)
+    starts = torch.arange(case.sequences + 1, dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = dict(max_seqlen_q=length, max_seqlen_k=keys)
+    options |= dict(cu_seqlens_q=starts * length, cu_seqlens_k=starts * keys)
+    lists: dict[str, dict[str, Any]] = dict(forward={}, backward={})
+    if case.kind == "window":
+        options |= dict(window_size_left=WINDOW - 1, window_size_right=0)
+    elif case.kind.startswith("selected"):
+        passes = 1 + case.kind.endswith("passes")
+        lists = selected(*inputs[:3], options["cu_seqlens_q"], length, passes=passes)
+    else:
+        options |= dict(causal=True)
+    if case.kind == "compressed":
+        options |= dict(compress_factor=SELECTED, compress_offset=SELECTED - 1)
+    return attention(inputs, options | lists["forward"], options | lists["backward"])
+
+
+def attention(inputs: Inputs, forward: dict[str, Any], backward: dict[str, Any]) -> dict[str, Call]:
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    q, k, v, do = inputs
+    o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **forward)
+    return {
+        "forward": lambda: _flash_attn_fwd(q, k, v, return_lse=True, **forward)[:1],
+        "backward": lambda: _flash_attn_bwd(q, k, v, o, do, lse, **backward)[:3],
+    }
+
+
+def selected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, length: int, *, passes: int
+) -> dict[str, dict[str, Any]]:
+    """Options of both directions: the lists of the blocks that the layer selects."""
+    from nsa_layer import NSAConfig, nsa
+    from nsa_layer.call_spec import CallSpec
+    from nsa_layer.cute import branches
+
+    config = NSAConfig()
+    with torch.no_grad():
+        chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
+    spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
+    made = [
+        branches.selected_sparsity(
+            chosen, len(q), (HQ, HKV), spec=spec, tile=tile(q.device, SELECTED), backward=backward,
+            cu_seqlens=cu_seqlens,
+        ).options()
+        for tile, backward in ((branches.forward_tile, False), (branches.backward_tile, True))
+    ]  # fmt: skip
+    of_queries = made[0]["block_sparse_tensors"]
+    return dict(forward=made[0], backward=made[1] | dict(block_sparse_tensors_fwd=of_queries, passes=passes))
+
+
+def list_calls(case: Case) -> dict[str, Call]:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    options = {} if case.kind.startswith("random") else dict(causal=True)
+    forward, backward = {}, {}
+    if case.kind != "dense":
+        mask, full = halves(case, "cuda")
+        size = dict(block_size=(LISTED, LISTED))
+        forward = dict(block_sparse_tensors=BlockSparseTensorsTorch(*compact(mask), *compact(full), **size))
+        backward = dict(block_sparse_tensors=BlockSparseTensorsTorch(*compact(mask.T), *compact(full.T), **size))
+    return attention(tensors(1, case.T, keys=case.T), options | forward, options | backward)
+
+
+def listed_blocks(case: Case, device: str) -> torch.Tensor:
+    """bool [M, N]: the blocks that are listed, 8 in a row or all causal ones."""
+    M = case.T // LISTED
+    m, n = torch.arange(M, device=device).view(-1, 1), torch.arange(M, device=device)
+    if case.kind.startswith("all causal"):
+        return n <= m
+    score = torch.rand(M, M, device=device, generator=torch.Generator(device).manual_seed(case.T))
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.topk(min(8, M)).indices, True)
+
+
+def halves(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [M, N] twice: mask blocks and full blocks."""
+    listed, where = listed_blocks(case, device), case.kind.rpartition(", ")[2]
+    m, n = torch.arange(len(listed), device=device).view(-1, 1), torch.arange(len(listed), device=device)
+    odd = m == n if case.kind.startswith("all causal") else (m + n) % 2 == 1
+    mask = {"mask": listed, "full": torch.zeros_like(listed), "both": listed & odd}[where]
+    return mask, listed & ~mask
+
+
+def compact(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts, int32 [1, 1, rows], and indices, int32 [1, 1, rows, columns], the listed ones first."""
+    order = table.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    return table.sum(1).int()[None, None], order.int()[None, None].contiguous()
