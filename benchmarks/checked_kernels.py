@@ -28,7 +28,7 @@ Jobs = dict[tuple, list[Setup]]
 
 
 def pool(workers: int) -> ProcessPoolExecutor:
-    """So many processes, which begin at once to get ready."""
+    """A pool of so many processes, which start and import ahead of their first job."""
     executor = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_ready)
     for _ in range(workers):
         executor.submit(time.sleep, 0)
@@ -40,7 +40,7 @@ def most_workers() -> int:
 
 
 def _ready() -> None:
-    """Have what takes long to import and to begin behind one."""
+    """Import and start everything slow."""
     import torch
 
     import flash_attn.cute.interface  # noqa: F401

@@ -80,7 +80,7 @@ def _with_locks(forward: Any, backward: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setup:
-    """What kernels of a case are compiled for beyond its masks and heads.
+    """Compile-time properties of a case's kernels, beyond its masks and heads.
 
     Attributes:
         wide: rows of forward lists have room for more than `WIDE` blocks.
@@ -139,7 +139,7 @@ def compile_dense() -> None:
 
 @contextmanager
 def _kernels_of(setup: Setup) -> Iterator[None]:
-    """Calls on a case's few blocks compile what its own lists compile, whatever the few blocks would."""
+    """Make calls on a case's few blocks compile the kernels of its own lists."""
     from flash_attn.cute import flash_bwd_dq_sm90, list_overlap, two_pass_backward
 
     with ExitStack() as undo:
@@ -202,7 +202,7 @@ def _visible(case: Case) -> torch.Tensor:
 
 
 def _poison_memory() -> None:
-    """What kernels leave unwritten then shows as NaN."""
+    """Fill free memory with NaN, so that output which a kernel leaves unwritten is NaN."""
     held = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
     torch.cuda.synchronize()
     del held

@@ -21,7 +21,7 @@ LOG_MEAN, LOG_SIGMA = 8.725, 1.591
 
 @dataclass(frozen=True)
 class Case:
-    """What lists look like.
+    """A pattern of block lists.
 
     Attributes:
         kind: "random" (anywhere), "causal" (random, and the diagonal), "window", or "selected": the first block, the

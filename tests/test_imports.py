@@ -1,11 +1,15 @@
 """Imports go in one direction, nsa_tools, fuzz, benchmarks, tests -> nsa_layer -> flash_attn.cute, and backends of the
-layer never import one another: what one gets wrong, another can show."""
+layer never import one another: what one gets wrong, another can show. docs/architecture.md has a picture of all imports
+between rooms, which `python tests/test_imports.py` draws."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +28,17 @@ MAY_IMPORT = {
     "patches": (),
 }
 OURS = {*MAY_IMPORT, "tests"}
+# Modules of nsa_layer outside its packages, by the room that they belong to; the others are its "api".
+ROOM_OF = {
+    **dict.fromkeys(("config", "call_spec"), "config"),
+    **dict.fromkeys(("autocast", "derivatives", "determinism", "fork", "profiler_ranges", "support"), "support"),
+    **dict.fromkeys(("eager", "compress", "gate", "select"), "eager"),
+    "reference": "reference",
+}
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PICTURE = re.compile(r"(?<=do not edit -->\n).*?(?=<!-- end -->)", re.DOTALL)
+PATHS = re.compile(r"`((?:nsa_layer|nsa_tools|flash_attn|patches|tests|fuzz|benchmarks|docs)/[\w/.]*)`")
+FREE = {"nsa_layer/integrations/", "nsa_layer/cp/"}
 # What the kernels need beside PyTorch; imported lazily, with them.
 KERNELS = {"cuda", "cutlass"}
 
@@ -104,3 +119,64 @@ def test_backends_are_independent(backend: str) -> None:
 
 def test_reference_shares_nothing_but_the_problem() -> None:
     assert reached("nsa_layer.reference") <= {"nsa_layer.reference", "nsa_layer.config", "nsa_layer.call_spec"}
+
+
+def room(module: str) -> tuple[str, str] | None:
+    """The package that a module belongs to, and its room there ("" where a package is one room); None: not ours."""
+    package, *rest = module.split(".")
+    if package not in MAY_IMPORT:
+        return None
+    rest = rest[1:] if package == "flash_attn" else rest
+    folder, name = ROOT / package / ("cute" if package == "flash_attn" else ""), rest[0] if rest else ""
+    if package not in ("nsa_layer", "flash_attn"):
+        return package, ""
+    if name and (folder / name).is_dir():
+        return package, name
+    if package == "nsa_layer":
+        return package, ROOM_OF.get(name, "api")
+    return package, "facades" if (folder / f"{name}.py").exists() else "upstream"
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the packages, and its file: upstream's, patched, where the package is installed."""
+    (upstream,) = map(Path, importlib.util.find_spec("flash_attn.cute").submodule_search_locations)
+    ours = {file.relative_to(ROOT): file for package in MAY_IMPORT for file in files(package)}
+    theirs = {Path("flash_attn", "cute", file.relative_to(upstream)): file for file in upstream.rglob("*.py")}
+    for path, file in (theirs | ours).items():
+        if path != Path("nsa_layer", "__main__.py"):
+            yield ".".join(path.with_suffix("").parts).removesuffix(".__init__"), file
+
+
+def picture() -> str:
+    """Rooms and what they import, as a Mermaid graph: rooms of their own package, other packages as a whole."""
+    arrows = defaultdict(set)
+    for module, file in modules():
+        own, named = room(module), set(imports(file))
+        for other in map(room, named - {name.rpartition(".")[0] for name in named}):
+            if other not in (None, own):
+                arrows[own].add(other)
+    lines = ["```mermaid", "flowchart TD"]
+    for package in MAY_IMPORT:
+        inside = {
+            own[1]: {to[1] for to in arrows[own] if to[0] == package} for own in sorted(arrows) if own[0] == package
+        }
+        drawn = [f"        {name} --> {' & '.join(sorted(to))}" for name, to in inside.items() if to]
+        lines += [f"    subgraph {package}", *drawn, "    end"] if drawn else []
+    for own in sorted(arrows):
+        if others := sorted({to[0] for to in arrows[own]} - {own[0]}):
+            lines.append(f"    {own[1] or own[0]} --> {' & '.join(others)}")
+    return "\n".join([*lines, "```", ""])
+
+
+def test_the_picture_is_that_of_the_code() -> None:
+    assert PICTURE.findall(ARCHITECTURE.read_text()) == [picture()], "python tests/test_imports.py draws it"
+
+
+def test_architecture_names_what_exists() -> None:
+    named = set(PATHS.findall(ARCHITECTURE.read_text())) - FREE
+    assert len(named) > 20
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+if __name__ == "__main__":
+    ARCHITECTURE.write_text(PICTURE.sub(picture().replace("\\", r"\\"), ARCHITECTURE.read_text()))
