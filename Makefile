@@ -38,7 +38,7 @@ else
 endif
 
 compile-all: $(VENV)/.installed-for-tests tree
-	$(PY) -m nsa_layer compile --all --table docs/compile-table.md $(ARGS)
+	$(PY) -m nsa_layer compile --all $(ARGS)
 
 # The install leads here; what was pulled since may have changed the patches.
 tree: | $(VENV)/.torch

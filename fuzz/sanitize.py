@@ -2,9 +2,8 @@
 
 Kernels are compiled before, without it, and come from a cache on disk; other kernels than this repository's run as
 they are. Hazards that racecheck reports are shown with the instructions behind them, where there is an nvdisasm.
-`--controls` asks racecheck about kernels of which it is known whether they race. Needs a GPU, the compute-sanitizer of
-a CUDA toolkit, and a driver that lets it at the device; says which of them is missing. Exit codes: 0 nothing found, or
-of the controls their plain race; 1 something was found, or not that race; 2 it could not run.
+Needs a GPU, the compute-sanitizer of a CUDA toolkit, and a driver that lets it at the device; says which of them is
+missing. Exit codes: 0 nothing found; 1 something was found; 2 it could not run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch
 from fuzz import hazards
 from fuzz.case import Attention, Kind
 from nsa_layer import NSAConfig
-from nsa_tools.report.tables import markdown
 from nsa_tools.testing.cases import Case
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -60,7 +58,6 @@ CASES = (  # in each a CTA of backward walks so many queries that it fills stage
     ),
 )  # fmt: skip
 OURS = "kns=kernel_cutlass"  # a part of the names that the DSL gives kernels
-CONTROLS = "controls"
 
 
 class NotCompiledError(Exception):
@@ -104,7 +101,7 @@ def find() -> str | None:
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.inside is not None:
-        return _run_controls() if options.inside == CONTROLS else _run_case(CASES[int(options.inside)])
+        return _run_case(CASES[int(options.inside)])
     if not torch.cuda.is_available():
         print("no GPU here: nothing ran")
         return 2
@@ -114,16 +111,14 @@ def main(argv: Sequence[str]) -> int:
         return 2
     setup = Setup(binary, options.folder.resolve(), options.seconds, options.addresses)
     cases = range(len(CASES)) if options.case is None else [options.case]
-    chosen = [CONTROLS] if options.controls else [str(i) for i in cases]
+    chosen = [str(i) for i in cases]
     try:
         for subject in chosen:
             _compile(subject, setup)
     except NotCompiledError as error:
         print(error)
         return 2
-    if options.controls:
-        return _judge_controls(setup)
-    results = [_sanitize(tool, subject, setup)[0] for tool in options.tool or TOOLS for subject in chosen]
+    results = [_sanitize(tool, subject, setup) for tool in options.tool or TOOLS for subject in chosen]
     return 1 if 1 in results else 0 if 0 in results else 2
 
 
@@ -132,7 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tool", choices=TOOLS, action="append", help="all three, unless given")
     parser.add_argument("--seconds", type=float, default=120.0, help="for a tool and a case")
     parser.add_argument("--case", type=int, help="of the chosen ones, by number; all, unless given")
-    parser.add_argument("--controls", action="store_true", help="racecheck on kernels that are plainly right or wrong")
     parser.add_argument("--addresses", action="store_true", help="hazards once more, with their shared addresses")
     parser.add_argument("--folder", type=Path, default=Path(".fuzz/sanitizer"), help="of kernels (.fuzz/sanitizer)")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
@@ -158,11 +152,7 @@ def _compile(subject: str, setup: Setup) -> None:
             break
     if code:
         how = f"exit {code}" if code > 0 else f"ended by {signal.Signals(-code).name}, twice"
-        raise NotCompiledError(f"{_shown(subject)} without the sanitizer: {how}; nothing ran under it")
-
-
-def _shown(subject: str) -> str:
-    return subject if subject == CONTROLS else f"case {subject}"
+        raise NotCompiledError(f"case {subject} without the sanitizer: {how}; nothing ran under it")
 
 
 def _run_case(case: Attention | Case) -> int:
@@ -180,50 +170,32 @@ def _run_case(case: Attention | Case) -> int:
     return 0
 
 
-def _run_controls() -> int:
-    from fuzz import hand_over
-
-    for name in hand_over.CONTROLS:
-        hand_over.run(name)
-    return 0
-
-
-def _sanitize(tool: str, subject: str, setup: Setup) -> tuple[int, str]:
-    """0 clean, 1 something found, 2 could not run; and what was said."""
-    shown = f"{tool}, {_shown(subject)}"
+def _sanitize(tool: str, subject: str, setup: Setup) -> int:
+    """0 clean, 1 something found, 2 could not run."""
+    shown = f"{tool}, case {subject}"
     try:
         done = _under(tool, subject, setup)
     except subprocess.TimeoutExpired:
-        of = "" if subject == CONTROLS else f" about {CASES[int(subject)]}"
-        print(f"{shown}: no end after {setup.seconds:.0f} s; it says nothing{of}")
-        return 2, ""
+        print(f"{shown}: no end after {setup.seconds:.0f} s; it says nothing about {CASES[int(subject)]}")
+        return 2
     said = done.stdout + done.stderr
     if any(words in said for words in REFUSED):
         print(f"{shown}: could not run: {next(words for words in REFUSED if words in said)}")
-        return 2, said
+        return 2
     summary = next((line for line in reversed(said.splitlines()) if "SUMMARY" in line), said[-300:])
     print(f"{shown}: exit {done.returncode}; {summary.strip()}")
-    if done.returncode and subject != CONTROLS:
+    if done.returncode:
         print(f"    {CASES[int(subject)]}\n{said[-2000:]}")
         _explain(tool, subject, setup, said)
-    return (0 if done.returncode == 0 else 1), said
+    return 0 if done.returncode == 0 else 1
 
 
 def _under(tool: str, subject: str, setup: Setup, *more: str, limit: int = 40) -> subprocess.CompletedProcess[str]:
     """The subject in a process under the sanitizer, which prints so many records at most."""
     # The allocator's cache would hide what is read past the end of a buffer.
     environment = setup.environment(subject) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [
-        setup.binary,
-        "--tool",
-        tool,
-        "--error-exitcode",
-        "86",
-        "--print-limit",
-        str(limit),
-        "--kernel-name",
-        OURS,
-    ]
+    options = f"--tool {tool} --error-exitcode 86 --print-limit {limit} --kernel-name {OURS}"
+    command = [setup.binary, *options.split()]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # PyTorch asks what it may be told no to
     command += [*more, *_inside(subject)]
@@ -235,7 +207,7 @@ def _explain(tool: str, subject: str, setup: Setup, said: str) -> None:
     if tool != "racecheck":
         return
     # The layer has several kernels of a name, of whose cubins one is kept: its instructions could be another's.
-    several = subject != CONTROLS and isinstance(CASES[int(subject)], Case)
+    several = isinstance(CASES[int(subject)], Case)
     disassembler = None if several else hazards.find_disassembler(setup.binary)
     known = hazards.instructions(setup.cubins(subject), disassembler) if disassembler else {}
     if setup.addresses:
@@ -246,32 +218,3 @@ def _explain(tool: str, subject: str, setup: Setup, said: str) -> None:
             print(f"    no addresses after {setup.seconds:.0f} s")
     for line in hazards.explained(said, known):
         print(f"    {line}")
-
-
-def _judge_controls(setup: Setup) -> int:
-    """Racecheck's verdicts on kernels that are known to race or not; 1 where it is blind to a plain race."""
-    from fuzz.hand_over import CONTROLS as KERNELS
-
-    code, said = _sanitize("racecheck", CONTROLS, setup)
-    if code == 2:
-        return 2
-    blamed = {access.kernel for access in hazards.accesses(said)}
-    reported = {name: any(kernel.tag in other for other in blamed) for name, kernel in KERNELS.items()}
-    rows = [[name, "right" if KERNELS[name].right else "a race", "yes" if reported[name] else "no"] for name in KERNELS]
-    print(markdown(["hands over by", "is", "reported"], rows, left=3))
-    for line in judged(reported):
-        print(line)
-    _explain("racecheck", CONTROLS, setup, said)
-    return 0 if reported["stores, read too early"] else 1
-
-
-def judged(reported: dict[str, bool]) -> list[str]:
-    """The conclusion from the controls that are reported, for each way of handing over."""
-    meanings = {
-        (False, True): "racecheck tells right from wrong",
-        (True, True): "racecheck reports the right one as it does the wrong one: its hazards there say nothing",
-        (False, False): "racecheck reports neither: it does not see a race there",
-        (True, False): "racecheck reports the right one and not the wrong one",
-    }
-    ways = [name for name in reported if f"{name}, read too early" in reported]
-    return [f"{way}: {meanings[reported[way], reported[f'{way}, read too early']]}" for way in ways]

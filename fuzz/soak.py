@@ -2,9 +2,8 @@
 
 After a warm-up, host and GPU memory may grow by less than 1 MiB a minute, and no parameter or loss may become NaN. The
 kernel cache is bounded: steps of every kind come first, so that kernels are compiled early, and no file may appear in
-the last quarter of the time. Where the host's memory grows is said as well: in pages of files (code that runs for the
-first time), in what malloc has given out, in Python's objects. Exit codes: 0 all of it held; 1 some did not; 2 too few
-steps ran to say, or it was interrupted.
+the last quarter of the time. Exit codes: 0 all of it held; 1 some did not; 2 too few steps ran to say, or it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -39,49 +38,19 @@ INTERRUPTED = "interrupted"
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds since the start; MiB of the process, of live and of reserved GPU memory; files of the kernel cache.
-
-    Attributes:
-        mapped: of the process, MiB that are pages of files.
-        malloc: MiB that malloc has given out, to PyTorch and to drivers above all; 0 if it does not say.
-        objects: thousands of blocks of memory that Python's objects take.
-    """
+    """Seconds since the start; MiB of the process, of live and of reserved GPU memory; files of the kernel cache."""
 
     at: float
     host: float
     live: float
     reserved: float
     files: int
-    mapped: float = 0.0
-    malloc: float = 0.0
-    objects: float = 0.0
 
 
-def resident() -> tuple[float, float]:
-    """MiB of memory that the process holds, and of those MiB the pages of files."""
-    page = os.sysconf("SC_PAGE_SIZE") / MIB
+def resident() -> float:
+    """MiB of memory that the process holds."""
     with open("/proc/self/statm", encoding="ascii") as file:
-        _, host, mapped, *_ = map(int, file.read().split())
-    return host * page, mapped * page
-
-
-class _MallInfo(ctypes.Structure):
-    """The result of glibc's mallinfo2."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
-
-
-def given_out() -> float:
-    """MiB that malloc has given out; 0 where the C library does not say."""
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if ask is None:
-        return 0.0
-    ask.restype = _MallInfo
-    info = ask()
-    return (info.uordblks + info.hblkhd) / MIB
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
 def take_sample(started: float, device: str, cache: Path | None) -> Sample:
@@ -94,9 +63,7 @@ def take_sample(started: float, device: str, cache: Path | None) -> Sample:
         torch.cuda.synchronize()
         live, reserved = torch.cuda.memory_allocated() / MIB, torch.cuda.memory_reserved() / MIB
     files = sum(1 for path in cache.rglob("*") if path.is_file()) if cache is not None and cache.is_dir() else 0
-    host, mapped = resident()
-    objects = sys.getallocatedblocks() / 1000
-    return Sample(time.monotonic() - started, host, live, reserved, files, mapped, given_out(), objects)
+    return Sample(time.monotonic() - started, resident(), live, reserved, files)
 
 
 def growth(samples: Sequence[Sample], name: str) -> float:
@@ -210,11 +177,10 @@ def main(argv: Sequence[str]) -> int:
     seconds = options.minutes * 60
     settled = [sample for sample in samples if sample.at >= WARM_UP * seconds]
     rows = [
-        [f"{s.at:.0f}", *(f"{x:.1f}" for x in (s.host, s.mapped, s.malloc, s.objects, s.live, s.reserved)), s.files]
+        [f"{s.at:.0f}", *(f"{x:.1f}" for x in (s.host, s.live, s.reserved)), s.files]
         for s in samples[:: max(1, len(samples) // 12)]
     ]
-    names = ["host, MiB", "mapped, MiB", "malloc, MiB", "objects, 1000", "GPU live, MiB", "GPU reserved, MiB"]
-    print(markdown(["s", *names, "cache files"], rows))
+    print(markdown(["s", "host, MiB", "GPU live, MiB", "GPU reserved, MiB", "cache files"], rows))
     if wrong and wrong != INTERRUPTED:
         print(wrong)
         return 1
@@ -225,8 +191,6 @@ def main(argv: Sequence[str]) -> int:
     said = ", ".join(f"{name} {value:+.2f}" for name, value in grown.items())
     files = late_files(samples, seconds)
     print(f"{steps} steps; growth after the warm-up, MiB a minute: {said}; cache files in the last quarter {files:+d}")
-    parts = {name: growth(settled, name) for name in ("mapped", "malloc", "objects")}
-    print(f"of the host's: {', '.join(f'{name} {value:+.2f}' for name, value in parts.items())} thousand a minute")
     if wrong:
         print(f"{wrong} after {samples[-1].at:.0f} of {seconds:.0f} s")
         return 2

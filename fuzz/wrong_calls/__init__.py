@@ -1,92 +1,100 @@
-"""A catalogue of wrong calls: for every public function, good arguments with one of them replaced by something wrong.
+"""The catalogue of refused calls: tables of (arguments, exception, words of the message, wrong values) by function.
 
-`python -m fuzz wrong-calls` runs it. Each has to raise ValueError, TypeError or NotImplementedError with the argument's
-name in the message, before any kernel is launched, and to leave its inputs as they were.
+`python -m fuzz wrong-calls` runs it, and `tests/fuzz/test_wrong_calls.py`. Each call is a right one with one argument
+replaced. It has to raise that exception with those words before any kernel is launched, and to leave its inputs alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 Arguments = dict[str, Any]
+Row = tuple[Any, ...]  # (names of arguments, exception, regular expression in which {} is the name, *values)
 PARTS = ("layer", "lists", "attention", "two_passes")
 
 
-class Changed:
-    """A wrong value that is made from the good one."""
-
-    def __init__(self, change: Callable[[Any], Any]) -> None:
-        self.change = change
+class Together(dict):
+    """A value of a row that replaces several arguments."""
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A function, good arguments for it, and what may be put in their place.
+class Table:
+    """The refused calls of a function.
 
     Attributes:
-        good: makes the arguments, all by name, on a device.
-        wrong: by argument, label -> value, or `Changed`.
-        also: for each argument, other words that a message may name it by.
-        together: label -> (the argument that has to be named, several arguments).
+        good: makes right arguments, all by name, on a device.
+        rows: a value that is a lambda is called with the argument's right value.
         device: "cpu", or "cuda": real where there is a GPU, else fake tensors.
+        first: whether nothing may be computed before the refusal.
     """
 
     function: str
     call: Callable[..., Any]
     good: Callable[[str], Arguments]
-    wrong: dict[str, dict[str, Any]] = field(default_factory=dict)
-    also: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    together: dict[str, tuple[str, Arguments]] = field(default_factory=dict)
+    rows: tuple[Row, ...]
     device: str = "cpu"
+    first: bool = True
 
 
 @dataclass(frozen=True)
 class WrongCall:
     """One entry of the catalogue."""
 
-    spec: Spec
+    table: Table
     argument: str
-    label: str
-    change: Arguments
+    error: type[Exception]
+    words: str
+    value: Any
+    number: int
 
     @property
     def name(self) -> str:
-        return f"{self.spec.function}, {self.argument}: {self.label}"
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """What the message has to hold one of."""
-        return (self.argument, *self.spec.also.get(self.argument, ()))
+        return f"{self.table.function}, {self.argument} {self.number}"
 
     def arguments(self, device: str) -> Arguments:
-        given = self.spec.good(device)
-        for name, value in self.change.items():
-            given[name] = value.change(given.get(name)) if isinstance(value, Changed) else value
-        return given
+        given = self.table.good(device)
+        if isinstance(self.value, Together):
+            return given | self.value
+        changes = isinstance(self.value, FunctionType) and self.value.__name__ == "<lambda>"
+        return given | {self.argument: self.value(given.get(self.argument)) if changes else self.value}
 
 
-def specs() -> Iterator[Spec]:
+def tables() -> Iterator[Table]:
     for part in PARTS:
-        yield from import_module(f"fuzz.wrong_calls.{part}").SPECS
+        yield from import_module(f"fuzz.wrong_calls.{part}").TABLES
 
 
 def catalogue() -> list[WrongCall]:
-    """All of them."""
-    found = []
-    for spec in specs():
-        for argument, values in spec.wrong.items():
-            found += [WrongCall(spec, argument, label, {argument: value}) for label, value in values.items()]
-        for label, (argument, change) in spec.together.items():
-            found.append(WrongCall(spec, argument, label, change))
+    """Every entry of every table."""
+    found: list[WrongCall] = []
+    for table in tables():
+        for names, error, words, *values in table.rows:
+            for name in names.split():
+                pattern = words.replace("{}", name) if words else rf"\b{name}\b"
+                found += [
+                    WrongCall(table, name, error, pattern, value, len(found) + i) for i, value in enumerate(values)
+                ]
     return found
 
 
-NOT_A_TENSOR = {"a list": [1.0], "a number": 3, "a string": "x"}
-NOT_AN_INT = {"a float": 4.0, "a string": "4", "None": None, "True": True}
-NOT_A_SIZE = NOT_AN_INT | {"zero": 0, "negative": -1}
-NOT_A_SCALE = {"a string": "1", "zero": 0.0, "negative": -0.125, "nan": float("nan"), "infinite": float("inf")}
-NOT_A_SCALE |= {"beyond fp32": 1e39, "beyond fp64": 10**400, "nothing in fp32": 1e-50}
-NOT_A_BOOL = {"an int": 1, "a string": "yes", "None": None}
+NO_TENSORS = ([1.0], 3, "x")
+NOT_A_TENSOR = (TypeError, r"{} (must|has to) be a torch.Tensor|{} is a \w+, expected a tensor", *NO_TENSORS)
+NOT_A_BOOL = (TypeError, "{} (must|has to) be a bool|{} is .*, expected a bool", 1, "yes", None)
+NO_SCALES = (0.0, -0.125, math.nan, math.inf, 1e39, 10**400, 1e-50)
+
+
+def not_a_size(names: str, *, least: int = 1, optional: bool = False) -> tuple[Row, Row]:
+    """Rows for arguments that are ints from `least` on."""
+    no_ints = (4.0, "4", True) if optional else (4.0, "4", True, None)
+    said = f"{{}} (must|has to) be at least {least}, got"
+    return (names, TypeError, "{} (must|has to) be an int", *no_ints), (names, ValueError, said, least - 1, -7)
+
+
+def changed(**more: Any) -> Callable[[Any], Any]:
+    """Fields of a named tuple replaced, by what a function makes of them or by what is given."""
+    return lambda x: x._replace(**{n: f(getattr(x, n)) if callable(f) else f for n, f in more.items()})

@@ -1,9 +1,10 @@
-"""Wrong calls of attention with what the fork adds to it: compressed-causal masking, block lists, their checks."""
+"""Refused calls of attention with what the fork adds to it: compressed-causal masking, block lists, their checks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -18,23 +19,20 @@ from flash_attn.cute.interface import _flash_attn_bwd
 from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import FORMS, Blocks, Packed
-from fuzz.corrupt import FAULTS, PACKED_FAULTS, spoil
-from fuzz.wrong_calls import NOT_A_SCALE, Changed, Spec
+from fuzz.corrupt import FAULTS, spoil
+from fuzz.wrong_calls import NO_SCALES, Row, Table, Together, changed
 
 B, M, N, HQ, HKV, D = 2, 3, 2, 4, 2, 64
 TQ, TK = M * 128, N * 128
 LENGTHS = ((300, 200), (0, 64), (129, 256))
 Lists = BlockSparseTensorsTorch
+BOTH = ("block_sparse_tensors", "block_sparse_tensors_bwd")
 
 
-@lru_cache(maxsize=None)
-def sides(heads: int = HQ) -> tuple[Lists, Lists]:
-    return both_directions(Blocks(B=B, H=heads, M=M, N=N, pattern="full", seed=1))
-
-
-@lru_cache(maxsize=None)
-def packed_sides(form: str) -> tuple[Lists, Lists]:
-    return packed_lists(Packed(lengths=LENGTHS, form=form, block=(128, 128), heads=HQ, pattern="full"))
+SIDES = both_directions(Blocks(B=B, H=HQ, M=M, N=N, pattern="full", seed=1))
+PACKED_SIDES = {
+    form: packed_lists(Packed(lengths=LENGTHS, form=form, block=(128, 128), heads=HQ, pattern="full")) for form in FORMS
+}
 
 
 def moved(lists: Lists, device: str) -> Lists:
@@ -54,13 +52,11 @@ def less(tensor: torch.Tensor, dim: int, by: int = 1) -> torch.Tensor:
     return tensor.narrow(dim, 0, tensor.shape[dim] - by)
 
 
-def qkv(device: str, packed: bool = False, **options: Any) -> dict[str, Any]:
+def qkv(device: str, packed: bool = False) -> dict[str, Any]:
     starts = [[0, *accumulate(pair[side] for pair in LENGTHS)] for side in (0, 1)]
     leads = [(ends[-1],) for ends in starts] if packed else [(B, TQ), (B, TK)]
-    options = dict(dtype=torch.bfloat16, device=device) | options
-    q = torch.empty(*leads[0], HQ, D, **options)
-    k, v = (torch.empty(*leads[1], HKV, D, **options) for _ in range(2))
-    given: dict[str, Any] = dict(q=q, k=k, v=v)
+    shapes = ((*leads[0], HQ, D), (*leads[1], HKV, D), (*leads[1], HKV, D))
+    given: dict[str, Any] = {n: torch.empty(s, dtype=torch.bfloat16, device=device) for n, s in zip("qkv", shapes)}
     if packed:
         for name, ends, side in zip("qk", starts, (0, 1), strict=True):
             given[f"cu_seqlens_{name}"] = torch.tensor(ends, dtype=torch.int32, device=device)
@@ -68,38 +64,29 @@ def qkv(device: str, packed: bool = False, **options: Any) -> dict[str, Any]:
     return given
 
 
-WORDS = ("mask_block", "full_block", "block_size", "Block sparse tensors", "Block sparse tensorsforward")
-NAMED = {"block_sparse_tensors": ("block sparse tensors", *WORDS)}
-BACKWARD_NAMED = {
-    "block_sparse_tensors": (
-        *NAMED["block_sparse_tensors"],
-        "block_sparse_tensors_bwd",
-        "dq_write_order",
-        "spt",
-        "plan",
+SCALE: tuple[Row, Row] = (
+    ("softmax_scale", TypeError, "softmax_scale is .*, expected a number or None", "1", torch.ones(1)),
+    ("softmax_scale", ValueError, "softmax_scale is .*, expected a positive and finite number", *NO_SCALES),
+)
+COMPRESSED = (
+    ("compress_factor", ValueError, "compress_factor has to be in 1 .. 4194304, got", 0, -1, 1 << 23),
+    ("compress_factor", ValueError, "compress_factor has to be an int, got", 1.5, "2", None, True),
+    ("compress_offset", ValueError, "compress_offset has to be an int, got", 0.5, "0", None, True),
+    ("compress_offset", ValueError, "compress_offset has to be in -536870912 .. 536870912", 1 << 30, -(1 << 30)),
+    ("compress_factor", ValueError, "compress_factor=16, .* need causal=True", Together(causal=False)),
+    (
+        "compress_offset",
+        ValueError,
+        "compress_factor=1, .* need causal=True",
+        Together(causal=False, compress_factor=1),
     ),
-}
-FACTOR = {"zero": 0, "negative": -1, "a float": 1.5, "a string": "2", "None": None, "True": True, "too large": 1 << 23}
-OFFSET = {"a float": 0.5, "a string": "0", "None": None, "True": True, "too large": 1 << 30, "too small": -(1 << 30)}
+    ("window_size", NotImplementedError, "compress_factor=16, compress_offset=15 together with window_size", (100, 0)),
+    *SCALE,
+)
 
 
-def compressed(device: str, packed: bool = False) -> dict[str, Any]:
+def compressed(device: str, packed: bool) -> dict[str, Any]:
     return qkv(device, packed) | dict(causal=True, compress_factor=16, compress_offset=15)
-
-
-def compress_spec(name: str, call: Any, packed: bool) -> Spec:
-    return Spec(
-        name,
-        lambda **given: call(**given),
-        lambda device: compressed(device, packed),
-        {"compress_factor": FACTOR, "compress_offset": OFFSET, "window_size": {"a window": (100, 0)}}
-        | {"softmax_scale": NOT_A_SCALE | {"a tensor": torch.ones(1)}},
-        together={
-            "not causal": ("compress_factor", dict(causal=False)),
-            "an offset, not causal": ("compress_offset", dict(causal=False, compress_factor=1)),
-        },
-        device="cuda",
-    )
 
 
 def one_sided(device: str) -> dict[str, Any]:
@@ -107,142 +94,108 @@ def one_sided(device: str) -> dict[str, Any]:
     return given | dict(q=given["q"].requires_grad_())
 
 
-GRADIENT = Spec(
-    "flash_attn_func, a gradient with lists",
-    lambda **given: flash_attn_func(**given),
-    one_sided,
-    together={
-        "forward lists alone": ("block_sparse_tensors_bwd", dict(block_sparse_tensors=sides()[0])),
-        "backward lists alone": ("block_sparse_tensors", dict(block_sparse_tensors_bwd=sides()[1])),
-    },
-    device="cuda",
+ONE_SIDED = (
+    (BOTH[1], ValueError, "{} is None while block_sparse_tensors is given", Together({BOTH[0]: SIDES[0]})),
+    (BOTH[0], ValueError, "{} is None while block_sparse_tensors_bwd is given", Together({BOTH[1]: SIDES[1]})),
 )
 
 
-def with_lists(device: str) -> dict[str, Any]:
-    return qkv(device) | dict(block_sparse_tensors=moved(sides()[0], device))
+def with_lists(device: str, form: str | None = None) -> dict[str, Any]:
+    lists = SIDES if form is None else PACKED_SIDES[form]
+    return qkv(device, packed=form is not None) | dict(block_sparse_tensors=moved(lists[0], device))
 
 
-def changed(**more: Any) -> Changed:
-    """Fields of lists replaced by what a function makes of them."""
-    return Changed(
-        lambda lists: lists._replace(**{n: f(getattr(lists, n)) if callable(f) else f for n, f in more.items()})
-    )
+def shapes(name: str) -> tuple[Row, ...]:
+    """Lists, in an argument of this name, that fit no call."""
+
+    def rows(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
+        return changed(mask_block_cnt=f, mask_block_idx=f)
+
+    int64, same = torch.Tensor.long, "Block sparse tensorsforward"
+    return tuple(
+        (name, ValueError, *row)
+        for row in (
+            ("mask_block tensors must have dtype torch.int32", rows(int64), changed(mask_block_idx=int64)),
+            ("full_block tensors must have dtype torch.int32", changed(full_block_idx=int64)),
+            ("full_block_cnt and full_block_idx must both be", changed(full_block_idx=None),
+             changed(full_block_cnt=None)),
+            ("mask_block_cnt and mask_block_idx must be provided", changed(mask_block_idx=None)),
+            (f"{same} m-block dimension 2 does not match", rows(lambda t: less(t, 2))),
+            (f"{same} must share the same m-block dimension", changed(mask_block_cnt=lambda t: less(t, 2))),
+            (f"{same} head dim must be 4 or 1", rows(lambda t: less(t, 1))),
+            (f"{same} batch dim must be 2 or 1", rows(lambda t: torch.cat([t, less(t, 0)]))),
+            (f"{same} must have shapes", changed(mask_block_idx=lambda t: t.select(0, 0)),
+             changed(mask_block_cnt=lambda t: t.unsqueeze(0).unsqueeze(0))),
+            ("mask_block tensors must live on CUDA", lambda lists: SIDES[0]),
+        )
+    )  # fmt: skip
 
 
-SHAPES = {
-    "int64 counts": changed(mask_block_cnt=lambda t: t.long()),
-    "int64 indices": changed(mask_block_idx=lambda t: t.long()),
-    "int64 full indices": changed(full_block_idx=lambda t: t.long()),
-    "full counts without indices": changed(full_block_idx=None),
-    "full indices without counts": changed(full_block_cnt=None),
-    "counts without indices": changed(mask_block_idx=None),
-    "a row less": changed(mask_block_cnt=lambda t: less(t, 2), mask_block_idx=lambda t: less(t, 2)),
-    "other rows of counts": changed(mask_block_cnt=lambda t: less(t, 2)),
-    "three heads": changed(mask_block_cnt=lambda t: less(t, 1), mask_block_idx=lambda t: less(t, 1)),
-    "three batches": changed(
-        mask_block_cnt=lambda t: torch.cat([t, less(t, 0)]), mask_block_idx=lambda t: torch.cat([t, less(t, 0)])
-    ),
-    "indices of three dimensions": changed(mask_block_idx=lambda t: t.select(0, 0)),
-    "counts of five dimensions": changed(mask_block_cnt=lambda t: t.unsqueeze(0).unsqueeze(0)),
-    "blocks of 100 queries": changed(block_size=(100, 128)),
-    "blocks of 100 keys": changed(block_size=(128, 100)),
-    "on the CPU": Changed(lambda lists: sides()[0]),
-    "lists of other blocks": changed(block_size=(256, 128)),
-}
-FORWARD = Spec(
-    "flash_attn_func, lists",
-    lambda **given: flash_attn_func(**given),
-    with_lists,
-    {"block_sparse_tensors": SHAPES},
-    NAMED,
-    device="cuda",
+FORWARD = (
+    *shapes(BOTH[0]),
+    (BOTH[0], ValueError, "block size 100, which must", changed(block_size=(100, 128))),
+    (BOTH[0], ValueError, r"sparse_block_size\[1\] to be a multiple", changed(block_size=(128, 100))),
+    (BOTH[0], ValueError, "m-block dimension 3 does not match", changed(block_size=(256, 128))),
 )
 
 
-def packed_with_lists(device: str, form: str) -> dict[str, Any]:
-    return qkv(device, packed=True) | dict(block_sparse_tensors=moved(packed_sides(form)[0], device))
-
-
-PACKED_SHAPES = {
-    "no rows before": changed(cu_total_m_blocks=None),
-    "rows before of fewer sequences": changed(cu_total_m_blocks=lambda t: less(t, 0, 2)),
-    "float rows before": changed(cu_total_m_blocks=lambda t: t.float()),
-    "int64 counts": changed(mask_block_cnt=lambda t: t.long()),
-    "counts without indices": changed(mask_block_idx=None),
-    "three heads": changed(mask_block_cnt=lambda t: less(t, 0)),
-}
-START_SHAPES = {
-    "no starts": changed(cu_block_idx_offsets=None),
-    "starts of another length": changed(cu_block_idx_offsets=lambda t: less(t, -1, 2)),
-    "float starts": changed(cu_block_idx_offsets=lambda t: t.float()),
-}
-
-
-def packed_spec(form: str) -> Spec:
-    wrong = {
-        "padded": {"no block size": changed(block_size=None), "few rows": changed(block_size=(64, 128)), "int64 counts":
-                   PACKED_SHAPES["int64 counts"]},
-        "compact": PACKED_SHAPES | {"rows less": changed(mask_block_idx=lambda t: less(t, 1))},
-    }.get(form, PACKED_SHAPES | START_SHAPES)  # fmt: skip
-    return Spec(
-        f"flash_attn_varlen_func, {form} lists",
-        lambda **given: flash_attn_varlen_func(**given),
-        lambda device: packed_with_lists(device, form),
-        {"block_sparse_tensors": wrong},
-        NAMED | {"block_sparse_tensors": (*NAMED["block_sparse_tensors"], "cu_total_m_blocks", "cu_block_idx_offsets")},
-        device="cuda",
-    )
+def packed_rows(form: str) -> tuple[Row, ...]:
+    """Lists in a form that fit no pack."""
+    every = (("mask_block tensors must have dtype torch.int32", changed(mask_block_cnt=torch.Tensor.long)),)
+    if form == "padded":
+        every += (
+            ("block_size is None: padded lists of packed", changed(block_size=None)),
+            ("mask_block_cnt has 3 rows of 64 tokens", changed(block_size=(64, 128))),
+        )
+    else:
+        every += (
+            ("requires block_sparse_tensors.cu_total_m_b", changed(cu_total_m_blocks=None)),
+            (r"cu_total_m_blocks has to have shape \(4,\)", changed(cu_total_m_blocks=lambda t: less(t, 0, 2))),
+            ("cu_total_m_blocks must have dtype torch.int32 or", changed(cu_total_m_blocks=torch.Tensor.float)),
+            ("mask_block_cnt and mask_block_idx must be provided", changed(mask_block_idx=None)),
+            ("mask_block_cnt with shape", changed(mask_block_cnt=lambda t: less(t, 0))),
+        )
+    if form == "compact":
+        every += (("mask_block_idx with shape", changed(mask_block_idx=lambda t: less(t, 1))),)
+    if form in ("stacked", "ragged"):
+        every += (
+            ("cu_block_idx_offsets|requires bl", changed(cu_block_idx_offsets=None)),
+            ("cu_block_idx_offsets has to", changed(cu_block_idx_offsets=lambda t: less(t, -1, 2))),
+            ("cu_block_idx_offsets must have dtype", changed(cu_block_idx_offsets=torch.Tensor.float)),
+        )
+    return tuple((BOTH[0], ValueError, *row) for row in every)
 
 
 def checked(device: str) -> dict[str, Any]:
     q, k = (torch.empty(1).expand(B, T, heads, D) for T, heads in ((TQ, HQ), (TK, HKV)))
-    locks = compute_dq_write_order(*sides()[0][:4], *sides()[1][:4])
-    ordered = sides()[1]._replace(dq_write_order=locks[0], dq_write_order_full=locks[1], spt=False)
-    return dict(forward=sides()[0], backward=ordered, q=q, k=k)
+    locks = compute_dq_write_order(*SIDES[0][:4], *SIDES[1][:4])
+    ordered = SIDES[1]._replace(dq_write_order=locks[0], dq_write_order_full=locks[1], spt=False)
+    return dict(forward=SIDES[0], backward=ordered, q=q, k=k)
 
 
-def spoilt(given: dict[str, Any], faults: tuple[str, ...]) -> dict[str, tuple[str, dict[str, Any]]]:
-    found = {}
-    for fault in faults:
+def public_checked(device: str) -> dict[str, Any]:
+    given = checked(device)
+    return dict(q=given["q"], k=given["k"], v=torch.empty(1).expand(B, TK, HKV, D))
+
+
+WRONG_ENTRY = "(forward|backward) (mask_block|full_block|dq_write_order)|block_size is None|cu_total_n_blocks"
+NOT_CHECKED = (("page_table", NotImplementedError, "validate=True with page_table", torch.zeros(1, 1).int()),)
+
+
+def spoilt(given: dict[str, Any]) -> Iterator[tuple[Lists, Lists]]:
+    """Right lists with one wrong entry, in every known way."""
+    for fault in FAULTS:
         pairs = (spoil(fault, given["forward"], given["backward"], seed) for seed in range(40))
-        pair = next((pair for pair in pairs if pair is not None), None)
-        if pair is not None:
-            found[fault] = ("forward", dict(zip(("forward", "backward"), pair, strict=True)))
-    return found
+        yield next(pair for pair in pairs if pair is not None)
 
 
-def packed_checked(form: str) -> dict[str, Any]:
-    tensors = qkv("cpu", packed=True)
-    names = ("q", "k", "cu_seqlens_q", "cu_seqlens_k")
-    forward, backward = packed_sides(form)
-    return dict(forward=forward, backward=backward) | {name: tensors[name] for name in names}
-
-
-def check_spec(name: str, good: Any, faults: tuple[str, ...]) -> Spec:
-    return Spec(
-        f"validate=True, {name}",
-        lambda forward, backward, q, k, **more: validate_call(True, forward, backward, q, k, **more),
-        lambda device: good(),
-        also={"forward": ("backward", "block_size", "block_sparse_tensors", "block_sparse_tensors_bwd")},
-        together=spoilt(good(), faults),
-    )
-
-
-CHECKED = Spec(
-    "flash_attn_func, validate=True",
-    lambda **given: flash_attn_func(**given),
-    lambda device: dict(q=checked(device)["q"], k=checked(device)["k"], v=torch.empty(1).expand(B, TK, HKV, D)),
-    together={
-        label: ("block_sparse_tensors", dict(zip(("block_sparse_tensors", "block_sparse_tensors_bwd"), pair.values()))
-                | dict(validate=True))
-        for label, (_, pair) in spoilt(checked("cpu"), FAULTS).items()
-    },
-    also={"block_sparse_tensors": ("forward", "backward")},
+PUBLIC_CHECK = (
+    (BOTH[0], ValueError, WRONG_ENTRY, *(
+        Together(zip(BOTH, pair, strict=True), validate=True) for pair in spoilt(checked("cpu"))
+    )),
 )  # fmt: skip
-
-
 ORDERED = checked("cpu")["backward"]
+PLANNED = plan_backward(SIDES[1], num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M)
 
 
 def backward_call(device: str) -> dict[str, Any]:
@@ -253,71 +206,49 @@ def backward_call(device: str) -> dict[str, Any]:
     return given | more
 
 
-PLANNED = plan_backward(sides()[1], num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M)
-ORDERS = {
-    "no lock values": changed(dq_write_order=None, spt=None),
-    "no lock values of full blocks": changed(dq_write_order_full=None),
-    "no direction": changed(spt=None),
-    "a direction that is no bool": changed(spt=1),
-    "int64 lock values": changed(dq_write_order=lambda t: t.long()),
-    "narrower lock values": changed(dq_write_order=lambda t: torch.cat([t, t], -1)),
-    "lock values of more rows": changed(dq_write_order=lambda t: torch.cat([t, t], 2)),
-    "lock values on the CPU": changed(dq_write_order=lambda t: torch.zeros(t.shape, dtype=torch.int32)),
-    "a plan without lock values": Changed(lambda lists: moved(PLANNED, lists.mask_block_cnt.device.type)),
-    "blocks of 100 queries": changed(block_size=(100, 128)),
-    "blocks of 96 keys": changed(block_size=(128, 96)),
-    "int64 counts": changed(mask_block_cnt=lambda t: t.long()),
-    "three heads": changed(mask_block_cnt=lambda t: less(t, 1)),
-}
-BACKWARD = Spec(
-    "backward of flash_attn_func, deterministic",
-    lambda q, k, v, out, dout, lse, **more: _flash_attn_bwd(q, k, v, out, dout, lse, **more),
-    backward_call,
-    {"block_sparse_tensors": ORDERS},
-    BACKWARD_NAMED,
-    device="cuda",
-)
-PAGED = Spec(
-    "validate=True, paged keys",
-    lambda forward, backward, q, k, **more: validate_call(True, forward, backward, q, k, **more),
-    checked,
-    {"page_table": {"given": torch.zeros(1, 1, dtype=torch.int32)}},
-)
+def other_locks(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
+    return changed(dq_write_order=change)
 
-LAYOUT = Spec(
-    "backward_layout",
-    lambda q, k, v, **options: backward_layout(q, k, v, **options),
-    qkv,
-    {
-        "q": {"no tokens": Changed(lambda x: x.narrow(1, 0, 0))},
-        "learnable_sink": {"given": torch.zeros(HQ)},
-        "seqused_q": {"given": torch.zeros(B, dtype=torch.int32)},
-    },
-    device="cuda",
+
+BACKWARD = tuple(
+    (BOTH[0], ValueError, *row)
+    for row in (
+        (
+            "deterministic .* requires dq_write_order in",
+            changed(dq_write_order=None, spt=None),
+            changed(dq_write_order=None),
+        ),
+        ("deterministic .* requires dq_write_order_full", changed(dq_write_order_full=None)),
+        ("deterministic block-sparse backward requires block_sparse_tensor.*spt", changed(spt=None)),
+        ("spt must be a bool when provided, got spt=1", changed(spt=1)),
+        ("dq_write_order must have dtype torch.int32, got torch.int64", other_locks(torch.Tensor.long)),
+        ("dq_write_order with shape", *(other_locks(lambda t, d=d: torch.cat([t, t], d)) for d in (-1, 2))),
+        ("dq_write_order must be on", other_locks(lambda t: torch.zeros(t.shape, dtype=torch.int32))),
+        ("needs a plan that was made with", lambda lists: moved(PLANNED, lists.mask_block_cnt.device.type)),
+        (r"sparse_block_size\[0\] to be a multiple of", changed(block_size=(100, 128))),
+        (r"expects sparse_block_size\[1\]=128", changed(block_size=(128, 96))),
+        ("mask_block tensors must have dtype torch.int32", changed(mask_block_cnt=torch.Tensor.long)),
+        ("the same batches and heads, or 1, got", changed(mask_block_cnt=lambda t: less(t, 1))),
+    )
+)
+LAYOUT = (
+    ("q", ValueError, r"q has shape \(2, 0, 4, 64\)", lambda x: x.narrow(1, 0, 0)),
+    ("learnable_sink", ValueError, "learnable_sink cannot be given together with shared", torch.zeros(HQ)),
+    ("seqused_q", ValueError, "seqused_q cannot be given together with shared", torch.zeros(B, dtype=torch.int32)),
 )
 
 
 def converted(device: str) -> dict[str, Any]:
     given = qkv(device)
     layout = backward_layout(**given).dq
-    return dict(
-        accum=torch.empty(layout.shape, dtype=torch.float32, device=device),
-        layout=layout,
-        out=torch.empty_like(given["q"]),
-        scale=1.0,
-    )
+    accum = torch.empty(layout.shape, dtype=torch.float32, device=device)
+    return dict(accum=accum, layout=layout, out=torch.empty_like(given["q"]), scale=1.0)
 
 
-CONVERT = Spec(
-    "convert",
-    lambda accum, layout, out, **more: convert(accum, layout, out, **more),
-    converted,
-    {
-        "accum": {"half precision": Changed(lambda x: x.half()), "smaller": Changed(lambda x: less(x, 0))},
-        "out": {"fewer tokens": Changed(lambda x: less(x, 1)), "fewer heads": Changed(lambda x: less(x, 2))},
-        "cu_seqlens": {"for a batch": torch.zeros(3, dtype=torch.int32)},
-    },
-    device="cuda",
+CONVERT = (
+    ("accum", ValueError, "accum is torch.float", lambda x: x.half(), lambda x: less(x, 0)),
+    ("out", ValueError, "out is torch.bfloat16", lambda x: less(x, 1), lambda x: less(x, 2)),
+    ("cu_seqlens", ValueError, "cu_seqlens is .*, expected one", torch.zeros(3, dtype=torch.int32)),
 )
 
 
@@ -325,41 +256,41 @@ def shared_call(device: str) -> dict[str, Any]:
     given = qkv(device)
     layout = backward_layout(**given)
     rows = torch.empty(layout.row_shape, dtype=torch.float32, device=device)
-    return given | dict(dout=torch.empty_like(given["q"]), shared=SharedBackward(layout, rows, rows))
+    more = dict(out=None, lse=None, dout=torch.empty_like(given["q"]), shared=SharedBackward(layout, rows, rows))
+    return given | more
 
 
-SHARED = Spec(
-    "backward of flash_attn_func, shared",
-    lambda q, k, v, dout, **more: _flash_attn_bwd(q, k, v, None, dout, None, **more),
-    shared_call,
-    {
-        "shared": {
-            "no layout": Changed(lambda x: x._replace(layout=None)),
-            "a layout of fewer heads": Changed(
-                lambda x: x._replace(layout=replace(x.layout, dq=replace(x.layout.dq, heads=(B, 1))))
-            ),
-            "no row sums": Changed(lambda x: x._replace(dpsum=None)),
-            "no log-sum-exp": Changed(lambda x: x._replace(lse_log2=None)),
-            "half row sums": Changed(lambda x: x._replace(dpsum=x.dpsum.half())),
-            "fewer row sums": Changed(lambda x: x._replace(dpsum=less(x.dpsum, 1))),
-            "an accumulator of row sums": Changed(lambda x: x._replace(dq=x.dpsum)),
-            "dk without dv": Changed(lambda x: x._replace(dk=torch.empty_like(x.dpsum))),
-        },
-    },
-    device="cuda",
-)
-SPECS = (
-    compress_spec("flash_attn_func, compressed", flash_attn_func, False),
-    compress_spec("flash_attn_varlen_func, compressed", flash_attn_varlen_func, True),
-    GRADIENT,
-    FORWARD,
-    *(packed_spec(form) for form in FORMS),
-    check_spec("lists", lambda: checked("cpu"), FAULTS),
-    *(check_spec(f"{form} lists", lambda form=form: packed_checked(form), PACKED_FAULTS) for form in FORMS),
-    CHECKED,
-    BACKWARD,
-    PAGED,
-    LAYOUT,
-    CONVERT,
-    SHARED,
-)
+SHARED = (
+    ("shared", ValueError, "shared.layout is None, expected this call's backward_layout", changed(layout=None)),
+    ("shared", ValueError, "shared.layout.dq is AccumLayout",
+     changed(layout=lambda x: replace(x, dq=replace(x.dq, heads=(B, 1))))),
+    ("shared", ValueError, "shared.dpsum is None, expected torch.float32", changed(dpsum=None)),
+    ("shared", ValueError, "shared.lse_log2 is None, expected torch.float32", changed(lse_log2=None)),
+    ("shared", ValueError, r"shared.dpsum is torch.float(16|32) \(2, [43], ",
+     changed(dpsum=torch.Tensor.half), changed(dpsum=lambda x: less(x, 1))),
+    ("shared", ValueError, "shared.dq is torch.float32", lambda x: x._replace(dq=x.dpsum)),
+    ("shared", ValueError, "shared.dk and shared.dv: expected both or neither",
+     lambda x: x._replace(dk=torch.empty_like(x.dpsum))),
+)  # fmt: skip
+TABLES = (
+    Table("flash_attn_func, compressed", flash_attn_func, partial(compressed, packed=False), COMPRESSED, "cuda"),
+    Table(
+        "flash_attn_varlen_func, compressed", flash_attn_varlen_func, partial(compressed, packed=True), COMPRESSED,
+        "cuda",
+    ),
+    Table("flash_attn_func, a gradient with lists", flash_attn_func, one_sided, ONE_SIDED, "cuda"),
+    Table("flash_attn_func, lists", flash_attn_func, with_lists, FORWARD, "cuda"),
+    *(
+        Table(
+            f"flash_attn_varlen_func, {form} lists", flash_attn_varlen_func, partial(with_lists, form=form),
+            packed_rows(form), "cuda",
+        )
+        for form in FORMS
+    ),
+    Table("validate=True, paged keys", partial(validate_call, True), checked, NOT_CHECKED),
+    Table("flash_attn_func, validate=True", flash_attn_func, public_checked, PUBLIC_CHECK),
+    Table("backward of flash_attn_func, deterministic", _flash_attn_bwd, backward_call, BACKWARD, "cuda"),
+    Table("backward_layout", backward_layout, qkv, LAYOUT, "cuda"),
+    Table("convert", convert, converted, CONVERT, "cuda"),
+    Table("backward of flash_attn_func, shared", _flash_attn_bwd, shared_call, SHARED, "cuda"),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Wrong calls of nsa_layer: the operator, its configuration, the module and the position embedding."""
+"""Refused calls of nsa_layer: the operator, its configuration, the module and the position embedding."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_SCALE, NOT_A_SIZE, NOT_A_TENSOR, Changed, Spec
+from fuzz.wrong_calls import NO_SCALES, NO_TENSORS, NOT_A_BOOL, NOT_A_TENSOR, Table, Together, not_a_size
 from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case
 
 B, T, HQ, HKV, D, DV = 2, 20, 4, 2, 8, 6
 CONFIG = NSAConfig(block_size=4, q_tile=8, window_size=4)
+NAN, INF = float("nan"), float("inf")
 
 
 def batch(device: str) -> dict[str, Any]:
@@ -22,144 +23,109 @@ def batch(device: str) -> dict[str, Any]:
 
 def packed(device: str) -> dict[str, Any]:
     given = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in batch(device).items()}
-    return given | dict(cu_seqlens=torch.tensor([0, 5, T], dtype=torch.int32, device=device))
+    return given | dict(cu_seqlens=starts(0, 5, T))
 
 
-def tensor(**shapes: tuple[int, ...]) -> dict[str, Any]:
-    """Of a shape each, made on the device of the other arguments."""
-    return {label: torch.zeros(shape) for label, shape in shapes.items()}
+def starts(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
-FLOATS = NOT_A_TENSOR | {
-    "None": None,
-    "int32": Changed(lambda x: x.int()),
-    "bool": Changed(lambda x: x.bool()),
-    "complex": Changed(lambda x: x.to(torch.complex64)),
-    "a dimension less": Changed(lambda x: x[0]),
-    "a dimension more": Changed(lambda x: x[None]),
-    "empty": Changed(lambda x: x[:, :0]),
-    "strided in the last dimension": Changed(lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)),
-}
-OTHERS = {
-    "another dtype": Changed(lambda x: x.double()),
-    "another device": Changed(lambda x: x.to("meta")),
-    "a token less": Changed(lambda x: x[:, :-1]),
-    "a sequence less": Changed(lambda x: x[:-1]),
-}
-WEIGHTS = NOT_A_TENSOR | {
-    "int32": Changed(lambda x: torch.ones(HQ, 3, D, dtype=torch.int32)),
-    "a wrong shape": torch.zeros(HQ, D, 3),
-    "a wrong number of dimensions": torch.zeros(D, D),
-    "on another device": torch.zeros(HQ, 3, D, device="meta"),
-}
-STARTS = {
-    "a list": [0, T],
-    "int64": Changed(lambda x: x.long()),
-    "two dimensions": Changed(lambda x: x[None]),
-    "one start": Changed(lambda x: x[:1]),
-    "not from 0": Changed(lambda x: x + 1),
-    "falling": Changed(lambda x: x.flip(0) * 0 + torch.tensor([0, 12, T - 9], dtype=torch.int32)),
-    "one short": Changed(lambda x: x.clamp(max=T - 1)),
-    "on another device": Changed(lambda x: x.to("meta")),
-}
-
-OPERATOR = Spec(
-    "nsa",
-    lambda q, k, v, **more: nsa(q, k, v, **more),
-    batch,
-    {
-        "q": FLOATS,
-        "k": FLOATS | OTHERS | {"another head dimension": Changed(lambda x: torch.cat([x, x], -1))},
-        "v": FLOATS | OTHERS | {"other heads": Changed(lambda x: torch.cat([x, x], -2))},
-        "config": {"a dict": {"block_size": 4}, "None": None, "its class": NSAConfig},
-        "gate_weight": WEIGHTS,
-        "gates": WEIGHTS | {"a wrong shape": torch.zeros(B, T, HQ)},
-        "compress_k_weight": WEIGHTS,
-        "compress_v_weight": WEIGHTS,
-        "softmax_scale": NOT_A_SCALE | {"True": True},
-        "cu_seqlens": {"for a batch": torch.tensor([0, T], dtype=torch.int32)},
-        "max_seqlen": {"without cu_seqlens": T, "a float": 20.0},
-        "causal": NOT_A_BOOL,
-        "backend": {"unknown": "triton", "a number": 3, "a list": ["eager"], "for another device": "cute"},
-        "memory": {"None": None, "a dict": {"budget": 1}, "a number": 1 << 30, "its class": MemoryPolicy},
-    },
-    also={"q": ("k",), "cu_seqlens": ("packed",)},
-    together={
-        "both gates": ("gates", dict(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
-        "heads that do not divide": ("heads", dict(q=torch.zeros(B, T, 5, D))),
-    },
+WEIGHTS = "gate_weight gates compress_k_weight compress_v_weight"
+NSA = (
+    ("q k v", *NOT_A_TENSOR, None),
+    ("q k v", TypeError, "{} must be float16, .* got", lambda x: x.int(), lambda x: x.bool(), lambda x: x.cfloat()),
+    ("q k v", ValueError, r"{} must be \[B, T, H, D\], got . dimensions", lambda x: x[0], lambda x: x[None]),
+    ("q k v", ValueError, "{} must have no empty dimension", lambda x: x[:, :0]),
+    ("q k v", ValueError, "{} must be contiguous in its last dimension, got", lambda x: x.mT.contiguous().mT),
+    ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double(), lambda x: x.half()),
+    ("k v", ValueError, "{} must be on q's device cpu, got meta", lambda x: x.to("meta")),
+    ("k", ValueError, r"k must have q's leading dimensions \(2, 20\)", lambda x: x[:, :-1], lambda x: x[:-1]),
+    ("v", ValueError, r"v must have k's leading dimensions \(2, 20, 2\)", lambda x: x[:, :-1], lambda x: x[:-1]),
+    ("v", ValueError, r"v must have k's leading dimensions \(2, 20, 2\)", lambda x: x.repeat(1, 1, 2, 1)),
+    ("k", ValueError, "k must have q's head dimension 8, got", lambda x: torch.cat([x, x], -1), lambda x: x[..., :7]),
+    ("q", ValueError, "heads must be a multiple of k's, got 5 and 2", torch.zeros(B, T, 5, D)),
+    ("config", TypeError, "config must be an NSAConfig, got", {"block_size": 4}, None, NSAConfig),
+    (WEIGHTS, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
+    (WEIGHTS, TypeError, "{} must be of a floating-point dtype", torch.ones(HQ, 3, D, dtype=torch.int32)),
+    (WEIGHTS, ValueError, r"{} must have shape \(", torch.zeros(HQ, D, 3), torch.zeros(D, D), torch.zeros(B, T, HQ)),
+    ("gates", ValueError, r"gates must have shape \(2, 20, 4, 3\)", torch.zeros(HQ, 3, D)),
+    ("gate_weight", ValueError, r"{} must have shape \(4, 3, 8\)", torch.zeros(B, T, HQ, 3)),
+    ("compress_k_weight", ValueError, r"{} must have shape \(2, 8, 8\)", torch.zeros(HKV, DV, DV)),
+    ("compress_v_weight", ValueError, r"{} must have shape \(2, 6, 6\)", torch.zeros(HKV, D, D)),
+    ("gate_weight", ValueError, "gate_weight must be on q's device", torch.zeros(HQ, 3, D, device="meta")),
+    ("gates", ValueError, "gate_weight and gates exclude each other",
+     Together(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
+    ("softmax_scale", TypeError, "softmax_scale must be a number or None, got", "1", True),
+    ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
+    ("cu_seqlens", ValueError, r"q must be packed \[total, H, D\]", starts(0, T)),
+    ("max_seqlen", ValueError, "max_seqlen is for packed input, got 20 without cu_seqlens", T),
+    ("max_seqlen", TypeError, "max_seqlen must be an int or None, got 20.0", 20.0),
+    ("causal", *NOT_A_BOOL),
+    ("backend", ValueError, "backend must be None or one of 'cute', 'eager', 'reference', got", "triton", 3, ["eager"]),
+    ("backend", ValueError, "backend='cute' needs tensors on a GPU, got cpu", "cute"),
+    ("memory", TypeError, "memory must be a MemoryPolicy, got", None, {"budget": 1}, 1 << 30, MemoryPolicy),
+)  # fmt: skip
+PACKED = (
+    ("cu_seqlens", TypeError, "cu_seqlens must be a torch.Tensor or None, got list", [0, T]),
+    ("cu_seqlens", TypeError, "cu_seqlens must be int32, got torch.int64", lambda x: x.long()),
+    (
+        "cu_seqlens",
+        ValueError,
+        r"cu_seqlens must be \[sequences \+ 1\], got shape \(1",
+        lambda x: x[None],
+        lambda x: x[:1],
+    ),
+    ("cu_seqlens", ValueError, "cu_seqlens must start at 0, got 1", lambda x: x + 1, starts(1, T)),
+    ("cu_seqlens", ValueError, r"cu_seqlens must not fall, got \[0, 12, ", starts(0, 12, 9, T), starts(0, 12, 11)),
+    ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", lambda x: x.clamp(max=T - 1)),
+    ("cu_seqlens", ValueError, "cu_seqlens must be on q's device cpu or .*, got meta", lambda x: x.to("meta")),
+    ("max_seqlen", ValueError, "max_seqlen must be at least the longest sequence, 15, got 14", 14),
+    ("max_seqlen", TypeError, "max_seqlen must be an int or None, got", 20.0, "20", True),
+    ("q", ValueError, r"q must be packed \[total, H, D\]", lambda x: x[None]),
+    ("k", ValueError, r"k must have q's leading dimensions \(20,\)", lambda x: x[:-1]),
 )
-PACKED = Spec(
-    "nsa, packed",
-    lambda q, k, v, **more: nsa(q, k, v, **more),
-    packed,
-    {
-        "cu_seqlens": STARTS,
-        "max_seqlen": {"less than the longest": 14, "a float": 20.0, "a string": "20", "True": True},
-        "q": {"a batch": Changed(lambda x: x[None])},
-        "k": {"fewer tokens": Changed(lambda x: x[:-1])},
-    },
-    also={"q": ("packed",)},
+POLICY = (
+    ("budget", TypeError, "budget must be an int or None, got", 1e9, "1 GB", True),
+    ("budget", ValueError, "budget must be at least 0 bytes, got -1", -1),
+    ("recompute", ValueError, "recompute must be one of 'auto', .*, got", "some", None, ["all"], True),
 )
-POLICY = Spec(
-    "MemoryPolicy",
-    lambda **given: MemoryPolicy(**given),
-    lambda device: dict(budget=1 << 30, recompute="all"),
-    {
-        "budget": {"a float": 1e9, "a string": "1 GB", "True": True, "negative": -1},
-        "recompute": {"unknown": "some", "None": None, "a list": ["all"], "True": True},
-    },
+SIZES = "block_size block_counts q_tile window_size"
+OF_CONFIG = (
+    *not_a_size(SIZES),
+    *not_a_size("block_stride", optional=True),
+    (f"{SIZES} block_stride", TypeError, "{} must be an int, got nan", NAN),
+    (f"{SIZES} block_stride compress_offset", ValueError, "{} must be at most 2147483647, got", 2**31, 10**30),
+    ("block_stride", ValueError, "block_stride must divide block_size, got", 5, 32),
+    ("compress_offset", TypeError, "compress_offset must be an int, got", 1.5, "1", True, NAN),
+    ("compress_offset", ValueError, "compress_offset must be at least -2147483647, got", -(10**30)),
+    ("q_tile", ValueError, "q_tile must be a multiple or a divisor of block_size, got q_tile=24, block_size=16", 24),
+    ("force_blocks deterministic", *NOT_A_BOOL, NAN),
+    ("rule", ValueError, "rule must be one of 'nsa', 'seed', got", "logit", None, 1, NAN),
+    ("rule", ValueError, "rule='seed' needs .* force_blocks=False, got .* True", "seed"),
+    ("block_sizes", TypeError, "unexpected keyword argument 'block_sizes'", 64),
 )
-GOOD_CONFIG = dict(block_size=16, block_stride=8, block_counts=4, q_tile=32, window_size=8)
-NOT_A_SIZE = NOT_A_SIZE | {"too large": 10**30}
-SIZES = ("block_size", "block_counts", "q_tile", "window_size")
-CONFIGURATION = Spec(
-    "NSAConfig",
-    NSAConfig,
-    lambda device: dict(GOOD_CONFIG),
-    {name: NOT_A_SIZE for name in SIZES}
-    | {
-        "block_stride": {label: value for label, value in NOT_A_SIZE.items() if value is not None} | {"no divisor": 5},
-        "compress_offset": {"a float": 1.5, "a string": "1", "True": True, "too large": 10**30, "too small": -(10**30)},
-        "rule": {"unknown": "logit", "None": None, "a number": 1, "without what it needs": "seed"},
-        "force_blocks": NOT_A_BOOL,
-        "deterministic": NOT_A_BOOL,
-        "q_tile": NOT_A_SIZE | {"neither multiple nor divisor": 24},
-    },
+OLD = {"tile_query": "before", "importance": "softmax", "per_head": False}
+FROM_DICT = (
+    ("values", ValueError, "unknown NSAConfig fields: a, block_sizes", {"block_sizes": 64, "a": 1, "q_tile": 64}),
+    ("values", ValueError, "unknown NSAConfig fields: importance, per_head, tile_query", lambda x: x | OLD),
+    ("values", ValueError, "block_size must be at least 1", {"block_size": 0}),
 )
-REPLACED = Spec(
-    "NSAConfig.replace",
-    lambda **changes: CONFIG.replace(**changes),
-    lambda device: {},
-    {"block_size": NOT_A_SIZE, "no_such_field": {"any": 1}, "window_size": NOT_A_SIZE},
+SEED = (
+    ("block_stride", ValueError, "rule='seed' needs block_stride=block_size, compress_offset=0 and force_bl", 32),
+    ("compress_offset", ValueError, "rule='seed' needs", None),
+    ("force_blocks", ValueError, "rule='seed' needs", True),
 )
-FROM_DICT = Spec(
-    "NSAConfig.from_dict",
-    lambda values: NSAConfig.from_dict(values),
-    lambda device: dict(values={"block_size": 16}),
-    {"values": {"an unknown field": {"blocksize": 16}, "a wrong field": {"block_size": 0}}},
-    also={"values": ("blocksize", "block_size")},
+MODULE = (
+    *not_a_size("dim num_heads num_kv_heads"),
+    *not_a_size("head_dim head_dim_v", optional=True),
+    ("dim num_heads num_kv_heads head_dim head_dim_v", ValueError, "{} must be at most 2147483647, got", 10**30),
+    ("dim", ValueError, "num_heads must divide dim", 30),
+    ("num_heads", ValueError, "num_kv_heads must divide num_heads, got 2 and 5", 5),
+    ("num_kv_heads", ValueError, "num_kv_heads must divide num_heads, got 3 and 4", 3),
+    ("config", TypeError, "config must be an NSAConfig, got", {}, None),
+    ("rope", TypeError, "rope must be callable or None, got", 3, "rope"),
+    ("backend", TypeError, "backend must be a string or None, got", 3, []),
 )
-MODULE = Spec(
-    "NSAttention",
-    lambda dim, **more: NSAttention(dim, **more),
-    lambda device: dict(dim=32, num_heads=4, num_kv_heads=2, config=CONFIG),
-    {
-        "dim": NOT_A_SIZE | {"not divisible": 30},
-        "num_heads": NOT_A_SIZE | {"not a multiple": 5},
-        "num_kv_heads": NOT_A_SIZE | {"no divisor": 3},
-        "head_dim": {label: value for label, value in NOT_A_SIZE.items() if value is not None},
-        "head_dim_v": {label: value for label, value in NOT_A_SIZE.items() if value is not None},
-        "config": {"a dict": {}, "None": None},
-        "rope": {"a number": 3, "a string": "rope"},
-        "backend": {"a number": 3, "a list": []},
-    },
-    also={"num_heads": ("num_kv_heads",), "dim": ("num_heads",)},
-)
-
-
-def layer(x: Any, layer: NSAttention, **more: Any) -> Any:
-    return layer(x, **more)
 
 
 def layer_arguments(device: str) -> dict[str, Any]:
@@ -167,47 +133,63 @@ def layer_arguments(device: str) -> dict[str, Any]:
     return dict(x=torch.randn(B, T, 32, device=device), layer=own)
 
 
-CALLED = Spec(
-    "NSAttention.forward",
-    layer,
-    layer_arguments,
-    {
-        "x": NOT_A_TENSOR
-        | {"two dimensions": torch.zeros(T, 32), "another width": torch.zeros(B, T, 31), "None": None}
-        | {
-            "float64": Changed(lambda x: x.double()),
-            "int32": Changed(lambda x: x.int()),
-            "on another device": Changed(lambda x: x.to("meta")),
-        },
-        "positions": {
-            "a list": list(range(T)),
-            "floats": torch.arange(T).float(),
-            "bools": torch.ones(T, dtype=torch.bool),
-            "one short": torch.arange(T - 1),
-            "another batch": torch.zeros(B + 1, T, dtype=torch.int64),
-        },
-    },
-    together={
-        "packed, three dimensions": ("x", dict(cu_seqlens=torch.tensor([0, T], dtype=torch.int32))),
-        "packed, starts in a list": ("cu_seqlens", dict(x=torch.zeros(T, 32), cu_seqlens=[0, T])),
-        "packed, int64 starts": ("cu_seqlens", dict(x=torch.zeros(T, 32), cu_seqlens=torch.tensor([0, T]))),
-        "packed, one start": ("cu_seqlens", dict(x=torch.zeros(T, 32), cu_seqlens=torch.zeros(1, dtype=torch.int32))),
-    },
-    also={"cu_seqlens": ("x",)},
+def in_a_pack(cu_seqlens: object, x: torch.Tensor | None = None) -> Together:
+    return Together(x=torch.zeros(T, 32) if x is None else x, cu_seqlens=cu_seqlens)
+
+
+def other_layer(**changes: Any) -> Together:
+    return Together(
+        layer=NSAttention(32, num_heads=4, num_kv_heads=2, config=CONFIG, **changes), positions=torch.arange(T)
+    )
+
+
+FORWARD = (
+    ("x", *NOT_A_TENSOR, None),
+    ("x", ValueError, r"x must be \[B, T, dim\] with dim=32, got", torch.zeros(T, 32), torch.zeros(B, T, 31)),
+    ("x", TypeError, "x must have the layer's dtype torch.float32, got", lambda x: x.double(), lambda x: x.int()),
+    ("x", ValueError, "x must be on the layer's device cpu, got meta", lambda x: x.to("meta")),
+    ("x", ValueError, r"x must be packed \[total, dim\]", in_a_pack(starts(0, T), torch.zeros(B, T, 32))),
+    ("positions", TypeError, "positions must be a torch.Tensor or None, got list", list(range(T))),
+    ("positions", TypeError, "positions must be integers, got", torch.zeros(T), torch.ones(T, dtype=torch.bool)),
+    ("positions", ValueError, r"{} must have shape \(2, 20\) or \(20,\)", torch.arange(T - 1), torch.ones(3, T).int()),
+    ("positions", ValueError, "positions are for rope", other_layer(rope=None)),
+    ("cu_seqlens", TypeError, "cu_seqlens must be a torch.Tensor or None, got list", in_a_pack([0, T])),
+    ("cu_seqlens", TypeError, "cu_seqlens must be int32, got torch.int64", in_a_pack(torch.tensor([0, T]))),
+    ("cu_seqlens", ValueError, r"cu_seqlens must be \[sequences \+ 1\]", in_a_pack(starts(0))),
+)  # fmt: skip
+OF_NSA = (  # refused by nsa, which comes after the projections
+    ("x", ValueError, "no empty dimension", torch.zeros(1, 0, 32)),
+    ("backend", ValueError, "backend must be", other_layer(rope=RotaryEmbedding(8), backend="fast")),
+    ("cu_seqlens", ValueError, "cu_seqlens must end", in_a_pack(starts(0, 4))),
+    ("max_seqlen", ValueError, "max_seqlen is for packed input", 5),
+    ("causal", *NOT_A_BOOL),
 )
-ROPE = Spec(
-    "RotaryEmbedding",
-    lambda head_dim, base: RotaryEmbedding(head_dim, base),
-    lambda device: dict(head_dim=8, base=10000.0),
-    {"head_dim": {"odd": 7, "zero": 0, "negative": -2}, "base": {"one": 1.0, "nan": float("nan"), "negative": -1.0}},
+ROPE = (
+    ("head_dim", ValueError, "head_dim must be even and at least 2, got", 7, 0, -2),
+    ("base", ValueError, "base must be above 1 and finite, got", 1.0, NAN, INF, -1.0, 10**400),
 )
-ROTATED = Spec(
-    "RotaryEmbedding.forward",
-    lambda **given: RotaryEmbedding(8)(**given),
-    lambda device: dict(q=torch.zeros(1, 4, 2, 8), k=torch.zeros(1, 4, 1, 8), positions=torch.arange(4)),
-    {"q": {"another width": torch.zeros(1, 4, 2, 6)}, "k": {"another width": torch.zeros(1, 4, 1, 10)}},
+ROTATED = (
+    ("q", ValueError, "q must have head dimension 8, got 6", torch.zeros(1, 4, 2, 6)),
+    ("k", ValueError, "k must have head dimension 8, got 10", torch.zeros(1, 4, 1, 10)),
 )
-CASES = Spec(
-    "testing.Case", lambda **given: Case(**given), lambda device: {}, {"gate": {"unknown": "sum", "None": None}}
+GOOD_CONFIG = dict(block_size=16, block_stride=8, block_counts=4, q_tile=32, window_size=8)
+TABLES = (
+    Table("nsa", nsa, batch, NSA),
+    Table("nsa, packed", nsa, packed, PACKED),
+    Table("MemoryPolicy", MemoryPolicy, lambda device: dict(budget=1 << 30, recompute="all"), POLICY),
+    Table("NSAConfig", NSAConfig, lambda device: GOOD_CONFIG, OF_CONFIG),
+    Table("NSAConfig.replace", NSAConfig(**GOOD_CONFIG).replace, lambda device: {}, OF_CONFIG),
+    Table("NSAConfig.from_dict", NSAConfig.from_dict, lambda device: dict(values={"block_size": 16}), FROM_DICT),
+    Table("NSAConfig.seed", NSAConfig.seed, lambda device: {}, SEED),
+    Table("NSAttention", NSAttention, lambda device: dict(dim=32, num_heads=4, num_kv_heads=2, config=CONFIG), MODULE),
+    Table("NSAttention.forward", lambda x, layer, **more: layer(x, **more), layer_arguments, FORWARD),
+    Table("NSAttention.forward, late", lambda x, layer, **more: layer(x, **more), layer_arguments, OF_NSA, first=False),
+    Table("RotaryEmbedding", RotaryEmbedding, lambda device: dict(head_dim=8, base=10000.0), ROPE),
+    Table(
+        "RotaryEmbedding.forward",
+        RotaryEmbedding(8),
+        lambda device: dict(q=torch.zeros(1, 4, 2, 8), k=torch.zeros(1, 4, 1, 8), positions=torch.arange(4)),
+        ROTATED,
+    ),
+    Table("testing.Case", Case, lambda device: {}, (("gate", ValueError, "gate must be", "sum", None),)),
 )
-SPECS = (OPERATOR, PACKED, POLICY, CONFIGURATION, REPLACED, FROM_DICT, MODULE, CALLED, ROPE, ROTATED, CASES)

@@ -1,4 +1,4 @@
-"""Wrong calls of what makes, orders, checks and plans block lists."""
+"""Refused calls of what makes, orders, checks and plans block lists."""
 
 from __future__ import annotations
 
@@ -25,31 +25,56 @@ from flash_attn.cute.compress import compression
 from flash_attn.cute.write_order import deterministic_walk, merged_walk
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import Blocks, Packed
-from fuzz.corrupt import FAULTS, spoil
-from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_SIZE, NOT_A_TENSOR, Changed, Spec
+from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, changed, not_a_size
 
+Tensor = torch.Tensor
 CASE = Blocks(B=1, H=2, M=4, N=5, pattern="full", group=2)
 PACKED = Packed(lengths=((300, 200), (0, 64), (129, 256)), block=(128, 128), heads=2, pattern="full")
 SIZES = dict(seqlen_q=4 * 128, seqlen_k=5 * 128, num_heads=2)
-BLOCK_SIZE = {
-    "an int": 128, "a string": "128", "one number": (128,), "three numbers": (128, 128, 128), "a zero": (128, 0),
-    "negative": (-128, 128), "floats": (128.0, 128.0), "None": None,
-}  # fmt: skip
-WIDTH = {"too small": 0, "negative": -3, "a string": "5", "a float": 5.0, "three": (5, 5, 5)}
-LISTS = {"None": None, "a tensor": torch.zeros(2, 2), "a tuple": (1, 2), "a string": "x"}
-BROKEN = {
-    "counts without indices": Changed(lambda x: x._replace(mask_block_idx=None)),
-    "full counts without indices": Changed(lambda x: x._replace(full_block_idx=None)),
-    "counts of another shape": Changed(lambda x: x._replace(mask_block_cnt=x.mask_block_cnt[..., 1:])),
-    "float counts": Changed(lambda x: x._replace(mask_block_cnt=x.mask_block_cnt.float())),
-    "float indices": Changed(lambda x: x._replace(mask_block_idx=x.mask_block_idx.float())),
-    "indices of one dimension": Changed(lambda x: x._replace(mask_block_idx=x.mask_block_idx.flatten())),
-}
-NAMED = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "BlockSparseTensorsTorch")
-MASK = NOT_A_TENSOR | {
-    "float": torch.zeros(8, 8), "int": torch.zeros(8, 8, dtype=torch.int32), "one dimension": torch.zeros(8).bool(),
-    "three dimensions": torch.zeros(1, 8, 8).bool(), "None": None,
-}  # fmt: skip
+BLOCK_SIZE = (
+    ("block_size", TypeError, r"block_size has to be \(queries, keys\), got", 128, "128", (128,), (1, 2, 3), None),
+    ("block_size", ValueError, "block_size has to be two ints of at least 1", (128, 0), (-128, 128), (128.0, 128.0)),
+)
+WIDTH = (
+    ("width", ValueError, "width has to be at least 1, got", 0, -3),
+    ("width", ValueError, "width has to be an int or two, of mask and full lists", (5, 5, 5)),
+    ("width", TypeError, "width has to be an int, got", "5", 5.0),
+)
+NO_MASKS = (torch.zeros(8, 8), torch.zeros(8, 8).int(), torch.zeros(8).bool(), torch.zeros(1, 8, 8).bool())
+NO_LISTS: Row = (
+    "lists", TypeError, "lists have to be a BlockSparseTensorsTorch, got", None, torch.zeros(2, 2), (1, 2), "x",
+)  # fmt: skip
+EITHER = (
+    ("lists", ValueError, "mask_block_cnt and mask_block_idx .* given together", changed(mask_block_idx=None)),
+    ("lists", ValueError, "full_block_cnt and full_block_idx .* given together", changed(full_block_idx=None)),
+    ("lists", ValueError, r"_block_cnt.*\(.*_block_idx.*\(", changed(mask_block_cnt=lambda x: x[..., 1:])),
+)  # fmt: skip
+BROKEN = (
+    NO_LISTS,
+    *EITHER,
+    ("lists", ValueError, r"mask_block_idx \(\d+,\) must be", changed(mask_block_idx=Tensor.flatten)),
+    ("lists", TypeError, "mask_block_cnt has to be int32, got", changed(mask_block_cnt=Tensor.float)),
+    ("lists", TypeError, "mask_block_idx has to be int32, got", changed(mask_block_idx=Tensor.float)),
+)  # fmt: skip
+BROKEN_PACK = (
+    NO_LISTS,
+    *EITHER,
+    ("lists", ValueError, "mask_block_cnt is torch.float32", changed(mask_block_cnt=Tensor.float)),
+    ("lists", ValueError, "mask_block_idx is torch.float32", changed(mask_block_idx=Tensor.float)),
+    ("lists", ValueError, "cu_total_n_blocks, and cu_block_idx_offsets", changed(cu_total_n_blocks=None)),
+    ("cu_total_m_blocks", TypeError, "cu_total_m_blocks has to be a torch.Tensor, got list", [0, 3, 3, 5]),
+    ("cu_total_m_blocks", ValueError, r"cu_total_m_blocks has shape \(3,\)", torch.zeros(3).int()),
+    ("cu_total_m_blocks", ValueError, "cu_total_m_blocks is torch.float32", torch.zeros(4)),
+)  # fmt: skip
+ORDER = (
+    ("order", ValueError, r"order has shape .*, expected \[N\]", torch.arange(4), torch.zeros(1, 1, 1, 5).long()),
+    ("order", TypeError, "order has to be a torch.Tensor, got list", [0, 1, 2, 3, 4]),
+    ("order", ValueError, "spt=True and order are both given", Together(order=torch.arange(5), spt=True)),
+)
+LISTED = (
+    ("listed", ValueError, "listed has to be at least 0, got -1", -1),
+    ("listed", TypeError, "listed has to be an int, got", 4.0, "4"),
+)
 
 
 @lru_cache(maxsize=1)
@@ -57,19 +82,12 @@ def sides() -> tuple[Any, Any]:
     return both_directions(CASE)
 
 
-def forward(device: str) -> dict[str, Any]:
-    return dict(lists=sides()[0])
+def stacked() -> Any:
+    return packed_lists(replace(PACKED, form="stacked"))
 
 
-def backward(device: str) -> dict[str, Any]:
-    return dict(lists=sides()[1])
-
-
-def stacked(device: str) -> dict[str, Any]:
-    """A deterministic plan of packed sequences' lists in upstream's form."""
-    forward, backward = packed_lists(replace(PACKED, form="stacked"))
-    sizes = dict(num_heads=2, num_heads_kv=1, num_q_blocks=3, deterministic=True)
-    return dict(lists=backward, cu_total_m_blocks=forward.cu_total_m_blocks) | sizes
+def backward(**more: Any) -> Any:
+    return lambda device: dict(lists=sides()[1]) | more
 
 
 def order_arguments(device: str) -> dict[str, Any]:
@@ -77,203 +95,141 @@ def order_arguments(device: str) -> dict[str, Any]:
     return dict(zip(names, (*sides()[0][:4], *sides()[1][:4]), strict=True)) | dict(order=torch.arange(5))
 
 
-ORDER = {"too short": torch.arange(4), "a list": [0, 1, 2, 3, 4], "four dimensions": torch.zeros(1, 1, 1, 5).long()}
-PERMUTATION = {"too short": torch.arange(4), "floats": torch.arange(5).float(), "unknown": "upwards", "a number": 3}
-PERMUTATION |= {"a block twice": torch.tensor([0, 1, 1, 3, 4]), "a block too far": torch.arange(5) + 1}
-
-MAKING = (
-    Spec(
-        "lists_from_dense",
-        lambda **given: lists_from_dense(**given),
-        lambda device: dict(mask=torch.ones(8, 8).bool(), block_size=(4, 4)),
-        {"mask": MASK, "block_size": BLOCK_SIZE, "width": WIDTH},
+MADE = (
+    Table(
+        "lists_from_dense", lists_from_dense, lambda device: dict(mask=torch.ones(8, 8).bool(), block_size=(4, 4)),
+        (("mask", *NOT_A_TENSOR, None), ("mask", ValueError, "expected bool", *NO_MASKS), *BLOCK_SIZE, *WIDTH),
     ),
-    Spec(
-        "lists_from_blocks",
-        lambda **given: lists_from_blocks(**given),
-        lambda device: dict(listed=torch.ones(8, 8).bool(), block_size=(4, 4)),
-        {
-            "listed": MASK,
-            "full": {"another shape": torch.ones(8, 7).bool(), "floats": torch.ones(8, 8), "a list": [1]},
-            "block_size": BLOCK_SIZE,
-            "width": WIDTH,
-        },
+    Table(
+        "lists_from_blocks", lists_from_blocks, lambda device: dict(listed=torch.ones(8, 8).bool(), block_size=(4, 4)),
+        (
+            ("listed", *NOT_A_TENSOR, None),
+            ("listed", ValueError, "listed is .*, expected bool", *NO_MASKS),
+            ("full", ValueError, "full has shape .*, expected that of listed", torch.ones(8, 7).bool()),
+            ("full", ValueError, "full is torch.float32", torch.ones(8, 8)),
+            ("full", TypeError, "full has to be a torch.Tensor, got list", [1]),
+            *BLOCK_SIZE,
+            *WIDTH,
+        ),
     ),
-    Spec(
-        "lists_from_window",
-        lambda **given: lists_from_window(**given),
+    Table(
+        "lists_from_window", lists_from_window,
         lambda device: dict(seqlen_q=16, seqlen_k=16, window_left=4, window_right=0, block_size=(4, 4)),
-        {
-            "seqlen_q": {label: value for label, value in NOT_A_SIZE.items() if label != "zero"},
-            "seqlen_k": {label: value for label, value in NOT_A_SIZE.items() if label != "zero"},
-            "window_left": {"below -1": -2, "a float": 1.5, "a string": "4"},
-            "window_right": {"below -1": -7, "a float": 1.5},
-            "block_size": BLOCK_SIZE,
-        },
+        (
+            *not_a_size("seqlen_q seqlen_k", least=0),
+            ("window_left window_right", ValueError, "{}=.*, expected at least 0, or None or -1 for no limit", -2, -7),
+            ("window_left window_right", TypeError, "{} has to be an int or None, got", 1.5, "4"),
+            *BLOCK_SIZE,
+        ),
     ),
-    Spec(
-        "lists_from_block_mask",
-        lambda **given: lists_from_block_mask(**given),
-        lambda device: {},
-        {"block_mask": {"None": None, "a tensor": torch.ones(3), "lists": sides()[0]}},
+    Table(
+        "lists_from_block_mask", lists_from_block_mask, lambda device: {},
+        (("block_mask", TypeError, "{} has to be a FlexAttention BlockMask, got", None, torch.ones(3), sides()[0]),),
     ),
-    Spec(
-        "transpose_lists",
-        lambda **given: transpose_lists(**given),
-        lambda device: forward(device) | dict(num_kv_blocks=5),
-        {
-            "lists": LISTS | BROKEN,
-            "num_kv_blocks": {"negative": -1, "a float": 5.0, "None": None},
-            "width": WIDTH,
-        },
-        {"lists": NAMED},
+    Table(
+        "transpose_lists", transpose_lists, lambda device: dict(lists=sides()[0], num_kv_blocks=5),
+        (*BROKEN, *not_a_size("num_kv_blocks", least=0), *WIDTH),
     ),
-    Spec(
-        "draw_lists",
-        lambda **given: draw_lists(**given),
-        lambda device: forward(device) | dict(num_columns=5),
-        {"lists": LISTS, "num_columns": NOT_A_SIZE, "batch": {"too large": 1}, "head": {"too large": 2}},
-        {"lists": NAMED},
+    Table(
+        "draw_lists", draw_lists, lambda device: dict(lists=sides()[0], num_columns=5),
+        (
+            NO_LISTS,
+            *not_a_size("num_columns"),
+            ("batch", ValueError, "batch has to be in 0 .. 0, got 1", 1),
+            ("head", ValueError, "head has to be in 0 .. 1, got 2", 2),
+        ),
     ),
-    Spec(
-        "cu_total_blocks",
-        lambda **given: cu_total_blocks(**given),
+    Table(
+        "cu_total_blocks", cu_total_blocks,
         lambda device: dict(cu_seqlens=torch.tensor([0, 4, 9]).int(), block_size=4),
-        {
-            "cu_seqlens": NOT_A_TENSOR | {"floats": torch.zeros(3), "two dimensions": torch.zeros(1, 3).int()},
-            "block_size": NOT_A_SIZE,
-        },
+        (
+            ("cu_seqlens", *NOT_A_TENSOR),
+            ("cu_seqlens", ValueError, r"expected integers \[B \+ 1\]", torch.zeros(3), torch.zeros(1, 3).int()),
+            *not_a_size("block_size"),
+        ),
     ),
-)
-ORDERING = (
-    Spec(
-        "compute_dq_write_order",
-        lambda **given: compute_dq_write_order(**given),
-        order_arguments,
-        {
-            "order": ORDER,
-            "bwd_mask_cnt": {"of another shape": Changed(lambda x: x[..., 1:]), "None": None},
-            "bwd_mask_idx": {"of another shape": Changed(lambda x: x[0]), "None": None},
-            "bwd_full_idx": {"None": None},
-        },
-        {"bwd_mask_cnt": ("mask_block_cnt",), "bwd_mask_idx": ("mask_block_idx",), "bwd_full_idx": ("full_block_idx",)},
-        {"both orders": ("order", dict(spt=True))},
+)  # fmt: skip
+ORDERED = (
+    Table(
+        "compute_dq_write_order", compute_dq_write_order, order_arguments,
+        (
+            *ORDER,
+            ("bwd_mask_cnt bwd_mask_idx", ValueError, "mask_block_cnt and mask_block_idx must be given together", None),
+            ("bwd_mask_cnt bwd_mask_idx", ValueError, r"_block_cnt \(.*_block_idx \(", lambda x: x[0, ..., 1:]),
+            ("bwd_full_idx", ValueError, "full_block_cnt and full_block_idx must be given together", None),
+        ),
     ),
-    Spec(
-        "packed_write_order",
-        lambda **given: packed_write_order(**given),
-        lambda device: dict(lists=packed_lists(PACKED)[1], num_q_blocks=3),
-        {
-            "lists": LISTS
-            | {label: change for label, change in BROKEN.items() if label != "indices of one dimension"}
-            | {"padded": sides()[1], "no rows before": Changed(lambda x: x._replace(cu_total_n_blocks=None))}
-            | {"stacked": packed_lists(replace(PACKED, form="stacked"))[1]},
-            "num_q_blocks": NOT_A_SIZE,
-            "spt": NOT_A_BOOL,
-            "listed": {"negative": -1, "a float": 4.0, "a string": "4"},
-            "cu_total_m_blocks": {"a list": [0, 3, 3, 5], "of fewer sequences": torch.zeros(3).int()}
-            | {"floats": torch.zeros(4)},
-        },
-        {"lists": (*NAMED, "cu_total_n_blocks")},
+    Table(
+        "packed_write_order", packed_write_order, lambda device: dict(lists=packed_lists(PACKED)[1], num_q_blocks=3),
+        (
+            *BROKEN_PACK,
+            ("lists", ValueError, "mask_block_cnt .* and mask_block_idx .*, expect", sides()[1]),
+            ("lists", ValueError, "cu_total_m_blocks is None: rows of stacked lists", stacked()[1]),
+            *not_a_size("num_q_blocks"),
+            ("spt", *NOT_A_BOOL),
+            *LISTED,
+        ),
     ),
-    Spec(
-        "deterministic_walk",
-        lambda **given: deterministic_walk(**given),
-        backward,
-        {"order": ORDER, "lists": LISTS | BROKEN},
-        {"lists": NAMED},
-        {
-            "both orders": ("order", dict(spt=True, order=torch.arange(5))),
-            "keys past 63 bits": ("num_q_blocks", dict(num_q_blocks=1 << 60)),
-        },
+    Table(
+        "deterministic_walk", deterministic_walk, backward(),
+        (*ORDER, *BROKEN, ("num_q_blocks", ValueError, "num_q_blocks=.* rows and 5 key blocks", 1 << 60)),
     ),
-    Spec(
-        "merged_walk",
-        lambda **given: merged_walk(**given),
-        backward,
-        {
-            "lists": LISTS | BROKEN,
-            "locks": {"of another shape": (torch.zeros(1, 2, 5, 1).int(), torch.zeros(1, 2, 5, 1).int())}
-            | {"mask only": (sides()[1].mask_block_idx, None)},
-        },
-        {"lists": NAMED, "locks": ("lock values",)},
+    Table(
+        "merged_walk", merged_walk, backward(),
+        (
+            *BROKEN,
+            ("locks", ValueError, "lock values of the mask lists have shape", (torch.zeros(1, 2, 5, 1).int(),) * 2),
+            ("locks", ValueError, "locks must hold lock values for the full lists", (sides()[1].mask_block_idx, None)),
+        ),
     ),
-    Spec(
-        "plan_backward",
-        lambda **given: plan_backward(**given),
-        lambda device: backward(device) | dict(num_heads=2, num_heads_kv=1, num_q_blocks=4),
-        {
-            "lists": LISTS | BROKEN,
-            "num_heads": {"another": 3, "zero": 0, "a float": 2.0},
-            "num_heads_kv": {"no divisor": 3, "zero": 0, "None": None},
-            "num_q_blocks": NOT_A_SIZE,
-            "longest": {label: value for label, value in NOT_A_SIZE.items() if value is not None},
-            "schedule": PERMUTATION,
-            "listed": {"negative": -1, "a float": 3.0},
-        },
-        {"lists": NAMED},
+    Table(
+        "plan_backward", plan_backward, backward(num_heads=2, num_heads_kv=1, num_q_blocks=4),
+        (
+            *BROKEN,
+            ("num_heads num_heads_kv", ValueError, "lists have 2 heads, expected 1, .*{}=3", 3),
+            *not_a_size("num_q_blocks num_heads num_heads_kv"),
+            *not_a_size("longest", optional=True),
+            ("schedule", ValueError, "{} is .*, expected a permutation", torch.arange(4), torch.arange(5).float()),
+            ("schedule", ValueError, "schedule has to be one of 'left to right'", "upwards", 3),
+            ("schedule", ValueError, "schedule, sorted, has 1", torch.tensor([0, 1, 1, 3, 4]), torch.arange(5) + 1),
+            *LISTED,
+        ),
     ),
-    Spec(
-        "plan_backward, stacked lists",
-        lambda **given: plan_backward(**given),
-        stacked,
-        {
-            "lists": LISTS
-            | {label: change for label, change in BROKEN.items() if label != "indices of one dimension"}
-            | {
-                "no rows before": Changed(lambda x: x._replace(cu_total_n_blocks=None)),
-                "offsets of fewer sequences": Changed(lambda x: x._replace(cu_block_idx_offsets=torch.zeros(2).int())),
-                "float offsets": Changed(lambda x: x._replace(cu_block_idx_offsets=x.cu_block_idx_offsets.float())),
-            },
-            "cu_total_m_blocks": {"None": None, "a list": [0, 3, 3, 5], "of fewer sequences": torch.zeros(3).int()}
-            | {"floats": torch.zeros(4)},
-        },
-        {"lists": (*NAMED, "cu_total_n_blocks", "cu_block_idx_offsets")},
+    Table(
+        "plan_backward, stacked lists", plan_backward,
+        lambda device: dict(
+            lists=stacked()[1], cu_total_m_blocks=stacked()[0].cu_total_m_blocks, num_heads=2, num_heads_kv=1,
+            num_q_blocks=3, deterministic=True,
+        ),
+        (
+            *BROKEN_PACK,
+            ("cu_total_m_blocks", ValueError, "cu_total_m_blocks is None: rows of stacked lists", None),
+            ("lists", ValueError, r"cu_block_idx_offsets has shape \(2,\)",
+             changed(cu_block_idx_offsets=torch.zeros(2).int())),
+            ("lists", ValueError, "cu_block_idx_offsets is torch.float32",
+             changed(cu_block_idx_offsets=Tensor.float)),
+        ),
     ),
-)
-COMPRESSION = Spec(
-    "compression",
-    lambda **given: compression(**given),
-    lambda device: dict(causal=True, factor=4, offset=3),
-    {
-        "factor": NOT_A_SIZE | {"too large": 1 << 23},
-        "offset": {"a float": 0.5, "None": None, "too large": 1 << 30, "too small": -(1 << 30), "True": True},
-    },
-    {"factor": ("compress_factor",), "offset": ("compress_offset",)},
-    {
-        "not causal": ("factor", dict(causal=False)),
-        "an offset, not causal": ("offset", dict(causal=False, factor=1)),
-    },
+)  # fmt: skip
+COMPRESSION = (
+    ("factor", ValueError, "compress_factor has to be an int, got", 4.0, "4", None, True),
+    ("factor", ValueError, "compress_factor has to be in 1 .. 4194304, got", 0, -1, 1 << 23),
+    ("offset", ValueError, "compress_offset has to be an int, got", 0.5, "0", None, True),
+    ("offset", ValueError, "compress_offset has to be in -536870912 .. 536870912, got", 1 << 30, -(1 << 30)),
+    ("factor", ValueError, "compress_factor=.*, compress_offset=.* need causal=True", Together(causal=False)),
+    ("offset", ValueError, "compress_factor=1, compress_offset=.* need causal=True", Together(causal=False, factor=1)),
 )
 
 
-def checked(device: str) -> dict[str, Any]:
-    locks = compute_dq_write_order(*sides()[0][:4], *sides()[1][:4])
-    ordered = sides()[1]._replace(dq_write_order=locks[0], dq_write_order_full=locks[1], spt=False)
-    return dict(forward=sides()[0], backward=ordered) | SIZES
-
-
-def spoilt() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Right lists with one wrong entry, in every known way, twice."""
-    given, found = checked("cpu"), {}
-    for fault in FAULTS:
-        pairs = (spoil(fault, given["forward"], given["backward"], seed) for seed in range(40))
-        for number, pair in enumerate([pair for pair in pairs if pair is not None][:2], 1):
-            found[f"{fault}, {number}"] = ("forward", dict(zip(("forward", "backward"), pair, strict=True)))
-    return found
-
-
-CHECK = Spec(
-    "validate_lists",
-    lambda forward, backward, **sizes: validate_lists(forward, backward, **sizes),
-    checked,
-    {
-        "seqlen_q": {"too long": 10 * 128, "too short": 128},
-        "seqlen_k": {"too long": 10 * 128, "too short": 128},
-        "num_heads": {"another": 3},
-    },
-    {"seqlen_q": ("forward", "backward"), "seqlen_k": ("forward", "backward"), "num_heads": ("H",)}
-    | {"forward": ("backward",)},
-    spoilt(),
+SIDES = ("forward", "backward")
+NOT_THOSE = "(forward|backward) mask_block_(cnt|idx) is torch.int32 .*, expected"
+CHECK = (
+    ("seqlen_q seqlen_k", ValueError, NOT_THOSE, 10 * 128, 128),
+    ("num_heads", ValueError, NOT_THOSE, 3),
 )
-SPECS = (*MAKING, *ORDERING, COMPRESSION, CHECK)
+TABLES = (
+    *MADE,
+    *ORDERED,
+    Table("compression", compression, lambda device: dict(causal=True, factor=4, offset=3), COMPRESSION),
+    Table("validate_lists", validate_lists, lambda device: dict(zip(SIDES, sides())) | SIZES, CHECK),
+)

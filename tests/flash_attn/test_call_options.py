@@ -1,15 +1,14 @@
-"""Options of a call that are no tensors: refused, or cut, before anything is launched."""
+"""Options of a call that are no tensors: cut, or handed on as they are. Refused ones: `fuzz/wrong_calls`."""
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fa_cases import Case, backward_lists, forward, forward_lists, make_inputs
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker
 from fa_reference import assert_case
 
 from flash_attn.cute import call_options, dq_arguments, flash_attn_func, flash_attn_varlen_func, interface
@@ -32,19 +31,6 @@ def inputs() -> list[torch.Tensor]:
 
 
 # softmax_scale
-
-
-@EACH
-@pytest.mark.parametrize("scale", [0, 0.0, -0.125, math.nan, math.inf, -math.inf, 10**400, 1e39, 1e-50])
-def test_scale_that_gives_no_softmax(launched: None, attend: Any, scale: float) -> None:
-    with pytest.raises(ValueError, match="softmax_scale is .*, expected a positive and finite number"):
-        attend(*inputs(), softmax_scale=scale)
-
-
-@EACH
-def test_scale_that_is_no_number(launched: None, attend: Any) -> None:
-    with pytest.raises(TypeError, match="softmax_scale is '1'"):
-        attend(*inputs(), softmax_scale="1")
 
 
 @EACH
@@ -98,66 +84,6 @@ WIDE.append(Case(D=64, T_q=200, T_k=700, window=(2**31 - 1, 0), lists="both", bl
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_wide_windows(case: Case) -> None:
     assert_case(case)
-
-
-# Backward in two passes
-
-
-def wrong_forward_lists(named: str) -> tuple[str, str, list[str]]:
-    """What backward in two passes raises, and what it has made before; in a worker."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    made: list[str] = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.is_floating_point() and "empty" not in str(function):
-                made.append(str(function))
-            return result
-
-    x, lists = make_inputs(LISTED), forward_lists(LISTED)
-    o, lse = torch.empty_like(x.do), x.q.new_empty((LISTED.B, LISTED.Hq, LISTED.T_q), dtype=torch.float32)
-    changes = {
-        "mask_block": lambda t: t.to(torch.int64),
-        "full_block": lambda t: t.narrow(2, 0, t.shape[2] - 1),
-    }
-    field = f"{named}_cnt"
-    both = dict(
-        block_sparse_tensors=backward_lists(LISTED),
-        block_sparse_tensors_fwd=lists._replace(**{field: changes[named](getattr(lists, field))}),
-    )
-    try:
-        with Watch():
-            _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, causal=True, passes=2, **both)
-    except Exception as error:
-        return type(error).__name__, str(error), made
-    return "nothing", "", made
-
-
-@pytest.mark.parametrize("named", ["mask_block", "full_block"])
-def test_wrong_forward_lists_are_refused_first(compiler_sm90: Worker, named: str) -> None:
-    kind, said, made = compiler_sm90.run(wrong_forward_lists, named)
-    assert kind == "ValueError" and named in said
-    assert not made
-
-
-def no_bool(value: Any) -> None:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    x = make_inputs(LISTED)
-    lse = x.q.new_empty((LISTED.B, LISTED.Hq, LISTED.T_q), dtype=torch.float32)
-    lists = backward_lists(LISTED)
-    _flash_attn_bwd(x.q, x.k, x.v, x.do, x.do, lse, causal=True, block_sparse_tensors=lists, without_dq=value)
-
-
-@pytest.mark.parametrize("value", [1, 0, "no", None])
-def test_without_dq_is_a_bool(compiler_sm90: Worker, value: Any) -> None:
-    with pytest.raises(WorkerError, match="without_dq is .*, expected a bool") as refusal:
-        compiler_sm90.run(no_bool, value)
-    assert refusal.value.kind == "TypeError"
 
 
 # Strides of one element

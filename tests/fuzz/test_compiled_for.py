@@ -58,7 +58,10 @@ def cut_to_fit(kind: Kind) -> bool:
     return not kind.lists and (kind.mask == "compressed" or kind.mask == "window" and kind.Hq > kind.Hkv)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
+SOME = [pytest.param(kind, marks=pytest.mark.sweep if n % 4 else ()) for n, kind in enumerate(KINDS)]
+
+
+@pytest.mark.parametrize("kind", SOME, ids=repr)
 def test_data_compiles_nothing(kind: Kind, keys: set) -> None:
     like = Attention(kind=kind, window=(100, None), factor=16, offset=15, launch="left to right")
     for passes in (1, 2) if passes_by_room(kind) else (kind.passes,):
@@ -66,7 +69,7 @@ def test_data_compiles_nothing(kind: Kind, keys: set) -> None:
     first = set(keys)
     assert first
 
-    @settings(max_examples=10, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=6, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(strategies.attention(kind))
     def draw(case: Attention) -> None:
         compiles(long(case, like))

@@ -49,8 +49,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
 def test_right_results_pass(name: str, stand_in: Callable) -> None:
     stand_in(plain)
     prop = properties()[name]
-    for kind in range(0, len(prop.kinds), 5):
-        outcome = run_property(prop, Budget(examples=2, shrink=1), kind=kind)
+    few_heads = [n for n, kind in enumerate(prop.kinds) if kind.Hq <= 8]  # of many, fp64 on a CPU takes half a minute
+    for kind in few_heads[::12]:
+        outcome = run_property(prop, Budget(examples=1, shrink=1), kind=kind)
         assert outcome.failure is None, f"{outcome.failure.case}\n{outcome.failure.trace}"
 
 
@@ -131,7 +132,7 @@ def right_lists(case: Attention) -> None:
 @pytest.mark.parametrize("number", LISTED, ids=lambda number: repr(KINDS[number]))
 def test_kernels_get_right_lists(number: int) -> None:
     prop = Property("made up", strategies.attention, right_lists, kinds=KINDS)
-    failure = run_property(prop, Budget(examples=12, seconds=10, shrink=1), kind=number).failure
+    failure = run_property(prop, Budget(examples=5, seconds=10, shrink=1), kind=number).failure
     assert failure is None, f"{failure.case}\n{failure.trace}"
 
 

@@ -71,6 +71,7 @@ def test_it_is_found(name: str) -> None:
     assert check_one(properties()[failure.property], case) is None, "it fails without the fault as well"
 
 
+@pytest.mark.sweep
 def test_what_is_imported_within_does_not_keep_a_fault() -> None:
     """Kernels import their modules when they are compiled, which a fault may be there for."""
     program = """
