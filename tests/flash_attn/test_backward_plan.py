@@ -154,8 +154,7 @@ def test_a_pack_has_the_items_and_walks_of_its_sequences(form: str, heads: int, 
             assert planned.plan.shape[1] == 8, "packed lists are ragged inside, whatever their form"
             for _, head, n, begin, end, _, *start in own.tolist():
                 head = head * heads // 6
-                if form == "ragged":
-                    assert start == [int(planned.cu_block_idx_offsets[head, first[b] + n]), 0]
+                assert start == [int(planned.cu_block_idx_offsets[head, first[b] + n]), 0]
                 count = int(alone.mask_block_cnt[0, head, n])
                 for name in ("mask_block_idx", "dq_write_order"):
                     if getattr(alone, name) is not None:

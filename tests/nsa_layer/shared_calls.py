@@ -75,7 +75,8 @@ def sequences(data: Data, x: Tensor, compressed: bool = False) -> list[Tensor]:
 
 def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
     """Tensors, the choice, lists, and forward of each branch."""
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import branch_options, selected_branch
+    from nsa_layer.cute.forward import attend
 
     torch.manual_seed(seed)
     (Hq, Hkv), D, spec = setup.heads, setup.D, setup.spec
@@ -107,18 +108,18 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     data = Data(setup, q, k, v, k_cmp, v_cmp, do, before, chosen, cu_seqlens)
     for backward in (False, True):
-        tile = (branches.backward_tile if backward else branches.forward_tile)(q.device, setup.block_size)
+        tile = (selected_branch.backward_tile if backward else selected_branch.forward_tile)(q.device, setup.block_size)
         static = dict(spec=spec, tile=tile, backward=backward, cu_seqlens=cu_seqlens)
-        sparsity = branches.selected_sparsity(
+        sparsity = selected_branch.selected_sparsity(
             chosen, q.shape[-3], setup.heads, ordered=backward and setup.deterministic, **static
         )
         if not backward:
             data.sparsity_of_queries = sparsity
-            static = dict(spec=spec, packing=Packing.of(spec, q.device))
+            packing = Packing.of(spec, q.device)
             data.outputs = (
-                branches.compressed_forward(q, k_cmp, v_cmp, **static),
-                branches.window_forward(q, k, v, **static),
-                branches.selected_forward(q, k, v, sparsity=sparsity, **static),
+                attend(q, k_cmp, v_cmp, spec, branch_options.compressed_options(spec, packing)),
+                attend(q, k, v, spec, branch_options.window_options(spec, packing)),
+                attend(q, k, v, spec, selected_branch.selected_options(sparsity, packing)),
             )
     data.sparsity = sparsity
     gates = [torch.rand(q.shape[:-1], device=device) for _ in range(3)]
@@ -128,22 +129,21 @@ def make(setup: Setup, device: str = "cuda", seed: int = 0) -> Data:
 
 def calls(data: Data, *, two_passes: bool = False) -> tuple:
     """As `nsa_layer.cute.grad_accum` takes them."""
-    from nsa_layer.cute import branches
-    from nsa_layer.cute.grad_accum import Call
+    from nsa_layer.cute import branch_options, selected_branch
+    from nsa_layer.cute.grad_accum import BranchCall
 
     spec = data.setup.spec
     packing, fixed = (
         Packing.of(spec, data.q.device),
         dict(deterministic=spec.config.deterministic),
     )
-    cmp = branches.compressed_options(spec, packing) | fixed
-    selected, of_dq = branches.selected_options(data.sparsity, packing) | fixed, None
+    cmp = branch_options.compressed_options(spec, packing) | fixed
+    selected = selected_branch.selected_options(data.sparsity, packing) | fixed
     if two_passes:
         selected |= dict(without_dq=True)
-        of_dq = branches.dq_options(data.sparsity_of_queries, packing)
-    window = branches.window_options(spec, packing) | fixed
-    of_tokens = (Call(data.k, data.v, window), Call(data.k, data.v, selected, of_dq))
-    return (Call(data.k_cmp, data.v_cmp, cmp), *of_tokens) if data.k_cmp.shape[-3] else of_tokens
+    window = branch_options.window_options(spec, packing) | fixed
+    of_tokens = (BranchCall(data.k, data.v, window), BranchCall(data.k, data.v, selected))
+    return (BranchCall(data.k_cmp, data.v_cmp, cmp), *of_tokens) if data.k_cmp.shape[-3] else of_tokens
 
 
 def row_sums(data: Data, layouts: Any) -> list[tuple[Tensor, Tensor]]:
@@ -171,20 +171,35 @@ def _padded(data: Data, x: Tensor, layouts: Any, fill: float) -> Tensor:
 
 def together(data: Data, rows: Any = None, layouts: Any = None, of_calls: Any = None) -> Grads:
     """Gradients by shared calls, on top of what was there before."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+    from flash_attn.cute.two_pass_backward import backward_dq
+    from nsa_layer.cute import selected_branch
     from nsa_layer.cute.grad_accum import GradAccumulators, backward_layouts
 
-    spec, of_calls = data.setup.spec, of_calls or calls(data, two_passes=data.setup.two_passes)
+    spec, two_passes = data.setup.spec, data.setup.two_passes
+    of_calls, scale = of_calls or calls(data, two_passes=two_passes), dict(softmax_scale=spec.softmax_scale)
     layouts = layouts or backward_layouts(data.q, of_calls, key=spec)
     rows = rows or row_sums(data, layouts)
-    grads = GradAccumulators(layouts, data.q.device, softmax_scale=spec.softmax_scale)
+    sums, stored = GradAccumulators(layouts, data.q.device, **scale), []
+    for call, row in zip(of_calls, rows):
+        shared = sums.share(*row, with_dq=not call.options.get("without_dq"))
+        stored.append(
+            _flash_attn_bwd(data.q, call.k, call.v, None, data.do, None, **scale, shared=shared, **call.options)[1:]
+        )
     dk_cmp = dv_cmp = None
     if len(of_calls) == 3:
-        dk_cmp, dv_cmp = grads.compressed(data.q, data.do, of_calls[0], *rows[0])
-    for call, row in zip(of_calls[-2:], rows[-2:]):
-        grads.tokens(data.q, data.do, call, *row)
+        dk_cmp, dv_cmp = stored[0]
+        if dk_cmp is None:
+            dk_cmp, dv_cmp = torch.empty_like(data.k_cmp), torch.empty_like(data.v_cmp)
+            sums.write_compressed(dk_cmp, dv_cmp, of_calls[0].options.get("cu_seqlens_k"))
     dq, dk, dv = (x.clone() for x in data.before)
-    dq = grads.dq(data.q, dq, of_calls[-1], add=True)
-    dk, dv = grads.dk_dv(dk, dv, of_calls[-1], add=True)
+    accum = sums.take_dq(layouts.calls[-1]) if two_passes else None
+    sums.write_dq(dq, data.cu_seqlens, add=True)
+    if two_passes:
+        into = dict(dq=dq, accum=accum, add=True, start=layouts.calls[-1].dq.start)
+        options = selected_branch.dq_options(data.sparsity_of_queries, Packing.of(spec, data.q.device))
+        backward_dq(data.q, data.k, data.v, data.do, *rows[-1], **scale, **into, **options)
+    sums.add_dk_dv(dk, dv, tuple(stored[-2:]), data.cu_seqlens)
     return dict(zip(NAMES, (dq, dk, dv, dk_cmp, dv_cmp)))
 
 

@@ -38,7 +38,7 @@ def fake_data(setup: Setup) -> shared_calls.Data:
     """A setup's tensors without memory; the lists of a choice of the first block by every query tile."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
 
     (Hq, Hkv), config, lengths = setup.heads, setup.spec.config, setup.lengths
     lead = (setup.B, setup.T) if lengths is None else (sum(lengths),)
@@ -60,11 +60,11 @@ def fake_data(setup: Setup) -> shared_calls.Data:
         chosen = torch.zeros(*lead[:-1], Hkv, tiles, 1, dtype=torch.int32).expand(*lead[:-1], Hkv, tiles, 16)
         starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         of_queries, of_keys = (
-            branches.selected_sparsity(
+            selected_branch.selected_sparsity(
                 chosen, lead[-1], setup.heads, spec=setup.spec, cu_seqlens=starts, backward=backward,
                 tile=tile(torch.device("cuda", 0), setup.block_size), ordered=backward and setup.deterministic,
             )
-            for backward, tile in enumerate((branches.forward_tile, branches.backward_tile))
+            for backward, tile in enumerate((selected_branch.forward_tile, selected_branch.backward_tile))
         )  # fmt: skip
     cu_seqlens = None if lengths is None else torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
     both = map(on_gpu, (of_keys, of_queries))
