@@ -23,11 +23,6 @@ LENGTHS_Q = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 33]
 LENGTHS_K = [1, 3, 4, 5, 8, 9, 15, 17, 33]
 
 
-@pytest.fixture
-def sm90(_workers: Callable[[str], Worker]) -> Worker:
-    return _workers("sm_90")
-
-
 def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> torch.Tensor:
     """What BlockInfo says of (seqlen_q, seqlen_k, factor, offset, m tile, n tile); in a worker.
 
@@ -87,9 +82,11 @@ def large_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...
     "tile_m,tile_n,group,cases",
     [(*tiles, group, small_cases) for tiles, group in in_turn(TILES, *GROUPS)] + [(128, 128, 8, large_cases)],
 )
-def test_kernels_visit_these_ranges(sm90: Worker, tile_m: int, tile_n: int, group: int, cases: Callable) -> None:
+def test_kernels_visit_these_ranges(
+    compiler_sm90: Worker, tile_m: int, tile_n: int, group: int, cases: Callable
+) -> None:
     table = torch.tensor(list(cases(tile_m, tile_n, group)), dtype=torch.int32)
-    got = sm90.run(kernel_ranges, table, tile_m, tile_n, group)
+    got = compiler_sm90.run(kernel_ranges, table, tile_m, tile_n, group)
     for case, ranges in zip(table.tolist(), got.tolist()):
         seqlen_q, seqlen_k, factor, offset, m, n = case
         at = dict(tile_m=tile_m, tile_n=tile_n, seqlen_q=seqlen_q, seqlen_k=seqlen_k, factor=factor, offset=offset)
@@ -203,10 +200,10 @@ def mask_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]
 
 
 @pytest.mark.parametrize("kind,group", [(kind, 1) for kind in KINDS] + [("sm100", 5)])
-def test_kernels_mask_these_pairs(sm90: Worker, kind: str, group: int) -> None:
+def test_kernels_mask_these_pairs(compiler_sm90: Worker, kind: str, group: int) -> None:
     tile_m, tile_n = KINDS[kind]
     table = torch.tensor(list(mask_cases(tile_m, tile_n, group)), dtype=torch.int32)
-    got = sm90.run(kernel_masks, table, kind, group)
+    got = compiler_sm90.run(kernel_masks, table, kind, group)
     for case, left in zip(table.tolist(), got):
         seqlen_q, seqlen_k, factor, offset, m, n = case
         t = (torch.arange(tile_m)[:, None] + m * tile_m) // group

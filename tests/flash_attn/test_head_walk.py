@@ -44,7 +44,6 @@ def compiled_heads(case: Case) -> int:
     return kernels[0].heads_per_cta
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("case,heads", CASES, ids=str)
 def test_what_is_compiled(case: Case, heads: int, compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(compiled_heads, case) == heads
