@@ -106,19 +106,25 @@ def selected(
 ) -> dict[str, dict[str, Any]]:
     """Options of both directions: the lists of the blocks that the layer selects."""
     from nsa_layer import NSAConfig, nsa
-    from nsa_layer.call_spec import CallSpec
-    from nsa_layer.cute import branches
+
+    try:
+        from nsa_layer.call_spec import CallSpec
+        from nsa_layer.cute import selected_branch
+    except ImportError:  # a tree of before these modules were named so
+        from nsa_layer import branches as selected_branch
+        from nsa_layer.problem import Problem as CallSpec
 
     config = NSAConfig()
     with torch.no_grad():
         chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
     spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
+    named = {"spec" if CallSpec.__name__ == "CallSpec" else "problem": spec}
     made = [
-        branches.selected_sparsity(
-            chosen, len(q), (HQ, HKV), spec=spec, tile=tile(q.device, SELECTED), backward=backward,
+        selected_branch.selected_sparsity(
+            chosen, len(q), (HQ, HKV), **named, tile=tile(q.device, SELECTED), backward=backward,
             cu_seqlens=cu_seqlens,
         ).options()
-        for tile, backward in ((branches.forward_tile, False), (branches.backward_tile, True))
+        for tile, backward in ((selected_branch.forward_tile, False), (selected_branch.backward_tile, True))
     ]  # fmt: skip
     of_queries = made[0]["block_sparse_tensors"]
     return dict(forward=made[0], backward=made[1] | dict(block_sparse_tensors_fwd=of_queries, passes=passes))

@@ -191,22 +191,21 @@ def make_call(call: CallShape) -> None:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from nsa_layer.cute import heads
-    from nsa_layer.cute.packing import Packing
+    from nsa_layer.cute.autograd import Inputs, Packing, backward, forward, head_group
 
     spec, dtype = call.spec(), call.dtype
     plan = plan_memory(call.sizes(), call.policy, torch.device("cpu"))
     with FakeTensorMode(), _Unlinked(), torch.no_grad():
         given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
         arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
-        inputs = heads.Inputs(*map(given.get, arguments), Packing.of(spec, given["q"].device))
+        inputs = Inputs(*map(given.get, arguments), Packing.of(spec, given["q"].device))
         for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
-            group = inputs.heads(first, end)
+            group = head_group(inputs, first, end)
             o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
-            kept = heads.forward(group, o, spec=spec, kept=plan.kept)
+            saved = forward(group, o, spec=spec, kept=plan.kept)
             if call.backward:
                 into = (torch.empty_like(x) for x in group[:3])
-                heads.backward(group, kept, torch.empty_like(o), *into, spec=spec)
+                backward(group, saved, torch.empty_like(o), *into, spec=spec)
 
 
 def _fake(*size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -83,7 +83,7 @@ def plan_backward(
     integer("longest", longest)
     if listed is not None:
         integer("listed", listed, least=0)
-    counts = _counts(lists) if rows is None else rows.total().unsqueeze(0)
+    counts = _counts(lists) if rows is None else rows.rows.total().unsqueeze(0)
     heads = counts.shape[1]
     if per_group and heads > num_heads_kv:
         raise ValueError(f"per_group=True with lists of {heads} heads, expected 1 or num_heads_kv={num_heads_kv}")

@@ -185,7 +185,7 @@ def transpose_lists(
     list_arguments.integer("num_kv_blocks", num_kv_blocks, least=0)
     own = distinct_lists(fields(lists), None)
     M = own.mask_cnt.shape[2]
-    entries = flat_entries(own, None, own.heads * M * own.width if listed is None else listed)
+    entries = flat_entries(own.rows(), None, own.heads * M * own.width if listed is None else listed)
     kinds = 1 if own.full_idx is None else 2
     rows = own.heads * num_kv_blocks
     head = torch.div(entries.row, max(M, 1), rounding_mode="floor")
@@ -268,7 +268,7 @@ def _by_kind(
     counts: torch.Tensor,
     widths: list[int],
 ) -> list[torch.Tensor | None]:
-    rows, M = counts[0].numel(), entries.N
+    rows, M = counts[0].numel(), entries.rows.N
     number = ordered.clamp(max=max(rows * counts.shape[0] - 1, 0))
     start = ends - counts.flatten()
     place = torch.arange(ordered.numel(), device=ordered.device) - (start[number] if start.numel() else 0)

@@ -355,7 +355,7 @@ def _check_plan(lists: Any, num_heads: int) -> None:
         sequence = batch.clamp(0, before.numel() - 2)
         behind = block >= before.diff()[sequence]
         wrong = (batch != sequence) | behind
-        counts, own_row = rows.total().unsqueeze(0), before[sequence] + block
+        counts, own_row = rows.rows.total().unsqueeze(0), before[sequence] + block
         batch = torch.zeros_like(batch)
     else:
         wrong, own_row = torch.zeros_like(batch, dtype=torch.bool), block
@@ -368,7 +368,7 @@ def _check_plan(lists: Any, num_heads: int) -> None:
     row = ((batch * H + head) * N + own_row).clamp(0, counts.numel() - 1)
     wrong |= end > counts.flatten()[row]
     if lists.mask_block_idx.ndim == 1:
-        starts = rows.starts[0].repeat_interleave(num_heads // rows.starts[0].shape[0], dim=0)
+        starts = rows.rows.starts[0].repeat_interleave(num_heads // rows.rows.heads, dim=0)
         low, high = plan[:, 6] & 0xFFFFFFFF, plan[:, 7]
         wrong |= (end > begin) & (starts.flatten()[row] != ((high << 32) | low))
     wrong &= plan.any(-1)  # what a plan has room for beyond its items is zeros

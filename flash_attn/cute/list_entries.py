@@ -1,11 +1,9 @@
 """Listed blocks one after the other, without the padding of the tensors that list them.
 
 A row lists blocks of the other side: key blocks for a query block in forward lists, query blocks for a key block in
-backward lists.
-
-`FlatEntries` is what transposing lists, ordering the adds to dq and merging lists have in common. Everything takes
-time and memory in proportion to an upper bound of the blocks listed, and never synchronises with the host.
-PyTorch only.
+backward lists. `Rows` says where a row's entries lie, in padded and in ragged lists alike; `flat_entries` is what
+transposing lists, ordering the adds to dq and merging lists have in common. Everything takes time and memory in
+proportion to an upper bound of the blocks listed, and never synchronises with the host. PyTorch only.
 """
 
 from __future__ import annotations
@@ -18,6 +16,100 @@ import torch
 from flash_attn.cute.list_arguments import padded_lists
 
 OptionalTensor = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Lists as rows (CSR): mask lists and, if there are any, full ones.
+
+    Attributes:
+        counts, starts: of each kind, [H, N]: how many entries a row has, and the place of its first one in `indices`.
+        indices: of each kind, flat.
+    """
+
+    counts: tuple[torch.Tensor, ...]
+    starts: tuple[torch.Tensor, ...]
+    indices: tuple[torch.Tensor, ...]
+
+    @property
+    def heads(self) -> int:
+        return self.counts[0].shape[0]
+
+    @property
+    def N(self) -> int:
+        return self.counts[0].shape[1]
+
+    def total(self) -> torch.Tensor:
+        """Entries of each row, [H, N]."""
+        return sum(self.counts[1:], start=self.counts[0])
+
+
+@dataclass(frozen=True)
+class FlatEntries:
+    """The listed blocks, one after the other: heads, their rows in launch order, mask blocks before full ones.
+
+    Attributes (all [E], E at least the number listed; what lies past it is not `listed`):
+        row: head * N + the row's number in its head.
+        place: in the row, mask blocks first.
+        at: the place in the indices of the entry's kind; 0 where nothing is listed.
+        block: what the row lists there.
+        is_full, listed: bool.
+    """
+
+    row: torch.Tensor
+    place: torch.Tensor
+    at: torch.Tensor
+    block: torch.Tensor
+    is_full: torch.Tensor
+    listed: torch.Tensor
+    rows: Rows
+
+    def pick(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The entries' values in flat tensors that are laid out like the indices."""
+        return _pick(tensors, self.at, self.is_full)
+
+    def put(self, values: torch.Tensor, *, full: bool) -> torch.Tensor:
+        """A flat tensor like the mask (or full) indices with the entries' values in it, 0 elsewhere."""
+        own = self.listed & (self.is_full if full else self.is_full.logical_not())
+        return scatter(values, self.at, own, self.rows.indices[full].shape)
+
+
+def flat_entries(rows: Rows, order: OptionalTensor, most: int) -> FlatEntries:
+    """The listed blocks, without a look at the padding: `most` is at least their number.
+
+    Args:
+        order: [1 or H, N], the rows of each head in the order wanted. None: from the first to the last.
+    """
+    counts = rows.total().flatten()
+    number = torch.arange(counts.numel(), device=counts.device)
+    if order is not None and rows.N:
+        number = (number.view(-1, rows.N).narrow(1, 0, 1) + order).flatten()
+        counts = counts.index_select(0, number)
+    ends = counts.cumsum(0)
+    at = torch.arange(most if number.numel() else 0, device=counts.device)
+    row = torch.searchsorted(ends, at, right=True)  # rows that end before the entry
+    listed = row < number.numel()
+    row = row.clamp(max=max(number.numel() - 1, 0))
+    place = torch.where(listed, at - (ends - counts).index_select(0, row), 0)
+    row = number.index_select(0, row)
+    at, is_full = rows.starts[0].flatten().index_select(0, row) + place, torch.zeros_like(listed)
+    if len(rows.counts) > 1:
+        masks = rows.counts[0].flatten().index_select(0, row)
+        is_full = place >= masks
+        at = torch.where(is_full, rows.starts[1].flatten().index_select(0, row) + place - masks, at)
+    at = torch.where(listed, at, 0)
+    return FlatEntries(row.int(), place.int(), at, _pick(rows.indices, at, is_full), is_full, listed, rows)
+
+
+def _pick(tensors: Sequence[torch.Tensor], at: torch.Tensor, is_full: torch.Tensor) -> torch.Tensor:
+    if len(tensors) == 1:
+        return _at(tensors[0], at)
+    mask, full = tensors
+    return torch.where(is_full, _at(full, torch.where(is_full, at, 0)), _at(mask, torch.where(is_full, 0, at)))
+
+
+def _at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(0, at) if tensor.numel() else at.int()
 
 
 @dataclass(frozen=True)
@@ -42,95 +134,25 @@ class DistinctLists:
         """int32 [rows], over all heads."""
         return (self.mask_cnt if self.full_cnt is None else self.mask_cnt + self.full_cnt).flatten()
 
+    def rows(self) -> Rows:
+        """The rows of all batches' heads."""
+        N = self.mask_cnt.shape[2]
+        number = torch.arange(self.heads * N, device=self.mask_cnt.device).view(self.heads, N)
+        kinds = [(self.mask_cnt, self.mask_idx)]
+        if self.full_cnt is not None:
+            kinds.append((self.full_cnt, self.full_idx))
+        return Rows(
+            tuple(cnt.flatten(0, 1) for cnt, _ in kinds),
+            tuple(number * idx.shape[3] for _, idx in kinds),
+            tuple(idx.flatten() for _, idx in kinds),
+        )
+
+    def launch_order(self, order: OptionalTensor) -> OptionalTensor:
+        """[heads, N], of an order [1 or B, 1 or H, N], which may be repeated where the lists no longer are."""
+        return None if order is None else narrow(order, self.mask_cnt.shape[:2]).flatten(0, 1)
+
     def repeat(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.expand(*self.repeated, *tensor.shape[2:])
-
-
-@dataclass(frozen=True)
-class FlatEntries:
-    """The listed blocks, one after the other: heads, their rows in launch order, mask blocks before full ones.
-
-    Attributes (all [E], E at least the number listed; what lies past it is not `listed`):
-        row: head * N + the row's number in its head.
-        place: in the row, mask blocks first.
-        block: what the row lists there.
-        is_full, listed: bool.
-    """
-
-    row: torch.Tensor
-    place: torch.Tensor
-    block: torch.Tensor
-    is_full: torch.Tensor
-    listed: torch.Tensor
-    lists: DistinctLists
-
-    @property
-    def N(self) -> int:
-        return self.lists.mask_cnt.shape[2]
-
-    def take(self, mask: torch.Tensor, full: OptionalTensor) -> torch.Tensor:
-        """The entries' values in two tensors that are laid out like the index lists."""
-        return _take(self.row, self.place, self.is_full, self.lists, mask, full)
-
-    def put(self, values: torch.Tensor, *, full: bool) -> torch.Tensor:
-        """A tensor like the mask (or full) index list with the entries' values in it, 0 elsewhere."""
-        like = self.lists.full_idx if full else self.lists.mask_idx
-        place = self.place - _mask_counts(self.row, self.lists) if full else self.place
-        own = self.listed & (self.is_full if full else self.is_full.logical_not())
-        return scatter(values, self.row.long() * like.shape[3] + place, own, like.shape)
-
-
-def flat_entries(lists: DistinctLists, order: OptionalTensor, most: int) -> FlatEntries:
-    """The listed blocks, without a look at the padding: `most` is at least their number.
-
-    Args:
-        order: [1 or B, 1 or H, N], the rows of each head in the order wanted. None: from the first to the last.
-    """
-    N = lists.mask_cnt.shape[2]
-    counts = lists.counts()
-    rows = torch.arange(lists.heads * N, device=counts.device, dtype=torch.int32)
-    if order is not None and N:
-        rows = rows.view(-1, N)
-        # Repeated like the lists it may have more heads than is left of them.
-        order = narrow(order, lists.mask_cnt.shape[:2])
-        rows = (rows.narrow(1, 0, 1) + order.flatten(0, 1)).flatten().int()
-        counts = counts.index_select(0, rows)
-    most = min(most, lists.heads * N * lists.width)
-    ends = counts.cumsum(0)
-    at = torch.arange(most, device=counts.device)
-    number = torch.searchsorted(ends, at, right=True, out_int32=True)  # rows that end before the entry
-    listed = number < rows.numel()
-    number = number.clamp(max=max(rows.numel() - 1, 0))
-    row = rows.index_select(0, number) if rows.numel() else number
-    place = (at - (ends - counts).index_select(0, number)).int() if rows.numel() else number
-    place = torch.where(listed, place, 0)
-    is_full = place >= _mask_counts(row, lists) if lists.full_idx is not None else torch.zeros_like(listed)
-    block = _take(row, place, is_full, lists, lists.mask_idx, lists.full_idx)
-    return FlatEntries(row, place, block, is_full, listed, lists)
-
-
-def _take(
-    row: torch.Tensor,
-    place: torch.Tensor,
-    is_full: torch.Tensor,
-    lists: DistinctLists,
-    mask: torch.Tensor,
-    full: OptionalTensor,
-) -> torch.Tensor:
-    parts = []
-    for tensor, start, own in ((mask, None, is_full.logical_not()), (full, lists.mask_cnt, is_full)):
-        if tensor is None or tensor.numel() == 0:
-            continue
-        at = place if start is None else place - start.flatten().index_select(0, row)
-        at = torch.where(own, row.long() * tensor.shape[3] + at, 0)
-        parts.append(tensor.flatten().index_select(0, at))
-    if not parts:
-        return torch.zeros_like(place)
-    return parts[0] if len(parts) == 1 else torch.where(is_full, parts[1], parts[0])
-
-
-def _mask_counts(row: torch.Tensor, lists: DistinctLists) -> torch.Tensor:
-    return lists.mask_cnt.flatten().index_select(0, row)
 
 
 def scatter(values: torch.Tensor, at: torch.Tensor, own: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

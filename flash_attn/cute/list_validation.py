@@ -9,7 +9,7 @@ with the host twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def validate_lists(
     checks = [check for side in sides for check in _counts(side)]
     totals = [_readable(side.lists).counts().sum(dtype=torch.int64).view(1) for side in sides]
     listed = _raise_first(checks, totals)
-    entries = [flat_entries(side.lists, None, total) for side, total in zip(sides, listed, strict=True)]
+    entries = [flat_entries(side.lists.rows(), None, total) for side, total in zip(sides, listed, strict=True)]
     checks = [check for side, flat in zip(sides, entries, strict=True) for check in _indices(side, flat, ascending)]
     if len(sides) == 2 and sides[0].block_size == sides[1].block_size:
         checks.append(_transposed(*sides, *entries))
@@ -332,12 +332,13 @@ def _locks(side: _Side, listed: int, order: torch.Tensor | None) -> _Check:
     """Lock values are the ranks of the key blocks that list a query block, in the order of their launch, or in any."""
     device, spt = side.lists.mask_cnt.device, getattr(side.given, "spt", None)
     known = order is not None or spt is not None
-    flat = flat_entries(side.lists, as_launch_order(bool(spt) and order is None, order, side.rows, device), listed)
-    lock = flat.take(*side.orders)
+    order = as_launch_order(bool(spt) and order is None, order, side.rows, device)
+    flat = flat_entries(side.lists.rows(), side.lists.launch_order(order), listed)
+    lock = flat.pick([t.flatten() for t in side.orders if t is not None])
     if not known:
         by_lock = lock.sort(stable=True).indices
-        fields_ = (flat.row, flat.place, flat.block, flat.is_full, flat.listed)
-        flat, lock = FlatEntries(*(t[by_lock] for t in fields_), side.lists), lock[by_lock]
+        names = ("row", "place", "block", "is_full", "listed")
+        flat, lock = replace(flat, **{name: getattr(flat, name)[by_lock] for name in names}), lock[by_lock]
     expected = ranks(flat, side.columns)
     rule = (
         "key blocks add to a query block in the order of their launch, or the GPU hangs"
@@ -352,7 +353,7 @@ def _locks(side: _Side, listed: int, order: torch.Tensor | None) -> _Check:
 
 def _where(flat: FlatEntries) -> tuple[torch.Tensor, ...]:
     """What `_Side.entry` takes."""
-    return flat.row, flat.place, flat.is_full, flat.lists.mask_cnt.flatten()[flat.row]
+    return flat.row, flat.place, flat.is_full, flat.rows.counts[0].flatten()[flat.row]
 
 
 def _first(bad: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:

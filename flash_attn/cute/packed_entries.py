@@ -7,13 +7,13 @@ what comes out. PyTorch only, and nothing waits for the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flash_attn.cute.list_arguments import fields, integer, tensor
-from flash_attn.cute.list_entries import DistinctLists, FlatEntries
+from flash_attn.cute.list_entries import FlatEntries, Rows, flat_entries
 from flash_attn.cute.packed_lists import FORMS, as_ragged, sequence_of_row
 from flash_attn.cute.write_order import CompactWalk, ranks, sorted_walk
 
@@ -25,12 +25,10 @@ LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx",
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Backward lists of packed sequences, flattened: mask lists, and full ones if there are any.
+    """Backward lists of packed sequences, flattened.
 
     Attributes:
-        counts: of each kind, [H, rows].
-        starts: of each kind, [H, rows]: where a row's entries start in `indices`.
-        indices: of each kind, flat.
+        rows: of all sequences, one after the other.
         locks: of each kind, flat like its indices; None without lock values.
         sequence: int32 [rows], the sequence that a row belongs to.
         block: int32 [rows], the row's number in its sequence.
@@ -38,18 +36,12 @@ class PackedRows:
         places: how many entries can be listed, where no two rows share any.
     """
 
-    counts: tuple[torch.Tensor, ...]
-    starts: tuple[torch.Tensor, ...]
-    indices: tuple[torch.Tensor, ...]
+    rows: Rows
     locks: tuple[torch.Tensor, ...] | None
     sequence: torch.Tensor
     block: torch.Tensor
     sequences: int
     places: int
-
-    def total(self) -> torch.Tensor:
-        """Entries of each row, [H, rows]."""
-        return sum(self.counts[1:], start=self.counts[0])
 
 
 def is_packed(lists: Any) -> bool:
@@ -84,9 +76,11 @@ def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedR
     sequence = sequence_of_row(before.narrow(0, 0, before.shape[0] - 1), row)
     locks = tuple(getattr(lists, lock) for _, _, lock, _ in kinds)
     return PackedRows(
-        counts=tuple(getattr(lists, cnt).expand(heads, rows) for cnt, *_ in kinds),
-        starts=tuple(starts.narrow(1, 0, rows).long().expand(heads, rows) for *_, starts in kinds),
-        indices=tuple(getattr(lists, idx) for _, idx, *_ in kinds),
+        Rows(
+            tuple(getattr(lists, cnt).expand(heads, rows) for cnt, *_ in kinds),
+            tuple(starts.narrow(1, 0, rows).long().expand(heads, rows) for *_, starts in kinds),
+            tuple(getattr(lists, idx) for _, idx, *_ in kinds),
+        ),
         locks=None if any(t is None for t in locks) else locks,
         sequence=sequence,
         block=row - before.index_select(0, sequence),
@@ -195,19 +189,15 @@ def packed_write_order(
         _check_shapes(lists, heads)
         lists = lists._replace(**{name: t.expand(heads, *t.shape[1:]).contiguous() for name, t in own.items()})
     rows = packed_rows(lists._replace(dq_write_order=None, dq_write_order_full=None), cu_total_m_blocks)
-    every = rows.counts[0].shape[1]
-    order = torch.arange(every, device=rows.sequence.device).flip(0) if spt else None
-    entries, places = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
+    order = torch.arange(rows.rows.N, device=rows.sequence.device).flip(0) if spt else None
+    entries = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
     locks = ranks(entries, rows.sequences * num_q_blocks)
     changed: dict[str, Any] = {"spt": spt, "dq_write_order_full": None}
     for number, (kind, name) in enumerate((("mask", "dq_write_order"), ("full", "dq_write_order_full"))):
         indices = getattr(lists, f"{kind}_block_idx")
         if indices is None:
             continue
-        own = entries.listed & (entries.is_full == bool(number))
-        size = indices.numel()
-        values = locks.new_zeros(size + 1).scatter_(0, torch.where(own, places[number], size), locks)
-        changed[name] = values[:size].view(indices.shape)
+        changed[name] = entries.put(locks, full=bool(number)).view(indices.shape)
     return lists._replace(**changed)
 
 
@@ -274,49 +264,20 @@ def ragged_walk(
 
     """
     M = rows.sequences * num_q_blocks
-    entries, places = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
-    if locks:
-        values = _pick(rows.locks, places, entries.is_full)
-    else:
-        values = ranks(entries, M)
+    entries = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
+    values = entries.pick(rows.locks) if locks else ranks(entries, M)
     return _ragged(sorted_walk(entries, values, descending, M), lists, 2 * num_q_blocks)
 
 
-def _flat_entries(
-    rows: PackedRows, order: OptionalTensor, num_q_blocks: int, most: int
-) -> tuple[FlatEntries, tuple[torch.Tensor, ...]]:
-    """Entries by head and row in order, and where they stand in the indices; blocks count through all sequences."""
-    H, R = rows.counts[0].shape
-    row = torch.arange(H * R, device=rows.sequence.device)
-    if order is not None:
-        row = (row.view(H, R).narrow(1, 0, 1) + order).flatten()
-    counts = rows.total().flatten().index_select(0, row)
-    ends = counts.cumsum(0)
-    at = torch.arange(most, device=row.device)
-    number = torch.searchsorted(ends, at, right=True)
-    listed = number < row.numel()
-    number = number.clamp(max=row.numel() - 1)
-    place = torch.where(listed, at - (ends - counts).index_select(0, number), 0)
-    row = row.index_select(0, number)
-    masks = rows.counts[0].flatten().index_select(0, row)
-    is_full = place >= masks if len(rows.counts) > 1 else torch.zeros_like(listed)
-    places = tuple(
-        torch.where(own & listed, start.flatten().index_select(0, row) + place - before, 0)
-        for start, own, before in zip(rows.starts, (is_full.logical_not(), is_full), (0, masks))
-    )
-    block = _pick(rows.indices, places, is_full) + rows.sequence.index_select(0, row % R) * num_q_blocks
-    cnt = [t.unsqueeze(0) for t in rows.counts] + [None]
-    own = DistinctLists(cnt[0], rows.indices[0], cnt[1], None, (1, H))
-    return FlatEntries(row.int(), place.int(), block, is_full, listed, own), places
-
-
-def _pick(tensors: tuple[torch.Tensor, ...], places: tuple[torch.Tensor, ...], is_full: torch.Tensor) -> torch.Tensor:
-    picked = [t.index_select(0, at) if t.numel() else at.int() for t, at in zip(tensors, places)]
-    return picked[0] if len(picked) == 1 else torch.where(is_full, picked[1], picked[0])
+def _flat_entries(packed: PackedRows, order: OptionalTensor, num_q_blocks: int, most: int) -> FlatEntries:
+    """Entries by head and row in order; blocks count through all sequences."""
+    entries = flat_entries(packed.rows, order, most)
+    sequence = packed.sequence.index_select(0, entries.row % max(packed.rows.N, 1))
+    return replace(entries, block=entries.block + sequence * num_q_blocks)
 
 
 def _ragged(walk: CompactWalk, lists: Any, entries_a_sequence: int) -> Any:
-    ends = walk.ends.squeeze(0)
+    ends = walk.ends
     counts = ends.flatten().diff(prepend=ends.new_zeros(1)).view(ends.shape)
     return lists._replace(
         mask_block_cnt=counts.int(),

@@ -102,7 +102,7 @@ def _locks(lists: Any, items: _Items, heads: int, rows: int) -> None:
     )
     idx, locks = lists.mask_block_idx, lists.dq_write_order
     if idx.ndim == 1:
-        starts = packed_rows(lists).starts[0]
+        starts = packed_rows(lists).rows.starts[0]
         own_head = items.head[item] // (heads // starts.shape[0])
         place = starts[own_head, items.row[item]] + step
         block, lock = idx[place], locks[place]

@@ -65,7 +65,7 @@ class CompactWalk(NamedTuple):
     """`Walk` without padding: a row's entries follow the row before.
 
     Attributes:
-        ends: int64 [B, H, N], the place after a row's last entry, counted over all rows.
+        ends: int64 [H, N], the place after a row's last entry, counted over all rows.
         entries, locks: int32 [listed]; 0 after the last row's end.
     """
 
@@ -115,12 +115,12 @@ def compute_dq_write_order(
     forward_width = fwd_mask_idx.shape[3] + (0 if fwd_full_idx is None else fwd_full_idx.shape[3])
     room = min(M * min(forward_width, N), N * min(lists.width, M))  # a head's: no block is listed twice
     most = _at_most(lists.heads * room, listed)
-    entries = flat_entries(lists, order, most)
+    entries = flat_entries(lists.rows(), lists.launch_order(order), most)
     locks = ranks(entries, M)
-    write_order = lists.repeat(entries.put(locks, full=False))
+    write_order = lists.repeat(entries.put(locks, full=False).view(lists.mask_idx.shape))
     if lists.full_idx is None:
         return write_order, None
-    return write_order, lists.repeat(entries.put(locks, full=True))
+    return write_order, lists.repeat(entries.put(locks, full=True).view(lists.full_idx.shape))
 
 
 def merged_walk(
@@ -177,7 +177,8 @@ def deterministic_walk(
     order = as_launch_order(spt, order, N, device)
     own = distinct_lists(fields(lists), order)
     M = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
-    entries = flat_entries(own, order, _at_most(own.heads * N * min(own.width, M), listed))
+    most = _at_most(own.heads * N * min(own.width, M), listed)
+    entries = flat_entries(own.rows(), own.launch_order(order), most)
     ordered = sorted_walk(entries, ranks(entries, M), not spt if descending is None else descending, M)
     return _padded(ordered, own, width)
 
@@ -191,11 +192,11 @@ def _walk(
     listed: int | None,
 ) -> CompactWalk:
     M = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
-    entries = flat_entries(own, None, _at_most(own.heads * own.mask_cnt.shape[2] * min(own.width, M), listed))
+    most = _at_most(own.heads * own.mask_cnt.shape[2] * min(own.width, M), listed)
+    entries = flat_entries(own.rows(), None, most)
     values = None
     if locks is not None:
-        unrepeated = (None if t is None else narrow(t, own.mask_idx.shape[:2]) for t in locks)
-        values = entries.take(*unrepeated)
+        values = entries.pick([narrow(t, own.mask_idx.shape[:2]).flatten() for t in locks if t is not None])
     if not sort:
         return _compact(entries, entries.block.int() * 2 + entries.is_full, values)
     return sorted_walk(entries, values, descending, M)
@@ -203,8 +204,8 @@ def _walk(
 
 def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
     """For each entry the number of entries of the same head and query block before it."""
-    head = torch.div(entries.row, entries.N, rounding_mode="floor")
-    last = entries.lists.heads * M
+    head = torch.div(entries.row, entries.rows.N, rounding_mode="floor")
+    last = entries.rows.heads * M
     key = torch.where(entries.listed, head.long() * M + entries.block, last)
     if last < 1 << 31:
         key = key.int()  # half the passes of a radix sort
@@ -220,7 +221,7 @@ def sorted_walk(entries: FlatEntries, locks: OptionalTensor, descending: bool, M
 
     M: query blocks are below it.
     """
-    rows, N = entries.lists.heads * entries.N, entries.N
+    rows, N = entries.rows.heads * entries.rows.N, entries.rows.N
     most_locks = 1 if locks is None else max(N, 1)
     if rows * most_locks * M * 2 >= 1 << 63:
         raise ValueError(
@@ -242,8 +243,8 @@ def sorted_walk(entries: FlatEntries, locks: OptionalTensor, descending: bool, M
 
 
 def _compact(entries: FlatEntries, entry: torch.Tensor, locks: OptionalTensor) -> CompactWalk:
-    lists, listed = entries.lists, entries.listed  # listed entries come first, sorted or not
-    ends = lists.counts().cumsum(0).view(lists.mask_cnt.shape)
+    listed, counts = entries.listed, entries.rows.total()  # listed entries come first, sorted or not
+    ends = counts.flatten().cumsum(0).view(counts.shape)
     return CompactWalk(ends, torch.where(listed, entry, 0), None if locks is None else torch.where(listed, locks, 0))
 
 

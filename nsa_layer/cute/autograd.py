@@ -1,8 +1,7 @@
-"""The layer on the fork's kernels: what is saved, what is computed again, in which order memory is freed.
+"""The operator on the kernels as an autograd function: groups of heads, and what is saved between the directions.
 
-Saved: q, k, v, the weights, each branch's o (unless the plan says that it is recomputed) and lse, the gates,
-the compressed keys and values, and the chosen blocks. Computed again in backward: the block lists. Nothing is chosen
-again.
+Saved: q, k, v, the weights, each branch's o (unless the memory plan recomputes it) and lse, the gates, the compressed
+keys and values, and the selected blocks. Block lists are built again in backward; nothing is selected again.
 """
 
 from __future__ import annotations
@@ -13,12 +12,16 @@ import torch
 
 from nsa_layer import determinism, support
 from nsa_layer.call_spec import Aux, CallSpec
-from nsa_layer.cute import heads
-from nsa_layer.cute.branches import on_own_device
-from nsa_layer.cute.heads import Inputs, SavedForBackward, WeightGradients, of_heads
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives
+from nsa_layer.fork import require_patched
+
+require_patched()
+
+from flash_attn.cute.own_device import on_own_device  # noqa: E402
+from nsa_layer.cute.backward import WeightGradients, backward  # noqa: E402
+from nsa_layer.cute.forward import Inputs, SavedForBackward, forward  # noqa: E402
 
 Tensor = torch.Tensor
 
@@ -64,8 +67,8 @@ class _Attend(torch.autograd.Function):
         inputs = Inputs(q, k, v, gate_weight, gates, w_k, w_v, packing)
         o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
         for first, end in plan.groups:
-            into = of_heads(o, -2, _queries(q, k, first, end))
-            parts.append(heads.forward(inputs.heads(first, end), into, spec=spec, kept=plan.kept))
+            into = _narrow(o, -2, _query_heads(q, k, first, end))
+            parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
         ctx.save_for_backward(*inputs[:-1], *(x for part in parts for x in part))
         ctx.packing, ctx.spec, ctx.plan = packing, spec, plan
         ctx.set_materialize_grads(False)
@@ -96,10 +99,10 @@ def _gradients(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rest = []
     for turn, (first, end) in enumerate(plan.groups):
-        kept = SavedForBackward(*tensors[given + turn * made : given + (turn + 1) * made])
-        query, key = _queries(q, k, first, end), (first, end)
-        into = of_heads(dq, -2, query), of_heads(dk, -2, key), of_heads(dv, -2, key)
-        rest.append(heads.backward(inputs.heads(first, end), kept, of_heads(do, -2, query), *into, spec=spec))
+        saved = SavedForBackward(*tensors[given + turn * made : given + (turn + 1) * made])
+        query, key = _query_heads(q, k, first, end), (first, end)
+        grads = _narrow(do, -2, query), _narrow(dq, -2, query), _narrow(dk, -2, key), _narrow(dv, -2, key)
+        rest.append(backward(head_group(inputs, first, end), saved, *grads, spec=spec))
     return dq, dk, dv, *_joined_weights(rest)
 
 
@@ -110,10 +113,26 @@ def _readable(x: Tensor) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _queries(q: Tensor, k: Tensor, first: int, end: int) -> tuple[int, int]:
-    """The query heads of the key/value heads `first` to `end`."""
+def head_group(inputs: Inputs, first: int, end: int) -> Inputs:
+    """The inputs of key/value heads `first` to `end` with their query heads."""
+    q, k, v, gate_weight, gates, w_k, w_v, packing = inputs
+    query, key = _query_heads(q, k, first, end), (first, end)
+    tokens = _narrow(q, -2, query), _narrow(k, -2, key), _narrow(v, -2, key)
+    gating = _narrow(gate_weight, 0, query), _narrow(gates, -2, query)
+    return Inputs(*tokens, *gating, _narrow(w_k, 0, key), _narrow(w_v, 0, key), packing)
+
+
+def _query_heads(q: Tensor, k: Tensor, first: int, end: int) -> tuple[int, int]:
+    """(first, end) of the query heads of key/value heads `first` to `end`."""
     G = q.shape[-2] // k.shape[-2]
     return first * G, end * G
+
+
+def _narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None:
+    """Heads (first, end) of a tensor; None of None."""
+    if x is None or heads == (0, x.shape[dim]):
+        return x
+    return x.narrow(dim, heads[0], heads[1] - heads[0])
 
 
 def _joined_aux(parts: list[SavedForBackward], q: Tensor) -> tuple[Tensor, ...]:

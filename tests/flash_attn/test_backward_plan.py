@@ -157,12 +157,9 @@ def test_a_pack_has_the_items_and_walks_of_its_sequences(form: str, heads: int, 
                 own, theirs = (items[items[:, 4] > items[:, 3]] for items in (own, theirs))
             assert own[:, 1:6].equal(theirs[:, 1:])
             assert planned.mask_block_cnt[:, first[b] : first[b + 1]].equal(alone.mask_block_cnt[0])
-            ragged = deterministic or form == "ragged"
-            assert planned.plan.shape[1] == (8 if ragged else 6)
-            for _, head, n, begin, end, _, *start in own.tolist() if ragged else []:
+            for _, head, n, begin, end, _, *start in own.tolist():
                 head = head * heads // 6
-                if form == "ragged":
-                    assert start == [int(planned.cu_block_idx_offsets[head, first[b] + n]), 0]
+                assert start == [int(planned.cu_block_idx_offsets[head, first[b] + n]), 0]
                 count = int(alone.mask_block_cnt[0, head, n])
                 for name in ("mask_block_idx", "dq_write_order"):
                     if getattr(alone, name) is not None:

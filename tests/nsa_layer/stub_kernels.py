@@ -18,7 +18,7 @@ def stubs() -> Iterator[None]:
     """Within, kernels are what notes its launch: those of the fork, and those of the layer."""
     from flash_attn.cute import interface
     from flash_attn.cute.cache_utils import JITCache
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
     from nsa_layer.kernels import launch
 
     def compiled(*at: object) -> Callable[..., None]:
@@ -37,7 +37,7 @@ def stubs() -> Iterator[None]:
         patch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
         patch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
         patch.setattr(interface, "_get_device_arch", lambda: 90)
-        patch.setattr(branches, "_on_hopper", lambda device: True)
+        patch.setattr(selected_branch, "_on_hopper", lambda device: True)
         patch.setattr(launch, "_compiled", {})
         patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compiled(name, key))
         for module in [m for name, m in sys.modules.items() if name.startswith("flash_attn.cute.")]:

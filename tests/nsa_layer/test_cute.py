@@ -136,15 +136,18 @@ def test_deterministic_gradients(D: int, options: dict) -> None:
 def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> None:
     """Its keys and values are made huge: a tile of the kernels holds it too, yet everything keeps its bits."""
     from flash_attn.cute.interface import _flash_attn_bwd
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
+    from nsa_layer.cute.forward import attend
 
     T, config = 2048, NSAConfig(block_size=block_size, block_counts=4)
     case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
     inputs = make_inputs(case, "cuda")
     q, chosen = inputs.q, run("cute", inputs).aux.block_indices
     forward, backward = (
-        branches.selected_sparsity(chosen, T, (4, 2), spec=case.spec, tile=tile(q.device, block_size), backward=b)
-        for b, tile in enumerate((branches.forward_tile, branches.backward_tile))
+        selected_branch.selected_sparsity(
+            chosen, T, (4, 2), spec=case.spec, tile=tile(q.device, block_size), backward=b
+        )
+        for b, tile in enumerate((selected_branch.forward_tile, selected_branch.backward_tile))
     )
     tile = 10
     rows = slice(tile * config.q_tile, (tile + 1) * config.q_tile)
@@ -156,10 +159,10 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
         k, v = inputs.k.clone(), inputs.v.clone()
         k[:, tokens] *= scale
         v[:, tokens] *= scale
-        o, lse = branches.selected_forward(q, k, v, spec=case.spec, sparsity=forward)
+        o, lse = attend(q, k, v, case.spec, selected_branch.selected_options(forward, None))
         do = torch.zeros_like(o)
         do[:, rows] = inputs.do[:, rows]
-        dq, dk, dv = _flash_attn_bwd(q, k, v, o, do, lse, **branches.selected_options(backward, None))
+        dq, dk, dv = _flash_attn_bwd(q, k, v, o, do, lse, **selected_branch.selected_options(backward, None))
         assert dk[:, tokens].eq(0).all() and dv[:, tokens].eq(0).all(), "a block that is not chosen has a gradient"
         assert dq[:, rows].isfinite().all()
         outcomes.append((o[:, rows], lse[..., rows]))

@@ -23,7 +23,7 @@ SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
 @pytest.mark.parametrize("lists", [False, True], ids=["choice", "lists of backward"])
 def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     """Eight times the tokens take eight times the bytes: no scores of all tiles by all blocks, no bitmap of them."""
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
     from nsa_layer.cute.topk_dispatch import block_topk
 
     case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
@@ -37,9 +37,9 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
         def call() -> object:
             if not lists:
                 return block_topk(q, k_mean, spec=case.spec, packing=None)
-            tile = branches.backward_tile(q.device, config.block_size)
+            tile = selected_branch.backward_tile(q.device, config.block_size)
             static = dict(spec=case.spec, tile=tile, backward=True, block_counts=counts)
-            return branches.selected_sparsity(indices, T, (4, 2), **static)
+            return selected_branch.selected_sparsity(indices, T, (4, 2), **static)
 
         with stubs():
             call()

@@ -16,9 +16,9 @@ HEADS = (6, 2)
 
 @pytest.fixture(params=[True, False], ids=["hopper", "blackwell"])
 def hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
 
-    monkeypatch.setattr(branches, "_on_hopper", lambda device: request.param)
+    monkeypatch.setattr(selected_branch, "_on_hopper", lambda device: request.param)
     return request.param
 
 
@@ -29,14 +29,16 @@ def packed_choice(config: NSAConfig, heads: int, lengths: tuple[int, ...] = LENG
 
 
 def make(config: NSAConfig, choice: torch.Tensor, *, causal: bool, backward: bool, lengths=LENGTHS, heads=HEADS):
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
 
     starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    tile = (branches.backward_tile if backward else branches.forward_tile)(choice.device, config.block_size)
+    tile = (selected_branch.backward_tile if backward else selected_branch.forward_tile)(
+        choice.device, config.block_size
+    )
     spec = CallSpec(config, causal, 1.0, lengths)
     T = 700 if lengths is None else sum(lengths)
     static = dict(spec=spec, tile=tile, backward=backward, cu_seqlens=starts)
-    return branches.selected_sparsity(choice, T, heads, ordered=backward and config.deterministic, **static)
+    return selected_branch.selected_sparsity(choice, T, heads, ordered=backward and config.deterministic, **static)
 
 
 def shown(sparsity, config: NSAConfig, number: int, T: int, backward: bool, causal: bool) -> torch.Tensor:
@@ -113,18 +115,19 @@ def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_l
     options: dict, hopper: bool
 ) -> None:
     from flash_attn.cute.list_validation import validate_lists
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
 
     config = NSAConfig(**(dict(block_counts=5, deterministic=True) | options))
     choice = packed_choice(config, 2)
     packed = make(config, choice, causal=True, backward=True).tensors
     assert packed.spt is True
-    tile = branches.backward_tile(choice.device, config.block_size)
+    tile = selected_branch.backward_tile(choice.device, config.block_size)
     numbers = [number for number, length in enumerate(LENGTHS) if length]
     for number, (own, T) in zip(numbers, choices_of_sequences(choice, LENGTHS, config=config), strict=True):
         plain = CallSpec(config.replace(deterministic=False), True, 1.0)
         forward, backward = (
-            branches.selected_sparsity(own, T, HEADS, spec=plain, tile=tile, backward=b).tensors for b in (False, True)
+            selected_branch.selected_sparsity(own, T, HEADS, spec=plain, tile=tile, backward=b).tensors
+            for b in (False, True)
         )
         rows = slice(int(packed.cu_total_n_blocks[number]), int(packed.cu_total_n_blocks[number + 1]))
         width = backward.mask_block_idx.shape[-1]
@@ -134,7 +137,7 @@ def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_l
             if order is not None:
                 ordered = ordered._replace(**{name: order[None, :, rows, :width].contiguous()})
         validate_lists(forward, ordered, seqlen_q=T, seqlen_k=T, num_heads=HEADS[0], num_heads_kv=HEADS[1])
-        planned = branches.selected_sparsity(
+        planned = selected_branch.selected_sparsity(
             own, T, HEADS, spec=CallSpec(config, True, 1.0), tile=tile, backward=True, ordered=True
         ).tensors
         assert planned.plan is not None and planned.dq_write_order is not None
@@ -145,20 +148,20 @@ def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_l
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_passes_are_known_before_lists_are(hopper: bool, Hq: int, block_size: int, deterministic: bool) -> None:
     """By the block size and the mode alone: where there is one pass, and heads share, the lists get a plan."""
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
 
     q, v = (torch.empty(1, 300, heads, 64, dtype=torch.bfloat16) for heads in (Hq, 2))
     config = NSAConfig(block_size=block_size, deterministic=deterministic)
-    two = branches.takes_two_passes(q, v, CallSpec(config, True, 1.0, None))
+    two = selected_branch.use_split_dq(q, v, CallSpec(config, True, 1.0, None))
     assert two == (hopper and (block_size == 64 or deterministic))
 
 
 @pytest.mark.parametrize("q_tile,rows", [(128, 256), (256, 256), (384, 768)])
 def test_a_list_entry_is_whole_kernel_tiles_and_whole_query_tiles(q_tile: int, rows: int) -> None:
-    from nsa_layer.cute import branches
+    from nsa_layer.cute import selected_branch
 
     spec = CallSpec(NSAConfig(block_size=128, q_tile=q_tile), True, 1.0)
     indices = torch.zeros(1, 1, spec.config.num_tiles(1000), 1, dtype=torch.int32)
-    sparsity = branches.selected_sparsity(indices, 1000, (4, 1), spec=spec, tile=(256, 128), backward=False)
+    sparsity = selected_branch.selected_sparsity(indices, 1000, (4, 1), spec=spec, tile=(256, 128), backward=False)
     assert sparsity.tensors.block_size == (rows, 128)
     assert sparsity.tensors.mask_block_cnt.shape[2] == -(-1000 // rows)

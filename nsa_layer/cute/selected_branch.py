@@ -1,9 +1,4 @@
-"""The three attention calls: what each asks of the fork's kernels, its forward, and the lists of the selected one.
-
-Shapes are those of one batch of equal length, [B, T, H, D], or of packed sequences, [total, H, D]. Every forward
-returns (o, lse); lse is [B, Hq, T], packed [Hq, total], natural, -inf for empty rows. Backward, where the three calls
-share what stands around them, is `shared_backward`.
-"""
+"""The selected branch: tiles and passes of its attention calls, and the block lists and masks that make them sparse."""
 
 from __future__ import annotations
 
@@ -13,8 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
+from flash_attn.cute import two_pass_backward
+from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward
+from flash_attn.cute.block_lists import transpose_lists
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.packed_lists import cu_total_blocks
+from flash_attn.cute.write_order import compute_dq_write_order
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
+from nsa_layer.cute.branch_options import token_options
+from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
@@ -24,22 +27,8 @@ from nsa_layer.cute.torch_block_lists import (
     joined_rows,
     selected_lists,
 )
-from nsa_layer.fork import require_patched
+from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
 from nsa_layer.support import device_arch, kernel_family
-
-require_patched()
-
-from flash_attn.cute import interface, two_pass_backward  # noqa: E402
-from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward  # noqa: E402
-from flash_attn.cute.block_lists import transpose_lists  # noqa: E402
-from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: E402
-from flash_attn.cute.own_device import on_own_device  # noqa: E402, F401
-from flash_attn.cute.packed_lists import cu_total_blocks  # noqa: E402
-from flash_attn.cute.write_order import compute_dq_write_order  # noqa: E402
-from nsa_layer.cute.mask_mods import causal_mask, selected_mask  # noqa: E402
-from nsa_layer.kernels.k2q_csr import make_lists as list_kernels  # noqa: E402
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -60,8 +49,8 @@ def backward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int,
     return 128, 64 if block_size == 64 and _on_hopper(device) else KV_TILE
 
 
-def takes_two_passes(q: torch.Tensor, v: torch.Tensor, spec: CallSpec) -> bool:
-    """Whether the selected branch's backward takes two passes: dk and dv over lists of keys, dq over forward's."""
+def use_split_dq(q: torch.Tensor, v: torch.Tensor, spec: CallSpec) -> bool:
+    """True if backward computes dq in a pass of its own, over forward's lists: on Hopper, where that is faster."""
     if not _on_hopper(q.device):
         return False
     config = spec.config
@@ -79,7 +68,7 @@ def _on_hopper(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """What makes a kernel call sparse: the tiles, the mask inside them, and what a mask_mod reads."""
+    """Sparsity of an attention call: the block lists, the mask inside of tiles, and the tensors that it reads."""
 
     tensors: BlockSparseTensorsTorch
     causal: bool = False
@@ -94,50 +83,32 @@ class Sparsity:
         return options
 
 
-def compressed_forward(
-    q: torch.Tensor, k_cmp: torch.Tensor, v_cmp: torch.Tensor, *, spec: CallSpec, packing: Packing | None
-) -> Pair:
-    """q [B, T, Hq, D] over k_cmp [B, Tc, Hkv, D], v_cmp [B, Tc, Hkv, Dv] under the compressed-causal mask."""
-    if k_cmp.shape[-3] == 0:
-        return _nothing_seen(q, v_cmp.shape[-1])
-    return forward(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
-
-
-def compressed_options(spec: CallSpec, packing: Packing | None) -> dict:
-    """What the compressed branch asks of attention, forward and backward."""
-    options: dict = {}
-    if packing is not None:
-        lengths = dict(max_seqlen_q=packing.longest, max_seqlen_k=packing.longest_blocks)
-        options = dict(cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_blocks, **lengths)
-    if spec.causal:
-        options |= dict(causal=True, compress_factor=spec.config.stride, compress_offset=spec.config.offset)
-    return options
-
-
 def selected_sparsity(
     block_indices: torch.Tensor,
     T: int,
     heads: tuple[int, int],
     *,
     spec: CallSpec,
-    tile: tuple[int, int],
     backward: bool,
+    tile: tuple[int, int] | None = None,
     ordered: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     block_counts: torch.Tensor | None = None,
 ) -> Sparsity:
-    """How T queries see the tokens of the listed blocks.
+    """Lists and mask of T queries that attend to the tokens of the listed blocks.
 
     Args:
-        block_indices: [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n], with ``cu_seqlens``.
+        block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n], with ``cu_seqlens``.
         heads: (Hq, Hkv).
-        block_counts: [B, Hkv, M]; packed [Hkv, tiles of all sequences]: how many blocks are listed, if that is known.
-        tile: as in `forward_tile` and `backward_tile`.
-        ordered: backward lists say in which order dq is added to, for one deterministic pass.
+        backward: lists by key tile, not by query tile.
+        tile: (queries, keys); None: `forward_tile` or `backward_tile`.
+        ordered: backward lists with semaphore values for dq, for one deterministic pass.
+        block_counts: int32 [B, Hkv, M]; packed [Hkv, tiles of all sequences]: listed blocks; None: not known.
     """
     config, causal, device = spec.config, spec.causal, block_indices.device
+    tile = tile or (backward_tile if backward else forward_tile)(device, config.block_size)
     tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
-    # Tiles with nothing but listed blocks in them, all of them listed for every query, need no mask but the causal one.
+    # Tiles of listed blocks alone, the same for every query, need no mask but the causal one.
     exact = tile_q == config.q_tile and config.block_size % kv_tile == 0
     # Blackwell's forward masks every tile where it is causal by itself: there a mask_mod leaves full tiles alone.
     hopper = _on_hopper(device)
@@ -234,59 +205,13 @@ def _joined(
     return joined._replace(**{"cu_total_n_blocks" if backward else "cu_total_m_blocks": starts})
 
 
-def selected_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    spec: CallSpec,
-    sparsity: Sparsity,
-    packing: Packing | None = None,
-) -> Pair:
-    """q [B, T, Hq, D] over the tokens of the listed blocks of k, v."""
-    return forward(q, k, v, spec, selected_options(sparsity, packing))
-
-
 def selected_options(sparsity: Sparsity, packing: Packing | None) -> dict:
-    """What the selected branch asks of attention, in the direction that the lists are for."""
-    return sparsity.options() | _packing_options(packing)
+    """Options of the selected branch's call, in the direction that the lists are for."""
+    return sparsity.options() | token_options(packing)
 
 
 def dq_options(sparsity: Sparsity, packing: Packing | None) -> dict:
-    """What the selected branch asks of the dq pass, with the lists of forward."""
+    """Options of the selected branch's dq pass, over the lists of forward."""
     options = selected_options(sparsity, packing)
     options.pop("max_seqlen_k", None)
     return options | dict(lists=options.pop("block_sparse_tensors"))
-
-
-def window_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, spec: CallSpec, packing: Packing | None
-) -> Pair:
-    """Sliding window of ``config.window_size`` tokens."""
-    return forward(q, k, v, spec, window_options(spec, packing))
-
-
-def window_options(spec: CallSpec, packing: Packing | None) -> dict:
-    """What the window asks of attention, forward and backward."""
-    reach = spec.config.window_size - 1
-    window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
-    return window | _packing_options(packing)
-
-
-def _packing_options(packing: Packing | None) -> dict:
-    """Where packed sequences start, as the kernels take it; {} for a batch."""
-    if packing is None:
-        return {}
-    starts, longest = packing.cu_seqlens, packing.longest
-    return dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
-
-
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: CallSpec, options: dict) -> Pair:
-    """A branch's attention, with what it asks for."""
-    o, lse, *_ = interface._flash_attn_fwd(q, k, v, softmax_scale=spec.softmax_scale, return_lse=True, **options)
-    return o, lse
-
-
-def _nothing_seen(q: torch.Tensor, Dv: int) -> Pair:
-    lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
-    return q.new_zeros(*q.shape[:-1], Dv), lse.mT.contiguous()

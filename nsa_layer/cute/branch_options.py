@@ -1,0 +1,38 @@
+"""Options of each branch's attention call, forward and backward, and of the pooling kernels."""
+
+from __future__ import annotations
+
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.cute.packing import Packing
+
+
+def pooling_options(spec: CallSpec, packing: Packing | None) -> dict:
+    """Options of `pool` and `unpool`."""
+    options = dict(block_size=spec.config.block_size, stride=spec.config.stride)
+    return options if packing is None else options | dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks)
+
+
+def compressed_options(spec: CallSpec, packing: Packing | None) -> dict:
+    """Options of the compressed branch: attention to complete blocks under the compressed-causal mask."""
+    options: dict = {}
+    if packing is not None:
+        lengths = dict(max_seqlen_q=packing.longest, max_seqlen_k=packing.longest_blocks)
+        options = dict(cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_blocks, **lengths)
+    if spec.causal:
+        options |= dict(causal=True, compress_factor=spec.config.stride, compress_offset=spec.config.offset)
+    return options
+
+
+def window_options(spec: CallSpec, packing: Packing | None) -> dict:
+    """Options of the sliding window of ``config.window_size`` tokens."""
+    reach = spec.config.window_size - 1
+    window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
+    return window | token_options(packing)
+
+
+def token_options(packing: Packing | None) -> dict:
+    """Options that any call over the tokens of packed sequences needs; none for a batch."""
+    if packing is None:
+        return {}
+    starts, longest = packing.cu_seqlens, packing.longest
+    return dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)

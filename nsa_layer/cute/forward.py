@@ -1,0 +1,115 @@
+"""Forward of the kernels' backend for a group of key/value heads with their query heads, top to bottom."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flash_attn.cute.interface import _flash_attn_fwd
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.compress import project
+from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
+from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.selected_branch import selected_options, selected_sparsity
+from nsa_layer.cute.topk_dispatch import block_topk
+from nsa_layer.kernels.gating.gated_sum import gated_sum
+from nsa_layer.kernels.mean_pool.pool import pool
+from nsa_layer.profiler_ranges import component
+
+Tensor = torch.Tensor
+
+
+class Inputs(NamedTuple):
+    """Inputs of a group; shapes as in `nsa`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate_weight: Tensor | None
+    gates: Tensor | None
+    w_k: Tensor | None
+    w_v: Tensor | None
+    packing: Packing | None
+
+
+class SavedForBackward(NamedTuple):
+    """What a group's backward needs of its forward.
+
+    Attributes:
+        block_indices, block_counts: the selection, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B.
+        k_cmp, v_cmp: compressed keys and values as attention takes them.
+        k_mean, v_mean: the means of their blocks in fp32 where these are projected, else None.
+        o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
+        lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
+        g: the gates, fp32 [..., Hq, 3]; None for equal shares.
+    """
+
+    block_indices: Tensor
+    block_counts: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_mean: Tensor | None
+    v_mean: Tensor | None
+    o_cmp: Tensor | None
+    o_slc: Tensor | None
+    o_swa: Tensor | None
+    lse_cmp: Tensor
+    lse_slc: Tensor
+    lse_swa: Tensor
+    g: Tensor | None
+
+
+def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool, bool]) -> SavedForBackward:
+    """Write the group's output to o [..., Hq, Dv] and return what its backward needs.
+
+    Args:
+        kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
+    """
+    q, k, v, gate_weight, gates, w_k, w_v, packing = inputs
+    # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
+    with component("swa"):
+        o_swa, lse_swa = attend(q, k, v, spec, window_options(spec, packing))
+    with component("compress"):
+        v_dtype = v.dtype if w_v is None else torch.float32
+        k_dtypes = (torch.float32, k.dtype) if w_k is None else (torch.float32,)
+        options = pooling_options(spec, packing)
+        if packing is not None:
+            options |= dict(total_blocks=packing.total_blocks)
+        (k_mean, *k_rounded), v_mean = pool(k, v, k_dtypes=k_dtypes, v_dtype=v_dtype, **options)
+        k_scored = project(k_mean, w_k)
+        k_cmp = k_rounded[0] if k_rounded else k_scored.to(k.dtype)
+        v_cmp = project(v_mean, w_v).to(v.dtype)
+    with component("choose"):
+        indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
+    del k_scored
+    with component("cmp"):
+        o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
+    with component("lists"):
+        cu_seqlens = None if packing is None else packing.cu_seqlens
+        heads, lists = (q.shape[-2], k.shape[-2]), dict(spec=spec, cu_seqlens=cu_seqlens, block_counts=counts)
+        sparsity = selected_sparsity(indices, q.shape[-3], heads, backward=False, **lists)
+    with component("slc"):
+        o_slc, lse_slc = attend(q, k, v, spec, selected_options(sparsity, packing))
+    with component("gate"):
+        g = gated_sum(q, o_cmp, o_slc, o_swa, gate_weight=gate_weight, gates=gates, out=o)[1]
+    means = None if w_k is None else k_mean, None if w_v is None else v_mean
+    outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), kept))
+    return SavedForBackward(indices, counts, k_cmp, v_cmp, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict) -> tuple[Tensor, Tensor]:
+    """A branch's attention.
+
+    Args:
+        q: [B, T, Hq, D], or packed [total, Hq, D]; k and v alike, of tokens or of compressed blocks.
+        options: of `_flash_attn_fwd`, see `branch_options`.
+
+    Returns:
+        o [B, T, Hq, Dv] and lse, fp32 [B, Hq, T], natural, -inf where a row sees no key; packed [total, Hq, Dv] and
+        [Hq, total].
+    """
+    if k.shape[-3] == 0:
+        lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse.mT.contiguous()
+    return _flash_attn_fwd(q, k, v, softmax_scale=spec.softmax_scale, return_lse=True, **options)[:2]
