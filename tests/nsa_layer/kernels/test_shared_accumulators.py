@@ -20,18 +20,18 @@ def accumulators(changes: dict) -> tuple[int, int, int]:
     from unittest.mock import patch
 
     from nsa_layer import compile_ahead
-    from nsa_layer.cute import heads
+    from nsa_layer.cute import backward
 
     call = dict(B=2, T=1000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig()) | changes
     if lengths := call.get("lengths"):
         call |= dict(T=sum(lengths), B=1)
-    made, original = [], heads.backward_layouts
+    made, original = [], backward.backward_layouts
 
     def noted(*args: object, **options: object) -> object:
         made.append(original(*args, **options))
         return made[-1]
 
-    with patch.object(heads, "backward_layouts", noted), compile_ahead._lookups(lambda *asked: True):
+    with patch.object(backward, "backward_layouts", noted), compile_ahead._lookups(lambda *asked: True):
         for _ in range(2):
             compile_ahead.make_call(compile_ahead.CallShape(Dv=call["D"], **call))
     assert made[0] is made[1], "layouts are looked up where the same call came before"
