@@ -19,7 +19,7 @@ from fa_reference import assert_bits_repeat, assert_case
 from half_walk import adds_by_kernel, hidden, walked_by_kernels
 from two_cta_lists import is_blackwell
 
-from flash_attn.cute.query_halves import merged_backward
+from flash_attn.cute.lists.query_halves import merged_backward
 
 LENGTHS = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
 FIXED = {"T_q": 700, "T_k": 700, "lists": "both"}
@@ -52,7 +52,8 @@ WALKED = [
 
 def rows_with_halves(case: Case) -> set[bool]:
     """Compile forward and backward: whether the rows that their warps find say which half lists a block."""
-    from flash_attn.cute import interface, list_rows
+    from flash_attn.cute import interface
+    from flash_attn.cute.lists import rows as list_rows
 
     found, original = set(), list_rows.ListRow.blocks
 
@@ -76,7 +77,8 @@ def test_forward_and_backward_compile(compiler_sm100: Worker, case: Case) -> Non
 
 def stages(case: Case) -> tuple[int, tuple[int, int], bool]:
     """Of the forward kernel: tiles of a CTA, what a tile's number is divided by, and whether lists are of halves."""
-    from flash_attn.cute import interface, query_halves
+    from flash_attn.cute import interface
+    from flash_attn.cute.lists import query_halves
 
     built = []
 
@@ -100,7 +102,8 @@ def test_packed_heads_need_no_halves(compiler_sm100: Worker, case: Case, expecte
 
 def groups(case: Case) -> tuple[int, int]:
     """CTAs, or pairs of them, of a key block: as its lock values are made for, and in the backward kernel."""
-    from flash_attn.cute import interface, query_halves
+    from flash_attn.cute import interface
+    from flash_attn.cute.lists import query_halves
 
     asked, built, original = [], [], query_halves.merged_backward
 

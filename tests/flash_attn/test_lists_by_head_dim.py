@@ -9,7 +9,7 @@ from fa_compile import Worker, WorkerError
 from fa_reference import assert_case
 from two_cta_lists import is_blackwell
 
-from flash_attn.cute.call_validation import refuse_unread
+from flash_attn.cute.lists.validate_calls import refuse_unread
 
 FIXED = {"T_q": 700, "T_k": 700, "lists": "both"}
 PACKED = {"packed": ((300, 300), (1, 129), (0, 200)), "lists": "both"}

@@ -171,8 +171,8 @@ def _padded(data: Data, x: Tensor, layouts: Any, fill: float) -> Tensor:
 
 def together(data: Data, rows: Any = None, layouts: Any = None, of_calls: Any = None) -> Grads:
     """Gradients by shared calls, on top of what was there before."""
+    from flash_attn.cute.bwd_sm90.two_pass import backward_dq
     from flash_attn.cute.interface import _flash_attn_bwd
-    from flash_attn.cute.two_pass_backward import backward_dq
     from nsa_layer.cute import selected_branch
     from nsa_layer.cute.grad_accum import GradAccumulators, backward_layouts
 
