@@ -277,6 +277,11 @@ def _cumulated(lengths: list[int]) -> torch.Tensor:
     return _int32([sum(lengths[:i]) for i in range(len(lengths) + 1)])
 
 
+def in_turn(cases: list[Case], *values: Any) -> list[tuple[Any, Any]]:
+    """Each case with one of the values."""
+    return [(case, values[i % len(values)]) for i, case in enumerate(cases)]
+
+
 def compile_case(case: Case) -> None:
     """Forward and backward of a case; for a worker."""
     x = make_inputs(case)

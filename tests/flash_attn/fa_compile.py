@@ -7,6 +7,7 @@ under FakeTensorMode: tensors have shapes and no memory, so kernels are compiled
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import os
@@ -70,7 +71,10 @@ class Worker:
         return self._compiling.ask(function, args)
 
     def trace(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The same for what only looks at how kernels are built: they end as IR, in a sixth of the time."""
+        """The same for what only looks at how kernels are built: they end as IR, in a sixth of the time.
+
+        Every kernel that the function asks for is traced, also those of requests before.
+        """
         return self._tracing.ask(function, args)
 
     def close(self) -> None:
@@ -103,6 +107,29 @@ class _Process:
         if self._process is not None:
             self._process.stdin.close()
             self._process.wait()
+
+
+@contextmanager
+def built_kernels(kind: str = "Flash", traced: bool = False) -> Iterator[list[Any]]:
+    """The kernels, of classes whose names begin so, that calls in the body ask to compile.
+
+    traced: they are, for what they find out about themselves on the way.
+    """
+    import cutlass.cute as cute
+
+    built: list[Any] = []
+    original = cute.compile
+
+    def build(kernel: Any, *args: Any, **options: Any) -> Any:
+        built.append(kernel)
+        return original(kernel, *args, **options) if traced else None
+
+    cute.compile = build
+    try:
+        yield built
+    finally:
+        cute.compile = original
+        built[:] = [kernel for kernel in built if type(kernel).__name__.startswith(kind)]
 
 
 @dataclass(frozen=True)
@@ -185,6 +212,14 @@ def _load(path: str) -> Any:
     return sys.modules[name]
 
 
+def _forget_kernels() -> None:
+    """So that each request to trace is one, whatever this process has traced before."""
+    cache_utils = sys.modules.get("flash_attn.cute.cache_utils")
+    for thing in gc.get_objects() if cache_utils else ():
+        if type(thing) is cache_utils.JITCache:
+            thing.clear()
+
+
 def _serve() -> None:
     # Compilers print: only pickles may go where the answers go.
     answers = os.fdopen(os.dup(1), "wb")
@@ -197,6 +232,8 @@ def _serve() -> None:
         except EOFError:
             return
         try:
+            if os.environ.get("CUTE_DSL_DRYRUN"):
+                _forget_kernels()
             with FakeTensorMode():
                 answer = (True, getattr(_load(path), name)(*args))
         except Exception as error:

@@ -8,6 +8,10 @@ import torch
 from fa_cases import Case, Inputs, backward, block, block_lists, forward, make_inputs
 
 
+def is_blackwell() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+
+
 def visible(case: Case, batch: int, x: Inputs, device: torch.device) -> torch.Tensor:
     """Which keys each query of one sequence sees, [heads or 1, queries, keys]."""
     from fa_mask_mods import MASK_MODS

@@ -120,14 +120,14 @@ REFUSED = [
 @pytest.mark.parametrize("changes,kind,said", REFUSED, ids=lambda x: str(x))
 def test_what_is_refused(changes: dict[str, Any], kind: str, said: str, compiler_sm90: Worker) -> None:
     with pytest.raises(WorkerError) as error:
-        compiler_sm90.run(refused, changes)
+        compiler_sm90.trace(refused, changes)
     assert error.value.kind == kind and said in str(error.value)
 
 
 @pytest.mark.xdist_group("sm_100")
 def test_blackwell_is_refused(compiler_sm100: Worker) -> None:
     with pytest.raises(WorkerError, match="sm_100: the dq pass is for sm_90"):
-        compiler_sm100.run(refused, {})
+        compiler_sm100.trace(refused, {})
 
 
 @pytest.mark.parametrize(

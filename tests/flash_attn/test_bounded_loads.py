@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, backward, backward_lists, forward, forward_lists, make_inputs
+from fa_cases import Case, Inputs, _masks, backward, backward_lists, forward, forward_lists, in_turn, make_inputs
 from fa_compile import Worker
 
 PLAIN = ((300, 300), (500, 500), (77, 77), (64, 64))
@@ -258,15 +258,9 @@ def test_compressed_keys(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", LISTED, ids=str)
-def test_lists(case: Case) -> None:
-    assert_isolated(case, attended, passes=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", LISTED, ids=str)
-def test_lists_in_two_passes(case: Case) -> None:
-    assert_isolated(replace(case, deterministic=True), attended, passes=2)
+@pytest.mark.parametrize(("case", "passes"), in_turn(LISTED, 1, 2), ids=str)
+def test_lists(case: Case, passes: int) -> None:
+    assert_isolated(replace(case, deterministic=case.deterministic or passes == 2), attended, passes=passes)
 
 
 @pytest.mark.gpu

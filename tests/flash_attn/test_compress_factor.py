@@ -73,7 +73,7 @@ def refused_qv() -> None:
 @pytest.mark.parametrize("call", [refused_window, refused_qv])
 def test_calls_are_refused(compiler: Worker, call: Any) -> None:
     with pytest.raises(WorkerError, match="NotImplementedError.*"):
-        compiler.run(call)
+        compiler.trace(call)
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
@@ -116,12 +116,12 @@ def compile_kind(kind: Kind) -> tuple[int, int]:
 
 @pytest.mark.parametrize("kind", COMPILED, ids=str)
 def test_compiles_once_for_all_factors(compiler: Worker, kind: Kind) -> None:
-    one, two = compiler.run(compile_kind, kind)
+    one, two = compiler.trace(compile_kind, kind)
     assert one == two
 
 
 def test_compiles_with_a_mask_mod(compiler: Worker) -> None:
-    compiler.run(compile_kind, Kind(D=64, option="mask_mod"))
+    compiler.trace(compile_kind, Kind(D=64, option="mask_mod"))
 
 
 def places_that_store_gradients(kind: Kind) -> list[int]:
@@ -145,7 +145,7 @@ def places_that_store_gradients(kind: Kind) -> list[int]:
 
 def test_tiles_that_no_query_sees_store_zeros(compiler_sm90: Worker) -> None:
     """Plain causal attention of fixed lengths has none, and so no place that stores them."""
-    assert compiler_sm90.run(places_that_store_gradients, Kind(D=64, Hkv=4)) == [1, 2]
+    assert compiler_sm90.trace(places_that_store_gradients, Kind(D=64, Hkv=4)) == [1, 2]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fa_cases import in_turn
 from fa_compress import (
     KINDS,
     OPTIONS,
@@ -32,8 +33,7 @@ def test_numbers(kind: Kind) -> None:
         assert_data(kind, data, seed)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("option", "D"), in_turn(OPTIONS, 64, 128, 128, 64))
 def test_numbers_with_options(option: str, D: int) -> None:
     for seed, data in enumerate(fixed_data()[::5]):
         assert_data(Kind(D=D, option=option), data, seed)

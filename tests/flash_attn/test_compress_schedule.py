@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fa_compile import Worker
+from fa_compile import Worker, built_kernels
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
@@ -73,32 +73,23 @@ def test_the_tile_is_for_calls_that_leave_room() -> None:
 
 
 def kernels(Hkv: int, deterministic: bool) -> tuple[tuple[int, int], bool]:
-    """The forward kernel's tile, and whether backward shares queries, as compiled under FakeTensorMode."""
-    import cutlass.cute as cute
-
+    """The forward kernel's tile, and whether backward shares queries."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    for call in (_flash_attn_fwd, _flash_attn_bwd):
-        call.compile_cache.clear()
-    compiled, compile_ = [], cute.compile
-    cute.compile = lambda kernel, *args, **keywords: (compiled.append(kernel), compile_(kernel, *args, **keywords))[1]
-    try:
-        q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-        k, v = (torch.empty(1, 64, Hkv, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        lse = torch.empty(1, 4, 4096, device="cuda")
+    q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    k, v = (torch.empty(1, 64, Hkv, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    lse = torch.empty(1, 4, 4096, device="cuda")
+    with built_kernels("FlashAttentionForwardSm90") as forward:
         _flash_attn_fwd(q, k, v, **OPTIONS)
+    with built_kernels("FlashAttentionBackwardSm90", traced=True) as backward:
         _flash_attn_bwd(q, k, v, o, do, lse, deterministic=deterministic, **OPTIONS)
-    finally:
-        cute.compile = compile_
-    forward = next(x for x in compiled if type(x).__name__ == "FlashAttentionForwardSm90")
-    backward = next(x for x in compiled if type(x).__name__ == "FlashAttentionBackwardSm90")
-    return (forward.tile_m, forward.tile_n), backward.splits_queries
+    return (forward[0].tile_m, forward[0].tile_n), backward[0].splits_queries
 
 
 @pytest.mark.xdist_group("sm_90")
 def test_the_kernels_follow_the_plan(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(kernels, 2, False) == ((192, 80), True)
-    assert compiler_sm90.run(kernels, 2, True) == ((192, 80), False)
+    assert compiler_sm90.trace(kernels, 2, False) == ((192, 80), True)
+    assert compiler_sm90.trace(kernels, 2, True) == ((192, 80), False)
 
 
 @pytest.mark.gpu

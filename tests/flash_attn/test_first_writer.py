@@ -155,8 +155,8 @@ def kernels(deterministic: bool) -> tuple[bool, str]:
 @pytest.mark.xdist_group("sm_90")
 def test_who_stores_first_is_launched_first(compiler_sm90: Worker) -> None:
     # Every warp role, and every copy of a scheduler that a loop makes, has to count from the same end.
-    assert compiler_sm90.run(kernels, False) == (True, "[True]")
-    assert compiler_sm90.run(kernels, True) == (False, "[]")
+    assert compiler_sm90.trace(kernels, False) == (True, "[True]")
+    assert compiler_sm90.trace(kernels, True) == (False, "[]")
 
 
 @contextmanager

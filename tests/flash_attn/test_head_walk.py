@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from fa_cases import Case, backward, compile_case, forward, make_inputs
-from fa_compile import Worker
+from fa_compile import Worker, built_kernels
 from fa_reference import assert_bits_repeat, assert_case
 
 from flash_attn.cute.bwd_sm90 import two_pass
@@ -16,14 +16,11 @@ CASES = [
     (Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(511, 0)), 4),
     (Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(511, 0), deterministic=True), 4),
     (Case(D=128, T_q=777, T_k=777, Hq=4, window=(76, 0)), 2),
-    (Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(100, 50)), 4),
     (Case(D=64, T_q=500, T_k=1200, Hq=8, window=(299, 0), deterministic=True), 4),
     (Case(D=128, T_q=1200, T_k=500, Hq=6, window=(299, 0)), 3),
-    (Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(200, None)), 4),
     (Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(100, 0), mask_mod="thirds"), 4),
     (Case(D=128, packed=((0, 0), (300, 300), (1, 1), (700, 650)), Hq=8, window=(200, 0)), 4),
     (Case(D=128, packed=((300, 300), (90, 0), (700, 650)), Hq=8, window=(200, 0), deterministic=True), 4),
-    (Case(D=192, T_q=600, T_k=600, Hq=4, window=(200, 0)), 2),
     (Case(D=256, T_q=600, T_k=600, Hq=4, window=(200, 0)), 2),
     (Case(D=128, T_q=600, T_k=600, Hq=2, window=(200, 0)), 1),
     (Case(D=128, T_q=600, T_k=600, Hq=8, causal=True), 1),
@@ -41,32 +38,16 @@ def one_multiprocessor() -> Iterator[None]:
 
 
 def compiled_heads(case: Case) -> int:
-    """How many heads a CTA of the compiled kernel walks; in a worker."""
-    import cutlass.cute as cute
-
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    _flash_attn_bwd.compile_cache.clear()
-    compiled, compile_ = [], cute.compile
-
-    def compile_recorded(kernel, *args, **named):
-        compiled.append(kernel)
-        return compile_(kernel, *args, **named)
-
-    cute.compile = compile_recorded
-    try:
-        with one_multiprocessor():
-            compile_case(case)
-    finally:
-        cute.compile = compile_
-    (kernel,) = (kernel for kernel in compiled if type(kernel).__name__ == "FlashAttentionBackwardSm90")
-    return kernel.heads_per_cta
+    """How many heads a CTA of the backward kernel walks; in a worker."""
+    with one_multiprocessor(), built_kernels("FlashAttentionBackwardSm90") as kernels:
+        compile_case(case)
+    return kernels[0].heads_per_cta
 
 
 @pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("case,heads", CASES, ids=str)
 def test_what_is_compiled(case: Case, heads: int, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(compiled_heads, case) == heads
+    assert compiler_sm90.trace(compiled_heads, case) == heads
 
 
 @pytest.mark.parametrize(
@@ -103,7 +84,7 @@ def test_heads_divide_the_group_and_never_take_longer() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case, *_ in CASES], ids=str)
+@pytest.mark.parametrize("case", [case for case, heads in CASES if heads > 1], ids=str)
 def test_numbers(case: Case) -> None:
     with one_multiprocessor():
         assert_case(case)
@@ -113,12 +94,12 @@ def test_numbers(case: Case) -> None:
 @pytest.mark.parametrize("heads", [2, 4])
 def test_bits_repeat(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_pass, "heads_per_cta", lambda *_, **__: heads)
-    for case in (CASES[1][0], CASES[9][0]):
+    for case in [case for case, _ in CASES if case.deterministic][::2]:
         assert_bits_repeat(case, 30)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[1][0], CASES[9][0]], ids=str)
+@pytest.mark.parametrize("case", [case for case, _ in CASES if case.deterministic][::2], ids=str)
 def test_a_part_of_the_heads_adds_to_the_same_gradients(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With two CTAs to a key tile dk and dv take their turns, and come out as with one."""
     x = make_inputs(case)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, forward, forward_lists, make_inputs
-from fa_compile import Worker
-from fa_reference import assert_close, attention
+from fa_cases import Case, Inputs, forward, forward_lists, in_turn, make_inputs
+from fa_compile import Worker, built_kernels
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
 # A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.
@@ -43,24 +42,13 @@ CASES: list[tuple[Case, int]] = [
     (Case(D=128, T_q=300, T_k=128 * 33, lists="both"), 0),
     (Case(D=128, T_q=300, T_k=128 * 32, lists="both"), 2),
 ]
-WALKING = [case for case, stages in CASES if stages]
 
 
 def stages(case: Case) -> int:
-    """Stages of keys and values of the forward kernel of a case whose tiles overlap, else 0; under FakeTensorMode."""
-    import cutlass.cute as cute
-
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    _flash_attn_fwd.compile_cache.clear()
-    compiled, compile_ = [], cute.compile
-    cute.compile = lambda kernel, *args, **keywords: (compiled.append(kernel), compile_(kernel, *args, **keywords))[1]
-    try:
+    """Stages of keys and values of the forward kernel of a case whose tiles overlap, else 0."""
+    with built_kernels("FlashAttentionForwardSm90") as kernels:
         forward(case, make_inputs(case))
-    finally:
-        cute.compile = compile_
-    kernel = next(x for x in compiled if type(x).__name__ == "FlashAttentionForwardSm90")
-    return kernel.num_stages if kernel.overlap_tiles else 0
+    return kernels[0].num_stages if kernels[0].overlap_tiles else 0
 
 
 @pytest.mark.xdist_group("sm_90")
@@ -88,19 +76,6 @@ def one_cta_a_tile() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interface.list_overlap, "stages_for_lists", lambda *_, **__: 0)
         yield
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", WALKING, ids=str)
-def test_numbers(case: Case) -> None:
-    x = make_inputs(case)
-    o, lse = forward(case, x)
-    exact, plain = (attention(case, x, dtype)[0] for dtype in (torch.float64, torch.bfloat16))
-    assert_close(f"o of {case}", o, exact, plain)
-    with one_cta_a_tile():
-        other_o, other_lse = forward(case, x)
-    assert torch.equal(o, other_o)
-    assert torch.equal(lse, other_lse)
 
 
 @dataclass(frozen=True)
@@ -148,8 +123,7 @@ def random_call(walk: Walk) -> tuple[Inputs, Any, torch.Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pack_gqa", [True, False])
-@pytest.mark.parametrize("walk", WALKS, ids=str)
+@pytest.mark.parametrize(("walk", "pack_gqa"), in_turn(WALKS, True, False), ids=str)
 def test_not_a_bit_depends_on_it(walk: Walk, pack_gqa: bool) -> None:
     """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
     from flash_attn.cute.interface import _flash_attn_fwd

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fa_cases import Case, backward, backward_lists, compile_case, forward, forward_lists, make_inputs
-from fa_compile import Worker, WorkerError
-from fa_reference import assert_case
-from two_cta_lists import is_blackwell
+from fa_cases import Case, backward, backward_lists, forward, forward_lists, make_inputs
+from fa_compile import Worker, WorkerError, built_kernels
 
 from flash_attn.cute.lists.validate_calls import refuse_unread
 
@@ -25,31 +23,19 @@ TOO_FEW_KEYS = [
 ]
 
 
-@pytest.mark.xdist_group("sm_100")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_forward_and_backward_compile(compiler_sm100: Worker, case: Case) -> None:
-    compiler_sm100.run(compile_case, case)
-
-
 def built(case: Case) -> list[str]:
-    """The classes of what backward would compile; nothing is."""
-    from flash_attn.cute import interface
-
-    names = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface.cute, "compile", lambda kernel, *args, **options: names.append(type(kernel).__name__))
-        for function in (interface._flash_attn_bwd, interface._bwd_preprocess, interface._bwd_postprocess_convert):
-            patch.setattr(function, "compile_cache", {})
-        x = make_inputs(case)
+    """The classes of what backward compiles."""
+    x = make_inputs(case)
+    with built_kernels("") as kernels:
         backward(case, x, x.do, torch.empty(case.B, case.Hq, case.T_q, device="cuda"))
-    return names
+    return [type(kernel).__name__ for kernel in kernels]
 
 
 @pytest.mark.xdist_group("sm_100")
 def test_dense_calls_keep_the_kernel_for_256(compiler_sm100: Worker) -> None:
     """It reads no lists: calls with lists take the general one."""
-    dense = compiler_sm100.run(built, Case(D=256, T_q=700, T_k=700))
-    listed = compiler_sm100.run(built, Case(D=256, **FIXED, block=(128, 128)))
+    dense = compiler_sm100.trace(built, Case(D=256, T_q=700, T_k=700))
+    listed = compiler_sm100.trace(built, Case(D=256, **FIXED, block=(128, 128)))
     assert "BlackwellFusedMultiHeadAttentionBackward" in dense
     assert "FlashAttentionBackwardSm100" in listed and "BlackwellFusedMultiHeadAttentionBackward" not in listed
 
@@ -69,7 +55,7 @@ def refused(case: Case) -> str:
 @pytest.mark.parametrize(("case", "said"), TOO_FEW_KEYS, ids=str)
 def test_blocks_of_too_few_keys_are_refused(compiler_sm100: Worker, case: Case, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        raise ValueError(compiler_sm100.run(refused, case))
+        raise ValueError(compiler_sm100.trace(refused, case))
 
 
 def call_on(arch: int, direction: str) -> None:
@@ -103,7 +89,7 @@ def call_on(arch: int, direction: str) -> None:
 )
 def test_calls_whose_kernels_read_no_lists(compiler_sm100: Worker, arch: int, direction: str, said: str) -> None:
     with pytest.raises(WorkerError, match=said) as error:
-        compiler_sm100.run(call_on, arch, direction)
+        compiler_sm100.trace(call_on, arch, direction)
     assert error.value.kind == "NotImplementedError"
 
 
@@ -111,10 +97,3 @@ def test_calls_whose_kernels_read_no_lists(compiler_sm100: Worker, arch: int, di
 def test_calls_whose_kernels_do(arch: int) -> None:
     refuse_unread(object(), arch)
     refuse_unread(None, 120, qv=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not is_blackwell(), reason="SM90 takes other sizes of blocks at these head dimensions")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numbers(case: Case) -> None:
-    assert_case(case)

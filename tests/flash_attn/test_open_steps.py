@@ -8,10 +8,8 @@ from functools import wraps
 from typing import Any
 
 import pytest
-import torch
 from fa_cases import Case, forward, make_inputs
 from fa_compile import Worker
-from fa_reference import assert_case
 
 LISTED = dict(D=128, T_q=700, T_k=700, lists="both")
 PACK = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0))
@@ -79,23 +77,3 @@ def test_steps_inside_the_edges_need_no_mask(compiler_sm90: Worker, edge: dict[s
 
 
 WHOLE = dict(D=128, T_q=640, T_k=1024, lists="both")
-NUMBERS = [
-    Case(**WHOLE),
-    Case(**WHOLE, mask_mod="thirds", list_heads=2),
-    Case(**WHOLE, Hq=8, Hkv=2, list_heads=2),
-    Case(**WHOLE | dict(D=64), mask_mod="keyed"),
-    Case(**WHOLE, causal=True, list_heads=2),
-    Case(**WHOLE, window=(200, 30), pack_gqa=False),
-    Case(**WHOLE, window=(130, None), mask_mod="thirds"),
-    Case(**LISTED),
-    Case(**LISTED, causal=True),
-    Case(**LISTED, window=(100, 100), mask_mod="thirds"),
-    Case(D=128, packed=PACK, lists="both", form="compact", window=(200, 10)),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", NUMBERS, ids=str)
-def test_numbers(case: Case) -> None:
-    torch.manual_seed(0)
-    assert_case(case)

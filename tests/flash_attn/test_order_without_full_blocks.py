@@ -29,4 +29,4 @@ def compile_backward(case: Case) -> None:
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_compiles(compiler_sm100: Worker, D: int) -> None:
-    compiler_sm100.run(compile_backward, Case(D=D, block=(256, 128)))
+    compiler_sm100.trace(compile_backward, Case(D=D, block=(256, 128)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, built_kernels
 
 LIST_BLOCK = 64
 WINDOW = 200
@@ -156,25 +156,15 @@ def row_sums(setup: Setup, layout: Any, do: torch.Tensor, o: torch.Tensor, lse: 
 
 def compiled(setup: Setup) -> list[str]:
     """What shared calls and conversions compile; in a worker."""
-    import cutlass.cute as cute
+    from flash_attn.cute.shared_backward import aligned, backward_layout
 
-    from flash_attn.cute import interface
-
-    for function in (interface._flash_attn_bwd, interface._bwd_preprocess, interface._bwd_postprocess_convert):
-        function.compile_cache.clear()
-    names, compile_ = [], cute.compile
-    cute.compile = lambda kernel, *args, **more: (names.append(_named(kernel)), compile_(kernel, *args, **more))[1]
-    try:
-        q, _, k, v, _, _ = tensors(setup)
-        from flash_attn.cute.shared_backward import aligned, backward_layout
-
-        options = [backward for _, backward, _ in calls(setup)]
-        layout = aligned(*(backward_layout(q, k, v, **each) for each in options))[0]
-        row = tuple(torch.empty(layout.row_shape, device="cuda") for _ in range(2))
+    q, _, k, v, _, _ = tensors(setup)
+    options = [backward for _, backward, _ in calls(setup)]
+    layout = aligned(*(backward_layout(q, k, v, **each) for each in options))[0]
+    row = tuple(torch.empty(layout.row_shape, device="cuda") for _ in range(2))
+    with built_kernels() as kernels:
         shared_gradients(setup, [row] * 3, [], (q, k, v))
-    finally:
-        cute.compile = compile_
-    return names
+    return [*map(_named, kernels)]
 
 
 def _named(kernel: Any) -> str:
@@ -189,15 +179,15 @@ def test_nothing_but_the_kernels_and_the_conversions_is_launched(compiler_sm90: 
     kernel, convert = "FlashAttentionBackwardSm90", "FlashAttentionBackwardPostprocess"
     # Three calls; dq and the tokens' dk and dv on top of what is there, the blocks' by themselves.
     expected = [f"{kernel} {tile}" for tile in ((64, 128), (64, 64), (64, 128))]
-    names = compiler_sm90.run(compiled, Setup())
+    names = compiler_sm90.trace(compiled, Setup())
     assert names[:3] == expected and set(names[3:]) == {f"{convert} True", f"{convert} False"}
-    packed = compiler_sm90.run(compiled, Setup(D=64, lengths=(300, 0, 1, 200)))
+    packed = compiler_sm90.trace(compiled, Setup(D=64, lengths=(300, 0, 1, 200)))
     assert packed[0] == f"{kernel} (128, 128)" and not any("Preprocess" in name for name in packed)
 
 
 @pytest.mark.xdist_group("sm_90")
 def test_deterministic_calls_share_too(compiler_sm90: Worker) -> None:
-    assert not any("Preprocess" in name for name in compiler_sm90.run(compiled, Setup(deterministic=True)))
+    assert not any("Preprocess" in name for name in compiler_sm90.trace(compiled, Setup(deterministic=True)))
 
 
 def conversions(arch: int, D: int) -> int:
@@ -225,13 +215,13 @@ def conversions(arch: int, D: int) -> int:
 @pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("D", [64, 128])
 def test_conversions_that_add_compile(compiler_sm90: Worker, D: int) -> None:
-    assert compiler_sm90.run(conversions, 90, D) == (3 if D == 64 else 4)
+    assert compiler_sm90.trace(conversions, 90, D) == (3 if D == 64 else 4)
 
 
 @pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("D", [64, 128])
 def test_conversions_that_add_compile_for_blackwell(compiler_sm100: Worker, D: int) -> None:
-    assert compiler_sm100.run(conversions, 100, D) == (2 if D == 64 else 3)
+    assert compiler_sm100.trace(conversions, 100, D) == (2 if D == 64 else 3)
 
 
 def places(rows: int, threads: int, atoms: int, D: int) -> list[list[int]]:
@@ -273,7 +263,7 @@ def test_tiles_of_one_pattern_put_elements_in_one_place(compiler_sm90: Worker, D
 
     tiles = [(64, 128, 1), (64, 256, 1), (128, 256, 2)]
     assert len({Tile(90, *tile, False, False, 32, None).pattern for tile in tiles}) == 1
-    alike = [compiler_sm90.run(places, *tile, D) for tile in tiles]
+    alike = [compiler_sm90.trace(places, *tile, D) for tile in tiles]
     assert sorted(x for row in alike[0] for x in row) == list(range(128 * D))
     assert alike[0] == alike[1] == alike[2]
 
@@ -338,7 +328,7 @@ def with_dlse(arch: str) -> None:
 )
 def test_what_does_not_fit_is_named(compiler_sm90: Worker, call: Any, named: str) -> None:
     with pytest.raises(WorkerError, match=f"ValueError: {named}") as raised:
-        compiler_sm90.run(call, "sm_90")
+        compiler_sm90.trace(call, "sm_90")
     assert raised.value.kind == "ValueError"
 
 

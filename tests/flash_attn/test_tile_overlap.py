@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fa_compile import Worker
+from fa_compile import Worker, built_kernels
 
 OPTIONS = dict(causal=True, compress_factor=64, compress_offset=63)
 
@@ -65,19 +65,10 @@ def _int32(*values: int) -> torch.Tensor:
 
 
 def overlaps(asked: dict[str, object]) -> bool:
-    """Whether the kernel of a call is one whose tiles overlap, as compiled under FakeTensorMode."""
-    import cutlass.cute as cute
-
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    _flash_attn_fwd.compile_cache.clear()
-    compiled, compile_ = [], cute.compile
-    cute.compile = lambda kernel, *args, **keywords: (compiled.append(kernel), compile_(kernel, *args, **keywords))[1]
-    try:
+    """Whether the tiles of a call's kernel overlap."""
+    with built_kernels("FlashAttentionForwardSm90") as kernels:
         call(asked)
-    finally:
-        cute.compile = compile_
-    return next(x for x in compiled if type(x).__name__ == "FlashAttentionForwardSm90").overlap_tiles
+    return kernels[0].overlap_tiles
 
 
 @pytest.mark.xdist_group("sm_90")

@@ -1,15 +1,25 @@
-"""Block-sparse backward on SM100 uses pairs of CTAs where a block of keys is an even number of tiles, nowhere else."""
+"""Block-sparse backward on SM100 uses pairs of CTAs where a block of keys is an even number of tiles, nowhere else.
 
-import subprocess
-import sys
-from pathlib import Path
+Pairs of CTAs share the tensor core's work on two key tiles, so both have to walk one list: upstream could not (pull
+request 2433 turned pairs off where there are lists), and does since 2661 where a block of keys is an even number of
+tiles; issue 2011, which asks for this backward, is open.
+"""
+
+from __future__ import annotations
 
 import pytest
-import two_cta_lists
-from fa_cases import Case
-from fa_compile import Worker, WorkerError
+from fa_cases import Case, compile_case
+from fa_compile import Worker, WorkerError, built_kernels
 
-CASES = two_cta_lists.cases()
+LONG = {"T_q": 1500, "T_k": 1500, "lists": "both"}
+PAIRED, SINGLE = (256, 256), (256, 128)
+CASES = [
+    (Case(D=128, **LONG, block=PAIRED), True),
+    (Case(D=128, **LONG, block=PAIRED, mask_mod="thirds", Hkv=4, list_heads=4), True),
+    (Case(D=128, T_q=300, T_k=129, lists="full", block=PAIRED, Hkv=1), True),
+    (Case(D=128, **LONG, block=SINGLE, causal=True), False),
+    (Case(D=64, **LONG, block=PAIRED, causal=True), False),
+]
 
 
 def supports(keys: int) -> bool:
@@ -23,7 +33,7 @@ def supports(keys: int) -> bool:
 
 @pytest.mark.xdist_group("sm_100")
 def test_an_odd_factor_has_no_pairs(compiler_sm100: Worker) -> None:
-    assert [compiler_sm100.run(supports, 128 * factor) for factor in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [compiler_sm100.trace(supports, 128 * factor) for factor in (1, 2, 3, 4)] == [False, True, False, True]
 
 
 def kernel_with_pairs_over_an_odd_factor() -> None:
@@ -31,7 +41,7 @@ def kernel_with_pairs_over_an_odd_factor() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interface, "block_sparse_bwd_supports_2cta", lambda tensors, n_block_size: True)
-        two_cta_lists.compile_anew(Case(D=128, T_q=700, T_k=700, lists="both", block=two_cta_lists.SINGLE))
+        compile_case(Case(D=128, T_q=700, T_k=700, lists="both", block=SINGLE))
 
 
 @pytest.mark.xdist_group("sm_100")
@@ -40,22 +50,14 @@ def test_the_kernel_itself_refuses_pairs_over_an_odd_factor(compiler_sm100: Work
         compiler_sm100.trace(kernel_with_pairs_over_an_odd_factor)
 
 
-@pytest.mark.skipif(two_cta_lists.is_blackwell(), reason="runs on this GPU instead of compiling")
-def test_every_case_compiles_with_pairs_where_they_are_expected() -> None:
-    """An even number of tiles to a block of keys; the script judges by what the kernels were built with."""
-    script = Path(two_cta_lists.__file__)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "compiled for sm_100a, not run" in done.stdout
-    assert [line.rsplit(": ")[-1] for line in done.stdout.splitlines()[1:]] == ["compiled"] * len(CASES)
-
-
-def wrongly_expected(case: Case, expected: bool) -> str:
-    return two_cta_lists.judge(case, not expected, False).said
+def pairs(case: Case) -> list[bool]:
+    """Whether each backward kernel of the case uses pairs of CTAs."""
+    with built_kernels("FlashAttentionBackwardSm100") as kernels:
+        compile_case(case)
+    return [kernel.use_2cta_instrs for kernel in kernels]
 
 
 @pytest.mark.xdist_group("sm_100")
-def test_other_pairs_than_expected_fail(compiler_sm100: Worker) -> None:
-    case, expected = CASES[3]
-    said = compiler_sm100.trace(wrongly_expected, case, expected)
-    assert said.startswith("FAIL") and f"pairs of CTAs: [{expected}], expected {not expected}" in said
+@pytest.mark.parametrize(("case", "expected"), CASES, ids=str)
+def test_pairs_where_they_are_expected(compiler_sm100: Worker, case: Case, expected: bool) -> None:
+    assert compiler_sm100.trace(pairs, case) == [expected]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, forward, make_inputs
+from fa_cases import Case, _masks, backward, backward_lists, forward, in_turn, make_inputs
 from fa_compile import Worker, WorkerError
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
@@ -65,10 +65,9 @@ def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:
     return roles, sizes[0]
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "deterministic"), in_turn(CASES, False, True), ids=str)
 def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, case: Case, deterministic: bool) -> None:
-    roles, size = compiler_sm90.run(compiled_roles, case, deterministic)
+    roles, size = compiler_sm90.trace(compiled_roles, case, deterministic)
     assert roles >= {"load", "mma"} and "dQaccum_store" not in roles
     # Keys, values, and two stages of queries and their gradients; two CTAs share 227 KiB.
     two_ctas = case.block == (128, 64)
@@ -92,19 +91,18 @@ def refused(arguments: dict[str, Any], case: Case) -> None:
 )
 def test_refused(compiler_sm90: Worker, arguments: dict[str, Any], kind: str, said: str) -> None:
     with pytest.raises(WorkerError, match=said) as refusal:
-        compiler_sm90.run(refused, arguments, CASES[0])
+        compiler_sm90.trace(refused, arguments, CASES[0])
     assert refusal.value.kind == kind
 
 
 def test_refused_on_sm100(compiler_sm100: Worker) -> None:
     with pytest.raises(WorkerError, match="on sm_100") as refusal:
-        compiler_sm100.run(refused, {}, CASES[0])
+        compiler_sm100.trace(refused, {}, CASES[0])
     assert refusal.value.kind == "NotImplementedError"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "deterministic"), in_turn(CASES, False, True), ids=str)
 def test_dk_and_dv_of_one_pass(case: Case, deterministic: bool) -> None:
     """The kernel with dq adds the same products, in an order of its own."""
     x = make_inputs(case)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, make_inputs
+from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, in_turn, make_inputs
 from fa_compile import Worker, WorkerError
 from fa_dq import call, rounded_sums, row_sums
 from fa_reference import assert_close, attention
@@ -230,7 +230,7 @@ def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
 @pytest.mark.parametrize("case", [CASES[2], PACKED[0], *PACKED[5:]], ids=str)
 def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
     """Deterministic by default, without an order of adds to dq; nothing in fp32 is as large as dq."""
-    names, shapes = compiler_sm90.run(compiled, case)
+    names, shapes = compiler_sm90.trace(compiled, case)
     assert names == ["FlashAttentionBackwardDqSm90", "FlashAttentionBackwardSm90 without dq"]  # and no preprocess
     tokens = sum(pair[0] for pair in case.packed) or case.T_q
     assert all(shape[-2:-1] != (case.Hq,) or shape[-1] < tokens * case.D for shape in shapes)
@@ -257,7 +257,7 @@ def times_normalized(case: Case) -> int:
 
 @pytest.mark.parametrize("case", [CASES[2], PACKED[0]], ids=str)
 def test_forward_lists_are_normalized_once(compiler_sm90: Worker, case: Case) -> None:
-    assert compiler_sm90.run(times_normalized, case) == 1
+    assert compiler_sm90.trace(times_normalized, case) == 1
 
 
 def rows_of_layout(case: Case, without_dq: bool) -> Any:
@@ -274,7 +274,7 @@ def rows_of_layout(case: Case, without_dq: bool) -> Any:
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], PACKED[3], PACKED[4]], ids=str)
 def test_rows_serve_both_passes(compiler_sm90: Worker, case: Case) -> None:
-    own, both = compiler_sm90.run(rows_of_layout, case, True)
+    own, both = compiler_sm90.trace(rows_of_layout, case, True)
     assert own.dq.tile.pattern == "rows of 64" and own.dq.start == 64 and own.dq.width == case.D
     assert both[0].dq.place == both[1].dq.place and both[0].dq.start % 64 == 0
     assert (own.dk is None) == (case.Hq == case.Hkv)
@@ -290,14 +290,14 @@ def ordered_refusal(case: Case, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("more", [{"passes": 1}, {"passes": None, "softcap": 30.0}], ids=str)
 def test_one_pass_still_needs_an_order(compiler_sm90: Worker, more: dict[str, Any]) -> None:
     with pytest.raises(WorkerError, match="requires dq_write_order") as refusal:
-        compiler_sm90.run(ordered_refusal, CASES[1], more)
+        compiler_sm90.trace(ordered_refusal, CASES[1], more)
     assert refusal.value.kind == "ValueError"
 
 
 def test_sm100_needs_an_order_with_both_lists(compiler_sm100: Worker) -> None:
     case = replace(CASES[0], block=(256, 128))
     with pytest.raises(WorkerError, match="requires dq_write_order") as refusal:
-        compiler_sm100.run(ordered_refusal, case, {"passes": None})
+        compiler_sm100.trace(ordered_refusal, case, {"passes": None})
     assert refusal.value.kind == "ValueError"
 
 
@@ -311,8 +311,7 @@ def compared(case: Case, x: Inputs, got: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", CASES + PACKED, ids=str)
+@pytest.mark.parametrize(("case", "deterministic"), in_turn(CASES + PACKED, False, True), ids=str)
 def test_gradients(case: Case, deterministic: bool) -> None:
     x = make_inputs(case)
     o, lse = forward(case, x)
@@ -406,8 +405,9 @@ def test_captured_calls(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("start", [64, 128])
-@pytest.mark.parametrize("case", [CASES[2], CASES[6], PACKED[1], PACKED[4]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "start"), in_turn([CASES[2], CASES[6], PACKED[1], PACKED[4]], 64, 128, 128, 64), ids=str
+)
 def test_passes_that_share(case: Case, start: int) -> None:
     """Row sums and accumulators of the caller's for both passes, as the layer calls them."""
     from flash_attn.cute.interface import _flash_attn_bwd
