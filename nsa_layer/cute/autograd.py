@@ -19,7 +19,7 @@ from nsa_layer.fork import require_patched
 
 require_patched()
 
-from flash_attn.cute.own_device import on_own_device  # noqa: E402
+from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
 from nsa_layer.cute.backward import WeightGradients, backward  # noqa: E402
 from nsa_layer.cute.forward import Inputs, SavedForBackward, forward  # noqa: E402
 
@@ -45,8 +45,8 @@ def attend(
     """The operator on the kernels; arguments as `nsa` has checked them.
 
     Args:
-        memory: what the call may take.
-        needs_grad: whether backward may follow: what has to be saved for it.
+        memory: limits of the call's memory.
+        needs_grad: save what backward needs.
     """
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(

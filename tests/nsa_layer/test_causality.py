@@ -25,7 +25,8 @@ CONFIGS = {
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_causal(backend: str, config: NSAConfig, gate: str) -> None:
     case = Case(B=2, T=150, D=8, config=config, gate=gate, compress_weights=True)
-    for t in TIMES:
+    times = TIMES[len(gate) % 2 :: 2] if backend == "eager" else TIMES[len(gate) % 5 :: 5]
+    for t in times:
         assert_forward_causal(case, backend, t)
         assert_backward_causal(case, backend, t)
 

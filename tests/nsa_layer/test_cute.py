@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from nsa_layer import NSAConfig, nsa
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs, run
+from nsa_tools.testing.covering_calls import covering
 
 pytestmark = pytest.mark.gpu
 
@@ -38,17 +40,17 @@ def whole_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 127, 300, 1000])
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("G", [1, 2, 4, 8, 16])
-def test_kernels(G: int, D: int, dtype: torch.dtype, packed: bool, T: int) -> None:
-    lengths = (T, 0, 70, T // 2 + 1) if packed else None
-    config = NSAConfig(block_counts=6, window_size=200)
-    case = Case(
-        B=2, T=T, Hq=2 * G, Hkv=2, D=D, dtype=dtype, lengths=lengths, config=config, compress_weights=T % 2 == 0
-    )
+SIZES = dict(G=(1, 2, 4, 8, 16), T=(1, 63, 64, 65, 127, 300, 1000), D=(64, 128), dtype=DTYPES, packed=(False, True))
+PAIRS = covering([tuple(zip(SIZES, values)) for values in itertools.product(*SIZES.values())], 2)
+
+
+@pytest.mark.parametrize("sizes", map(dict, PAIRS), ids=str)
+def test_kernels(sizes: dict) -> None:
+    """Sizes of which every two meet."""
+    T, G = sizes["T"], sizes["G"]
+    lengths = (T, 0, 70, T // 2 + 1) if sizes["packed"] else None
+    static = dict(lengths=lengths, config=NSAConfig(block_counts=6, window_size=200), compress_weights=T % 2 == 0)
+    case = Case(B=2, T=T, Hq=2 * G, Hkv=2, D=sizes["D"], dtype=sizes["dtype"], **static)
     assert_close_to_reference(case, "cute", "cuda")
 
 
@@ -63,21 +65,20 @@ def test_one_list_of_one_tile(T: int) -> None:
     "T,G,D,dtype",
     [
         (4096, 1, 128, torch.float16),
-        (4096, 2, 64, torch.bfloat16),
         (4096, 8, 128, torch.bfloat16),
         (4096, 16, 64, torch.float16),
         (8193, 1, 64, torch.float16),
         (8193, 4, 128, torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.usefixtures("whole_gpu")
-def test_kernels_at_length(T: int, G: int, D: int, dtype: torch.dtype, packed: bool) -> None:
-    lengths = (T, 300) if packed else None
-    case = Case(T=T, Hq=G, Hkv=1, D=D, dtype=dtype, lengths=lengths)
+def test_kernels_at_length(T: int, G: int, D: int, dtype: torch.dtype) -> None:
+    case = Case(T=T, Hq=G, Hkv=1, D=D, dtype=dtype, lengths=(T, 300) if G in (4, 16) else None)
     assert_close_to_reference(case, "cute", "cuda")
 
 
+PACK, SIX = (300, 1, 0, 513, 64, 129), NSAConfig(block_counts=6)
+DETERMINISTIC = SIX.replace(deterministic=True)
 OPTIONS = [
     dict(config=NSAConfig(block_size=16, block_counts=20)),
     dict(config=NSAConfig(block_size=32, block_stride=16)),
@@ -97,18 +98,41 @@ OPTIONS = [
     dict(Hq=5, Hkv=1, B=3, T=500),
     dict(Hq=6, Hkv=2, T=4000, config=NSAConfig(block_counts=7)),
     dict(lengths=tuple(range(40))),
+    dict(T=40),
+    dict(Hq=4, Hkv=4, lengths=PACK),
+    dict(Hq=8, Hkv=1, T=1500, dtype=torch.float16),
+    dict(T=2000, config=SIX.replace(block_size=128)),
+    dict(lengths=(1300, 0, 1, 699), config=SIX.replace(block_size=128)),
+    dict(T=2000, config=SIX),
 ]
+ON_HOPPER = [
+    dict(config=DETERMINISTIC),
+    dict(config=DETERMINISTIC, lengths=(700, 0, 1, 299)),
+    dict(config=DETERMINISTIC, Hkv=4),
+    dict(config=DETERMINISTIC.replace(block_size=128), lengths=PACK),
+    dict(config=DETERMINISTIC.replace(block_size=256), lengths=(700, 333)),
+]
+
+
+def assert_options(D: int, options: dict) -> None:
+    case = Case(**(dict(T=1000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, compress_weights=True) | options))
+    assert_close_to_reference(case, "cute", "cuda")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("D", [64, 128])
 def test_options(D: int, options: dict) -> None:
-    case = Case(**(dict(T=1000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, compress_weights=True) | options))
-    assert_close_to_reference(case, "cute", "cuda")
+    assert_options(D, options)
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("options", ON_HOPPER, ids=str)
 @pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_deterministic_gradients(D: int, options: dict) -> None:
+    assert_options(D, options)
+
+
+@pytest.mark.parametrize(("block_size", "D"), [(16, 64), (64, 128), (128, 64)])
 def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> None:
     """Its keys and values are made huge: a tile of the kernels holds it too, yet everything keeps its bits."""
     from flash_attn.cute.interface import _flash_attn_bwd
@@ -170,16 +194,6 @@ def test_later_tokens_change_nothing_earlier(D: int, lengths: tuple[int, ...] | 
             assert grad[index].eq(0).all(), f"o up to {t} has a gradient in {name} after {t}"
 
 
-def test_forward_gives_the_same_bits_twice() -> None:
-    case = Case(T=3000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig(deterministic=True))
-    inputs = make_inputs(case, "cuda")
-    with torch.no_grad():
-        first, second = (
-            nsa(inputs.q, inputs.k, inputs.v, gate_weight=inputs.gate_weight, config=case.config) for _ in range(2)
-        )
-    assert torch.equal(first, second)
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("lengths", [None, (1500, 1, 0, 2500)], ids=["batch", "packed"])
 @pytest.mark.parametrize("options", [dict(D=64), dict(D=128), dict(D=128, Hkv=4), dict(D=128, Hkv=1)], ids=str)
@@ -197,25 +211,6 @@ def test_deterministic_gradients_have_the_same_bits(options: dict, lengths: tupl
         again = run("cute", inputs)
         for name, x in again.tensors().items():
             assert torch.equal(x, first.tensors()[name]), f"{name} has other bits in run {turn}"
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("lengths", [None, (700, 0, 1, 299)], ids=["batch", "packed"])
-@pytest.mark.parametrize("options", [dict(D=64), dict(D=128), dict(D=128, Hkv=4)], ids=str)
-def test_deterministic_gradients(options: dict, lengths: tuple[int, ...] | None) -> None:
-    config = NSAConfig(deterministic=True, block_counts=6)
-    shape = dict(T=1000, Hq=4, Hkv=2, dtype=torch.bfloat16) | options
-    assert_close_to_reference(Case(**shape, lengths=lengths, config=config), "cute", "cuda")
-
-
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("lengths", [None, (1300, 0, 1, 699)], ids=["batch", "packed"])
-@pytest.mark.parametrize("block_size", [64, 128])
-@pytest.mark.parametrize("D", [64, 128])
-def test_tiles_of_either_width_in_backward(D: int, block_size: int, lengths: tuple[int, ...] | None) -> None:
-    config = NSAConfig(block_size=block_size, block_counts=6)
-    case = Case(T=2000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, lengths=lengths, config=config)
-    assert_close_to_reference(case, "cute", "cuda")
 
 
 def test_strided_inputs() -> None:

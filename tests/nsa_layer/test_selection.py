@@ -84,7 +84,7 @@ EXACT = Case(T=150, Hq=2, Hkv=2, D=16, config=SMALL, integers=True)
     ids=repr,
 )
 def test_exact_scores(backend: str, causal: bool, changes: dict[str, object]) -> None:
-    for seed in range(3):
+    for seed in range(2 if backend == "eager" else 1):
         # Not causal, the last tile asks with a mean over its own tokens: as many as a power of two.
         case = replace(EXACT, T=152, causal=causal, seed=seed, config=EXACT.config.replace(**changes))
         if case.config.q_tile == 16 or causal:

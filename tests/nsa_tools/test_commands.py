@@ -73,23 +73,31 @@ def test_closed_pipe_ends_a_command_without_a_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"),
-    [("bench", "tabulate"), ("bench", "tqdm"), ("demo", "safetensors"), ("demo", "matplotlib"), ("check", "tabulate")],
+    ("name", "missing", "given"),
+    [
+        ("bench", "tabulate", TINY),
+        ("bench", "tqdm", TINY),
+        ("bench", "matplotlib", [*TINY, "--chart=a.png"]),
+        ("check", "tabulate", TINY),
+        ("demo", "safetensors", ["--device=cpu"]),
+        ("demo", "matplotlib", ["--device=cpu"]),
+        ("inspect", " ".join(commands.TOOLS_EXTRA), []),
+    ],
 )
-def test_missing_extra_is_one_line_that_names_it(name: str, missing: str) -> None:
-    result = command(name, *(TINY if name != "demo" else ["--device=cpu"]), before=f"sys.modules['{missing}'] = None")
-    assert result.returncode == 2 and not result.stdout
-    assert result.stderr == f"{name} needs the tools extra: pip install 'flash-attn-4[tools]'\n"
-
-
-def test_chart_without_its_extra_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    result = command("bench", *TINY, f"--chart={tmp_path}/a.png", before="sys.modules['matplotlib'] = None")
-    assert result.returncode == 2 and "bench needs the tools extra" in result.stderr and not result.stdout
-
-
-def test_inspect_needs_no_extra() -> None:
-    without = "; ".join(f"sys.modules['{name}'] = None" for name in commands.TOOLS_EXTRA)
-    assert command("inspect", before=without).returncode == 0
+def test_missing_extra_is_one_line_that_names_it(
+    name: str, missing: str, given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything runs; and `inspect` needs none."""
+    for module in [m for m in sys.modules if m.startswith("nsa_tools.") and m != "nsa_tools.commands"]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in {*missing.split(), *(m for m in sys.modules if m.partition(".")[0] in missing.split())}:
+        monkeypatch.setitem(sys.modules, module, None)
+    status, said = commands.main([name, *given]), capsys.readouterr()
+    if name == "inspect":
+        assert status == 0 and not said.err
+    else:
+        assert status == 2 and not said.out
+        assert said.err == f"{name} needs the tools extra: pip install 'flash-attn-4[tools]'\n"
 
 
 def test_other_missing_modules_are_not_called_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

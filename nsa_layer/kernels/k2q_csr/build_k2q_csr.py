@@ -6,7 +6,8 @@ first. Launched twice: for the counts, then, once the rows' starts are known, fo
 
 With deterministic order, key tiles are launched and add to dq from right to left: an entry's semaphore value is the
 number of listed key tiles to its right. A row is visited by rising semaphore value, later query tiles first among
-equals, the order that `flash_attn.cute.write_order.sorted_walk` defines: here by a stable counting sort of one warp.
+equals, the order that `flash_attn.cute.lists.write_order.sorted_walk` defines: here by a stable counting sort of one
+warp.
 
 Memory is proportional to nnz. All lists are read for every bitmap, and a bitmap of 192 KB holds the fewer key tiles the
 more query tiles there are: 0.4 GB out of the L2 for a million tokens and 8 heads, 23 GB for four million.
@@ -28,11 +29,11 @@ FEW_WORDS, MANY_WORDS = 8 << 10, 48 << 10  # of 32 bits, in a CTA's bitmap
 MAX_SEMAPHORES = 512
 SEMAPHORE_SHIFT = 22  # a query tile's number stands below, its semaphore value above
 ITEM = 8  # numbers of a plan item
-FILLERS = 1024  # CTAs, at most, that fill what a plan has room for beyond its items
+FILLERS = 1024  # CTAs, at most, that fill a plan's unused room
 
 
 class BuildK2qCsr:
-    """Counts of each key tile's query tiles; or with `fills` the entries, semaphore values and plan items.
+    """Row counts of the transposed lists; with `fills` their entries, semaphore values and plan items.
 
     Args:
         words: of the bitmap.
@@ -319,7 +320,7 @@ class BuildK2qCsr:
         start: Int64,
         lane: Int32,
     ):
-        """The plan items of a row for all query heads that have this list.
+        """Write a row's plan items for all query heads of this list.
 
         Items lie head by head, a sequence's rows side by side: from right to left where the order of adds is fixed.
 

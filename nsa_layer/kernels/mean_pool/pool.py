@@ -1,9 +1,9 @@
-"""Block means of k and v, and the way back: one launch each, limited by memory only.
+"""Mean pooling of blocks of k and v, and its backward, one memory-bound launch each.
 
 A thread block has a few consecutive blocks of one head. Its threads sum segments of m tokens, m a divisor of the
 stride, 16 bytes of a row a thread; a mean is then a sum of consecutive segments in shared memory, so that blocks which
 overlap share their tokens' reads. Backward, all tokens of a stride get the same gradient: it is summed once for m of
-them. What is summed is scaled before (`mean_scale`), so that sums stay in the range of fp32 where means do.
+them. Terms are scaled before they are summed (`mean_scale`), so that sums stay in the range of fp32 where means do.
 """
 
 from typing import Optional
@@ -39,6 +39,7 @@ from nsa_layer.kernels.varlen_rows import (
     tiles_and_batch,
     vector,
 )
+from nsa_layer.support import check_rows
 
 Tensor = torch.Tensor
 
@@ -148,7 +149,7 @@ class PoolKernel:
         count: Int32,
         plan: cutlass.Constexpr[Segments],
     ):
-        """Two elements a thread: mean, mean_too: [Tc, D]."""
+        """Write two elements a thread; mean and mean_too are [Tc, D]."""
         pairs, unscaled = mean.shape[1] // 2, self.pooling.l / mean_scale(self.pooling.l)
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(-(-plan.blocks * pairs // THREADS)):
@@ -263,7 +264,7 @@ def pool(
         k_dtypes: the means of k are written in each of them; one or two.
         cu_seqlens, cu_blocks: packed: int32 starts of each sequence's tokens, and of its blocks; read on the GPU.
         total_blocks: packed: ``cu_blocks[-1]``.
-        out: what is returned, if it exists already; heads and rows may have any stride.
+        out: written and returned, if given; heads and rows may have any stride.
 
     Returns:
         The means of k, one tensor for each of `k_dtypes`, and those of v: [B, Tc, H, D], packed [total_blocks, H, D].
@@ -273,7 +274,7 @@ def pool(
     """
     packed = cu_seqlens is not None
     D, Dv = k.shape[-1], v.shape[-1]
-    _check(k.dtype, D, Dv)
+    check_rows("k and v", k.dtype, D, Dv)
     if len(k_dtypes) not in (1, 2):
         raise ValueError(f"k_dtypes must be one or two dtypes, got {k_dtypes}")
     if out is None:
@@ -302,21 +303,21 @@ def unpool(
     out_k: Optional[Tensor] = None,
     out_v: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """The transpose of `pool` in one launch: the gradient of every token, 0 in no complete block; rounded once.
+    """Backward of `pool` in one launch: the gradient of every token, rounded once; 0 outside of complete blocks.
 
     Args:
         dk_cmp, dv_cmp: gradients of the means, [B, Tc, H, D] and [B, Tc, H, Dv], fp16, bf16 or fp32; packed:
             [total_blocks, H, ...].
         like_k, like_v: tensors of k's and v's shape and dtype, of which nothing else is taken.
         cu_seqlens, cu_blocks: as in `pool`.
-        out_k, out_v: what is returned, if it exists already; heads and tokens may have any stride.
+        out_k, out_v: written and returned, if given; heads and tokens may have any stride.
 
     Raises:
         NotImplementedError: a dtype or head dimension has no kernel.
     """
     packed = cu_seqlens is not None
     D, Dv = like_k.shape[-1], like_v.shape[-1]
-    _check(like_k.dtype, D, Dv)
+    check_rows("k and v", like_k.dtype, D, Dv)
     dk = like_k.new_empty(like_k.shape) if out_k is None else out_k
     dv = like_v.new_empty(like_v.shape) if out_v is None else out_v
     if dk_cmp.shape[-3] == 0:
@@ -324,13 +325,6 @@ def unpool(
     key = (block_size, stride, dk_cmp.dtype, dv_cmp.dtype, dk.dtype, dv.dtype, D, Dv, packed)
     launch("unpool", key, lambda: _compile_unpool(*key), dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)
     return dk, dv
-
-
-def _check(dtype: torch.dtype, D: int, Dv: int) -> None:
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise NotImplementedError(f"k and v must be float16 or bfloat16 to be pooled on a GPU, got {dtype}")
-    if D not in (64, 128) or Dv not in (64, 128):
-        raise NotImplementedError(f"head dimensions must be 64 or 128 to be pooled on a GPU, got {D} and {Dv}")
 
 
 def _compile_pool(

@@ -128,9 +128,9 @@ def made(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
 
 def assert_right(case: Case) -> None:
     """Every row and item, in order, is that of PyTorch."""
-    from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward
     from flash_attn.cute.block_lists import transpose_lists
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.lists.backward_plan import RIGHT_TO_LEFT, plan_backward
 
     parts = choice(case)
     forward, backward = (to_cpu(lists) for lists in made(case, parts))
@@ -204,7 +204,7 @@ def to_cpu(lists):
     return lists._replace(**{k: t.cpu() for k, t in lists._asdict().items() if isinstance(t, torch.Tensor)})
 
 
-def compile_lists(fields_of_case: dict) -> None:
+def trace_lists(fields_of_case: dict) -> None:
     """In a compiling worker: everything that `made` launches."""
     from nsa_layer.kernels.k2q_csr.make_lists import backward_lists, forward_lists
 
@@ -224,9 +224,9 @@ def compile_lists(fields_of_case: dict) -> None:
     backward_lists(lists, case.lengths[0], case.heads, **case.static, **options, **packing)
 
 
-@pytest.mark.parametrize("case", [*CASES[:3], *CASES[6:11], *CASES[12:20], CASES[21], CASES[22]], ids=str)
-def test_compiles(compiler: Worker, case: Case) -> None:
-    compiler.run(compile_lists, asdict(case))
+@pytest.mark.parametrize("case", [CASES[0], CASES[9], CASES[15]], ids=str)
+def test_kernels_are_traced(compiler: Worker, case: Case) -> None:
+    compiler.trace(trace_lists, asdict(case))
 
 
 @pytest.mark.gpu
@@ -248,5 +248,5 @@ def widths_of_rows(T: int, block_size: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("T", "block_size"), [(257, 256), (890, 256), (100, 512), (1024, 256)])
 def test_no_more_room_than_the_sequence_has_tiles(compiler: Worker, T: int, block_size: int) -> None:
     """The last block may reach past the end: its tiles there are no entries, and attention refuses room for them."""
-    width, tiles = compiler.run(widths_of_rows, T, block_size)
+    width, tiles = compiler.trace(widths_of_rows, T, block_size)
     assert width == tiles

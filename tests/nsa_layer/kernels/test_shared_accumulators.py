@@ -1,0 +1,62 @@
+"""The gradient accumulators of the branches' backward calls: which of them are one, for each kind of call."""
+
+# What runs in a worker is imported there, so nothing up here may ask for the kernels.
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from nsa_layer import NSAConfig
+
+PACKED = (300, 1, 0, 513, 64, 129)
+DETERMINISTIC = NSAConfig(deterministic=True)
+
+
+def accumulators(changes: dict) -> tuple[int, int, int]:
+    """In a worker: the counts of accumulators of dq and of dk, and the rows of a tile of row sums."""
+    from unittest.mock import patch
+
+    from nsa_layer import compile_ahead
+    from nsa_layer.cute import backward
+
+    call = dict(B=2, T=1000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig()) | changes
+    if lengths := call.get("lengths"):
+        call |= dict(T=sum(lengths), B=1)
+    made, original = [], backward.backward_layouts
+
+    def noted(*args: object, **options: object) -> object:
+        made.append(original(*args, **options))
+        return made[-1]
+
+    with patch.object(backward, "backward_layouts", noted), compile_ahead._lookups(lambda *asked: True):
+        for _ in range(2):
+            compile_ahead.make_call(compile_ahead.CallShape(Dv=call["D"], **call))
+    assert made[0] is made[1], "layouts are looked up where the same call came before"
+    of_tokens = {x.dk and x.dk.place for x in made[0].calls[-2:]} - {None}
+    return len({x.dq.place for x in made[0].calls}), len(of_tokens), made[0].tile_m
+
+
+ON_HOPPER = [
+    ({}, (1, 1, 64)),
+    (dict(D=64), (1, 1, 128)),
+    (dict(config=NSAConfig(block_size=128)), (1, 1, 64)),
+    (dict(config=DETERMINISTIC), (1, 1, 64)),
+    (dict(config=DETERMINISTIC.replace(block_size=128)), (1, 1, 64)),
+    (dict(lengths=PACKED), (1, 1, 64)),
+    (dict(lengths=PACKED, D=64), (1, 1, 128)),
+    (dict(Hq=4, Hkv=4), (1, 0, 64)),
+    # The compressed branch's kernel has tiles of 80 queries, with registers the other way round.
+    (dict(causal=False), (2, 1, 320)),
+    (dict(T=40), (1, 1, 64)),
+]
+ON_BLACKWELL = [(dict(D=64), (1, 1, 128)), ({}, (2, 1, 128)), (dict(lengths=PACKED), (2, 2, 128))]
+
+
+@pytest.mark.parametrize(("arch", "cases"), [("sm_90", ON_HOPPER), ("sm_100", ON_BLACKWELL)])
+def test_branches_share_accumulators(_kernel_workers: Callable[[str], Worker], arch: str, cases: list) -> None:
+    """All where the kernels pair CTAs alike, and none of dk without GQA, where each call stores its own."""
+    found = [_kernel_workers(arch).run(accumulators, changes) for changes, _ in cases]
+    assert found == [expected for _, expected in cases]
