@@ -29,7 +29,7 @@ def inputs(*lead: int, head_dim: int = D) -> Inputs:
 
 def ordered_plan(backward: Any, T: int) -> Any:
     """Backward lists with a deterministic plan."""
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     options = dict(num_heads=HQ, num_heads_kv=HKV, num_q_blocks=T // BLOCK)
     return plan_backward(backward, deterministic=True, schedule="longest first", **options)
@@ -41,9 +41,9 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
     "backward" and "deterministic" are calls as a user makes them, who gives lists of both directions, without a plan;
     "planned" and "deterministic, planned" the same with one. The others say how many passes they take.
     """
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.fwd_sm90.persistence import room
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-    from flash_attn.cute.list_overlap import room
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     q, k, v, do = tensors
     forward, backward = lists
@@ -94,8 +94,8 @@ class Setup:
     @classmethod
     def of(cls, case: Case) -> Setup:
         """As the case's own lists have it."""
-        from flash_attn.cute.list_overlap import room
-        from flash_attn.cute.two_pass_backward import walks_group
+        from flash_attn.cute.bwd_sm90.two_pass import walks_group
+        from flash_attn.cute.fwd_sm90.persistence import room
 
         forward, backward = case.lists()
         q, v = (torch.empty(1, case.T, H, case.head_dim, device="meta") for H in (HQ, HKV))
@@ -140,11 +140,13 @@ def compile_dense() -> None:
 @contextmanager
 def _kernels_of(setup: Setup) -> Iterator[None]:
     """Make calls on a case's few blocks compile the kernels of its own lists."""
-    from flash_attn.cute import flash_bwd_dq_sm90, list_overlap, two_pass_backward
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+    from flash_attn.cute.bwd_sm90 import two_pass
+    from flash_attn.cute.fwd_sm90 import persistence
 
     with ExitStack() as undo:
-        undo.enter_context(patch.object(two_pass_backward, "WALKS_GROUP", setup.groups))
-        for module in (list_overlap, flash_bwd_dq_sm90) if setup.wide else ():
+        undo.enter_context(patch.object(two_pass, "WALKS_GROUP", setup.groups))
+        for module in (persistence, bwd_dq_interface) if setup.wide else ():
             undo.enter_context(patch.object(module, "MOST_ENTRIES", 0))
         yield
 

@@ -105,7 +105,7 @@ def selected_in_sequences(lengths: list[int], listed: int, *, packed: bool, cut:
         cut: padded lists hold nothing past a sequence's end; without it, every sequence has the longest's lists.
     """
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.packed_lists import cu_total_blocks
+    from flash_attn.cute.lists.formats import cu_total_blocks
 
     longest = max(lengths)
     of_longest = Case("selected", -(-longest // BLOCK) * BLOCK, listed)

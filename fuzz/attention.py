@@ -128,7 +128,7 @@ def in_two_passes(case: Attention) -> bool:
     kind = case.kind
     if not passes_by_room(kind):
         return two_passes(kind)
-    from flash_attn.cute.list_overlap import room
+    from flash_attn.cute.fwd_sm90.persistence import room
 
     nothing = torch.empty(0)
     call = Call(case, nothing, nothing, nothing, nothing, None, block_tables(case))
@@ -147,7 +147,7 @@ def ordered_adds(case: Attention) -> bool:
 
 
 def _planned(call: Call, lists: Any) -> Any:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     kind, N = call.case.kind, lists.mask_block_cnt.shape[-1]
     schedule: Any = call.case.launch
@@ -177,7 +177,7 @@ def launched(case: Attention, listed: Table) -> list[int]:
 
 
 def _ordered(call: Call, lists: Any) -> Any:
-    from flash_attn.cute.write_order import compute_dq_write_order
+    from flash_attn.cute.lists.write_order import compute_dq_write_order
 
     spt = _right_to_left(call.case)
     listed, full = (torch.cat(parts) for parts in zip(*call.blocks, strict=True))

@@ -29,7 +29,7 @@ def _no_tail(original: Callable) -> Callable:
 
 @fault(
     "kernel: classification off by one",
-    "flash_attn.cute.compress:CompressedCausal.keys_seen_by",
+    "flash_attn.cute.compressed_causal.mask:CompressedCausal.keys_seen_by",
     "attention.is",
     needs=GPU,
     seconds=120.0,
@@ -42,7 +42,7 @@ def _seen(original: Callable) -> Callable:
 
 @fault(
     "kernel: dropped entry",
-    "flash_attn.cute.query_walk:QueryWalk.create",
+    "flash_attn.cute.bwd_sm90.query_loop:QueryWalk.create",
     "attention.is",
     needs=GPU,
     seconds=120.0,
@@ -65,7 +65,7 @@ def _dropped(original: Callable) -> Callable:
 
 @fault(
     "kernel: first sequence's rows",
-    "flash_attn.cute.list_rows:find_row",
+    "flash_attn.cute.lists.rows:find_row",
     "attention.is",
     needs=GPU,
     seconds=120.0,
@@ -83,7 +83,7 @@ def _rows(original: Callable) -> Callable:
 
 @fault(
     "kernel: loads past the end",
-    "flash_attn.cute.bounded_loads:bounded",
+    "flash_attn.cute.runtime.bounded_loads:bounded",
     "relations.neighbours",
     needs=GPU,
     seconds=120.0,
@@ -96,7 +96,7 @@ def _past_the_end(original: Callable) -> Callable:
 
 @fault(
     "kernel: dq loses its last step",
-    "flash_attn.cute.key_walk:KeyWalk.create",
+    "flash_attn.cute.bwd_dq_sm90.loads:KeyWalk.create",
     "attention.is",
     needs=GPU,
     seconds=120.0,

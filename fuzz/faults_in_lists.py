@@ -10,19 +10,19 @@ import torch
 from fuzz.mutations import fault
 
 
-@fault("classification off by one", "flash_attn.cute.compress:keys_seen_by", "compress")
+@fault("classification off by one", "flash_attn.cute.compressed_causal.mask:keys_seen_by", "compress")
 def _seen(original: Callable) -> Callable:
     """A row sees one key too many: its own tile is visited too late, or a masked pair goes without a mask."""
     return lambda row, factor, offset: original(row, factor, offset) + (1 if row % 5 == 4 else 0)
 
 
-@fault("first row off by one", "flash_attn.cute.compress:first_row_seeing", "compress")
+@fault("first row off by one", "flash_attn.cute.compressed_causal.mask:first_row_seeing", "compress")
 def _first_row(original: Callable) -> Callable:
     """Backward starts one query late for every key."""
     return lambda key, factor, offset: original(key, factor, offset) + 1
 
 
-@fault("shares overlap", "flash_attn.cute.compress_schedule:query_shares", "compress")
+@fault("shares overlap", "flash_attn.cute.compressed_causal.schedule:query_shares", "compress")
 def _shares(original: Callable) -> Callable:
     """The last of several shares of the queries is left out."""
 
@@ -46,7 +46,9 @@ def _dropped(original: Callable) -> Callable:
     return wrong
 
 
-@fault("swapped write order", "flash_attn.cute.write_order:compute_dq_write_order", "lists.write order", "lists.walk")
+@fault(
+    "swapped write order", "flash_attn.cute.lists.write_order:compute_dq_write_order", "lists.write order", "lists.walk"
+)
 def _swapped(original: Callable) -> Callable:
     """The first two key blocks that add to a query block have each other's lock value."""
 
@@ -61,7 +63,10 @@ def _swapped(original: Callable) -> Callable:
 
 
 @fault(
-    "launch order ignored", "flash_attn.cute.write_order:as_launch_order", "schedule.right orders", "lists.write order"
+    "launch order ignored",
+    "flash_attn.cute.lists.write_order:as_launch_order",
+    "schedule.right orders",
+    "lists.write order",
 )
 def _ignored(original: Callable) -> Callable:
     """Lock values follow the key blocks' numbers whatever their launch is: the GPU would hang."""
@@ -73,13 +78,13 @@ def _ignored(original: Callable) -> Callable:
     return wrong
 
 
-@fault("walk by block", "flash_attn.cute.write_order:sorted_walk", "lists.walk")
+@fault("walk by block", "flash_attn.cute.lists.write_order:sorted_walk", "lists.walk")
 def _by_block(original: Callable) -> Callable:
     """Among equal lock values the walk goes the other way."""
     return lambda entries, locks, descending, M: original(entries, locks, not descending, M)
 
 
-@fault("plan loses the remainder", "flash_attn.cute.backward_plan:_items", "lists.plan", "schedule.plans")
+@fault("plan loses the remainder", "flash_attn.cute.lists.backward_plan:_items", "lists.plan", "schedule.plans")
 def _remainder(original: Callable) -> Callable:
     """The last entry of the last item of a walk that is cut is not dealt out."""
 
@@ -93,7 +98,7 @@ def _remainder(original: Callable) -> Callable:
     return wrong
 
 
-@fault("turns forgotten", "flash_attn.cute.backward_plan:_items", "schedule.plans", "lists.plan")
+@fault("turns forgotten", "flash_attn.cute.lists.backward_plan:_items", "schedule.plans", "lists.plan")
 def _turns(original: Callable) -> Callable:
     """All items that add to the same dk and dv believe to be first."""
 
@@ -124,7 +129,7 @@ def _across(original: Callable) -> Callable:
     return wrong
 
 
-@fault("blind to duplicates", "flash_attn.cute.list_validation:_indices", "lists.wrong", "packed.wrong")
+@fault("blind to duplicates", "flash_attn.cute.lists.validate:_indices", "lists.wrong", "packed.wrong")
 def _blind(original: Callable) -> Callable:
     """The check of lists overlooks a block that is listed twice."""
 
@@ -135,7 +140,7 @@ def _blind(original: Callable) -> Callable:
     return wrong
 
 
-@fault("blind to lock values", "flash_attn.cute.list_validation:_locks", "lists.wrong")
+@fault("blind to lock values", "flash_attn.cute.lists.validate:_locks", "lists.wrong")
 def _blind_locks(original: Callable) -> Callable:
     """The check of lists takes any lock values."""
 
@@ -146,7 +151,7 @@ def _blind_locks(original: Callable) -> Callable:
     return wrong
 
 
-@fault("tails cut off", "flash_attn.cute.packed_lists:cu_total_blocks", "packed")
+@fault("tails cut off", "flash_attn.cute.lists.formats:cu_total_blocks", "packed")
 def _tails(original: Callable) -> Callable:
     """Blocks of a packed sequence are counted without its short last one."""
 

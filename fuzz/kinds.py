@@ -97,10 +97,10 @@ def heads_of_a_cta(case: Attention, sms: int = 132) -> int:
     kind = case.kind
     if kind.lists or kind.mask != "window" or kind.D > 128 or fork_status().kind == "stock":
         return 1
-    from flash_attn.cute.head_schedule import heads_per_cta
+    from flash_attn.cute.bwd_sm90.two_pass import window_heads_per_cta
 
     T_q, T_k = (tuple(pair[side] for pair in case.lengths) for side in (0, 1))
-    return heads_per_cta(
+    return window_heads_per_cta(
         case.window,
         (sum(T_q), sum(T_k)) if kind.packed else (T_q[0], T_k[0]),
         batch=1 if kind.packed else len(case.lengths),

@@ -116,10 +116,10 @@ def _nothing_on_disk() -> Iterator[None]:
 
 def _import_kernels() -> None:
     """All that a kernel would otherwise import when it is compiled: within, it would take the fault and keep it."""
-    classes = sys.modules.get("flash_attn.cute.kernel_classes")
+    classes = sys.modules.get("flash_attn.cute.runtime.lazy_imports")
     if classes is None:
         return
-    from flash_attn.cute.deferred import Deferred
+    from flash_attn.cute.runtime.lazy_imports import Deferred
 
     for value in vars(classes).values():
         if isinstance(value, Deferred):

@@ -1,4 +1,4 @@
-"""What each backend does on each architecture: one table, from which every refusal and every choice is made."""
+"""What the kernels support on each architecture: the tables that every refusal and every choice of a backend reads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from functools import lru_cache
 import torch
 
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.torch_block_lists import KV_TILE
 
 BACKENDS = {"cute": "nsa_layer.cute.autograd", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
 ARCHITECTURES = (90, 100)
+KV_TILE = 128  # tokens of the kernels' key/value tile
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+# (D, Dv) of attention, and where the kernels take it.
+HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
+ROW_LENGTHS = {D for dims, archs in HEAD_DIMS.items() if archs for D in dims}
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the kernels are asked for."""
+    """A call, as far as its support depends on it."""
 
     arch: int
     dtype: torch.dtype
@@ -31,11 +35,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the table: what it is called, who asks for it, and on which architectures the kernels have it."""
+    """A row of the table: a name, a test of the calls that ask for it, and the architectures that have it."""
 
     name: str
     asked: Callable[[Request], bool]
     archs: tuple[int, ...] = ARCHITECTURES
+
+
+def _is_dtype(dtype: torch.dtype) -> Callable[[Request], bool]:
+    return lambda r: r.dtype is dtype
+
+
+def _has_dims(dims: tuple[int, int]) -> Callable[[Request], bool]:
+    return lambda r: (r.D, r.Dv) == dims
 
 
 def _tiles_fit(c: NSAConfig) -> bool:
@@ -43,19 +55,10 @@ def _tiles_fit(c: NSAConfig) -> bool:
 
 
 FEATURES = (
-    Feature("dtype float16", lambda r: r.dtype is torch.float16),
-    Feature("dtype bfloat16", lambda r: r.dtype is torch.bfloat16),
-    Feature("dtype float32", lambda r: r.dtype is torch.float32, ()),
-    Feature("dtype float64", lambda r: r.dtype is torch.float64, ()),
-    Feature("head dimension (64, 64)", lambda r: (r.D, r.Dv) == (64, 64)),
-    Feature("head dimension (128, 128)", lambda r: (r.D, r.Dv) == (128, 128)),
-    Feature("head dimension (96, 96)", lambda r: (r.D, r.Dv) == (96, 96), ()),
-    Feature("head dimension (192, 128)", lambda r: (r.D, r.Dv) == (192, 128), ()),
-    Feature(
-        "any other head dimension",
-        lambda r: (r.D, r.Dv) not in ((64, 64), (96, 96), (128, 128), (192, 128)),
-        (),
-    ),
+    *(Feature(f"dtype {str(dtype)[6:]}", _is_dtype(dtype), ARCHITECTURES) for dtype in KERNEL_DTYPES),
+    *(Feature(f"dtype {str(dtype)[6:]}", _is_dtype(dtype), ()) for dtype in (torch.float32, torch.float64)),
+    *(Feature(f"head dimension {dims}", _has_dims(dims), archs) for dims, archs in HEAD_DIMS.items()),
+    Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
     Feature("block_size that divides 128 or is a multiple of it", lambda r: _tiles_fit(r.config)),
     Feature("any other block_size", lambda r: not _tiles_fit(r.config), ()),
     Feature("q_tile a multiple of 128", lambda r: r.config.q_tile % 128 == 0),
@@ -102,6 +105,15 @@ def _device_arch(forced: str | None, index: int | None) -> int:
 def kernel_family(arch: int) -> int:
     """90 for every Hopper part, 100 for every datacenter Blackwell part, else the architecture itself."""
     return {9: 90, 10: 100}.get(arch // 10, arch)
+
+
+def check_rows(what: str, dtype: torch.dtype, *lengths: int) -> None:
+    """Raise NotImplementedError unless the layer's own kernels take rows of these lengths in this dtype."""
+    if dtype not in KERNEL_DTYPES or not ROW_LENGTHS.issuperset(lengths):
+        raise NotImplementedError(
+            f"{what} of {dtype} with head dimensions {' and '.join(map(str, lengths))}: the kernels take float16 and "
+            f"bfloat16, and {' and '.join(map(str, sorted(ROW_LENGTHS)))}"
+        )
 
 
 @lru_cache(maxsize=1024)

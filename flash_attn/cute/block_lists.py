@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute import list_arguments
-from flash_attn.cute.backward_plan import plan_backward
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.list_arguments import fields
-from flash_attn.cute.list_entries import FlatEntries, distinct_lists, flat_entries, scatter
-from flash_attn.cute.list_validation import validate_lists
-from flash_attn.cute.packed_entries import packed_write_order
-from flash_attn.cute.packed_lists import cu_total_blocks
-from flash_attn.cute.write_order import compute_dq_write_order
+from flash_attn.cute.lists import entries as list_entries
+from flash_attn.cute.lists.backward_plan import plan_backward
+from flash_attn.cute.lists.csr import packed_write_order
+from flash_attn.cute.lists.entries import FlatEntries, distinct_lists, fields, flat_entries, scatter
+from flash_attn.cute.lists.formats import cu_total_blocks
+from flash_attn.cute.lists.validate import validate_lists
+from flash_attn.cute.lists.write_order import compute_dq_write_order
 
 __all__ = [
     "BlockSparseTensorsTorch",
@@ -61,7 +60,7 @@ def lists_from_dense(mask: torch.Tensor, block_size: BlockSize, *, width: Width 
         width: as in `lists_from_blocks`.
     """
     mask = _four_dimensions("mask", mask)
-    rows, columns = list_arguments.block_size(block_size)
+    rows, columns = list_entries.block_size(block_size)
     Sq, Sk = mask.shape[2:]
     missing = (0, -Sk % columns, 0, -Sq % rows)
     M, N = -(-Sq // rows), -(-Sk // columns)
@@ -84,7 +83,7 @@ def lists_from_blocks(
             row, which synchronises with the host once.
     """
     listed = _four_dimensions("listed", listed)
-    block_size = list_arguments.block_size(block_size)
+    block_size = list_entries.block_size(block_size)
     kinds = [listed]
     if full is not None:
         full = _four_dimensions("full", full)
@@ -121,11 +120,11 @@ def lists_from_window(
         causal: nothing to the right, whatever `window_right` is.
         block_size: (queries, keys) of a block.
     """
-    list_arguments.window_side("window_left", window_left)
-    list_arguments.window_side("window_right", window_right)
-    list_arguments.integer("seqlen_q", seqlen_q, least=0)
-    list_arguments.integer("seqlen_k", seqlen_k, least=0)
-    rows, columns = list_arguments.block_size(block_size)
+    list_entries.window_side("window_left", window_left)
+    list_entries.window_side("window_right", window_right)
+    list_entries.integer("seqlen_q", seqlen_q, least=0)
+    list_entries.integer("seqlen_k", seqlen_k, least=0)
+    rows, columns = list_entries.block_size(block_size)
     left = seqlen_q + seqlen_k if window_left in (None, -1) else window_left
     right = 0 if causal else seqlen_q + seqlen_k if window_right in (None, -1) else window_right
     first = torch.arange(0, seqlen_q, rows) + seqlen_k - seqlen_q
@@ -182,7 +181,7 @@ def transpose_lists(
             enough.
         listed: upper bound of the blocks listed, all heads and batches together.
     """
-    list_arguments.integer("num_kv_blocks", num_kv_blocks, least=0)
+    list_entries.integer("num_kv_blocks", num_kv_blocks, least=0)
     own = distinct_lists(fields(lists), None)
     M = own.mask_cnt.shape[2]
     entries = flat_entries(own.rows(), None, own.heads * M * own.width if listed is None else listed)
@@ -221,10 +220,10 @@ def draw_lists(
     Returns:
         The axes. Needs matplotlib.
     """
-    list_arguments.padded_lists(fields(lists))
-    list_arguments.integer("num_columns", num_columns)
+    list_entries.padded_lists(fields(lists))
+    list_entries.integer("num_columns", num_columns)
     for name, value, size in zip(("batch", "head"), (batch, head), lists.mask_block_cnt.shape, strict=False):
-        if not 0 <= list_arguments.integer(name, value, least=0) < size:
+        if not 0 <= list_entries.integer(name, value, least=0) < size:
             raise ValueError(f"{name} has to be in 0 .. {size - 1}, got {value}")
 
     import matplotlib.pyplot as plt
@@ -290,7 +289,7 @@ def _cut(tensors: list[torch.Tensor | None], width: Width, block_size: BlockSize
 
 def _widths(width: Width, counts: list[torch.Tensor]) -> list[int]:
     """Of mask and full lists; at least 1, because kernels want a dimension with stride 1."""
-    list_arguments.width(width)
+    list_entries.width(width)
     if width is None:
         longest = torch.stack([cnt.max() if cnt.numel() else cnt.new_zeros(()) for cnt in counts])
         return [max(1, wide) for wide in longest.tolist()]
@@ -298,7 +297,7 @@ def _widths(width: Width, counts: list[torch.Tensor]) -> list[int]:
 
 
 def _four_dimensions(name: str, mask: torch.Tensor) -> torch.Tensor:
-    mask = list_arguments.bool_table(name, mask)
+    mask = list_entries.bool_table(name, mask)
     return mask if mask.ndim == 4 else mask[None, None]
 
 

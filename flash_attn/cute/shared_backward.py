@@ -47,7 +47,7 @@ ALIGNED = 64  # elements: a buffer inside another one starts at a multiple of 25
 
 
 class Tile(NamedTuple):
-    """How a kernel writes a tile of an accumulator, and how the conversion reads it."""
+    """Layout of an accumulator's tile, for the kernel that writes it and the conversion that reads it."""
 
     arch: int
     rows: int
@@ -74,7 +74,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class AccumLayout:
-    """How a call's fp32 accumulator of dq, dk or dv lies in memory; hashable."""
+    """Memory layout of a call's fp32 accumulator of dq, dk or dv; hashable."""
 
     heads: tuple[int, ...]  # (B, H), packed (H,)
     tokens: int  # of a sequence; packed: of all
@@ -126,7 +126,7 @@ class BackwardLayout:
 
 
 class SharedBackward(NamedTuple):
-    """What a backward call is given, and leaves to its caller.
+    """Tensors that a backward call is given, and leaves to its caller.
 
     Attributes:
         layout: what `backward_layout` returned for this call, or `aligned` made of it.
@@ -152,7 +152,7 @@ LAYOUT_ONLY = SharedBackward(None, None, None)  # asks `_flash_attn_bwd` for the
 
 
 def backward_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> BackwardLayout:
-    """How the accumulators of a backward call lie; nothing is read, computed or launched.
+    """The layouts of a backward call's accumulators; nothing is read, computed or launched.
 
     Args:
         q, k, v: as the call's; only shape, stride, dtype and device count (a device of type "meta" will do).
@@ -239,7 +239,7 @@ def convert(
 
 
 def left_to_caller(shared: Optional[SharedBackward], **alone: Any) -> tuple[bool, bool]:
-    """Whether dq, and whether dk and dv, are not for the call to convert.
+    """Two flags: dq, and dk and dv, are not for the call to convert.
 
     Args:
         alone: arguments that a call with ``shared`` cannot have.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from flash_attn.cute.block_lists import lists_from_dense, lists_from_window
-from flash_attn.cute.compress import (
+from flash_attn.cute.compressed_causal.mask import (
     CompressArgs,
     compressed_query_tile_range,
     compressed_tile_range,
     first_row_seeing,
     keys_seen_by,
 )
-from flash_attn.cute.compress_schedule import query_shares, unseen_query_tiles
+from flash_attn.cute.compressed_causal.schedule import query_shares, unseen_query_tiles
 from fuzz import strategies
 from fuzz.blocks import pattern_table, table_of
 from fuzz.case import PATTERNS, Edge, Window

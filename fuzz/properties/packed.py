@@ -6,8 +6,8 @@ from itertools import accumulate
 
 import torch
 
-from flash_attn.cute.call_validation import validate_call
-from flash_attn.cute.packed_lists import cu_total_blocks
+from flash_attn.cute.lists.formats import cu_total_blocks
+from flash_attn.cute.lists.validate_calls import validate_call
 from fuzz import strategies
 from fuzz.blocks import packed_lists
 from fuzz.case import Packed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flash_attn.cute.backward_plan import plan_backward
-from flash_attn.cute.write_order import Walk, deterministic_walk
+from flash_attn.cute.lists.backward_plan import plan_backward
+from flash_attn.cute.lists.write_order import Walk, deterministic_walk
 from fuzz import strategies
 from fuzz.blocks import both_directions, launch_order, tables
 from fuzz.case import Blocks

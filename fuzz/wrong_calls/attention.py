@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-from flash_attn.cute.backward_plan import plan_backward
 from flash_attn.cute.block_lists import compute_dq_write_order
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.call_validation import validate_call
 from flash_attn.cute.interface import _flash_attn_bwd
+from flash_attn.cute.lists.backward_plan import plan_backward
+from flash_attn.cute.lists.validate_calls import validate_call
 from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import FORMS, Blocks, Packed

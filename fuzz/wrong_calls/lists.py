@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute.backward_plan import plan_backward
 from flash_attn.cute.block_lists import (
     compute_dq_write_order,
     cu_total_blocks,
@@ -21,8 +20,9 @@ from flash_attn.cute.block_lists import (
     transpose_lists,
     validate_lists,
 )
-from flash_attn.cute.compress import compression
-from flash_attn.cute.write_order import deterministic_walk, merged_walk
+from flash_attn.cute.compressed_causal.mask import compression
+from flash_attn.cute.lists.backward_plan import plan_backward
+from flash_attn.cute.lists.write_order import deterministic_walk, merged_walk
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import Blocks, Packed
 from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, changed, not_a_size

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute.flash_bwd_dq_sm90 import backward_dq
+from flash_attn.cute.bwd_dq_sm90.interface import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
 from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, changed
 from fuzz.wrong_calls.attention import HQ, LENGTHS, PACKED_SIDES, SCALE, SIDES, B, D, less, moved, qkv, shapes

@@ -19,7 +19,7 @@ from nsa_layer.fork import require_patched
 
 require_patched()
 
-from flash_attn.cute.own_device import on_own_device  # noqa: E402
+from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
 from nsa_layer.cute.backward import WeightGradients, backward  # noqa: E402
 from nsa_layer.cute.forward import Inputs, SavedForBackward, forward  # noqa: E402
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from flash_attn.cute.two_pass_backward import backward_dq
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_attn.cute import two_pass_backward
-from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.packed_lists import cu_total_blocks
-from flash_attn.cute.write_order import compute_dq_write_order
+from flash_attn.cute.bwd_sm90 import two_pass
+from flash_attn.cute.lists.backward_plan import RIGHT_TO_LEFT, plan_backward
+from flash_attn.cute.lists.formats import cu_total_blocks
+from flash_attn.cute.lists.write_order import compute_dq_write_order
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import token_options
@@ -57,7 +57,7 @@ def use_split_dq(q: torch.Tensor, v: torch.Tensor, spec: CallSpec) -> bool:
     tiles = (tile(q.device, config.block_size) for tile in (forward_tile, backward_tile))
     sizes = ((math.lcm(config.q_tile, tile_q), kv_tile) for tile_q, kv_tile in tiles)
     forward, backward = (BlockSparseTensorsTorch(None, None, block_size=size) for size in sizes)
-    return two_pass_backward.takes(
+    return two_pass.takes(
         None, arch=90, q=q, v=v, forward=forward, backward=backward, deterministic=config.deterministic
     )
 

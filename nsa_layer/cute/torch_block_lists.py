@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import pad
 
 from nsa_layer.config import NSAConfig
+from nsa_layer.support import KV_TILE
 
-KV_TILE = 128  # tokens of the kernels' key/value tile
 WORD = 32  # bits in a word of the bitmap
 
 

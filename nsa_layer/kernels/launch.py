@@ -18,7 +18,7 @@ import torch
 from torch._guards import detect_fake_mode
 
 from flash_attn.cute.cache_utils import get_jit_cache
-from flash_attn.cute.deferred import import_compiler
+from flash_attn.cute.runtime.lazy_imports import import_compiler
 from nsa_layer.support import device_arch
 
 Compiled = Callable[..., object]

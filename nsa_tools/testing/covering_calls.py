@@ -12,7 +12,7 @@ from nsa_tools.shape import Shape
 
 OPTIONS = {
     "dtype": (torch.bfloat16, torch.float16),
-    "D": (128, 64),
+    "D": sorted(support.ROW_LENGTHS, reverse=True),
     "heads": ((8, 2), (2, 2), (4, 1)),
     "causal": (True, False),
     "packed": (False, True),

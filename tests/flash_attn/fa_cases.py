@@ -189,7 +189,7 @@ def _to_gpu(field: Any) -> Any:
 
 
 def _backward_lists(case: Case) -> Any:
-    from flash_attn.cute.write_order import compute_dq_write_order
+    from flash_attn.cute.lists.write_order import compute_dq_write_order
 
     block_q, block_k = block(case)
     forwards, n, m = block_lists(case), -(-case.T_k // block_k), -(-case.T_q // block_q)
@@ -210,7 +210,7 @@ def _backward_lists(case: Case) -> Any:
 
 
 def _planned(case: Case, lists: Any, schedule: Any, most: int | None) -> Any:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     m = max(-(-T_q // block(case)[0]) for T_q, _ in case.lengths)
     before = {}

@@ -64,7 +64,7 @@ def row_sums(case: Case, x: Inputs, start: int) -> tuple[torch.Tensor, torch.Ten
 
 def call(case: Case, x: Inputs, rows: tuple[torch.Tensor, torch.Tensor], lists: Any = None, **output: Any) -> None:
     """The dq pass over the case's lists, or others."""
-    from flash_attn.cute.flash_bwd_dq_sm90 import backward_dq
+    from flash_attn.cute.bwd_dq_sm90.interface import backward_dq
 
     lists = forward_lists(case) if lists is None else lists
     backward_dq(x.q, x.k, x.v, x.do, *rows, lists, **options(case, x), **output)

@@ -12,7 +12,7 @@ import torch
 from fa_packed_lists import FORMS
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.query_halves import turn_of_add
+from flash_attn.cute.lists.query_halves import turn_of_add
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def tensors(case: Drawn, backward: bool) -> BlockSparseTensorsTorch:
 
 def as_joined(case: Drawn, backward: bool) -> Any:
     """`tensors` in a form that can be joined: padded, or ragged."""
-    from flash_attn.cute.packed_lists import as_ragged
+    from flash_attn.cute.lists.formats import as_ragged
 
     lists = tensors(case, backward)
     if case.form in ("padded", "shared"):

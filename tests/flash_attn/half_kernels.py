@@ -17,8 +17,8 @@ from cutlass.cute.nvgpu import tcgen05
 from flash_attn.cute import block_sparse_utils, copy_utils
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.flash_bwd_sm100 import FlashAttentionBackwardSm100
-from flash_attn.cute.half_tiles import HalfMask, halves_at, hide_columns
-from flash_attn.cute.list_rows import with_halves
+from flash_attn.cute.lists.half_tiles import HalfMask, halves_at, hide_columns
+from flash_attn.cute.lists.rows import with_halves
 
 TILE = (128, 128)
 

@@ -15,7 +15,7 @@ def walked_by_kernels(case: Drawn, backward: bool) -> dict[tuple[int, int, int, 
     from cutlass import Int32
     from half_kernels import walk_backward, walk_forward
 
-    from flash_attn.cute import query_halves
+    from flash_attn.cute.lists import query_halves
 
     merge = query_halves.merged_backward if backward else query_halves.merged_forward
     found = {}
@@ -44,7 +44,7 @@ def adds_by_kernel(case: Drawn, launched: Launched) -> list[list[list[tuple[int,
     from cutlass.cute.runtime import from_dlpack
     from half_kernels import wait_of_add
 
-    from flash_attn.cute import query_halves
+    from flash_attn.cute.lists import query_halves
 
     with unset_fake_temporarily():
         order, out = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)

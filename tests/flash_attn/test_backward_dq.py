@@ -214,14 +214,14 @@ def assert_used_rows() -> None:
 
 @pytest.mark.gpu
 def test_ctas_that_stay_and_ctas_that_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import flash_bwd_dq_sm90
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
     case = replace(CASES[2], T_q=3000, T_k=3000)
     x = make_inputs(case)
     rows = row_sums(case, x, 64)
     found = []
     for stay in (True, False):
-        monkeypatch.setattr(flash_bwd_dq_sm90, "stays", lambda lists, stay=stay: stay)
+        monkeypatch.setattr(bwd_dq_interface, "stays", lambda lists, stay=stay: stay)
         found.append(torch.full_like(x.q, torch.nan))
         call(case, x, rows, dq=found[-1])
     assert found[0].equal(found[1]) and found[0].isfinite().all()

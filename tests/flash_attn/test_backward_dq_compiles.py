@@ -30,9 +30,9 @@ def stack_bytes(case: Case, output: str) -> list[int]:
     """The stack frames of a case's kernel, which hold what did not fit its registers; in a worker."""
     import tempfile
 
-    from flash_attn.cute import flash_bwd_dq_sm90
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
-    flash_bwd_dq_sm90._compiled.compile_cache.clear()
+    bwd_dq_interface._compiled.compile_cache.clear()
     x = make_inputs(case)
     rows = tuple(torch.empty(*layout(case).heads, layout(case).rows, device="cuda") for _ in range(2))
     accum = torch.empty(layout(case).shape, device="cuda")
@@ -145,7 +145,7 @@ def test_ctas_stay_where_rows_are_short(
     counts: tuple[int, ...], indices: tuple[int, ...], width_of_full: int | None, stay: bool
 ) -> None:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.flash_bwd_dq_sm90 import stays
+    from flash_attn.cute.bwd_dq_sm90.interface import stays
 
     full = {}
     if width_of_full is not None:

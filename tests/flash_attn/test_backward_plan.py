@@ -53,7 +53,7 @@ def random_lists(heads: int, N: int, M: int, seed: int, full: bool):
 @pytest.mark.parametrize("schedule", ["left to right", "right to left", "longest first", "drawn"])
 @pytest.mark.parametrize("longest", [1, 4, 1000])
 def test_items_hold_every_entry_once(heads: int, schedule: str, longest: int, deterministic: bool) -> None:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     Hq, Hkv, N, M = 6, 2, 5, 7
     asked = torch.tensor([3, 0, 4, 1, 2]) if schedule == "drawn" else schedule
@@ -128,7 +128,7 @@ def packed_lists(parts: list, form: str) -> Any:
 @pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
 @pytest.mark.parametrize("Hkv,heads", [(2, 1), (2, 2), (2, 6), (6, 1), (6, 6)])
 def test_a_pack_has_the_items_and_walks_of_its_sequences(form: str, heads: int, deterministic: bool, Hkv: int) -> None:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     M, options = 7, dict(num_heads=6, num_heads_kv=Hkv, schedule="right to left", longest=3)
     options["deterministic"] = deterministic
@@ -275,7 +275,7 @@ def test_starts_of_queries_that_do_not_fit() -> None:
 
 
 def test_a_start_may_pass_31_bits() -> None:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     lists = packed_lists([random_lists(1, 3, 4, 0, full=False)], "ragged")
     starts = torch.tensor([[1, 1 << 31, (5 << 32) + (1 << 31) + 7]])
@@ -292,7 +292,7 @@ def test_stacked_lists_have_the_plan_of_ragged_ones(
     rows: tuple[int, ...], heads: int, deterministic: bool, per_group: bool
 ) -> None:
     """Sequences of several lengths, and such of one, whose starts follow from it; a sequence without keys."""
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     options = dict(num_heads=6, num_heads_kv=2, num_q_blocks=max(rows), deterministic=deterministic)
     before = torch.tensor([0, *accumulate(rows)]).int()
@@ -314,7 +314,7 @@ def test_stacked_lists_have_the_plan_of_ragged_ones(
 
 def test_a_list_that_all_heads_share_is_walked_once() -> None:
     """As in lists of one head, though a head dimension says that there are more: in stacked lists and ragged ones."""
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     parts = [random_lists(1, N, 7, N, full=True) for N in (5, 1, 6)]
     given = dict(num_heads=6, num_heads_kv=2, num_q_blocks=7, deterministic=True)
@@ -329,8 +329,8 @@ def test_a_list_that_all_heads_share_is_walked_once() -> None:
 
 
 def test_stacked_lists_need_the_width_of_their_rows() -> None:
-    from flash_attn.cute.backward_plan import plan_backward
     from flash_attn.cute.block_lists import packed_write_order
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     lists = stacked_lists([random_lists(1, 3, 4, 0, full=True)], True)
     said, sizes = "cu_total_m_blocks is None: rows of stacked lists", dict(num_heads=1, num_heads_kv=1, num_q_blocks=4)
@@ -356,7 +356,7 @@ def test_stacked_lists_need_the_width_of_their_rows() -> None:
     ids=str,
 )
 def test_stacked_lists_that_do_not_fit(changes: dict, starts: torch.Tensor, said: str) -> None:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     lists = stacked_lists([random_lists(2, 3, 4, 0, full=True)], True)
     one_head = {name: t[:1] for name, t in lists._asdict().items() if name.startswith("full")}
@@ -366,7 +366,7 @@ def test_stacked_lists_that_do_not_fit(changes: dict, starts: torch.Tensor, said
 
 
 def test_every_key_block_is_stored_where_nothing_is_added() -> None:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     lists = random_lists(3, 5, 7, seed=1, full=True)
     plan = plan_backward(lists, num_heads=3, num_heads_kv=3, num_q_blocks=7, schedule="right to left", longest=1).plan
@@ -389,7 +389,7 @@ def test_every_key_block_is_stored_where_nothing_is_added() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict, said: str) -> None:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     lists = random_lists(6, 5, 7, seed=0, full=True)
     with pytest.raises(ValueError, match=said):
@@ -402,8 +402,8 @@ def test_compiles(compiler_sm90: Worker, case: Case) -> None:
 
 
 def test_deterministic_backward_needs_a_deterministic_plan() -> None:
-    from flash_attn.cute.backward_plan import plan_backward
-    from flash_attn.cute.ordered_lists import prepare
+    from flash_attn.cute.lists.backward_plan import plan_backward
+    from flash_attn.cute.lists.deterministic_lists import prepare
 
     lists = random_lists(2, 5, 7, seed=0, full=True)
     plan = plan_backward(lists, num_heads=6, num_heads_kv=2, num_q_blocks=7)
@@ -428,8 +428,7 @@ def test_deterministic_backward_needs_a_deterministic_plan() -> None:
 def test_a_plan_of_another_form_is_refused_without_a_look_into_it(
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    from flash_attn.cute.backward_plan import plan_backward
-    from flash_attn.cute.planned_calls import check_plan
+    from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
 
     call = dict(arch=90, batch=2, packed_k=False)
     lists = plan_backward(random_lists(2, 5, 7, seed=0, full=True), num_heads=6, num_heads_kv=2, num_q_blocks=7)
@@ -439,8 +438,7 @@ def test_a_plan_of_another_form_is_refused_without_a_look_into_it(
 
 
 def test_a_plan_that_a_call_cannot_follow_is_refused() -> None:
-    from flash_attn.cute.backward_plan import plan_backward
-    from flash_attn.cute.planned_calls import check_plan
+    from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
 
     lists = plan_backward(random_lists(2, 5, 7, seed=0, full=True), num_heads=6, num_heads_kv=2, num_q_blocks=7)
     for arch in (100, 110, 120):
@@ -477,10 +475,11 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     """
     from unittest.mock import patch
 
-    from flash_attn.cute import list_rows, ordered_lists
     from flash_attn.cute.interface import _flash_attn_bwd
+    from flash_attn.cute.lists import deterministic_lists
+    from flash_attn.cute.lists import rows as list_rows
 
-    walked, entries, before = set(), list_rows.ListRow.entries, ordered_lists.blocks_before
+    walked, entries, before = set(), list_rows.ListRow.entries, deterministic_lists.blocks_before
 
     def recorded(self: Any, tensor: Any, full: bool = False) -> Any:
         walked.add(len(tensor.shape))
@@ -491,7 +490,7 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     seqused_q = torch.empty_like(lists.cu_total_n_blocks.narrow(0, 1, len(case.packed))) if in_use else None
     with (
         patch.object(list_rows.ListRow, "entries", recorded),
-        patch.object(ordered_lists, "blocks_before", side_effect=before) as asked,
+        patch.object(deterministic_lists, "blocks_before", side_effect=before) as asked,
     ):
         _flash_attn_bwd(
             x.q, x.k, x.v, torch.empty_like(x.do), x.do, lse, **_masks(case, x), seqused_q=seqused_q,

@@ -19,7 +19,7 @@ from flash_attn.cute.block_lists import (
     transpose_lists,
 )
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.write_order import compute_dq_write_order
+from flash_attn.cute.lists.write_order import compute_dq_write_order
 
 CASES = list_cases()
 

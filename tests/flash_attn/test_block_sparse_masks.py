@@ -57,7 +57,7 @@ def test_full_blocks_are_cut_by_causal_and_local(compiler: Worker, case: Case) -
 def test_at_tail(tile_n: int, keys: int) -> None:
     from types import SimpleNamespace
 
-    from flash_attn.cute.tail_mask import TailMask
+    from flash_attn.cute.fwd_sm90.masks import TailMask
 
     mask = TailMask(None, SimpleNamespace(tile_n=tile_n, seqlen_k=keys))
     for block in range(6):

@@ -72,7 +72,7 @@ def recorded_loads() -> Iterator[Counter[bool]]:
     import cutlass.cute as cute
     from cutlass.cute.nvgpu import cpasync
 
-    from flash_attn.cute.bounded_loads import is_bounded
+    from flash_attn.cute.runtime.bounded_loads import is_bounded
 
     found: Counter[bool] = Counter()
 
@@ -94,7 +94,8 @@ def recorded_loads() -> Iterator[Counter[bool]]:
 
 def loads(case: Case, passes: int | None = None) -> list[tuple[int, int]]:
     """(bounded, not bounded) of forward's kernel, and of backward's."""
-    from flash_attn.cute import flash_bwd_dq_sm90, interface
+    from flash_attn.cute import interface
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
     x = make_inputs(case)
     o = torch.empty_like(x.do)
@@ -110,7 +111,7 @@ def loads(case: Case, passes: int | None = None) -> list[tuple[int, int]]:
     results = []
     for call in (lambda: forward(case, x), derive):
         with pytest.MonkeyPatch.context() as patch, recorded_loads() as found:
-            for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, flash_bwd_dq_sm90._compiled):
+            for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, bwd_dq_interface._compiled):
                 patch.setattr(function, "compile_cache", {})
             call()
         results.append((found[True], found[False]))

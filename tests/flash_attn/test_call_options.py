@@ -10,7 +10,9 @@ import torch
 from fa_cases import Case, backward_lists, forward, forward_lists, make_inputs
 from fa_compile import Worker
 
-from flash_attn.cute import call_options, dq_arguments, flash_attn_func, flash_attn_varlen_func, interface
+from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
+from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
+from flash_attn.cute.runtime import call_options
 
 EACH = pytest.mark.parametrize("attend", [flash_attn_func, flash_attn_varlen_func])
 LISTED = Case(D=128, causal=True, T_q=900, T_k=900, lists="both")
@@ -86,7 +88,7 @@ def plain_strides() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Shapes and strides that the kernel of dq is launched with for tensors that are `odd`; in a worker."""
     from unittest.mock import patch
 
-    from flash_attn.cute import flash_bwd_dq_sm90
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
     seen: list[torch.Tensor] = []
     case = Case(D=128, B=1, Hq=1, Hkv=1, T_q=1, T_k=1, lists="full")
@@ -96,10 +98,10 @@ def plain_strides() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     used = torch.empty(1, dtype=torch.int32, device=x.q.device).as_strided((1,), (3,))
     kernel = lambda *args: seen.extend(t for t in args if isinstance(t, torch.Tensor))  # noqa: E731
     with (
-        patch.object(flash_bwd_dq_sm90, "_compiled", lambda *args: kernel),
-        patch.object(flash_bwd_dq_sm90, "is_fake_mode", lambda: False),
+        patch.object(bwd_dq_interface, "_compiled", lambda *args: kernel),
+        patch.object(bwd_dq_interface, "is_fake_mode", lambda: False),
     ):
-        flash_bwd_dq_sm90.backward_dq(
+        bwd_dq_interface.backward_dq(
             *map(odd, (x.q, x.k, x.v, x.do)), *rows, forward_lists(case), dq=odd(torch.empty_like(x.q)),
             accum=odd(torch.empty(1, 1, 64 * 128, dtype=torch.float32, device=x.q.device)),
             out=odd(torch.empty_like(x.q)), lse=lse, seqused_k=used,
@@ -118,9 +120,9 @@ def test_strides_of_one_element_may_be_anything(compiler_sm90: Worker) -> None:
 def test_other_strides_are_kept() -> None:
     fused = torch.empty(1, 64, 3, 4, 128)[:, :, 1]
     for x in (fused, torch.empty(2, 64, 1, 128), torch.empty(2, 1, 4, 128).expand(2, 64, 4, 128)):
-        assert dq_arguments.with_plain_strides(x) is x
+        assert dq_spec.with_plain_strides(x) is x
     for x in (fused, torch.empty(3, 7, 1)[:, ::2]):
-        plain = dq_arguments.with_plain_strides(odd(x))
+        plain = dq_spec.with_plain_strides(odd(x))
         assert plain.stride() == x.stride() and plain.data_ptr() == x.data_ptr()
 
 

@@ -10,7 +10,7 @@ import torch
 from fa_compile import Worker, WorkerError
 from fa_compress import KINDS, Data, Kind, make, run
 
-from flash_attn.cute.compress import MAX_FACTOR, MAX_OFFSET, UNSUPPORTED, compression, refuse_unsupported
+from flash_attn.cute.compressed_causal.mask import MAX_FACTOR, MAX_OFFSET, UNSUPPORTED, compression, refuse_unsupported
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "_flash_attn_fwd", "_flash_attn_bwd"])

@@ -22,7 +22,7 @@ from fa_compress import (
 )
 from fa_reference import assert_close
 
-from flash_attn.cute.compress import forced
+from flash_attn.cute.compressed_causal.mask import forced
 
 pytestmark = pytest.mark.gpu
 

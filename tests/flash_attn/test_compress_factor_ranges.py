@@ -11,7 +11,12 @@ import pytest
 import torch
 from fa_compile import Worker
 
-from flash_attn.cute.compress import compressed_query_tile_range, compressed_tile_range, first_row_seeing, keys_seen_by
+from flash_attn.cute.compressed_causal.mask import (
+    compressed_query_tile_range,
+    compressed_tile_range,
+    first_row_seeing,
+    keys_seen_by,
+)
 
 PAIRS = [(factor, offset) for factor in (1, 2, 3, 5, 16) for offset in (-40, -3, 0, 1, factor - 1, factor + 4, 31)]
 TILES = [(4, 4), (8, 4), (4, 8), (6, 16)]
@@ -90,7 +95,7 @@ def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> 
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.block_info import BlockInfo
-    from flash_attn.cute.compress import CompressArgs, CompressedCausal
+    from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
     from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
     @cute.jit
@@ -165,7 +170,7 @@ def kernel_masks(cases: torch.Tensor, kind: str, group: int) -> torch.Tensor:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     import flash_attn.cute.mask
-    from flash_attn.cute.compress import CompressArgs, CompressedCausal
+    from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
     from flash_attn.cute.mask import AttentionMask
     from flash_attn.cute.seqlen_info import SeqlenInfoQK
 

@@ -4,9 +4,15 @@ import pytest
 import torch
 from fa_compile import Worker, built_kernels
 
-from flash_attn.cute import compress_schedule
-from flash_attn.cute.compress import CompressArgs
-from flash_attn.cute.compress_schedule import LEAST_TILES, MOST_QUERIES, QueryShares, forward_tile, query_shares
+from flash_attn.cute.compressed_causal import schedule as compress_schedule
+from flash_attn.cute.compressed_causal.mask import CompressArgs
+from flash_attn.cute.compressed_causal.schedule import (
+    LEAST_TILES,
+    MOST_QUERIES,
+    QueryShares,
+    forward_tile,
+    query_shares,
+)
 
 OPTIONS = dict(causal=True, compress_factor=64, compress_offset=63)
 

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from flash_attn.cute import kernel_classes
-from flash_attn.cute.deferred import Deferred
+from flash_attn.cute.runtime import lazy_imports
+from flash_attn.cute.runtime.lazy_imports import Deferred
 
 # One kernel, compiled or found; then what only compiling needs. (Fake tensors bring triton themselves.)
 CALL = """
@@ -26,7 +26,7 @@ with FakeTensorMode():
     _flash_attn_fwd(q, k, v, causal=True)
 print(*sorted({"quack", "flash_attn.cute.flash_fwd_sm90"} & set(sys.modules)))
 """
-PLACES = [(name, value) for name, value in vars(kernel_classes).items() if isinstance(value, Deferred)]
+PLACES = [(name, value) for name, value in vars(lazy_imports).items() if isinstance(value, Deferred)]
 
 
 def python(program: str, **environment: str) -> list[str]:
@@ -64,7 +64,7 @@ def test_quack_is_whole_in_any_order(first: str) -> None:
 import flash_attn.cute
 import quack.rmsnorm, quack.copy_utils
 from quack import layout_utils, rmsnorm
-from flash_attn.cute.kernel_classes import fake_tensor
+from flash_attn.cute.runtime.lazy_imports import fake_tensor
 print(callable(rmsnorm) and quack.rmsnorm is rmsnorm, fake_tensor.load() is quack.compile_utils.make_fake_tensor)
 """
     assert python(program) == ["True", "True"]
@@ -88,7 +88,7 @@ def test_the_compiler_comes_first_and_at_the_first_use(monkeypatch: pytest.Monke
         asked.append(name)
         return module
 
-    monkeypatch.setattr("flash_attn.cute.deferred.import_module", import_module)
+    monkeypatch.setattr("flash_attn.cute.runtime.lazy_imports.import_module", import_module)
     kernel = Deferred("some_kernel", "Kernel")
     assert not hasattr(kernel, "__wrapped__") and "some_kernel.Kernel" in repr(kernel) and asked == []
     assert kernel.limit == 7 and asked == ["quack", "some_kernel"]

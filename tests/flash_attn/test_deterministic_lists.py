@@ -89,7 +89,7 @@ def cpu_lists(**changes: object):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_order_that_does_not_fit_is_refused(changes: dict, said: str) -> None:
-    from flash_attn.cute.ordered_lists import require_write_order
+    from flash_attn.cute.lists.deterministic_lists import require_write_order
 
     with pytest.raises(ValueError, match=r".") as refusal:
         require_write_order(cpu_lists(**changes))
@@ -97,7 +97,7 @@ def test_order_that_does_not_fit_is_refused(changes: dict, said: str) -> None:
 
 
 def test_order_may_be_broadcast() -> None:
-    from flash_attn.cute.ordered_lists import require_write_order
+    from flash_attn.cute.lists.deterministic_lists import require_write_order
 
     one = torch.arange(15, dtype=torch.int32).view(1, 1, 5, 3)
     assert require_write_order(cpu_lists(dq_write_order=one)).dq_write_order.equal(one.expand(2, 1, 5, 3))
@@ -107,7 +107,7 @@ def test_order_may_be_broadcast() -> None:
 
 def test_lists_may_be_broadcast_to_the_order() -> None:
     """One list for all heads, and lock values for each of them."""
-    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+    from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
 
     of_heads = torch.arange(3, dtype=torch.int32).expand(2, 4, 5, 3).contiguous()
     lists = require_write_order(cpu_lists(dq_write_order=of_heads))
@@ -119,14 +119,14 @@ def test_lists_may_be_broadcast_to_the_order() -> None:
 
 def test_an_order_of_full_blocks_that_are_not_there_is_dropped() -> None:
     """Upstream's kernels want one to compile."""
-    from flash_attn.cute.ordered_lists import require_write_order
+    from flash_attn.cute.lists.deterministic_lists import require_write_order
 
     order = torch.zeros(2, 1, 5, 3, dtype=torch.int32)
     assert require_write_order(cpu_lists(dq_write_order_full=order)).dq_write_order_full is None
 
 
 def test_one_walk_holds_both_kinds_by_lock_value() -> None:
-    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+    from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
 
     def row(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32).expand(1, 1, 5, -1)
@@ -146,7 +146,7 @@ def test_one_walk_holds_both_kinds_by_lock_value() -> None:
 
 
 def test_compact_lists_of_packed_sequences_are_walked_row_by_row() -> None:
-    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+    from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
 
     batch = cpu_lists(
         mask_block_cnt=torch.tensor([[[2, 0, 1, 3, 1]]], dtype=torch.int32),
@@ -165,7 +165,7 @@ def test_compact_lists_of_packed_sequences_are_walked_row_by_row() -> None:
 
 
 def test_ragged_lists_of_packed_sequences_are_walked_like_compact_ones() -> None:
-    from flash_attn.cute.ordered_lists import one_walk, require_write_order
+    from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
 
     draw = torch.Generator().manual_seed(1)
     compact = cpu_lists(
@@ -241,7 +241,7 @@ def assert_same_walk(mine: Any, other: Any) -> None:
 @pytest.mark.parametrize("heads", [1, 3])
 def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt: bool) -> None:
     """By where the queries start, how many are in use, or the one length that all sequences have."""
-    from flash_attn.cute.ordered_lists import prepare
+    from flash_attn.cute.lists.deterministic_lists import prepare
 
     shapes = tuple((4, N) for _, N in SHAPES) if lengths == "one" else SHAPES
     rows = drawn(heads, shapes)
@@ -265,7 +265,7 @@ def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt
 @pytest.mark.parametrize("form", ["stacked", "ragged"])
 def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
     """Though a head dimension says that there are more heads."""
-    from flash_attn.cute.ordered_lists import prepare
+    from flash_attn.cute.lists.deterministic_lists import prepare
 
     lists = formed(drawn(1, SHAPES), form, SHAPES)
     repeated = {name: t.expand(4, *t.shape[1:]) for name, t in lists._asdict().items() if getattr(t, "ndim", 0) > 1}
@@ -277,7 +277,7 @@ def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
 
 
 def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
-    from flash_attn.cute.ordered_lists import one_walk, prepare
+    from flash_attn.cute.lists.deterministic_lists import one_walk, prepare
 
     lists = formed(drawn(1, SHAPES), "stacked", SHAPES)
     with pytest.raises(ValueError, match="cu_total_m_blocks is None: rows of stacked lists"):

@@ -9,8 +9,8 @@ import torch
 from fa_compile import Worker
 from fa_compress import Data, Kind, assert_data, at_most_seen, make, run
 
-from flash_attn.cute import compress_schedule
-from flash_attn.cute.compress import CompressArgs, compressed_query_tile_range
+from flash_attn.cute.compressed_causal import schedule as compress_schedule
+from flash_attn.cute.compressed_causal.mask import CompressArgs, compressed_query_tile_range
 
 TILE_M, TILE_N = 4, 8
 PAIRS = [(factor, offset) for factor in (2, 3, 5, 16) for offset in (-40, -3, 0, factor - 1, factor + 4, 31)]
@@ -44,8 +44,8 @@ def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.block_info import BlockInfo
-    from flash_attn.cute.compress import CompressArgs, CompressedCausal
-    from flash_attn.cute.first_writer import first_written_end
+    from flash_attn.cute.bwd_sm90.accumulators import first_written_end
+    from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
     from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
     @cute.jit
@@ -94,7 +94,7 @@ def launched(shares: int) -> list[tuple[int, ...]]:
     from cutlass.cute.runtime import from_dlpack
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from flash_attn.cute.first_writer import LastKeysFirstScheduler
+    from flash_attn.cute.bwd_sm90.accumulators import LastKeysFirstScheduler
     from flash_attn.cute.tile_scheduler import TileSchedulerArguments
 
     @cute.jit
@@ -125,7 +125,7 @@ def kernels(deterministic: bool) -> tuple[bool, str]:
     import cutlass.cute as cute
 
     from flash_attn.cute import flash_bwd_sm90, interface
-    from flash_attn.cute.first_writer import LastKeysFirstScheduler
+    from flash_attn.cute.bwd_sm90.accumulators import LastKeysFirstScheduler
 
     interface._flash_attn_bwd.compile_cache.clear()
     schedulers = (flash_bwd_sm90.SingleTileScheduler, LastKeysFirstScheduler)

@@ -17,7 +17,7 @@ from fa_query_halves import Drawn, Launched, adds, assert_in_order, expected, te
 from fa_reference import assert_bits_repeat, assert_case, is_blackwell
 from half_walk import adds_by_kernel, hidden, walked_by_kernels
 
-from flash_attn.cute.query_halves import merged_backward
+from flash_attn.cute.lists.query_halves import merged_backward
 
 LENGTHS = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
 FIXED = {"T_q": 700, "T_k": 700, "lists": "both"}
@@ -50,7 +50,7 @@ WALKED = [
 
 def rows_with_halves(case: Case) -> set[bool]:
     """Compile forward and backward: whether the rows that their warps find say which half lists a block."""
-    from flash_attn.cute import list_rows
+    from flash_attn.cute.lists import rows as list_rows
 
     found, original = set(), list_rows.ListRow.blocks
 
@@ -72,7 +72,7 @@ def test_rows_of_both_kernels_say_which_half_lists_a_block(compiler_sm100: Worke
 
 def stages(case: Case) -> tuple[int, tuple[int, int], bool]:
     """Of the forward kernel: tiles of a CTA, what a tile's number is divided by, and whether lists are of halves."""
-    from flash_attn.cute import query_halves
+    from flash_attn.cute.lists import query_halves
 
     with built_kernels() as kernels:
         forward(case, make_inputs(case))
@@ -89,7 +89,7 @@ def test_packed_heads_need_no_halves(compiler_sm100: Worker, case: Case, expecte
 
 def groups(case: Case) -> tuple[int, int]:
     """CTAs, or pairs of them, of a key block: as its lock values are made for, and in the backward kernel."""
-    from flash_attn.cute import query_halves
+    from flash_attn.cute.lists import query_halves
 
     asked, original = [], query_halves.merged_backward
 

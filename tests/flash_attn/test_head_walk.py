@@ -9,7 +9,7 @@ from fa_cases import Case, backward, compile_case, forward, make_inputs
 from fa_compile import Worker, built_kernels
 from fa_reference import assert_bits_repeat, assert_case
 
-from flash_attn.cute import head_schedule
+from flash_attn.cute.bwd_sm90 import two_pass
 
 # A case on one multiprocessor, and how many heads a CTA walks.
 CASES = [
@@ -31,9 +31,9 @@ CASES = [
 @contextmanager
 def one_multiprocessor() -> Iterator[None]:
     """Where nothing is gained by many CTAs, however short the sequences."""
-    rule = head_schedule.heads_per_cta
+    rule = two_pass.window_heads_per_cta
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_schedule, "heads_per_cta", lambda *args, **named: rule(*args, **named | {"sms": 1}))
+        patch.setattr(two_pass, "heads_per_cta", lambda *args, **named: rule(*args, **named | {"sms": 1}))
         yield
 
 
@@ -71,16 +71,16 @@ def test_how_many_heads(
     tokens: int, window: tuple[int | None, int | None], heads: tuple[int, int], expected: int
 ) -> None:
     shape = dict(batch=1, heads=heads, tile=(64, 128), sms=132)
-    assert head_schedule.heads_per_cta(window, (tokens, tokens), **shape) == expected
+    assert two_pass.window_heads_per_cta(window, (tokens, tokens), **shape) == expected
 
 
 def test_heads_divide_the_group_and_never_take_longer() -> None:
     for tokens, (Hq, Hkv), left in product((1, 300, 4000, 50000), ((1, 1), (6, 2), (12, 1), (64, 4)), (0, 511, 4095)):
         shape = dict(batch=2, heads=(Hq, Hkv), tile=(64, 128), sms=132)
-        n = head_schedule.heads_per_cta((left, 0), (tokens, tokens), **shape)
+        n = two_pass.window_heads_per_cta((left, 0), (tokens, tokens), **shape)
         walks, tiles = -(-tokens // 128) * Hq * 2, -(-min(tokens, left + 128) // 64)
         assert Hq // Hkv % n == 0
-        assert head_schedule.time(walks // n, n * tiles, 132) <= head_schedule.time(walks, tiles, 132)
+        assert two_pass.window_time(walks // n, n * tiles, 132) <= two_pass.window_time(walks, tiles, 132)
 
 
 @pytest.mark.gpu
@@ -93,7 +93,7 @@ def test_numbers(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [2, 4])
 def test_bits_repeat(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_schedule, "heads_per_cta", lambda *_, **__: heads)
+    monkeypatch.setattr(two_pass, "heads_per_cta", lambda *_, **__: heads)
     for case in [case for case, _ in CASES if case.deterministic][::2]:
         assert_bits_repeat(case, 30)
 
@@ -106,6 +106,6 @@ def test_a_part_of_the_heads_adds_to_the_same_gradients(case: Case, monkeypatch:
     o, lse = forward(case, x)
     with one_multiprocessor():
         whole = backward(case, x, o, lse)
-    monkeypatch.setattr(head_schedule, "heads_per_cta", lambda *_, **__: 2)
+    monkeypatch.setattr(two_pass, "heads_per_cta", lambda *_, **__: 2)
     for one, two in zip(whole, backward(case, x, o, lse), strict=True):
         assert (one - two).abs().max() <= 2**-6 * one.abs().max()

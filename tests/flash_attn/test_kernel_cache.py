@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from test_deferred import CALL
 
-from flash_attn.cute import cache_utils, kernel_cache
+from flash_attn.cute import cache_utils
+from flash_attn.cute.runtime import kernel_cache
 
 WHERE = "from flash_attn.cute.cache_utils import CUTE_DSL_CACHE_ENABLED as on, get_cache_path as f; print(on, f())"
 NAMES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", *kernel_cache.SETTINGS)

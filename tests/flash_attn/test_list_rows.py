@@ -11,9 +11,9 @@ import pytest
 import torch
 from fa_packed_lists import FORMS, NOWHERE
 
-from flash_attn.cute import list_rows
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.packed_lists import as_ragged
+from flash_attn.cute.lists import rows as list_rows
+from flash_attn.cute.lists.formats import as_ragged
 
 
 class Int64(int):
@@ -159,16 +159,16 @@ def test_ragged_lists_may_share_their_starts(plain: None) -> None:
 
 
 def test_a_plan_knows_where_ragged_rows_start(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import query_walk
+    from flash_attn.cute.bwd_sm90 import query_loop
 
-    monkeypatch.setattr(query_walk, "Int64", Int64)
-    monkeypatch.setattr(query_walk, "Uint32", lambda low: int(low) & 0xFFFFFFFF)
+    monkeypatch.setattr(query_loop, "Int64", Int64)
+    monkeypatch.setattr(query_loop, "Uint32", lambda low: int(low) & 0xFFFFFFFF)
     start = (3 << 32) + (1 << 31) + 2
     plan = Held(torch.tensor([[0] * 8, [5, 6, 7, 8, 9, 10, 2 - (1 << 31), 3]]))
     ragged, padded = (SimpleNamespace(plan=plan, mask_block_idx=SimpleNamespace(shape=s)) for s in ((9,), (1, 1, 3, 3)))
-    item = query_walk.Item.read(ragged, 1)
-    assert item == query_walk.Item(5, 6, 7, 8, 9, 10, start)
-    assert query_walk.Item.read(padded, 1).start is None
+    item = query_loop.Item.read(ragged, 1)
+    assert item == query_loop.Item(5, 6, 7, 8, 9, 10, start)
+    assert query_loop.Item.read(padded, 1).start is None
     tensors = SimpleNamespace(
         mask_block_cnt=SimpleNamespace(shape=(1, 3)),
         mask_block_idx=SimpleNamespace(shape=(9,)),

@@ -9,10 +9,11 @@ from fa_compile import Worker, WorkerError
 
 def list_layouts(case: Case) -> dict[str, set[tuple]]:
     """Shapes of the counts that forward and backward kernels index, static numbers as they are and None for others."""
-    from flash_attn.cute import interface, list_heads
+    from flash_attn.cute import interface
+    from flash_attn.cute.lists import rows as list_rows
 
     seen: dict[str, set[tuple]] = {}
-    original = list_heads.lists_by_query_head
+    original = list_rows.lists_by_query_head
 
     def static(extent):
         return tuple(map(static, extent)) if isinstance(extent, tuple) else extent if isinstance(extent, int) else None

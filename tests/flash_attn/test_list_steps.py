@@ -115,11 +115,11 @@ def _joined(lists: Any) -> torch.Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_a_step_of_two_is_two_steps_of_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import list_tiles
+    from flash_attn.cute.lists import tiling
 
     x = make_inputs(case)
     o, lse = forward(case, x)
-    monkeypatch.setattr(list_tiles, "STEPS", {})
+    monkeypatch.setattr(tiling, "STEPS", {})
     alone, lse_alone = forward(case, x)
     assert (o.float() - alone.float()).abs().max() < 2e-2
     assert (lse - lse_alone).abs().nan_to_num(0.0).max() < 1e-4

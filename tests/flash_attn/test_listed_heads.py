@@ -42,20 +42,20 @@ ALONE = [
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls without a plan walk groups where they can."""
-    from flash_attn.cute import two_pass_backward
+    from flash_attn.cute.bwd_sm90 import two_pass
 
-    monkeypatch.setattr(two_pass_backward, "WALKS_GROUP", True)
+    monkeypatch.setattr(two_pass, "WALKS_GROUP", True)
 
 
 def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
     """Of the kernel: heads a CTA walks, whether it stores dk and dv, whether it takes turns; in a worker."""
-    from flash_attn.cute import two_pass_backward
+    from flash_attn.cute.bwd_sm90 import two_pass
 
     x = make_inputs(case)
     o = torch.empty_like(x.do)
     lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch, built_kernels("FlashAttentionBackwardSm90", traced=True) as kernels:
-        patch.setattr(two_pass_backward, "WALKS_GROUP", True)
+        patch.setattr(two_pass, "WALKS_GROUP", True)
         without_dq(case, x, o, lse, deterministic=deterministic)
     (kernel,) = kernels
     return kernel.heads_per_cta, kernel.stores_dkv, kernel.takes_turns
@@ -100,7 +100,7 @@ def refused(case: Case, more: dict[str, bool]) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("longest", [1, 3, None])
 def test_items_of_a_group_hold_every_entry_once(heads: int, longest: int | None, deterministic: bool) -> None:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     Hkv, N, M = 2, 5, 40
     for seed in range(8):
@@ -122,7 +122,7 @@ def test_items_of_a_group_hold_every_entry_once(heads: int, longest: int | None,
 
 def test_a_plan_for_groups_takes_two_passes() -> None:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.two_pass_backward import takes
+    from flash_attn.cute.bwd_sm90.two_pass import takes
 
     q, lists = torch.empty(1, 1, 4, 128, dtype=torch.bfloat16), BlockSparseTensorsTorch(None, None)
     static = dict(arch=90, q=q, v=q, forward=lists, deterministic=False)
@@ -131,7 +131,7 @@ def test_a_plan_for_groups_takes_two_passes() -> None:
 
 
 def test_groups_have_to_share_their_lists() -> None:
-    from flash_attn.cute.backward_plan import plan_backward
+    from flash_attn.cute.lists.backward_plan import plan_backward
 
     with pytest.raises(ValueError, match="per_group=True with lists of 6 heads"):
         plan_backward(random_lists(6, 5, 7, 0, True), num_heads=6, num_heads_kv=2, num_q_blocks=7, per_group=True)
@@ -148,7 +148,7 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def test_dk_and_dv_of_heads_one_by_one(
     case: Case, deterministic: bool, groups: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flash_attn.cute import two_pass_backward
+    from flash_attn.cute.bwd_sm90 import two_pass
 
     x = make_inputs(case)
     o, lse = forward(case, x)
@@ -157,7 +157,7 @@ def test_dk_and_dv_of_heads_one_by_one(
         for _ in range(20):
             _, *again = without_dq(case, x, o, lse, deterministic=True)
             assert all(map(torch.equal, got, again))
-    monkeypatch.setattr(two_pass_backward, "WALKS_GROUP", False)
+    monkeypatch.setattr(two_pass, "WALKS_GROUP", False)
     _, *expected = without_dq(replace(case, plan=0, per_group=False), x, o, lse)
     for ours, theirs in zip(got, expected, strict=True):
         assert apart(ours, theirs) < 0.01  # two roundings to bf16
@@ -231,7 +231,7 @@ def test_groups_are_walked_where_no_list_is_long(
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flash_attn.cute.two_pass_backward import takes, walks_group
+    from flash_attn.cute.bwd_sm90.two_pass import takes, walks_group
 
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
     rows, (Hq, Hkv, of_lists) = tokens // 128, heads

@@ -7,7 +7,7 @@ import torch
 from fa_cases import Case, backward, backward_lists, forward, forward_lists, make_inputs
 from fa_compile import Worker, WorkerError, built_kernels
 
-from flash_attn.cute.call_validation import refuse_unread
+from flash_attn.cute.lists.validate_calls import refuse_unread
 
 FIXED = {"T_q": 700, "T_k": 700, "lists": "both"}
 PACKED = {"packed": ((300, 300), (1, 129), (0, 200)), "lists": "both"}

@@ -11,8 +11,8 @@ from fa_lists import ListCase, random_lists
 
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.list_validation import validate_lists
-from flash_attn.cute.write_order import compute_dq_write_order, deterministic_walk, merged_walk
+from flash_attn.cute.lists.validate import validate_lists
+from flash_attn.cute.lists.write_order import compute_dq_write_order, deterministic_walk, merged_walk
 
 pytestmark = pytest.mark.gpu
 

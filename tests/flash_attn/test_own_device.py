@@ -34,7 +34,7 @@ class Gpus:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
-    from flash_attn.cute import own_device
+    from flash_attn.cute.runtime import own_device
 
     gpus = Gpus()
     monkeypatch.delenv("FLASH_ATTENTION_ARCH", raising=False)
@@ -51,7 +51,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
 @pytest.mark.parametrize("index", CAPABILITIES)
 def test_a_call_asks_the_gpu_of_its_tensors(gpus: Gpus, index: int) -> None:
     from flash_attn.cute.interface import _get_device_arch
-    from flash_attn.cute.own_device import on_own_device
+    from flash_attn.cute.runtime.own_device import on_own_device
 
     @on_own_device
     def call(name: str, *, q: torch.Tensor) -> tuple[int, int]:
@@ -66,7 +66,8 @@ def test_a_call_asks_the_gpu_of_its_tensors(gpus: Gpus, index: int) -> None:
 
 
 def test_attention_and_its_backward_ask_the_gpu_of_their_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import flash_bwd_dq_sm90, interface
+    from flash_attn.cute import interface
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
     class Asked(Exception):
         pass
@@ -82,7 +83,7 @@ def test_attention_and_its_backward_ask_the_gpu_of_their_tensors(gpus: Gpus, mon
         for call in (
             lambda: interface._flash_attn_fwd(x, x, x),
             lambda: interface._flash_attn_bwd(x, x, x, x, x, rows),
-            lambda: flash_bwd_dq_sm90.backward_dq(x, x, x, x, rows, rows, lists, dq=x),
+            lambda: bwd_dq_interface.backward_dq(x, x, x, x, rows, rows, lists, dq=x),
         ):
             with pytest.raises(Asked, match="1"):
                 call()
@@ -119,7 +120,7 @@ def test_kernels_of_another_architecture_are_other_files(
 
 def refusal_after(arch: str | None, capability: tuple[int, int] | None) -> str | None:
     """What a kernel that is not compiled yet is refused with once the environment, or the GPU, says another thing."""
-    from flash_attn.cute import own_device
+    from flash_attn.cute.runtime import own_device
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FLASH_ATTENTION_ARCH")

@@ -14,8 +14,8 @@ from fa_query_halves import Drawn, Launched, adds, as_joined, assert_in_order, e
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_attn.cute import own_rows, query_halves
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, NormalizedBlockSparseConfig
+from flash_attn.cute.lists import own_rows, query_halves
 
 drawn = st.builds(
     Drawn,

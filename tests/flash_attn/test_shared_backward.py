@@ -56,8 +56,8 @@ def lists(setup: Setup) -> tuple[Any, Any]:
     """Forward and backward lists."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward
     from flash_attn.cute.block_lists import lists_from_blocks, transpose_lists
+    from flash_attn.cute.lists.backward_plan import RIGHT_TO_LEFT, plan_backward
 
     with unset_fake_temporarily():
         seen = listed(setup)

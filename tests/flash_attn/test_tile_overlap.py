@@ -123,7 +123,7 @@ def test_every_tile_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_as_many_stages_as_fit(asked: dict[str, object], stages: int) -> None:
-    from flash_attn.cute.compress_schedule import SMEM_BYTES, overlapped_stages
+    from flash_attn.cute.compressed_causal.schedule import SMEM_BYTES, overlapped_stages
 
     assert overlapped_stages(64, **asked) == stages
     assert overlapped_stages(1, **asked) == 0, "without compression the tiles are upstream's"

@@ -65,7 +65,7 @@ def tables(block: tuple[int, int] | None = (128, 128), room: tuple[int, ...] = (
 
 def takes(passes: int | None = None, **changes: Any) -> bool:
     """Whether a call on SM90 takes two passes: at head dimension 128, with default lists, and what `changes` says."""
-    from flash_attn.cute import two_pass_backward
+    from flash_attn.cute.bwd_sm90 import two_pass
 
     block, D = changes.pop("block", (128, 128)), changes.pop("D", 128)
     of_keys = changes.pop("block_of_backward", block)
@@ -74,7 +74,7 @@ def takes(passes: int | None = None, **changes: Any) -> bool:
         forward=tables(block, changes.pop("room", (9,))), backward=tables(of_keys, **changes.pop("fields", {}))
     )
     given = dict(arch=90, q=x, v=x, deterministic=False, **lists)
-    return two_pass_backward.takes(passes, **(given | changes))
+    return two_pass.takes(passes, **(given | changes))
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,9 @@ def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
     """The kernels that a deterministic call traces, in turn, and the shapes of fp32 tensors that it makes."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from flash_attn.cute import flash_bwd_dq_sm90, interface
-    from flash_attn.cute.dq_kernel_sm90 import FlashAttentionBackwardDqSm90
+    from flash_attn.cute import interface
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+    from flash_attn.cute.bwd_dq_sm90.kernel import FlashAttentionBackwardDqSm90
     from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
     from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
@@ -217,7 +218,7 @@ def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
         for kernel in kernels:
             undo.callback(setattr, kernel, "__init__", kernel.__init__)
             kernel.__init__ = recording(kernel)
-        for function in (interface._flash_attn_bwd, interface._bwd_preprocess, flash_bwd_dq_sm90._compiled):
+        for function in (interface._flash_attn_bwd, interface._bwd_preprocess, bwd_dq_interface._compiled):
             undo.callback(setattr, function, "compile_cache", function.compile_cache)
             function.compile_cache = {}  # whatever this worker has compiled before
         undo.enter_context(Made())
@@ -239,15 +240,15 @@ def times_normalized(case: Case) -> int:
     """How often a call in two passes brings forward lists into the kernel's form; in a worker."""
     from unittest.mock import patch
 
-    from flash_attn.cute import flash_bwd_dq_sm90
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
     x = make_inputs(case)
     o = torch.empty_like(x.do)
     lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
-    original = flash_bwd_dq_sm90.normalize_block_sparse_config
+    original = bwd_dq_interface.normalize_block_sparse_config
     with (
-        patch.object(flash_bwd_dq_sm90, "normalize_block_sparse_config", side_effect=original) as normalize,
-        patch.object(flash_bwd_dq_sm90, "_compiled") as compiled,
+        patch.object(bwd_dq_interface, "normalize_block_sparse_config", side_effect=original) as normalize,
+        patch.object(bwd_dq_interface, "_compiled") as compiled,
     ):
         gradients(case, x, o, lse)
         assert compiled.call_args.args[1].tensors.mask_block_cnt is not None

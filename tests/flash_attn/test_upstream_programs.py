@@ -106,7 +106,8 @@ class Context:
 
 def compiled(lists: Callable[..., Any], D: int, block: tuple[int, int]) -> tuple[list[tuple], dict[str, set[int]]]:
     """Shapes and types of q's, k's and v's gradients, and the dimensions of the index lists that kernels walk."""
-    from flash_attn.cute import flash_attn_varlen_func, interface, list_rows
+    from flash_attn.cute import flash_attn_varlen_func, interface
+    from flash_attn.cute.lists import rows as list_rows
 
     walked: dict[str, set[int]] = {"forward": set(), "backward": set()}
     entries, function = list_rows.ListRow.entries, interface.FlashAttnVarlenFunc

@@ -12,10 +12,10 @@ import torch
 from fa_lists import ListCase, random_lists, random_rows, transposed_rows
 from fa_packed_lists import FORMS
 
-from flash_attn.cute.backward_plan import plan_backward
 from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.call_validation import ALWAYS, validate_call
+from flash_attn.cute.lists.backward_plan import plan_backward
+from flash_attn.cute.lists.validate_calls import ALWAYS, validate_call
 
 BLOCK = 128
 LENGTHS = [(600, 500), (0, 300), (1, 129), (260, 0), (128, 128)]

@@ -14,8 +14,10 @@ from fa_compile import Worker
 from fa_packed_lists import packed_backward_lists, packed_forward_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attn.cute import interface, list_rows, packed_lists
+from flash_attn.cute import interface
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.lists import formats
+from flash_attn.cute.lists import rows as list_rows
 
 # Tails, one query, no queries, no keys, more keys than queries and fewer.
 LENGTHS = ((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900))
@@ -75,16 +77,16 @@ def test_more_of_backward_compiles(compiler_sm100: Worker, form: str, ordered: b
     compiler_sm100.trace(derive, replace(CASES[1], form=form), ordered, block_k)
 
 
-@pytest.mark.parametrize("direction", [packed_lists.FORWARD, packed_lists.BACKWARD])
-def test_stacked_rows_are_as_wide_as_their_sequence(direction: packed_lists.Direction) -> None:
+@pytest.mark.parametrize("direction", [formats.FORWARD, formats.BACKWARD])
+def test_stacked_rows_are_as_wide_as_their_sequence(direction: formats.Direction) -> None:
     """In blocks of the lists, of the lengths in use, or of the tensors' where those do not vary."""
     side = 1 - direction.side
     starts, used = torch.tensor([0, 300, 700], dtype=torch.int32), torch.tensor([130, 400], dtype=torch.int32)
 
     def widths(starts: Any, used: Any) -> list[int]:
         pairs = [(None, t) if side else (t, None) for t in (starts, used)]
-        packed = packed_lists.Packing(*pairs, (None, None))
-        return packed_lists.blocks_before(packed, side, 64, 256, batch=2, device="cpu").diff().tolist()
+        packed = formats.Packing(*pairs, (None, None))
+        return formats.blocks_before(packed, side, 64, 256, batch=2, device="cpu").diff().tolist()
 
     assert widths(starts, None) == [5, 7]
     assert widths(starts, used) == widths(None, used) == [3, 7]
@@ -97,7 +99,7 @@ def fake() -> Iterator[None]:
         yield
 
 
-def fit(direction: packed_lists.Direction = packed_lists.FORWARD, **changes: Any) -> BlockSparseTensorsTorch:
+def fit(direction: formats.Direction = formats.FORWARD, **changes: Any) -> BlockSparseTensorsTorch:
     """Two sequences, three rows, lists compact or as `changes` say."""
 
     def of(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -110,13 +112,13 @@ def fit(direction: packed_lists.Direction = packed_lists.FORWARD, **changes: Any
     }
     for field, value in changes.items():
         fields[field] = of(*value) if isinstance(value, tuple) else value
-    packed = packed_lists.Packing((of(3), of(3)), (None, None), (256, 300))
+    packed = formats.Packing((of(3), of(3)), (None, None), (256, 300))
     sizes = {"block_size": (128, 128), "across": 0}
-    return packed_lists.fit(BlockSparseTensorsTorch(**fields), direction, packed, batch=2, heads=4, **sizes)
+    return formats.fit(BlockSparseTensorsTorch(**fields), direction, packed, batch=2, heads=4, **sizes)
 
 
-@pytest.mark.parametrize("direction", [packed_lists.FORWARD, packed_lists.BACKWARD])
-def test_lists_are_expanded(fake: None, direction: packed_lists.Direction) -> None:
+@pytest.mark.parametrize("direction", [formats.FORWARD, formats.BACKWARD])
+def test_lists_are_expanded(fake: None, direction: formats.Direction) -> None:
     compact = fit(direction, full_block_cnt=(4, 3), full_block_idx=(1, 3, 9), dq_write_order=(1, 3, 2))
     assert compact.mask_block_cnt.shape == compact.full_block_cnt.shape == (4, 3)
     assert compact.mask_block_idx.shape == compact.dq_write_order.shape == (3 * 2,), "of one row for all heads"
@@ -146,7 +148,7 @@ def test_lists_are_expanded(fake: None, direction: packed_lists.Direction) -> No
         ({"full_block_cnt": (1, 3), "full_block_idx": (1, 9)}, "full_block_idx has 2 dimensions"),
         ({"cu_total_m_blocks": None}, r"cu_total_m_blocks, with shape \(3,\); got None"),
         ({"cu_total_m_blocks": (1,)}, r"cu_total_m_blocks has to have shape \(3,\), got \(1,\)"),
-        ({"direction": packed_lists.BACKWARD, "cu_total_n_blocks": (4,)}, r"has to have shape \(3,\), got \(4,\)"),
+        ({"direction": formats.BACKWARD, "cu_total_n_blocks": (4,)}, r"has to have shape \(3,\), got \(4,\)"),
         ({"mask_block_idx": (1, 20)}, r"cu_block_idx_offsets, with shape \(3,\); got None"),
         ({"mask_block_idx": (20,)}, r"cu_block_idx_offsets has to be \[H, 3\] or \[H, 4\]"),
         ({"mask_block_idx": (20,), "cu_block_idx_offsets": (3,)}, r"has to be \[H, 3\] or \[H, 4\]"),
@@ -182,23 +184,23 @@ def test_blocks_of_several_tiles(fake: None) -> None:
         block_size=(384, BLOCK_K),
     )
     sizes = {"batch": 2, "heads": 1, "block_k": BLOCK_K, "seqlen_k": 256}
-    assert packed_lists.fit_forward(lists, None, tile_q=128, **sizes)[1] == 3
-    assert packed_lists.fit_forward(lists._replace(block_size=None), None, tile_q=128, **sizes)[1] == 1
+    assert formats.fit_forward(lists, None, tile_q=128, **sizes)[1] == 3
+    assert formats.fit_forward(lists._replace(block_size=None), None, tile_q=128, **sizes)[1] == 1
     with pytest.raises(ValueError, match=r"sparse_block_size\[0\]=256 .* or a multiple of it; got 384"):
-        packed_lists.fit_forward(lists, None, tile_q=256, **sizes)
+        formats.fit_forward(lists, None, tile_q=256, **sizes)
 
 
 def test_kernels_are_compiled_for_the_types_of_offsets() -> None:
     def types(dtype: torch.dtype) -> tuple:
         offsets = torch.zeros(3, dtype=dtype)
-        return packed_lists.offset_types(BlockSparseTensorsTorch(None, None, cu_block_idx_offsets=offsets))
+        return formats.offset_types(BlockSparseTensorsTorch(None, None, cu_block_idx_offsets=offsets))
 
     assert types(torch.int32) != types(torch.int64)
 
 
 def test_rows_of_all_sequences_before() -> None:
     cu_seqlens = torch.tensor([0, 300, 300, 301, 557], dtype=torch.int32)
-    before = packed_lists.cu_total_blocks(cu_seqlens, 128)
+    before = formats.cu_total_blocks(cu_seqlens, 128)
     assert before.dtype == torch.int32 and before.tolist() == [0, 3, 3, 4, 6]
 
 

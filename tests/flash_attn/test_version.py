@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-ASK = "import flash_attn.cute.version as v; print(v.__version__)"
+ASK = "import flash_attn.cute.runtime.version as v; print(v.__version__)"
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder like site-packages with a copy of the package that has nothing in it but its version."""
-    import flash_attn.cute.version as version
+    import flash_attn.cute.runtime.version as version
 
     package = tmp_path / "site" / "flash_attn" / "cute"
     package.mkdir(parents=True)
+    (package / "runtime").mkdir()
     (package / "__init__.py").write_text("", encoding="utf-8")
-    (package / "version.py").write_bytes(Path(version.__file__).read_bytes())
+    (package / "runtime" / "version.py").write_bytes(Path(version.__file__).read_bytes())
     return tmp_path / "site"
 
 

@@ -104,7 +104,7 @@ def test_windows_of_either_kind_have_kernels_of_their_own(compiler_sm90: Worker)
 @pytest.mark.parametrize("tile,packed_heads", [((128, 128), 1), ((128, 128), 16), ((192, 128), 4), ((192, 80), 1)])
 @pytest.mark.parametrize("window", [(0, 0), (127, 0), (512, 0), (100, 300), (2048, 0)])
 def test_key_tiles_of_a_tile_are_counted(tile: tuple[int, int], packed_heads: int, window: tuple[int, int]) -> None:
-    from flash_attn.cute.window_overlap import key_tiles
+    from flash_attn.cute.fwd_sm90.persistence import key_tiles
 
     rows, (left, right) = tile[0] // packed_heads, window
     reached = []

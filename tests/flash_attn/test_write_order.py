@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from flash_attn.cute import block_sparsity
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.write_order import (
+from flash_attn.cute.lists.write_order import (
     Walk,
     compute_dq_write_order,
     deterministic_walk,

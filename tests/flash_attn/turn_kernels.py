@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from flash_attn.cute import dkv_turns
+from flash_attn.cute.lists import rows as list_rows
 
 NOT_YET = -1000  # of a flag, where somebody would have waited
 
@@ -42,4 +42,4 @@ def pass_turns(
     flags: cutlass.Constexpr[int],
 ) -> None:
     for thread in cutlass.range(256):
-        dkv_turns.pass_turn(semaphore, thread, tile, head, batch, group, flags)
+        list_rows.pass_turn(semaphore, thread, tile, head, batch, group, flags)

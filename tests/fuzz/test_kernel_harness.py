@@ -12,7 +12,7 @@ import torch
 
 import fuzz.properties.kernels as kernels
 import fuzz.properties.relations as relations
-from flash_attn.cute.call_validation import validate_call
+from flash_attn.cute.lists.validate_calls import validate_call
 from fuzz import attention, strategies
 from fuzz.blocks import both_directions
 from fuzz.case import Attention, Blocks, Kind

@@ -76,7 +76,7 @@ def test_what_is_imported_within_does_not_keep_a_fault() -> None:
     """Kernels import their modules when they are compiled, which a fault may be there for."""
     program = """
 from fuzz.mutations import planted
-from flash_attn.cute import list_rows
+from flash_attn.cute.lists import rows as list_rows
 own = list_rows.find_row
 with planted("kernel: first sequence's rows"):
     from flash_attn.cute import block_sparse_utils
@@ -104,10 +104,11 @@ def test_kernels_with_a_fault_stay_out_of_the_cache_on_disk(tmp_path: Path) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name, m in ALL.items() if m.needs == GPU and not m.waits])
 def test_it_is_found_in_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import flash_bwd_dq_sm90, interface
+    from flash_attn.cute import interface
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
     from flash_attn.cute.cache_utils import JITCache
 
-    for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, flash_bwd_dq_sm90._compiled):
+    for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, bwd_dq_interface._compiled):
         monkeypatch.setattr(function, "compile_cache", JITCache())  # never on disk
     (prop,) = [each for each in properties().values() if each.name.startswith(ALL[name].properties)]
     suiting = [i for i, kind in enumerate(prop.kinds) if ALL[name].suits(kind)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis.errors import NoSuchExample
 
-from flash_attn.cute import two_pass_backward
+from flash_attn.cute.bwd_sm90 import two_pass
 from fuzz import attention, strategies
 from fuzz.case import FORMS, Attention, Kind
 from fuzz.features import claims, faults, features
@@ -141,7 +141,7 @@ def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) ->
         lists = dict(forward=attention.lists_for(call, False), backward=attention.lists_for(call, True))
         given = dict(arch=90, q=call.q, v=call.v, deterministic=kind.deterministic)
         for passes in {kind.passes, None}:
-            assert two_pass_backward.takes(passes, **given, **lists) == attention.in_two_passes(case), case
+            assert two_pass.takes(passes, **given, **lists) == attention.in_two_passes(case), case
 
 
 def test_kinds_whose_lists_decide_take_one_pass_and_two() -> None:

@@ -114,7 +114,7 @@ def test_a_batch_has_a_plan_where_work_can_be_shared(hopper: bool) -> None:
 def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_later_one(
     options: dict, hopper: bool
 ) -> None:
-    from flash_attn.cute.list_validation import validate_lists
+    from flash_attn.cute.lists.validate import validate_lists
     from nsa_layer.cute import selected_branch
 
     config = NSAConfig(**(dict(block_counts=5, deterministic=True) | options))

@@ -35,6 +35,7 @@ from nsa_layer.kernels.block_topk.split_fp16_gemm import (
 from nsa_layer.kernels.block_topk.topk_epilogue import room_of, write_block_list
 from nsa_layer.kernels.block_topk.topk_spec import ROWS, TopKSpec
 from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
 
 Tensor = torch.Tensor
 
@@ -325,14 +326,14 @@ class BlockTopK:
 
 def unsupported(config: NSAConfig, *, G: int, D: int, dtype: torch.dtype, softmax_scale: float) -> str | None:
     """The reason why `block_topk` does not take a call; None if it does."""
-    if D not in (64, 128) or dtype not in (torch.float16, torch.bfloat16):
-        return f"a choice for {dtype} with head dimension {D}: they take fp16 or bf16 and 64 or 128"
+    if D not in ROW_LENGTHS or dtype not in KERNEL_DTYPES:
+        return f"top-k for {dtype} with head dimension {D}"
     if G > MOST_HEADS:
-        return f"a choice for more than {MOST_HEADS} query heads a group, got {G}"
+        return f"top-k for more than {MOST_HEADS} query heads a group, got {G}"
     if config.block_counts > MOST_BLOCKS:
         return f"block_counts above {MOST_BLOCKS}, got {config.block_counts}"
     if not softmax_scale > 0:
-        return f"a choice with a softmax_scale that is not positive, got {softmax_scale}"
+        return f"top-k with a softmax_scale that is not positive, got {softmax_scale}"
     return None
 
 
@@ -366,7 +367,7 @@ def block_topk(
     Hq, D, Hkv = q.shape[-2], q.shape[-1], k_mean.shape[-2]
     missing = unsupported(config, G=Hq // Hkv, D=D, dtype=q.dtype, softmax_scale=softmax_scale)
     if missing is not None:
-        raise NotImplementedError(f"the kernels do not do {missing}")
+        raise NotImplementedError(f"the kernels do not support {missing}")
     share, packed = -(-config.block_counts // register_topk.QUAD), lengths is not None
     spec = TopKSpec(D, Hq // Hkv, share, causal, config.force_blocks, packed)
     B = 1 if packed else q.shape[0]

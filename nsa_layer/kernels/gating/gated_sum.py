@@ -14,6 +14,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.support import check_rows
 
 LOG2_E = 1.4426950408889634
 EQUAL_SHARE = 1.0 / 3.0
@@ -232,8 +233,8 @@ def gated_sum(
     Raises:
         NotImplementedError: another head dimension or dtype.
     """
-    check_rows(o_cmp)
     Hq, D = o_cmp.shape[-2:]
+    check_rows("o_cmp", o_cmp.dtype, D)
     o = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device) if out is None else out
     gated = gate_weight is not None or gates is not None
     g = torch.empty((*o.shape[:-1], 3), dtype=torch.float32, device=o.device) if gated else None
@@ -271,13 +272,6 @@ def fake_gates(dtype: torch.dtype, shape: tuple[object, ...]) -> cute.runtime.Te
 
 def forward_rows(D: int, Hq: int, *, weighed: bool) -> Rows:
     return Rows(D, heads_of_cta(Hq), at_once=2 if weighed else 4, steps=16)
-
-
-def check_rows(o: Tensor) -> None:
-    if o.dtype not in (torch.float16, torch.bfloat16) or o.shape[-1] not in (64, 128):
-        raise NotImplementedError(
-            f"the gate's kernels take fp16 or bf16 and a head dimension of 64 or 128, got {o.dtype} and {o.shape[-1]}"
-        )
 
 
 def heads_of_cta(Hq: int) -> int:

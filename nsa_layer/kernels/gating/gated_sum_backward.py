@@ -33,7 +33,6 @@ from nsa_layer.kernels.gating.gated_sum import (
     LOG2_E,
     Rows,
     batched,
-    check_rows,
     dot,
     fake_gates,
     heads_of_cta,
@@ -47,6 +46,7 @@ from nsa_layer.kernels.gating.gated_sum import (
 from nsa_layer.kernels.gating.reduce_partials import reduce_partials
 from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
 from nsa_layer.kernels.varlen_rows import sequence_of
+from nsa_layer.support import check_rows
 
 LOG2_EQUAL_SHARE = math.log2(EQUAL_SHARE)
 
@@ -390,8 +390,8 @@ def gated_sum_backward(
     Raises:
         NotImplementedError: another head dimension or dtype.
     """
-    check_rows(o_cmp)
     Hq, D = do.shape[-2:]
+    check_rows("o_cmp", o_cmp.dtype, o_cmp.shape[-1])
     packed, weighed, given = cu_seqlens is not None, gate_weight is not None, gates is not None
     rows = backward_rows(D, Hq)
     tiles, walkers = _split(do, rows, weighed)

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from flash_attn.cute.backward_plan import LONGEST
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.lists.backward_plan import LONGEST
 from nsa_layer.kernels.k2q_csr.blocks_to_tiles import blocks_to_tiles
 from nsa_layer.kernels.k2q_csr.build_k2q_csr import FEW_WORDS, ITEM, MANY_WORDS, MAX_SEMAPHORES, WARPS, build_k2q_csr
 from nsa_layer.kernels.k2q_csr.prefix_sums import row_starts, sequence_starts

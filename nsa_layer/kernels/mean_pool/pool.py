@@ -39,6 +39,7 @@ from nsa_layer.kernels.varlen_rows import (
     tiles_and_batch,
     vector,
 )
+from nsa_layer.support import check_rows
 
 Tensor = torch.Tensor
 
@@ -273,7 +274,7 @@ def pool(
     """
     packed = cu_seqlens is not None
     D, Dv = k.shape[-1], v.shape[-1]
-    _check(k.dtype, D, Dv)
+    check_rows("k and v", k.dtype, D, Dv)
     if len(k_dtypes) not in (1, 2):
         raise ValueError(f"k_dtypes must be one or two dtypes, got {k_dtypes}")
     if out is None:
@@ -316,7 +317,7 @@ def unpool(
     """
     packed = cu_seqlens is not None
     D, Dv = like_k.shape[-1], like_v.shape[-1]
-    _check(like_k.dtype, D, Dv)
+    check_rows("k and v", like_k.dtype, D, Dv)
     dk = like_k.new_empty(like_k.shape) if out_k is None else out_k
     dv = like_v.new_empty(like_v.shape) if out_v is None else out_v
     if dk_cmp.shape[-3] == 0:
@@ -324,13 +325,6 @@ def unpool(
     key = (block_size, stride, dk_cmp.dtype, dv_cmp.dtype, dk.dtype, dv.dtype, D, Dv, packed)
     launch("unpool", key, lambda: _compile_unpool(*key), dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)
     return dk, dv
-
-
-def _check(dtype: torch.dtype, D: int, Dv: int) -> None:
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise NotImplementedError(f"k and v must be float16 or bfloat16 to be pooled on a GPU, got {dtype}")
-    if D not in (64, 128) or Dv not in (64, 128):
-        raise NotImplementedError(f"head dimensions must be 64 or 128 to be pooled on a GPU, got {D} and {Dv}")
 
 
 def _compile_pool(

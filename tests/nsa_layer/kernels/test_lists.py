@@ -128,9 +128,9 @@ def made(case: Case, parts: list[torch.Tensor], device: str = "cuda"):
 
 def assert_right(case: Case) -> None:
     """Every row and item, in order, is that of PyTorch."""
-    from flash_attn.cute.backward_plan import RIGHT_TO_LEFT, plan_backward
     from flash_attn.cute.block_lists import transpose_lists
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.lists.backward_plan import RIGHT_TO_LEFT, plan_backward
 
     parts = choice(case)
     forward, backward = (to_cpu(lists) for lists in made(case, parts))

@@ -1,0 +1,228 @@
+"""Prologue and epilogue of a warpgroup's 64 rows of dq: row sums, and dq in q's dtype or in the fp32 accumulator.
+
+The accumulator keeps wgmma's registers, for 64 rows by 8 columns, then by thread, then by register: a thread reads and
+writes its own 16 bytes at a time. What it holds already is what dq starts from.
+
+Rows of rounded dq are contiguous, but of every 8 columns a thread holds 2: the threads of a quad exchange pairs, so
+that each reads and stores 16 bytes at a time.
+
+Row sums are read, or computed from o and left for the dk and dv pass. `shared_backward` says what they are and how they
+lie. Where they are computed no other kernel has to go before the dq pass: a row's o and do are read by the four threads
+that hold the row's scores, 16 bytes at a time.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from flash_attn.cute import utils
+from flash_attn.cute.bwd_dq_sm90.spec import THREADS, Output
+from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+
+class Place(NamedTuple):
+    """A tile: its batch (packed: sequence), query head, and number in its sequence."""
+
+    batch: Int32
+    head: Int32
+    m_block: Int32
+
+
+def rows_of_head(tensor: cute.Tensor, place: Place, seqlen: SeqlenInfoQK, width: int = 1) -> cute.Tensor:
+    """fp32 of a sequence and head, `width` to a row, from the sequence's first row on."""
+    if not seqlen.has_cu_seqlens_q:
+        return tensor[place.batch, place.head, None]
+    return cute.domain_offset((Int64(seqlen.padded_offset_q) * width,), tensor[place.head, None])
+
+
+@dataclass(frozen=True)
+class DqOutput:
+    """One tile's output, to a warpgroup.
+
+    Attributes:
+        kind: as in `DqSpec`.
+        dq: [T, D, Hq, B], packed [total, D, Hq].
+        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D].
+        mask: of the warpgroup, which knows its rows.
+    """
+
+    kind: cutlass.Constexpr[Output]
+    dq: Optional[cute.Tensor]
+    accum: Optional[cute.Tensor]
+    head_dim: cutlass.Constexpr[int]
+    softmax_scale: Float32
+    place: Place
+    mask: KeyMask
+
+    @cute.jit
+    def uses_accum(self, steps: Int32) -> Boolean:
+        """True if 64 rows of the accumulator are the sequence's, and would not be left as they are."""
+        own = self.mask.first < self.mask.seqlen.seqlen_q
+        if const_expr(self.kind.from_accum and not self.kind.to_dq):
+            own = own and steps > 0
+        return own
+
+    @cute.jit
+    def start(self, acc_dQ: cute.Tensor, steps: Int32):
+        """The registers that dq is added to: zeros, or the accumulator's values."""
+        acc_dQ.fill(0.0)
+        if const_expr(self.kind.from_accum):
+            if self.uses_accum(steps):
+                cute.autovec_copy(self._accumulator(), self._registers(acc_dQ))
+
+    @cute.jit
+    def write(self, acc_dQ: cute.Tensor, steps: Int32):
+        if const_expr(self.kind.to_dq):
+            self._round(acc_dQ)
+        else:
+            if self.uses_accum(steps):
+                cute.autovec_copy(self._registers(acc_dQ), self._accumulator())
+
+    def _registers(self, acc_dQ: cute.Tensor) -> cute.Tensor:
+        return cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, self.head_dim // 8)))
+
+    def _accumulator(self) -> cute.Tensor:
+        """The thread's part of the warpgroup's rows, in the order of the registers: [4, D / 8]."""
+        rows = rows_of_head(self.accum, self.place, self.mask.seqlen, width=self.head_dim)
+        begin = rows.iterator + (Int64(self.mask.first) * self.head_dim + self.mask.thread * 4)
+        layout = cute.make_layout((4, self.head_dim // 8), stride=(1, 4 * THREADS))
+        return cute.make_tensor(begin.align(16), layout)
+
+    @cute.jit
+    def _round(self, acc_dQ: cute.Tensor):
+        seqlen, lane = self.mask.seqlen, self.mask.thread % 4
+        dq = seqlen.offset_batch_Q(self.dq, self.place.batch, dim=3)[None, None, self.place.head]
+        if const_expr(self.kind.onto_dq):
+            held = self._held(dq, acc_dQ)
+            acc_dQ.store(acc_dQ.load() * self.softmax_scale + held.load().to(Float32))
+        else:
+            acc_dQ.store(acc_dQ.load() * self.softmax_scale)
+        pairs = self._pairs(utils.cvt_f16(acc_dQ, dq.element_type))
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            for fours in cutlass.range_constexpr(self.head_dim // 32):
+                vector = cute.make_rmem_tensor((8,), dq.element_type)
+                words = cute.recast_tensor(vector, Int32)
+                for i, word in enumerate(exchanged([pairs[r, 4 * fours + i] for i in range(4)], lane)):
+                    words[i] = word
+                if self.mask.row(r) < seqlen.seqlen_q:
+                    cute.autovec_copy(vector, self._vector(dq, r, fours))
+
+    @cute.jit
+    def _held(self, dq: cute.Tensor, acc_dQ: cute.Tensor) -> cute.Tensor:
+        """The values of dq, in the order of the accumulator's registers; 0 past the sequence's end."""
+        held = cute.make_rmem_tensor(acc_dQ.layout, dq.element_type)
+        pairs, lane = self._pairs(held), self.mask.thread % 4
+        pairs.fill(0)
+        # All loads are in flight before the first is waited for.
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            if self.mask.row(r) < self.mask.seqlen.seqlen_q:
+                for fours in cutlass.range_constexpr(self.head_dim // 32):
+                    vector = cute.make_rmem_tensor((8,), dq.element_type)
+                    cute.autovec_copy(self._vector(dq, r, fours), vector)
+                    words = cute.recast_tensor(vector, Int32)
+                    for i in cutlass.range_constexpr(4):
+                        pairs[r, 4 * fours + i] = words[i]
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            for fours in cutlass.range_constexpr(self.head_dim // 32):
+                for i, word in enumerate(exchanged([pairs[r, 4 * fours + i] for i in range(4)], lane)):
+                    pairs[r, 4 * fours + i] = word
+        return held
+
+    def _pairs(self, fragment: cute.Tensor) -> cute.Tensor:
+        """Registers of two neighbouring columns: [2 rows, D / 8]."""
+        words = cute.recast_tensor(fragment, Int32)
+        return cute.make_tensor(words.iterator, cute.make_layout((ROWS_OF_THREAD, self.head_dim // 8)))
+
+    def _vector(self, dq: cute.Tensor, r: int, fours: int) -> cute.Tensor:
+        """The thread's 8 columns of 32 in its r-th row."""
+        return cute.local_tile(dq[self.mask.row(r), None], (8,), (4 * fours + self.mask.thread % 4,))
+
+
+def exchanged(x: list[Int32], lane: Int32) -> list[Int32]:
+    """Of the four threads of a quad: thread i's j-th value is thread j's i-th one before."""
+    x = list(x)
+    for bit in (1, 2):
+        upper = lane & bit != 0
+        for i in (i for i in range(4) if i & bit == 0):
+            sent = Int32(cutlass.select_(upper, x[i], x[i | bit]))
+            got = cute.arch.shuffle_sync_bfly(sent, offset=bit)
+            low, high = x[i], x[i | bit]
+            x[i], x[i | bit] = Int32(cutlass.select_(upper, got, low)), Int32(cutlass.select_(upper, high, got))
+    return x
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """lse_log2 and dpsum of a tile, to a warpgroup.
+
+    Attributes:
+        lse_log2, dpsum: fp32 [B, Hq, rows], packed [Hq, rows]; read, or with `out` written.
+        out, dout: [T, D, Hq, B], packed [total, D, Hq].
+        lse: fp32 [B, Hq, T], packed [Hq, total].
+        start: as in `DqSpec`.
+        mask: of the warpgroup, which knows its rows.
+    """
+
+    lse_log2: cute.Tensor
+    dpsum: cute.Tensor
+    out: Optional[cute.Tensor]
+    dout: Optional[cute.Tensor]
+    lse: Optional[cute.Tensor]
+    head_dim: cutlass.Constexpr[int]
+    start: cutlass.Constexpr[int]
+    place: Place
+    mask: KeyMask
+
+    @cute.jit
+    def of_thread(self) -> tuple[tuple[Float32, Float32], ...]:
+        """Both of each of the thread's rows; +inf and 0, which make dS 0, past the end of the sequence."""
+        mask, seqlen = self.mask, self.mask.seqlen
+        lse_log2, dpsum = [rows_of_head(t, self.place, seqlen) for t in (self.lse_log2, self.dpsum)]
+        found = cute.make_rmem_tensor((ROWS_OF_THREAD, 2), Float32)
+        if const_expr(self.out is not None):
+            self._compute(found)
+            end = self._end()
+            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                if mask.row(r) < end and mask.thread % 4 == 0:
+                    lse_log2[mask.row(r)], dpsum[mask.row(r)] = found[r, 0], found[r, 1]
+        else:
+            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                found[r, 0], found[r, 1] = Float32.inf, Float32(0.0)
+                if mask.row(r) < seqlen.seqlen_q:
+                    found[r, 0], found[r, 1] = lse_log2[mask.row(r)], dpsum[mask.row(r)]
+        return tuple((found[r, 0], found[r, 1]) for r in range(ROWS_OF_THREAD))
+
+    def _end(self) -> Int32:
+        """Rows that belong to the sequence, those past its queries included."""
+        if const_expr(not self.mask.seqlen.has_cu_seqlens_q):
+            return Int32(self.dpsum.shape[2])
+        return (self.mask.seqlen.seqlen_q + (self.start - 1)) // self.start * self.start
+
+    @cute.jit
+    def _compute(self, found: cute.Tensor):
+        mask, seqlen = self.mask, self.mask.seqlen
+        o, do = [
+            seqlen.offset_batch_Q(t, self.place.batch, dim=3)[None, None, self.place.head]
+            for t in (self.out, self.dout)
+        ]
+        lse = seqlen.offset_batch_Q(self.lse, self.place.batch, dim=2)[None, self.place.head]
+        rows = cute.make_rmem_tensor((8, self.head_dim // 32, 2, ROWS_OF_THREAD), o.element_type)
+        rows.fill(0)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            found[r, 0] = Float32.inf
+            if mask.row(r) < seqlen.seqlen_q:
+                found[r, 0] = lse[mask.row(r)] * math.log2(math.e)
+                for i, source in enumerate((o, do)):
+                    for fours in cutlass.range_constexpr(self.head_dim // 32):
+                        vector = cute.local_tile(source[mask.row(r), None], (8,), (4 * fours + mask.thread % 4,))
+                        cute.autovec_copy(vector, rows[None, fours, i, r])
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            products = rows[None, None, 0, r].load().to(Float32) * rows[None, None, 1, r].load().to(Float32)
+            part = products.reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)
+            found[r, 1] = cute.arch.warp_reduction_sum(part, threads_in_group=4)
+            found[r, 0] = found[r, 0] if found[r, 0] != -Float32.inf else Float32(0.0)

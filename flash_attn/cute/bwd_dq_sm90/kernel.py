@@ -1,0 +1,392 @@
+"""The kernel of `bwd_dq_sm90/interface`: a load warp, and two warpgroups that multiply, 64 queries each.
+
+    load warp     q and do of a warpgroup when it has no more use for those before, k and v as stages come free
+    warpgroups    dS of the step before times k, and S of this step, in flight together; dP while S is awaited and
+                  turned into P; then dS, which stays in registers as the first operand of dq
+
+The warpgroups issue their products in turn, so that one multiplies while the other does arithmetic. Both walk the same
+steps, so they take equally many turns.
+"""
+
+import math
+from functools import partial
+from typing import Callable, Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.pipeline import PipelineUserType, pipeline_init_arrive, pipeline_init_wait
+from cutlass.utils import LayoutEnum
+from quack import layout_utils, sm90_utils
+
+from flash_attn.cute import pipeline as pipeline_custom
+from flash_attn.cute import utils
+from flash_attn.cute.block_sparsity import BlockSparseTensors
+from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput, Place, RowSums
+from flash_attn.cute.bwd_dq_sm90.loads import KeyWalk, TmaTensor, key_loader, query_loader
+from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, ROWS, STEP, THREADS, TILE_M, WARPGROUPS, DqSpec
+from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
+from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
+from flash_attn.cute.lists.rows import lists_by_query_head
+from flash_attn.cute.runtime.bounded_loads import bounded
+from flash_attn.cute.runtime.own_device import target_sm_count
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
+from flash_attn.cute.utils import AuxData
+
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+FIRST_TURN = 1  # named barriers of the warpgroups' turns
+
+
+class FlashAttentionBackwardDqSm90:
+    """The kernel for one `DqSpec`."""
+
+    def __init__(self, spec: DqSpec, mask_mod: Optional[Callable] = None) -> None:
+        self.spec = spec
+        self.mask_mod = mask_mod
+        self.dtype = DTYPES[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, T, Hq, D], or packed [total, Hq, D]
+        mK: cute.Tensor,  # [B, S, Hkv, D], or packed [total, Hkv, D]
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mdPsum: cute.Tensor,  # fp32 [B, Hq, rows], or packed [Hq, rows]
+        mLSElog2: cute.Tensor,
+        mO: cute.Tensor | None,  # like q; with it dpsum and lse_log2 are written, else read
+        mLSE: cute.Tensor | None,  # fp32 [B, Hq, T], or packed [Hq, total]
+        mDQ: cute.Tensor | None,  # like q
+        mAccum: cute.Tensor | None,  # fp32 [B, Hq, rows * D], or packed [Hq, rows * D]
+        softmax_scale: Float32,
+        left: Int32 | None,
+        right: Int32 | None,
+        mCuSeqlensQ: cute.Tensor | None,
+        mCuSeqlensK: cute.Tensor | None,
+        mSeqUsedQ: cute.Tensor | None,
+        mSeqUsedK: cute.Tensor | None,
+        lists: BlockSparseTensors,
+        aux_data: AuxData,
+        stream: cuda.CUstream,
+    ):
+        spec = self.spec
+        mQ, mK, mV, mdO = [assume_tensor_aligned(t) for t in (mQ, mK, mV, mdO)]
+        by_token = [[1, 3, 2, 0] if const_expr(not packed) else [0, 2, 1] for packed in spec.packed]
+        mQ, mdO = [layout_utils.select(t, by_token[0]) for t in (mQ, mdO)]
+        mK, mV = [layout_utils.select(t, by_token[1]) for t in (mK, mV)]
+        if const_expr(mDQ is not None):
+            mDQ = layout_utils.select(assume_tensor_aligned(mDQ), by_token[0])
+        if const_expr(mO is not None):
+            mO = layout_utils.select(assume_tensor_aligned(mO), by_token[0])
+            mLSE = layout_utils.select(mLSE, [2, 1, 0] if const_expr(not spec.packed[0]) else [1, 0])
+        lists = lists_by_query_head(lists, spec.list_group)
+
+        layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
+        sQ_layout = layout((ROWS, spec.head_dim), WARPGROUPS)
+        sK_layout = layout((STEP, spec.head_dim), spec.stages)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        q_box = layout((ROWS, spec.head_dim))
+        k_box = layout(spec.box, major_mode_size=spec.head_dim)
+        tma_q, tma_do = [cpasync.make_tiled_tma_atom(load, t, q_box, (ROWS, spec.head_dim)) for t in (mQ, mdO)]
+        bounded_k, bounded_v = [bounded(t, mCuSeqlensK) for t in (mK, mV)]
+        tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, k_box, spec.box) for t in (bounded_k, bounded_v)]
+
+        tiles = self.tiles_of_head(lists, mQ) * mQ.shape[2]
+        if const_expr(cute.rank(lists.mask_block_cnt) == 3):
+            tiles *= mQ.shape[3] if const_expr(not spec.packed[0]) else mCuSeqlensQ.shape[0] - 1
+        grid = cutlass.min(tiles, target_sm_count()) if const_expr(spec.stay) else tiles
+        self.kernel(
+            (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum, mO, mdO if const_expr(mO is not None) else None, mLSE),
+            (mDQ, mAccum), (softmax_scale, Float32(softmax_scale * math.log2(math.e))), (left, right),
+            (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK), lists, aux_data, (sQ_layout, sK_layout), tiles,
+        ).launch(
+            grid=[grid, 1, 1], block=[(WARPGROUPS + 1) * THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma: tuple[TmaTensor, ...],  # of q, do, k and v; so with all that follows that is for each of them
+        sums: tuple[Optional[cute.Tensor], ...],  # lse_log2, dpsum, o, do, lse; the last three to compute them
+        outputs: tuple[Optional[cute.Tensor], Optional[cute.Tensor]],  # dq, accumulator
+        scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
+        edges: tuple[Optional[Int32], Optional[Int32]],
+        ends: tuple[Optional[cute.Tensor], ...],  # cu_seqlens of q and k, seqused of q and k
+        lists: BlockSparseTensors,
+        aux_data: AuxData,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],  # of q and do, of k and v in shared memory
+        tiles: Int32,
+    ):
+        spec = self.spec
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in tma:
+                cpasync.prefetch_descriptor(atom)
+        smem = cutlass.utils.SmemAllocator()
+        barriers = smem.allocate_array(cutlass.Int64, 2 * (2 * WARPGROUPS + 2 * spec.stages))
+        staged = [
+            smem.allocate_tensor(self.dtype, layouts[i].outer, byte_alignment=1024, swizzle=layouts[i].inner)
+            for i in (0, 0, 1, 1)
+        ]
+        warps = THREADS // cute.arch.WARP_SIZE
+        row_bytes = spec.head_dim * self.dtype.width // 8
+        pipelines, at = [], 0
+        # A slot of q or do belongs to one warpgroup, a stage of k or v to both.
+        for slots, consumers, rows in 2 * [(WARPGROUPS, warps, ROWS)] + 2 * [(spec.stages, WARPGROUPS * warps, STEP)]:
+            pipelines.append(
+                pipeline_custom.PipelineTmaAsync.create(
+                    barrier_storage=barriers + at,
+                    num_stages=slots,
+                    producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+                    consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
+                    tx_count=rows * row_bytes,
+                    defer_sync=True,
+                )
+            )
+            at += 2 * slots
+        pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        lengths = partial(
+            SeqlenInfoQK.create,
+            seqlen_q_static=tma[0][1].shape[0],
+            seqlen_k_static=tma[2][1].shape[0],
+            mCuSeqlensQ=ends[0],
+            mCuSeqlensK=ends[1],
+            mSeqUsedQ=ends[2],
+            mSeqUsedK=ends[3],
+            tile_m=spec.start,
+            tile_n=spec.block_k,
+        )
+        place = partial(self.place, lists=lists, mQ=tma[0][1])
+        pipeline_init_wait(cluster_shape_mn=(1, 1))
+
+        if warp_idx < warps:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_idx == 0:
+                self.load(tma, staged, pipelines, lists, lengths, place, tiles)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.multiply(
+                staged, pipelines, sums, outputs, scales, edges, lists, aux_data, lengths, place, tiles
+            )  # fmt: skip
+
+    def tiles_of_head(self, lists: BlockSparseTensors, mQ: cute.Tensor) -> Int32:
+        """Of a batch's sequence, or where the lists of all sequences stand in a row, of all of them."""
+        if const_expr(cute.rank(lists.mask_block_cnt) == 3 and not self.spec.packed[0]):
+            return cute.ceil_div(mQ.shape[0], TILE_M)
+        return cute.size(lists.mask_block_cnt, mode=[cute.rank(lists.mask_block_cnt) - 1]) * self.spec.subtiles
+
+    @cute.jit
+    def place(self, index: Int32, lists: BlockSparseTensors, mQ: cute.Tensor) -> Place:
+        """The tile that comes in this place: neighbours in memory are neighbours in time, as they read the same keys.
+
+        First the heads of a group, then the tiles of queries, the last first where few of the first ones' keys are
+        seen.
+        """
+        spec = self.spec
+        across = self.tiles_of_head(lists, mQ)
+        heads_kv = mQ.shape[2] // spec.group
+        index, member = index // spec.group, index % spec.group
+        rest, m_block = index // across, index % across
+        if const_expr(spec.edges[1]):
+            m_block = across - 1 - m_block
+        batch, head_kv = rest // heads_kv, rest % heads_kv
+        if const_expr(cute.rank(lists.mask_block_cnt) == 2):
+            before = lists.cu_total_m_blocks
+            row = m_block // spec.subtiles
+            low, high = Int32(0), Int32(before.shape[0] - 1)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if before[middle] <= row:
+                    low = middle
+                else:
+                    high = middle
+            batch = low
+            m_block -= Int32(before[batch]) * spec.subtiles
+        return Place(batch, head_kv * spec.group + member, m_block)
+
+    def visit(self, place: Place, lists: BlockSparseTensors, lengths: Callable) -> tuple[SeqlenInfoQK, KeyWalk, Int32]:
+        """The lengths of a tile's sequence, the tile's walk, and how many steps that has: none past the end."""
+        seqlen = lengths(place.batch)
+        block = place.m_block // self.spec.subtiles
+        walk = KeyWalk.create(lists, place.batch, place.head, block, self.spec.block_k)
+        steps = cutlass.select_(place.m_block * TILE_M < seqlen.seqlen_q, walk.steps, Int32(0))
+        return seqlen, walk, Int32(steps)
+
+    @cute.jit
+    def load(
+        self,
+        tma: tuple[TmaTensor, ...],
+        staged: list[cute.Tensor],
+        pipelines: list[pipeline_custom.PipelineTmaAsync],
+        lists: BlockSparseTensors,
+        lengths: Callable,
+        place_of: Callable,
+        tiles: Int32,
+    ):
+        """The load warp: all tiles of the CTA."""
+        state = pipeline.make_pipeline_state(PipelineUserType.Producer, self.spec.stages)
+        phase = Int32(1)  # of the slots of q and do
+        first, _, _ = cute.arch.block_idx()
+        stride, _, _ = cute.arch.grid_dim()
+        for index in cutlass.range(first, tiles, stride, unroll=1):
+            place = place_of(index)
+            seqlen, walk, steps = self.visit(place, lists, lengths)
+            if steps > 0:
+                of = list(zip(tma, staged, pipelines))
+                load_q, load_do = [query_loader(*each, seqlen, place) for each in of[:2]]
+                head_kv = place.head // self.spec.group
+                load_k, load_v = [key_loader(*each, seqlen, place.batch, head_kv, self.spec.box) for each in of[2:]]
+                coming = walk.entries(Int32(0))
+                for step in cutlass.range(steps, unroll=1):
+                    entries = coming
+                    coming = walk.entries(step + 1)
+                    load_k(entries, state)
+                    if step == 0:
+                        load_q(phase)
+                    load_v(entries, state)
+                    if step == 0:
+                        load_do(phase)
+                    state.advance()
+                phase ^= 1
+        pipelines[3].producer_tail(state)
+
+    @cute.jit
+    def multiply(
+        self,
+        staged: list[cute.Tensor],
+        pipelines: list[pipeline_custom.PipelineTmaAsync],
+        sums: tuple[Optional[cute.Tensor], ...],
+        outputs: tuple[Optional[cute.Tensor], Optional[cute.Tensor]],
+        scales: tuple[Float32, Float32],
+        edges: tuple[Optional[Int32], Optional[Int32]],
+        lists: BlockSparseTensors,
+        aux_data: AuxData,
+        lengths: Callable,
+        place_of: Callable,
+        tiles: Int32,
+    ):
+        """A warpgroup: its rows of all tiles of the CTA."""
+        spec = self.spec
+        sQ, sdO, sK, sV = staged
+        pipeline_q, pipeline_do, pipeline_k, pipeline_v = pipelines
+        tidx, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(tidx // THREADS) - 1
+        thread = tidx % THREADS
+
+        k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        mma = partial(hopper.make_trivial_tiled_mma, self.dtype, self.dtype, k_major)
+        mma_s = mma(k_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, STEP))
+        mma_dq = mma(
+            mn_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, spec.head_dim),
+            a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        thread_s, thread_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
+        shape_s = (ROWS, STEP, spec.head_dim)
+        _, tSrQ, tSrK = sm90_utils.partition_fragment_ABC(thread_s, shape_s, sQ, sK)
+        _, tSrdO, tSrV = sm90_utils.partition_fragment_ABC(thread_s, shape_s, sdO, sV)
+        shape_dq = (ROWS, spec.head_dim, STEP)
+        acc_dQ, tdQrdS, tdQrKt = sm90_utils.partition_fragment_ABC(
+            thread_dq, shape_dq, None, layout_utils.transpose_view(sK)
+        )
+        scores = partial(sm90_utils.gemm_zero_init, mma_s, shape_s[:2], tSrQ, tSrK, A_idx=group)
+        dprobabilities = partial(sm90_utils.gemm_zero_init, mma_s, shape_s[:2], tSrdO, tSrV, A_idx=group)
+        add_dq = partial(sm90_utils.gemm_w_idx, mma_dq, acc_dQ, tdQrdS, tdQrKt, zero_init=False)
+
+        if group == 1:
+            pass_turn(group)
+        state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
+        phase = Int32(0)  # of the slots of q and do
+        first, _, _ = cute.arch.block_idx()
+        stride, _, _ = cute.arch.grid_dim()
+        for index in cutlass.range(first, tiles, stride, unroll=1):
+            place = place_of(index)
+            seqlen, walk, steps = self.visit(place, lists, lengths)
+            first_row = place.m_block * TILE_M + group * ROWS
+            mask = KeyMask(seqlen, place.batch, place.head, first_row, thread, *edges, self.mask_mod, aux_data)
+            output = DqOutput(spec.output, *outputs, spec.head_dim, scales[0], place, mask)
+            output.start(acc_dQ, steps)
+            rows = RowSums(*sums, spec.head_dim, spec.start, place, mask).of_thread()
+            if steps > 0:
+                finish = partial(
+                    self.finish_step, tdQrdS=tdQrdS, pipeline_v=pipeline_v, walk=walk, mask=mask, rows=rows,
+                    scale_log2=scales[1],
+                )  # fmt: skip
+                coming = walk.entries(Int32(0))
+                pipeline_q.consumer_wait_w_index_phase(group, phase)
+                pipeline_k.consumer_wait(state)
+                await_turn(group)
+                acc_S = scores(B_idx=state.index)
+                pipeline_do.consumer_wait_w_index_phase(group, phase)
+                pipeline_v.consumer_wait(state)
+                acc_dP = dprobabilities(B_idx=state.index)
+                pass_turn(group)
+                entries = coming
+                coming = walk.entries(Int32(1))
+                finish(acc_S, acc_dP, entries, Int32(0), state)
+                for step in cutlass.range(1, steps, unroll=1):
+                    before = state.clone()
+                    state.advance()
+                    await_turn(group)
+                    add_dq(B_idx=before.index)
+                    pipeline_k.consumer_wait(state)
+                    acc_S = scores(B_idx=state.index)
+                    warpgroup.wait_group(1)
+                    pipeline_k.consumer_release(before)
+                    pipeline_v.consumer_wait(state)
+                    acc_dP = dprobabilities(B_idx=state.index)
+                    pass_turn(group)
+                    entries = coming
+                    coming = walk.entries(step + 1)
+                    finish(acc_S, acc_dP, entries, step, state)
+                pipeline_q.consumer_release_w_index(group)
+                pipeline_do.consumer_release_w_index(group)
+                phase ^= 1
+                add_dq(B_idx=state.index, wg_wait=0)
+                pipeline_k.consumer_release(state)
+                state.advance()
+            output.write(acc_dQ, steps)
+
+    @cute.jit
+    def finish_step(
+        self,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        entries: tuple[Int32, ...],
+        step: Int32,
+        state: pipeline.PipelineState,
+        tdQrdS: cute.Tensor,
+        pipeline_v: pipeline_custom.PipelineTmaAsync,
+        walk: KeyWalk,
+        mask: KeyMask,
+        rows: tuple[tuple[Float32, Float32], ...],
+        scale_log2: Float32,
+    ):
+        """From the products in flight, S and then dP, to dS as the first operand of dq."""
+        S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
+        warpgroup.wait_group(1)
+        for part in cutlass.range_constexpr(walk.parts):
+            key = walk.first_key(entries[part], step, part)
+            mask.hide(S, key, entries[part] & 1 == 0, part * walk.block_k, walk.block_k)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            lse = rows[r][0]
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = cute.math.exp2(S[r, c] * scale_log2 - lse, fastmath=True)
+        warpgroup.wait_group(0)
+        pipeline_v.consumer_release(state)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            dpsum = rows[r][1]
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = S[r, c] * (dP[r, c] - dpsum)
+        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdQrdS)
+
+
+def await_turn(group: Int32) -> None:
+    """Until the other warpgroup has issued its products."""
+    cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=WARPGROUPS * THREADS)
+
+
+def pass_turn(group: Int32) -> None:
+    cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=WARPGROUPS * THREADS)

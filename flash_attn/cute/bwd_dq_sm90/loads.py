@@ -1,0 +1,126 @@
+"""Loop over a query tile's key blocks and loads of it, in the dq pass and in forward by `two_block_steps`.
+
+All warps of a CTA walk the same blocks in the same order: mask blocks from the first to the last, then
+full ones. A step of the walk is `STEP` keys: one block of 128, or two of 64 that need not be neighbours.
+Where two do not come out even, the last step's second block is missing: its half of the step is loaded
+with the first block once more, so that nothing undefined is multiplied, and hidden by the mask.
+
+Tiles of q and do go to a warpgroup, blocks of k and v to their part of a stage. A caller binds a loader to a tile, and
+calls it once for the tile's queries, and for the keys of every step.
+"""
+
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+from quack import copy_utils
+
+from flash_attn.cute import pipeline as pipeline_custom
+from flash_attn.cute.block_sparsity import BlockSparseTensors
+from flash_attn.cute.bwd_dq_sm90.epilogue import Place
+from flash_attn.cute.bwd_dq_sm90.spec import ROWS, STEP, WARPGROUPS
+from flash_attn.cute.lists.rows import entry_at, find_row
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+NOWHERE = 1 << 30  # a key past the end of every sequence
+
+
+@dataclass(frozen=True)
+class KeyWalk:
+    """The entries of one row of forward lists: `mask_count` mask blocks, then full ones, `count` in all."""
+
+    count: Int32
+    mask_count: Int32
+    mask_idx: cute.Tensor
+    full_idx: Optional[cute.Tensor]
+    block_k: int
+
+    @staticmethod
+    def create(tensors: BlockSparseTensors, batch: Int32, head: Int32, block: Int32, block_k: int) -> "KeyWalk":
+        """block: of queries, in its sequence."""
+        row = find_row(tensors, tensors.cu_total_m_blocks, batch, head, block)
+        mask_count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
+        if tensors.full_block_cnt is None:
+            return KeyWalk(mask_count, mask_count, mask_idx, None, block_k)
+        count = mask_count + row.count(tensors.full_block_cnt)
+        return KeyWalk(count, mask_count, mask_idx, row.entries(tensors.full_block_idx, full=True), block_k)
+
+    @property
+    def parts(self) -> int:
+        """Blocks of a step."""
+        return STEP // self.block_k
+
+    @property
+    def steps(self) -> Int32:
+        return (self.count + (self.parts - 1)) // self.parts
+
+    @cute.jit
+    def entry(self, step: Int32, part: cutlass.Constexpr[int]) -> Int32:
+        """2 * block + is_full for a part of a step; past the walk's end, for its last block."""
+        place = cutlass.min(step * self.parts + part, self.count - 1)
+        return entry_at(place, self.mask_count, self.mask_idx, self.full_idx)
+
+    def entries(self, step: Int32) -> tuple[Int32, ...]:
+        """`entry` for all parts of a step."""
+        return tuple(self.entry(step, part) for part in range(self.parts))
+
+    def first_key(self, entry: Int32, step: Int32, part: int) -> Int32:
+        """The part's first key in the sequence; `NOWHERE` for a block that is missing."""
+        key = (entry >> 1) * self.block_k
+        if part == 0:
+            return key
+        return Int32(cutlass.select_(step * self.parts + part < self.count, key, Int32(NOWHERE)))
+
+
+TmaTensor = tuple[cute.CopyAtom, cute.Tensor]
+
+
+def query_loader(
+    tma: TmaTensor, staged: cute.Tensor, slots: pipeline_custom.PipelineTmaAsync, seqlen: SeqlenInfoQK, place: Place
+) -> Callable[[Int32], None]:
+    """For a tile of q or do, [T, D, Hq, B] (packed [total, D, Hq]): the rows of each warpgroup go into its slot."""
+    atom, mX = tma
+    gX = seqlen.offset_batch_Q(mX, place.batch, dim=3)[None, None, place.head]
+    gX = cute.local_tile(gX, (ROWS, mX.shape[1]), (None, 0))
+    copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), gX, staged)
+
+    def load(phase: Int32) -> None:
+        for part in range(WARPGROUPS):
+            slots.producer_acquire_w_index_phase(Int32(part), phase)
+            barrier = slots.sync_object_full.get_barrier(part)
+            copy(src_idx=place.m_block * WARPGROUPS + part, dst_idx=part, tma_bar_ptr=barrier)
+
+    return load
+
+
+def key_loader(
+    tma: TmaTensor,
+    staged: cute.Tensor,
+    stages: pipeline_custom.PipelineTmaAsync,
+    seqlen: SeqlenInfoQK,
+    batch: Int32,
+    head_kv: Int32,
+    box: tuple[int, int],
+) -> Callable[[tuple[Int32, ...], pipeline.PipelineState], None]:
+    """For a step's entries of k or v, [S, D, Hkv, B] (packed [total, D, Hkv]): each goes into its part of the stage.
+
+    box: keys of a block, and head dimensions that are loaded at a time (`box_columns`).
+    """
+    atom, mX = tma
+    gX = seqlen.offset_batch_K(mX, batch, dim=3)[None, None, head_kv]
+    gX = cute.local_tile(gX, box, (None, None))  # (block, columns, blocks, boxes)
+    sX = cute.flat_divide(staged, box)  # (block, columns, parts, boxes, stages)
+    boxes = cute.size(sX, mode=[3])
+    sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
+
+    def load(entries: tuple[Int32, ...], state: pipeline.PipelineState) -> None:
+        stages.producer_acquire(state)
+        barrier = stages.producer_get_barrier(state)
+        for part, entry in enumerate(entries):
+            for i in range(boxes):
+                cute.copy(atom, gX[None, entry >> 1, i], sX[None, part, i, state.index], tma_bar_ptr=barrier)
+
+    return load

@@ -1,0 +1,166 @@
+"""Accumulators of backward: dq without zero-filling (first writer), and a conversion that adds to its output.
+
+**First writer.** The first CTA to reach a query tile stores, the others add. SM90 backward has a CTA per key tile, and
+each adds what it has for a query tile to an fp32 accumulator that a kernel before it has set to zero: as many bytes as
+reading o and do takes. Under compressed-causal masking it is known beforehand who may come first: the last key tile
+that sees anything of the query tile. Key tiles whose edge lies further up start further up, so where all walk upwards
+at one pace that one arrives no later than any other. It stores its tile and raises a flag, and whoever adds waits for
+the flag. A query tile that no key tile sees is left for the kernel before to clear.
+
+Waiting is safe since key tiles are launched from the last to the first: a CTA only ever waits for one
+that was launched before it, and the writer of a query tile waits for nobody there.
+
+Flags are int32, [query tiles, 1, heads, batch]: 0 until the tile is written. One thread of a warp (the
+one that elect_one names) issues the copies, waits for them, raises the flags and looks at them.
+
+**Adding conversion.** The conversion turns a tile of an fp32 accumulator into the output's dtype. To add, it brings the
+output's tile into shared memory while it waits for the accumulator, reads it with the threads that hold the
+accumulator, and rounds the sum: one pass over the output, one rounding. Rows and columns past the output's end are
+neither read nor written.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+from quack import copy_utils
+
+from flash_attn.cute import barrier, utils
+from flash_attn.cute.block_info import BlockInfo
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
+from flash_attn.cute.tile_scheduler import SingleTileScheduler, TileSchedulerArguments, WorkTileInfo
+
+
+class LastKeysFirstScheduler(SingleTileScheduler):
+    """SingleTileScheduler from the other end: the last key tile first, the last share of the queries first.
+
+    All heads of a share come before the share before it, as `schedule` reckons with.
+    """
+
+    @staticmethod
+    def to_underlying_arguments(args: TileSchedulerArguments, **options):
+        return SingleTileScheduler.to_underlying_arguments(args, **options)
+
+    @staticmethod
+    def create(params, ctx=None, *, loc=None, ip=None) -> "LastKeysFirstScheduler":
+        plain = SingleTileScheduler.create(params, ctx, loc=loc, ip=ip)
+        return LastKeysFirstScheduler(params, plain._blk_coord, loc=loc, ip=ip)
+
+    def get_current_work(self, *, loc=None, ip=None) -> WorkTileInfo:
+        launched, head, batch = self._blk_coord
+        share = Int32(0)
+        if cutlass.const_expr(self.params.is_split_kv):
+            share = self.params.num_splits - 1 - head // self.params.num_head
+            head = head % self.params.num_head
+        n_block = self.params.num_block - 1 - launched
+        return WorkTileInfo((n_block, head, batch, share), self._is_first_block)
+
+    def __new_from_mlir_values__(self, values):
+        plain = super().__new_from_mlir_values__(values)
+        scheduler = LastKeysFirstScheduler(plain.params, plain._blk_coord, loc=self._loc)
+        scheduler._is_first_block = plain._is_first_block
+        return scheduler
+
+
+@cute.jit
+def first_written_end(block_info: BlockInfo, seqlen: SeqlenInfoQK, n_block: Int32, m_block_max: Int32) -> Int32:
+    """Before which query block the key block is the last that sees any of it: there it stores, then it adds."""
+    end = m_block_max
+    if (n_block + 1) * block_info.tile_n < seqlen.seqlen_k:
+        next_begin, _ = block_info.get_m_block_min_max(seqlen, n_block + 1)
+        end = cutlass.min(next_begin, m_block_max)
+    return end
+
+
+@cute.jit
+def wait_until_written(flag: cute.Pointer) -> None:
+    """By the thread that will add. It adds through the async proxy, so that has to see the flag's news too."""
+    written = Int32(0)
+    while written == 0:
+        written = barrier.ld_acquire(flag)
+    cute.arch.fence_proxy("async.global")
+
+
+@cute.jit
+def store_or_add(stores: Boolean, smem: cute.Pointer, gmem: cute.Pointer, num_bytes: cutlass.Constexpr[int]) -> None:
+    if stores:
+        copy_utils.cpasync_bulk_s2g(smem, gmem, num_bytes)
+    else:
+        copy_utils.cpasync_reduce_bulk_add_f32(smem, gmem, num_bytes)
+
+
+@cute.jit
+def raise_flag(flag: cute.Pointer) -> None:
+    """By the thread that stored, once its stores have arrived in global memory."""
+    cute.arch.cp_async_bulk_wait_group(0, read=False)
+    cute.arch.fence_proxy("async.global")
+    barrier.red_release(flag, 1)
+
+
+@cute.jit
+def between_tiles(flags: cute.Tensor, m_block: Int32, m_block_min: Int32, m_block_written: Int32) -> None:
+    """Before query block m_block's copies: tell of the previous block's store, or wait for this one's writer."""
+    if m_block > m_block_min and m_block <= m_block_written:
+        with cute.arch.elect_one():
+            raise_flag(flags[(m_block - 1, None)].iterator)
+    if m_block >= m_block_written:
+        with cute.arch.elect_one():
+            wait_until_written(flags[(m_block, None)].iterator)
+
+
+@cute.jit
+def after_tiles(flags: cute.Tensor, m_block_min: Int32, m_block_max: Int32, m_block_written: Int32) -> None:
+    """After the last query block's copies."""
+    if m_block_min < m_block_max and m_block_max <= m_block_written:
+        with cute.arch.elect_one():
+            raise_flag(flags[(m_block_max - 1, None)].iterator)
+
+
+@cute.jit
+def lower_flag(flags: cute.Tensor, m_block: Int32, head_idx: Int32, batch_idx: Int32, tidx: Int32) -> None:
+    """In the kernel before, by whoever has the tile there."""
+    if tidx == 0:
+        flags[batch_idx, head_idx, m_block, 0] = Int32(0)
+
+
+def allocate_output(smem: cutlass.utils.SmemAllocator, layout: cute.ComposedLayout, dtype) -> cute.Tensor:
+    """Room for a tile, laid out as the conversion lays out its own."""
+    tile = smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+    return tile if cute.rank(tile) == 2 else tile[None, None, 0]
+
+
+@cute.jit
+def load_output(
+    gmem: cute.Tensor,
+    smem: cute.Tensor,
+    tiled_copy: cute.TiledCopy,
+    tidx: Int32,
+    rows: Int32,
+    columns: Int32,
+) -> None:
+    """Start copying the (tile_m, head_dim) tile: there after the caller's next commit, wait and barrier."""
+    atom = cute.make_copy_atom(cpasync.CopyG2SOp(), gmem.element_type, num_bits_per_copy=128)
+    thread = tiled_copy.get_slice(tidx)
+    source, target = thread.partition_S(gmem), thread.partition_D(smem)
+    where = thread.partition_S(cute.make_identity_tensor(gmem.shape))
+    inside = utils.predicate_k(where, limit=columns)
+    for m in cutlass.range(cute.size(source.shape[1]), unroll_full=True):
+        if where[0, m, 0][0] < rows:
+            cute.copy(atom, source[None, m, None], target[None, m, None], pred=inside[None, m, None])
+
+
+@cute.jit
+def wait_for_output() -> None:
+    """Wait for the tile, where the caller copies nothing else into shared memory."""
+    cute.arch.cp_async_commit_group()
+    cute.arch.cp_async_wait_group(0)
+    cute.arch.barrier()
+
+
+@cute.jit
+def add_output(accum: cute.Tensor, scale: Float32, before: cute.Tensor):
+    """scale * accum + before, fp32; both partitioned alike, in registers and in shared memory."""
+    held = cute.make_rmem_tensor(before.shape, before.element_type)
+    cute.autovec_copy(before, held)
+    held = cute.make_tensor(held.iterator, cute.make_layout(accum.shape))
+    return accum.load() * scale + held.load().to(Float32)

@@ -1,0 +1,161 @@
+"""The query tiles that the CTA of a key tile walks in SM90 backward for several query heads.
+
+A key tile's walk under a short window is a few query tiles long, and around it stand the loads of k and v before
+and the sums of dk and dv after. Query heads of one key/value head have the same k and v and add to the same dk and
+dv: a CTA that walks the query tiles of one such head after the other pays for what stands around once.
+
+All warp roles of a CTA walk the same heads and tiles in the same order: all tiles of a head before the next head, so
+that CTAs of neighbouring key tiles, which are launched together, read the same queries out of the L2. All tiles are
+masked: a second loop body for those inside the window costs more than their masks do.
+
+With block lists, which the heads of a CTA share, each head's walk is that of `query_loop`; dq is another kernel's.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Callable, Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from flash_attn.cute.bwd_sm90.query_loop import QueryWalk, add_tile, load_queries, multiply_queries
+
+
+@dataclass(frozen=True)
+class HeadWalk:
+    """Query heads `head` .. `head + heads - 1`, for each the query tiles `begin` .. `end` - 1.
+
+    backwards: from the last tile to the first.
+    """
+
+    head: Int32
+    heads: int
+    begin: Int32
+    end: Int32
+    backwards: bool
+
+    def m_block(self, place: Int32) -> Int32:
+        """The query tile in a place from begin to end - 1."""
+        return self.begin + self.end - 1 - place if self.backwards else place
+
+
+@cute.jit
+def load_heads(walk: HeadWalk, state_q, state_do, load_tile: Callable, copies: Callable):
+    """Load the walk's tiles of q and do; k and v with the first of them. Returns the advanced states.
+
+    copies(head): what load_tile takes by name to load of that head.
+    """
+    kv_loaded = False
+    for head in cutlass.range(walk.head, walk.head + walk.heads, unroll=1):
+        load_of_head = partial(load_tile, **copies(head))
+        for place in cutlass.range(walk.begin, walk.end, unroll=1):
+            state_q, state_do = load_of_head(walk.m_block(place), state_q, state_do, load_kv=not kv_loaded)
+            kv_loaded = True
+    return state_q, state_do
+
+
+@cute.jit
+def multiply_heads(
+    walk: HeadWalk,
+    state_q,
+    state_do,
+    multiply: Callable,
+    of_head: dict[str, Callable],
+    mask: Callable,
+):
+    """Multiply the walk's tiles into dk and dv, which have to hold zeros. Returns the advanced states.
+
+    of_head: what multiply takes by name, to be given the head. mask: the same.
+    """
+    for head in cutlass.range(walk.head, walk.head + walk.heads, unroll=1):
+        multiply_of_head = _named(multiply, dict(of_head, mask_fn=mask), head)
+        for place in cutlass.range(walk.begin, walk.end, unroll=1):
+            state_q, state_do = multiply_of_head(walk.m_block(place), state_q, state_do)
+    return state_q, state_do
+
+
+def _named(multiply: Callable, of_head: dict[str, Callable], head: Int32) -> Callable:
+    return partial(multiply, **{name: partial(function, head_idx=head) for name, function in of_head.items()})
+
+
+@cute.jit
+def load_listed_heads(
+    walk: QueryWalk,
+    head: Int32,
+    heads: cutlass.Constexpr[int],
+    state_q,
+    state_do,
+    load_tile: Callable,
+    copies: Callable,
+    m_block_max: Int32,
+):
+    """`query_loop.load_queries` for `heads` query heads from `head` on; copies as in `load_heads`."""
+    for current in cutlass.range(head, head + heads, unroll=1):
+        # All walk the same tiles: where the first head found one before m_block_max, k and v came with it.
+        state_q, state_do = load_queries(
+            walk, state_q, state_do, partial(load_tile, **copies(current)), m_block_max, current > head
+        )
+    return state_q, state_do
+
+
+@cute.jit
+def multiply_listed_heads(
+    walk: QueryWalk,
+    head: Int32,
+    heads: cutlass.Constexpr[int],
+    state_q,
+    state_do,
+    multiply: Callable,
+    of_head: dict[str, Callable],
+    mask_listed: Callable,
+    mask_full: Optional[Callable],
+    sees_all: Callable,
+    m_block_max: Int32,
+):
+    """`query_loop.multiply_queries` for `heads` query heads from `head` on; of_head as in `multiply_heads`."""
+    for current in cutlass.range(head, head + heads, unroll=1):
+        full_of_head = None
+        if const_expr(mask_full is not None):
+            full_of_head = partial(mask_full, head_idx=current)
+        state_q, state_do = multiply_queries(
+            walk,
+            state_q,
+            state_do,
+            _named(multiply, of_head, current),
+            partial(mask_listed, head_idx=current),
+            full_of_head,
+            sees_all,
+            m_block_max,
+        )
+    return state_q, state_do
+
+
+@cute.jit
+def add_dq_heads(
+    walk: HeadWalk,
+    staged: cute.Tensor,
+    accumulator: Callable,
+    semaphore: Optional[cute.Tensor],
+    first_key_tile: Callable,
+    n_block: Int32,
+    parts: cutlass.Constexpr[int],
+    threads_per_part: cutlass.Constexpr[int],
+    part_bytes: cutlass.Constexpr[int],
+):
+    """Add the dq of the walk's tiles to the accumulator in memory, as the warpgroups stage them.
+
+    staged: [part size, parts] in shared memory. accumulator(head): [(part size, parts), query tiles]. semaphore:
+    [query tiles, 1, heads] counters, zero at launch; with them the key tiles from first_key_tile(m_block) on add to
+    a query tile in their order.
+    """
+    for head in cutlass.range(walk.head, walk.head + walk.heads, unroll=1):
+        of_head, counters = accumulator(head), None
+        if const_expr(semaphore is not None):
+            counters = semaphore[None, None, head]
+        for place in cutlass.range(walk.begin, walk.end, unroll=1):
+            m_block = walk.m_block(place)
+            lock = Int32(0)
+            if const_expr(semaphore is not None):
+                lock = n_block - first_key_tile(m_block)
+            add_tile(staged, of_head, counters, m_block, lock, parts, threads_per_part, part_bytes)

@@ -1,0 +1,236 @@
+"""The query tiles that the CTA of a key tile walks in block-sparse backward on SM90.
+
+All warp roles of a CTA walk the same tiles in the same order: one loads q and do, the warpgroups
+multiply, one adds dq to memory. What is masked and what is full is one walk, in which each entry
+says which of the two it is. An entry is read from memory while the one before it is worked on, so
+that no role waits for the list.
+
+Without a plan a CTA walks the list of one key tile and one query head from its first entry to its
+last. A plan (`backward_plan`) deals out items instead: stretches of such walks, in any order.
+
+A block of the lists may hold several of the kernel's tiles; tiles past the end of the queries are
+listed with their block and skipped. In deterministic mode each entry has a lock value besides: how
+many key tiles add to the dq of these queries before this one does. The walk is then in the order
+that `write_order.sorted_walk` defines, so that a CTA starts where it is first in line.
+"""
+
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+from quack import copy_utils
+
+from flash_attn.cute import barrier
+from flash_attn.cute.block_sparsity import BlockSparseTensors
+from flash_attn.cute.lists.rows import entry_at, find_row
+from flash_attn.cute.named_barrier import NamedBarrierBwd
+
+
+@dataclass(frozen=True)
+class Item:
+    """A work item of a plan, for one CTA: entries `begin` .. `end` - 1 of a key tile's loop.
+
+    `turn`: how many other items add to the same dk and dv first. `start`: where a row of ragged lists starts, so that
+    nobody has to look it up; None for other lists.
+    """
+
+    batch: Int32
+    head: Int32
+    n_block: Int32
+    begin: Int32
+    end: Int32
+    turn: Int32
+    start: Optional[Int64] = None
+
+    @staticmethod
+    def read(tensors: Optional[BlockSparseTensors], place: Int32) -> "Optional[Item]":
+        """The item that is launched in this place; None without a plan."""
+        if tensors is None or tensors.plan is None:
+            return None
+        start = None
+        if len(tensors.mask_block_idx.shape) == 1:
+            low, high = (tensors.plan[place, field] for field in (6, 7))
+            start = (Int64(high) << 32) | Int64(Uint32(low))
+        return Item(*(tensors.plan[place, field] for field in range(6)), start)
+
+
+@dataclass(frozen=True)
+class QueryWalk:
+    """The tiles `begin` .. `end` - 1 of one key tile's walk. `flagged`: an entry is 2 * block + is_full;
+    otherwise it is a block, and full blocks have a list of their own that is walked after the first."""
+
+    begin: Int32
+    end: Int32
+    mask_count: Int32
+    mask_idx: cute.Tensor
+    full_idx: Optional[cute.Tensor]
+    locks: Optional[cute.Tensor]
+    subtiles: int
+    flagged: bool
+
+    @staticmethod
+    def create(
+        tensors: BlockSparseTensors,
+        batch: Int32,
+        head: Int32,
+        n_block: Int32,
+        subtiles: int,
+        flagged: bool,
+        item: Optional[Item] = None,
+    ) -> "QueryWalk":
+        """flagged: see the class. item: what a plan deals out of the walk."""
+        start = None if item is None else item.start
+        row = find_row(tensors, tensors.cu_total_n_blocks, batch, head, n_block, start)
+        count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
+        begin, end = Int32(0), count
+        full_idx, locks = None, None
+        if tensors.full_block_cnt is not None:
+            end = count + row.count(tensors.full_block_cnt)
+            full_idx = row.entries(tensors.full_block_idx, full=True)
+        if flagged:
+            locks = row.entries(tensors.dq_write_order)
+        if item is not None:
+            begin, end = item.begin, item.end
+        return QueryWalk(begin * subtiles, end * subtiles, count, mask_idx, full_idx, locks, subtiles, flagged)
+
+    @property
+    def has_full(self) -> bool:
+        """True if some entries may be full: known when the kernel is compiled."""
+        return self.flagged or self.full_idx is not None
+
+    @cute.jit
+    def entry(self, tile: Int32) -> Int32:
+        """2 * block + is_full for the tile-th tile of the walk, or for its last one."""
+        place = cutlass.min(tile, self.end - 1) // self.subtiles
+        entry = Int32(0)
+        if const_expr(self.flagged):
+            entry = self.mask_idx[place]
+        else:
+            entry = entry_at(place, self.mask_count, self.mask_idx, self.full_idx)
+        return entry
+
+    def m_block(self, entry: Int32, tile: Int32) -> Int32:
+        return (entry >> 1) * self.subtiles + tile % self.subtiles
+
+    def lock(self, tile: Int32) -> Int32:
+        return self.locks[cutlass.min(tile, self.end - 1) // self.subtiles]
+
+
+@cute.jit
+def load_queries(walk: QueryWalk, state_q, state_do, load_tile: Callable, m_block_max: Int32, kv_loaded=False):
+    """Load the walk's tiles of q and do; k and v with the first of them, if not before. Returns the advanced states."""
+    coming = walk.entry(walk.begin)
+    for tile in cutlass.range(walk.begin, walk.end, unroll=1):
+        m_block = walk.m_block(coming, tile)
+        coming = walk.entry(tile + 1)
+        if m_block < m_block_max:
+            state_q, state_do = load_tile(m_block, state_q, state_do, load_kv=not kv_loaded)
+            kv_loaded = True
+    return state_q, state_do
+
+
+@cute.jit
+def multiply_queries(
+    walk: QueryWalk,
+    state_q,
+    state_do,
+    multiply: Callable,
+    mask_listed: Callable,
+    mask_full: Optional[Callable],
+    sees_all: Callable,
+    m_block_max: Int32,
+):
+    """Multiply the walk's tiles into dk and dv, which have to hold zeros. Returns the advanced states.
+
+    mask_listed, mask_full: masks for the two kinds of entries; mask_full is None where both have the
+    same. sees_all(m_block): whether neither the end of the keys nor the causal edge hides a pair of
+    the tile, so that a full one needs no mask at all.
+    """
+    coming = walk.entry(walk.begin)
+    for tile in cutlass.range(walk.begin, walk.end, unroll=1):
+        entry = coming
+        m_block = walk.m_block(entry, tile)
+        coming = walk.entry(tile + 1)
+        if m_block < m_block_max:
+            if const_expr(mask_full is None):
+                if sees_all(m_block):
+                    state_q, state_do = multiply(m_block, state_q, state_do)
+                else:
+                    state_q, state_do = multiply(m_block, state_q, state_do, mask_fn=mask_listed)
+            else:
+                if entry & 1 == 0:
+                    state_q, state_do = multiply(m_block, state_q, state_do, mask_fn=mask_listed)
+                elif sees_all(m_block):
+                    state_q, state_do = multiply(m_block, state_q, state_do)
+                else:
+                    state_q, state_do = multiply(m_block, state_q, state_do, mask_fn=mask_full)
+    return state_q, state_do
+
+
+@cute.jit
+def add_dq(
+    walk: QueryWalk,
+    staged: cute.Tensor,
+    accumulator: cute.Tensor,
+    semaphore: Optional[cute.Tensor],
+    m_block_max: Int32,
+    parts: cutlass.Constexpr[int],
+    threads_per_part: cutlass.Constexpr[int],
+    part_bytes: cutlass.Constexpr[int],
+):
+    """Add the dq of the walk's tiles to the accumulator in memory, as the warpgroups stage them.
+
+    staged: [part size, parts] in shared memory. accumulator: [(part size, parts), query tiles].
+    semaphore: [query tiles, 1] counters, zero at launch; with them the tiles are added in the order
+    of their lock values.
+    """
+    ordered = const_expr(semaphore is not None)
+    coming, lock_coming = walk.entry(walk.begin), Int32(0)
+    if const_expr(ordered):
+        lock_coming = walk.lock(walk.begin)
+    for tile in cutlass.range(walk.begin, walk.end, unroll=1):
+        m_block, lock = walk.m_block(coming, tile), lock_coming
+        coming = walk.entry(tile + 1)
+        if const_expr(ordered):
+            lock_coming = walk.lock(tile + 1)
+        if m_block < m_block_max:
+            add_tile(staged, accumulator, semaphore, m_block, lock, parts, threads_per_part, part_bytes)
+
+
+@cute.jit
+def add_tile(
+    staged: cute.Tensor,
+    accumulator: cute.Tensor,
+    semaphore: Optional[cute.Tensor],
+    m_block: Int32,
+    lock: Int32,
+    parts: cutlass.Constexpr[int],
+    threads_per_part: cutlass.Constexpr[int],
+    part_bytes: cutlass.Constexpr[int],
+):
+    """Add the dq of one query tile, as `add_dq` does: with a semaphore once `lock` others have added theirs."""
+    ordered, lane = const_expr(semaphore is not None), cute.arch.lane_idx()
+    for part in cutlass.range_constexpr(parts):
+        if const_expr(not ordered):  # otherwise all adding has ended before
+            cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
+        cute.arch.barrier_arrive(
+            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part,
+            number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
+        )
+    if const_expr(ordered):
+        barrier.wait_eq(semaphore[(m_block, None)].iterator, lane, 0, lock)
+    for part in cutlass.range_constexpr(parts):
+        cute.arch.barrier(
+            barrier_id=int(NamedBarrierBwd.dQFullWG0) + part,
+            number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
+        )
+        with cute.arch.elect_one():
+            copy_utils.cpasync_reduce_bulk_add_f32(
+                staged[None, part].iterator, accumulator[(None, part), m_block].iterator, part_bytes
+            )
+        cute.arch.cp_async_bulk_commit_group()
+    if const_expr(ordered):
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        barrier.arrive_inc(semaphore[(m_block, None)].iterator, lane, 0, 1)

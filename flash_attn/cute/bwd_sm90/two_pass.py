@@ -1,0 +1,261 @@
+"""Rules for SM90 backward: query heads of a CTA under a window, and one pass or two over block lists.
+
+Under a window (`gqa_loop`) a CTA that walks more heads pays less often for what stands around a walk, but there are
+fewer CTAs, and the last of them leave multiprocessors idle for longer.
+
+Block-sparse backward in two passes: dk and dv over the lists of the keys, dq over those of the queries.
+
+In one pass a CTA stays on a block of keys and adds its parts of dq to fp32 memory, which is what bounds it where lists
+are sparse, and what has to be put in order where bits have to repeat. The first of two passes is that kernel without
+dq: four products for five, nothing added to dq, none of its locks. The second one (`bwd_dq_sm90/interface`) stays on a
+block of queries, reads the lists of forward, and stores dq in its own dtype. Neither depends on an order of adds to dq,
+so deterministic lists need no lock values.
+"""
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Optional, Tuple
+
+import torch
+
+from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
+from flash_attn.cute.bwd_dq_sm90.interface import ACCUM_TILE, backward_dq, lists_of_queries
+from flash_attn.cute.bwd_dq_sm90.spec import ROWS
+from flash_attn.cute.fwd_sm90.persistence import room
+from flash_attn.cute.lists import tiling
+from flash_attn.cute.lists.rows import ListHeads
+from flash_attn.cute.runtime.own_device import target_sm_count
+from flash_attn.cute.shared_backward import BackwardLayout
+
+# What stands around a CTA's walk costs, in query tiles: k and v before, the sums of dk and dv after.
+AROUND_TILES = 2.9
+# Of the time, that walking several heads has to save.
+LEAST_SAVING = 0.02
+
+
+@lru_cache(maxsize=1024)
+def window_heads_per_cta(
+    window: Tuple[Optional[int], Optional[int]],
+    tokens: Tuple[int, int],
+    *,
+    batch: int,
+    heads: Tuple[int, int],
+    tile: Tuple[int, int],
+    sms: int,
+) -> int:
+    """Query heads of one key/value head that a CTA loops over, in a call without lists.
+
+    Args:
+        window: (left, right); None: without an end on this side.
+        tokens: (queries, keys) of a sequence, packed: of all.
+        batch: how many sequences of as many tokens there are, packed: 1.
+        heads: (Hq, Hkv).
+        tile: queries and keys of the kernel's.
+    """
+    if window == (None, None):
+        return 1
+    (tile_m, tile_n), (Hq, Hkv) = tile, heads
+    reached = tokens[0] if None in window else max(1, min(tokens[0], tile_n + sum(window)))
+    walks = -(-tokens[1] // tile_n) * Hq * batch
+    group = Hq // Hkv
+    times = {n: window_time(walks // n, n * -(-reached // tile_m), sms) for n in range(1, group + 1) if group % n == 0}
+    best = min(times, key=lambda n: (times[n], n))
+    return best if times[best] <= (1 - LEAST_SAVING) * times[1] else 1
+
+
+def window_time(ctas: int, tiles: int, sms: int) -> float:
+    """Of so many CTAs that walk so many query tiles each, in query tiles."""
+    return -(-ctas // sms) * (AROUND_TILES + tiles)
+
+
+__all__ = [
+    "backward_dq",
+    "heads_per_cta",
+    "lists_of_keys",
+    "lists_of_queries",
+    "pays",
+    "rows_for_both",
+    "takes",
+    "walks_group",
+]
+
+SM90 = 9  # arch // 10
+OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself
+WALKS_GROUP: Optional[bool] = None  # what `walks_group` says; None: by its rule. For tests and measurements
+MOST_BLOCKS = 24  # that a row of forward lists has room for, up to which two passes by groups are faster than one
+FEW_BLOCKS = 8  # the same, up to which they are faster head by head too: with a plan, or with lists per query head
+LEAST_WALKS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
+
+
+def pays(block_k: int, deterministic: bool, few: bool = False) -> bool:
+    """True if two passes are faster, whatever CTAs loop over. few: see `few_blocks`.
+
+    With dq, deterministic mode takes 1.2 to 3.2 times the time, and two passes are deterministic as they are. Else, the
+    time of two passes over that of one, by a plan where that is faster (H200, 65,536 tokens, 32 query heads, 8
+    key/value heads, D 128):
+
+        blocks of 64 keys: selected, 32       0.76
+                           random, 32         0.62
+        blocks of 128:     random, 3          0.74
+                           random, 5          0.79
+                           random, 10         0.94
+                           random, 16         1.03
+                           random causal, 8   0.97
+                           selected, 16       1.06
+                           window of 2,048    1.08
+
+    Where CTAs walk groups (`walks_group`) it is 0.66 for 5 random blocks of 128 a row, 0.88 for 10, 0.98 for 16, 1.07
+    for 26, and 1.1 to 1.15 for 51 and more. One pass waits for what it adds up in memory where rows are short.
+    """
+    return deterministic or block_k == 64 or few
+
+
+def few_blocks(forward: Any) -> bool:
+    """True if rows of forward lists have room for `FEW_BLOCKS` at most.
+
+    Room is what is known without asking the device: rows that list few blocks and have room for many are long ones
+    here. So are rows of stacked and ragged lists, of which nothing is known, and lists without tensors.
+    """
+    if forward.mask_block_cnt is None or not _rectangular(forward):
+        return False
+    return room(forward) <= FEW_BLOCKS
+
+
+def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
+    """True if a CTA walks a key block's list for all query heads of a key/value head, in a call without a plan.
+
+    k and v are then loaded once, and dk and dv stored without accumulators. But the longest list is one CTA's for the
+    whole group, and everybody may wait for it. How long it is, and how much work there is, is known by the shapes of
+    the lists alone: as many blocks as their rows have room for. Lists without tensors, of which only the block size is
+    known yet, say neither.
+    """
+    Hq, Hkv = q.shape[-2], v.shape[-2]
+    if backward.mask_block_cnt is None:
+        return False
+    if backward.plan is not None or Hq == Hkv or not ListHeads.of(backward, Hq, Hkv).packable:
+        return False
+    if WALKS_GROUP is not None:
+        return WALKS_GROUP
+    if forward is None or not _rectangular(forward) or not _rectangular(backward):
+        return False
+    counts = forward.mask_block_cnt
+    sequences = q.shape[0] if q.ndim == 4 else counts.shape[0] if counts.ndim == 3 else 1
+    all_heads = counts.shape[-1] * room(forward) * Hq * sequences
+    return LEAST_WALKS * room(backward) * (Hq // Hkv) * target_sm_count() <= all_heads
+
+
+def _rectangular(lists: Any) -> bool:
+    return lists.mask_block_idx.ndim == lists.mask_block_cnt.ndim + 1
+
+
+def takes(
+    passes: Optional[int],
+    *,
+    arch: int,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    forward: Any,
+    backward: Any,
+    deterministic: bool,
+    **alone: Any,
+) -> bool:
+    """True if a call of backward takes two passes.
+
+    Args:
+        passes: 1 or 2 where the caller says so; None for what the backward lists say in their field of that name, or
+            the faster way if they do not.
+        forward, backward: the block lists of both directions.
+        alone: arguments that one pass alone can do with, where they are given.
+
+    Raises:
+        ValueError: passes is something else, or 2 with an argument of one pass.
+        NotImplementedError: passes is 2 for lists, tensors or an architecture that cannot.
+    """
+    if passes is None and backward is not None:
+        passes = backward.passes
+    if passes is not None and (type(passes) is not int or passes not in (1, 2)):
+        raise ValueError(f"passes is {passes!r}, expected 1, 2 or None")
+    if passes == 1 or (passes is None and (forward is None or backward is None)):
+        return False
+    given = [name for name, value in alone.items() if value is not None]
+    reason = _unsupported(arch, q, v, forward, backward)
+    if passes is None:
+        if given or reason is not None:
+            return False
+        by_groups = walks_group(forward, backward, q, v) and room(forward) <= MOST_BLOCKS
+        return backward.plan_per_group or by_groups or pays(_block_k(backward), deterministic, few_blocks(forward))
+    if given:
+        raise ValueError(f"{given[0]} cannot be given together with passes=2")
+    if reason is not None:
+        raise NotImplementedError(f"passes=2: {reason}")
+    return True
+
+
+def _block_k(lists: Any) -> int:
+    return (lists.block_size or tiling.DENSE_BLOCK)[1]
+
+
+def _unsupported(arch: int, q: torch.Tensor, v: torch.Tensor, forward: Any, backward: Any) -> Optional[str]:
+    """Why the kernels of the two passes cannot do a call, or None."""
+    if forward is None or backward is None:
+        return "two passes walk block lists of both directions"
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    reason = dq_spec.unsupported(arch, q.dtype, head_dim, head_dim_v, forward)
+    if reason is not None:
+        return reason
+    if forward.block_size is None and head_dim <= OTHER_TILES:
+        return f"lists without block_size at head dimension {head_dim}, where forward's tiles may be others"
+    tile = tiling.backward_tile(head_dim, head_dim_v, 0, 0, backward, without_dq=True)
+    if tile is None or tile.m_block_size % ROWS:
+        return f"no tile for backward lists of blocks {backward.block_size}"
+    return None
+
+
+def lists_of_keys(arch: int, lists: Any, **alone: Any) -> Any:
+    """The lists of a backward pass that leaves dq out: nothing in them is ordered by what is added to dq.
+
+    Args:
+        lists: backward lists, the call's `block_sparse_tensors`.
+        alone: arguments that come with dq only.
+
+    Raises:
+        NotImplementedError: another architecture than SM90, or no lists.
+        ValueError: an argument that comes with dq.
+    """
+    if arch // 10 != SM90 or lists is None:
+        given = "without block lists" if lists is None else f"on sm_{arch}"
+        raise NotImplementedError(f"without_dq=True {given}: only block-sparse backward on SM90 leaves dq out")
+    for name, value in alone.items():
+        if value is not None:
+            raise ValueError(f"{name} cannot be given together with without_dq=True")
+    if lists.plan is not None:  # its entries may say by themselves whether they are full: the order is their mark
+        return lists
+    return lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
+
+
+def heads_per_cta(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor, *, without_dq: bool) -> int:
+    """Query heads of one key/value head that a CTA of backward with block lists loops over: one, or all there are.
+
+    Raises:
+        NotImplementedError: a plan for groups, in one pass.
+        ValueError: a plan for groups whose query heads have lists of their own.
+    """
+    Hq, Hkv = q.shape[-2], v.shape[-2]
+    if not backward.plan_per_group:
+        return Hq // Hkv if without_dq and walks_group(forward, backward, q, v) else 1
+    if not without_dq:
+        raise NotImplementedError("a plan made with per_group=True: one pass walks query heads one by one")
+    if not ListHeads.of(backward, Hq, Hkv).packable and Hq > Hkv:
+        raise ValueError(f"plan_per_group with lists for each of {Hq} query heads")
+    return Hq // Hkv
+
+
+@lru_cache(maxsize=1024)
+def rows_for_both(layout: BackwardLayout) -> BackwardLayout:
+    """The layout of a pass without dq, with rows and accumulator of the queries as both passes can do with them.
+
+    Sequences start at multiples of the first pass's tile and of the second one's 64 rows, and dq lies as the second
+    pass keeps it.
+    """
+    return replace(layout, dq=replace(layout.dq, start=math.lcm(layout.dq.start, ROWS), tile=ACCUM_TILE))

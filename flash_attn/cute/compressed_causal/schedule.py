@@ -1,0 +1,116 @@
+"""Tiles, stages and shares of queries of the SM90 kernels under the compressed-causal mask.
+
+There are few keys and many queries. In forward a CTA sees a handful of key tiles, so what counts is
+how little of the last one is wasted and how many queries share it. In backward a CTA holds a key
+tile and walks all later queries: with few key tiles most multiprocessors would idle, and every walk
+would read all queries from memory. Sharing a key tile's queries among CTAs mends both, since CTAs
+of neighbouring key tiles then walk the same short stretch of queries at the same time, out of the
+L2. Where the factor is 1 there are as many keys as queries, and the kernels' own choices hold.
+`docs/compress_factor.md` has the measurements.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple, Optional, Tuple
+
+from cutlass import Int32
+
+from flash_attn.cute.compressed_causal.mask import CompressArgs, compressed_query_tile_range
+
+# Queries of a share at most: CTAs that walk it together drift apart, and have to stay within the L2.
+MOST_QUERIES = 8192
+# Query tiles of a share at least.
+LEAST_TILES = 8
+# Shares of average length that a multiprocessor gets, where queries are long enough.
+ROUNDS = 4
+
+SMEM_BYTES = 227 << 10  # of a CTA
+BARRIER_BYTES = 1 << 10  # what the barriers take, with what aligns the tiles behind them
+
+
+def forward_tile(head_dim: int, head_dim_v: int, packed_heads: int, plain: bool) -> Optional[Tuple[int, int]]:
+    """(tile_m, tile_n) for SM90 forward, or None for the kernel's own choice.
+
+    `packed_heads`: how many query heads share the rows of a tile, 0 or 1 where none do. `plain`: no
+    score_mod, mask_mod, block lists or paged keys, which cost registers or tie tile_n.
+    """
+    tile_m, tile_n = 192, 80
+    fits = 96 < head_dim <= 128 and 96 < head_dim_v <= 128 and tile_m % max(packed_heads, 1) == 0
+    return (tile_m, tile_n) if plain and fits else None
+
+
+def overlapped_stages(
+    factor: int,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    tile: Tuple[int, int],
+    packed_heads: int,
+    p_in_smem: bool,
+) -> int:
+    """In how many stages of keys and values SM90 forward lets one tile's loads and stores run under another's
+    arithmetic (`persistent_scheduler`); 0 where it does not.
+
+    Where the factor is 1 there are as many keys as queries, and long walks.
+    """
+    if factor <= 1:
+        return 0
+    return stages_beside_two_queries(head_dim, head_dim_v, tile=tile, packed_heads=packed_heads, p_in_smem=p_in_smem)
+
+
+def stages_beside_two_queries(
+    head_dim: int, head_dim_v: int, *, tile: Tuple[int, int], packed_heads: int, p_in_smem: bool
+) -> int:
+    """Stages of keys and values that fit beside two tiles' queries; 0 where tiles cannot overlap.
+
+    Three stages are 1 to 3 % faster than two. Output takes the place of queries, so they have to be alike; queries
+    come by TMA, so the heads of a group have to divide the tile; and two tiles' queries have to fit beside the keys
+    and values.
+    """
+    tile_m, tile_n = tile
+    alike = head_dim == head_dim_v and head_dim % 16 == 0 and tile_m % packed_heads == 0
+    queries = 2 * tile_m * head_dim + (tile_m * tile_n if p_in_smem else 0)
+    room = (SMEM_BYTES - BARRIER_BYTES) // 2 - queries
+    stages = min(room // (tile_n * (head_dim + head_dim_v)), 3)
+    return stages if alike and stages >= 2 else 0
+
+
+class QueryShares(NamedTuple):
+    """Backward's queries in `count` shares of `tiles` query tiles each."""
+
+    count: int | Int32
+    tiles: int | Int32
+
+    def traced(self) -> "QueryShares":
+        """The same as an example argument for the compiler: run-time values, not constants."""
+        return QueryShares(*map(Int32, self))
+
+    def limits(self, share: Int32) -> Tuple[Int32, Int32]:
+        """A share's half-open range of query tiles, in a kernel; the last one may reach over the end."""
+        return share * self.tiles, (share + 1) * self.tiles
+
+
+@lru_cache(maxsize=1024)
+def query_shares(
+    compress: CompressArgs, seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int, heads: int, num_sms: int
+) -> QueryShares:
+    """The shares that SM90 backward cuts the queries into; `heads` of all batches.
+
+    Shares are launched from the last to the first. They are as long as gives each multiprocessor `ROUNDS` of them,
+    within what the L2 holds and what the start of a CTA is worth.
+    """
+    tiles, lengths = -(-seqlen_q // tile_m), dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, tile_m=tile_m, tile_n=tile_n)
+    begins = (compressed_query_tile_range(n, **lengths, **compress._asdict())[0] for n in range(-(-seqlen_k // tile_n)))
+    visited = sum(max(tiles - begin, 0) for begin in begins)
+    share = max(LEAST_TILES, min(MOST_QUERIES // tile_m, visited * heads // (ROUNDS * num_sms)))
+    return QueryShares(max(-(-tiles // share), 1), share)
+
+
+def writes_first(compress: Optional[CompressArgs], plain: bool) -> bool:
+    """True if SM90 backward's dq has a first writer. `plain`: not deterministic, fixed length, no block lists."""
+    return compress is not None and compress.factor > 1 and plain
+
+
+def unseen_query_tiles(compress: CompressArgs, seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int) -> int:
+    """Number of query tiles, all of them before the others, that see no key at all."""
+    lengths = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return compressed_query_tile_range(0, tile_m=tile_m, tile_n=tile_n, **lengths, **compress._asdict())[0]

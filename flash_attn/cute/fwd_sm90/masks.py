@@ -1,0 +1,314 @@
+"""Masks of scores in forward over block lists, and in the dq pass: at edges only.
+
+`KeyMask` masks Hopper's steps of two blocks and the dq pass. `TailMask` is every other forward's, SM100's too. It masks
+the end of the keys in whichever entry of a list it is; Hopper's `walk_list` puts an `EndMask` or an `OpenStep` in its
+place where it can do without a branch inside a step.
+
+**KeyMask**: the 64 queries of a warpgroup against a key block, in wgmma's registers of scores. A thread holds two rows,
+8 apart, and of every 8 columns two neighbouring ones. What hides keys from a row without asking a mask_mod (the end of
+the keys, the causal edge, a window) is a range of keys for each row, so a row of registers is masked with the bits of
+one word. `sees_all` is the same for all threads of a warpgroup: a block that no edge runs through costs a comparison or
+two.
+
+**TailMask**: a list of key blocks may come in any order, so the block that the sequence ends in can be any entry,
+not only the one a kernel visits first. Which one it is shows in the block's number alone: the test
+is uniform over the CTA, and a block inside the sequence pays for nothing else.
+
+**EndMask, OpenStep**: which blocks an edge runs through shows at run time alone. A branch inside a step, around its
+mask, stands between the products in flight and the softmax, and costs as much as masking every block: 6 to 10 % of the
+time, whether it is ever taken. So the code is there twice, and the branch is where nothing is in flight:
+
+- around the walk, where only the end of the keys could hide some of them (and a mask_mod): if all sequences are of one
+  length, and it ends with a block, none is hidden;
+- around a step, where every block may have an edge: with causal, or a window.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
+
+from flash_attn.cute import utils
+from flash_attn.cute.bwd_dq_sm90.spec import ROWS
+from flash_attn.cute.mask import call_mask_mod, r2p_bitmask_above, r2p_bitmask_below, sm90_col_to_r2p_idx
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
+from flash_attn.cute.utils import AuxData
+
+ROWS_OF_THREAD = 2
+
+
+@dataclass(frozen=True)
+class KeyMask:
+    """The edges of a warpgroup's rows; `first` is the first of them in the sequence.
+
+    left, right: how many keys before and after its own one a query sees; None for all. Causal is right = 0.
+    packed: how many query heads' rows take turns, a token's one after the other; `head` is then their key/value head.
+    """
+
+    seqlen: SeqlenInfoQK
+    batch: Int32
+    head: Int32
+    first: Int32
+    thread: Int32  # of the warpgroup
+    left: Optional[Int32]
+    right: Optional[Int32]
+    mask_mod: cutlass.Constexpr[Optional[Callable]]
+    aux_data: AuxData
+    packed: int = 1
+
+    @property
+    def shift(self) -> Int32:
+        """A query's own key is the query plus this: the last query's is the last key."""
+        return self.seqlen.seqlen_k - self.seqlen.seqlen_q
+
+    def row(self, r: int) -> Int32:
+        """The query of the thread's r-th row, in the sequence."""
+        return self._query(self._place(r))
+
+    def _place(self, r: int) -> Int32:
+        return self.first + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+
+    def _query(self, place: Int32) -> Int32:
+        return place if self.packed == 1 else place // self.packed
+
+    def query_head(self, r: int) -> Int32:
+        """Of the thread's r-th row."""
+        return self.head if self.packed == 1 else self.head * self.packed + self._place(r) % self.packed
+
+    def column(self, c: int) -> Int32:
+        """Of the thread's c-th register of a row, counted from the block's first key."""
+        return self.thread % 4 * 2 + (c // 2 * 8 + c % 2)
+
+    @cute.jit
+    def sees_all(self, key: Int32, width: cutlass.Constexpr[int]) -> Boolean:
+        """True if no edge hides one of the keys from one of the rows."""
+        end = key + width
+        seen = end <= self.seqlen.seqlen_k
+        if const_expr(self.right is not None):
+            seen = seen and end - 1 <= self._query(self.first) + self.shift + self.right
+        if const_expr(self.left is not None):
+            last = cutlass.min(self._query(self.first + (ROWS - 1)) + 1, self.seqlen.seqlen_q) - 1
+            seen = seen and key >= last + self.shift - self.left
+        return seen
+
+    @cute.jit
+    def hide(
+        self, scores: cute.Tensor, key: Int32, asked: Boolean, at: cutlass.Constexpr[int], width: cutlass.Constexpr[int]
+    ) -> None:
+        """Set to -inf what a block's keys may not give.
+
+        Args:
+            scores: [2 rows, registers of a row].
+            key: the block's first.
+            asked: whether the mask_mod counts here.
+            at: the block's first column among the scores'. width: keys of the block.
+        """
+        if const_expr(self.mask_mod is not None):
+            if asked and key < self.seqlen.seqlen_k:
+                self._ask(scores, key, at // 4, width // 4)
+        if not self.sees_all(key, width):
+            self._hide_past_edges(scores, key, at // 4, width)
+
+    @cute.jit
+    def _hide_past_edges(
+        self, scores: cute.Tensor, key: Int32, begin: cutlass.Constexpr[int], width: cutlass.Constexpr[int]
+    ) -> None:
+        offset = key + self.thread % 4 * 2  # the key of the thread's first column
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            own = self.row(r) + self.shift
+            end = self.seqlen.seqlen_k
+            if const_expr(self.right is not None):
+                end = cutlass.min(end, own + self.right + 1)
+            keep = r2p_bitmask_below(_register(end - offset, width), 0)
+            if const_expr(self.left is not None):
+                keep = keep & r2p_bitmask_above(_register(own - self.left - offset, width), 0)
+            for c in cutlass.range_constexpr(width // 4):
+                kept = Boolean(keep & (Uint32(1) << c))
+                scores[r, begin + c] = scores[r, begin + c] if kept else -Float32.inf
+
+    @cute.jit
+    def _ask(
+        self, scores: cute.Tensor, key: Int32, begin: cutlass.Constexpr[int], count: cutlass.Constexpr[int]
+    ) -> None:
+        # Rows and keys past the ends are hidden anyway; tensors that a mask_mod reads may end there.
+        batch = utils.scalar_to_ssa(self.batch, Int32)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            head = utils.scalar_to_ssa(self.query_head(r), Int32)
+            row = utils.scalar_to_ssa(cutlass.min(self.row(r), self.seqlen.seqlen_q - 1), Int32)
+            for c in cutlass.range_constexpr(count):
+                column = cutlass.min(key + self.column(c), self.seqlen.seqlen_k - 1)
+                seen = call_mask_mod(
+                    self.mask_mod, batch, head, row, utils.scalar_to_ssa(column, Int32), self.seqlen, self.aux_data
+                )
+                kept = Boolean(utils.ssa_to_scalar(seen))
+                scores[r, begin + c] = scores[r, begin + c] if kept else -Float32.inf
+
+
+@cute.jit
+def _register(column: Int32, width: cutlass.Constexpr[int]) -> Int32:
+    """The first of a row's registers whose column, counted from the thread's first, is not below `column`."""
+    return sm90_col_to_r2p_idx(cutlass.max(cutlass.min(column, width), 0))
+
+
+@dataclass(frozen=True)
+class TailMask:
+    """A kernel's mask function, called as before, for blocks in any order.
+
+    `mask_fn` is a partial of an AttentionMask's apply method, `mask` that AttentionMask. Where the
+    kernel asks for no sequence mask, the block that the sequence ends in (or that lies behind it)
+    gets one all the same.
+    """
+
+    mask_fn: partial
+    mask: object
+
+    def at_tail(self, n_block) -> Boolean:
+        return (n_block + 1) * self.mask.tile_n > self.mask.seqlen_k
+
+    def __call__(self, acc_S, n_block, mask_seqlen: bool, **options):
+        given = {**self.mask_fn.keywords, **options}
+        # Causal and local masks compare with a limit anyway: taking the sequence's end into it is
+        # cheaper than a branch. A mask_mod pays for every element, so it gets the branch.
+        folded = given.get("mask_mod") is None and (given["mask_causal"] or given["mask_local"])
+        if mask_seqlen or folded:
+            self.mask_fn(acc_S, n_block=n_block, mask_seqlen=True, **options)
+        else:
+            _mask_one_block(acc_S, n_block, self.at_tail(n_block), partial(self.mask_fn, **options))
+
+
+@cute.jit
+def _mask_one_block(acc_S, n_block, at_tail: Boolean, mask_fn: Callable):
+    if at_tail:
+        mask_fn(acc_S, n_block=n_block, mask_seqlen=True)
+    else:
+        mask_fn(acc_S, n_block=n_block, mask_seqlen=False)
+
+
+@cute.jit
+def softmax_step_in_any_order(
+    softmax_step: Callable,
+    consumer_phase,
+    corr_phase,
+    sequence_phase,
+    n_block,
+    mask_fn: TailMask,
+    check_q_boundary,
+    allow_unmasked,
+):
+    """One SM100 softmax step for a block of which nothing is known but its number.
+
+    An unmasked step is another instruction stream (the hardware reduces the row maximum while
+    loading), so here the whole step is branched over, not only the mask.
+    """
+    masked = partial(mask_fn, check_q_boundary=check_q_boundary)
+    if const_expr(not allow_unmasked or check_q_boundary is not False):
+        consumer_phase, corr_phase, sequence_phase = softmax_step(
+            consumer_phase,
+            corr_phase,
+            sequence_phase,
+            n_block,
+            mask_fn=partial(masked, mask_seqlen=False),
+        )
+    else:
+        if mask_fn.at_tail(n_block):
+            consumer_phase, corr_phase, sequence_phase = softmax_step(
+                consumer_phase,
+                corr_phase,
+                sequence_phase,
+                n_block,
+                mask_fn=partial(masked, mask_seqlen=True),
+            )
+        else:
+            consumer_phase, corr_phase, sequence_phase = softmax_step(
+                consumer_phase, corr_phase, sequence_phase, n_block, mask_fn=None
+            )
+    return consumer_phase, corr_phase, sequence_phase
+
+
+@dataclass(frozen=True)
+class EndMask:
+    """Called as a `TailMask`: hides the end of the keys in every block, or nowhere, and what a mask_mod hides."""
+
+    mask_fn: partial
+    hides_end: bool
+
+    def __call__(self, acc_S: cute.Tensor, n_block: Int32, mask_seqlen: bool, **options: Any) -> None:
+        if self.hides_end or options.get("mask_mod") is not None:
+            self.mask_fn(acc_S, n_block=n_block, mask_seqlen=self.hides_end, **options)
+
+
+@dataclass(frozen=True)
+class OpenStep:
+    """A kernel's step over one block of a list, called as before.
+
+    step: the kernel's own; takes ``mask_fn=None``.
+    edges: of the warpgroup's rows.
+    width: keys of a block.
+    """
+
+    step: Callable
+    edges: KeyMask
+    width: int
+
+    def __call__(self, state: Any, *, n_block: Int32, mask_fn: partial, **given: Any) -> Any:
+        """mask_fn: a partial of a `TailMask`, with a `mask_mod` or without."""
+        apply_mask, asked = mask_fn.func.mask_fn, mask_fn.keywords
+        step = partial(self.step, n_block=n_block, **given)
+        masked = partial(apply_mask, **{**asked, "mask_seqlen": True})
+        if asked["mask_seqlen"]:  # one block of a list: not worth a second copy of the step
+            return step(state, mask_fn=masked)
+        unmasked = None
+        if asked.get("mask_mod") is not None:
+            unmasked = partial(apply_mask, **{**asked, "mask_causal": False, "mask_local": False})
+        inside = self.edges.sees_all(n_block * self.width, self.width)
+        return _step(inside, step, state, unmasked, masked)
+
+
+def walk_list(walk: Callable, step: Callable, state: Any, tail: TailMask, edges: Optional[KeyMask]) -> Any:
+    """A kernel's walk over the blocks of a row, 128 keys at a step.
+
+    Args:
+        walk: of the kernel: takes ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``.
+        step: of the kernel, over one block.
+        edges: of the warpgroup's rows; None for edges that a `KeyMask` does not know.
+
+    Returns:
+        the next state, and whether there was a block.
+    """
+    if edges is None:
+        return _walk(partial(walk, mma_one_n_block=step), state, tail)
+    if edges.left is not None or edges.right is not None:
+        return _walk(partial(walk, mma_one_n_block=OpenStep(step, edges, tail.mask.tile_n)), state, tail)
+    seqlen, walk = edges.seqlen, partial(walk, mma_one_n_block=step)
+    if seqlen.has_cu_seqlens_k or seqlen.has_seqused_k:
+        return _walk(walk, state, tail)  # blocks past the end may be listed, for other sequences
+    whole = seqlen.seqlen_k % tail.mask.tile_n == 0
+    return _walk_of_two(whole, walk, state, *(EndMask(tail.mask_fn, hides_end) for hides_end in (False, True)))
+
+
+@cute.jit
+def _walk(walk: Callable, state: Any, mask: Callable):
+    state, _, found = walk(kv_consumer_state=state, mask_fn=mask)
+    return state, found
+
+
+@cute.jit
+def _walk_of_two(whole: Boolean, walk: Callable, state: Any, open_mask: EndMask, mask: EndMask):
+    found = Boolean(False)
+    if whole:
+        state, _, found = walk(kv_consumer_state=state, mask_fn=open_mask)
+    else:
+        state, _, found = walk(kv_consumer_state=state, mask_fn=mask)
+    return state, found
+
+
+@cute.jit
+def _step(inside: Boolean, step: Callable, state: Any, open_mask: Optional[Callable], mask: Callable):
+    if inside:
+        state = step(state, mask_fn=open_mask)
+    else:
+        state = step(state, mask_fn=mask)
+    return state

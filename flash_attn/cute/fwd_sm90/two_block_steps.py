@@ -1,0 +1,108 @@
+"""SM90 forward over block lists in steps of 128 keys: a block of 128, or two of 64 that need not be neighbours.
+
+With a tile of 64 keys the first product reads as much of shared memory as it has time for, and every step's waiting and
+rescaling stands against half the arithmetic. So two blocks share a tile: each is loaded into its half, as in the dq
+pass, whose walk, loads and mask these are (`bwd_dq_sm90/loads`, `masks`). A block is masked only where an edge runs
+through it.
+
+What all of the loads, and all of the warpgroups, have to agree on is the walk. Everything between two steps is the
+kernel's own.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+from cutlass.cute.nvgpu import cpasync
+from cutlass.utils import LayoutEnum
+from quack import layout_utils, sm90_utils
+
+from flash_attn.cute.bwd_dq_sm90.loads import KeyWalk, TmaTensor
+from flash_attn.cute.bwd_dq_sm90.spec import box_columns
+from flash_attn.cute.fwd_sm90.masks import KeyMask
+
+
+def tma_of(load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, block_k: int, head_dim: int) -> TmaTensor:
+    """For k or v, [S, D, Hkv, B] (packed [total, D, Hkv]): blocks of `block_k` keys, a box of columns at a time."""
+    box = (block_k, box_columns(head_dim))
+    layout = sm90_utils.make_smem_layout(mX.element_type, LayoutEnum.ROW_MAJOR, box, major_mode_size=head_dim)
+    return cpasync.make_tiled_tma_atom(load, mX, layout, box)
+
+
+@cute.jit
+def load_steps(walk: KeyWalk, state: Any, load_k: Callable, load_v: Callable):
+    """The load warp: all steps of a tile. v follows one step behind k, as it is needed. Returns the next state."""
+    if walk.count > 0:
+        entries = walk.entries(Int32(0))
+        coming = walk.entries(Int32(1))
+        load_k(entries, state)
+        for step in cutlass.range(1, walk.steps, unroll=1):
+            before, behind = entries, state.clone()
+            entries = coming
+            coming = walk.entries(step + 1)
+            state.advance()
+            load_k(entries, state)
+            load_v(before, behind)
+        load_v(entries, state)
+        state.advance()
+    return state
+
+
+@dataclass(frozen=True)
+class StepMask:
+    """Hides what the rows of a warpgroup may not see of one step; a kernel calls it as it calls its mask function."""
+
+    walk: KeyWalk
+    mask: KeyMask
+    entries: tuple[Int32, ...]
+    step: Int32
+
+    def __call__(self, acc_S: cute.Tensor, n_block: Int32, mask_seqlen: bool = True) -> None:
+        scores, width = layout_utils.reshape_acc_to_mn(acc_S), self.walk.block_k
+        for part, entry in enumerate(self.entries):
+            key = self.walk.first_key(entry, self.step, part)
+            self.mask.hide(scores, key, entry & 1 == 0, part * width, width)
+
+
+@cute.jit
+def compute_steps(
+    walk: KeyWalk,
+    mask: KeyMask,
+    state: Any,
+    first_step: Callable,
+    one_step: Callable,
+    last_product: Callable,
+    add_product: Callable,
+):
+    """A warpgroup: all steps of a tile.
+
+    Args:
+        first_step, one_step, last_product: of the kernel: scores of the first step; of a step, while the one before is
+            multiplied with v; the last one's product with v.
+        add_product: the product with v, for `one_step`.
+
+    Returns:
+        the next state, and whether there was a step.
+    """
+    adds = Boolean(False)
+    if walk.count > 0:
+        step_mask = partial(StepMask, walk, mask)
+        entries = walk.entries(Int32(0))
+        coming = walk.entries(Int32(1))
+        state = first_step(n_block=Int32(0), kv_consumer_state=state, mask_fn=step_mask(entries, Int32(0)))
+        for step in cutlass.range(1, walk.steps, unroll=1):
+            entries = coming
+            coming = walk.entries(step + 1)
+            state = one_step(
+                state,
+                n_block=step,
+                mma_pv_fn=partial(add_product, zero_init=not adds),
+                mask_fn=step_mask(entries, step),
+            )
+            adds = Boolean(True)
+        state = last_product(kv_consumer_state=state, zero_init=not adds)
+        adds = Boolean(True)
+    return state, adds

@@ -1,0 +1,1 @@
+"""Block lists: their forms, how they are built, checked, ordered and dealt out."""

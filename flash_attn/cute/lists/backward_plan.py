@@ -1,0 +1,370 @@
+"""Work items of block-sparse SM90 backward: stretches of key blocks' lists of about equal length, in launch order.
+
+Without a plan there is a CTA for each key block and query head. That waits where lists are uneven: a key block that all
+queries list, as the first one often is, keeps one CTA busy long after all others have finished. A plan's items are
+stretches of at most `longest` entries of one key block's walk, so many CTAs share a long one. They lie in one row for
+all heads and batches, head by head: what the CTAs in flight read and add to then stays in the L2. An item is of one
+query head, or of all that a key/value head has, one after the other. PyTorch only; the kernel's side is `query_loop`.
+
+In deterministic mode every wait points to an item launched earlier: an item adds to a query block's dq after those of
+the key blocks that come earlier in the schedule, and to dk and dv after the items of the same key block before it.
+
+`check_plan` checks a plan against the call that it comes with, `check_launch` that it can be launched in its order:
+nothing waits for ever or is left out. Items add to dk and dv by their turns and, in deterministic mode, to dq by lock
+values. Whoever waits has to wait for an item that is launched before it: one that is launched later may get no room
+until the others are done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+from flash_attn.cute.lists.csr import distinct_heads, is_packed, packed_rows, ragged_walk
+from flash_attn.cute.lists.deterministic_lists import SM90
+from flash_attn.cute.lists.entries import fields, integer, padded_lists
+from flash_attn.cute.lists.formats import as_ragged
+from flash_attn.cute.lists.write_order import deterministic_walk
+
+LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
+LONGEST = 32
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def plan_backward(
+    lists: Any,
+    *,
+    num_heads: int,
+    num_heads_kv: int,
+    num_q_blocks: int,
+    deterministic: bool = False,
+    schedule: str | torch.Tensor = LEFT_TO_RIGHT,
+    longest: Optional[int] = None,
+    listed: Optional[int] = None,
+    per_group: bool = False,
+    cu_total_m_blocks: Optional[torch.Tensor] = None,
+) -> Any:
+    """Backward lists with a plan, and with lock values where `deterministic`, ready for backward on SM90.
+
+    Args:
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], or compact, stacked
+            or ragged ones, [H, rows of all sequences]. H is 1, `num_heads_kv` (one list for the query heads of a
+            group) or `num_heads`.
+        num_q_blocks: query blocks of a head, in the longest sequence.
+        deterministic: also merge mask and full blocks into one walk by rising lock value, for deterministic calls in
+            one pass. Lock values that `lists` hold already are ignored. Deterministic calls in two passes need none of
+            this and follow plans made without it.
+        schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
+            "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
+        longest: entries of an item at most; an entry is a block of queries, of one head or of a group. None: `LONGEST`,
+            and as many fewer as a group has heads.
+        listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the
+            GPU; without it the number of items is read back, and whether a `schedule` on the GPU is a permutation
+            (plans of calls with `validate=True` are looked at in any case).
+        per_group: items are of all query heads of a key/value head, which have to share their lists. For calls that
+            leave dq out, on SM90.
+        cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
+            need it, whose rows have room for each of them.
+
+    Returns:
+        The lists, packed ones as ragged ones, with `plan`, int32 [items, 6]: batch, query head or, per group, key/value
+        head, key block, first entry, end, and how many items add to the same dk and dv before. With ragged lists
+        [items, 8]: the low and the high 32 bits of where the key block's entries start, too.
+
+    Raises:
+        ValueError: a head count or length that does not fit, a schedule that is no permutation, or packed lists without
+            the starts that they need.
+    """
+    given = fields(lists)
+    packed = getattr(given[0], "ndim", 3) == 2
+    rows = packed_rows(distinct_heads(lists), cu_total_m_blocks) if packed else None
+    if rows is None:
+        padded_lists(given)
+    else:
+        lists = as_ragged(lists, "cu_total_n_blocks", cu_total_m_blocks)
+    for name, value in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv), ("num_q_blocks", num_q_blocks)):
+        integer(name, value)
+    cut, per_group = num_heads > num_heads_kv, per_group and num_heads > num_heads_kv
+    if longest is None:
+        longest = max(1, LONGEST * num_heads_kv // num_heads) if per_group else LONGEST
+    integer("longest", longest)
+    if listed is not None:
+        integer("listed", listed, least=0)
+    counts = _counts(lists) if rows is None else rows.rows.total().unsqueeze(0)
+    heads = counts.shape[1]
+    if per_group and heads > num_heads_kv:
+        raise ValueError(f"per_group=True with lists of {heads} heads, expected 1 or num_heads_kv={num_heads_kv}")
+    if num_heads % num_heads_kv or heads not in (1, num_heads_kv, num_heads):
+        raise ValueError(
+            f"lists have {heads} heads, expected 1, num_heads_kv={num_heads_kv} or num_heads={num_heads}, a multiple "
+            "of num_heads_kv"
+        )
+    order = _order(schedule, counts, max(1, heads // num_heads_kv), waits=listed is None)
+    if deterministic and rows is not None:
+        most = int(counts.sum()) if listed is None else listed * heads
+        lists = ragged_walk(rows, lists, num_q_blocks=num_q_blocks, order=order[0], listed=most)._replace(spt=False)
+    elif deterministic:
+        lists = _merged(lists, order, num_q_blocks, listed)
+    else:
+        lists = lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
+    planned = num_heads_kv if per_group else num_heads  # heads that have items of their own
+    counts = counts.long().repeat_interleave(planned // heads, dim=1)
+    order = order.expand(counts.shape[0], heads, -1).repeat_interleave(planned // heads, dim=1)
+    if cut:
+        pieces = torch.div(counts + longest - 1, longest, rounding_mode="floor")
+    else:  # dk and dv are stored, not added: one item each, and zeros come from it too; or a turn at adding them
+        pieces = torch.ones_like(counts)
+    most = None if cut else pieces.numel()
+    if cut and listed is not None:
+        most = pieces.numel() + counts.shape[0] * planned * listed // longest
+    plan = _items(counts, pieces, order, planned // num_heads_kv, most)
+    if rows is not None:
+        plan = _of_sequences(plan, rows, lists, planned, stored=not cut)
+    return lists._replace(plan=plan, plan_per_group=per_group or None)
+
+
+def _counts(lists: Any) -> torch.Tensor:
+    return lists.mask_block_cnt if lists.full_block_cnt is None else lists.mask_block_cnt + lists.full_block_cnt
+
+
+def _of_sequences(plan: torch.Tensor, rows: Any, lists: Any, num_heads: int, stored: bool) -> torch.Tensor:
+    """Items over the rows of all sequences as items of the sequences' own blocks; with the starts of their rows.
+
+    stored: items of nothing are of a key block too, whose zeros they store; otherwise they only fill up the plan.
+    """
+    _, head, row, begin, end, turn = plan.unbind(-1)
+    real = torch.ones_like(row, dtype=torch.bool) if stored else end > begin
+    columns = [rows.sequence.index_select(0, row), head, rows.block.index_select(0, row), begin, end, turn]
+    starts = lists.cu_block_idx_offsets.long()
+    own = torch.div(head * starts.shape[0], num_heads, rounding_mode="floor")
+    start = starts.flatten().index_select(0, own * starts.shape[1] + row)
+    columns += [start & 0xFFFFFFFF, start >> 32]
+    columns[6] = torch.where(columns[6] >= 1 << 31, columns[6] - (1 << 32), columns[6])
+    return torch.where(real.unsqueeze(-1), torch.stack(columns, dim=-1), 0).int()
+
+
+def _items(
+    counts: torch.Tensor, pieces: torch.Tensor, order: torch.Tensor, group: int, most: Optional[int]
+) -> torch.Tensor:
+    """counts, pieces, order: [B, H, N]; `group` heads in a row add to the same dk and dv."""
+    B, H, N = counts.shape
+    by_group = pieces.view(B, H // group, group, N)
+    turns = by_group.cumsum(2) - by_group
+    rows = (torch.arange(B * H, device=counts.device).view(B, H, 1) * N + order).flatten()
+    in_order = pieces.flatten().index_select(0, rows)
+    ends = in_order.cumsum(0)
+    most = int(ends[-1]) if most is None else most
+    at = torch.arange(max(most, 1), device=counts.device)
+    row = torch.searchsorted(ends, at, right=True)
+    real = row < ends.numel()
+    row = row.clamp(max=ends.numel() - 1)
+    piece = at - (ends - in_order).index_select(0, row)
+    row = rows.index_select(0, row)
+    steps, of, turn = (t.flatten().index_select(0, row) for t in (counts, pieces, turns))
+    begin, end = (torch.div(steps * p, of.clamp(min=1), rounding_mode="floor") for p in (piece, piece + 1))
+    head = torch.div(row, N, rounding_mode="floor")
+    plan = torch.stack([torch.div(head, H, rounding_mode="floor"), head % H, row % N, begin, end, turn + piece], dim=-1)
+    return torch.where(real.unsqueeze(-1), plan, 0).int()
+
+
+def _merged(lists: Any, order: torch.Tensor, num_q_blocks: int, listed: Optional[int]) -> Any:
+    B, heads, _ = lists.mask_block_cnt.shape
+    widths = [idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None]
+    walk = deterministic_walk(
+        lists,
+        order=order,
+        width=min(sum(widths), num_q_blocks),
+        num_q_blocks=num_q_blocks,
+        listed=None if listed is None else listed * B * heads,
+    )
+    return walk.in_place_of(lists)._replace(spt=False)
+
+
+def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, waits: bool) -> torch.Tensor:
+    """The key blocks in the order of their launch, [1 or B, 1 or H, N]; one order for heads that add to the same dk.
+
+    waits: whether to look if a schedule on the GPU is a permutation.
+    """
+    B, H, N = counts.shape
+    if isinstance(schedule, torch.Tensor):
+        expected = f"expected a permutation of the {N} key blocks, integers on {counts.device}"
+        if schedule.shape != (N,) or schedule.dtype not in INTEGERS or schedule.device != counts.device:
+            raise ValueError(f"schedule is {schedule.dtype} {tuple(schedule.shape)} on {schedule.device}, {expected}")
+        if waits or not schedule.is_cuda:
+            found = schedule.sort().values
+            wrong = (found != torch.arange(N, device=found.device)).nonzero()
+            if wrong.numel():
+                at = int(wrong[0])
+                raise ValueError(f"schedule, sorted, has {int(found[at])} in place {at}, {expected}")
+        return schedule.long().view(1, 1, N)
+    if schedule == LONGEST_FIRST:
+        lengths = counts.view(B, H // sharing, sharing, N).sum(2, keepdim=True)
+        return lengths.argsort(dim=-1, descending=True, stable=True).expand(-1, -1, sharing, -1).reshape(B, H, N)
+    if schedule not in (LEFT_TO_RIGHT, RIGHT_TO_LEFT):
+        expected = ", ".join(map(repr, (LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST)))
+        raise ValueError(f"schedule has to be one of {expected} or a permutation, got {schedule!r}")
+    order = torch.arange(N, device=counts.device)
+    return (order.flip(0) if schedule == RIGHT_TO_LEFT else order).view(1, 1, N)
+
+
+def check_plan(lists: Any, arch: int, *, batch: int, packed_k: bool) -> None:
+    """Refuse a plan that a call cannot follow.
+
+    Args:
+        lists: backward lists as the caller gave them.
+        batch: sequences of the call.
+        packed_k: whether their keys lie one after the other.
+
+    Raises:
+        NotImplementedError: another architecture than SM90; or padded lists of packed sequences, whose rows past a
+            sequence's end a plan would launch.
+        ValueError: padded lists, and so their plan, of another number of sequences; or see `check_form`.
+    """
+    if lists.plan is None:
+        return
+    if arch // 10 != SM90:
+        raise NotImplementedError(
+            f"block_sparse_tensors.plan on sm_{arch}: only backward on SM90 follows a plan; give the lists without it"
+        )
+    check_form(lists)
+    padded = not is_packed(lists)
+    if padded and packed_k:
+        raise NotImplementedError(
+            "a plan of padded lists for packed sequences: give compact lists, [H, rows, n], or ragged ones, [L]"
+        )
+    made_for = max(x.shape[0] for x in (lists.mask_block_cnt, lists.full_block_cnt) if x is not None)
+    if padded and made_for != batch:
+        raise ValueError(
+            f"block_sparse_tensors.plan was made of lists for {made_for} sequences, the call has {batch}: expand the "
+            "lists before plan_backward"
+        )
+
+
+def check_form(lists: Any) -> None:
+    """Refuse a plan whose type, shape or device `plan_backward` does not give these lists.
+
+    Raises:
+        ValueError: another type, shape or device.
+    """
+    plan, device = lists.plan, lists.mask_block_idx.device
+    columns = 8 if lists.mask_block_idx.ndim == 1 else 6
+    fits = plan.ndim == 2 and plan.shape[0] > 0 and plan.shape[1] == columns and plan.stride(1) == 1
+    if plan.dtype != torch.int32 or not fits or plan.device != device:
+        raise ValueError(
+            f"block_sparse_tensors.plan is {plan.dtype} {tuple(plan.shape)} on {plan.device}, expected torch.int32 "
+            f"[items, {columns}] on {device}, as plan_backward makes it of these lists"
+        )
+
+
+@dataclass(frozen=True)
+class _Items:
+    """int64 [items], in the order of their launch.
+
+    Attributes:
+        sequence, head: `head` is a key/value head in plans per group.
+        row: the key block, counted over the rows of all packed sequences, or over those of one.
+        batch: 0 where those of all are counted.
+        count: entries.
+        begin: of an item's entries, in its key block's walk.
+    """
+
+    sequence: torch.Tensor
+    head: torch.Tensor
+    row: torch.Tensor
+    batch: torch.Tensor
+    begin: torch.Tensor
+    count: torch.Tensor
+
+    @staticmethod
+    def of(lists: Any) -> _Items:
+        sequence, head, block, begin, end, _ = lists.plan[:, :6].long().unbind(-1)
+        if not is_packed(lists):
+            return _Items(sequence, head, block, sequence, begin, end - begin)
+        row = block + lists.cu_total_n_blocks.long().index_select(0, sequence)
+        return _Items(sequence, head, row, torch.zeros_like(row), begin, end - begin)
+
+
+def check_launch(lists: Any, num_heads: int, num_heads_kv: int) -> None:
+    """Check the order of a plan's items, each of which is known to be of a key block and of entries that it lists.
+
+    Args:
+        lists: backward lists with a plan.
+
+    Raises:
+        ValueError: naming the first item that is wrong.
+    """
+    items = _Items.of(lists)
+    heads = num_heads_kv if lists.plan_per_group else num_heads
+    rows = lists.mask_block_cnt.shape[-1]
+    if rows == 0:
+        return
+    if num_heads == num_heads_kv:
+        _stored_once(lists, items, heads, rows)
+    kv_head = items.head // (heads // num_heads_kv)
+    _turns(lists, items, (items.batch * num_heads_kv + kv_head) * rows + items.row)
+    if lists.dq_write_order is not None and not lists.plan_per_group:
+        _locks(lists, items, heads, rows)
+
+
+def _stored_once(lists: Any, items: _Items, heads: int, rows: int) -> None:
+    """Without GQA an item stores dk and dv of its key block, zeros where nothing is listed: each needs exactly one."""
+    batch = 1 if is_packed(lists) else lists.mask_block_cnt.shape[0]
+    used = int(lists.cu_total_n_blocks[-1]) if is_packed(lists) else rows
+    place = (items.batch * heads + items.head) * rows + items.row
+    found = torch.bincount(place, minlength=batch * heads * rows).view(batch, heads, rows)[..., :used]
+    if (found != 1).any():
+        b, h, row = (found != 1).nonzero()[0].tolist()
+        raise ValueError(
+            f"backward plan has {int(found[b, h, row])} items for key block {row} of batch {b} and head {h}, expected "
+            "one, which stores its dk and dv"
+        )
+
+
+def _turns(lists: Any, items: _Items, shared: torch.Tensor) -> None:
+    """shared: what dk and dv an item adds to."""
+    busy = (items.count > 0).nonzero().flatten()  # others add nothing
+    own, order = shared[busy].sort(stable=True)
+    expected = torch.empty_like(own).scatter_(0, order, torch.arange(own.numel(), device=own.device))
+    expected -= torch.searchsorted(own, shared[busy])
+    wrong = lists.plan[:, 5].long()[busy] != expected
+    if wrong.any():
+        first = int(wrong.int().argmax())
+        at = int(busy[first])
+        raise ValueError(
+            f"backward plan[{at}] = {lists.plan[at].tolist()}, expected turn {int(expected[first])}: so many items "
+            "launched before it add to the same dk and dv, or the GPU hangs"
+        )
+
+
+def _locks(lists: Any, items: _Items, heads: int, rows: int) -> None:
+    """The items that add to a query block of a head have lock values that rise with their launch."""
+    item = torch.arange(items.count.numel(), device=items.count.device).repeat_interleave(items.count)
+    step = (
+        torch.arange(item.numel(), device=item.device) - (items.count.cumsum(0) - items.count)[item] + items.begin[item]
+    )
+    idx, locks = lists.mask_block_idx, lists.dq_write_order
+    if idx.ndim == 1:
+        starts = packed_rows(lists).rows.starts[0]
+        own_head = items.head[item] // (heads // starts.shape[0])
+        place = starts[own_head, items.row[item]] + step
+        block, lock = idx[place], locks[place]
+    else:
+        own_head = items.head[item] // (heads // idx.shape[1])
+        at = (items.batch[item].clamp(max=idx.shape[0] - 1), own_head, items.row[item], step)
+        block, lock = idx[at], locks.expand(idx.shape)[at]
+    block = block.long() >> 1
+    query = (items.sequence[item] * heads + items.head[item]) * (int(block.max()) + 1 if block.numel() else 1) + block
+    order = lock.argsort(stable=True)
+    order = order[query[order].argsort(stable=True)]
+    query, item, block = query[order], item[order], block[order]
+    wrong = (query.diff() == 0) & (item.diff() < 0)
+    if wrong.any():
+        first = int(wrong.int().argmax())
+        before, after = int(item[first]), int(item[first + 1])
+        raise ValueError(
+            f"backward plan[{after}] = {lists.plan[after].tolist()} waits at query block {int(block[first])} for "
+            f"plan[{before}] = {lists.plan[before].tolist()}, which is launched later: lock values have to rise with "
+            "the launch, or the GPU hangs"
+        )

@@ -1,0 +1,290 @@
+"""The listed blocks of packed sequences, one after the other, and walks over them in ragged lists.
+
+What is known of padded lists (`padded`, `write_order`) holds here too once the rows of all sequences are rows of one,
+and a query block is told from those of other sequences. Ragged lists, which hold nothing but what is listed, are what
+comes out. PyTorch only, and nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flash_attn.cute.lists.entries import FlatEntries, Rows, fields, flat_entries, integer, tensor
+from flash_attn.cute.lists.formats import FORMS, as_ragged, sequence_of_row
+from flash_attn.cute.lists.write_order import CompactWalk, ranks, sorted_walk
+
+OptionalTensor = torch.Tensor | None
+OFFSETS = ("cu_block_idx_offsets", "cu_full_block_idx_offsets")
+ORDERS = ("dq_write_order", "dq_write_order_full")
+LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", *ORDERS)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Backward lists of packed sequences, flattened.
+
+    Attributes:
+        rows: of all sequences, one after the other.
+        locks: of each kind, flat like its indices; None without lock values.
+        sequence: int32 [rows], the sequence that a row belongs to.
+        block: int32 [rows], the row's number in its sequence.
+        sequences: how many there are.
+        places: how many entries can be listed, where no two rows share any.
+    """
+
+    rows: Rows
+    locks: tuple[torch.Tensor, ...] | None
+    sequence: torch.Tensor
+    block: torch.Tensor
+    sequences: int
+    places: int
+
+
+def is_packed(lists: Any) -> bool:
+    """True if the rows of all sequences stand one after the other."""
+    return lists.mask_block_cnt.ndim == 2
+
+
+def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedRows:
+    """Backward lists of packed sequences as rows.
+
+    Args:
+        cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
+
+    Raises:
+        ValueError: lists of another form or of heads that do not go together, or the starts of sequences or rows are
+            missing or do not fit.
+    """
+    _check_form(lists)
+    _check_starts(lists, cu_total_m_blocks)
+    heads = _heads(lists)
+    _check_shapes(lists, heads)
+    before, places = lists.cu_total_n_blocks.int(), _places(lists, heads)
+    lists = as_ragged(lists, "cu_total_n_blocks", cu_total_m_blocks)
+    kinds = [("mask_block_cnt", "mask_block_idx", "dq_write_order", lists.cu_block_idx_offsets)]
+    if lists.full_block_cnt is not None:
+        own = lists.cu_full_block_idx_offsets
+        starts = lists.cu_block_idx_offsets if own is None else own
+        kinds.append(("full_block_cnt", "full_block_idx", "dq_write_order_full", starts))
+    rows = lists.mask_block_cnt.shape[1]
+    row = torch.arange(rows, device=before.device, dtype=torch.int32)
+    # Rows behind the last sequence's list nothing, and may count as its.
+    sequence = sequence_of_row(before.narrow(0, 0, before.shape[0] - 1), row)
+    locks = tuple(getattr(lists, lock) for _, _, lock, _ in kinds)
+    return PackedRows(
+        Rows(
+            tuple(getattr(lists, cnt).expand(heads, rows) for cnt, *_ in kinds),
+            tuple(starts.narrow(1, 0, rows).long().expand(heads, rows) for *_, starts in kinds),
+            tuple(getattr(lists, idx) for _, idx, *_ in kinds),
+        ),
+        locks=None if any(t is None for t in locks) else locks,
+        sequence=sequence,
+        block=row - before.index_select(0, sequence),
+        sequences=before.shape[0] - 1,
+        places=places,
+    )
+
+
+def distinct_heads(lists: Any) -> Any:
+    """Packed lists with a head dimension of 1 where all heads share them: computed once, like lists of one head.
+
+    Raises:
+        ValueError: counts and indices that are not given together or are no integers, or of another number of rows.
+    """
+    _check_kinds(fields(lists))
+    given = _with_heads(lists)
+    if all(t.shape[0] == 1 or t.stride(0) == 0 for t in given.values()):
+        lists = lists._replace(**{name: t.narrow(0, 0, 1) for name, t in given.items()})
+    return lists
+
+
+def _check_form(lists: Any) -> None:
+    form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
+    if form not in ("compact", "stacked", "ragged"):
+        raise ValueError(
+            f"mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx "
+            f"{tuple(lists.mask_block_idx.shape)}, expected [H, rows], and [H, rows, n], [H, L] or [L]"
+        )
+    if lists.cu_total_n_blocks is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
+        raise ValueError("cu_total_n_blocks, and cu_block_idx_offsets of ragged lists, have to be given")
+
+
+def _with_heads(lists: Any) -> dict[str, torch.Tensor]:
+    """The tensors with a dimension for heads; offsets have one in ragged lists, whose entries have none."""
+    names = (*LISTS, *OFFSETS) if lists.mask_block_idx.ndim == 1 else LISTS
+    given = {name: getattr(lists, name) for name in names}
+    return {name: t for name, t in given.items() if t is not None and t.ndim > 1}
+
+
+def _heads(lists: Any) -> int:
+    return max(t.shape[0] for t in _with_heads(lists).values())
+
+
+def _check_shapes(lists: Any, heads: int) -> None:
+    """Counts of as many rows, indices of as many dimensions, of `heads` heads or of one for all."""
+    for cnt, idx in (LISTS[:2], LISTS[2:4]):
+        counts, indices = getattr(lists, cnt), getattr(lists, idx)
+        if counts is None:
+            continue
+        fits = counts.shape[1:] == lists.mask_block_cnt.shape[1:] and indices.ndim == lists.mask_block_idx.ndim
+        if not fits or any(t.ndim > 1 and t.shape[0] not in (1, heads) for t in (counts, indices)):
+            raise ValueError(
+                f"{cnt} {tuple(counts.shape)} and {idx} {tuple(indices.shape)} beside mask_block_cnt "
+                f"{tuple(lists.mask_block_cnt.shape)} and lists of {heads} heads"
+            )
+
+
+def _places(lists: Any, heads: int) -> int:
+    """Upper bound of the blocks listed, where no two rows share places."""
+    given = [t for t in (lists.mask_block_idx, lists.full_block_idx) if t is not None]
+    rooms = [t.numel() if t.ndim == 1 else heads * t.shape[1:].numel() for t in given]
+    return max(rooms) if given[0].ndim == 2 else sum(rooms)  # stacked: either has room for every block of a row
+
+
+def packed_write_order(
+    lists: Any,
+    *,
+    num_q_blocks: int,
+    spt: bool = False,
+    listed: int | None = None,
+    cu_total_m_blocks: OptionalTensor = None,
+) -> Any:
+    """Backward lists of packed sequences with lock values, for deterministic backward in one pass.
+
+    What `compute_dq_write_order` is for padded lists: time and memory go with the blocks listed, rows may be in any
+    order, and nothing waits for the device.
+
+    Args:
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`; lock values in them are replaced.
+        num_q_blocks: of the longest sequence.
+        spt: key blocks are launched from the last to the first.
+        listed: upper bound of the blocks listed, all heads and sequences together. None: the room that there is.
+        cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
+            need it, whose rows have room for each of them.
+
+    Returns:
+        The lists with dq_write_order and, of full lists, dq_write_order_full: int32, like the indices, 0 after the
+        entries in use; and with `spt`. Compact and stacked lists of one head are repeated where others have more.
+
+    Raises:
+        TypeError, ValueError: lists of another form, stacked ones without `cu_total_m_blocks`, ragged ones whose heads
+            share places, or a wrong number.
+    """
+    _check_kinds(fields(lists))
+    integer("num_q_blocks", num_q_blocks)
+    if listed is not None:
+        integer("listed", listed, least=0)
+    if not isinstance(spt, bool):
+        raise TypeError(f"spt has to be a bool, got {spt!r}")
+    _check_form(lists)
+    heads = _heads(lists)
+    if lists.mask_block_idx.ndim == 1:
+        _refuse_shared_places(lists, heads)
+    else:  # lock values are each head's own
+        own = {name: t for name, t in _with_heads(lists).items() if name in LISTS[:4]}
+        _check_shapes(lists, heads)
+        lists = lists._replace(**{name: t.expand(heads, *t.shape[1:]).contiguous() for name, t in own.items()})
+    rows = packed_rows(lists._replace(dq_write_order=None, dq_write_order_full=None), cu_total_m_blocks)
+    order = torch.arange(rows.rows.N, device=rows.sequence.device).flip(0) if spt else None
+    entries = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
+    locks = ranks(entries, rows.sequences * num_q_blocks)
+    changed: dict[str, Any] = {"spt": spt, "dq_write_order_full": None}
+    for number, (kind, name) in enumerate((("mask", "dq_write_order"), ("full", "dq_write_order_full"))):
+        indices = getattr(lists, f"{kind}_block_idx")
+        if indices is None:
+            continue
+        changed[name] = entries.put(locks, full=bool(number)).view(indices.shape)
+    return lists._replace(**changed)
+
+
+def _check_kinds(given: tuple[Any, Any, Any, Any]) -> None:
+    """Counts and indices, mask and full: given together, integers, and as many rows."""
+    for name, cnt, idx in (("mask", *given[:2]), ("full", *given[2:])):
+        if name == "full" and cnt is None and idx is None:
+            continue
+        if cnt is None or idx is None:
+            raise ValueError(f"{name}_block_cnt and {name}_block_idx have to be given together")
+        for field, t in ((f"{name}_block_cnt", cnt), (f"{name}_block_idx", idx)):
+            if t.is_floating_point():
+                raise ValueError(f"{field} is {t.dtype}, expected integers")
+        if idx.ndim == 3 and cnt.shape[1:] != idx.shape[1:2]:
+            raise ValueError(f"{name}_block_cnt has shape {tuple(cnt.shape)}, {name}_block_idx {tuple(idx.shape)}")
+
+
+def _check_starts(lists: Any, cu_total_m_blocks: OptionalTensor) -> None:
+    """A sequence's start in cu_total_m_blocks, and in the offsets of stacked lists, for each of cu_total_n_blocks."""
+    given = {}
+    if cu_total_m_blocks is not None:
+        given["cu_total_m_blocks"] = tensor("cu_total_m_blocks", cu_total_m_blocks)
+    if lists.mask_block_idx.ndim == 2 and lists.cu_block_idx_offsets is not None:
+        given["cu_block_idx_offsets"] = lists.cu_block_idx_offsets
+    like = lists.cu_total_n_blocks
+    for name, starts in given.items():
+        if starts.is_floating_point() or starts.device != like.device:
+            raise ValueError(f"{name} is {starts.dtype} on {starts.device}, expected integers on {like.device}")
+        if starts.shape != like.shape:
+            raise ValueError(f"{name} has shape {tuple(starts.shape)}, cu_total_n_blocks {tuple(like.shape)}")
+
+
+def _refuse_shared_places(lists: Any, heads: int) -> None:
+    """Heads with lists of their own in one kind have lock values of their own in both."""
+    full = lists.cu_block_idx_offsets if lists.cu_full_block_idx_offsets is None else lists.cu_full_block_idx_offsets
+    for kind, starts in (("mask", lists.cu_block_idx_offsets), ("full", full)):
+        indices = getattr(lists, f"{kind}_block_idx")
+        if indices is not None and indices.ndim == 1 and starts.shape[0] != heads:
+            raise ValueError(
+                f"{kind}_block_idx of {starts.shape[0]} heads beside lists of {heads}: ragged heads cannot share "
+                "places, where each has lock values of its own"
+            )
+
+
+def ragged_walk(
+    rows: PackedRows,
+    lists: Any,
+    *,
+    num_q_blocks: int,
+    order: OptionalTensor = None,
+    locks: bool = False,
+    descending: bool = True,
+    listed: int | None = None,
+) -> Any:
+    """`lists` as ragged ones with one walk a key block, by rising lock value: entries are 2 * block + is_full.
+
+    Args:
+        num_q_blocks: of the longest sequence.
+        order: [1 or H, rows], the rows of a head in the order of their launch, from which lock values follow; None: the
+            rows' own order.
+        locks: take the lists' own lock values instead.
+        descending: among equal lock values the later query block comes first.
+        listed: upper bound of the entries of all heads. None: the room that there is, which rows then must not share.
+
+    """
+    M = rows.sequences * num_q_blocks
+    entries = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
+    values = entries.pick(rows.locks) if locks else ranks(entries, M)
+    return _ragged(sorted_walk(entries, values, descending, M), lists, 2 * num_q_blocks)
+
+
+def _flat_entries(packed: PackedRows, order: OptionalTensor, num_q_blocks: int, most: int) -> FlatEntries:
+    """Entries by head and row in order; blocks count through all sequences."""
+    entries = flat_entries(packed.rows, order, most)
+    sequence = packed.sequence.index_select(0, entries.row % max(packed.rows.N, 1))
+    return replace(entries, block=entries.block + sequence * num_q_blocks)
+
+
+def _ragged(walk: CompactWalk, lists: Any, entries_a_sequence: int) -> Any:
+    ends = walk.ends
+    counts = ends.flatten().diff(prepend=ends.new_zeros(1)).view(ends.shape)
+    return lists._replace(
+        mask_block_cnt=counts.int(),
+        mask_block_idx=walk.entries % entries_a_sequence,
+        full_block_cnt=None,
+        full_block_idx=None,
+        cu_block_idx_offsets=ends - counts,
+        cu_full_block_idx_offsets=None,
+        dq_write_order=walk.locks,
+        dq_write_order_full=None,
+    )

@@ -1,0 +1,139 @@
+"""Semaphore values in a caller's lists for deterministic backward: checks, and the form in which SM90 walks them."""
+
+from typing import Any, Optional
+
+import torch
+
+from flash_attn.cute.lists.csr import distinct_heads, is_packed, packed_rows, ragged_walk
+from flash_attn.cute.lists.formats import Packing, blocks_before
+from flash_attn.cute.lists.write_order import MOST_QUERY_BLOCKS, merged_walk
+
+SM90 = 9  # arch // 10
+ORDERS = (("dq_write_order", "mask_block_idx"), ("dq_write_order_full", "full_block_idx"))
+
+
+def prepare(
+    lists: Any,
+    arch: int,
+    deterministic: bool,
+    *,
+    seqlen_q: Any,
+    block_q: int,
+    cu_seqlens_q: Optional[torch.Tensor] = None,
+    seqused_q: Optional[torch.Tensor] = None,
+) -> Any:
+    """Check what backward on `arch` needs besides the blocks, and give SM90 its one walk where the order matters.
+
+    Args:
+        seqlen_q: queries of the longest sequence; a tensor where the host does not know it.
+        block_q: queries of a block.
+        cu_seqlens_q, seqused_q: int32 [B + 1] and [B], of packed sequences: where they start, and how many of their
+            queries are there. None: all have `seqlen_q`.
+
+    Raises:
+        ValueError: see `require_write_order` and `one_walk`; or a plan that was made for another mode.
+    """
+    if lists.plan is not None:
+        if deterministic and lists.dq_write_order is None:
+            raise ValueError(
+                "deterministic=True needs a plan that was made with plan_backward(..., deterministic=True)"
+            )
+        return lists
+    if not deterministic:
+        return lists
+    lists = require_write_order(lists)
+    if arch // 10 != SM90:
+        return lists
+    across = None
+    if lists.mask_block_idx.ndim == 2 and lists.cu_total_n_blocks is not None:
+        lengths = Packing((cu_seqlens_q, None), (seqused_q, None), (None, None))
+        batch, device = lists.cu_total_n_blocks.shape[0] - 1, lists.mask_block_cnt.device
+        across = blocks_before(lengths, 0, block_q, seqlen_q, batch=batch, device=device)
+    num_q_blocks = None if isinstance(seqlen_q, torch.Tensor) else -(-seqlen_q // block_q)
+    return one_walk(lists, num_q_blocks=num_q_blocks, cu_total_m_blocks=across)
+
+
+def require_write_order(lists: Any) -> Any:
+    """The lists with their lock values expanded to the shape of the index lists they belong to, or those to theirs.
+
+    What upstream refuses as well is refused in its words: programs match on them.
+
+    Raises:
+        ValueError: lock values are missing, have another type or shape than their index list (dimensions for batch
+            and head may be 1 in either, and that for rows in lock values), or nothing says in which order the key
+            blocks are launched.
+    """
+    if lists.mask_block_cnt is None or lists.mask_block_idx is None:
+        raise ValueError("mask_block_cnt and mask_block_idx must be provided for block sparsity.")
+    changed: dict[str, Optional[torch.Tensor]] = {}
+    for name, idx_name in ORDERS:
+        order, idx = getattr(lists, name), getattr(lists, idx_name)
+        if idx is None:
+            changed[name] = None
+        elif order is None:
+            raise ValueError(_missing(name, idx_name, lists.spt))
+        else:
+            changed |= zip((name, idx_name), _fitted(name, order, idx), strict=True)
+    if lists.spt is None:
+        raise ValueError(
+            "deterministic block-sparse backward requires block_sparse_tensors.spt to match dq_write_order direction: "
+            "True where key blocks are launched from the right, False from the left; got spt=None"
+        )
+    if not isinstance(lists.spt, bool):
+        raise ValueError(f"spt must be a bool when provided, got spt={lists.spt!r}")
+    return lists._replace(**changed)
+
+
+def _missing(name: str, idx_name: str, spt: Any) -> str:
+    where = "in block_sparse_tensors" if name == "dq_write_order" else "when full blocks are present"
+    also = "" if spt is None else "; spt requires dq_write_order to be provided"
+    return (
+        f"deterministic block-sparse backward requires {name} {where}: for each entry of {idx_name} how many key "
+        f"blocks add to the same query block's dq first; compute_dq_write_order gives it{also}"
+    )
+
+
+def _fitted(name: str, order: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lock values and the indices that they belong to, in one shape."""
+    if order.dtype != torch.int32:
+        raise ValueError(f"{name} must have dtype torch.int32, got {order.dtype}")
+    if order.device != idx.device:
+        raise ValueError(f"{name} must be on the same device as block sparse tensors, {idx.device}, got {order.device}")
+    fits = order.ndim == idx.ndim and order.shape[-1] == idx.shape[-1]
+    leading = idx.ndim - 2  # dimensions for batch and head; stacked and ragged lists have none of their own
+    if not fits or any(
+        have != want and have != 1 and (want != 1 or at >= leading)
+        for at, (have, want) in enumerate(zip(order.shape, idx.shape, strict=True))
+    ):
+        raise ValueError(
+            f"{name} with shape {order.shape} cannot be expanded to expected shape {tuple(idx.shape)}, that of the "
+            "index list"
+        )
+    shape = torch.broadcast_shapes(order.shape, idx.shape)
+    return order.expand(shape), idx.expand(shape)
+
+
+def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Optional[torch.Tensor] = None) -> Any:
+    """Mask and full blocks of each key block in one list, sorted by lock value: entries are 2 * block + is_full.
+
+    The lists have passed `require_write_order`. The result has the entries in mask_block_idx and their lock values in
+    dq_write_order; of packed lists it is ragged. It takes time and memory in proportion to the room of the lists.
+
+    Args:
+        num_q_blocks: of the longest sequence; None where it is not known.
+        cu_total_m_blocks: [B + 1], query blocks before each sequence; stacked lists need it, whose rows have room for
+            each of them.
+
+    Raises:
+        ValueError: stacked lists without it, or see `packed_rows`.
+    """
+    if is_packed(lists):
+        most = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
+        lists = distinct_heads(lists)
+        rows = packed_rows(lists, cu_total_m_blocks)
+        return ragged_walk(rows, lists, num_q_blocks=most, locks=True, descending=not lists.spt)
+    locks = (lists.dq_write_order, lists.dq_write_order_full)
+    width = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)
+    width = width if num_q_blocks is None else min(width, num_q_blocks)
+    walk = merged_walk(lists, locks, descending=not lists.spt, width=width, num_q_blocks=num_q_blocks)
+    return walk.in_place_of(lists)

@@ -1,0 +1,271 @@
+"""The fields of block lists, checked, and the listed blocks one after the other without padding.
+
+A check names the argument, its value, and what was expected; none looks into a tensor. A row lists blocks of the other
+side: key blocks for a query block in forward lists, query blocks for a key block in backward lists. `Rows` says where a
+row's entries lie, in padded and in ragged lists alike; `flat_entries` is what transposing lists, ordering the adds to
+dq and merging lists have in common. Everything takes time and memory in proportion to an upper bound of the blocks
+listed, and never synchronises with the host. PyTorch only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def integer(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} has to be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} has to be at least {least}, got {value}")
+    return value
+
+
+def block_size(value: object) -> tuple[int, int]:
+    """(queries, keys) of a block."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(f"block_size has to be (queries, keys), got {value!r}")
+    for part in value:
+        if isinstance(part, bool) or not isinstance(part, int) or part < 1:
+            raise ValueError(f"block_size has to be two ints of at least 1, got {value!r}")
+    return value[0], value[1]
+
+
+def width(value: object) -> None:
+    """Of index lists: None, one number for mask and full lists, or two."""
+    if value is None:
+        return
+    parts = list(value) if isinstance(value, (tuple, list)) else [value]
+    if len(parts) > 2:
+        raise ValueError(f"width has to be an int or two, of mask and full lists, got {value!r}")
+    for part in parts:
+        integer("width", part)
+
+
+def window_side(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} has to be an int or None, got {value!r}")
+    if value < -1:
+        raise ValueError(f"{name}={value}, expected at least 0, or None or -1 for no limit")
+
+
+def tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} has to be a torch.Tensor, got {type(value).__name__}")
+    return value
+
+
+def bool_table(name: str, value: object) -> torch.Tensor:
+    """bool with two dimensions or four."""
+    mask = tensor(name, value)
+    if mask.dtype != torch.bool or mask.ndim not in (2, 4):
+        raise ValueError(f"{name} is {mask.dtype} {tuple(mask.shape)}, expected bool with 4 dimensions, or 2")
+    return mask
+
+
+def fields(lists: Any) -> tuple[Any, Any, Any, Any]:
+    """Counts and indices, mask and full, of what has the fields of BlockSparseTensorsTorch."""
+    try:
+        return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
+    except AttributeError:
+        raise TypeError(f"lists have to be a BlockSparseTensorsTorch, got {type(lists).__name__}") from None
+
+
+def padded_lists(tensors: Sequence[Any]) -> None:
+    """Counts [B, H, N] and indices [B, H, N, width], integers; full ones may be None."""
+    for name, cnt, idx in (("mask", *tensors[:2]), ("full", *tensors[2:])):
+        if (cnt is None) != (idx is None):
+            raise ValueError(f"{name}_block_cnt and {name}_block_idx must be given together")
+        if cnt is None and name == "mask":
+            raise ValueError("mask_block_cnt and mask_block_idx have to be given, got None")
+        if cnt is None:
+            continue
+        for field, value in ((f"{name}_block_cnt", cnt), (f"{name}_block_idx", idx)):
+            if tensor(field, value).dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"{field} has to be int32, got {value.dtype}")
+        if idx.ndim != 4 or cnt.ndim != 3 or cnt.shape[2] != idx.shape[2]:
+            raise ValueError(
+                f"{name}_block_cnt {tuple(cnt.shape)} and {name}_block_idx {tuple(idx.shape)} must be [B, H, N] and "
+                f"[B, H, N, width]"
+            )
+    given = dict(zip(("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"), tensors, strict=True))
+    sizes = {name: tuple(t.shape[:2]) for name, t in given.items() if t is not None}
+    if any(len({size[d] for size in sizes.values()} - {1}) > 1 for d in (0, 1)):
+        raise ValueError(f"lists have to have the same batches and heads, or 1, got {sizes}")
+
+
+OptionalTensor = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Lists as rows (CSR): mask lists and, if there are any, full ones.
+
+    Attributes:
+        counts, starts: of each kind, [H, N]: how many entries a row has, and the place of its first one in `indices`.
+        indices: of each kind, flat.
+    """
+
+    counts: tuple[torch.Tensor, ...]
+    starts: tuple[torch.Tensor, ...]
+    indices: tuple[torch.Tensor, ...]
+
+    @property
+    def heads(self) -> int:
+        return self.counts[0].shape[0]
+
+    @property
+    def N(self) -> int:
+        return self.counts[0].shape[1]
+
+    def total(self) -> torch.Tensor:
+        """Entries of each row, [H, N]."""
+        return sum(self.counts[1:], start=self.counts[0])
+
+
+@dataclass(frozen=True)
+class FlatEntries:
+    """The listed blocks, one after the other: heads, their rows in launch order, mask blocks before full ones.
+
+    Attributes (all [E], E at least the number listed; what lies past it is not `listed`):
+        row: head * N + the row's number in its head.
+        place: in the row, mask blocks first.
+        at: the place in the indices of the entry's kind; 0 where nothing is listed.
+        block: what the row lists there.
+        is_full, listed: bool.
+    """
+
+    row: torch.Tensor
+    place: torch.Tensor
+    at: torch.Tensor
+    block: torch.Tensor
+    is_full: torch.Tensor
+    listed: torch.Tensor
+    rows: Rows
+
+    def pick(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The entries' values in flat tensors that are laid out like the indices."""
+        return _pick(tensors, self.at, self.is_full)
+
+    def put(self, values: torch.Tensor, *, full: bool) -> torch.Tensor:
+        """A flat tensor like the mask (or full) indices with the entries' values in it, 0 elsewhere."""
+        own = self.listed & (self.is_full if full else self.is_full.logical_not())
+        return scatter(values, self.at, own, self.rows.indices[full].shape)
+
+
+def flat_entries(rows: Rows, order: OptionalTensor, most: int) -> FlatEntries:
+    """The listed blocks, without a look at the padding: `most` is at least their number.
+
+    Args:
+        order: [1 or H, N], the rows of each head in the order wanted. None: from the first to the last.
+    """
+    counts = rows.total().flatten()
+    number = torch.arange(counts.numel(), device=counts.device)
+    if order is not None and rows.N:
+        number = (number.view(-1, rows.N).narrow(1, 0, 1) + order).flatten()
+        counts = counts.index_select(0, number)
+    ends = counts.cumsum(0)
+    at = torch.arange(most if number.numel() else 0, device=counts.device)
+    row = torch.searchsorted(ends, at, right=True)  # rows that end before the entry
+    listed = row < number.numel()
+    row = row.clamp(max=max(number.numel() - 1, 0))
+    place = torch.where(listed, at - (ends - counts).index_select(0, row), 0)
+    row = number.index_select(0, row)
+    at, is_full = rows.starts[0].flatten().index_select(0, row) + place, torch.zeros_like(listed)
+    if len(rows.counts) > 1:
+        masks = rows.counts[0].flatten().index_select(0, row)
+        is_full = place >= masks
+        at = torch.where(is_full, rows.starts[1].flatten().index_select(0, row) + place - masks, at)
+    at = torch.where(listed, at, 0)
+    return FlatEntries(row.int(), place.int(), at, _pick(rows.indices, at, is_full), is_full, listed, rows)
+
+
+def _pick(tensors: Sequence[torch.Tensor], at: torch.Tensor, is_full: torch.Tensor) -> torch.Tensor:
+    if len(tensors) == 1:
+        return _at(tensors[0], at)
+    mask, full = tensors
+    return torch.where(is_full, _at(full, torch.where(is_full, at, 0)), _at(mask, torch.where(is_full, 0, at)))
+
+
+def _at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return tensor.index_select(0, at) if tensor.numel() else at.int()
+
+
+@dataclass(frozen=True)
+class DistinctLists:
+    """Mask and full lists with equal leading dimensions, contiguous, and without the dimensions that repeat them."""
+
+    mask_cnt: torch.Tensor
+    mask_idx: torch.Tensor
+    full_cnt: OptionalTensor
+    full_idx: OptionalTensor
+    repeated: tuple[int, int]  # (B, H) of the caller's tensors
+
+    @property
+    def heads(self) -> int:
+        return self.mask_cnt.shape[0] * self.mask_cnt.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.mask_idx.shape[3] + (0 if self.full_idx is None else self.full_idx.shape[3])
+
+    def counts(self) -> torch.Tensor:
+        """int32 [rows], over all heads."""
+        return (self.mask_cnt if self.full_cnt is None else self.mask_cnt + self.full_cnt).flatten()
+
+    def rows(self) -> Rows:
+        """The rows of all batches' heads."""
+        N = self.mask_cnt.shape[2]
+        number = torch.arange(self.heads * N, device=self.mask_cnt.device).view(self.heads, N)
+        kinds = [(self.mask_cnt, self.mask_idx)]
+        if self.full_cnt is not None:
+            kinds.append((self.full_cnt, self.full_idx))
+        return Rows(
+            tuple(cnt.flatten(0, 1) for cnt, _ in kinds),
+            tuple(number * idx.shape[3] for _, idx in kinds),
+            tuple(idx.flatten() for _, idx in kinds),
+        )
+
+    def launch_order(self, order: OptionalTensor) -> OptionalTensor:
+        """[heads, N], of an order [1 or B, 1 or H, N], which may be repeated where the lists no longer are."""
+        return None if order is None else narrow(order, self.mask_cnt.shape[:2]).flatten(0, 1)
+
+    def repeat(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.expand(*self.repeated, *tensor.shape[2:])
+
+
+def scatter(values: torch.Tensor, at: torch.Tensor, own: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros of `shape` with the values that are `own` at their places; the others go to one place past the end."""
+    size = torch.Size(shape).numel()
+    spread = torch.zeros(size + 1, dtype=torch.int32, device=values.device)
+    spread.scatter_(0, torch.where(own, at, size), values.int())
+    return spread.narrow(0, 0, size).view(shape)
+
+
+def distinct_lists(
+    tensors: Sequence[OptionalTensor], order: OptionalTensor, locks: Sequence[OptionalTensor] | None = None
+) -> DistinctLists:
+    """The lists without what is repeated over batches and heads: computed once, and repeated as they were."""
+    padded_lists(tensors)
+    given = [t for t in tensors if t is not None]
+    repeated = tuple(torch.broadcast_shapes(*(t.shape[:2] for t in given)))
+    distinct = [t for t in (*given, order, *(locks or ())) if t is not None]
+    shape = [
+        1 if all(t.shape[d] == 1 or t.stride(d) == 0 for t in distinct) else max(t.shape[d] for t in distinct)
+        for d in (0, 1)
+    ]
+    repeated = tuple(max(r, s) for r, s in zip(repeated, shape, strict=True))
+    return DistinctLists(*(None if t is None else narrow(t, shape) for t in tensors), repeated)
+
+
+def narrow(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Batch and head dimensions of the given sizes: either cut to 1 or repeated."""
+    for d in (0, 1):
+        if shape[d] == 1:
+            tensor = tensor.narrow(d, 0, 1)
+    return tensor.expand(*shape, *tensor.shape[2:]).contiguous()

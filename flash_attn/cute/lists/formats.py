@@ -1,0 +1,381 @@
+"""Block lists of packed sequences: what a call may bring, checked and brought into the one form that kernels read.
+
+Rows of all sequences stand one after the other. A caller's lists have one of four forms, told apart by their ranks:
+
+    padded    counts [B, H, rows], entries [B, H, rows, n]
+    compact   counts [H, total rows], entries [H, total rows, n]
+    stacked   counts [H, total rows], entries [H, L]: a row has room for each block of its sequence
+    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start (CSR)
+
+Kernels, and everything that is computed of lists, know padded and ragged ones only. `as_ragged` makes ragged lists of
+compact and stacked ones: it computes where rows start, and the entries are read where they are.
+
+What upstream refuses as well is refused in its words, followed by the argument and its value: programs match on them.
+Nothing here looks at the values in a tensor: a check that waits for the device would keep the call out of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from flash_attn.cute.lists import entries as list_entries
+
+if TYPE_CHECKING:  # which imports this module
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+FORMS = {(3, 4): "padded", (2, 3): "compact", (2, 2): "stacked", (2, 1): "ragged"}
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The side that is a row and the side that is an entry, forward or backward."""
+
+    argument: str
+    rows_before: str  # the field with the number of rows before each sequence
+    side: int  # of block_size, and of the lengths: 0 queries, 1 keys
+
+
+FORWARD = Direction("block_sparse_tensors", "cu_total_m_blocks", 0)
+BACKWARD = Direction("block_sparse_tensors_bwd", "cu_total_n_blocks", 1)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The lengths of a call's sequences, each a pair for (queries, keys).
+
+    Attributes:
+        starts: cu_seqlens [B + 1], or None.
+        used: seqused [B], or None.
+        longest: the largest, where the host knows it.
+    """
+
+    starts: tuple[torch.Tensor | None, torch.Tensor | None]
+    used: tuple[torch.Tensor | None, torch.Tensor | None]
+    longest: tuple[int | None, int | None]
+
+    def varies(self, side: int) -> bool:
+        """Lengths on this side may differ between sequences."""
+        return self.starts[side] is not None or self.used[side] is not None
+
+    def lengths(self, side: int) -> torch.Tensor | None:
+        """[B]; None where all sequences have the length of the tensors."""
+        if self.used[side] is not None:
+            return self.used[side]
+        return None if self.starts[side] is None else self.starts[side].diff()
+
+
+def packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k) -> Packing | None:
+    """None where the sequences are not packed: they have lists [B, H, rows, n] of the tensors' own lengths."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return None
+    longest = tuple(m if isinstance(m, int) else None for m in (max_seqlen_q, max_seqlen_k))
+    return Packing((cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), longest)
+
+
+def fit(
+    tensors: BlockSparseTensorsTorch,
+    direction: Direction,
+    packed: Packing | None,
+    *,
+    batch: int,
+    heads: int,
+    block_size: tuple[int, int],
+    across: int,
+) -> BlockSparseTensorsTorch:
+    """The lists, padded or ragged, with every broadcast dimension expanded.
+
+    Args:
+        block_size: (queries, keys) of a block.
+        across: tokens of every sequence in the direction that rows list, where `packed` does not say.
+
+    Raises:
+        ValueError: a form, shape, dtype or device that does not fit, or an offset that is missing.
+    """
+    name, other = direction.argument, 1 - direction.side
+    form, block = _form(name, tensors), block_size[direction.side]
+    lead = (batch, heads) if form == "padded" else (heads,)
+    rows = tensors.mask_block_cnt.shape[-1]
+    longest = packed.longest[direction.side] if packed is not None else None
+    if form == "padded" and longest is not None and rows * block < longest:
+        raise ValueError(
+            f"{name}.mask_block_cnt has {rows} rows of {block} tokens a sequence, but the longest has {longest}"
+        )
+    fitted = {}
+    for kind in ("mask", "full"):
+        fitted |= _fit_pair(name, tensors, kind, form, (*lead, rows))
+    for field, like in (("dq_write_order", "mask_block_idx"), ("dq_write_order_full", "full_block_idx")):
+        fitted[field] = _fit_order(name, field, getattr(tensors, field), fitted[like])
+    if tensors.spt is not None and not isinstance(tensors.spt, bool):
+        raise ValueError(f"spt must be a bool when provided: {name}.spt is {tensors.spt!r}")
+    if tensors.spt is not None and tensors.dq_write_order is None:
+        raise ValueError(f"spt requires dq_write_order to be provided: {name}.spt is {tensors.spt}")
+    if form != "padded":
+        _need_starts(direction, tensors, direction.rows_before, batch)
+    varies = packed is not None and packed.varies(other)
+    if form == "stacked" and (varies or tensors.cu_block_idx_offsets is not None):
+        when = f"with cu_seqlens_{'qk'[other]} or seqused_{'qk'[other]} "
+        _need_starts(direction, tensors, "cu_block_idx_offsets", batch, when)
+    if form == "ragged":
+        for field in ("cu_block_idx_offsets", "cu_full_block_idx_offsets"):
+            if field == "cu_block_idx_offsets" or getattr(tensors, field) is not None:
+                fitted[field] = _fit_row_offsets(name, tensors, field, heads, rows)
+    tensors = tensors._replace(**fitted)
+    if form in ("padded", "ragged"):
+        return tensors
+    before = None
+    if form == "stacked":
+        device = tensors.mask_block_cnt.device
+        before = blocks_before(packed, other, block_size[other], across, batch=batch, device=device)
+    return as_ragged(tensors, direction.rows_before, before)
+
+
+def fit_forward(
+    tensors: BlockSparseTensorsTorch,
+    packed: Packing | None,
+    *,
+    batch: int,
+    heads: int,
+    tile_q: int,
+    block_k: int,
+    seqlen_k: int,
+):
+    """The fitted forward lists, and how many of the kernel's query tiles (of `tile_q`) make one of their blocks."""
+    block_q = tile_q if tensors.block_size is None else tensors.block_size[0]
+    if block_q <= 0 or block_q % tile_q:
+        raise ValueError(
+            f"Varlen block sparsity requires sparse_block_size[0]={tile_q} (= q_stage * tile_m), or a multiple of it; "
+            f"got {block_q}."
+        )
+    if tensors.block_size is None and tensors.mask_block_cnt.ndim == 3:
+        raise ValueError("block_sparse_tensors.block_size is None: padded lists of packed sequences need it")
+    size = (block_q, block_k)
+    fitted = fit(tensors, FORWARD, packed, batch=batch, heads=heads, block_size=size, across=seqlen_k)
+    return fitted, block_q // tile_q
+
+
+def as_ragged(
+    tensors: BlockSparseTensorsTorch, rows_before: str, across: torch.Tensor | None = None
+) -> BlockSparseTensorsTorch:
+    """Packed lists as ragged ones: where rows start is computed, and the entries are read where they are.
+
+    Args:
+        rows_before: the field with the number of rows before each sequence, integers [B + 1]; the last one may lack.
+        across: integers [B + 1], blocks before each sequence in the direction that rows list. Stacked lists need it:
+            their rows have room for each block of their sequence.
+
+    Raises:
+        ValueError: stacked lists, and `across` is None.
+    """
+    if tensors.mask_block_idx.ndim == 1:
+        return tensors
+    row = torch.arange(tensors.mask_block_cnt.shape[1], device=tensors.mask_block_cnt.device)
+    first = _stacked_starts(tensors, rows_before, across, row) if tensors.mask_block_idx.ndim == 2 else None
+    changed: dict[str, torch.Tensor | None] = {}
+    for idx_field, order_field, starts_field in (
+        ("mask_block_idx", "dq_write_order", "cu_block_idx_offsets"),
+        ("full_block_idx", "dq_write_order_full", "cu_full_block_idx_offsets"),
+    ):
+        idx, order = getattr(tensors, idx_field), getattr(tensors, order_field)
+        if idx is None:
+            changed[starts_field] = None
+            continue
+        if order is not None:
+            idx, order = torch.broadcast_tensors(idx, order)
+        if idx.stride(-1) != 1 or (order is not None and order.stride() != idx.stride()):
+            idx, order = idx.contiguous(), order if order is None else order.contiguous()
+        starts = (row * idx.stride(1) if first is None else first).expand(idx.shape[0], -1)
+        if idx.shape[0] > 1 and idx.stride(0) > 0:
+            starts = starts + torch.arange(idx.shape[0], device=idx.device).unsqueeze(1) * idx.stride(0)
+        changed[starts_field] = starts
+        changed |= {idx_field: _flat(idx), order_field: order if order is None else _flat(order)}
+    return tensors._replace(**changed)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's memory, from its first element to its last: element (i, j) is at i * stride(0) + j."""
+    if tensor.numel() == 0:
+        return tensor.reshape(-1)
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.as_strided((length,), (1,))
+
+
+def _stacked_starts(
+    tensors: BlockSparseTensorsTorch, rows_before: str, across: torch.Tensor | None, row: torch.Tensor
+) -> torch.Tensor:
+    """int64 [rows]: where rows of one head start."""
+    if across is None:
+        side = "m" if rows_before == BACKWARD.rows_before else "n"
+        raise ValueError(
+            f"cu_total_{side}_blocks is None: rows of stacked lists, [H, L], are as wide as their sequence has blocks "
+            "in the direction that they list"
+        )
+    widths = across.long().diff()
+    sequences = widths.shape[0]
+    before = getattr(tensors, rows_before).long().narrow(0, 0, sequences)
+    offsets = tensors.cu_block_idx_offsets
+    if offsets is None:  # one sequence's rows follow the other's
+        room = before.diff() * widths.narrow(0, 0, sequences - 1)
+        offsets = torch.nn.functional.pad(room.cumsum(0), (1, 0))
+    sequence = sequence_of_row(before, row)
+    first, start, width = (t.long().index_select(0, sequence) for t in (before, offsets, widths))
+    return start + (row - first) * width
+
+
+def sequence_of_row(before: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """The sequence that a row belongs to. before: [B], rows of all sequences before each one."""
+    return (torch.searchsorted(before, row, right=True, out_int32=before.dtype == torch.int32) - 1).clamp(min=0)
+
+
+def launch_arguments(tensors: BlockSparseTensorsTorch | None):
+    """The arguments of a compiled kernel, in the order of BlockSparseTensors; None without lists."""
+    if tensors is None:
+        return None
+    return (
+        tensors.mask_block_cnt,
+        tensors.mask_block_idx,
+        tensors.full_block_cnt,
+        tensors.full_block_idx,
+        tensors.cu_total_m_blocks,
+        tensors.cu_block_idx_offsets,
+        tensors.dq_write_order,
+        tensors.dq_write_order_full,
+        tensors.cu_total_n_blocks,
+        tensors.cu_full_block_idx_offsets,
+        tensors.plan,
+    )
+
+
+def offset_types(tensors: BlockSparseTensorsTorch) -> tuple:
+    """Types of the offsets, which compiled code depends on: part of the compile key."""
+    offsets = (
+        tensors.cu_total_m_blocks,
+        tensors.cu_total_n_blocks,
+        tensors.cu_block_idx_offsets,
+        tensors.cu_full_block_idx_offsets,
+    )
+    kinds = tuple(None if t is None else (t.dtype, *(stride == 0 for stride in t.stride())) for t in offsets)
+    return *kinds, tensors.plan is not None
+
+
+def cu_total_blocks(cu_seqlens: torch.Tensor, block_size: int) -> torch.Tensor:
+    """[B + 1] int32: how many blocks of `block_size` tokens the sequences before each one have.
+
+    With the queries' cu_seqlens this is cu_total_m_blocks, with the keys' cu_total_n_blocks.
+    """
+    list_entries.integer("block_size", block_size)
+    if list_entries.tensor("cu_seqlens", cu_seqlens).ndim != 1 or cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}, expected integers [B + 1]")
+    blocks = (cu_seqlens.diff() + block_size - 1) // block_size
+    return torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def blocks_before(
+    packed: Packing | None, side: int, block: int, seqlen: int, *, batch: int, device: torch.device
+) -> torch.Tensor:
+    """int64 [B + 1]: blocks of all sequences before each one, as kernels count them.
+
+    Args:
+        side: 0 for queries, 1 for keys.
+        block: tokens of a block on that side.
+        seqlen: of every one of `batch` sequences, where `packed` does not say.
+    """
+    lengths = None if packed is None else packed.lengths(side)
+    if lengths is None:
+        lengths = torch.full((batch,), seqlen, device=device)
+    return torch.nn.functional.pad(((lengths.long() + block - 1) // block).cumsum(0), (1, 0))
+
+
+def _form(name: str, tensors: BlockSparseTensorsTorch) -> str:
+    counts, indices = tensors.mask_block_cnt, tensors.mask_block_idx
+    if counts is None or indices is None:
+        raise ValueError(f"mask_block_cnt and mask_block_idx must be provided for block sparsity. {name} lacks them")
+    form = FORMS.get((counts.ndim, indices.ndim))
+    if form is None:
+        raise ValueError(
+            f"{name}: mask_block_cnt {tuple(counts.shape)} and mask_block_idx {tuple(indices.shape)} are lists of no "
+            f"form known: [B, H, rows] and [B, H, rows, n], or [H, total rows] and [H, total rows, n], [H, L] or [L]"
+        )
+    return form
+
+
+def _fit_pair(name: str, tensors: BlockSparseTensorsTorch, kind: str, form: str, shape: tuple[int, ...]) -> dict:
+    fields = f"{kind}_block_cnt", f"{kind}_block_idx"
+    counts, indices = (getattr(tensors, field) for field in fields)
+    if (counts is None) != (indices is None):
+        raise ValueError(f"{fields[0]} and {fields[1]} must both be provided or both be None, in {name}")
+    if counts is None:
+        return dict.fromkeys(fields)
+    for field, tensor in zip(fields, (counts, indices)):
+        _check(name, f"{kind}_block tensors", field, tensor, tensors.mask_block_cnt.device, (torch.int32,))
+    width = indices.shape[-1:]
+    if indices.ndim != tensors.mask_block_idx.ndim:
+        raise ValueError(
+            f"{name}.{fields[1]} has {indices.ndim} dimensions, mask_block_idx {tensors.mask_block_idx.ndim}"
+        )
+    whole = {"padded": (*shape, *width), "compact": (*shape, *width), "stacked": (shape[0], *width), "ragged": width}
+    shared = {"padded": 2, "ragged": 0}.get(form, 1)
+    return {
+        fields[0]: _expanded(f"{name}.{fields[0]}", counts, shape, len(shape) - 1),
+        fields[1]: _expanded(f"{name}.{fields[1]}", indices, whole[form], shared),
+    }
+
+
+def _fit_order(name: str, field: str, order: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    if order is None or like is None:  # there is nothing to order
+        return None
+    _check(name, field, field, order, like.device, (torch.int32,))
+    return _expanded(f"{name}.{field}", order, tuple(like.shape), like.ndim - 1)
+
+
+def _fit_row_offsets(name: str, tensors: BlockSparseTensorsTorch, field: str, heads: int, rows: int) -> torch.Tensor:
+    """[heads, rows] out of one start a row; a last one, where the last row ends, may stand behind them."""
+    offsets = getattr(tensors, field)
+    if offsets is None or offsets.ndim != 2 or offsets.shape[1] not in (rows, rows + 1):
+        raise ValueError(
+            f"{name}.{field} has to be [H, {rows}] or [H, {rows + 1}] for entries of one dimension, got "
+            f"{None if offsets is None else tuple(offsets.shape)}"
+        )
+    _check(name, field, field, offsets, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
+    return _expanded(f"{name}.{field}", offsets, (heads, offsets.shape[1]), 1)
+
+
+def _need_starts(
+    direction: Direction, tensors: BlockSparseTensorsTorch, field: str, batch: int, when: str = ""
+) -> None:
+    """[B + 1], where sequences start. Kernels read the first B; backward lists are also taken apart by their shape."""
+    name, tensor = direction.argument, getattr(tensors, field)
+    if tensor is None:
+        raise ValueError(f"Varlen block sparsity {when}requires {name}.{field}, with shape ({batch + 1},); got None")
+    fits = tensor.shape[0] >= batch if direction is FORWARD and tensor.ndim == 1 else tensor.shape == (batch + 1,)
+    if not fits:
+        raise ValueError(f"{name}.{field} has to have shape ({batch + 1},), got {tuple(tensor.shape)}")
+    _check(name, field, field, tensor, tensors.mask_block_cnt.device, (torch.int32, torch.int64))
+
+
+def _check(
+    name: str, what: str, field: str, tensor: torch.Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tensor.dtype not in dtypes:
+        types = " or ".join(map(str, dtypes))
+        raise ValueError(f"{what} must have dtype {types}: {name}.{field} is {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(
+            f"{what} must be on the same device as block sparse tensors: {name}.{field} is on {tensor.device}, "
+            f"mask_block_cnt on {device}"
+        )
+    if not tensor.is_cuda:
+        raise ValueError(f"{what} must live on CUDA: {name}.{field} is on {tensor.device}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name}.{field} has to be contiguous in its last dimension, got strides {tensor.stride()}")
+
+
+def _expanded(name: str, tensor: torch.Tensor, shape: tuple[int, ...], shared: int) -> torch.Tensor:
+    """The tensor in `shape`; its first `shared` dimensions, of sequences and heads, may be 1."""
+    same = [have == want or (have == 1 and at < shared) for at, (have, want) in enumerate(zip(tensor.shape, shape))]
+    if tensor.ndim != len(shape) or not all(same):
+        share = f"; only the first {shared} of its dimensions may be 1 instead" if shared else ""
+        raise ValueError(f"{name} with shape {tensor.shape} cannot be expanded to expected shape {shape}{share}")
+    return tensor.expand(shape)

@@ -1,0 +1,214 @@
+"""Rows of block lists as kernels read them: their place in memory, the heads that share them, turns at dk and dv.
+
+A row is what one CTA walks: the key blocks of a query block in forward, the query blocks of a key
+block in backward. Its lists come in one of two forms, told apart by the ranks of the tensors, so
+that a compiled kernel knows one of them only:
+
+    padded    counts [B, H, rows], entries [B, H, rows, n]
+    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start (CSR)
+
+Ragged rows stand one sequence after the other; `formats` has the other forms that a call may bring. What can pass
+2**31 is 64 bits wide: a place in the entries. Row numbers are 32 bits wide.
+
+Kernels index lists by the head that a tile works on. Where the lists of a key/value head serve
+the query heads of its group, the head dimension of the lists is looked at as (group, key/value
+heads) with a stride of zero over the group: an index among the query heads then finds its list, and
+nothing is repeated in memory.
+
+The query heads of a group add to the same dk and dv in their order in deterministic backward on SM100: at a key tile
+each waits for as many turns as there are heads before it. With lists for each query head some of them may list nothing
+there. They add nothing, but the head after them counts their turn, so `pass_turn` passes it on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import cutlass.cute as cute
+from cutlass import Constexpr, Int32, Int64, const_expr
+
+from flash_attn.cute import barrier
+from flash_attn.cute.block_sparsity import BlockSparseTensors, BlockSparseTensorsTorch
+
+
+class HalfLists(BlockSparseTensors):
+    """Lists whose entries say which halves of a tile of queries list them (`query_halves`): 4 * block + halves."""
+
+    __slots__ = ()
+
+    def __new_from_mlir_values__(self, values):
+        return HalfLists(*super().__new_from_mlir_values__(values))
+
+
+@dataclass(frozen=True)
+class HalfEntries:
+    """A row of `HalfLists`: its items are the blocks."""
+
+    entries: cute.Tensor
+
+    def __getitem__(self, place: Int32) -> Int32:
+        return self.entries[place] >> 2
+
+    def halves(self, place: Int32) -> Int32:
+        """Bit 0: the tile's first half lists the block. Bit 1: the second does."""
+        return self.entries[place] & 3
+
+
+def with_halves(tensors: BlockSparseTensors | None, halves: bool) -> BlockSparseTensors | None:
+    """The lists that a kernel was given, as `HalfLists` if they are."""
+    return HalfLists(*tensors) if halves else tensors
+
+
+@dataclass(frozen=True)
+class ListRow:
+    """The place of a row's counts, and where its mask and its full entries start (None: at the same place)."""
+
+    place: tuple
+    starts: tuple[Int64 | None, Int64 | None]
+    has_halves: bool = False
+
+    def count(self, counts: cute.Tensor) -> Int32:
+        return counts[self.place]
+
+    def entries(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor:
+        """The row of `tensor`: mask_block_idx, full_block_idx, or one laid out like them."""
+        start = self.starts[full]
+        return tensor[(*self.place, None)] if start is None else cute.domain_offset(start, tensor)
+
+    def blocks(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor | HalfEntries:
+        """The row of mask_block_idx or full_block_idx; its items are blocks."""
+        entries = self.entries(tensor, full)
+        return HalfEntries(entries) if self.has_halves else entries
+
+
+def find_row(
+    tensors: BlockSparseTensors,
+    rows_before: cute.Tensor | None,
+    batch: Int32,
+    head: Int32,
+    block: Int32,
+    start: Int64 | None = None,
+) -> ListRow:
+    """The row of a sequence's block.
+
+    rows_before: [B + 1], rows of all sequences before each one. start: where the row's entries start, if that is known
+    and the lists are ragged.
+    """
+    if len(tensors.mask_block_cnt.shape) == 3:
+        return ListRow((batch, head, block), (None, None))
+    row, of_full = Int32(rows_before[batch]) + block, tensors.cu_full_block_idx_offsets
+    start = Int64(tensors.cu_block_idx_offsets[head, row]) if start is None else start
+    full_start = start if of_full is None else Int64(of_full[head, row])
+    return ListRow((head, row), (start, full_start), isinstance(tensors, HalfLists))
+
+
+@cute.jit
+def entry_at(place: Int32, mask_count: Int32, mask_idx: cute.Tensor, full_idx: cute.Tensor | None) -> Int32:
+    """2 * block + is_full for a place in a row: its mask blocks, then its full ones."""
+    entry = Int32(0)
+    if const_expr(full_idx is None):
+        entry = mask_idx[place] * 2
+    else:
+        if place < mask_count:
+            entry = mask_idx[place] * 2
+        else:
+            entry = full_idx[place - mask_count] * 2 + 1
+    return entry
+
+
+LISTS = (
+    "mask_block_cnt",
+    "mask_block_idx",
+    "full_block_cnt",
+    "full_block_idx",
+    "dq_write_order",
+    "dq_write_order_full",
+)
+STARTS = ("cu_block_idx_offsets", "cu_full_block_idx_offsets")
+
+
+@dataclass(frozen=True)
+class ListHeads:
+    """`count`: heads that the lists have once normalised. `group`: query heads that share one of them.
+
+    `packable`: whether the query heads of a key/value head always share a list, as pack_gqa asks.
+    """
+
+    count: int
+    group: int
+    packable: bool
+
+    @staticmethod
+    def of(tensors: Optional[BlockSparseTensorsTorch], num_head: int, num_head_kv: int) -> "ListHeads":
+        """One list for all heads, one for each key/value head, or one for each query head.
+
+        Raises:
+            ValueError: the lists have another number of heads.
+        """
+        given = 1 if tensors is None else _given_heads(tensors)
+        if given not in (1, num_head_kv, num_head):
+            raise ValueError(
+                f"block_sparse_tensors have lists for {given} heads, which cannot be expanded: their head dim must be "
+                f"{num_head} or 1, or {num_head_kv} for one list a key/value head"
+            )
+        if given == 1 or given == num_head:
+            return ListHeads(num_head, 1, packable=given == 1)
+        return ListHeads(num_head_kv, num_head // num_head_kv, packable=True)
+
+    def group_in_kernel(self, pack_gqa: bool) -> int:
+        """Heads of the kernel's grid that share a list: with pack_gqa the grid has key/value heads."""
+        return 1 if pack_gqa else self.group
+
+
+def _given_heads(tensors: BlockSparseTensorsTorch) -> int:
+    """The head dimension of the lists, whichever of them leave it at 1; packed lists have it first.
+
+    Ragged entries have none: they are one row for all heads.
+    """
+    counts = tensors.mask_block_cnt
+    head_dim = 0 if counts is not None and counts.ndim == 2 else 1
+    given = (getattr(tensors, name) for name in LISTS)
+    return max((t.shape[head_dim] for t in given if t is not None and t.ndim > 1), default=1)
+
+
+def lists_by_query_head(tensors: Optional[BlockSparseTensors], group: int) -> Optional[BlockSparseTensors]:
+    """The lists as a kernel indexes them, with an index among `group` times as many heads."""
+    if tensors is None or group == 1:
+        return tensors
+    head_dim = 0 if cute.rank(tensors.mask_block_cnt.shape) == 2 else 1
+    # Starts of ragged rows have heads too; those of stacked lists have none.
+    lists = {name: getattr(tensors, name) for name in (*LISTS, *STARTS)}
+    with_heads = {name: t for name, t in lists.items() if t is not None and cute.rank(t.shape) > 1}
+    return tensors._replace(**{name: _spread(t, head_dim, group) for name, t in with_heads.items()})
+
+
+def _spread(tensor: cute.Tensor, dim: int, group: int) -> cute.Tensor:
+    shape, stride = list(tensor.shape), list(tensor.stride)
+    shape[dim], stride[dim] = (group, shape[dim]), (0, stride[dim])
+    return cute.make_tensor(tensor.iterator, cute.make_layout(tuple(shape), stride=tuple(stride)))
+
+
+WARPGROUP = 128  # threads
+
+
+@cute.jit
+def pass_turn(
+    semaphore: cute.Tensor,
+    thread: Int32,
+    tile: Int32,
+    head: Int32,
+    batch: Int32,
+    group: Constexpr[int],
+    flags: Constexpr[int],
+) -> None:
+    """Wait for a query head's turn at a key tile, and give it to the next head.
+
+    semaphore: int32 [key tiles, 2, key/value heads, B]. thread: of those that compute. group: query heads of a
+    key/value head. flags: how many of a tile's two are in use, each by a warpgroup.
+    """
+    warpgroup = thread // WARPGROUP
+    if warpgroup < flags:
+        turns = semaphore[tile, None, head // group, batch].iterator
+        barrier.wait_eq(turns, thread % WARPGROUP, warpgroup, head % group)
+        barrier.arrive_inc(turns, thread % WARPGROUP, warpgroup, 1)

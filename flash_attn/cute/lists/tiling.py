@@ -1,0 +1,117 @@
+"""Tiles of the SM90 and SM100 kernels for the block sizes of lists that the dense kernels' tiles do not fit.
+
+A kernel's tile of queries may be a part of a block of queries; on SM90 its tile of keys has to be a
+block of keys. `BACKWARD` holds the tiles to take where the dense one does not fit.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.bwd_dq_sm90.spec import STEP
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """A configuration of SM90 backward: the fields of the interface's BwdConfig."""
+
+    m_block_size: int
+    n_block_size: int
+    num_stages_Q: int
+    num_stages_dO: int
+    num_stages_PdS: int
+    SdP_swapAB: bool
+    dKV_swapAB: bool
+    dQ_swapAB: bool
+    AtomLayoutMSdP: int
+    AtomLayoutNdKV: int
+    AtomLayoutMdQ: int
+    num_wg: int = 2
+    dQ_single_wg: bool = False
+    ctas_per_mp: int = 1
+
+
+def _tile(
+    m: int, n: int, stages: tuple[int, int, int], swap: tuple[int, int, int], atoms: tuple[int, int, int], **more
+):
+    return BackwardTile(m, n, *stages, *map(bool, swap), *atoms, **more)
+
+
+DENSE_BLOCK = (128, 128)  # of lists that do not say what a block is
+
+# By the largest head dimension, in the order of trying: the first whose tile fits the blocks is taken.
+# Blocks of 64 keys add twice as much to dq as blocks of 128, which bounds them whatever the tile: at head dimension 128
+# the best of ten tiles are within 2 % of each other, 1.3 times the time of 128-wide blocks a listed token; at 64, where
+# two CTAs to a multiprocessor are best, 1.1 times.
+BACKWARD: dict[int, tuple[BackwardTile, ...]] = {
+    64: (
+        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
+        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
+    ),
+    128: (_tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1),),
+}
+
+
+# The same for kernels without dq. Their keys and values stay, nothing is staged for memory, and dS goes from registers
+# into dK's product: there is room for a second CTA, or for more stages of queries.
+WITHOUT_DQ: dict[int, tuple[BackwardTile, ...]] = {
+    64: (
+        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
+        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
+    ),
+    128: (
+        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
+        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
+    ),
+}
+
+
+def backward_tile(
+    head_dim: int,
+    head_dim_v: int,
+    dense_m: int,
+    dense_n: int,
+    tensors: Optional[BlockSparseTensorsTorch],
+    *,
+    without_dq: bool = False,
+) -> Optional[BackwardTile]:
+    """The tile for SM90 backward with these lists; None where dense_m x dense_n fits, or nothing does.
+
+    Without dq a tile of the table is taken before the dense one.
+    """
+    if tensors is None:
+        return None
+    block_q, block_k = tensors.block_size or (DENSE_BLOCK if without_dq else (dense_m, dense_n))
+    if not without_dq and block_q % dense_m == 0 and block_k == dense_n:
+        return None
+    for largest, tiles in (WITHOUT_DQ if without_dq else BACKWARD).items():
+        if max(head_dim, head_dim_v) <= largest:
+            fitting = (t for t in tiles if block_q % t.m_block_size == 0 and block_k == t.n_block_size)
+            return next(fitting, None)
+    return None
+
+
+# Blocks of a step of `two_block_steps`, by keys of a block.
+STEPS: dict[int, int] = {STEP // 2: 2}
+
+
+def forward_parts(head_dim: int, head_dim_v: int, tile_n: int, overlaps_products: bool, plain: bool) -> int:
+    """Blocks that SM90 forward takes at a step by `two_block_steps`; 0 where it takes its own tile of `tile_n` keys.
+
+    `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
+    no paged keys, and no compressed-causal mask, which `masks` does not know.
+    """
+    fits = head_dim == head_dim_v and head_dim in (64, 96, 128)
+    return STEPS.get(tile_n, 0) if fits and overlaps_products and plain else 0
+
+
+def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch], packed_heads: int = 1) -> int:
+    """Query tiles that an SM100 forward CTA works on: one, where a block holds no whole number of pairs.
+
+    packed_heads: whose rows are in a tile. They count where a block is no whole number of tiles (`query_halves`).
+    """
+    if tensors is None or tensors.block_size is None:
+        return stages
+    rows = tensors.block_size[0]
+    rows *= packed_heads if rows % tile_m else 1
+    return stages if rows % (stages * tile_m) == 0 else 1

@@ -1,0 +1,92 @@
+"""Autograd around the kernels: an error for second derivatives, and versions of the block lists that backward reads.
+
+What a kernel writes has no history. Under ``create_graph=True`` a gradient from it would be taken for a constant: a
+Hessian-vector product would be 0, and a penalty on the gradient would lose its own, without a word.
+`torch.autograd.function.once_differentiable` does not help: the node that it makes to raise hangs on leaves of its own,
+so nobody who differentiates with respect to the inputs ever comes to it.
+
+Backward reads the lists that the call was given. Kept on the context they would be read as they are by then: a buffer
+that is refilled for the next batch gives the gradient of other blocks. Of tensors that are saved for backward autograd
+knows the version, and raises "modified by an inplace operation".
+"""
+
+from functools import wraps
+from typing import Any, Callable
+
+import torch
+
+
+def differentiable_once(backward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """For the backward of an autograd function: gradients are right under create_graph=True, and theirs raise.
+
+    Raises:
+        RuntimeError: from differentiating a gradient with respect to what it depends on.
+    """
+
+    @wraps(backward)
+    def wrapper(ctx: Any, *grads: Any) -> tuple:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        saved, function = ctx.saved_tensors, type(ctx).__name__.removesuffix("Backward")
+        with torch.no_grad():
+            results = backward(_Unpacked(ctx, saved), *grads)
+        depended = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
+        tied = iter(_Tied.apply(function, len(depended), *depended, *(t for t in results if t is not None)))
+        return tuple(None if result is None else next(tied) for result in results)
+
+    return wrapper
+
+
+class _Unpacked:
+    """A context whose saved tensors have been unpacked: activation checkpointing lets nobody do that twice."""
+
+    def __init__(self, ctx: Any, saved_tensors: tuple) -> None:
+        self._ctx, self.saved_tensors = ctx, saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _Tied(torch.autograd.Function):
+    """Gradients as they are, tied to the tensors that they depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, function: str, depended: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.function = function
+        return tensors[depended:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(
+            f"{ctx.function} was asked for a second derivative: the gradients that attention kernels compute cannot be "
+            "differentiated again. Differentiate attention in plain PyTorch, or detach the gradient"
+        )
+
+
+def save_lists(ctx: Any, *given: Any) -> list[torch.Tensor]:
+    """The tensors of block lists, for ``ctx.save_for_backward``; what is no tensor, and None, stays on the context."""
+    ctx.kept_lists, saved = [], []
+    for lists in given:
+        fields = list(lists or ())
+        places = [at for at, field in enumerate(fields) if isinstance(field, torch.Tensor)]
+        for at in places:
+            saved.append(_versioned(fields[at]))
+            fields[at] = None
+        ctx.kept_lists.append((lists and type(lists), fields, places))
+    return saved
+
+
+def take_lists(ctx: Any, saved: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The lists again, and what was saved behind their tensors."""
+    given, tensors = [], iter(saved)
+    for kind, fields, places in ctx.kept_lists:
+        fields = fields.copy()
+        for at in places:
+            fields[at] = next(tensors)
+        given.append(kind and kind(*fields))
+    return given, list(tensors)
+
+
+def _versioned(tensor: torch.Tensor) -> torch.Tensor:
+    """Tensors made under inference_mode have no version, and are not saved: a copy, which nobody else can change."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor

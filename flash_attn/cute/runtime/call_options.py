@@ -1,0 +1,71 @@
+"""Options of a call of attention that are no tensors, and head dimensions: refused before any launch, or cut."""
+
+from numbers import Real
+from typing import Any, Optional
+
+# Positions are 32 bits wide in the kernels. No sequence is as long as this, so a wider window is no other window, and
+# a position with a window added or taken away still fits.
+WIDEST_WINDOW = 1 << 30
+
+# Of fp32's normal numbers; the inverse of this one too, times log2(e).
+LEAST_SCALE = 2.0**-126
+
+# CUDA's limit of a grid's second and third dimension.
+MOST_IN_GRID_YZ = 65_535
+
+
+def check_scale(softmax_scale: Any) -> Optional[float]:
+    """The factor of q . k as kernels take it, unless it gives no softmax: hidden scores are -inf, and have to stay so.
+
+    Raises:
+        TypeError: no number, and not None.
+        ValueError: 0, negative, infinite or NaN, or one of these in fp32.
+    """
+    if softmax_scale is None:
+        return None
+    if not isinstance(softmax_scale, Real):
+        raise TypeError(f"softmax_scale is {softmax_scale!r}, expected a number or None")
+    if not LEAST_SCALE <= softmax_scale <= 1 / LEAST_SCALE:
+        raise ValueError(f"softmax_scale is {softmax_scale!r}, expected a positive and finite number in float32")
+    return float(softmax_scale)
+
+
+def check_switch(name: str, value: Any) -> None:
+    """
+    Raises:
+        TypeError: value is no bool.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}, expected a bool")
+
+
+def bounded_window(left: Optional[int], right: Optional[int]) -> tuple[Optional[int], Optional[int]]:
+    """The same window, with sides that kernels can add to a position. None: no limit."""
+    return tuple(side if side is None else max(-WIDEST_WINDOW, min(WIDEST_WINDOW, side)) for side in (left, right))
+
+
+def edges(causal: bool, window_size: tuple[Optional[int], Optional[int]]) -> tuple[Optional[int], Optional[int]]:
+    """Numbers of keys before and after its own that a query sees; None for all."""
+    left, right = bounded_window(*window_size)
+    if left is not None and right is not None and left < 0 and right < 0:
+        left, right = None, None
+    return left, 0 if causal else right
+
+
+ACCUMULATED = 32  # the accumulators of backward hold head dimensions rounded up to this
+
+
+def refuse_padded_accumulators(arch: int, head_dim: int, head_dim_v: int, packed: bool) -> None:
+    """Refuse packed SM90 backward where a head dimension is padded: dq (under GQA dk and dv too) are wrong there.
+
+    Seen on an H200 with head dimensions 72 and 80, plain causal, errors of the size of the gradients; 64 and 96 are
+    right. `docs/upstream-findings.md` has the measurement.
+
+    Raises:
+        NotImplementedError: before any launch.
+    """
+    if arch // 10 == 9 and packed and (head_dim % ACCUMULATED or head_dim_v % ACCUMULATED):
+        raise NotImplementedError(
+            f"sm_{arch}: backward of packed sequences (cu_seqlens_q, cu_seqlens_k) needs head dimensions that are "
+            f"multiples of {ACCUMULATED}, got head_dim={head_dim}, head_dim_v={head_dim_v}; pad q, k and v with zeros"
+        )

@@ -1,0 +1,217 @@
+"""The cache of compiled kernels on disk: its folder, and what kernels depend on beside this package's sources.
+
+They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0: in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``, or else
+in the user's cache folder. Processes share it: each file is written under a lock and renamed into place, and of several
+that want the same kernel one compiles it. A kernel is found again only where everything that its machine code depends
+on is the same.
+
+What is loaded is run, so a folder that others may write to is not used: one of another user than this one and root,
+one that its group or the world may write to, or one below a folder that the world may write to and, as it is not
+sticky (/tmp is), rename others' files in. Owners and groups of the folders above are the user's choice.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import stat
+import threading
+import time
+import warnings
+from functools import lru_cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Callable, Iterator, Optional
+
+import torch
+
+FOLDER = "flash_attention_cute_dsl_cache"
+SWITCH = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+REASON = "who could put kernels there that this process runs"
+
+# The compiler is in the libraries of these; which of them are installed depends on the CUDA version.
+COMPILER = tuple(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-libs-core", "-libs-cu12", "-libs-cu13"))
+# Inlined into kernels, and editable where it is developed: its sources count, not its version.
+INLINED = ("quack",)
+# Of the DSL's settings those that change code. The architecture is in every kernel's own key.
+SETTINGS = tuple(
+    f"CUTE_DSL_{name}"
+    for name in (
+        "AUTO_M2S",
+        "COMPILER_BACKEND",
+        "COMPILER_OPT",
+        "DEBUG",
+        "ENABLE_ASSERTIONS",
+        "ENABLE_PYIR",
+        "LINEINFO",
+        "TOLERATE_M2M",
+    )
+)
+
+
+def is_enabled() -> bool:
+    return os.environ.get(SWITCH, "1") == "1"
+
+
+def user_folder() -> Path:
+    """Of this user alone, and not emptied when the machine starts. A relative XDG_CACHE_HOME does not count."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / FOLDER
+
+
+def multiprocessors() -> Optional[int]:
+    """Of the GPU that kernels are compiled for: the grids of persistent ones are built for as many. None: unknown."""
+    stated = os.environ.get("FLASH_ATTENTION_NUM_SMS")
+    if stated is not None:
+        return int(stated)
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@lru_cache(maxsize=None)
+def can_keep(named: Optional[str]) -> bool:
+    """True if files can be written and locked in the folder that is named, or in the user's, and by nobody else.
+
+    A warning says why not.
+    """
+    try:
+        folder = Path(named) if named is not None else user_folder()
+        _make_own(folder)
+        # Shared, so that processes do not wait for one another here; some file systems have no locks.
+        with open(folder / ".probe", "a") as probe:
+            fcntl.flock(probe, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        return _not_kept(error)
+    return True
+
+
+def can_make(folder: Path) -> bool:
+    """Make a folder below it, which a full disk prevents; a warning says so, and where others may write to it."""
+    try:
+        _make_own(folder)
+    except OSError as error:
+        return _not_kept(error)
+    return True
+
+
+def _make_own(folder: Path) -> None:
+    """Make a folder for this user alone, with those missing above it; PermissionError if one that is there is not."""
+    _make(folder)
+    folder = folder.resolve()
+    owner, mode = folder.stat().st_uid, folder.stat().st_mode
+    if owner not in (os.geteuid(), 0):
+        raise PermissionError(f"{folder} is of user {owner}, {REASON}; `chown {os.geteuid()} {folder}` mends it")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others may write to {folder}, {REASON}; `chmod go-w {folder}` mends it")
+    for above in folder.parents:
+        mode = above.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise PermissionError(f"others may replace files below {above}, {REASON}; `chmod o-w {above}` mends it")
+
+
+def _make(folder: Path) -> None:
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
+    """Result of an access to kept kernels; False, and a warning, where their folder or its locks fail it.
+
+    A disk may become full, or a lock be held for too long, after `can_keep`. A call then compiles for itself.
+    """
+    try:
+        return bool(access(*arguments))
+    except (OSError, RuntimeError) as error:  # RuntimeError: waited too long for a lock
+        return _not_kept(error)
+
+
+class Turns:
+    """Of processes that want the same kernel: one compiles it, the others wait and load it.
+
+    A turn is the lock of a file, so it ends with its process. A thread has one at most: what it compiled before is
+    done, or has failed, when it asks for the next. So nobody waits for somebody who waits. Who has failed and asks for
+    nothing more is waited for as long as a kernel may take.
+    """
+
+    def __init__(self, longest: float = 60.0, pause: float = 0.1) -> None:
+        self.longest, self.pause = longest, pause  # seconds of waiting in all, and between two looks
+        self._own = threading.local()
+
+    def take(self, path: Path) -> bool:
+        """Take the turn at a kernel. True: somebody else had it, and may have left the kernel."""
+        self.end()
+        file = open(path, "ab")  # closed, and so unlocked, with its thread at the latest
+        deadline, waited = time.monotonic() + self.longest, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = True
+            else:
+                self._own.file = file
+                return waited
+            if time.monotonic() > deadline:  # whoever has it is stopped, or slow: compiled twice is right too
+                file.close()
+                return waited
+            time.sleep(self.pause)
+
+    def end(self) -> None:
+        """Give the turn back, if there is one."""
+        file = getattr(self._own, "file", None)
+        if file is not None:
+            self._own.file = None
+            file.close()
+
+
+TURNS = Turns()
+
+
+def others_left(path: Path, load: Callable[..., Optional[bool]], *arguments: Any) -> bool:
+    """For a kernel that is not kept: take the turn at it, and where that took waiting, load what others left."""
+    loaded = attempted(TURNS.take, path) and attempted(load, *arguments)
+    if loaded:
+        TURNS.end()
+    return loaded
+
+
+def _not_kept(error: Exception) -> bool:
+    warnings.warn(
+        f"compiled kernels are not kept, each process compiles its own: {error}. "
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another folder",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return False
+
+
+def dependencies() -> bytes:
+    """A hash of the compiler's versions and settings and of the sources that kernels inline from other packages.
+
+    Of the host's processor too, for which the code that launches them is. Nothing is imported for it.
+    """
+    digest = hashlib.sha256(f"{platform.machine()}\n".encode())
+    for name in COMPILER:
+        digest.update(f"{name}={_version(name)}\n".encode())
+    for name in SETTINGS:
+        digest.update(f"{name}={os.environ.get(name)!r}\n".encode())
+    for package in INLINED:
+        for name, content in _sources(package):
+            digest.update(f"{name}:{len(content)}\n".encode() + content)
+    return digest.digest()
+
+
+def _version(distribution: str) -> Optional[str]:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _sources(package: str) -> Iterator[tuple[str, bytes]]:
+    spec = find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for source in sorted(Path(folder).rglob("*.py")):
+            yield f"{package}/{source.relative_to(folder).as_posix()}", source.read_bytes()

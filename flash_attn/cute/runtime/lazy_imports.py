@@ -1,0 +1,99 @@
+"""Names whose modules are imported when the names are first used.
+
+A call whose kernels are in the cache on disk takes milliseconds, but what kernels are written in takes seconds to
+import: quack alone brings torch._dynamo and triton. So nothing is imported to compile until something is compiled.
+
+Below are all that `interface` and `bwd_dq_sm90/interface` compile kernels from.
+"""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from flash_attn.cute.runtime.own_device import check_target
+
+
+def import_compiler() -> None:
+    """Import what every kernel is compiled with; cheap after the first time.
+
+    quack teaches the DSL's tensors and its preprocessor more Python: without it the same source could mean something
+    else, or nothing.
+
+    Raises:
+        NotImplementedError: it makes no code for the current GPU.
+    """
+    import_module("quack")
+    check_target()
+
+
+class Deferred:
+    """Stands for a class or a function until it is called or an attribute of it is asked for.
+
+    Args:
+        module: full name of the module, which is imported then, and the compiler before it.
+        name: the object's name there.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module = module
+        self._name = name
+
+    def load(self) -> Any:
+        """The object itself."""
+        import_compiler()
+        return getattr(import_module(self._module), self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.load()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy, inspect and the like try on anything
+            raise AttributeError(f"{self!r} has no attribute {name!r}")
+        return getattr(self.load(), name)
+
+    def __repr__(self) -> str:
+        return f"<{self._module}.{self._name}, not imported>"
+
+
+# quack and this package then each put an assembler of the user's into the compiler, in this order.
+if os.environ.get("CUTE_DSL_PTXAS_PATH") is not None:
+    import_compiler()
+
+FlashAttentionForwardSm80 = Deferred("flash_attn.cute.flash_fwd", "FlashAttentionForwardSm80")
+FlashAttentionForwardSm90 = Deferred("flash_attn.cute.flash_fwd_sm90", "FlashAttentionForwardSm90")
+FlashAttentionForwardSm100 = Deferred("flash_attn.cute.flash_fwd_sm100", "FlashAttentionForwardSm100")
+DescaleTensors = Deferred("flash_attn.cute.flash_fwd_sm100", "DescaleTensors")
+FlashAttentionForwardSm120 = Deferred("flash_attn.cute.flash_fwd_sm120", "FlashAttentionForwardSm120")
+FlashAttentionForwardCombine = Deferred("flash_attn.cute.flash_fwd_combine", "FlashAttentionForwardCombine")
+FlashAttentionBackwardPreprocess = Deferred("flash_attn.cute.flash_bwd_preprocess", "FlashAttentionBackwardPreprocess")
+FlashAttentionBackwardSm80 = Deferred("flash_attn.cute.flash_bwd", "FlashAttentionBackwardSm80")
+FlashAttentionBackwardSm90 = Deferred("flash_attn.cute.flash_bwd_sm90", "FlashAttentionBackwardSm90")
+FlashAttentionBackwardDqSm90 = Deferred("flash_attn.cute.bwd_dq_sm90.kernel", "FlashAttentionBackwardDqSm90")
+FlashAttentionBackwardSm100 = Deferred("flash_attn.cute.flash_bwd_sm100", "FlashAttentionBackwardSm100")
+FlashAttentionBackwardSm120 = Deferred("flash_attn.cute.flash_bwd_sm120", "FlashAttentionBackwardSm120")
+BlackwellFusedMultiHeadAttentionBackward = Deferred(
+    "flash_attn.cute.sm100_hd256_2cta_fmha_backward", "BlackwellFusedMultiHeadAttentionBackward"
+)
+FlashAttentionBackwardPostprocess = Deferred(
+    "flash_attn.cute.flash_bwd_postprocess", "FlashAttentionBackwardPostprocess"
+)
+LearnableSinkBwdTensors = Deferred("flash_attn.cute.flash_bwd_postprocess", "LearnableSinkBwdTensors")
+DSinkReduceKernel = Deferred("flash_attn.cute.flash_bwd_postprocess", "DSinkReduceKernel")
+FlashAttentionMLAForwardSm100 = Deferred("flash_attn.cute.flash_fwd_mla_sm100", "FlashAttentionMLAForwardSm100")
+FlashAttentionMLAForward1CtaSm100 = Deferred(
+    "flash_attn.cute.flash_fwd_mla_1cta_sm100", "FlashAttentionMLAForward1CtaSm100"
+)
+FlashAttentionMLAForward1CtaKb64Sm100 = Deferred(
+    "flash_attn.cute.flash_fwd_mla_1cta_kb64_sm100", "FlashAttentionMLAForward1CtaKb64Sm100"
+)
+FlashAttentionSparseMLABackwardSm100 = Deferred(
+    "flash_attn.cute.flash_bwd_mla_sm100", "FlashAttentionSparseMLABackwardSm100"
+)
+dQdQvGemmKernel = Deferred("flash_attn.cute.flash_bwd_mla_dq_dqv_sm100", "dQdQvGemmKernel")
+dQdQvGemmKernelH64 = Deferred("flash_attn.cute.flash_bwd_mla_dq_dqv_sm100_h64", "dQdQvGemmKernelH64")
+dKGemmKernel = Deferred("flash_attn.cute.flash_bwd_mla_dk_sm100", "dKGemmKernel")
+FlashPrepareScheduler = Deferred("flash_attn.cute.prepare_scheduler", "FlashPrepareScheduler")
+CuSeqlensToBlocksKernel = Deferred("flash_attn.cute.cu_blocks_kernel", "CuSeqlensToBlocksKernel")
+CuBlocksToBatchKernel = Deferred("flash_attn.cute.cu_blocks_kernel", "CuBlocksToBatchKernel")
+sparse_mla_qhead_tile = Deferred("flash_attn.cute.pack_gqa", "sparse_mla_qhead_tile")
+fake_tensor = Deferred("quack.compile_utils", "make_fake_tensor")

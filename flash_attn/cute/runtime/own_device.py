@@ -1,0 +1,95 @@
+"""The GPU of a call's tensors: calls run on it, and code is for its architecture and number of multiprocessors."""
+
+import os
+from functools import lru_cache, wraps
+from itertools import chain
+from typing import Any, Callable, Iterable, Optional, TypeVar
+
+import torch
+from cutlass.utils import HardwareInfo
+
+from flash_attn.cute.cute_dsl_utils import get_num_sms_for_selection
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def on_own_device(function: Function) -> Function:
+    """Makes the GPU of the first tensor among the arguments the current one for a call.
+
+    Kernels are launched on the GPU of their tensors as it is. But host code asks the current one what to launch.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = _device_of(chain(args, kwargs.values()))
+        if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
+            return function(*args, **kwargs)
+        if device.index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(device):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _device_of(arguments: Iterable[Any]) -> Optional[torch.device]:
+    return next((x.device for x in arguments if isinstance(x, torch.Tensor)), None)
+
+
+@lru_cache(maxsize=None)
+def arch_of_gpu(index: int) -> int:
+    """90 for sm_90."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+def selected_arch() -> Optional[int]:
+    """The architecture of FLASH_ATTENTION_ARCH, or else of the current GPU; None where neither is there."""
+    forced = os.environ.get("FLASH_ATTENTION_ARCH")
+    if forced is not None:
+        from flash_attn.cute.interface import _parse_arch_str
+
+        return _parse_arch_str(forced)
+    return arch_of_gpu(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def check_target() -> None:
+    """Refuse to compile for an architecture that the compiler, which has one target a process, makes no code for.
+
+    Raises:
+        NotImplementedError: the target is not what the current GPU runs, or not what FLASH_ATTENTION_ARCH selects.
+    """
+    from cutlass.base_dsl.dsl import BaseDSL
+
+    arch, target = selected_arch(), BaseDSL._get_dsl().get_arch_enum()
+    if arch is None:
+        return
+    major, minor, suffix = target.value
+    if os.environ.get("FLASH_ATTENTION_ARCH") is not None:  # which kernel, not for which GPU
+        fits = major in {9: (9,), 10: (10, 11), 11: (10, 11)}.get(arch // 10, (major,))
+    else:  # what is made for 9.0 and later runs nowhere else, but for a family's
+        fits = arch < 90 or arch == major * 10 + minor or (suffix == "f" and arch // 10 == major)
+    if not fits:
+        raise NotImplementedError(
+            f"a kernel for sm_{arch} in a process that compiles for {target}: it compiles for CUTE_DSL_ARCH, or else "
+            "for the machine's first GPU. CUDA_VISIBLE_DEVICES gives GPUs of each architecture a process of their own"
+        )
+
+
+def target_sm_count() -> int:
+    """Multiprocessors of the compilation target.
+
+    The count is a constant of the compiled grid and bounds it; a kernel compiled for another count
+    is slower, never wrong. So a stated target (FLASH_ATTENTION_NUM_SMS, as for tile selection)
+    wins over the device at hand, and only without one is the driver asked.
+    """
+    if os.getenv("FLASH_ATTENTION_NUM_SMS") is None:
+        return _device_sm_count()
+    # The override ignores both arguments; calling it keeps one parser and one error message.
+    return get_num_sms_for_selection(device_index=0, arch=0)
+
+
+@lru_cache(maxsize=None)
+def _device_sm_count() -> int:
+    """The driver's count; asked once, for calls of backward ask too."""
+    return HardwareInfo().get_device_multiprocessor_count()
