@@ -60,7 +60,7 @@ def nsa(
         causal: False lets every query see the whole sequence.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
             kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
-        memory: what the kernels may take, and what they compute again instead of saving; other backends have no choice.
+        memory: the kernels' memory budget and recomputation; other backends ignore it.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
 
     Returns:
@@ -70,9 +70,9 @@ def nsa(
         TypeError, ValueError: an argument is bad; the message names it.
         NotImplementedError: the named backend does not do this on this architecture; or vmap, forward mode, or on the
             kernels a transform of torch.func.
-        RuntimeError: (when it is asked for) a second derivative.
+        RuntimeError: a second derivative is asked for.
 
-    Source: arXiv:2502.11089; the choice of blocks is per query tile, see the README.
+    Source: arXiv:2502.11089; blocks are selected per query tile, see the README.
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")

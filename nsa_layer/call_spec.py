@@ -1,4 +1,4 @@
-"""What a backend is handed after validation, and what it hands back beside the output."""
+"""The static side of a validated call, and the auxiliary results of `nsa`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class CallSpec:
 
     Attributes:
         config: the operator's options.
-        causal: whether queries see only what is not after them.
-        softmax_scale: the factor of q . k, in all branches and in the choice of blocks.
+        causal: queries see no later token.
+        softmax_scale: the factor of q . k, in all branches and in the selection of blocks.
         lengths: the packed sequences' lengths, or None for a batch of equal length.
     """
 
@@ -28,7 +28,7 @@ class CallSpec:
 
 @dataclass
 class Aux:
-    """What `nsa` computes on the way; nothing here carries a gradient.
+    """Auxiliary results of `nsa`, without gradients.
 
     Attributes:
         block_indices: int32 [B, Hs, M, n], Hs = Hkv (Hq with ``rule="seed"``): the chosen blocks of each query
@@ -52,7 +52,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def mean_scale(n: int) -> int:
-    """The power of two that n numbers are divided by before they are summed: their mean cannot overflow on the way.
+    """The power of two to divide n numbers by before they are summed, so that their mean cannot overflow on the way.
 
     Such a division is exact, so dividing the sum by ``n / mean_scale(n)`` gives the bits of ``sum / n``.
     """

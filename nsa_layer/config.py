@@ -1,4 +1,4 @@
-"""What the operator computes: one frozen, hashable record of every static choice."""
+"""The operator's static options in one frozen, hashable record."""
 
 from __future__ import annotations
 
@@ -78,19 +78,19 @@ class NSAConfig:
         return self.block_size - 1 if self.compress_offset is None else self.compress_offset
 
     def compressed_length(self, T: int) -> int:
-        """How many compressed keys T tokens give: complete blocks only."""
+        """Compressed keys of T tokens: complete blocks only."""
         return max(0, (T - self.block_size) // self.stride + 1)
 
     def num_blocks(self, T: int) -> int:
-        """How many selection blocks T tokens have, a short last one included."""
+        """Selection blocks of T tokens, a short last one included."""
         return -(-T // self.block_size)
 
     def num_tiles(self, T: int) -> int:
-        """How many query tiles T tokens have."""
+        """Query tiles of T tokens."""
         return -(-T // self.q_tile)
 
     def list_width(self, T: int) -> int:
-        """Entries in a tile's list: ``block_counts``, or all forced blocks where they are more; at most all blocks."""
+        """Width of a tile's list: ``block_counts``, or all forced blocks where they are more; at most all blocks."""
         own = max(1, self.q_tile // self.block_size)
         forced = own + 2 if self.force_blocks else 0
         return min(self.num_blocks(T), max(self.block_counts, forced))

@@ -1,6 +1,6 @@
-"""First derivatives, by reverse mode: anything beyond is refused by name, never zero or wrong without a word.
+"""First derivatives by reverse mode; anything beyond raises an error that names it, instead of giving zeros.
 
-PyTorch's `once_differentiable` does not do that: its error hangs on new leaves, so that a second derivative with
+PyTorch's `once_differentiable` is not enough: its error is attached to new leaves, so that a second derivative with
 respect to the operator's own inputs finds no path to it, and is zero.
 """
 
@@ -38,8 +38,7 @@ class ReverseMode(torch.autograd.Function):
 
 
 class _FirstDerivatives(ReverseMode):
-    """What backward computes, as a function of all that it depends on, so that every path to a derivative of it leads
-    through here."""
+    """Backward as a function of everything that it depends on, so that every second derivative fails here."""
 
     @staticmethod
     def forward(backend: str, compute: Callable[..., tuple], *args: Any) -> tuple:
@@ -110,5 +109,5 @@ def refuse_transforms(*tensors: Any) -> None:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of `torch.func`, vmap or forward mode is active."""
+    """True if a transform of `torch.func`, vmap or forward mode is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -1,8 +1,8 @@
 """The operator in plain PyTorch: memory linear in T, forward and backward, on any device, any dtype and head dimension.
 
-The branches differ only in which keys a chunk of queries reads and which of those a query sees; `_SparseAttention`
-walks the chunks, and backward computes the probabilities again from the saved LSE. Chunks are walked in order and
-every key has one place in a chunk, so that the same input gives the same bits twice.
+The branches differ only in the keys that a chunk of queries reads and the mask inside it; `_SparseAttention` loops over
+the chunks, and backward recomputes the probabilities from the saved LSE. Chunks come in order and every key has one
+place in a chunk, so that the same input gives the same bits twice.
 
 On a CPU, fp16 and bf16 are computed in fp32 and rounded at the end: CPUs multiply fp32 faster.
 """
@@ -90,7 +90,7 @@ Chunk = tuple[int, int, _Run | _Blocks]
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a branch is walked.
+    """A branch's chunks of queries, and their keys.
 
     Attributes:
         chunks: (first query, one past the last, all keys that any of them sees), in order, for a choice of blocks.
@@ -282,7 +282,7 @@ def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, spec: CallSpec) -> _P
 
 
 def _selected_plan(q: torch.Tensor, width: int, heads: int, parts: int, spec: CallSpec) -> _Plan:
-    """Tile by tile; the padding of a list reads the block of zeros behind the last one, whose positions nobody sees."""
+    """Tile by tile; the padding of a list reads the block of zeros behind the last one, which no query sees."""
     T, config = q.shape[1], spec.config
     step = _rows_that_fit(q, width * config.block_size)
 
@@ -320,7 +320,7 @@ def _window_plan(q: torch.Tensor, heads: int, spec: CallSpec) -> _Plan:
 
 
 def _rows_that_fit(q: torch.Tensor, keys: int) -> int:
-    """How many queries of [B, T, Hq, D] may meet ``keys`` keys at once."""
+    """Queries of [B, T, Hq, D] in a chunk with ``keys`` keys."""
     budget = CPU_CHUNK if q.device.type == "cpu" else GPU_CHUNK
     return max(1, min(CHUNK_QUERIES, budget // max(1, q.shape[0] * q.shape[2] * keys)))
 

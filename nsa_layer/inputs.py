@@ -1,4 +1,4 @@
-"""What `nsa` accepts: every bad argument is named, with what it was and what was expected, before anything runs."""
+"""Argument checks of `nsa`: errors name the argument, its value and the expectation, before anything runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nsa_layer.config import NSAConfig
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPACITY = 1024
 
-# All that the checks look at, for calls that passed them: the same call again is not looked at again.
+# Everything that the checks read, of calls that passed: an equal call is not checked again.
 _passed: dict[Hashable, CallSpec] = {}
 
 
 class Arguments(NamedTuple):
-    """What `nsa` was given, as it was given; shapes as in `nsa`."""
+    """The arguments of `nsa`, unchecked; shapes as there."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -51,7 +51,7 @@ def check_inputs(given: Arguments) -> CallSpec:
         )
         spec = _passed.get(seen)
     except (AttributeError, IndexError, RuntimeError, TypeError):
-        return _check(given)  # nothing that could be accepted: the checks say what it is
+        return _check(given)  # raises: such arguments are never accepted
     if spec is None:
         spec = _check(given)
         if len(_passed) >= CAPACITY:
@@ -135,7 +135,7 @@ def _check_scale(softmax_scale: float | None, D: int) -> float:
         return 1.0 / math.sqrt(D)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale must be a number or None, got {softmax_scale!r}")
-    if not 2.0**-126 <= softmax_scale <= 2.0**126:  # what fp32 has room for, also in units of log2
+    if not 2.0**-126 <= softmax_scale <= 2.0**126:  # the range of fp32, also in units of log2
         raise ValueError(f"softmax_scale must be positive and finite in float32, got {softmax_scale}")
     return float(softmax_scale)
 

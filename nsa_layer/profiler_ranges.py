@@ -1,11 +1,10 @@
-"""Names for the parts of a call, which cost next to nothing unless somebody watches.
+"""Profiler ranges for the parts of a call; free unless a profiler observes them.
 
     with component("choose"):
         block_indices = choose_blocks(...)
 
-Nothing is recorded, allocated or sent to the GPU unless `observed` is entered: then its opener says what a range is,
-such as `torch.profiler.record_function`. The innermost range counts. Whether a range belongs to forward or backward is
-not said here: it is where the call was made.
+Within `observed`, its opener makes the ranges, such as `torch.profiler.record_function`; outside of it nothing is
+recorded, allocated or launched. The innermost range counts; forward and backward use the same names.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Opener = Callable[[str], AbstractContextManager]
 
 
 class _Nothing:
-    """A range that nobody watches."""
+    """A range that is not observed."""
 
     __slots__ = ()
 
@@ -47,7 +46,7 @@ def observed(opener: Opener) -> Iterator[None]:
     """While entered, every `component(name)` of this process is ``opener(name)``."""
     global _opener
     if _opener is not None:
-        raise RuntimeError("the parts of a call are watched already; one observer at a time")
+        raise RuntimeError("profiler ranges are observed already; one observer at a time")
     _opener = opener
     try:
         yield

@@ -17,7 +17,7 @@ from nsa_layer.config import NSAConfig
 
 @dataclass(frozen=True)
 class SelectionScores:
-    """What the choice of blocks of one sequence rests on.
+    """Scores and roles of the blocks of one sequence, from which blocks are selected.
 
     Attributes:
         values: [Hs, M, blocks] in the accumulation dtype, -inf where a block is no candidate; Hs = Hkv, Hq with
@@ -111,13 +111,13 @@ def choose_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> 
 
 
 def compressed_mask(T: int, Tc: int, *, config: NSAConfig, causal: bool, device: torch.device) -> torch.Tensor:
-    """Which compressed keys each query sees: bool [T, Tc]."""
+    """Mask of the compressed keys that each query sees: bool [T, Tc]."""
     t, j = torch.arange(T, device=device)[:, None], torch.arange(Tc, device=device)
     return (j * config.stride + config.offset <= t) | (not causal)
 
 
 def selected_mask(block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> torch.Tensor:
-    """Which keys each query sees through its tile's list [Hs, M, n]: bool [Hs, T, T]."""
+    """Mask of the keys that each query sees through its tile's list [Hs, M, n]: bool [Hs, T, T]."""
     token = torch.arange(T, device=block_indices.device)
     blocks = torch.arange(config.num_blocks(T), device=block_indices.device)
     listed = torch.stack([(tiles[..., None] == blocks).any(-2) for tiles in block_indices])
@@ -126,7 +126,7 @@ def selected_mask(block_indices: torch.Tensor, T: int, *, config: NSAConfig, cau
 
 
 def window_mask(T: int, *, config: NSAConfig, causal: bool, device: torch.device) -> torch.Tensor:
-    """Which keys each query sees through the sliding window: bool [T, T]."""
+    """Mask of the keys that each query sees through the sliding window: bool [T, T]."""
     token = torch.arange(T, device=device)
     back = token[:, None] - token
     return (back < config.window_size) & (back >= (0 if causal else 1 - config.window_size))

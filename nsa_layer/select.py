@@ -1,4 +1,4 @@
-"""q, k_cmp -> block_indices: which blocks each query tile attends to. Nothing here carries a gradient."""
+"""Block selection in PyTorch, q, k_cmp -> block_indices; it carries no gradient."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def choose_blocks(
 
 
 def tile_queries(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.Tensor:
-    """The mean query that asks for each tile: [B, T, Hq, D] -> [B, M, Hq, D] in fp32 (fp64 for fp64)."""
+    """The pooled query of each tile: [B, T, Hq, D] -> [B, M, Hq, D] in fp32 (fp64 for fp64)."""
     B, T, Hq, D = q.shape
     M, size = config.num_tiles(T), config.q_tile
     own = config.rule == "seed" or not causal
@@ -61,7 +61,7 @@ def tile_queries(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.T
 
 
 def block_roles(tiles: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which blocks are forced and which are candidates for each of some tiles: two bool [tiles, N]."""
+    """Masks of the forced and of the candidate blocks of some tiles: two bool [tiles, N]."""
     l, size, N = config.block_size, config.q_tile, config.num_blocks(T)
     block = torch.arange(N, device=tiles.device)
     t0 = (tiles * size).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""What the kernels support on each architecture: the tables that every refusal and every choice of a backend reads."""
+"""Tables of what the kernels support on each architecture; every refusal and every choice of a backend reads them."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def attend(
     """The operator on the kernels; arguments as `nsa` has checked them.
 
     Args:
-        memory: what the call may take.
-        needs_grad: whether backward may follow: what has to be saved for it.
+        memory: limits of the call's memory.
+        needs_grad: save what backward needs.
     """
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(

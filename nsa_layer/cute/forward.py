@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
 
 
 class SavedForBackward(NamedTuple):
-    """What a group's backward needs of its forward.
+    """Tensors that a group's forward leaves to its backward.
 
     Attributes:
         block_indices, block_counts: the selection, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B.
@@ -61,7 +61,7 @@ class SavedForBackward(NamedTuple):
 
 
 def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool, bool]) -> SavedForBackward:
-    """Write the group's output to o [..., Hq, Dv] and return what its backward needs.
+    """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
 
     Args:
         kept: for the compressed, the selected and the window branch, whether the output is saved for backward.

@@ -1,9 +1,8 @@
-"""Memory: what a call may take, and what is done where that is not enough.
+"""Memory plan of a call on the kernels: groups of heads, and the outputs that are saved for backward.
 
-A call on the kernels goes through the key/value heads in groups (each with its query heads), since heads do not depend
-on one another: a group's branch outputs and accumulators are freed before the next group's are made. It saves the
-branches' outputs for backward, or computes them again there. Both follow from one number of bytes. With enough memory
-there is one group and everything is saved, which is fastest.
+Heads are independent, so a call runs key/value heads in groups, each with its query heads; a group's temporaries are
+freed before the next group's are made. Branch outputs are saved for backward or recomputed there. Both follow from one
+number of bytes; with enough memory there is one group and everything is saved, which is fastest.
 """
 
 from __future__ import annotations
@@ -17,24 +16,23 @@ from nsa_layer.call_spec import CallSpec
 
 RECOMPUTE = ("auto", "none", "compressed", "all")
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
-SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask what is free
+SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask the driver
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPolicy:
-    """What a call of `nsa` on the kernels may take.
+    """The memory that a call of `nsa` on the kernels may take.
 
     Attributes:
         budget: bytes for forward and backward beside q, k, v, o and their gradients. None: what is free on the GPU
-            when forward is called, less what o and the gradients will take and a reserve; asked for only by calls that
-            take more than a sixteenth of the GPU's memory. With ``deterministic`` it is what the GPU would have free
-            for this call alone: which kernels run may depend on how many heads they get, and with them the last bits.
-        recompute: which branches' outputs are computed again in backward instead of being saved: "none", "compressed"
-            (a third of the memory, most of the time), "all", or "auto": "all" where saving exceeds the budget, else
-            "none".
+            when forward is called, less o, the gradients and a reserve; only calls that take more than a sixteenth of
+            the GPU's memory ask. With ``deterministic`` it is what an otherwise empty GPU would have free: the number
+            of heads in a group may decide which kernels run, and with them the last bits.
+        recompute: branches whose outputs are recomputed in backward instead of saved: "none", "compressed" (usually a
+            third of the memory), "all", or "auto": "all" where saving exceeds the budget, else "none".
 
     Raises:
-        TypeError, ValueError: a field is not what it should be.
+        TypeError, ValueError: a field has the wrong type or value.
     """
 
     budget: int | None = None
@@ -52,7 +50,7 @@ class MemoryPolicy:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the predictions depend on.
+    """Sizes of a call that its memory depends on.
 
     Attributes:
         tokens: of all sequences.
@@ -83,12 +81,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a call goes about it.
+    """Groups of heads and saved outputs of a call.
 
     Attributes:
-        groups: (first key/value head, end) of each group, in the order of their turn.
-        kept: whether the outputs of the compressed, the selected and the window branch are saved for backward; none
-            are where there will be none.
+        groups: (first key/value head, end) of each group, in order.
+        kept: True where the output of the compressed, the selected, the window branch is saved; all False without
+            backward.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -161,7 +159,7 @@ def _groups(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
 
 
 def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
-    """None where the call is small; else what is free, less what o and the gradients take."""
+    """Free bytes less o and the gradients; None for a small call."""
     total = _total_memory(device.index)
     parts = predict(sizes, sizes.Hkv, (sizes.needs_grad,) * 3)
     if sum(parts.values()) < SMALL * total:

@@ -1,4 +1,4 @@
-"""Where packed sequences start, counted in tokens, in compressed blocks and in query tiles."""
+"""Starts of packed sequences on the GPU, in tokens, compressed blocks and query tiles."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from nsa_layer.config import NSAConfig
 class Packing(NamedTuple):
     """Starts are int32 [sequences + 1] on the GPU and end with the total.
 
-    They are made from the lengths that the host knows, and belong to nobody else: a caller's ``cu_seqlens`` may be
-    refilled at any time.
+    Copies made from the lengths on the host: a caller may refill its ``cu_seqlens`` at any time.
 
     Attributes:
         cu_seqlens, cu_blocks, cu_tiles: of tokens, of compressed blocks, of query tiles.
@@ -34,7 +33,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, spec: CallSpec, device: torch.device) -> Packing | None:
-        """None for a batch of equal length. Nothing waits for the device."""
+        """The starts of a call, without a synchronisation; None for a batch of equal length."""
         if spec.lengths is None:
             return None
         config, longest = spec.config, max(spec.lengths)
@@ -45,7 +44,7 @@ class Packing(NamedTuple):
 
 
 def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The starts [sequences + 1] on `device`: themselves, or for those on the CPU the copy that was made before."""
+    """cu_seqlens [sequences + 1] on `device`: itself, or a cached copy of one on the CPU."""
     if cu_seqlens.device == device:
         return cu_seqlens
     find = _copied if _are_lasting() else _copied.__wrapped__
@@ -53,17 +52,17 @@ def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _Copy(NamedTuple):
-    """A copy of numbers of the host, the stream that it was sent on, and the event after that; None without a GPU."""
+    """A copy of host integers to the GPU, the stream of the copy, and an event behind it; None without a GPU."""
 
     numbers: torch.Tensor
     stream: torch.cuda.Stream | None
     sent: torch.cuda.Event | None
 
     def ready(self) -> torch.Tensor:
-        """The numbers, to be read on the current stream.
+        """The integers, ready to be read on the current stream.
 
-        On another stream than they were sent on, it waits for them, and their memory for it, once the caches have
-        forgotten them. In a capture, before which all is done, they are kept for good.
+        A stream other than the copy's waits for it, and keeps the memory alive after the caches have dropped it. In a
+        capture, before which the copy is complete, they are kept for good.
         """
         device = self.numbers.device
         if _is_captured(device):
@@ -102,10 +101,10 @@ def _starts(
 
 
 def _moved(numbers: torch.Tensor, device: torch.device) -> _Copy:
-    """A copy: the host does not wait for it, since that would be for all that the GPU has to do before.
+    """An asynchronous copy.
 
     Raises:
-        RuntimeError: in a CUDA graph, whose replays would copy from memory that is no longer there.
+        RuntimeError: in a CUDA graph, whose replays would copy from memory that is freed.
     """
     if _is_captured(device):
         raise RuntimeError(
@@ -118,8 +117,8 @@ def _moved(numbers: torch.Tensor, device: torch.device) -> _Copy:
 
 
 def _are_lasting() -> bool:
-    """Whether tensors that are made now may serve later calls: none wrapped by a transform, or of a mode's own kind,
-    such as the fake ones that kernels are compiled with."""
+    """True if tensors that are made now may serve later calls: not within a transform, nor a mode with tensors of its
+    own, such as the fake ones that kernels are compiled with."""
     return not torch._C._are_functorch_transforms_active() and not torch._C._len_torch_dispatch_stack()
 
 

@@ -145,7 +145,7 @@ def selected_sparsity(
 def kernels_make_lists(
     config: NSAConfig, tile: tuple[int, int], width: int, device: torch.device, *, ordered: bool = False
 ) -> bool:
-    """Whether `kernels.k2q_csr` makes the lists of `width` blocks: on Hopper, for tiles without a mask."""
+    """True if `kernels.k2q_csr` makes the lists of `width` blocks: on Hopper, for tiles without a mask."""
     exact = config.q_tile % tile[0] == 0 and config.block_size % tile[1] == 0
     fits = list_kernels.takes(width, config.block_size, tile[1], deterministic=ordered)
     return exact and fits and _on_hopper(device)

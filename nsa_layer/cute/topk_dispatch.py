@@ -1,4 +1,4 @@
-"""The choice of blocks on a GPU: by the kernels, and for what they do not cover by PyTorch, sequence by sequence."""
+"""Block selection on a GPU: by the top-k kernel, or in PyTorch for calls that the kernel does not take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def block_topk(q: Tensor, k_cmp: Tensor, *, spec: CallSpec, packing: Packing | None) -> tuple[Tensor, Tensor]:
-    """The blocks listed for each query tile, and how many they are.
+    """The blocks listed for each query tile, and their counts.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D].

@@ -1,4 +1,4 @@
-"""block_indices -> block-sparse lists for forward and backward, and the bitmap that makes them exact. PyTorch only."""
+"""Block lists for forward and backward from block_indices, and the bitmap of their mask; in PyTorch, for every case."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BlockLists:
         mask_idx, full_idx: int32 [B, H, rows, width], ascending; what follows the entries in use is 0.
         block_size: (queries, keys) of a tile.
 
-    Without full_cnt and full_idx nobody asks which tiles need no mask: mask_idx has them all.
+    Without full_cnt and full_idx, mask_idx lists all tiles.
     """
 
     mask_cnt: torch.Tensor

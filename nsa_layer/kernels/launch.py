@@ -1,8 +1,8 @@
-"""Compiled kernels by key: in memory, and on disk where the fork keeps its own.
+"""Launches of the layer's kernels, compiled once for each key: kept in memory, and on disk beside the fork's.
 
-A kernel is compiled once for what its key holds (static, hashable values), from fake tensors, so that neither a GPU nor
-the caller's tensors are needed; sizes are symbols unless the key holds them. Under FakeTensorMode kernels are compiled
-and nothing is launched, which is how one machine compiles for another's GPU.
+A key holds static, hashable values. Kernels are compiled from fake tensors, without a GPU or the caller's tensors;
+sizes are symbols unless the key holds them. Under FakeTensorMode kernels are compiled and nothing is launched, which is
+how one machine compiles for another's GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def launch(name: str, key: tuple[Hashable, ...], compile_kernel: Callable[[], Co
 
 
 def forget() -> None:
-    """Ask the cache for every kernel again."""
+    """Forget the kernels in memory, so that the cache on disk is asked again."""
     _compiled.clear()
 
 

@@ -1,4 +1,4 @@
-"""Rows of one head in both layouts: which packed sequence a row or a tile is in, and 16-byte pieces of a row.
+"""Rows of one head in both layouts: the packed sequence of a row or tile, and 16-byte pieces of a row.
 
 A thread block finds its sequence by itself: sequence s has the tiles from ``start[s] // size + s`` on, which leaves
 room for its last, short tile whatever the lengths are; tiles past a sequence's end have nothing to do.
@@ -30,7 +30,7 @@ def find_sequence(starts: cute.Tensor, tile: Int32, size: cutlass.Constexpr[int]
 
 @cute.jit
 def sequence_of(cu_rows: cute.Tensor, row: Int32) -> Int32:
-    """The packed sequence that has the row: the last that starts at or before it."""
+    """The packed sequence of a row: the last that starts at or before it."""
     low, high = Int32(0), cu_rows.shape[0] - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -66,7 +66,7 @@ def vector(x: cute.Tensor, row: Int32, lane: Int32, size: int) -> cute.Tensor:
 
 
 def divided(total: cute.Tensor, by: float) -> cute.TensorSSA:
-    """By a power of two exactly, and fast."""
+    """total / by; exact and fast for a power of two."""
     return total.load() * (1.0 / by) if math.frexp(by)[0] == 0.5 else total.load() / by
 
 

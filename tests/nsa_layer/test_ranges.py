@@ -30,7 +30,7 @@ def test_a_failure_inside_is_passed_on_and_ends_the_watch():
         1 / 0
     with pytest.raises(ZeroDivisionError), component("cmp"):
         1 / 0
-    with observed(lambda name: _logged([], name)), pytest.raises(RuntimeError, match="watched already"):
+    with observed(lambda name: _logged([], name)), pytest.raises(RuntimeError, match="observed already"):
         with observed(lambda name: _logged([], name)):
             pass
 

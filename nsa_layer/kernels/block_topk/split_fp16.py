@@ -20,7 +20,7 @@ VECTOR = 8  # numbers of a row in one thread: 16 bytes of fp16
 # Of the exponent's 8 bits, biased by 127: 14 is what the largest number gets.
 TOP = 14
 LEAST_EXPONENT = TOP + 1  # so that scale and its inverse are both normal numbers
-KEYS_DOWN = 23  # what queries' scales have too much, and keys' too little, as a power of two
+KEYS_DOWN = 23  # log2 of the factor that queries' scales lend to keys'
 
 
 @dsl_user_op

@@ -64,7 +64,7 @@ class BlockTopK:
         mCu_blocks: cute.Tensor | None,
         mIndices: cute.Tensor,  # [B, Hkv, tiles of a sequence, n]; packed: [1, Hkv, all tiles, n]
         mCounts: cute.Tensor,
-        groups: Int32,  # of tiles: what CTAs take, over all sequences
+        groups: Int32,  # of tiles, one a CTA, over all sequences
         T: Int32,
         block_size: Int32,
         q_tile: Int32,
@@ -362,7 +362,7 @@ def block_topk(
         [B, Hkv, M].
 
     Raises:
-        NotImplementedError: what `unsupported` says.
+        NotImplementedError: a call that `unsupported` names.
     """
     Hq, D, Hkv = q.shape[-2], q.shape[-1], k_mean.shape[-2]
     missing = unsupported(config, G=Hq // Hkv, D=D, dtype=q.dtype, softmax_scale=softmax_scale)

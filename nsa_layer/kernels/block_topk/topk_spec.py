@@ -47,7 +47,7 @@ class TopKSpec:
 
     @property
     def lane_bits(self) -> int:
-        """How many of a lane's three row bits tell heads."""
+        """Bits of a lane's three row bits that number heads."""
         return max(0, self.heads.bit_length() - 3)
 
     def tile_and_head(self, m: Int32, half: Int32, warp_m: Int32, q: Int32) -> tuple[Int32, Int32]:

@@ -1,6 +1,6 @@
-"""The gate: ``o = sum_i g_i * o_i`` of the three branches in one pass, with ``g_i = sigmoid(q . W_i)`` made on the way.
+"""The gated sum of the branches, ``o = sum_i g_i * o_i``, in one pass that also computes ``g_i = sigmoid(q . W_i)``.
 
-A CTA takes a few heads and walks over tokens: 8 numbers a thread, so that a row is 8 or 16 threads, heads lie side by
+A CTA takes a few heads and loops over tokens: 8 elements a thread, so that a row is 8 or 16 threads, heads are side by
 side as in memory, and a thread keeps its share of its head's W in registers. Bound by memory: the loads of several
 tokens are in flight before the first is used.
 """
@@ -24,14 +24,14 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """How a CTA's threads lie over rows: the lanes of a row, then the heads of a token, then tokens.
+    """The layout of a CTA's threads over rows: the lanes of a row, then the heads of a token, then tokens.
 
     Attributes:
-        D: numbers in a row.
+        D: elements of a row.
         heads: of a CTA, a power of two that divides Hq.
         at_once: steps of a CTA whose loads are in flight together.
         steps: of `tokens` tokens each, one after the other: a CTA's piece of work, a tile.
-        resident: CTAs that a multiprocessor shall have room for.
+        resident: CTAs on a multiprocessor.
     """
 
     D: int
@@ -48,7 +48,7 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens of one step."""
         return self.threads // self.lanes // self.heads
 
     @property
@@ -58,7 +58,7 @@ class Rows:
 
 
 class GatedSum:
-    """One launch of `gated_sum`; which of its tensors are None says how gates are made."""
+    """The kernel of `gated_sum`; without mW and mGates all gates are 1/3."""
 
     def __init__(self, dtype: torch.dtype, rows: Rows) -> None:
         self.dtype = DTYPES[dtype]
@@ -139,7 +139,7 @@ class GatedSum:
 
 
 def batched(t: cute.Tensor | None, rank: int) -> cute.Tensor | None:
-    """A tensor of `rank` dimensions: packed ones, which have one less, become a batch of one."""
+    """The tensor with `rank` dimensions: a packed one, which has one less, becomes a batch of one."""
     if t is None or cute.rank(t) == rank:
         return t
     return cute.make_tensor(t.iterator, cute.make_layout((1, *t.shape), stride=(0, *t.stride)))
@@ -225,7 +225,7 @@ def gated_sum(
         o_cmp, o_slc, o_swa: as q, in fp16 or bf16, D 64 or 128.
         gate_weight: [Hq, 3, D]: gates are ``sigmoid(q . gate_weight)``.
         gates: [B, T, Hq, 3]: the gates themselves. Neither: 1/3 each.
-        out: o, if it exists already; heads and tokens may have any stride.
+        out: written and returned as o, if given; heads and tokens may have any stride.
 
     Returns:
         o, as o_cmp, and the gates in fp32 [B, T, Hq, 3]; None for equal shares.
@@ -266,7 +266,7 @@ def _compile(
 
 
 def fake_gates(dtype: torch.dtype, shape: tuple[object, ...]) -> cute.runtime.Tensor:
-    """Gates to compile for: any strides at all."""
+    """Gates to compile for, with any strides."""
     return cute.runtime.make_fake_tensor(DTYPES[dtype], shape, stride=tuple(cute.sym_int64() for _ in shape))
 
 

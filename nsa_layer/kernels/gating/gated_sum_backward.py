@@ -1,18 +1,18 @@
-"""The gate's backward in one pass over do and the branches' outputs, and all that attention's backward needs of it.
+"""Backward of the gated sum in one pass, with the row sums and lse that the branches' attention backward reads.
 
-Branch i's output gradient is ``g_i * do``. It is not written. Attention's backward takes do itself and an lse lowered
-by ``ln g_i``, since with ``Delta_i = rowsum(do * o_i)``, which is the gradient of g_i too,
+Branch i's output gradient, ``g_i * do``, is never written. Attention's backward takes do itself and an lse lowered by
+``ln g_i``, since with ``Delta_i = rowsum(do * o_i)``, which is the gradient of g_i too,
 
     P' = exp(S - (lse_i - ln g_i)) = g_i P,    dV = P'^T do,    dS = P' (do V^T - Delta_i)
 
-are right as they stand. What goes out is Delta_i as `dpsum` and ``(lse_i - ln g_i) log2(e)`` as `lse_log2`, in the
-layout that attention's own preprocess would write: rows past a sequence's end, up to the tile, have dpsum 0 and
-lse_log2 +inf, which makes P' 0; a row that sees no key (lse -inf) has lse_log2 0, for its scores are -inf themselves.
-A gate of exactly 0 gives lse_log2 +inf as well: scores are finite or -inf, so ``S * scale - inf`` is -inf and not a
-NaN, P' is 0, and dS is 0 times a finite number. Gates that are given may be negative and have no logarithm: for them
-``do_i = g_i * do`` is written, rounded, with the lse as it is and the row sums of what was rounded.
+hold. The outputs are Delta_i as `dpsum` and ``(lse_i - ln g_i) log2(e)`` as `lse_log2`, laid out as attention's own
+preprocess does: rows past a sequence's end, up to the tile, have dpsum 0 and lse_log2 +inf, which makes P' 0; a row
+that sees no key (lse -inf) has lse_log2 0, since its scores are -inf. A gate of exactly 0 gives lse_log2 +inf as well:
+scores are finite or -inf, so ``S * scale - inf`` is -inf and not NaN, P' is 0, and dS is 0 times a finite number. Gates
+that are given may be negative and have no logarithm: then ``do_i = g_i * do`` is written, rounded, with the lse
+unchanged and the row sums of the rounded do_i.
 
-CTAs walk over tiles of tokens with one group of heads each, so that the sums of d_weight stay in registers; a second
+CTAs loop over tiles of tokens with one group of heads each, so that the sums of d_weight stay in registers; a second
 small launch adds the CTAs' sums in a fixed order.
 """
 
@@ -56,7 +56,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class GateGradients:
-    """What `gated_sum_backward` makes; branches in the order compressed, selected, sliding window.
+    """Results of `gated_sum_backward`; branches in the order compressed, selected, sliding window.
 
     Attributes:
         dq: the gates' share of q's gradient, in q's dtype; None without gate_weight.
@@ -75,7 +75,7 @@ class GateGradients:
 
 
 class GatedSumBackward:
-    """The pass over rows; which of its tensors are None says how gates were made."""
+    """The kernel of `gated_sum_backward`; mW and mdGates are None as in its forward."""
 
     def __init__(self, dtype: torch.dtype, rows: Rows, tile_m: int) -> None:
         self.dtype = DTYPES[dtype]
@@ -102,13 +102,13 @@ class GatedSumBackward:
         mQ: cute.Tensor | None,
         mW: cute.Tensor | None,  # [Hq, 3, D]
         mdQ: cute.Tensor | None,
-        mSums: cute.Tensor | None,  # [walkers * tokens of a step, Hq, 3, D]
+        mSums: cute.Tensor | None,  # [ctas * tokens of a step, Hq, 3, D]
         mdGates: cute.Tensor | None,  # [B, T, Hq, 3]
         mdO_cmp: cute.Tensor | None,
         mdO_slc: cute.Tensor | None,
         mdO_swa: cute.Tensor | None,
         mCuSeqlens: cute.Tensor | None,
-        walkers: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ):
         mdO, mG, mQ, mdQ, mdGates = [batched(t, 4) for t in (mdO, mG, mQ, mdQ, mdGates)]
@@ -122,9 +122,9 @@ class GatedSumBackward:
         stat = batched(stats[0][0], 3)
         groups = mdO.shape[2] // self.rows.heads
         self.kernel(
-            mdO, branches, lses, stat, dpsums, lse_log2s, mG, mQ, mW, mdQ, mSums, mdGates, mdOs, mCuSeqlens, walkers
+            mdO, branches, lses, stat, dpsums, lse_log2s, mG, mQ, mW, mdQ, mSums, mdGates, mdOs, mCuSeqlens, ctas
         ).launch(
-            grid=[walkers * groups, 1, 1],
+            grid=[ctas * groups, 1, 1],
             block=[self.rows.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.rows.resident,
@@ -148,7 +148,7 @@ class GatedSumBackward:
         mdGates: cute.Tensor | None,
         mdOs: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None,
         mCuSeqlens: cute.Tensor | None,
-        walkers: Int32,
+        ctas: Int32,
     ):
         rows = self.rows
         tidx, _, _ = cute.arch.thread_idx()
@@ -157,7 +157,7 @@ class GatedSumBackward:
         dpsums, lse_log2s = [[cute.make_tensor(p, stat.layout) for p in three] for three in (dpsums, lse_log2s)]
         tiles = cute.ceil_div(T, rows.tile)
         groups = Hq // rows.heads  # side by side in memory, so side by side in time
-        group, walker = bidx % groups, bidx // groups
+        group, cta = bidx % groups, bidx // groups
         lane, row = tidx % rows.lanes, tidx // rows.lanes
         head, slot = row % rows.heads, row // rows.heads
         h = group * rows.heads + head
@@ -180,7 +180,7 @@ class GatedSumBackward:
                     share = cute.local_tile(sW[head, i, None], (rows.vector,), (lane,))
                     cute.autovec_copy(cute.local_tile(mW[h, i, None], (rows.vector,), (lane,)), share)
 
-        b, tile, stage = walker // tiles, walker % tiles, Int32(0)
+        b, tile, stage = cta // tiles, cta % tiles, Int32(0)
         if const_expr(mG is not None):
             self.load_gates(mG, sG, b, tile, group, stage, tidx)
         for s in cutlass.range_constexpr(rows.at_once - 1):
@@ -192,9 +192,9 @@ class GatedSumBackward:
         rSums = cute.make_rmem_tensor((rows.vector, 3), Float32)
         rSums.fill(0.0)
         at = Int32(0)
-        for index in cutlass.range(walker, B * tiles, walkers, unroll=1):
+        for index in cutlass.range(cta, B * tiles, ctas, unroll=1):
             b, tile = index // tiles, index % tiles
-            following = index + walkers
+            following = index + ctas
             b_next, tile_next = following // tiles, following % tiles
             if const_expr(mG is not None):
                 if following < B * tiles:
@@ -224,7 +224,7 @@ class GatedSumBackward:
                 sent = deltas
                 g = [sG[place, head, i, stage] for i in range(3)] if const_expr(mG is not None) else None
                 if const_expr(mW is not None):
-                    # No select by a product: what a row past the end holds may be infinite.
+                    # A select, not a product with 0: rows past the end may hold infinity.
                     d_logits = [
                         Float32(cutlass.select_(token < T, d * x * (1.0 - x), Float32(0.0))) for d, x in zip(deltas, g)
                     ]
@@ -270,10 +270,10 @@ class GatedSumBackward:
             cute.arch.sync_threads()
             stage = 1 - stage
 
-        self.fill_padding(dpsums, lse_log2s, mCuSeqlens, B, T, group, tidx, walker, walkers)
+        self.fill_padding(dpsums, lse_log2s, mCuSeqlens, B, T, group, tidx, cta, ctas)
         if const_expr(mSums is not None):
             for i in cutlass.range_constexpr(3):
-                share = cute.local_tile(mSums[walker * rows.tokens + slot, h, i, None], (rows.vector,), (lane,))
+                share = cute.local_tile(mSums[cta * rows.tokens + slot, h, i, None], (rows.vector,), (lane,))
                 cute.autovec_copy(rSums[None, i], share)
 
     @cute.jit
@@ -288,7 +288,7 @@ class GatedSumBackward:
         tidx: Int32,
         at: Int32 | int,
     ):
-        """Start on a thread's share of a step; past the end, on the last row's."""
+        """Issue the loads of a thread's share of a step; past the end, of the last row."""
         atom = cute.make_copy_atom(
             cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
         )
@@ -300,7 +300,7 @@ class GatedSumBackward:
     def load_gates(
         self, mG: cute.Tensor, sG: cute.Tensor, b: Int32, tile: Int32, group: Int32, stage: Int32, tidx: Int32
     ):
-        """Start on the gates of a tile."""
+        """Issue the loads of a tile's gates."""
         rows, wide = self.rows, 3 * self.rows.heads
         atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
         for n in cutlass.range_constexpr(rows.tile * wide // rows.threads):
@@ -320,13 +320,13 @@ class GatedSumBackward:
         T: Int32,
         group: Int32,
         tidx: Int32,
-        walker: Int32,
-        walkers: Int32,
+        cta: Int32,
+        ctas: Int32,
     ):
-        """Rows past the ends of sequences."""
+        """Write the rows past the ends of sequences."""
         heads = self.rows.heads
         sequences = B if const_expr(mCuSeqlens is None) else mCuSeqlens.shape[0] - 1
-        for sequence in cutlass.range(walker, sequences, walkers, unroll=1):
+        for sequence in cutlass.range(cta, sequences, ctas, unroll=1):
             b, begin, length = sequence, Int32(0), T
             if const_expr(mCuSeqlens is not None):
                 b, begin = Int32(0), padded_begin(mCuSeqlens, sequence, self.tile_m)
@@ -348,13 +348,13 @@ def scaled(g: Float32, do: list[Float32], dtype: type[cutlass.Numeric]) -> cute.
 
 
 def padded_begin(mCuSeqlens: cute.Tensor, sequence: Int32, tile_m: int) -> Int32:
-    """Where attention's backward has a sequence's rows begin."""
+    """The first row of a sequence in attention's backward."""
     return (mCuSeqlens[sequence] + sequence * tile_m) // tile_m * tile_m
 
 
 @cute.jit
 def padded_position(mCuSeqlens: cute.Tensor, token: Int32, tile_m: cutlass.Constexpr[int]) -> Int32:
-    """Where attention's backward has a packed token's row."""
+    """The row of a packed token in attention's backward."""
     sequence = sequence_of(mCuSeqlens, token)
     return padded_begin(mCuSeqlens, sequence, tile_m) + token - mCuSeqlens[sequence]
 
@@ -376,16 +376,16 @@ def gated_sum_backward(
     cu_seqlens: Tensor | None = None,
     out: Tensor | None = None,
 ) -> GateGradients:
-    """Gradients of `gated_sum`, and the row sums and lse with which attention's backward weighs its branch.
+    """Gradients of `gated_sum`, and each branch's row sums and lse for attention's backward.
 
     Args:
         do, o_cmp, o_slc, o_swa, q: [B, T, Hq, D], or packed [total, Hq, D]; q is read with `gate_weight` only.
         lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
-        g: what `gated_sum` gave.
-        gate_weight, gates: as `gated_sum` had them.
+        g: the gates that `gated_sum` returned.
+        gate_weight, gates: as in `gated_sum`.
         tile_m: rows of a tile of attention's backward.
         cu_seqlens: int32 starts of the packed sequences, and the total.
-        out: dq, if it exists already; heads and tokens may have any stride. Written with `gate_weight` only.
+        out: written and returned as dq, with `gate_weight`; heads and tokens may have any stride.
 
     Raises:
         NotImplementedError: another head dimension or dtype.
@@ -394,7 +394,7 @@ def gated_sum_backward(
     check_rows("o_cmp", o_cmp.dtype, o_cmp.shape[-1])
     packed, weighed, given = cu_seqlens is not None, gate_weight is not None, gates is not None
     rows = backward_rows(D, Hq)
-    tiles, walkers = _split(do, rows, weighed)
+    tiles, ctas = _split(do, rows, weighed)
 
     new = dict(device=do.device, dtype=do.dtype)
     fp32 = dict(device=do.device, dtype=torch.float32)
@@ -402,7 +402,7 @@ def gated_sum_backward(
     q = q if weighed else None
     weight = readable_weight(gate_weight)
     dq = (torch.empty(q.shape, **new) if out is None else out) if weighed else None
-    sums = torch.empty((walkers * rows.tokens, Hq, 3, D), **fp32) if weighed else None
+    sums = torch.empty((ctas * rows.tokens, Hq, 3, D), **fp32) if weighed else None
     d_gates = None
     if given:
         d_gates = torch.empty(gates.shape, device=do.device, dtype=gates.dtype if gates.dtype in DTYPES else g.dtype)
@@ -412,7 +412,7 @@ def gated_sum_backward(
     key = (do.dtype, rows, tile_m, packed, *(None if t is None else t.dtype for t in (weight, d_gates)))
     branches = (o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa, *stats)
     made = (dq, sums, d_gates, *(do_branches or (None, None, None)))
-    launch("gated_sum_backward", key, lambda: _compile(*key), do, *branches, g, q, weight, *made, cu_seqlens, walkers)
+    launch("gated_sum_backward", key, lambda: _compile(*key), do, *branches, g, q, weight, *made, cu_seqlens, ctas)
     d_weight = reduce_partials(sums, weight.dtype).to(gate_weight.dtype) if weighed else None
     d_gates = d_gates.to(gates.dtype) if given else None
     dpsum, lse_log2 = zip(*(both.unbind(0) for both in stats))
@@ -424,12 +424,12 @@ def backward_rows(D: int, Hq: int) -> Rows:
 
 
 def _split(do: Tensor, rows: Rows, weighed: bool) -> tuple[int, int]:
-    """Tiles of tokens, and how many CTAs of each group of heads share them."""
+    """(tiles of tokens, CTAs of each group of heads that share them)."""
     batch, T = (do.shape[0], do.shape[1]) if do.dim() == 4 else (1, do.shape[0])
     tiles = batch * -(-T // rows.tile)
     if not weighed:
         return tiles, tiles
-    # Each CTA leaves sums to be added: as many CTAs as run at a time, not more.
+    # Each CTA leaves partial sums: no more CTAs than run at a time.
     resident = rows.resident * multiprocessors(do.device) // (do.shape[-2] // rows.heads)
     return tiles, min(tiles, max(1, resident))
 

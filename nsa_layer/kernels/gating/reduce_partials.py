@@ -1,4 +1,4 @@
-"""The sum of many CTAs' partial sums: a tensor over its first dimension, always in the same order."""
+"""Sum of the CTAs' partial sums, a tensor over its first dimension, always in the same order."""
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -10,7 +10,7 @@ from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
 
 
 class ReducePartials:
-    """``out[c] = sum_n sums[n, c]``: a CTA adds some columns, each of its warps every 32nd number of them."""
+    """``out[c] = sum_n sums[n, c]``: a CTA adds 32 columns, each of its warps every 32nd row."""
 
     columns = 32
     parts = 32
@@ -47,7 +47,7 @@ class ReducePartials:
 
 
 def reduce_partials(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``sums.sum(0)`` of a contiguous fp32 [N, ...], rounded once to `dtype`; a multiple of 32 numbers come out.
+    """``sums.sum(0)`` of a contiguous fp32 [N, ...], rounded once to `dtype`; the result has a multiple of 32 elements.
 
     Raises:
         ValueError: another multiple.

@@ -12,7 +12,7 @@ WARPS = 4
 
 
 class BlocksToTiles:
-    """The key tiles in each query tile's blocks, and how many of them there are; a warp to a query tile.
+    """Key tiles of each query tile's blocks, and their count; a warp to a query tile.
 
     Tiles past the sequence's end, or with `causal` wholly after the queries, are not counted: since blocks rise in a
     list, they stand behind all that is.
@@ -101,7 +101,7 @@ def blocks_to_tiles(
     counts = torch.empty(lists.shape[:3], dtype=torch.int32, device=lists.device)
     width = lists.shape[3] * parts
     if cu_tiles is None:
-        width = min(width, rows)  # tiles rise from 0 on: what does not fit lies past the end
+        width = min(width, rows)  # tiles ascend: those that do not fit are past the end
     tiles = torch.empty(*lists.shape[:3], width, dtype=torch.int32, device=lists.device)
     launch("blocks_to_tiles", tuple(options.values()), compile_kernel, lists, cu_tiles, cu_rows, counts, tiles, rows)
     return counts, tiles

@@ -29,11 +29,11 @@ FEW_WORDS, MANY_WORDS = 8 << 10, 48 << 10  # of 32 bits, in a CTA's bitmap
 MAX_SEMAPHORES = 512
 SEMAPHORE_SHIFT = 22  # a query tile's number stands below, its semaphore value above
 ITEM = 8  # numbers of a plan item
-FILLERS = 1024  # CTAs, at most, that fill what a plan has room for beyond its items
+FILLERS = 1024  # CTAs, at most, that fill a plan's unused room
 
 
 class BuildK2qCsr:
-    """Counts of each key tile's query tiles; or with `fills` the entries, semaphore values and plan items.
+    """Row counts of the transposed lists; with `fills` their entries, semaphore values and plan items.
 
     Args:
         words: of the bitmap.
@@ -320,7 +320,7 @@ class BuildK2qCsr:
         start: Int64,
         lane: Int32,
     ):
-        """The plan items of a row for all query heads that have this list.
+        """Write a row's plan items for all query heads of this list.
 
         Items lie head by head, a sequence's rows side by side: from right to left where the order of adds is fixed.
 

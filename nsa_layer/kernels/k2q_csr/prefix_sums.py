@@ -1,4 +1,4 @@
-"""Running sums by a single CTA: where rows of lists and their plan items start, and where packed sequences do.
+"""Prefix sums by a single CTA: the starts of CSR rows and of their plan items, and of packed sequences.
 
 A CTA of 1,024 threads goes through its input 8,192 numbers at a time and carries the totals along: the lists of 65,536
 tokens are one step, those of a million sixteen. More CTAs would have to wait for each other, which takes as long.
@@ -19,7 +19,7 @@ PER_THREAD = 8
 
 @cute.jit
 def sum_before(value: Int32, sums: cute.Tensor, warp: Int32, lane: Int32):
-    """(the sum of `value` over the CTA's threads before this one, over all of them); sums: [WARPS] shared."""
+    """(exclusive prefix sum of `value` over the CTA's threads, total); sums: [WARPS] in shared memory."""
     through = warp_prefix_sum(value, lane)
     if lane == 31:
         sums[warp] = through
@@ -34,7 +34,7 @@ def sum_before(value: Int32, sums: cute.Tensor, warp: Int32, lane: Int32):
 
 
 class RowStarts:
-    """Counts of rows -> where their entries start, and how many plan items of one head come before a row's.
+    """Row counts -> starts of their entries, and the number of plan items of one head before each row's.
 
     longest: entries of an item at most; 0: a row is one item, whatever it lists.
     """
@@ -101,12 +101,12 @@ class RowStarts:
 
 
 def num_items(count: Int32, longest: int) -> Int32:
-    """How many plan items a row with `count` entries makes."""
+    """Plan items of a row with `count` entries."""
     return Int32(1) if longest == 0 else (count + (longest - 1)) // longest
 
 
 class SequenceStarts:
-    """cu_seqlens -> how many query tiles and how many key tiles the sequences before each one have."""
+    """cu_seqlens -> the numbers of query tiles and of key tiles of the sequences before each one."""
 
     def __init__(self, q_tile: int, kv_tile: int) -> None:
         self.tiles = q_tile, kv_tile

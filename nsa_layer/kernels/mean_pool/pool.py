@@ -1,9 +1,9 @@
-"""Block means of k and v, and the way back: one launch each, limited by memory only.
+"""Mean pooling of blocks of k and v, and its backward, one memory-bound launch each.
 
 A thread block has a few consecutive blocks of one head. Its threads sum segments of m tokens, m a divisor of the
 stride, 16 bytes of a row a thread; a mean is then a sum of consecutive segments in shared memory, so that blocks which
 overlap share their tokens' reads. Backward, all tokens of a stride get the same gradient: it is summed once for m of
-them. What is summed is scaled before (`mean_scale`), so that sums stay in the range of fp32 where means do.
+them. Terms are scaled before they are summed (`mean_scale`), so that sums stay in the range of fp32 where means do.
 """
 
 from typing import Optional
@@ -149,7 +149,7 @@ class PoolKernel:
         count: Int32,
         plan: cutlass.Constexpr[Segments],
     ):
-        """Two elements a thread: mean, mean_too: [Tc, D]."""
+        """Write two elements a thread; mean and mean_too are [Tc, D]."""
         pairs, unscaled = mean.shape[1] // 2, self.pooling.l / mean_scale(self.pooling.l)
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(-(-plan.blocks * pairs // THREADS)):
@@ -264,7 +264,7 @@ def pool(
         k_dtypes: the means of k are written in each of them; one or two.
         cu_seqlens, cu_blocks: packed: int32 starts of each sequence's tokens, and of its blocks; read on the GPU.
         total_blocks: packed: ``cu_blocks[-1]``.
-        out: what is returned, if it exists already; heads and rows may have any stride.
+        out: written and returned, if given; heads and rows may have any stride.
 
     Returns:
         The means of k, one tensor for each of `k_dtypes`, and those of v: [B, Tc, H, D], packed [total_blocks, H, D].
@@ -303,14 +303,14 @@ def unpool(
     out_k: Optional[Tensor] = None,
     out_v: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """The transpose of `pool` in one launch: the gradient of every token, 0 in no complete block; rounded once.
+    """Backward of `pool` in one launch: the gradient of every token, rounded once; 0 outside of complete blocks.
 
     Args:
         dk_cmp, dv_cmp: gradients of the means, [B, Tc, H, D] and [B, Tc, H, Dv], fp16, bf16 or fp32; packed:
             [total_blocks, H, ...].
         like_k, like_v: tensors of k's and v's shape and dtype, of which nothing else is taken.
         cu_seqlens, cu_blocks: as in `pool`.
-        out_k, out_v: what is returned, if it exists already; heads and tokens may have any stride.
+        out_k, out_v: written and returned, if given; heads and tokens may have any stride.
 
     Raises:
         NotImplementedError: a dtype or head dimension has no kernel.

@@ -1,4 +1,4 @@
-"""How a thread block of the pooling kernels takes apart its tile of tokens: static arithmetic, nothing of the DSL."""
+"""Static tiling of the pooling kernels: blocks of a CTA and segments of tokens; no DSL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pooling:
 
 @dataclass(frozen=True)
 class Segments:
-    """How a thread block takes apart its tile.
+    """The segments of a CTA's tile.
 
     Attributes:
         blocks: consecutive blocks in a tile.
