@@ -1,9 +1,8 @@
 """`python -m fuzz sanitize`: chosen kernels under NVIDIA's compute-sanitizer, for bad accesses, races and barriers.
 
 Kernels are compiled before, without it, and come from a cache on disk; other kernels than this repository's run as
-they are. Hazards that racecheck reports are shown with the instructions behind them, where there is an nvdisasm.
-Needs a GPU, the compute-sanitizer of a CUDA toolkit, and a driver that lets it at the device; says which of them is
-missing. Exit codes: 0 nothing found; 1 something was found; 2 it could not run.
+they are. Needs a GPU, the compute-sanitizer of a CUDA toolkit, and a driver that lets it at the device; says which of
+them is missing. Exit codes: 0 nothing found; 1 something was found; 2 it could not run.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from fuzz import hazards
 from fuzz.case import Attention, Kind
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case
@@ -66,29 +64,16 @@ class NotCompiledError(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """The needs of a run under the sanitizer.
-
-    Attributes:
-        binary: the sanitizer.
-        folder: for each subject, its kernels as compiled and their cubins, which go together.
-        seconds: for a tool and a subject.
-        addresses: whether a racecheck that found something is run again to print addresses.
-    """
+    """A run's sanitizer, its folder for each subject's kernels, and the seconds that a tool and a subject may take."""
 
     binary: str
     folder: Path
     seconds: float
-    addresses: bool = False
-
-    def cubins(self, subject: str) -> Path:
-        return self.folder / subject / "cubins"
 
     def environment(self, subject: str) -> dict[str, str]:
         return os.environ | {
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(self.folder / subject / "kernels"),
-            "CUTE_DSL_KEEP": "cubin",
-            "CUTE_DSL_DUMP_DIR": str(self.cubins(subject)),
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(self.folder / subject),
         }
 
 
@@ -109,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     if binary is None:
         print(f"no compute-sanitizer on the path or in {', '.join(PLACES)}: nothing ran")
         return 2
-    setup = Setup(binary, options.folder.resolve(), options.seconds, options.addresses)
+    setup = Setup(binary, options.folder.resolve(), options.seconds)
     cases = range(len(CASES)) if options.case is None else [options.case]
     chosen = [str(i) for i in cases]
     try:
@@ -127,7 +112,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tool", choices=TOOLS, action="append", help="all three, unless given")
     parser.add_argument("--seconds", type=float, default=120.0, help="for a tool and a case")
     parser.add_argument("--case", type=int, help="of the chosen ones, by number; all, unless given")
-    parser.add_argument("--addresses", action="store_true", help="hazards once more, with their shared addresses")
     parser.add_argument("--folder", type=Path, default=Path(".fuzz/sanitizer"), help="of kernels (.fuzz/sanitizer)")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     return parser
@@ -138,14 +122,13 @@ def _inside(subject: str) -> list[str]:
 
 
 def _compile(subject: str, setup: Setup) -> None:
-    """Run it without the sanitizer: kernels are compiled, and their cubins kept.
+    """Run it without the sanitizer: its kernels are compiled.
 
     Once more if a signal ends the process: on a busy machine some abort at their very end, when all is compiled.
 
     Raises:
         NotCompiledError: it failed, or was ended by a signal twice.
     """
-    setup.cubins(subject).mkdir(parents=True, exist_ok=True)
     for _ in range(2):
         code = subprocess.run(_inside(subject), env=setup.environment(subject)).returncode
         if code >= 0:
@@ -186,35 +169,16 @@ def _sanitize(tool: str, subject: str, setup: Setup) -> int:
     print(f"{shown}: exit {done.returncode}; {summary.strip()}")
     if done.returncode:
         print(f"    {CASES[int(subject)]}\n{said[-2000:]}")
-        _explain(tool, subject, setup, said)
     return 0 if done.returncode == 0 else 1
 
 
-def _under(tool: str, subject: str, setup: Setup, *more: str, limit: int = 40) -> subprocess.CompletedProcess[str]:
-    """The subject in a process under the sanitizer, which prints so many records at most."""
+def _under(tool: str, subject: str, setup: Setup) -> subprocess.CompletedProcess[str]:
+    """The subject in a process under the sanitizer."""
     # The allocator's cache would hide what is read past the end of a buffer.
     environment = setup.environment(subject) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    options = f"--tool {tool} --error-exitcode 86 --print-limit {limit} --kernel-name {OURS}"
+    options = f"--tool {tool} --error-exitcode 86 --print-limit 40 --kernel-name {OURS}"
     command = [setup.binary, *options.split()]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # PyTorch asks what it may be told no to
-    command += [*more, *_inside(subject)]
+    command += _inside(subject)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=setup.seconds)
-
-
-def _explain(tool: str, subject: str, setup: Setup, said: str) -> None:
-    """The instructions behind the hazards of racecheck, and the addresses if asked for."""
-    if tool != "racecheck":
-        return
-    # The layer has several kernels of a name, of whose cubins one is kept: its instructions could be another's.
-    several = isinstance(CASES[int(subject)], Case)
-    disassembler = None if several else hazards.find_disassembler(setup.binary)
-    known = hazards.instructions(setup.cubins(subject), disassembler) if disassembler else {}
-    if setup.addresses:
-        try:
-            done = _under(tool, subject, setup, "--racecheck-report", "hazard", limit=4000)
-            said += done.stdout + done.stderr
-        except subprocess.TimeoutExpired:
-            print(f"    no addresses after {setup.seconds:.0f} s")
-    for line in hazards.explained(said, known):
-        print(f"    {line}")

@@ -1,4 +1,4 @@
-"""Racecheck's reports are read right, and the sanitizer is run right; without a GPU."""
+"""The sanitizer is run, and a finding is an exit code; without a GPU."""
 
 from __future__ import annotations
 
@@ -8,67 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuzz import hazards, sanitize
+from fuzz import sanitize
 from fuzz.attention import lists_for, make
 from fuzz.case import Attention
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE_SUBJECT = sanitize._compile  # which the stand-in leaves out
-LOADER, READER = (
-    hazards.Access("Write", "kernel_cutlass_a_0", 0x390),
-    hazards.Access("Read", "kernel_cutlass_a_0", 0x600),
-)
-ANALYSIS = """
-========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at kernel_cutlass_a_0+0x390
-=========     and Read access at kernel_cutlass_a_0+0x600 [128 hazards]
-=========     and Read access at kernel_cutlass_a_0(float *, int)+0x610 in /some/file.py:7 [64 hazards]
-=========
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
-"""
-SINGLE = """
-========= Error: Potential RAW hazard detected at __shared__ 0x404 in block (0,0,0) :
-=========     Write Thread (0,0,0) at kernel_cutlass_a_0+0x390
-=========     Read Thread (33,0,0) at kernel_cutlass_a_0+0x600
-=========     Current Value : 66
-=========
-========= Error: Potential RAW hazard detected at __shared__ 0x400 in block (0,0,0) :
-=========     Write Thread (0,0,0) at kernel_cutlass_a_0+0x390
-=========     Read Thread (32,0,0) at kernel_cutlass_a_0+0x600
-"""
-LISTING = """
-.text.kernel_cutlass_a_0:
-        /*0380*/                   UMOV UR4, 0x1 ;
-        /*0390*/                   UBLKCP.S.G [UR10], [UR6], UR15 ;
-        /*0600*/              @!P0 LDS R8, [R7+UR8+-0x80] ;
-.text.kernel_cutlass_b_0:
-        /*0390*/                   STS [R13], R10 ;
-"""
-
-
-def test_accesses_of_a_report() -> None:
-    assert hazards.accesses(ANALYSIS) == {
-        LOADER: 0,
-        READER: 128,
-        hazards.Access("Read", "kernel_cutlass_a_0", 0x610): 64,
-    }
-    older = "=========     and Write access at 0x20 in kernel_cutlass_b_0 [2 hazards]"
-    assert hazards.accesses(older) == {hazards.Access("Write", "kernel_cutlass_b_0", 0x20): 2}
-    assert not hazards.accesses("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
-
-
-def test_addresses_of_single_hazards() -> None:
-    assert hazards.shared_ranges(SINGLE) == {("RAW", LOADER, READER): (0x400, 0x404, 2)}
-    assert not hazards.shared_ranges(ANALYSIS)
-
-
-def test_a_report_with_its_instructions() -> None:
-    known = dict(hazards.parse_instructions(LISTING))
-    assert known["kernel_cutlass_b_0", 0x390] == "STS [R13], R10"
-    said = "\n".join(hazards.explained(ANALYSIS + SINGLE, known))
-    assert "Write at +0x390: UBLKCP.S.G" in said and "@!P0 LDS R8" in said
-    assert "Read at +0x610: instruction not known, of kernel_cutlass_a_0, 64 hazards" in said
-    assert "RAW at shared 0x400 .. 0x404, 2 times" in said
 
 
 @pytest.mark.parametrize("case", [case for case in sanitize.CASES if isinstance(case, Attention)], ids=repr)
@@ -91,23 +36,11 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sanitize.Setup:
     binary, report = tmp_path / "compute-sanitizer", tmp_path / "report"
     binary.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {report}\nexit 86\n')
     binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
-    report.write_text(ANALYSIS + SINGLE)
+    report.write_text("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n")
     monkeypatch.setattr(sanitize, "find", lambda: str(binary))
     monkeypatch.setattr(sanitize, "_compile", lambda subject, setup: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(hazards, "find_disassembler", lambda binary: "nvdisasm")
-    monkeypatch.setattr(hazards, "instructions", lambda *given: dict(hazards.parse_instructions(LISTING)))
     return sanitize.Setup(str(binary), tmp_path, 60.0)
-
-
-def test_hazards_are_explained(stand_in: sanitize.Setup, capsys: pytest.CaptureFixture) -> None:
-    given = ["--tool", "racecheck", "--case", "3", "--folder", str(stand_in.folder)]
-    assert sanitize.main(given) == 1
-    said = capsys.readouterr().out
-    assert "racecheck, case 3: exit 86" in said and "Write at +0x390: UBLKCP.S.G" in said
-    assert sanitize.main([*given, "--addresses"]) == 1
-    calls = (stand_in.folder / "calls").read_text().splitlines()
-    assert len(calls) == 3 and "--racecheck-report hazard" in calls[2] and "--inside 3" in calls[2]
 
 
 @pytest.mark.parametrize(
@@ -130,5 +63,5 @@ def test_a_process_that_a_signal_ends_gets_another_try(
     monkeypatch.setattr(sanitize, "_inside", lambda subject: ["sh", "-c", ends.pop(0)] if ends else inside(subject))
     monkeypatch.setattr(sanitize, "_compile", COMPILE_SUBJECT)
     assert sanitize.main(["--tool", "racecheck", "--case", "3", "--folder", str(stand_in.folder)]) == code
-    assert says in capsys.readouterr().out
+    assert says in (said := capsys.readouterr().out) and ("SUMMARY: 1 hazard" in said) == (code == 1)
     assert not ends and (stand_in.folder / "calls").exists() == (code == 1)

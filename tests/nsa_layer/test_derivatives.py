@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -68,20 +68,20 @@ SECOND = {
 REFUSED = "nsa: (second derivatives|transforms of torch.func).* not supported by backend="
 
 
-@pytest.mark.parametrize("way", SECOND)
-@pytest.mark.parametrize("backend", ["eager", "cute"])
-def test_second_derivatives_are_refused(backend: str, way: str) -> None:
-    on_cpu = stubbed_layer() if backend == "cute" else nullcontext()
-    with on_cpu, pytest.raises(RuntimeError, match=REFUSED + repr(backend)):
-        SECOND[way](*problem(backend))
+ON = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "cute"])
 
 
-@pytest.mark.gpu
+def stubbed(backend: str, device: str) -> AbstractContextManager:
+    return stubbed_layer() if (backend, device) == ("cute", "cpu") else nullcontext()
+
+
+@ON
+@BACKENDS
 @pytest.mark.parametrize("way", SECOND)
-@pytest.mark.parametrize("backend", ["eager", "cute"])
-def test_second_derivatives_are_refused_on_a_gpu(backend: str, way: str) -> None:
-    with pytest.raises(RuntimeError, match=REFUSED + repr(backend)):
-        SECOND[way](*problem(backend, "cuda"))
+def test_second_derivatives_are_refused(way: str, backend: str, device: str) -> None:
+    with stubbed(backend, device), pytest.raises(RuntimeError, match=REFUSED + repr(backend)):
+        SECOND[way](*problem(backend, device))
 
 
 def penalty(backend: str | None, device: str = "cpu") -> tuple[Loss, torch.Tensor]:
@@ -113,7 +113,7 @@ def test_a_gradient_penalty_on_the_kernels() -> None:
         of_gradient(x).backward()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@ON
 def test_create_graph_changes_no_bit_of_a_gradient(device: str) -> None:
     """And what was made from it is differentiable in anything that the operator does not see."""
     if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
@@ -202,22 +202,13 @@ TRANSFORMS = {
 }
 
 
+@ON
+@BACKENDS
 @pytest.mark.parametrize("way", TRANSFORMS)
-@pytest.mark.parametrize("backend", ["eager", "cute"])
-def test_vmap_and_forward_mode_are_refused(backend: str, way: str) -> None:
-    on_cpu = stubbed_layer() if backend == "cute" else nullcontext()
+def test_vmap_and_forward_mode_are_refused(way: str, backend: str, device: str) -> None:
     said, ask = TRANSFORMS[way]
-    with on_cpu, pytest.raises(NotImplementedError, match=f"nsa: ({said}).* backend='reference'"):
-        ask(*problem(backend))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("way", TRANSFORMS)
-@pytest.mark.parametrize("backend", ["eager", "cute"])
-def test_vmap_and_forward_mode_are_refused_on_a_gpu(backend: str, way: str) -> None:
-    said, ask = TRANSFORMS[way]
-    with pytest.raises(NotImplementedError, match=f"nsa: ({said}).* backend='reference'"):
-        ask(*problem(backend, "cuda"))
+    with stubbed(backend, device), pytest.raises(NotImplementedError, match=f"nsa: ({said}).* backend='reference'"):
+        ask(*problem(backend, device))
 
 
 def test_jacrev_is_refused() -> None:

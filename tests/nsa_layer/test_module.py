@@ -102,30 +102,6 @@ def test_rope_is_what_makes_the_order_of_early_tokens_matter() -> None:
     assert (with_rope(x)[:, 5] - with_rope(swapped)[:, 5]).abs().max() > 1e-3
 
 
-def test_rotary_scores_depend_on_the_distance_only() -> None:
-    rope = RotaryEmbedding(D, base=100.0)
-    q, k = tokens(1, 1, dtype=torch.float64)[..., :D].view(1, 1, 1, D), tokens(1, 2, dtype=torch.float64)
-    k = k[:, 1:, :D].unsqueeze(2)
-    scores = []
-    for start in (0, 5, 1000):
-        turned_q, _ = rope(q, k, torch.tensor([start + 3]))
-        _, turned_k = rope(q, k, torch.tensor([start]))
-        scores.append((turned_q * turned_k).sum())
-    torch.testing.assert_close(scores[1], scores[0])
-    torch.testing.assert_close(scores[2], scores[0])
-    assert (scores[0] - (q * k).sum()).abs() > 1e-3
-    same, _ = rope(q, k, torch.tensor([0]))
-    torch.testing.assert_close(same, q)
-
-
-def test_rotary_angles_are_not_rounded_with_the_model() -> None:
-    layer = make(rope=RotaryEmbedding(D)).to(torch.bfloat16)
-    q = k = torch.randn(1, 1, 1, D, dtype=torch.float32)
-    positions = torch.tensor([10_001])
-    expected, _ = RotaryEmbedding(D)(q, k, positions)
-    torch.testing.assert_close(layer.rope(q, k, positions)[0], expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("cut", [1, 16, 33, 49])
 def test_later_tokens_change_no_bit_and_get_no_gradient(cut: int) -> None:
     layer = make(compress_weights=True)

@@ -26,6 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_option_compiles(arch: int, cache: Path) -> None:
     outcomes = list(compile.compile_calls(arch, covering_calls.covering_calls(arch, strength=1), jobs=1))

@@ -107,10 +107,10 @@ def test_metrics_hold_every_step_of_both_models(finished: Path) -> None:
 
 
 def test_loss_goes_down_for_both(text: Path, tmp_path: Path) -> None:
-    run.run_demo(config(text, steps=40, lr=1e-2, sample_bytes=0), tmp_path / "out")
+    run.run_demo(config(text, steps=20, lr=2e-2, sample_bytes=0), tmp_path / "out")
     for model in ("nsa", "dense"):
         curve = [loss for _, kind, name, loss in losses(tmp_path / "out") if (kind, name) == ("held_out", model)]
-        assert curve[-1] < curve[0] - 1.0, (model, curve)
+        assert curve[-1] < curve[0] - 0.7, (model, curve)
 
 
 def test_both_models_see_the_same_text_and_never_the_same_twice(
