@@ -157,7 +157,9 @@ def test_it_compiles_as_it_is(compiler_sm90: Worker, D: int, lists: Callable[...
     gradients, walked = compiler_sm90.trace(compiled, lists, D, (128, 128))
     shapes = [(sum(T[side] for T in LENGTHS), H, D) for side, H in ((0, HQ), (1, HKV), (1, HKV))]
     assert gradients == [(shape, torch.bfloat16) for shape in shapes]
-    assert walked == {"forward": {dimensions}, "backward": {dimensions}}, "packed rows are found as ragged ones, padded ones as they are"
+    assert walked == {"forward": {dimensions}, "backward": {dimensions}}, (
+        "packed rows are found as ragged ones, padded ones as they are"
+    )
 
 
 def test_one_pass_takes_packed_lists_in_order(compiler_sm90: Worker) -> None:
