@@ -69,26 +69,16 @@ class PooledQueries:
         head_groups = cute.ceil_div(mQ.shape[2], self.heads)
         key_rows = mK.shape[0] * mK.shape[1] * mK.shape[2]
         of_tiles = mQ_rows.shape[0] * head_groups
-        self.kernel(mQ, mK, mCu, mQ_rows, mQ_scale, mK_rows, mK_scale, q_tile, head_groups, of_tiles).launch(
+        tensors = (mQ, mK, mCu, mQ_rows, mQ_scale, mK_rows, mK_scale)
+        self.kernel(tensors, q_tile, head_groups, of_tiles).launch(
             grid=[of_tiles + cute.ceil_div(key_rows, THREADS // self.lanes), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor,
-        mK: cute.Tensor,
-        mCu: cute.Tensor | None,
-        mQ_rows: cute.Tensor,
-        mQ_scale: cute.Tensor,
-        mK_rows: cute.Tensor,
-        mK_scale: cute.Tensor,
-        q_tile: Int32,
-        head_groups: Int32,
-        of_tiles: Int32,
-    ):
+    def kernel(self, tensors: tuple, q_tile: Int32, head_groups: Int32, of_tiles: Int32):
+        mQ, mK, mCu, mQ_rows, mQ_scale, mK_rows, mK_scale = tensors
         cta, _, _ = cute.arch.block_idx()
         sums = cutlass.utils.SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((THREADS, split_fp16.VECTOR)), 16

@@ -75,30 +75,14 @@ class BlockTopK:
         stream: cuda.CUstream,
     ):
         numbers = (groups, T, block_size, q_tile, block_counts, keys_a_block, softmax_scale, heads_first)
-        self.kernel(mQ, mQ_scale, mK, mK_scale, mCu, mCu_blocks, mIndices, mCounts, *numbers).launch(
+        self.kernel((mQ, mQ_scale, mK, mK_scale, mCu, mCu_blocks, mIndices, mCounts), numbers).launch(
             grid=[groups * mIndices.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor,
-        mQ_scale: cute.Tensor,
-        mK: cute.Tensor,
-        mK_scale: cute.Tensor,
-        mCu: cute.Tensor | None,
-        mCu_blocks: cute.Tensor | None,
-        mIndices: cute.Tensor,
-        mCounts: cute.Tensor,
-        groups: Int32,
-        T: Int32,
-        block_size: Int32,
-        q_tile: Int32,
-        block_counts: Int32,
-        keys_a_block: Int32,
-        softmax_scale: Float32,
-        heads_first: Int32,
-    ):
+    def kernel(self, tensors: tuple, numbers: tuple):
+        mQ, mQ_scale, mK, mK_scale, mCu, mCu_blocks, mIndices, mCounts = tensors
+        groups, T, block_size, q_tile, block_counts, keys_a_block, softmax_scale, heads_first = numbers
         spec = self.spec
         tidx, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()

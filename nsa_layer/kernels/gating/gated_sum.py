@@ -82,7 +82,7 @@ class GatedSum:
         ]
         B, T, Hq, _ = mO.shape
         tiles = cute.ceil_div(T, self.rows.tile)
-        self.kernel(mQ, mW, mGates, (mO_cmp, mO_slc, mO_swa), mO, mG, tiles).launch(
+        self.kernel((mQ, mW, mGates, (mO_cmp, mO_slc, mO_swa), mO, mG), tiles).launch(
             grid=[B * tiles * (Hq // self.rows.heads), 1, 1],
             block=[self.rows.threads, 1, 1],
             stream=stream,
@@ -91,16 +91,8 @@ class GatedSum:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor | None,
-        mW: cute.Tensor | None,
-        mGates: cute.Tensor | None,
-        branches: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        mO: cute.Tensor,
-        mG: cute.Tensor | None,
-        tiles: Int32,
-    ):
+    def kernel(self, tensors: tuple, tiles: Int32):
+        mQ, mW, mGates, branches, mO, mG = tensors
         rows = self.rows
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()

@@ -121,9 +121,8 @@ class GatedSumBackward:
         dpsums, lse_log2s = (tuple(t.iterator for t in three) for three in stats)
         stat = batched(stats[0][0], 3)
         groups = mdO.shape[2] // self.rows.heads
-        self.kernel(
-            mdO, branches, lses, stat, dpsums, lse_log2s, mG, mQ, mW, mdQ, mSums, mdGates, mdOs, mCuSeqlens, ctas
-        ).launch(
+        rows = (mdO, branches, lses, stat, dpsums, lse_log2s, mG, mQ, mW)
+        self.kernel((*rows, mdQ, mSums, mdGates, mdOs, mCuSeqlens), ctas).launch(
             grid=[ctas * groups, 1, 1],
             block=[self.rows.threads, 1, 1],
             stream=stream,
@@ -132,24 +131,8 @@ class GatedSumBackward:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mdO: cute.Tensor,
-        branches: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        lses: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        stat: cute.Tensor,
-        dpsums: tuple[cute.Pointer, cute.Pointer, cute.Pointer],
-        lse_log2s: tuple[cute.Pointer, cute.Pointer, cute.Pointer],
-        mG: cute.Tensor | None,
-        mQ: cute.Tensor | None,
-        mW: cute.Tensor | None,
-        mdQ: cute.Tensor | None,
-        mSums: cute.Tensor | None,
-        mdGates: cute.Tensor | None,
-        mdOs: tuple[cute.Tensor, cute.Tensor, cute.Tensor] | None,
-        mCuSeqlens: cute.Tensor | None,
-        ctas: Int32,
-    ):
+    def kernel(self, tensors: tuple, ctas: Int32):
+        mdO, branches, lses, stat, dpsums, lse_log2s, mG, mQ, mW, mdQ, mSums, mdGates, mdOs, mCuSeqlens = tensors
         rows = self.rows
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()

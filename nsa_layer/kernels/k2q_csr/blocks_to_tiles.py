@@ -33,19 +33,12 @@ class BlocksToTiles:
         stream,
     ):
         grid = [cute.ceil_div(lists.shape[2], WARPS) * lists.shape[1] * lists.shape[0], 1, 1]
-        arguments = (lists, cu_tiles, cu_rows, counts, tiles, rows)
-        self.kernel(*arguments).launch(grid=grid, block=[32 * WARPS, 1, 1], stream=stream)
+        tensors = (lists, cu_tiles, cu_rows, counts, tiles)
+        self.kernel(tensors, rows).launch(grid=grid, block=[32 * WARPS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        lists: cute.Tensor,
-        cu_tiles: cute.Tensor | None,
-        cu_rows: cute.Tensor | None,
-        counts: cute.Tensor,
-        tiles: cute.Tensor,
-        rows: Int32,
-    ):
+    def kernel(self, tensors: tuple, rows: Int32):
+        lists, cu_tiles, cu_rows, counts, tiles = tensors
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, chunks, H = cute.arch.block_idx()[0], cute.ceil_div(lists.shape[2], WARPS), lists.shape[1]
         batch, head, tile = cta // chunks // H, cta // chunks % H, cta % chunks * WARPS + warp

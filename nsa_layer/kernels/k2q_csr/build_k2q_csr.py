@@ -87,25 +87,13 @@ class BuildK2qCsr:
         batch, heads = lists.shape[0], lists.shape[1]
         grid = [cute.ceil_div(counts.shape[1] // batch, rows_a_cta) * heads * batch, 1, 1]
         written = (counts, starts, items_before, entries, semaphore_values, unsorted, plan)
-        arguments = (lists, cu_tiles, cu_rows, *written, rows_a_cta, words_a_row)
-        self.kernel(*arguments).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
+        self.kernel((lists, cu_tiles, cu_rows, *written), rows_a_cta, words_a_row).launch(
+            grid=grid, block=[THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        lists: cute.Tensor,
-        cu_tiles: cute.Tensor | None,
-        cu_rows: cute.Tensor | None,
-        counts: cute.Tensor,
-        starts: cute.Tensor | None,
-        items_before: cute.Tensor | None,
-        entries: cute.Tensor | None,
-        semaphore_values: cute.Tensor | None,
-        unsorted: cute.Tensor | None,
-        plan: cute.Tensor | None,
-        rows_a_cta: Int32,
-        words_a_row: Int32,
-    ):
+    def kernel(self, tensors: tuple, rows_a_cta: Int32, words_a_row: Int32):
+        lists, cu_tiles, cu_rows, counts, starts, items_before, entries, semaphore_values, unsorted, plan = tensors
         tidx = cute.arch.thread_idx()[0]
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta = cute.arch.block_idx()[0]

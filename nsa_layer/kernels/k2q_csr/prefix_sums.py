@@ -53,18 +53,12 @@ class RowStarts:
         stream,
     ):
         counts, starts = (cute.make_tensor(t.iterator, cute.make_layout((cute.size(t),))) for t in (counts, starts))
-        arguments = (counts, starts, items_before, cu_rows, rows_a_sequence)
-        self.kernel(*arguments).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
+        tensors = (counts, starts, items_before, cu_rows)
+        self.kernel(tensors, rows_a_sequence).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        counts: cute.Tensor,
-        starts: cute.Tensor,
-        items_before: cute.Tensor,
-        cu_rows: cute.Tensor | None,
-        rows_a_sequence: Int32,
-    ):
+    def kernel(self, tensors: tuple, rows_a_sequence: Int32):
+        counts, starts, items_before, cu_rows = tensors
         tidx = cute.arch.thread_idx()[0]
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.utils.SmemAllocator()

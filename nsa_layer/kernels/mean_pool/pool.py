@@ -67,7 +67,7 @@ class PoolKernel:
         stream: cuda.CUstream,
     ):
         tiles, batch = tiles_and_batch(mKMean, mCuBlocks, self.blocks)
-        self.kernel(mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks, tiles).launch(
+        self.kernel((mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks), tiles).launch(
             grid=[batch * tiles * mK.shape[cute.rank(mK) - 2], 2, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -76,17 +76,8 @@ class PoolKernel:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mKMean: cute.Tensor,
-        mKMeanToo: Optional[cute.Tensor],
-        mVMean: cute.Tensor,
-        mCuSeqlens: Optional[cute.Tensor],
-        mCuBlocks: Optional[cute.Tensor],
-        tiles: Int32,
-    ):
+    def kernel(self, tensors: tuple, tiles: Int32):
+        mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks = tensors
         batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
         if const_expr(mCuBlocks is not None):
@@ -187,21 +178,13 @@ class UnpoolKernel:
         stream: cuda.CUstream,
     ):
         tiles, batch = tiles_and_batch(mdK, mCuSeqlens, self.tokens)
-        self.kernel(mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks, tiles).launch(
+        self.kernel((mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks), tiles).launch(
             grid=[batch * tiles * mdK.shape[cute.rank(mdK) - 2], 2, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mdKMean: cute.Tensor,
-        mdVMean: cute.Tensor,
-        mdK: cute.Tensor,
-        mdV: cute.Tensor,
-        mCuSeqlens: Optional[cute.Tensor],
-        mCuBlocks: Optional[cute.Tensor],
-        tiles: Int32,
-    ):
+    def kernel(self, tensors: tuple, tiles: Int32):
+        mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks = tensors
         batch, tile, head, is_value = place_of_cta(tiles, mdK.shape[cute.rank(mdK) - 2])
         start, row = Int32(0), Int32(0)
         end, rows = Int32(mdK.shape[cute.rank(mdK) - 3]), Int32(mdKMean.shape[cute.rank(mdKMean) - 3])
