@@ -40,3 +40,11 @@ def compiler_sm90(_workers: Callable[[str], Worker]) -> Worker:
 @pytest.fixture
 def compiler_sm100(_workers: Callable[[str], Worker]) -> Worker:
     return _workers("sm_100")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for fixture, arch in (("compiler_sm90", "sm_90"), ("compiler_sm100", "sm_100")):
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(arch))

@@ -28,7 +28,7 @@ def grids_of_case(case: Case) -> list[tuple[int | None, ...]]:
     return grids
 
 
-@pytest.mark.parametrize("case", [*BATCHES, replace(MANY, D=256), *LISTED, *PACKED], ids=str)
+@pytest.mark.parametrize("case", [*BATCHES[1:3], replace(MANY, D=256), LISTED[1], PACKED[1]], ids=str)
 def test_only_the_first_dimension_of_a_grid_grows(compiler: Worker, case: Case) -> None:
     grids = compiler.trace(grids_of_case, case)
     assert grids and all(None not in grid[1:] for grid in grids), grids

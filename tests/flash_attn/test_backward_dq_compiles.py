@@ -74,8 +74,9 @@ def frames(cubin: bytes) -> list[int]:
     return found
 
 
-@pytest.mark.xdist_group("sm_90")
-@pytest.mark.parametrize("case,output", SPILLS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "output"), [pytest.param(*each, marks=pytest.mark.sweep if i % 3 else ()) for i, each in enumerate(SPILLS)]
+)
 def test_registers_suffice(case: Case, output: str, compiler_sm90: Worker) -> None:
     assert compiler_sm90.run(stack_bytes, case, output) == [0]
 
@@ -116,7 +117,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("changes,kind,said", REFUSED, ids=lambda x: str(x))
 def test_what_is_refused(changes: dict[str, Any], kind: str, said: str, compiler_sm90: Worker) -> None:
     with pytest.raises(WorkerError) as error:
@@ -124,7 +124,6 @@ def test_what_is_refused(changes: dict[str, Any], kind: str, said: str, compiler
     assert error.value.kind == kind and said in str(error.value)
 
 
-@pytest.mark.xdist_group("sm_100")
 def test_blackwell_is_refused(compiler_sm100: Worker) -> None:
     with pytest.raises(WorkerError, match="sm_100: the dq pass is for sm_90"):
         compiler_sm100.trace(refused, {})

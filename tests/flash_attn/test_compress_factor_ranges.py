@@ -1,4 +1,6 @@
-"""Compressed-causal tile ranges and masks: plain Python against brute force, the kernels' code against plain Python.
+"""Compressed-causal tile ranges and masks: the kernels' code against plain Python.
+
+Plain Python against the definition is a property of the fuzzer ("compress.tiles", "compress.rows and keys").
 
 The kernels' code runs here on the CPU: BlockInfo and AttentionMask are traced into host functions, and
 the mask is asked thread by thread what it leaves of a tile.
@@ -9,78 +11,16 @@ from itertools import product
 
 import pytest
 import torch
+from fa_cases import in_turn
 from fa_compile import Worker
 
-from flash_attn.cute.compressed_causal.mask import (
-    compressed_query_tile_range,
-    compressed_tile_range,
-    first_row_seeing,
-    keys_seen_by,
-)
+from flash_attn.cute.compressed_causal.mask import compressed_query_tile_range, compressed_tile_range, keys_seen_by
 
 PAIRS = [(factor, offset) for factor in (1, 2, 3, 5, 16) for offset in (-40, -3, 0, 1, factor - 1, factor + 4, 31)]
 TILES = [(4, 4), (8, 4), (4, 8), (6, 16)]
 GROUPS = [1, 2, 3, 8]
 LENGTHS_Q = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 33]
 LENGTHS_K = [1, 3, 4, 5, 8, 9, 15, 17, 33]
-
-
-def visible(seqlen_q: int, seqlen_k: int, factor: int, offset: int) -> torch.Tensor:
-    """Which keys each query sees, by definition."""
-    t, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
-    return j * factor + offset <= t
-
-
-def by_tile(seen: torch.Tensor, tile_m: int, tile_n: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each tile of packed rows and keys: is any pair visible, and may the mask be left out."""
-    rows = seen.repeat_interleave(group, 0)
-    m, n = -(-rows.shape[0] // tile_m), -(-rows.shape[1] // tile_n)
-
-    def tiles(beyond_rows: bool, beyond_keys: bool) -> torch.Tensor:
-        padded = torch.full((m * tile_m, n * tile_n), beyond_keys)
-        padded[rows.shape[0] :] = beyond_rows
-        padded[: rows.shape[0], : rows.shape[1]] = rows
-        return padded.view(m, tile_m, n, tile_n).transpose(1, 2).flatten(2)
-
-    # Rows past the end are never written; keys past the end have to be masked.
-    return tiles(False, False).any(-1), tiles(True, False).all(-1)
-
-
-@pytest.mark.parametrize("tile_m,tile_n", TILES)
-@pytest.mark.parametrize("group", GROUPS)
-def test_ranges_are_what_brute_force_finds(tile_m: int, tile_n: int, group: int) -> None:
-    for seqlen_q, seqlen_k, (factor, offset) in product(LENGTHS_Q, LENGTHS_K, sorted(set(PAIRS))):
-        shape = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, factor=factor, offset=offset)
-        at = dict(tile_m=tile_m, tile_n=tile_n, qhead_per_kvhead=group) | shape
-        some, whole = by_tile(visible(**shape), tile_m, tile_n, group)
-        visited, unmasked, asked_for = torch.zeros_like(some), torch.zeros_like(some), torch.zeros_like(some)
-        for m in range(some.shape[0]):
-            begin, full_end, end = compressed_tile_range(m, **at)
-            assert 0 <= begin <= full_end <= end
-            visited[m, begin:end], unmasked[m, begin:full_end] = True, True
-        for n in range(some.shape[1]):
-            begin, end = compressed_query_tile_range(n, **at)
-            assert 0 <= begin <= end
-            asked_for[begin:end, n] = True
-        assert visited.equal(some), f"visited tiles of {at}"
-        assert not (unmasked & ~whole).any(), f"a tile without a mask hides a masked pair: {at}"
-        assert unmasked.equal(whole & some), f"a mask where none is needed: {at}"
-        assert asked_for.equal(visited), f"backward is not forward's transpose: {at}"
-
-
-def test_rows_and_keys_are_each_others_inverse() -> None:
-    for factor, offset in PAIRS:
-        for row in range(-50, 80):
-            assert keys_seen_by(row, factor, offset) == sum(k * factor + offset <= row for k in range(200))
-        for key in range(100):
-            row = first_row_seeing(key, factor, offset)
-            assert keys_seen_by(row, factor, offset) == key + 1
-            assert keys_seen_by(row - 1, factor, offset) == key
-
-
-@pytest.fixture
-def sm90(_workers: Callable[[str], Worker]) -> Worker:
-    return _workers("sm_90")
 
 
 def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> torch.Tensor:
@@ -140,11 +80,13 @@ def large_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...
 
 @pytest.mark.parametrize(
     "tile_m,tile_n,group,cases",
-    [(*tiles, group, small_cases) for tiles in TILES for group in GROUPS] + [(128, 128, 8, large_cases)],
+    [(*tiles, group, small_cases) for tiles, group in in_turn(TILES, *GROUPS)] + [(128, 128, 8, large_cases)],
 )
-def test_kernels_visit_these_ranges(sm90: Worker, tile_m: int, tile_n: int, group: int, cases: Callable) -> None:
+def test_kernels_visit_these_ranges(
+    compiler_sm90: Worker, tile_m: int, tile_n: int, group: int, cases: Callable
+) -> None:
     table = torch.tensor(list(cases(tile_m, tile_n, group)), dtype=torch.int32)
-    got = sm90.run(kernel_ranges, table, tile_m, tile_n, group)
+    got = compiler_sm90.run(kernel_ranges, table, tile_m, tile_n, group)
     for case, ranges in zip(table.tolist(), got.tolist()):
         seqlen_q, seqlen_k, factor, offset, m, n = case
         at = dict(tile_m=tile_m, tile_n=tile_n, seqlen_q=seqlen_q, seqlen_k=seqlen_k, factor=factor, offset=offset)
@@ -258,10 +200,10 @@ def mask_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]
 
 
 @pytest.mark.parametrize("kind,group", [(kind, 1) for kind in KINDS] + [("sm100", 5)])
-def test_kernels_mask_these_pairs(sm90: Worker, kind: str, group: int) -> None:
+def test_kernels_mask_these_pairs(compiler_sm90: Worker, kind: str, group: int) -> None:
     tile_m, tile_n = KINDS[kind]
     table = torch.tensor(list(mask_cases(tile_m, tile_n, group)), dtype=torch.int32)
-    got = sm90.run(kernel_masks, table, kind, group)
+    got = compiler_sm90.run(kernel_masks, table, kind, group)
     for case, left in zip(table.tolist(), got):
         seqlen_q, seqlen_k, factor, offset, m, n = case
         t = (torch.arange(tile_m)[:, None] + m * tile_m) // group

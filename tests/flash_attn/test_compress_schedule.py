@@ -59,7 +59,6 @@ def limits_in_a_kernel(plan: tuple[int, ...]) -> list[tuple[int, int]]:
         return [tuple(row) for row in out.tolist()]
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("plan", [(1, 256), (4, 16), (8, 255)])
 def test_kernels_cut_where_the_plan_says(compiler_sm90: Worker, plan: tuple[int, ...]) -> None:
     assert compiler_sm90.run(limits_in_a_kernel, plan) == limits(QueryShares(*plan))
@@ -86,7 +85,6 @@ def kernels(Hkv: int, deterministic: bool) -> tuple[tuple[int, int], bool]:
     return (forward[0].tile_m, forward[0].tile_n), backward[0].splits_queries
 
 
-@pytest.mark.xdist_group("sm_90")
 def test_the_kernels_follow_the_plan(compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(kernels, 2, False) == ((192, 80), True)
     assert compiler_sm90.trace(kernels, 2, True) == ((192, 80), False)

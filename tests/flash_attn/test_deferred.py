@@ -38,7 +38,6 @@ def python(program: str, **environment: str) -> list[str]:
     return result.stdout.splitlines()[-1].split()
 
 
-@pytest.mark.sweep
 @pytest.mark.xdist_group("sm_90")
 def test_a_kernel_from_the_cache_takes_no_compiler(tmp_path: Path) -> None:
     environment = {

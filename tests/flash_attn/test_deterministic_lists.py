@@ -145,54 +145,6 @@ def test_one_walk_holds_both_kinds_by_lock_value() -> None:
     assert walk.dq_write_order[0, 0, 0, :4].tolist() == [0, 0, 1, 3]
 
 
-def test_compact_lists_of_packed_sequences_are_walked_row_by_row() -> None:
-    from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
-
-    batch = cpu_lists(
-        mask_block_cnt=torch.tensor([[[2, 0, 1, 3, 1]]], dtype=torch.int32),
-        mask_block_idx=torch.randperm(15, generator=torch.Generator().manual_seed(0)).int().view(1, 1, 5, 3) % 7,
-        dq_write_order=torch.tensor([2, 0, 4, 1, 0, 0, 3, 0, 0, 4, 1, 2, 0, 0, 0], dtype=torch.int32).view(1, 1, 5, 3),
-    )
-    names = ("mask_block_cnt", "mask_block_idx", "dq_write_order")
-    packed = batch._replace(**{name: getattr(batch, name).squeeze(0) for name in names})
-    packed = packed._replace(cu_total_n_blocks=torch.tensor([0, 5], dtype=torch.int32))
-    mine, other = (one_walk(require_write_order(lists), num_q_blocks=7) for lists in (packed, batch))
-    used = torch.arange(3) < other.mask_block_cnt[0, 0].unsqueeze(-1)
-    for name in names[1:]:
-        walk = getattr(mine, name)
-        assert walk[: used.sum()].equal(getattr(other, name)[0, 0][..., :3][used])
-    assert other.dq_write_order[0, 0, 3].tolist() == [1, 2, 4]
-
-
-def test_ragged_lists_of_packed_sequences_are_walked_like_compact_ones() -> None:
-    from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
-
-    draw = torch.Generator().manual_seed(1)
-    compact = cpu_lists(
-        mask_block_cnt=torch.tensor([[2, 0, 1, 3, 1]], dtype=torch.int32),
-        mask_block_idx=torch.randperm(15, generator=draw).int().view(1, 5, 3) % 7,
-        dq_write_order=torch.randperm(15, generator=draw).int().view(1, 5, 3) % 4,
-        full_block_cnt=torch.tensor([[0, 1, 2, 2, 0]], dtype=torch.int32),
-        full_block_idx=torch.randperm(10, generator=draw).int().view(1, 5, 2) % 7,
-        dq_write_order_full=torch.randperm(10, generator=draw).int().view(1, 5, 2) % 4,
-        cu_total_n_blocks=torch.tensor([0, 2, 2, 5], dtype=torch.int32),
-    )
-    # The same rows from the last to the first, one behind the other.
-    flat = {}
-    for kind, order, width, starts in (
-        ("mask", "dq_write_order", 3, "cu_block_idx_offsets"),
-        ("full", "dq_write_order_full", 2, "cu_full_block_idx_offsets"),
-    ):
-        names = (f"{kind}_block_idx", order)
-        flat |= {name: getattr(compact, name).squeeze(0).flip(0).flatten() for name in names}
-        flat[starts] = torch.arange(4, -1, -1).view(1, 5) * width
-    for spt in (False, True):
-        ragged = compact._replace(**flat, spt=spt)
-        mine = one_walk(require_write_order(ragged), num_q_blocks=7)
-        other = one_walk(require_write_order(compact._replace(spt=spt)), num_q_blocks=7)
-        assert_same_walk(mine, other)
-
-
 # Query and key blocks of each sequence: no keys, no queries, more of either, as many.
 SHAPES = ((4, 3), (2, 0), (0, 2), (1, 5), (3, 3))
 
@@ -260,20 +212,6 @@ def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt
     assert mine.mask_block_idx.numel() == stacked.mask_block_idx.numel()
     unknown = prepare(stacked, 90, True, **(given | dict(seqlen_q=torch.tensor(512))))  # by the host
     assert_same_walk(unknown, other)
-
-
-@pytest.mark.parametrize("form", ["stacked", "ragged"])
-def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
-    """Though a head dimension says that there are more heads."""
-    from flash_attn.cute.lists.deterministic_lists import prepare
-
-    lists = formed(drawn(1, SHAPES), form, SHAPES)
-    repeated = {name: t.expand(4, *t.shape[1:]) for name, t in lists._asdict().items() if getattr(t, "ndim", 0) > 1}
-    starts = torch.tensor([0, *accumulate(128 * M for M, _ in SHAPES)]).int()
-    given = dict(seqlen_q=512, block_q=128, cu_seqlens_q=starts)
-    one, many = (prepare(each, 90, True, **given) for each in (lists, lists._replace(**repeated)))
-    assert many.mask_block_cnt.shape[0] == 1
-    assert_same_walk(many, one)
 
 
 def test_stacked_lists_need_the_queries_of_their_sequences() -> None:

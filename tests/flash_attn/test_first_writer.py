@@ -63,7 +63,6 @@ def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
         return out
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("share", [3, 1000])
 def test_every_seen_tile_has_one_writer_the_last_key_tile(compiler_sm90: Worker, share: int) -> None:
     cases, walks = [], []
@@ -113,7 +112,6 @@ def launched(shares: int) -> list[tuple[int, ...]]:
         return [tuple(row) for row in out.tolist()]
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("shares", [1, SHARES])
 def test_later_keys_of_a_share_are_launched_first(compiler_sm90: Worker, shares: int) -> None:
     order = product(range(2), range(shares)[::-1], range(HEADS), range(BLOCKS)[::-1])
@@ -152,7 +150,6 @@ def kernels(deterministic: bool) -> tuple[bool, str]:
     return backward.writes_first, str(sorted(orders))
 
 
-@pytest.mark.xdist_group("sm_90")
 def test_who_stores_first_is_launched_first(compiler_sm90: Worker) -> None:
     # Every warp role, and every copy of a scheduler that a loop makes, has to count from the same end.
     assert compiler_sm90.trace(kernels, False) == (True, "[True]")

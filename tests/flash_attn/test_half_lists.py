@@ -64,7 +64,6 @@ def rows_with_halves(case: Case) -> set[bool]:
     return found
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("case", [CASES[0], CASES[5], PAIRED, TWICE[1]], ids=str)
 def test_rows_of_both_kernels_say_which_half_lists_a_block(compiler_sm100: Worker, case: Case) -> None:
     assert compiler_sm100.trace(rows_with_halves, case) == {True}
@@ -81,7 +80,6 @@ def stages(case: Case) -> tuple[int, tuple[int, int], bool]:
     return kernel.q_stage, tile, kernel.list_halves
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize(("case", "expected"), ALONE, ids=str)
 def test_packed_heads_need_no_halves(compiler_sm100: Worker, case: Case, expected: tuple) -> None:
     assert compiler_sm100.trace(stages, case) == (*expected, False)
@@ -105,13 +103,11 @@ def groups(case: Case) -> tuple[int, int]:
     return *asked, kernel.kv_subtile_factor // kernel.cta_group_size
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("case", TWICE, ids=str)
 def test_lock_values_are_made_for_as_many_ctas_as_add(compiler_sm100: Worker, case: Case) -> None:
     assert compiler_sm100.trace(groups, case) == (2, 2)
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("spt", [False, True])
 @pytest.mark.parametrize("number", [9, *(pytest.param(n, marks=pytest.mark.sweep) for n in (8, 7))])
 def test_the_kernel_waits_in_turn_for_tiles_listed_twice(compiler_sm100: Worker, spt: bool, number: int) -> None:
@@ -125,14 +121,12 @@ def test_the_kernel_waits_in_turn_for_tiles_listed_twice(compiler_sm100: Worker,
         assert_in_order(walk, launched)
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("halves", [1, 2, 3])
 def test_a_half_that_does_not_list_a_block_sees_nothing_of_it(compiler_sm100: Worker, halves: int) -> None:
     scores = [{1.0} if halves >> query // 64 & 1 else {-math.inf} for query in range(128)]
     assert compiler_sm100.run(hidden, halves) == {"forward": scores, "backward": scores}
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("case", WALKED, ids=str)
 def test_kernels_walk_what_either_half_lists(compiler_sm100: Worker, case: Drawn, backward: bool) -> None:

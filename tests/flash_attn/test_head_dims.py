@@ -19,7 +19,6 @@ def packed_backward(D: int, Dv: int) -> None:
     _flash_attn_bwd(q, k, v, o, o, lse, causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts)
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("D,Dv", [(72, 72), (80, 80), (64, 80)])
 def test_refused(compiler_sm90: Worker, D: int, Dv: int) -> None:
     with pytest.raises(WorkerError, match=f"multiples of 32, got head_dim={D}, head_dim_v={Dv}") as error:
@@ -27,6 +26,5 @@ def test_refused(compiler_sm90: Worker, D: int, Dv: int) -> None:
     assert error.value.kind == "NotImplementedError"
 
 
-@pytest.mark.xdist_group("sm_90")
 def test_what_is_right_goes_on(compiler_sm90: Worker) -> None:
     compiler_sm90.trace(packed_backward, 96, 96)

@@ -33,7 +33,7 @@ def one_multiprocessor() -> Iterator[None]:
     """Where nothing is gained by many CTAs, however short the sequences."""
     rule = two_pass.window_heads_per_cta
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two_pass, "heads_per_cta", lambda *args, **named: rule(*args, **named | {"sms": 1}))
+        patch.setattr(two_pass, "window_heads_per_cta", lambda *args, **named: rule(*args, **named | {"sms": 1}))
         yield
 
 
@@ -44,7 +44,6 @@ def compiled_heads(case: Case) -> int:
     return kernels[0].heads_per_cta
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("case,heads", CASES, ids=str)
 def test_what_is_compiled(case: Case, heads: int, compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(compiled_heads, case) == heads
@@ -93,7 +92,7 @@ def test_numbers(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [2, 4])
 def test_bits_repeat(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_pass, "heads_per_cta", lambda *_, **__: heads)
+    monkeypatch.setattr(two_pass, "window_heads_per_cta", lambda *_, **__: heads)
     for case in [case for case, _ in CASES if case.deterministic][::2]:
         assert_bits_repeat(case, 30)
 
@@ -106,6 +105,6 @@ def test_a_part_of_the_heads_adds_to_the_same_gradients(case: Case, monkeypatch:
     o, lse = forward(case, x)
     with one_multiprocessor():
         whole = backward(case, x, o, lse)
-    monkeypatch.setattr(two_pass, "heads_per_cta", lambda *_, **__: 2)
+    monkeypatch.setattr(two_pass, "window_heads_per_cta", lambda *_, **__: 2)
     for one, two in zip(whole, backward(case, x, o, lse), strict=True):
         assert (one - two).abs().max() <= 2**-6 * one.abs().max()

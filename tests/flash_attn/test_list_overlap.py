@@ -51,7 +51,6 @@ def stages(case: Case) -> int:
     return kernels[0].num_stages if kernels[0].overlap_tiles else 0
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("case,expected", CASES, ids=str)
 def test_who_overlaps(case: Case, expected: int, compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(stages, case) == expected

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward_lists, forward, in_turn, make_inputs
+from fa_cases import Case, backward_lists, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, WorkerError, built_kernels
 from test_backward_plan import random_lists
 from test_two_pass_backward import without_dq
@@ -52,8 +52,7 @@ def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
     from flash_attn.cute.bwd_sm90 import two_pass
 
     x = make_inputs(case)
-    o = torch.empty_like(x.do)
-    lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
+    o, lse = outputs(case, x)
     with pytest.MonkeyPatch.context() as patch, built_kernels("FlashAttentionBackwardSm90", traced=True) as kernels:
         patch.setattr(two_pass, "WALKS_GROUP", True)
         without_dq(case, x, o, lse, deterministic=deterministic)
@@ -61,7 +60,6 @@ def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
     return kernel.heads_per_cta, kernel.stores_dkv, kernel.takes_turns
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", [CASES[1], CASES[6], PLANNED[0], PLANNED[3], *ALONE], ids=str)
 def test_what_is_compiled(case: Case, deterministic: bool, compiler_sm90: Worker) -> None:
@@ -72,7 +70,6 @@ def test_what_is_compiled(case: Case, deterministic: bool, compiler_sm90: Worker
     assert compiler_sm90.trace(compiled_kernel, case, deterministic) == expected
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize(
     ("case", "more", "kind", "said"),
     [
@@ -88,8 +85,7 @@ def test_refused(case: Case, more: dict[str, bool], kind: str, said: str, compil
 
 def refused(case: Case, more: dict[str, bool]) -> None:
     x = make_inputs(case)
-    o = torch.empty_like(x.do)
-    lse = o.new_empty((case.B, case.Hq, case.T_q), dtype=torch.float32)
+    o, lse = outputs(case, x)
     if more.pop("swapped", False):
         own = backward_lists(replace(case, plan=0, list_heads=case.Hq))
         more = dict(block_sparse_tensors=own._replace(plan=backward_lists(case).plan, plan_per_group=True))

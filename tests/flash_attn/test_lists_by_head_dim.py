@@ -31,7 +31,6 @@ def built(case: Case) -> list[str]:
     return [type(kernel).__name__ for kernel in kernels]
 
 
-@pytest.mark.xdist_group("sm_100")
 def test_dense_calls_keep_the_kernel_for_256(compiler_sm100: Worker) -> None:
     """It reads no lists: calls with lists take the general one."""
     dense = compiler_sm100.trace(built, Case(D=256, T_q=700, T_k=700))
@@ -51,7 +50,6 @@ def refused(case: Case) -> str:
     return str(error.value)
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize(("case", "said"), TOO_FEW_KEYS, ids=str)
 def test_blocks_of_too_few_keys_are_refused(compiler_sm100: Worker, case: Case, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -77,7 +75,6 @@ def call_on(arch: int, direction: str) -> None:
             backward(case, x, x.do, lse, lists[1])
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize(
     ("arch", "direction", "said"),
     [

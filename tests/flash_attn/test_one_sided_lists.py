@@ -7,7 +7,7 @@ from typing import Any
 import fa_packed_lists
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, _tensors, block, make_inputs, transposed
+from fa_cases import Case, Inputs, _masks, _tensors, block, in_turn, make_inputs, transposed
 from fa_compile import Worker
 from fa_reference import assert_close, attention, visible
 from test_upstream_programs import Context
@@ -23,10 +23,7 @@ CASES = [
     Case(D=128, window=(200, 0), form="ragged", deterministic=True, **PACK),
 ]
 # Deterministic backward in one pass wants an order with its lists.
-SIDES = [
-    (case, side) for case in CASES for side in ("forward", "backward") if side == "forward" or not case.deterministic
-]
-EACH = pytest.mark.parametrize(("case", "side"), SIDES, ids=str)
+EACH = pytest.mark.parametrize(("case", "side"), in_turn(CASES, "backward", "forward"), ids=str)
 
 
 def lists_of_the_mask(case: Case, x: Inputs, side: str) -> Any:

@@ -174,7 +174,6 @@ def _named(kernel: Any) -> str:
     return f"{name} {kernel.add_to}" if name.endswith("Postprocess") else name
 
 
-@pytest.mark.xdist_group("sm_90")
 def test_nothing_but_the_kernels_and_the_conversions_is_launched(compiler_sm90: Worker) -> None:
     kernel, convert = "FlashAttentionBackwardSm90", "FlashAttentionBackwardPostprocess"
     # Three calls; dq and the tokens' dk and dv on top of what is there, the blocks' by themselves.
@@ -185,7 +184,6 @@ def test_nothing_but_the_kernels_and_the_conversions_is_launched(compiler_sm90: 
     assert packed[0] == f"{kernel} (128, 128)" and not any("Preprocess" in name for name in packed)
 
 
-@pytest.mark.xdist_group("sm_90")
 def test_deterministic_calls_share_too(compiler_sm90: Worker) -> None:
     assert not any("Preprocess" in name for name in compiler_sm90.trace(compiled, Setup(deterministic=True)))
 
@@ -212,13 +210,11 @@ def conversions(arch: int, D: int) -> int:
     return len(cases)
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("D", [64, 128])
 def test_conversions_that_add_compile(compiler_sm90: Worker, D: int) -> None:
     assert compiler_sm90.trace(conversions, 90, D) == (3 if D == 64 else 4)
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("D", [64, 128])
 def test_conversions_that_add_compile_for_blackwell(compiler_sm100: Worker, D: int) -> None:
     assert compiler_sm100.trace(conversions, 100, D) == (2 if D == 64 else 3)
@@ -256,7 +252,6 @@ def places(rows: int, threads: int, atoms: int, D: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("D", [64, 128])
 def test_tiles_of_one_pattern_put_elements_in_one_place(compiler_sm90: Worker, D: int) -> None:
     from flash_attn.cute.shared_backward import Tile
@@ -314,7 +309,6 @@ def with_dlse(arch: str) -> None:
     refused(arch, dlse=torch.empty(1, device="cuda"))
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize(
     "call,named",
     [

@@ -71,7 +71,6 @@ def overlaps(asked: dict[str, object]) -> bool:
     return kernels[0].overlap_tiles
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("asked,expected", CALLS, ids=lambda value: str(value))
 def test_who_overlaps(asked: dict[str, object], expected: bool, compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(overlaps, asked) == expected

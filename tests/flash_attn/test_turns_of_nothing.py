@@ -34,14 +34,12 @@ def turns(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
     return found
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("case", [CASE, replace(CASE, D=128, Hkv=1, block=(256, 256))], ids=str)
 def test_both_gradients_have_a_turn_of_nothing(compiler_sm100: Worker, case: Case) -> None:
     """Only where a CTA has nothing to walk, and for the flags of both warpgroups."""
     assert compiler_sm100.trace(turns, case) == [(case.Hq // case.Hkv, 2, ("scf.if",))] * 2
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("change", [{"deterministic": False}, {"Hkv": 4}], ids=str)
 def test_no_turns_where_nothing_is_added_in_order(compiler_sm100: Worker, change: dict) -> None:
     assert compiler_sm100.trace(turns, replace(CASE, **change)) == []
@@ -63,7 +61,6 @@ def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
         return of.flatten(0, 2).tolist()
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize("flags", [1, 2])
 @pytest.mark.parametrize("head", [4, 5])
 def test_a_turn_is_waited_for_and_given_on(compiler_sm100: Worker, head: int, flags: int) -> None:

@@ -31,7 +31,6 @@ def supports(keys: int) -> bool:
     return block_sparse_bwd_supports_2cta(lists, 128)
 
 
-@pytest.mark.xdist_group("sm_100")
 def test_an_odd_factor_has_no_pairs(compiler_sm100: Worker) -> None:
     assert [compiler_sm100.trace(supports, 128 * factor) for factor in (1, 2, 3, 4)] == [False, True, False, True]
 
@@ -44,7 +43,6 @@ def kernel_with_pairs_over_an_odd_factor() -> None:
         compile_case(Case(D=128, T_q=700, T_k=700, lists="both", block=SINGLE))
 
 
-@pytest.mark.xdist_group("sm_100")
 def test_the_kernel_itself_refuses_pairs_over_an_odd_factor(compiler_sm100: Worker) -> None:
     with pytest.raises(WorkerError, match="kv_subtile_factor % cta_group_size"):
         compiler_sm100.trace(kernel_with_pairs_over_an_odd_factor)
@@ -57,7 +55,6 @@ def pairs(case: Case) -> list[bool]:
     return [kernel.use_2cta_instrs for kernel in kernels]
 
 
-@pytest.mark.xdist_group("sm_100")
 @pytest.mark.parametrize(("case", "expected"), CASES, ids=str)
 def test_pairs_where_they_are_expected(compiler_sm100: Worker, case: Case, expected: bool) -> None:
     assert compiler_sm100.trace(pairs, case) == [expected]

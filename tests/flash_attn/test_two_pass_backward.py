@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, forward, in_turn, make_inputs
+from fa_cases import Case, _masks, backward, backward_lists, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, WorkerError
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
@@ -54,8 +54,7 @@ def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:
         return role
 
     x = make_inputs(case)
-    o = torch.empty_like(x.do)
-    lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
+    o, lse = outputs(case, x)
     with ExitStack() as undo:
         for name in ("load", "mma", "dQaccum_store", "_get_shared_storage_cls"):
             undo.callback(setattr, Kernel, name, getattr(Kernel, name))
@@ -76,8 +75,7 @@ def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, case: Case, determinis
 
 def refused(arguments: dict[str, Any], case: Case) -> None:
     x = make_inputs(case)
-    o = torch.empty_like(x.do)
-    lse = o.new_empty((case.B, case.Hq, case.T_q), dtype=torch.float32)
+    o, lse = outputs(case, x)
     given = {name: getattr(x, value) if isinstance(value, str) else value for name, value in arguments.items()}
     without_dq(case, x, o, lse, **given)
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, in_turn, make_inputs
-from fa_compile import Worker, WorkerError
+from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, in_turn, make_inputs, outputs
+from fa_compile import Worker, WorkerError, built_kernels
 from fa_dq import call, rounded_sums, row_sums
 from fa_reference import assert_close, attention
 
@@ -180,16 +178,10 @@ def test_autograd_hands_over_both_lists(monkeypatch: pytest.MonkeyPatch, packed:
 
 
 def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
-    """The kernels that a deterministic call traces, in turn, and the shapes of fp32 tensors that it makes."""
+    """The kernels that a deterministic call asks for, in turn, and the shapes of fp32 tensors that it makes."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from flash_attn.cute import interface
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
-    from flash_attn.cute.bwd_dq_sm90.kernel import FlashAttentionBackwardDqSm90
-    from flash_attn.cute.flash_bwd_preprocess import FlashAttentionBackwardPreprocess
-    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-
-    names, shapes = [], []
+    shapes = []
 
     class Made(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -198,40 +190,21 @@ def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
                 shapes.append(tuple(out.shape))
             return out
 
-    def recording(kernel: type) -> Any:
-        original = kernel.__init__
-
-        @wraps(original)
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            names.append(kernel.__name__)
-            if not getattr(self, "computes_dq", True):
-                names[-1] += " without dq"
-
-        return init
-
-    kernels = FlashAttentionBackwardPreprocess, FlashAttentionBackwardSm90, FlashAttentionBackwardDqSm90
     x = make_inputs(case)
-    o = torch.empty_like(x.do)
-    lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
-    with ExitStack() as undo:
-        for kernel in kernels:
-            undo.callback(setattr, kernel, "__init__", kernel.__init__)
-            kernel.__init__ = recording(kernel)
-        for function in (interface._flash_attn_bwd, interface._bwd_preprocess, bwd_dq_interface._compiled):
-            undo.callback(setattr, function, "compile_cache", function.compile_cache)
-            function.compile_cache = {}  # whatever this worker has compiled before
-        undo.enter_context(Made())
+    o, lse = outputs(case, x)
+    with built_kernels() as kernels, Made():
         dq, dk, dv = gradients(case, x, o, lse, deterministic=True, passes=None)
     assert (dq.shape, dk.shape, dv.shape) == (x.q.shape, x.k.shape, x.v.shape) and dq.dtype == x.q.dtype
-    return names, shapes
+    without = {True: "", False: " without dq"}
+    return [type(kernel).__name__ + without[getattr(kernel, "computes_dq", True)] for kernel in kernels], shapes
 
 
 @pytest.mark.parametrize("case", [CASES[2], PACKED[0], *PACKED[5:]], ids=str)
 def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
     """Deterministic by default, without an order of adds to dq; nothing in fp32 is as large as dq."""
     names, shapes = compiler_sm90.trace(compiled, case)
-    assert names == ["FlashAttentionBackwardDqSm90", "FlashAttentionBackwardSm90 without dq"]  # and no preprocess
+    assert names[:2] == ["FlashAttentionBackwardDqSm90", "FlashAttentionBackwardSm90 without dq"]
+    assert not any("Preprocess" in name for name in names)
     tokens = sum(pair[0] for pair in case.packed) or case.T_q
     assert all(shape[-2:-1] != (case.Hq,) or shape[-1] < tokens * case.D for shape in shapes)
 
@@ -243,8 +216,7 @@ def times_normalized(case: Case) -> int:
     from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
     x = make_inputs(case)
-    o = torch.empty_like(x.do)
-    lse = o.new_empty((o.shape[-2], o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
+    o, lse = outputs(case, x)
     original = bwd_dq_interface.normalize_block_sparse_config
     with (
         patch.object(bwd_dq_interface, "normalize_block_sparse_config", side_effect=original) as normalize,
@@ -282,8 +254,7 @@ def test_rows_serve_both_passes(compiler_sm90: Worker, case: Case) -> None:
 
 def ordered_refusal(case: Case, more: dict[str, Any]) -> None:
     x = make_inputs(case)
-    o = torch.empty_like(x.do)
-    lse = o.new_empty((case.B, case.Hq, case.T_q), dtype=torch.float32)
+    o, lse = outputs(case, x)
     gradients(case, x, o, lse, deterministic=True, **more)
 
 

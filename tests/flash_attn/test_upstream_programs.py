@@ -151,22 +151,21 @@ def compiled(lists: Callable[..., Any], D: int, block: tuple[int, int]) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("lists", "dimensions"), [(packed_lists, 2), (ordered_lists, 4)], ids=["packed", "deterministic"]
+    ("D", "lists", "dimensions"), [(64, packed_lists, 1), (128, ordered_lists, 4)], ids=["packed", "deterministic"]
 )
-@pytest.mark.parametrize("D", [64, 128])
 def test_it_compiles_as_it_is(compiler_sm90: Worker, D: int, lists: Callable[..., Any], dimensions: int) -> None:
     gradients, walked = compiler_sm90.trace(compiled, lists, D, (128, 128))
     shapes = [(sum(T[side] for T in LENGTHS), H, D) for side, H in ((0, HQ), (1, HKV), (1, HKV))]
     assert gradients == [(shape, torch.bfloat16) for shape in shapes]
-    assert walked == {"forward": {dimensions}, "backward": {dimensions}}, "the kernels walk these lists as they are"
+    assert walked == {"forward": {dimensions}, "backward": {dimensions}}, (
+        "packed rows are found as ragged ones, padded ones as they are"
+    )
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_one_pass_takes_packed_lists_in_order(compiler_sm90: Worker, D: int) -> None:
-    """Backward walks them merged, which are ragged."""
-    gradients, walked = compiler_sm90.trace(compiled, packed_ordered_lists, D, (128, 128))
-    assert gradients[0] == ((sum(T_q for T_q, _ in LENGTHS), HQ, D), torch.bfloat16)
-    assert walked == {"forward": {2}, "backward": {1}}
+def test_one_pass_takes_packed_lists_in_order(compiler_sm90: Worker) -> None:
+    gradients, walked = compiler_sm90.trace(compiled, packed_ordered_lists, 128, (128, 128))
+    assert gradients[0] == ((sum(T_q for T_q, _ in LENGTHS), HQ, 128), torch.bfloat16)
+    assert walked == {"forward": {1}, "backward": {1}}
 
 
 def test_one_pass_follows_the_order(compiler_sm100: Worker) -> None:

@@ -64,15 +64,6 @@ def said(*call: Any, **options: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("form", PACKED)
-def test_right_packed_lists(form: str, heads: int) -> None:
-    call, options = packed_call(form, heads)
-    validate_call(True, *call, **options)
-    validate_call(True, call[0], None, *call[2:], **options)
-    validate_call(True, None, call[1], *call[2:], **options)
-
-
 @pytest.mark.parametrize("form", PACKED)
 @pytest.mark.parametrize("kind", ["mask", "full"])
 @pytest.mark.parametrize("backward", [False, True])

@@ -89,13 +89,11 @@ def stages(*calls: dict[str, Any]) -> list[int]:
     return [kernel.num_stages if kernel.overlap_tiles else 0 for kernel in kernels]
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("asked,expected", CALLS, ids=str)
 def test_who_overlaps(asked: dict[str, Any], expected: int, compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(stages, asked) == [expected]
 
 
-@pytest.mark.xdist_group("sm_90")
 def test_windows_of_either_kind_have_kernels_of_their_own(compiler_sm90: Worker) -> None:
     calls = [{"window": (left, 0), "D": 64} for left in (512, 8192, 100, 5000)]
     assert compiler_sm90.trace(stages, *calls) == [3, 0]

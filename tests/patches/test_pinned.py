@@ -49,6 +49,7 @@ def test_check_is_clean(capsys):
     assert status == 0, capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_tree_and_save_give_the_queue_back(copy):
     assert main(["--repository", str(copy), "tree"]) == 0
     expected = patched_files(ROOT)
@@ -79,7 +80,6 @@ def test_the_exported_patches_make_the_package(exported):
     assert subjects.splitlines() == ["Upstream", *patches, "Add the modules that callers import"]
 
 
-@pytest.mark.sweep
 def test_kernels_compile_from_the_exported_files(exported, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(exported))
     ours = overlay_files(ROOT)
@@ -93,6 +93,7 @@ def test_kernels_compile_from_the_exported_files(exported, monkeypatch):
         sm90.run(attend, {}, 512, (128, 128), 2)
 
 
+@pytest.mark.sweep
 def test_the_pin_moves_to_a_version_that_took_a_patch(wheel, copy, tmp_path, monkeypatch, capsys):
     queue = load_queue(ROOT)
     files = apply_patch(package_files(wheel), queue[0])
