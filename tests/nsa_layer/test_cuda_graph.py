@@ -127,26 +127,6 @@ def test_packed_sequences_whose_starts_are_on_the_cpu(module: bool) -> None:
         assert all(torch.equal(x, y) for x, y in zip(static, want, strict=True)), seed
 
 
-def test_graphed_function() -> None:
-    case = Case(**SMALL, config=NSAConfig(deterministic=True))
-    needs_hopper(case.config)
-    names = ("q", "k", "v", "gate_weight")
-
-    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate_weight: torch.Tensor) -> torch.Tensor:
-        return nsa(q, k, v, gate_weight=gate_weight, config=case.config)
-
-    sample = draw(case, 0)
-    graphed = torch.cuda.make_graphed_callables(layer, tuple(sample[name].requires_grad_() for name in names))
-    for seed in (1, 2):
-        given = draw(case, seed)
-        inputs = [given[name].requires_grad_() for name in names]
-        o = graphed(*inputs)
-        got = [x.clone() for x in (o, *torch.autograd.grad(o, inputs, given["do"]))]
-        want = step(case, given)
-        for name, x in zip(("o", *(f"d{name}" for name in names)), got, strict=True):
-            assert torch.equal(x, want[name]), name
-
-
 def test_graphed_module() -> None:
     """A training step of the module: output and the gradients of every parameter and of x."""
     config = NSAConfig(deterministic=True, block_counts=8)

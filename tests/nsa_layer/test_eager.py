@@ -97,17 +97,6 @@ def test_chunks_of_one_query(monkeypatch: pytest.MonkeyPatch, causal: bool) -> N
     assert_close_to_reference(Case(B=2, T=70, config=SMALL, causal=causal, compress_weights=True), "eager")
 
 
-def test_strided_inputs() -> None:
-    """q, k and v cut from one projection, as a model has them."""
-    case = Case(T=90, Hq=4, Hkv=4, config=SMALL)
-    inputs = make_inputs(case)
-    q, k, v = torch.stack([inputs.q, inputs.k, inputs.v], dim=3).flatten(3).split(case.D, dim=-1)
-    do = inputs.do.transpose(1, 2).contiguous().transpose(1, 2)
-    straight, strided = run("eager", inputs), run("eager", replace(inputs, q=q, k=k, v=v, do=do))
-    for name, x in straight.tensors().items():
-        torch.testing.assert_close(strided.tensors()[name], x, msg=name)
-
-
 class LargestTensor(TorchDispatchMode):
     """Notes how many elements the largest tensor has that any operation makes."""
 

@@ -175,15 +175,6 @@ def test_lengths() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("Hq", [8, 2])
-def test_ties_go_to_the_earlier_block(Hq: int) -> None:
-    case = replace(HALF, T=4096, Hq=Hq)
-    inputs = make_inputs(case, "cuda")
-    inputs = replace(inputs, q=torch.zeros_like(inputs.q))
-    assert_equal_lists(case, kernel_choice(inputs, 0.125), exact_choice(inputs, 0.125))
-
-
-@pytest.mark.gpu
 def test_strided_inputs() -> None:
     """q is some heads of a bigger tensor, k_mean too."""
     from nsa_layer.kernels.block_topk.topk_kernel import block_topk
