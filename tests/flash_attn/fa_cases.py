@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 
 BLOCK_K = 128
@@ -286,6 +287,11 @@ def _cumulated(lengths: list[int]) -> torch.Tensor:
 def in_turn(cases: list[Case], *values: Any) -> list[tuple[Any, Any]]:
     """Each case with one of the values."""
     return [(case, values[i % len(values)]) for i, case in enumerate(cases)]
+
+
+def swept(cases: list[Any], every: int = 3) -> list[Any]:
+    """The first of each so many cases for `make test`, and the others for `make test-all`."""
+    return [pytest.param(case, marks=pytest.mark.sweep if i % every else ()) for i, case in enumerate(cases)]
 
 
 def compile_case(case: Case) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, make_inputs
+from fa_cases import Case, make_inputs, swept
 from fa_compile import Worker, WorkerError
 from fa_dq import HALVES, LENGTHS, LISTS, call, layout
 
@@ -74,11 +74,9 @@ def frames(cubin: bytes) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("case", "output"), [pytest.param(*each, marks=pytest.mark.sweep if i % 3 else ()) for i, each in enumerate(SPILLS)]
-)
-def test_registers_suffice(case: Case, output: str, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.run(stack_bytes, case, output) == [0]
+@pytest.mark.parametrize("spilled", swept(SPILLS), ids=str)
+def test_registers_suffice(spilled: tuple[Case, str], compiler_sm90: Worker) -> None:
+    assert compiler_sm90.run(stack_bytes, *spilled) == [0]
 
 
 def refused(changes: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, in_turn, make_inputs
+from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, in_turn, make_inputs, swept
 from fa_compile import Worker, WorkerError
 from fa_packed_lists import ordered_backward_lists
 from fa_reference import assert_bits_repeat
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(options: dict, said: str) -> None:
         plan_backward(lists, **({"num_heads": 6, "num_heads_kv": 2, "num_q_blocks": 7} | options))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", swept(CASES), ids=str)
 def test_compiles(compiler_sm90: Worker, case: Case) -> None:
     compiler_sm90.trace(compile_case, case)
 

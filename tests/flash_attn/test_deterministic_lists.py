@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, forward_lists, make_inputs
+from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, forward_lists, make_inputs, swept
 from fa_compile import Worker, WorkerError, built_kernels
 from fa_packed_lists import lists_of_rows
 from fa_reference import assert_bits_repeat, assert_call_repeats
@@ -21,7 +21,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", swept(CASES), ids=str)
 def test_compiles(compiler_sm90: Worker, case: Case) -> None:
     compiler_sm90.trace(compile_case, case)
 
@@ -230,7 +230,7 @@ REPEATED = [
 ]
 
 
-@pytest.mark.parametrize("case", REPEATED[3:], ids=str)
+@pytest.mark.parametrize("case", swept(REPEATED[3:]), ids=str)
 def test_packed_compiles(compiler_sm90: Worker, case: Case) -> None:
     compiler_sm90.trace(compile_case, case)
 

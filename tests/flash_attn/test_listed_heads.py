@@ -60,8 +60,9 @@ def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
     return kernel.heads_per_cta, kernel.stores_dkv, kernel.takes_turns
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", [CASES[1], CASES[6], PLANNED[0], PLANNED[3], *ALONE], ids=str)
+@pytest.mark.parametrize(
+    ("case", "deterministic"), in_turn([CASES[1], CASES[6], PLANNED[3], PLANNED[0], *ALONE], True, False), ids=str
+)
 def test_what_is_compiled(case: Case, deterministic: bool, compiler_sm90: Worker) -> None:
     group = case.Hq // case.Hkv
     walked = 1 if case in ALONE else group

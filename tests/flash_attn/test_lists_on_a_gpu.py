@@ -11,7 +11,6 @@ from fa_lists import ListCase, random_lists
 
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.lists.validate import validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order, deterministic_walk, merged_walk
 
 pytestmark = pytest.mark.gpu
@@ -58,20 +57,6 @@ def test_same_as_on_the_cpu(case: ListCase) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert_same(captured, expected)
-
-
-def test_validation() -> None:
-    case = CASES[-1]
-    forward, backward = ([t.cuda() for t in side[:4]] for side in random_lists(case))
-    order = compute_dq_write_order(*forward, *backward, spt=True)
-    lists = BlockSparseTensorsTorch(*backward, dq_write_order=order[0], dq_write_order_full=order[1], spt=True)
-    sizes: dict[str, Any] = dict(seqlen_q=case.M * 128, seqlen_k=case.N * 128, num_heads=case.H, block_size=(128, 128))
-    validate_lists(BlockSparseTensorsTorch(*forward), lists, **sizes)
-    first = tuple((backward[0] > 0).nonzero()[-1].tolist())
-    backward[1][(*first, 0)] = case.M
-    place = ", ".join(map(str, first))
-    with pytest.raises(ValueError, match=rf"backward mask_block_idx\[{place}, 0\] = 40, expected a query block"):
-        validate_lists(BlockSparseTensorsTorch(*forward), lists, **sizes)
 
 
 def test_an_order_of_writes_at_a_million_tokens() -> None:
