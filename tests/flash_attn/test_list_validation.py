@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -47,44 +48,43 @@ def test_right() -> None:
     validate_lists(forward, backward, order=torch.arange(4), **SIZES)
 
 
-@pytest.mark.parametrize("value", [-1, 5])
-def test_counts(value: int) -> None:
+TRANSPOSE = "backward lists must be the transpose of forward lists"
+WRONG: list[tuple[str, dict[str, int], str]] = [
+    ("both", {"forward full_block_cnt[0, 2, 4]": -1}, ", expected 0 .. 4, the width of its index list"),
+    ("both", {"forward full_block_cnt[0, 2, 4]": 5}, ", expected 0 .. 4, the width of its index list"),
+    *(("both", {"forward mask_block_idx[0, 1, 2, 1]": n}, ", expected a key block of 0 .. 3") for n in (-3, 4)),
+    ("backward", {"backward full_block_idx[0, 3, 0, 1]": 5}, ", expected a query block of 0 .. 4"),
+    ("forward", {"forward mask_block_idx[0, 0, 2, 1]": 1},
+     " is listed twice for query block 2, also in forward mask_block_idx[0, 0, 2, 0]"),
+    ("backward", {"backward full_block_idx[0, 1, 0, 1]": 1},
+     " is listed twice for key block 0, also in backward mask_block_idx[0, 1, 0, 1]"),
+    ("no locks", {"backward mask_block_idx[0, 2, 3, 1]": 3, "backward mask_block_cnt[0, 2, 3]": 2},
+     f" is not in the forward lists: query block 3 lacks key block 3; {TRANSPOSE}"),
+    ("both", {"forward mask_block_idx[0, 0, 4, 1]": 2, "forward full_block_cnt[0, 0, 4]": 1,
+              "forward mask_block_cnt[0, 0, 4]": 2},
+     " is a mask block, but a full block in the backward lists"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "changes", "expected"), WRONG)
+def test_the_first_wrong_number_is_named(given: str, changes: dict[str, int], expected: str) -> None:
+    sides = dict(zip(("forward", "backward"), lists(), strict=True))
+    for place, value in changes.items():
+        side, name, at = re.fullmatch(r"(\w+) (\w+)\[(.*)\]", place).groups()
+        getattr(sides[side], name)[tuple(map(int, at.split(", ")))] = value
+    if given == "no locks":
+        sides["backward"] = sides["backward"]._replace(dq_write_order=None, dq_write_order_full=None)
+    own = (x if given not in ("forward", "backward") or given == side else None for side, x in sides.items())
+    place, value = next(iter(changes.items()))
+    assert message(*own) == f"{place} = {value}{expected}"
+
+
+def test_backward_lacks_an_entry() -> None:
     forward, backward = lists()
-    forward.full_block_cnt[0, 2, 4] = value
-    assert message(forward, backward) == (
-        f"forward full_block_cnt[0, 2, 4] = {value}, expected 0 .. 4, the width of its index list"
-    )
-
-
-@pytest.mark.parametrize("value", [-3, 4, 1 << 30])
-def test_forward_index(value: int) -> None:
-    forward, backward = lists()
-    forward.mask_block_idx[0, 1, 2, 1] = value
-    assert message(forward, backward) == f"forward mask_block_idx[0, 1, 2, 1] = {value}, expected a key block of 0 .. 3"
-
-
-def test_backward_index() -> None:
-    _, backward = lists()
-    backward.full_block_idx[0, 3, 0, 1] = 5
-    expected = "backward full_block_idx[0, 3, 0, 1] = 5, expected a query block of 0 .. 4"
-    assert message(None, backward) == expected
-
-
-def test_listed_twice() -> None:
-    forward, _ = lists()
-    forward.mask_block_idx[0, 0, 2, 1] = 1
-    assert message(forward) == (
-        "forward mask_block_idx[0, 0, 2, 1] = 1 is listed twice for query block 2, also in "
-        "forward mask_block_idx[0, 0, 2, 0]"
-    )
-
-
-def test_listed_as_mask_and_full() -> None:
-    _, backward = lists()
-    backward.full_block_idx[0, 1, 0, 1] = 1
-    assert message(None, backward) == (
-        "backward full_block_idx[0, 1, 0, 1] = 1 is listed twice for key block 0, also in "
-        "backward mask_block_idx[0, 1, 0, 1]"
+    backward.mask_block_cnt[0, 2, 1] -= 1
+    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
+        "forward mask_block_idx[0, 2, 2, 0] = 1 is not in the backward lists: key block 1 lacks query block 2; "
+        + TRANSPOSE
     )
 
 
@@ -94,35 +94,6 @@ def test_rising() -> None:
     validate_lists(forward, backward, **SIZES)
     expected = "forward mask_block_idx[0, 3, 2, 1] = 1 comes after 2, expected rising indices"
     assert message(forward, backward, ascending=True) == expected
-
-
-def test_backward_lacks_an_entry() -> None:
-    forward, backward = lists()
-    backward.mask_block_cnt[0, 2, 1] -= 1
-    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
-        "forward mask_block_idx[0, 2, 2, 0] = 1 is not in the backward lists: key block 1 lacks query block 2; "
-        "backward lists must be the transpose of forward lists"
-    )
-
-
-def test_backward_has_one_more() -> None:
-    forward, backward = lists()
-    backward.mask_block_cnt[0, 2, 3] += 1
-    backward.mask_block_idx[0, 2, 3, 1] = 3
-    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
-        "backward mask_block_idx[0, 2, 3, 1] = 3 is not in the forward lists: query block 3 lacks key block 3; "
-        "backward lists must be the transpose of forward lists"
-    )
-
-
-def test_full_for_mask() -> None:
-    forward, backward = lists()
-    forward.full_block_cnt[0, 0, 4] -= 1
-    forward.mask_block_cnt[0, 0, 4] += 1
-    forward.mask_block_idx[0, 0, 4, 1] = 2
-    assert message(forward, backward) == (
-        "forward mask_block_idx[0, 0, 4, 1] = 2 is a mask block, but a full block in the backward lists"
-    )
 
 
 def test_block_sizes_that_differ_are_not_compared() -> None:
