@@ -47,45 +47,29 @@ def test_right() -> None:
     validate_lists(forward, backward, order=torch.arange(4), **SIZES)
 
 
-@pytest.mark.parametrize("value", [-1, 5])
-def test_counts(value: int) -> None:
+TWICE = "is listed twice for"
+MISTAKES = [
+    ("full_block_cnt", (0, 2, 4), -1, "expected 0 .. 4, the width of its index list"),
+    ("full_block_cnt", (0, 2, 4), 5, "expected 0 .. 4, the width of its index list"),
+    ("mask_block_idx", (0, 1, 2, 1), -3, "expected a key block of 0 .. 3"),
+    ("mask_block_idx", (0, 1, 2, 1), 4, "expected a key block of 0 .. 3"),
+    ("mask_block_idx", (0, 1, 2, 1), 1 << 30, "expected a key block of 0 .. 3"),
+    ("mask_block_idx", (0, 0, 2, 1), 1, f"{TWICE} query block 2, also in forward mask_block_idx[0, 0, 2, 0]"),
+]
+BACKWARD_MISTAKES = [
+    ("full_block_idx", (0, 3, 0, 1), 5, "expected a query block of 0 .. 4"),
+    ("full_block_idx", (0, 1, 0, 1), 1, f"{TWICE} key block 0, also in backward mask_block_idx[0, 1, 0, 1]"),
+]
+EACH = [("forward", *each) for each in MISTAKES] + [("backward", *each) for each in BACKWARD_MISTAKES]
+
+
+@pytest.mark.parametrize(("side", "field", "at", "value", "expected"), EACH)
+def test_one_wrong_number(side: str, field: str, at: tuple[int, ...], value: int, expected: str) -> None:
     forward, backward = lists()
-    forward.full_block_cnt[0, 2, 4] = value
-    assert message(forward, backward) == (
-        f"forward full_block_cnt[0, 2, 4] = {value}, expected 0 .. 4, the width of its index list"
-    )
-
-
-@pytest.mark.parametrize("value", [-3, 4, 1 << 30])
-def test_forward_index(value: int) -> None:
-    forward, backward = lists()
-    forward.mask_block_idx[0, 1, 2, 1] = value
-    assert message(forward, backward) == f"forward mask_block_idx[0, 1, 2, 1] = {value}, expected a key block of 0 .. 3"
-
-
-def test_backward_index() -> None:
-    _, backward = lists()
-    backward.full_block_idx[0, 3, 0, 1] = 5
-    expected = "backward full_block_idx[0, 3, 0, 1] = 5, expected a query block of 0 .. 4"
-    assert message(None, backward) == expected
-
-
-def test_listed_twice() -> None:
-    forward, _ = lists()
-    forward.mask_block_idx[0, 0, 2, 1] = 1
-    assert message(forward) == (
-        "forward mask_block_idx[0, 0, 2, 1] = 1 is listed twice for query block 2, also in "
-        "forward mask_block_idx[0, 0, 2, 0]"
-    )
-
-
-def test_listed_as_mask_and_full() -> None:
-    _, backward = lists()
-    backward.full_block_idx[0, 1, 0, 1] = 1
-    assert message(None, backward) == (
-        "backward full_block_idx[0, 1, 0, 1] = 1 is listed twice for key block 0, also in "
-        "backward mask_block_idx[0, 1, 0, 1]"
-    )
+    getattr(backward if side == "backward" else forward, field)[at] = value
+    comma = "" if expected.startswith(TWICE) else ","
+    said = message(None, backward) if side == "backward" else message(forward)
+    assert said == f"{side} {field}[{', '.join(map(str, at))}] = {value}{comma} {expected}"
 
 
 def test_rising() -> None:

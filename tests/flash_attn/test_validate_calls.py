@@ -54,8 +54,7 @@ def said(*call: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("form", PACKED)
-@pytest.mark.parametrize("kind", ["mask", "full"])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("kind", "backward"), [("mask", False), ("full", True)])
 def test_one_wrong_entry(form: str, kind: str, backward: bool) -> None:
     """Every entry that is read counts, in every sequence; what lies between rows does not."""
     call, options = packed_call(form)
@@ -197,9 +196,10 @@ def planned(form: str, Hkv: int, per_group: bool, **options: Any) -> tuple[list[
 EACH_PLAN = pytest.mark.parametrize(("Hkv", "per_group"), PLANS)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("listed", [None, 40])
-@pytest.mark.parametrize("schedule", ["left to right", "longest first"])
+@pytest.mark.parametrize(
+    ("schedule", "listed", "deterministic"),
+    [("left to right", None, False), ("left to right", 40, True), ("longest first", 40, False)],
+)
 @EACH_PLAN
 @pytest.mark.parametrize("form", ["padded", *PACKED])
 def test_plans_as_they_are_made(
