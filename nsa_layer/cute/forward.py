@@ -80,9 +80,10 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
         k_scored = project(k_mean, w_k)
         k_cmp = k_rounded[0] if k_rounded else k_scored.to(k.dtype)
         v_cmp = project(v_mean, w_v).to(v.dtype)
+        means = None if w_k is None else k_mean, None if w_v is None else v_mean
     with component("choose"):
         indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
-    del k_scored
+    del k_scored, k_mean, v_mean
     with component("cmp"):
         o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
     with component("lists"):
@@ -93,7 +94,6 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
         o_slc, lse_slc = attend(q, k, v, spec, selected_options(sparsity, packing))
     with component("gate"):
         g = gated_sum(q, o_cmp, o_slc, o_swa, gate_weight=gate_weight, gates=gates, out=o)[1]
-    means = None if w_k is None else k_mean, None if w_v is None else v_mean
     outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), kept))
     return SavedForBackward(indices, counts, k_cmp, v_cmp, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
 

@@ -67,20 +67,27 @@ def _heads(case: Case, only: slice, turned: Callable[[list[list[int]], int], Any
 def _tensors(
     case: Case, heads: list[dict[str, Rows]], across: list[int], rows_before: str, device: str = "cuda"
 ) -> Any:
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
     kinds = {"mask": [head["partial"] for head in heads]}
     if case.lists != "no full":
         kinds["full"] = [head["full"] for head in heads]
-    fields: dict[str, Any] = {"block_size": block(case)}
+    return lists_of_rows(kinds, case.form, across, rows_before, device, block_size=block(case))
+
+
+def lists_of_rows(
+    kinds: dict[str, list[Rows]], form: str, across: list[int], rows_before: str, device: str = "cpu", **fields: Any
+) -> Any:
+    """Lists in a form, of the rows of "mask" and "full" blocks of each head; across: blocks that a row may list."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
     for kind, of_heads in kinds.items():
-        counts, indices, more = FORMS[case.form](of_heads, across)
+        counts, indices, starts = FORMS[form](of_heads, across)
         fields |= {f"{kind}_block_cnt": _int32(counts, device), f"{kind}_block_idx": _int32(indices, device)}
-        if more is not None:
-            field = "cu_full_block_idx_offsets" if case.form == "ragged" and kind == "full" else "cu_block_idx_offsets"
-            fields[field] = torch.tensor(more, dtype=torch.int64, device=device)
-    if case.form not in ("padded", "shared"):
-        fields[rows_before] = _int32([0, *accumulate(len(rows) for rows in kinds["mask"][0])], device)
+        if starts is not None:
+            field = "cu_full_block_idx_offsets" if form == "ragged" and kind == "full" else "cu_block_idx_offsets"
+            fields[field] = torch.tensor(starts, dtype=torch.int64, device=device)
+    if form not in ("padded", "shared"):
+        (sequences, *_) = kinds["mask"]
+        fields[rows_before] = _int32([0, *accumulate(map(len, sequences))], device)
     return BlockSparseTensorsTorch(**fields)
 
 

@@ -64,7 +64,9 @@ def assert_dq(case: Case, start: int = 64) -> None:
         assert_close(f"{times} times dq of {case}", got, times * exact, times * plain, times * rounding)
 
 
-def assert_end(case: Case, start: int) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("case,start", ENDS, ids=str)
+def test_end_of_a_chain(case: Case, start: int) -> None:
     """A call that ends a chain: the bits of one that adds to the accumulator and of `convert` after it."""
     from flash_attn.cute.shared_backward import convert
 
@@ -88,7 +90,9 @@ def assert_end(case: Case, start: int) -> None:
     assert_close(f"dq onto another of {case}", onto, before.double() + alone.double(), before + alone)
 
 
-def assert_sums(case: Case, start: int) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("case,start", SUMS, ids=str)
+def test_row_sums(case: Case, start: int) -> None:
     """Row sums that the pass computes are those of o, in all rows of the sequences' tiles, and dq is of them."""
     x, accum = make_inputs(case), layout(case, start)
     o = torch.randn_like(x.q)
@@ -118,12 +122,6 @@ def assert_sums(case: Case, start: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case,start", SUMS, ids=str)
-def test_row_sums(case: Case, start: int) -> None:
-    assert_sums(case, start)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers(case: Case) -> None:
     assert_dq(case)
@@ -136,18 +134,8 @@ def test_numbers_of_packed_sequences(case: Case, start: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case,start", ENDS, ids=str)
-def test_end_of_a_chain(case: Case, start: int) -> None:
-    assert_end(case, start)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("block_k", [64, 128])
 def test_rows_that_list_nothing(block_k: int) -> None:
-    assert_empty_rows(block_k)
-
-
-def assert_empty_rows(block_k: int) -> None:
     """dq 0; an accumulator stays as it is, or is stored zeros to."""
     case = Case(D=128, **{**LISTS, "block": (128, block_k)})
     x = make_inputs(case)
@@ -176,10 +164,6 @@ def assert_empty_rows(block_k: int) -> None:
 
 @pytest.mark.gpu
 def test_without_keys() -> None:
-    assert_without_keys()
-
-
-def assert_without_keys() -> None:
     """What the accumulator and dq hold is all there is."""
     x = make_inputs(CASES[0])
     x = replace(x, k=x.k[:, :0], v=x.v[:, :0])
@@ -197,10 +181,6 @@ def assert_without_keys() -> None:
 
 @pytest.mark.gpu
 def test_rows_that_are_not_used() -> None:
-    assert_used_rows()
-
-
-def assert_used_rows() -> None:
     """Nothing is written past seqused_q, and what comes before does not change."""
     case = CASES[11]
     x, used = make_inputs(case), (333, 700)

@@ -9,34 +9,7 @@ import torch
 from fa_compile import Worker, WorkerError
 from fa_compress import KINDS, Data, Kind, make, run
 
-from flash_attn.cute.compressed_causal.mask import MAX_FACTOR, MAX_OFFSET, UNSUPPORTED, compression, refuse_unsupported
-
-
-@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func", "_flash_attn_fwd", "_flash_attn_bwd"])
-@pytest.mark.parametrize(
-    "causal,factor,offset,said",
-    [
-        (False, 2, 0, "need causal=True"),
-        (False, 1, 5, "need causal=True"),
-        (True, 0, 0, "compress_factor"),
-        (True, -3, 0, "compress_factor"),
-        (True, MAX_FACTOR + 1, 0, "compress_factor"),
-        (True, 2.0, 0, "compress_factor"),
-        (True, True, 0, "compress_factor"),
-        (True, "2", 0, "compress_factor"),
-        (True, 2, 0.5, "compress_offset"),
-        (True, 2, None, "compress_offset"),
-        (True, 2, False, "compress_offset"),
-        (True, 2, -MAX_OFFSET - 1, "compress_offset"),
-    ],
-)
-def test_refused_before_anything_else(name: str, causal: bool, factor: Any, offset: Any, said: str) -> None:
-    from flash_attn.cute import interface
-
-    x = torch.zeros(1)  # no attention input: nothing looks at it before the pair
-    args = [x] * (6 if name == "_flash_attn_bwd" else 3)
-    with pytest.raises(ValueError, match=said):
-        getattr(interface, name)(*args, causal=causal, compress_factor=factor, compress_offset=offset)
+from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, compression, refuse_unsupported
 
 
 def test_the_default_asks_for_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, forward_lists, make_inputs
 from fa_compile import Worker, WorkerError, built_kernels
-from fa_packed_lists import FORMS
+from fa_packed_lists import lists_of_rows
 from fa_reference import assert_bits_repeat, assert_call_repeats
 
 ORDERED = dict(T_q=700, T_k=700, deterministic=True)
@@ -164,17 +164,11 @@ def drawn(heads: int, shapes: tuple[tuple[int, int], ...]) -> dict[str, list]:
 def formed(rows: dict[str, list], form: str, shapes: tuple[tuple[int, int], ...]) -> Any:
     """Lists in a form, with lock values."""
     from flash_attn.cute.block_lists import packed_write_order
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    across, before = [M for M, _ in shapes], [0, *accumulate(N for _, N in shapes)]
-    fields: dict[str, Any] = {"cu_total_n_blocks": torch.tensor(before, dtype=torch.int32)}
-    for kind, of_heads in rows.items():
-        counts, indices, starts = FORMS[form](of_heads, across)
-        fields |= {f"{kind}_block_cnt": torch.tensor(counts).int(), f"{kind}_block_idx": torch.tensor(indices).int()}
-        own = "cu_full_block_idx_offsets" if form == "ragged" and kind == "full" else "cu_block_idx_offsets"
-        fields[own] = torch.tensor(starts)
-    most, before = max(across), torch.tensor([0, *accumulate(across)])
-    return packed_write_order(BlockSparseTensorsTorch(**fields), num_q_blocks=most, cu_total_m_blocks=before)
+    across = [M for M, _ in shapes]
+    before = torch.tensor([0, *accumulate(across)])
+    lists = lists_of_rows(rows, form, across, "cu_total_n_blocks")
+    return packed_write_order(lists, num_q_blocks=max(across), cu_total_m_blocks=before)
 
 
 def assert_same_walk(mine: Any, other: Any) -> None:

@@ -73,7 +73,7 @@ def one_cta_a_tile() -> Iterator[None]:
     from flash_attn.cute import interface
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface.list_overlap, "stages_for_lists", lambda *_, **__: 0)
+        patch.setattr(interface.persistence, "stages_for_lists", lambda *_, **__: 0)
         yield
 
 

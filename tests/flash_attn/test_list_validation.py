@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -48,44 +47,29 @@ def test_right() -> None:
     validate_lists(forward, backward, order=torch.arange(4), **SIZES)
 
 
-TRANSPOSE = "backward lists must be the transpose of forward lists"
-WRONG: list[tuple[str, dict[str, int], str]] = [
-    ("both", {"forward full_block_cnt[0, 2, 4]": -1}, ", expected 0 .. 4, the width of its index list"),
-    ("both", {"forward full_block_cnt[0, 2, 4]": 5}, ", expected 0 .. 4, the width of its index list"),
-    *(("both", {"forward mask_block_idx[0, 1, 2, 1]": n}, ", expected a key block of 0 .. 3") for n in (-3, 4)),
-    ("backward", {"backward full_block_idx[0, 3, 0, 1]": 5}, ", expected a query block of 0 .. 4"),
-    ("forward", {"forward mask_block_idx[0, 0, 2, 1]": 1},
-     " is listed twice for query block 2, also in forward mask_block_idx[0, 0, 2, 0]"),
-    ("backward", {"backward full_block_idx[0, 1, 0, 1]": 1},
-     " is listed twice for key block 0, also in backward mask_block_idx[0, 1, 0, 1]"),
-    ("no locks", {"backward mask_block_idx[0, 2, 3, 1]": 3, "backward mask_block_cnt[0, 2, 3]": 2},
-     f" is not in the forward lists: query block 3 lacks key block 3; {TRANSPOSE}"),
-    ("both", {"forward mask_block_idx[0, 0, 4, 1]": 2, "forward full_block_cnt[0, 0, 4]": 1,
-              "forward mask_block_cnt[0, 0, 4]": 2},
-     " is a mask block, but a full block in the backward lists"),
-]  # fmt: skip
+TWICE = "is listed twice for"
+MISTAKES = [
+    ("full_block_cnt", (0, 2, 4), -1, "expected 0 .. 4, the width of its index list"),
+    ("full_block_cnt", (0, 2, 4), 5, "expected 0 .. 4, the width of its index list"),
+    ("mask_block_idx", (0, 1, 2, 1), -3, "expected a key block of 0 .. 3"),
+    ("mask_block_idx", (0, 1, 2, 1), 4, "expected a key block of 0 .. 3"),
+    ("mask_block_idx", (0, 1, 2, 1), 1 << 30, "expected a key block of 0 .. 3"),
+    ("mask_block_idx", (0, 0, 2, 1), 1, f"{TWICE} query block 2, also in forward mask_block_idx[0, 0, 2, 0]"),
+]
+BACKWARD_MISTAKES = [
+    ("full_block_idx", (0, 3, 0, 1), 5, "expected a query block of 0 .. 4"),
+    ("full_block_idx", (0, 1, 0, 1), 1, f"{TWICE} key block 0, also in backward mask_block_idx[0, 1, 0, 1]"),
+]
+EACH = [("forward", *each) for each in MISTAKES] + [("backward", *each) for each in BACKWARD_MISTAKES]
 
 
-@pytest.mark.parametrize(("given", "changes", "expected"), WRONG)
-def test_the_first_wrong_number_is_named(given: str, changes: dict[str, int], expected: str) -> None:
-    sides = dict(zip(("forward", "backward"), lists(), strict=True))
-    for place, value in changes.items():
-        side, name, at = re.fullmatch(r"(\w+) (\w+)\[(.*)\]", place).groups()
-        getattr(sides[side], name)[tuple(map(int, at.split(", ")))] = value
-    if given == "no locks":
-        sides["backward"] = sides["backward"]._replace(dq_write_order=None, dq_write_order_full=None)
-    own = (x if given not in ("forward", "backward") or given == side else None for side, x in sides.items())
-    place, value = next(iter(changes.items()))
-    assert message(*own) == f"{place} = {value}{expected}"
-
-
-def test_backward_lacks_an_entry() -> None:
+@pytest.mark.parametrize(("side", "field", "at", "value", "expected"), EACH)
+def test_one_wrong_number(side: str, field: str, at: tuple[int, ...], value: int, expected: str) -> None:
     forward, backward = lists()
-    backward.mask_block_cnt[0, 2, 1] -= 1
-    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
-        "forward mask_block_idx[0, 2, 2, 0] = 1 is not in the backward lists: key block 1 lacks query block 2; "
-        + TRANSPOSE
-    )
+    getattr(backward if side == "backward" else forward, field)[at] = value
+    comma = "" if expected.startswith(TWICE) else ","
+    said = message(None, backward) if side == "backward" else message(forward)
+    assert said == f"{side} {field}[{', '.join(map(str, at))}] = {value}{comma} {expected}"
 
 
 def test_rising() -> None:
@@ -94,6 +78,35 @@ def test_rising() -> None:
     validate_lists(forward, backward, **SIZES)
     expected = "forward mask_block_idx[0, 3, 2, 1] = 1 comes after 2, expected rising indices"
     assert message(forward, backward, ascending=True) == expected
+
+
+def test_backward_lacks_an_entry() -> None:
+    forward, backward = lists()
+    backward.mask_block_cnt[0, 2, 1] -= 1
+    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
+        "forward mask_block_idx[0, 2, 2, 0] = 1 is not in the backward lists: key block 1 lacks query block 2; "
+        "backward lists must be the transpose of forward lists"
+    )
+
+
+def test_backward_has_one_more() -> None:
+    forward, backward = lists()
+    backward.mask_block_cnt[0, 2, 3] += 1
+    backward.mask_block_idx[0, 2, 3, 1] = 3
+    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
+        "backward mask_block_idx[0, 2, 3, 1] = 3 is not in the forward lists: query block 3 lacks key block 3; "
+        "backward lists must be the transpose of forward lists"
+    )
+
+
+def test_full_for_mask() -> None:
+    forward, backward = lists()
+    forward.full_block_cnt[0, 0, 4] -= 1
+    forward.mask_block_cnt[0, 0, 4] += 1
+    forward.mask_block_idx[0, 0, 4, 1] = 2
+    assert message(forward, backward) == (
+        "forward mask_block_idx[0, 0, 4, 1] = 2 is a mask block, but a full block in the backward lists"
+    )
 
 
 def test_block_sizes_that_differ_are_not_compared() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import fa_packed_lists
@@ -11,6 +13,10 @@ from fa_cases import Case, Inputs, _masks, _tensors, block, in_turn, make_inputs
 from fa_compile import Worker
 from fa_reference import assert_close, attention, visible
 from test_upstream_programs import Context
+from test_validate_calls import BLOCK, PACKED, packed_call, qk, said
+
+from flash_attn.cute.block_lists import lists_from_blocks
+from flash_attn.cute.lists.validate_calls import validate_call
 
 FIXED = dict(T_q=700, T_k=900)
 PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)))
@@ -35,8 +41,7 @@ def lists_of_the_mask(case: Case, x: Inputs, side: str) -> Any:
     for batch, (T_q, T_k) in enumerate(case.lengths):
         with unset_fake_temporarily():
             seen = visible(case, batch, x, torch.device("cpu"))[0]
-            rows = [[part for part in rows.split(block_k, 1)] for rows in seen.split(block_q)] if T_k else []
-            rows = rows or [[] for _ in range(-(-T_q // block_q))]
+            rows = [list(rows.split(block_k, 1)) if T_k else [] for rows in seen.split(block_q)] if T_q else []
             whole = [[bool(b.all()) and b.shape[1] == block_k for b in row] for row in rows]
             some = [[bool(b.any()) for b in row] for row in rows]
         picked = {"partial": lambda m, n: some[m][n] and not whole[m][n], "full": lambda m, n: whole[m][n]}
@@ -123,3 +128,89 @@ def test_gradients(case: Case, side: str) -> None:
     exact, plain = attention(case, x, torch.float64), attention(case, x, torch.bfloat16)
     for name, mine, true, rough in zip(("o", "dq", "dk", "dv"), got, exact, plain, strict=True):
         assert_close(f"{name} of {case}, lists {side}", mine, true, rough)
+
+
+WINDOWS = [(None, 0), (200, 0), (130, 50), (None, 70), (90, None), (-20, 150), (5, -9)]
+
+
+def seen_blocks(T_q: int, T_k: int, window: tuple[int | None, int | None]) -> torch.Tensor:
+    """Which blocks of keys a block of queries sees something of, bool [M, N]: by a look at every pair."""
+    at, key = torch.arange(T_q)[:, None] + T_k - T_q, torch.arange(T_k)[None]
+    left, right = (T_q + T_k if side is None else side for side in window)
+    seen = (key >= at - left) & (key <= at + right)
+    tiled = torch.nn.functional.pad(seen, (0, -T_k % BLOCK, 0, -T_q % BLOCK))
+    return tiled.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("lengths", [(700, 640), (640, 900), (900, 300)], ids=str)
+def test_lists_of_one_direction_name_what_the_mask_shows(
+    lengths: tuple[int, int], backward: bool, window: tuple[int | None, int | None]
+) -> None:
+    """All of it is enough; each block that is left out is found, and none that the mask hides."""
+    seen = seen_blocks(*lengths, window)
+    seen = seen.T if backward else seen
+    q, k = qk(2, lengths[0], keys=lengths[1])
+
+    def check(listed: torch.Tensor) -> None:
+        full = torch.zeros_like(listed)
+        full[:, 1::2] = listed[:, 1::2]
+        lists = lists_from_blocks(listed, full, block_size=(BLOCK, BLOCK))
+        sides = (None, lists) if backward else (lists, None)
+        validate_call(True, *sides, q, k, window=window)
+
+    check(seen)
+    check(torch.ones_like(seen))
+    for row, at in seen.nonzero().tolist():
+        less = seen.clone()
+        less[row, at] = False
+        word = "key block" if backward else "query block"
+        with pytest.raises(ValueError, match=f"sequence 0: .* lists name .* {word} {row} of head 0"):
+            check(less)
+
+
+@pytest.mark.parametrize("form", PACKED)
+@pytest.mark.parametrize("backward", [False, True])
+def test_lists_of_one_direction_in_a_pack(form: str, backward: bool) -> None:
+    """Positions count from the ends of each sequence."""
+    call, options = packed_call(form)
+    lists = [None, None]
+    lists[backward] = call[backward]
+    validate_call(True, *lists, *call[2:], **options, window=(5, -9))
+    with pytest.raises(ValueError, match="sequence 0: (forward|backward) lists name"):
+        validate_call(True, *lists, *call[2:], **options, window=(None, 0))
+
+
+def test_padded_lists_of_one_direction_in_a_pack() -> None:
+    """One list for all sequences, with blocks past the end of some."""
+    every = lists_from_blocks(torch.ones(5, 4, dtype=torch.bool), block_size=(BLOCK, BLOCK))
+    _, options = packed_call("compact")
+    tensors = qk(989, keys=1057)
+    validate_call(True, every, None, *tensors, **options, window=(None, 0))
+    every.mask_block_cnt[0, 0, 2] = 3
+    assert "sequence 0: forward lists name 3 of the key blocks 0 .. 3" in said(
+        every, None, *tensors, **options, window=(None, None)
+    )
+
+
+@pytest.mark.parametrize("attend", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_attention_functions_say_what_the_mask_is(attend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute import interface
+
+    said = []
+    monkeypatch.setattr(interface, "validate_call", lambda *args, window, **more: said.append(window))
+    for name in ("FlashAttnFunc", "FlashAttnVarlenFunc"):
+        monkeypatch.setattr(interface, name, SimpleNamespace(apply=lambda *args: None))
+    q = torch.zeros(1, 512, 2, 64, requires_grad=True)
+    lists = lists_from_blocks(torch.ones(4, 4, dtype=torch.bool), block_size=(BLOCK, BLOCK))
+    one, both = dict(block_sparse_tensors=lists), dict(block_sparse_tensors=lists, block_sparse_tensors_bwd=lists)
+    call = partial(getattr(interface, attend), q, q, q)
+    call(**one, causal=True)
+    call(**one, window_size=(100, -5))
+    call(**one, mask_mod=lambda *args: True, causal=True)
+    call(**one, causal=True, compress_factor=4)
+    call(**both, causal=True)
+    with torch.no_grad():
+        call(**one, causal=True)
+    assert said == [(None, 0), (100, -5), None, None, None, None]

@@ -51,10 +51,10 @@ def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
     from cutlass import Int32
     from cutlass.cute.runtime import from_dlpack
     from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from turn_kernels import Flags, dkv_turns, pass_turns
+    from turn_kernels import Flags, list_rows, pass_turns
 
     with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dkv_turns, "barrier", Flags)
+        patch.setattr(list_rows, "barrier", Flags)
         of = torch.full((2, 3, 4, 2), before, dtype=torch.int32)  # as the interface makes it: [B, Hkv, tiles, 2]
         turn = from_dlpack(of.permute(2, 3, 1, 0)), Int32(3), Int32(head), Int32(1)
         cute.compile(pass_turns, *turn, group, flags)(*turn)

@@ -49,9 +49,6 @@ def gradients(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, **more:
     return _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, **options)
 
 
-# Which calls.
-
-
 def tables(block: tuple[int, int] | None = (128, 128), room: tuple[int, ...] = (9,), **fields: Any) -> Any:
     """Lists of one block a row; room: of a row of mask lists, and of full ones."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -174,9 +171,6 @@ def test_autograd_hands_over_both_lists(monkeypatch: pytest.MonkeyPatch, packed:
     assert seen["deterministic"] and "passes" not in seen
 
 
-# What is compiled.
-
-
 def compiled(case: Case) -> tuple[list[str], list[tuple[int, ...]]]:
     """The kernels that a deterministic call asks for, in turn, and the shapes of fp32 tensors that it makes."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -270,9 +264,6 @@ def test_sm100_needs_an_order_with_both_lists(compiler_sm100: Worker) -> None:
     with pytest.raises(WorkerError, match="requires dq_write_order") as refusal:
         compiler_sm100.trace(ordered_refusal, case, {"passes": None})
     assert refusal.value.kind == "ValueError"
-
-
-# The numbers.
 
 
 def compared(case: Case, x: Inputs, got: Any) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fa_lists import ListCase, random_lists, random_rows, transposed_rows
-from fa_packed_lists import FORMS
+from fa_packed_lists import lists_of_rows
 
-from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate_calls import ALWAYS, validate_call
@@ -43,16 +40,8 @@ def packed_call(form: str, heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
     sides = []
     for side, (field, directed) in enumerate((("cu_total_m_blocks", rows), ("cu_total_n_blocks", turned))):
         across = [(case.N, case.M)[side] for case in cases]
-        fields: dict[str, Any] = {"block_size": (BLOCK, BLOCK)}
-        for kind in ("mask", "full"):
-            by_head = [[own[kind][0][head] for own in directed] for head in range(heads)]
-            counts, indices, starts = FORMS[form](by_head, across)
-            fields |= {f"{kind}_block_cnt": int32(counts), f"{kind}_block_idx": int32(indices)}
-            if starts is not None:
-                name = "cu_full_block_idx_offsets" if form == "ragged" and kind == "full" else "cu_block_idx_offsets"
-                fields[name] = torch.tensor(starts)
-        before = [0, *accumulate((case.M, case.N)[side] for case in cases)]
-        sides.append(BlockSparseTensorsTorch(**fields, **{field: int32(before)}))
+        kinds = {kind: [[own[kind][0][head] for own in directed] for head in range(heads)] for kind in ("mask", "full")}
+        sides.append(lists_of_rows(kinds, form, across, field, block_size=(BLOCK, BLOCK)))
     cu_q, cu_k = (int32([0, *accumulate(pair[side] for pair in LENGTHS)]) for side in (0, 1))
     q, k = qk(int(cu_q[-1]), keys=int(cu_k[-1]))
     return [*sides, q, k], dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
@@ -65,8 +54,7 @@ def said(*call: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("form", PACKED)
-@pytest.mark.parametrize("kind", ["mask", "full"])
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("kind", "backward"), [("mask", False), ("full", True)])
 def test_one_wrong_entry(form: str, kind: str, backward: bool) -> None:
     """Every entry that is read counts, in every sequence; what lies between rows does not."""
     call, options = packed_call(form)
@@ -208,9 +196,10 @@ def planned(form: str, Hkv: int, per_group: bool, **options: Any) -> tuple[list[
 EACH_PLAN = pytest.mark.parametrize(("Hkv", "per_group"), PLANS)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("listed", [None, 40])
-@pytest.mark.parametrize("schedule", ["left to right", "longest first"])
+@pytest.mark.parametrize(
+    ("schedule", "listed", "deterministic"),
+    [("left to right", None, False), ("left to right", 40, True), ("longest first", 40, False)],
+)
 @EACH_PLAN
 @pytest.mark.parametrize("form", ["padded", *PACKED])
 def test_plans_as_they_are_made(
@@ -352,92 +341,6 @@ def test_attention_functions_ask(packed: bool, by_environment: bool, monkeypatch
         monkeypatch.setenv(ALWAYS, "1")
     with pytest.raises(ValueError, match="= 99, expected a key block"):
         function(q, k, k, **options, validate=not by_environment)
-
-
-WINDOWS = [(None, 0), (200, 0), (130, 50), (None, 70), (90, None), (-20, 150), (5, -9)]
-
-
-def seen_blocks(T_q: int, T_k: int, window: tuple[int | None, int | None]) -> torch.Tensor:
-    """Which blocks of keys a block of queries sees something of, bool [M, N]: by a look at every pair."""
-    at, key = torch.arange(T_q)[:, None] + T_k - T_q, torch.arange(T_k)[None]
-    left, right = (T_q + T_k if side is None else side for side in window)
-    seen = (key >= at - left) & (key <= at + right)
-    tiled = torch.nn.functional.pad(seen, (0, -T_k % BLOCK, 0, -T_q % BLOCK))
-    return tiled.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
-
-
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("lengths", [(700, 640), (640, 900), (900, 300)], ids=str)
-def test_lists_of_one_direction_name_what_the_mask_shows(
-    lengths: tuple[int, int], backward: bool, window: tuple[int | None, int | None]
-) -> None:
-    """All of it is enough; each block that is left out is found, and none that the mask hides."""
-    seen = seen_blocks(*lengths, window)
-    seen = seen.T if backward else seen
-    q, k = qk(2, lengths[0], keys=lengths[1])
-
-    def check(listed: torch.Tensor) -> None:
-        full = torch.zeros_like(listed)
-        full[:, 1::2] = listed[:, 1::2]
-        lists = lists_from_blocks(listed, full, block_size=(BLOCK, BLOCK))
-        sides = (None, lists) if backward else (lists, None)
-        validate_call(True, *sides, q, k, window=window)
-
-    check(seen)
-    check(torch.ones_like(seen))
-    for row, block in seen.nonzero().tolist():
-        less = seen.clone()
-        less[row, block] = False
-        word = "key block" if backward else "query block"
-        with pytest.raises(ValueError, match=f"sequence 0: .* lists name .* {word} {row} of head 0"):
-            check(less)
-
-
-@pytest.mark.parametrize("form", PACKED)
-@pytest.mark.parametrize("backward", [False, True])
-def test_lists_of_one_direction_in_a_pack(form: str, backward: bool) -> None:
-    """Positions count from the ends of each sequence."""
-    call, options = packed_call(form)
-    lists = [None, None]
-    lists[backward] = call[backward]
-    validate_call(True, *lists, *call[2:], **options, window=(5, -9))
-    with pytest.raises(ValueError, match="sequence 0: (forward|backward) lists name"):
-        validate_call(True, *lists, *call[2:], **options, window=(None, 0))
-
-
-def test_padded_lists_of_one_direction_in_a_pack() -> None:
-    """One list for all sequences, with blocks past the end of some."""
-    every = lists_from_blocks(torch.ones(5, 4, dtype=torch.bool), block_size=(BLOCK, BLOCK))
-    _, options = packed_call("compact")
-    tensors = qk(989, keys=1057)
-    validate_call(True, every, None, *tensors, **options, window=(None, 0))
-    every.mask_block_cnt[0, 0, 2] = 3
-    assert "sequence 0: forward lists name 3 of the key blocks 0 .. 3" in said(
-        every, None, *tensors, **options, window=(None, None)
-    )
-
-
-@pytest.mark.parametrize("attend", ["flash_attn_func", "flash_attn_varlen_func"])
-def test_attention_functions_say_what_the_mask_is(attend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import interface
-
-    said = []
-    monkeypatch.setattr(interface, "validate_call", lambda *args, window, **more: said.append(window))
-    for name in ("FlashAttnFunc", "FlashAttnVarlenFunc"):
-        monkeypatch.setattr(interface, name, SimpleNamespace(apply=lambda *args: None))
-    q = torch.zeros(1, 512, 2, 64, requires_grad=True)
-    lists = lists_from_blocks(torch.ones(4, 4, dtype=torch.bool), block_size=(BLOCK, BLOCK))
-    one, both = dict(block_sparse_tensors=lists), dict(block_sparse_tensors=lists, block_sparse_tensors_bwd=lists)
-    call = partial(getattr(interface, attend), q, q, q)
-    call(**one, causal=True)
-    call(**one, window_size=(100, -5))
-    call(**one, mask_mod=lambda *args: True, causal=True)
-    call(**one, causal=True, compress_factor=4)
-    call(**both, causal=True)
-    with torch.no_grad():
-        call(**one, causal=True)
-    assert said == [(None, 0), (100, -5), None, None, None, None]
 
 
 @pytest.mark.gpu

@@ -116,7 +116,7 @@ def one_cta_a_tile() -> Iterator[None]:
     from flash_attn.cute import interface
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface.window_overlap, "overlapped_stages", lambda *_, **__: 0)
+        patch.setattr(interface.persistence, "stages_for_window", lambda *_, **__: 0)
         yield
 
 

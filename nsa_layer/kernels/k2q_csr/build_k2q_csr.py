@@ -6,8 +6,7 @@ first. Launched twice: for the counts, then, once the rows' starts are known, fo
 
 With deterministic order, key tiles are launched and add to dq from right to left: an entry's semaphore value is the
 number of listed key tiles to its right. A row is visited by rising semaphore value, later query tiles first among
-equals, the order that `flash_attn.cute.lists.write_order.sorted_walk` defines: here by a stable counting sort of one
-warp.
+equals, as `flash_attn.cute.lists.write_order.sorted_walk` defines; one warp sorts it, by a stable counting sort.
 
 Memory is proportional to nnz. All lists are read for every bitmap, and a bitmap of 192 KB holds the fewer key tiles the
 more query tiles there are: 0.4 GB out of the L2 for a million tokens and 8 heads, 23 GB for four million.
