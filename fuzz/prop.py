@@ -39,7 +39,7 @@ class Property:
     check: Callable[[Any], None]
     kinds: tuple[Kind | None, ...] = (None,)
     needs: str = ""
-    pr: int = 20
+    pr: int = 12
     stock: bool = False
 
     def strategy(self, kind: int = 0) -> SearchStrategy:

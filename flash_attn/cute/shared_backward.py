@@ -110,7 +110,7 @@ class BackwardLayout:
     dq: AccumLayout
     dk: Optional[AccumLayout]  # None without GQA
     dv: Optional[AccumLayout]
-    flags: Optional[tuple[int, ...]]  # int32, where the call can store the first part of dq (first_writer)
+    flags: Optional[tuple[int, ...]]  # int32, where the call can store the first part of dq (`bwd_sm90.accumulators`)
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:

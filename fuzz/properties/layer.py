@@ -26,7 +26,7 @@ def output(inputs: Inputs) -> torch.Tensor:
     return run("eager", inputs).o
 
 
-@holds("layer.is its definition", strategies.layer_cases, pr=40)
+@holds("layer.is its definition", strategies.layer_cases, pr=30)
 def is_its_definition(case: Case) -> None:
     assert_close_to_reference(case, "eager")
 

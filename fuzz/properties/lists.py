@@ -144,7 +144,7 @@ def right_ones_pass(case: Blocks) -> None:
         validate_lists(*sides, **sizes, ascending=not case.shuffle)
 
 
-@holds("lists.wrong ones are refused", lambda: strategies.blocks(faults=True), pr=60)
+@holds("lists.wrong ones are refused", lambda: strategies.blocks(faults=True), pr=30)
 def wrong_ones_are_refused(case: Blocks) -> None:
     """One wrong entry anywhere is a ValueError."""
     forward, backward = both_directions(replace(case, spare=0))

@@ -24,7 +24,7 @@ def near(numbers: list[int], limit: int) -> list[int]:
     return sorted({n + d for n in numbers for d in (-1, 0, 1) if 0 <= n + d < limit})
 
 
-@holds("compress.tiles", strategies.edges, pr=100)
+@holds("compress.tiles", strategies.edges, pr=60)
 def tiles(case: Edge) -> None:
     """Forward visits a tile iff one of its pairs is visible, without a mask iff all are; backward visits the same."""
     shape = dict(tile_m=case.tile_m, tile_n=case.tile_n, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k)
@@ -93,7 +93,7 @@ def by_definition(mask: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Ten
     return listed, full & listed
 
 
-@holds("windows.lists", strategies.windows, pr=40)
+@holds("windows.lists", strategies.windows, pr=30)
 def window_lists(case: Window) -> None:
     """Blocks of a sliding window, aligned at the ends, are those of its dense mask."""
     lists = lists_from_window(case.seqlen_q, case.seqlen_k, case.left, case.right, case.block, causal=case.causal)
@@ -115,7 +115,7 @@ def window_lists(case: Window) -> None:
     assert not missed[: case.seqlen_q // case.block[0]].any(), f"full blocks {missed.nonzero().tolist()} are masked"
 
 
-@holds("windows.dense", strategies.windows, pr=40)
+@holds("windows.dense", strategies.windows, pr=30)
 def dense_lists(case: Window) -> None:
     """Blocks of any dense mask."""
     import random

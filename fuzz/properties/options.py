@@ -13,7 +13,7 @@ from patches.codec import decode, encode, format_ops, parse_ops
 NAMES = {f.name for f in fields(NSAConfig)}
 
 
-@holds("options.good or named", strategies.fields, pr=60)
+@holds("options.good or named", strategies.fields, pr=30)
 def good_or_named(case: Fields) -> None:
     """A configuration is consistent, or the error names what is wrong with it."""
     try:
@@ -35,7 +35,7 @@ def good_or_named(case: Fields) -> None:
         assert config.compressed_length(T) * config.stride <= T + config.block_size
 
 
-@holds("patches.text comes back", strategies.texts, pr=40)
+@holds("patches.text comes back", strategies.texts, pr=30)
 def text_comes_back(case: Texts) -> None:
     """Encoded, written, read and decoded; an unchanged text needs no operation."""
     others = {} if case.other is None else {"other.py": case.other}

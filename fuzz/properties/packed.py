@@ -42,7 +42,7 @@ def right_ones_pass(case: Packed) -> None:
         validate_call(True, *sides, *tensors, **starts)
 
 
-@holds("packed.wrong ones are refused", lambda: strategies.packed(faults=True), pr=60)
+@holds("packed.wrong ones are refused", lambda: strategies.packed(faults=True), pr=30)
 def wrong_ones_are_refused(case: Packed) -> None:
     tensors, starts = call(case)
     forward, backward = packed_lists(case)

@@ -41,8 +41,7 @@ def lists_of_the_mask(case: Case, x: Inputs, side: str) -> Any:
     for batch, (T_q, T_k) in enumerate(case.lengths):
         with unset_fake_temporarily():
             seen = visible(case, batch, x, torch.device("cpu"))[0]
-            rows = [[part for part in rows.split(block_k, 1)] for rows in seen.split(block_q)] if T_k else []
-            rows = rows or [[] for _ in range(-(-T_q // block_q))]
+            rows = [list(rows.split(block_k, 1)) if T_k else [] for rows in seen.split(block_q)] if T_q else []
             whole = [[bool(b.all()) and b.shape[1] == block_k for b in row] for row in rows]
             some = [[bool(b.any()) for b in row] for row in rows]
         picked = {"partial": lambda m, n: some[m][n] and not whole[m][n], "full": lambda m, n: whole[m][n]}

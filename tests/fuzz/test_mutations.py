@@ -61,7 +61,7 @@ def test_a_turn_that_never_comes() -> None:
 def test_it_is_found(name: str) -> None:
     chosen = [prop for prop in properties().values() if prop.name.startswith(ALL[name].properties) and not prop.needs]
     assert chosen
-    budget = Budget(examples=400, seconds=ALL[name].seconds / len(chosen), shrink=0.3, seed=1)
+    budget = Budget(examples=400, seconds=ALL[name].seconds / len(chosen), shrink=0.1, seed=1)
     with planted(name):
         failures = (run_property(prop, budget).failure for prop in chosen)
         failure = next((failure for failure in failures if failure is not None), None)

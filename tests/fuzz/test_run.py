@@ -88,7 +88,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = ("--folder", str(tmp_path), "--workers", "1")
     assert cli.main(["--profile", "pr", "--only", "options", *folder]) == 0
     said = capsys.readouterr()
-    assert "60 examples of 1 properties, 0 failed" in said.out and "block_size" in said.out, "what was drawn is printed"
+    assert "30 examples of 1 properties, 0 failed" in said.out and "block_size" in said.out, "what was drawn is printed"
     assert "examples, 0 failed, 0 hung" in said.err, "a progress line"
     assert cli.main(["--profile", "pr", "--only", "no such property", *folder]) == 2
     assert cli.main(["--mutate", "zero taken", *folder]) == 1

@@ -71,7 +71,7 @@ def test_nothing_unbounded_grows_with_new_lengths() -> None:
             step(draw)
         after = dict(unbounded())
     assert sum(before.values()) > 100 and "nsa_layer.kernels.launch._compiled" in before
-    # A kernel more for sizes that did not come before is one of a handful; one for each length would be a hundred.
+    # A kernel more for sizes that did not come before is one of a handful; one for each length would be sixty.
     grown = {name: (size, after[name]) for name, size in before.items() if after[name] > size + 4}
     assert not grown
 

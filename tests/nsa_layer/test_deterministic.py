@@ -34,7 +34,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 699)], ids=["batch", "packed"])
 def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks that PyTorch makes the lists of, and launches that do nothing."""
-    from nsa_layer.cute import autograd, heads
+    from nsa_layer.cute import autograd
 
     def choose(q, k_cmp, *, spec, packing):
         """The first blocks, for every tile."""
@@ -43,7 +43,7 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
         indices = indices.contiguous() if packing else indices[None].contiguous()
         return indices, torch.full(indices.shape[:-1], 5, dtype=torch.int32)
 
-    monkeypatch.setattr(heads, "choose", choose)
+    monkeypatch.setattr("nsa_layer.cute.forward.block_topk", choose)
     config = NSAConfig(deterministic=True, block_counts=5, block_size=32)
     sizes = dict(T=1000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
     case = Case(**sizes, lengths=lengths, config=config, compress_weights=True)

@@ -240,14 +240,17 @@ def test_forgotten_copies_outlive_what_reads_them(kept: bool, monkeypatch: pytes
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     Packing.of(spec, device)
     torch.cuda.synchronize()
-    side = torch.cuda.Stream()
+    side, place, others = torch.cuda.Stream(), Packing.of(spec, device).cu_seqlens.data_ptr(), []
     with torch.cuda.stream(side):
         torch.cuda._sleep(1 << 30)
         read = Packing.of(spec, device).cu_seqlens.clone()
     packing._starts.cache_clear()
-    others = [torch.full((3, 4), -1, dtype=torch.int32, device=device) for _ in range(100)]
+    for _ in range(10_000):  # until the allocator's other free blocks of the size are used up
+        others.append(torch.full((3, 4), -1, dtype=torch.int32, device=device))
+        if others[-1].data_ptr() == place:
+            break
     torch.cuda.synchronize()
-    assert others and (read.tolist() == [0, 30, 70, 120]) == kept
+    assert (read.tolist() == [0, 30, 70, 120]) == kept
 
 
 def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:

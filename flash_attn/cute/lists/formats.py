@@ -26,6 +26,7 @@ from flash_attn.cute.lists import entries as list_entries
 if TYPE_CHECKING:  # which imports this module
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
+MOST_IN_SHAPE = 2**31 - 1
 FORMS = {(3, 4): "padded", (2, 3): "compact", (2, 2): "stacked", (2, 1): "ragged"}
 
 
@@ -123,13 +124,13 @@ def fit(
             if field == "cu_block_idx_offsets" or getattr(tensors, field) is not None:
                 fitted[field] = _fit_row_offsets(name, tensors, field, heads, rows)
     tensors = tensors._replace(**fitted)
-    if form in ("padded", "ragged"):
+    if form == "padded":
         return tensors
     before = None
     if form == "stacked":
         device = tensors.mask_block_cnt.device
         before = blocks_before(packed, other, block_size[other], across, batch=batch, device=device)
-    return as_ragged(tensors, direction.rows_before, before)
+    return _addressable(as_ragged(tensors, direction.rows_before, before))
 
 
 def fit_forward(
@@ -171,8 +172,7 @@ def as_ragged(
     """
     if tensors.mask_block_idx.ndim == 1:
         return tensors
-    row = torch.arange(tensors.mask_block_cnt.shape[1], device=tensors.mask_block_cnt.device)
-    first = _stacked_starts(tensors, rows_before, across, row) if tensors.mask_block_idx.ndim == 2 else None
+    first = _stacked_starts(tensors, rows_before, across) if tensors.mask_block_idx.ndim == 2 else None
     changed: dict[str, torch.Tensor | None] = {}
     for idx_field, order_field, starts_field in (
         ("mask_block_idx", "dq_write_order", "cu_block_idx_offsets"),
@@ -186,12 +186,31 @@ def as_ragged(
             idx, order = torch.broadcast_tensors(idx, order)
         if idx.stride(-1) != 1 or (order is not None and order.stride() != idx.stride()):
             idx, order = idx.contiguous(), order if order is None else order.contiguous()
-        starts = (row * idx.stride(1) if first is None else first).expand(idx.shape[0], -1)
-        if idx.shape[0] > 1 and idx.stride(0) > 0:
-            starts = starts + torch.arange(idx.shape[0], device=idx.device).unsqueeze(1) * idx.stride(0)
-        changed[starts_field] = starts
+        changed[starts_field] = _starts(idx, first)
         changed |= {idx_field: _flat(idx), order_field: order if order is None else _flat(order)}
     return tensors._replace(**changed)
+
+
+def _starts(idx: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
+    """int64 [H, rows] of compact or stacked indices. first: [rows], of the rows of one head of stacked ones."""
+    heads, rows, apart = idx.shape[0], idx.shape[1], idx.stride(1)
+    if first is None:
+        if heads > 1 and idx.stride(0) == rows * apart > 0:  # contiguous, as most are: one launch
+            return torch.arange(0, heads * rows * apart, apart, device=idx.device).view(heads, rows)
+        first = torch.arange(rows, device=idx.device) * apart
+    if heads == 1 or idx.stride(0) == 0:
+        return first.expand(heads, -1)
+    return first + torch.arange(heads, device=idx.device).unsqueeze(1) * idx.stride(0)
+
+
+def _addressable(tensors: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
+    """Flat entries as if they were no longer than a kernel's shapes can say, which nothing reads: places are int64."""
+    names = ("mask_block_idx", "full_block_idx", "dq_write_order", "dq_write_order_full")
+    given = {name: getattr(tensors, name) for name in names}
+    longer = {name: t for name, t in given.items() if t is not None and t.numel() > MOST_IN_SHAPE}
+    return (
+        tensors._replace(**{name: t.narrow(0, 0, MOST_IN_SHAPE) for name, t in longer.items()}) if longer else tensors
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,9 +221,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((length,), (1,))
 
 
-def _stacked_starts(
-    tensors: BlockSparseTensorsTorch, rows_before: str, across: torch.Tensor | None, row: torch.Tensor
-) -> torch.Tensor:
+def _stacked_starts(tensors: BlockSparseTensorsTorch, rows_before: str, across: torch.Tensor | None) -> torch.Tensor:
     """int64 [rows]: where rows of one head start."""
     if across is None:
         side = "m" if rows_before == BACKWARD.rows_before else "n"
@@ -212,6 +229,7 @@ def _stacked_starts(
             f"cu_total_{side}_blocks is None: rows of stacked lists, [H, L], are as wide as their sequence has blocks "
             "in the direction that they list"
         )
+    row = torch.arange(tensors.mask_block_cnt.shape[1], device=tensors.mask_block_cnt.device)
     widths = across.long().diff()
     sequences = widths.shape[0]
     before = getattr(tensors, rows_before).long().narrow(0, 0, sequences)

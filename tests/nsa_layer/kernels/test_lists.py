@@ -195,7 +195,7 @@ def assert_launch(case: Case, backward, items: torch.Tensor) -> None:
         assert len(plan) == backward.mask_block_cnt.numel() and not empty[:, 3:6].any()
     launched: dict[tuple[int, int, int], int] = {}
     for b, h, n, _, _, turn, *_ in items.tolist():
-        key = b, h if case.per_group else h * Hkv // Hq, n
+        key = b, h * Hkv // Hq, n
         assert turn == launched.get(key, 0)
         launched[key] = turn + 1
 
