@@ -212,12 +212,19 @@ def _load(path: str) -> Any:
     return sys.modules[name]
 
 
-def _forget_kernels() -> None:
-    """So that each request to trace is one, whatever this process has traced before."""
-    cache_utils = sys.modules.get("flash_attn.cute.cache_utils")
-    for thing in gc.get_objects() if cache_utils else ():
-        if type(thing) is cache_utils.JITCache:
-            thing.clear()
+def _kernel_caches() -> list[Any]:
+    """Every cache of compiled kernels that this process has, or will have."""
+    from flash_attn.cute.cache_utils import JITCache
+
+    caches = [thing for thing in gc.get_objects() if type(thing) is JITCache]
+    original = JITCache.__init__
+
+    def init(self: Any) -> None:
+        original(self)
+        caches.append(self)
+
+    JITCache.__init__ = init
+    return caches
 
 
 def _serve() -> None:
@@ -226,14 +233,17 @@ def _serve() -> None:
     os.dup2(2, 1)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    caches: list[Any] = []
     while True:
         try:
             path, name, args = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            if os.environ.get("CUTE_DSL_DRYRUN"):
-                _forget_kernels()
+            if os.environ.get("CUTE_DSL_DRYRUN"):  # each request to trace is one, whatever was traced before
+                caches = caches or _kernel_caches()
+                for cache in caches:
+                    cache.clear()
             with FakeTensorMode():
                 answer = (True, getattr(_load(path), name)(*args))
         except Exception as error:

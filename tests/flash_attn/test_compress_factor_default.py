@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from fa_cases import Case, compile_case
-from fa_compile import MULTIPROCESSORS, Worker
+from fa_compile import Worker
 
 PACKED = Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4)
 WINDOW = Case(window=(64, 0))
@@ -48,7 +48,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=MULTIPROCESSORS)
+@pytest.fixture(scope="module", params=["sm_90", pytest.param("sm_100", marks=pytest.mark.sweep)])
 def compiled(
     request: pytest.FixtureRequest, stock: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Case], tuple[dict[str, str], dict[str, str]]]]:
