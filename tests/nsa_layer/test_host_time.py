@@ -47,6 +47,19 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     assert 0 < taken[1] <= 8.5 * taken[0], taken
 
 
+def test_a_warm_call_asks_nothing_of_the_dsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of the DSL on two ints takes 5 microseconds and more."""
+    import cutlass.cute as cute
+
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    q, k = (torch.empty(1, 256, H, 128, dtype=torch.bfloat16) for H in (4, 2))
+    with stubs():
+        _flash_attn_fwd(q, k, k, causal=True)
+        monkeypatch.setattr(cute, "ceil_div", None)
+        _flash_attn_fwd(q, k, k, causal=True)
+
+
 @pytest.mark.parametrize("config", [NSAConfig(), NSAConfig(block_size=64, block_stride=16), NSAConfig(block_size=32)])
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
