@@ -1,9 +1,12 @@
 """Every case of the catalogue: it compiles to machine code, and its numbers are right.
 
-A covering set is compiled in `make test`; other tests without a GPU trace.
+Of a covering set `make test` compiles the cases with the most pairs of options, and traces the others; `make test-all`
+compiles every case.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 from fa_cases import Case, compile_case
@@ -15,16 +18,29 @@ ALIKE = [case for case in SM90 if case.block is None and not case.plan and case.
 CASES = {"sm_90": SM90, "sm_100": ALIKE + ONLY_SM100}
 
 
-def to_compile(arch: str, count: int = 24) -> list:
-    few = covering(CASES[arch], count)
+COVERING, COMPILED = 24, 8  # cases for each architecture
+
+
+def to_compile(arch: str) -> list:
+    few = covering(CASES[arch], COMPILED)
     marks = (pytest.mark.xdist_group(arch), pytest.mark.sweep)
     return [pytest.param(arch, case, marks=marks[: 1 + (case not in few)], id=f"{arch}-{case}") for case in CASES[arch]]
 
 
+def to_trace(arch: str) -> list:
+    group = pytest.mark.xdist_group(arch)
+    few = covering(CASES[arch], COVERING)[COMPILED:]
+    return [pytest.param(arch, case, marks=group, id=f"{arch}-{case}") for case in few]
+
+
 @pytest.mark.parametrize(("arch", "case"), [*to_compile("sm_90"), *to_compile("sm_100")])
-def test_compiles(_workers, arch: str, case: Case) -> None:
-    worker: Worker = _workers(arch)
-    worker.run(compile_case, case)
+def test_compiles(_workers: Callable[[str], Worker], arch: str, case: Case) -> None:
+    _workers(arch).run(compile_case, case)
+
+
+@pytest.mark.parametrize(("arch", "case"), [*to_trace("sm_90"), *to_trace("sm_100")])
+def test_traces(_workers: Callable[[str], Worker], arch: str, case: Case) -> None:
+    _workers(arch).trace(compile_case, case)
 
 
 def test_few_cases_have_most_pairs_of_options() -> None:
@@ -34,7 +50,7 @@ def test_few_cases_have_most_pairs_of_options() -> None:
     from fa_catalogue import options
 
     for cases in CASES.values():
-        few = covering(cases, 24)
+        few = covering(cases, COVERING)
         every, covered = (
             {pair for case in of for pair in combinations(sorted(options(case), key=str), 2)} for of in (cases, few)
         )

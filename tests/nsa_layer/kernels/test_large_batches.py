@@ -28,7 +28,7 @@ def grids_of_calls(arch: int) -> list[tuple[str, list[tuple[int | None, ...]]]]:
     return found
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.sweep)])
 def test_only_the_first_dimension_of_a_grid_grows(_kernel_workers: Callable[[str], Worker], arch: int) -> None:
     found = _kernel_workers(f"sm_{arch}").trace(grids_of_calls, arch)
     assert sum(len(grids) for _, grids in found) > 30
