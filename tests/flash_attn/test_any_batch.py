@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, backward, compile_case, forward, make_inputs
+from fa_cases import Case, Inputs, backward, compile_case, forward, make_inputs, swept
 from fa_compile import Worker, recorded_grids
 
 MANY = Case(B=70_000, T_q=70, T_k=70, Hq=2, Hkv=1)
@@ -28,7 +28,7 @@ def grids_of_case(case: Case) -> list[tuple[int | None, ...]]:
     return grids
 
 
-@pytest.mark.parametrize("case", [*BATCHES[1:3], replace(MANY, D=256), LISTED[1], PACKED[1]], ids=str)
+@pytest.mark.parametrize("case", swept([*BATCHES[1:3], replace(MANY, D=256), LISTED[1], PACKED[1]], 2), ids=str)
 def test_only_the_first_dimension_of_a_grid_grows(compiler: Worker, case: Case) -> None:
     grids = compiler.trace(grids_of_case, case)
     assert grids and all(None not in grid[1:] for grid in grids), grids

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, backward, backward_lists, forward, forward_lists, in_turn, make_inputs
+from fa_cases import Case, Inputs, _masks, backward, backward_lists, forward, forward_lists, in_turn, make_inputs, swept
 from fa_compile import Worker
 
 PLAIN = ((300, 300), (500, 500), (77, 77), (64, 64))
@@ -128,7 +128,7 @@ SM90 = {
 }
 
 
-@pytest.mark.parametrize("case", SM90, ids=str)
+@pytest.mark.parametrize("case", swept(SM90, 2), ids=str)
 def test_loads_of_sm90(compiler_sm90: Worker, case: Case) -> None:
     assert compiler_sm90.trace(loads, case) == SM90[case]
 
@@ -147,7 +147,7 @@ SM100 = {
 }
 
 
-@pytest.mark.parametrize("case", SM100, ids=str)
+@pytest.mark.parametrize("case", swept(SM100, 2), ids=str)
 def test_loads_of_sm100(compiler_sm100: Worker, case: Case) -> None:
     assert compiler_sm100.trace(loads, case) == SM100[case]
 

@@ -9,7 +9,7 @@ from typing import Any
 import fa_packed_lists
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, _tensors, block, in_turn, make_inputs, transposed
+from fa_cases import Case, Inputs, _masks, _tensors, block, in_turn, make_inputs, swept, transposed
 from fa_compile import Worker
 from fa_reference import assert_close, attention, visible
 from test_upstream_programs import Context
@@ -90,8 +90,9 @@ def compiled(case: Case, side: str) -> list[tuple[int, ...]]:
         return [tuple(t.shape) for t in function.backward(context, torch.empty_like(o), None)[:3]]
 
 
-@EACH
-def test_they_are_taken_and_compile(compiler: Worker, case: Case, side: str) -> None:
+@pytest.mark.parametrize("of", swept(in_turn(CASES, "backward", "forward"), 2), ids=str)
+def test_they_are_taken_and_compile(compiler: Worker, of: tuple[Case, str]) -> None:
+    case, side = of
     q, k, v = compiler.trace(compiled, case, side)
     assert (q[-2:], k[-2:]) == ((case.Hq, case.D), (case.Hkv, case.D)) and k == v
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import BLOCK_K, Case, backward, backward_lists, forward, forward_lists, make_inputs
+from fa_cases import BLOCK_K, Case, backward, backward_lists, forward, forward_lists, make_inputs, swept
 from fa_compile import Worker
 from fa_packed_lists import packed_backward_lists, packed_forward_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -53,7 +53,7 @@ def places(case: Case) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", swept(CASES, 2), ids=str)
 def test_kernels_compile_and_find_rows_in_64_bits(compiler: Worker, case: Case) -> None:
     assert compiler.trace(places, case) == {"forward": {"Int64"}, "backward": {"Int64"}}
 
