@@ -288,7 +288,7 @@ def _cut(tensors: list[torch.Tensor | None], width: Width, block_size: BlockSize
 
 
 def _widths(width: Width, counts: list[torch.Tensor]) -> list[int]:
-    """Of mask and full lists; at least 1, because kernels want a dimension with stride 1."""
+    """Widths of mask and full lists; at least 1, because kernels want a dimension with stride 1."""
     list_entries.width(width)
     if width is None:
         longest = torch.stack([cnt.max() if cnt.numel() else cnt.new_zeros(()) for cnt in counts])

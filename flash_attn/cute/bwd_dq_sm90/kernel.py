@@ -173,7 +173,7 @@ class FlashAttentionBackwardDqSm90:
             )  # fmt: skip
 
     def tiles_of_head(self, lists: BlockSparseTensors, mQ: cute.Tensor) -> Int32:
-        """Of a batch's sequence, or where the lists of all sequences stand in a row, of all of them."""
+        """Query tiles of a batch's sequence, or where the lists of all sequences stand in a row, of all of them."""
         if const_expr(cute.rank(lists.mask_block_cnt) == 3 and not self.spec.packed[0]):
             return cute.ceil_div(mQ.shape[0], TILE_M)
         return cute.size(lists.mask_block_cnt, mode=[cute.rank(lists.mask_block_cnt) - 1]) * self.spec.subtiles

@@ -69,7 +69,7 @@ class DqSpec:
 
     @property
     def stages(self) -> int:
-        """Of k and v in shared memory, beside q and do."""
+        """Stages of k and v in shared memory, beside q and do."""
         row = 2 * self.head_dim * 2  # bytes of a token's k and v, or q and do
         return min(MOST_STAGES, (SHARED_MEMORY - TILE_M * row) // (STEP * row))
 

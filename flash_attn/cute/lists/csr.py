@@ -1,6 +1,6 @@
 """The listed blocks of packed sequences, one after the other, and walks over them in ragged lists.
 
-What is known of padded lists (`padded`, `write_order`) holds here too once the rows of all sequences are rows of one,
+What is known of padded lists (`entries`, `write_order`) holds here too once the rows of all sequences are rows of one,
 and a query block is told from those of other sequences. Ragged lists, which hold nothing but what is listed, are what
 comes out. PyTorch only, and nothing waits for the device.
 """

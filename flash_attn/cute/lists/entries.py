@@ -35,7 +35,7 @@ def block_size(value: object) -> tuple[int, int]:
 
 
 def width(value: object) -> None:
-    """Of index lists: None, one number for mask and full lists, or two."""
+    """Check the width of index lists: None, one number for mask and full lists, or two."""
     if value is None:
         return
     parts = list(value) if isinstance(value, (tuple, list)) else [value]

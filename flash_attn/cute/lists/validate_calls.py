@@ -214,7 +214,7 @@ def _block(name: str, lists: Any, seqlen: int) -> int:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Of one sequence: its first row, how many it has, and how many blocks a row can list."""
+    """Rows of one sequence: its first row, how many it has, and how many blocks a row can list."""
 
     sequence: int
     first: int

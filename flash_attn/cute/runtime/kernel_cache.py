@@ -61,7 +61,7 @@ def user_folder() -> Path:
 
 
 def multiprocessors() -> Optional[int]:
-    """Of the GPU that kernels are compiled for: the grids of persistent ones are built for as many. None: unknown."""
+    """Multiprocessors of the GPU compiled for, which set the grids of persistent kernels; None: unknown."""
     stated = os.environ.get("FLASH_ATTENTION_NUM_SMS")
     if stated is not None:
         return int(stated)
@@ -129,7 +129,7 @@ def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
 
 
 class Turns:
-    """Of processes that want the same kernel: one compiles it, the others wait and load it.
+    """Locks between processes that want the same kernel: one compiles it, the others wait and load it.
 
     A turn is the lock of a file, so it ends with its process. A thread has one at most: what it compiled before is
     done, or has failed, when it asks for the next. So nobody waits for somebody who waits. Who has failed and asks for
