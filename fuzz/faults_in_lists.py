@@ -122,12 +122,10 @@ def _tails(original: Callable) -> Callable:
     return lambda starts, size: torch.nn.functional.pad((starts.diff() // size).cumsum(0, dtype=torch.int32), (1, 0))
 
 
-@wrong_result("a line lost", "patches.codec:_join_drops", "patches")
-def _line(ops: Any) -> Any:
-    """A stretch of more than two dropped lines keeps its last."""
-    for op in ops:
-        long = type(op).__name__ == "Drop" and op.count > 2
-        yield type(op)(op.at, op.count - 1) if long else op
+@fault("a line lost", "patches.codec:_span", "patches")
+def _line(original: Callable) -> Callable:
+    """A copy of more than two lines loses its last."""
+    return lambda lines, start, count: original(lines, start, count - (count > 2))
 
 
 @fault("codec hangs", "patches.codec:_shift", "patches", seconds=90.0)
