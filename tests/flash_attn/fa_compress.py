@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from fa_cases import Case, backward_lists, forward_lists
+from fa_cases import Case
+from fa_lists import backward_lists, forward_lists
 from fa_reference import assert_close
 from fa_reference import visible as visible_in_lists
 
