@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+SOFTCAP = 3.0
+OPTIONS = ("score_mod", "softcap", "sink", "seqused")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,7 +31,9 @@ class Case:
     packed: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence, in place of B, T_q, T_k
     causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
+    compress: tuple[int, int] | None = None  # compress_factor and compress_offset, which are causal
     mask_mod: str | None = None
+    option: str | None = None  # one of OPTIONS: what else the call asks for
     lists: str | None = None  # "partial", "full", "both"; "no full": partial, and full_* is None
     form: str = "padded"  # of packed sequences' lists: see fa_lists
     list_heads: int = 1  # heads that have lists of their own: 1, Hkv or Hq
@@ -53,6 +58,11 @@ class Case:
     def lengths(self) -> tuple[tuple[int, int], ...]:
         return self.packed or ((self.T_q, self.T_k),) * self.B
 
+    @property
+    def used(self) -> tuple[int, ...]:
+        """Keys of each sequence that the call uses: with the option "seqused" fewer in every other one."""
+        return tuple(max(T_k - 70 * (b % 2) * (self.option == "seqused"), 0) for b, (_, T_k) in enumerate(self.lengths))
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -62,6 +72,7 @@ class Inputs:
     do: torch.Tensor
     aux: list[torch.Tensor] | None
     cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None
+    sink: torch.Tensor | None = None
 
 
 def make_inputs(case: Case) -> Inputs:
@@ -86,7 +97,8 @@ def make_inputs(case: Case) -> Inputs:
     if case.packed:
         starts = ([0, *accumulate(pair[which] for pair in case.packed)] for which in (0, 1))
         cu_seqlens = tuple(torch.tensor(of, dtype=torch.int32, device="cuda") for of in starts)
-    return Inputs(q, k, v, do, aux, cu_seqlens)
+    sink = torch.randn(case.Hq, dtype=torch.bfloat16, device="cuda") if case.option == "sink" else None
+    return Inputs(q, k, v, do, aux, cu_seqlens, sink)
 
 
 def outputs(case: Case, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,25 +123,32 @@ def forward(case: Case, x: Inputs, lists: Any = None) -> tuple[torch.Tensor, tor
 def backward(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, lists: Any = None) -> tuple[torch.Tensor, ...]:
     """dq, dk and dv, from the kernel; `lists` in place of the case's own."""
     from fa_lists import backward_lists
+    from fa_mask_mods import double_bwd
 
     from flash_attn.cute.interface import _flash_attn_bwd
 
     return _flash_attn_bwd(
         x.q, x.k, x.v, o, x.do, lse, **_masks(case, x), block_sparse_tensors=lists or backward_lists(case),
-        deterministic=case.deterministic,
+        deterministic=case.deterministic, **({"score_mod_bwd": double_bwd} if case.option == "score_mod" else {}),
     )  # fmt: skip
 
 
 def _masks(case: Case, x: Inputs) -> dict[str, Any]:
-    from fa_mask_mods import MASK_MODS
+    from fa_mask_mods import MASK_MODS, double
 
     given: dict[str, Any] = {
-        "causal": case.causal,
+        "causal": case.causal or case.compress is not None,
         "window_size_left": case.window[0],
         "window_size_right": case.window[1],
         "mask_mod": MASK_MODS[case.mask_mod][0] if case.mask_mod else None,
         "aux_tensors": x.aux,
     }
+    if case.compress is not None:
+        given |= dict(zip(("compress_factor", "compress_offset"), case.compress))
+    if case.option == "seqused":
+        given["seqused_k"] = torch.tensor(case.used, dtype=torch.int32, device="cuda")
+    options = {"score_mod": ("score_mod", double), "softcap": ("softcap", SOFTCAP), "sink": ("learnable_sink", x.sink)}
+    given |= dict([options[case.option]] if case.option in options else [])
     if x.cu_seqlens is not None:
         given |= {
             "cu_seqlens_q": x.cu_seqlens[0],
