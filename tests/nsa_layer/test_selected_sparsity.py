@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_sparsity import random_choice, visible_tokens
+from choices import random_choice, visible_tokens
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig

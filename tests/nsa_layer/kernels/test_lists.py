@@ -11,8 +11,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from choices import random_choice  # noqa: E402
 from fa_compile import Worker  # noqa: E402
-from test_sparsity import random_choice  # noqa: E402
 
 from nsa_layer.config import NSAConfig  # noqa: E402
 from nsa_layer.cute.torch_block_lists import selected_lists  # noqa: E402
