@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,7 +147,7 @@ def _blind_locks(original: Callable) -> Callable:
 
     def wrong(*args: Any) -> Any:
         check = original(*args)
-        return type(check)(torch.full_like(check.found, -1), check.message)
+        return replace(check, found=torch.full_like(check.found, -1))
 
     return wrong
 

@@ -48,22 +48,25 @@ def is_packed(lists: Any) -> bool:
     return lists.mask_block_cnt.ndim == 2
 
 
-def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedRows:
-    """Backward lists of packed sequences as rows.
+def packed_rows(
+    lists: Any, cu_total_m_blocks: OptionalTensor = None, *, rows_before: str = "cu_total_n_blocks"
+) -> PackedRows:
+    """Lists of packed sequences as rows.
 
     Args:
+        rows_before: the field with the rows before each sequence, of backward lists or of forward ones.
         cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
 
     Raises:
         ValueError: lists of another form or of heads that do not go together, or the starts of sequences or rows are
             missing or do not fit.
     """
-    _check_form(lists)
-    _check_starts(lists, cu_total_m_blocks)
+    before = _check_form(lists, rows_before)
+    _check_starts(lists, before, cu_total_m_blocks)
     heads = _heads(lists)
     _check_shapes(lists, heads)
-    before, places = lists.cu_total_n_blocks.int(), _places(lists, heads)
-    lists = as_ragged(lists, "cu_total_n_blocks", cu_total_m_blocks)
+    before, places = before.int(), _places(lists, heads)
+    lists = as_ragged(lists, rows_before, cu_total_m_blocks)
     kinds = [("mask_block_cnt", "mask_block_idx", "dq_write_order", lists.cu_block_idx_offsets)]
     if lists.full_block_cnt is not None:
         own = lists.cu_full_block_idx_offsets
@@ -101,15 +104,18 @@ def distinct_heads(lists: Any) -> Any:
     return lists
 
 
-def _check_form(lists: Any) -> None:
+def _check_form(lists: Any, rows_before: str) -> torch.Tensor:
+    """The rows before each sequence, of lists that have a form of packed sequences."""
     form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
     if form not in ("compact", "stacked", "ragged"):
         raise ValueError(
             f"mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx "
             f"{tuple(lists.mask_block_idx.shape)}, expected [H, rows], and [H, rows, n], [H, L] or [L]"
         )
-    if lists.cu_total_n_blocks is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
-        raise ValueError("cu_total_n_blocks, and cu_block_idx_offsets of ragged lists, have to be given")
+    before = getattr(lists, rows_before)
+    if before is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
+        raise ValueError(f"{rows_before}, and cu_block_idx_offsets of ragged lists, have to be given")
+    return before
 
 
 def _with_heads(lists: Any) -> dict[str, torch.Tensor]:
@@ -179,7 +185,7 @@ def packed_write_order(
         integer("listed", listed, least=0)
     if not isinstance(spt, bool):
         raise TypeError(f"spt has to be a bool, got {spt!r}")
-    _check_form(lists)
+    _check_form(lists, "cu_total_n_blocks")
     heads = _heads(lists)
     if lists.mask_block_idx.ndim == 1:
         _refuse_shared_places(lists, heads)
@@ -214,14 +220,13 @@ def _check_kinds(given: tuple[Any, Any, Any, Any]) -> None:
             raise ValueError(f"{name}_block_cnt has shape {tuple(cnt.shape)}, {name}_block_idx {tuple(idx.shape)}")
 
 
-def _check_starts(lists: Any, cu_total_m_blocks: OptionalTensor) -> None:
+def _check_starts(lists: Any, like: torch.Tensor, cu_total_m_blocks: OptionalTensor) -> None:
     """A sequence's start in cu_total_m_blocks, and in the offsets of stacked lists, for each of cu_total_n_blocks."""
     given = {}
     if cu_total_m_blocks is not None:
         given["cu_total_m_blocks"] = tensor("cu_total_m_blocks", cu_total_m_blocks)
     if lists.mask_block_idx.ndim == 2 and lists.cu_block_idx_offsets is not None:
         given["cu_block_idx_offsets"] = lists.cu_block_idx_offsets
-    like = lists.cu_total_n_blocks
     for name, starts in given.items():
         if starts.is_floating_point() or starts.device != like.device:
             raise ValueError(f"{name} is {starts.dtype} on {starts.device}, expected integers on {like.device}")
