@@ -21,7 +21,7 @@ from flash_attn.cute.lists.csr import distinct_heads, is_packed, packed_rows, ra
 from flash_attn.cute.lists.deterministic_lists import SM90
 from flash_attn.cute.lists.entries import fields, integer, padded_lists
 from flash_attn.cute.lists.formats import as_ragged
-from flash_attn.cute.lists.write_order import deterministic_walk
+from flash_attn.cute.lists.write_order import merged_walk
 
 LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
 LONGEST = 32
@@ -101,7 +101,10 @@ def plan_backward(
         most = int(counts.sum()) if listed is None else listed * heads
         lists = ragged_walk(rows, lists, num_q_blocks=num_q_blocks, order=order[0], listed=most)._replace(spt=False)
     elif deterministic:
-        lists = _merged(lists, order, num_q_blocks, listed)
+        room = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)
+        most = None if listed is None else listed * counts.shape[0] * heads
+        sizes = dict(width=min(room, num_q_blocks), num_q_blocks=num_q_blocks, listed=most)
+        lists = merged_walk(lists, order=order, **sizes)._replace(spt=False)
     else:
         lists = lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
     planned = num_heads_kv if per_group else num_heads  # heads that have items of their own
@@ -163,19 +166,6 @@ def _items(
     head = torch.div(row, N, rounding_mode="floor")
     plan = torch.stack([torch.div(head, H, rounding_mode="floor"), head % H, row % N, begin, end, turn + piece], dim=-1)
     return torch.where(real.unsqueeze(-1), plan, 0).int()
-
-
-def _merged(lists: Any, order: torch.Tensor, num_q_blocks: int, listed: Optional[int]) -> Any:
-    B, heads, _ = lists.mask_block_cnt.shape
-    widths = [idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None]
-    walk = deterministic_walk(
-        lists,
-        order=order,
-        width=min(sum(widths), num_q_blocks),
-        num_q_blocks=num_q_blocks,
-        listed=None if listed is None else listed * B * heads,
-    )
-    return walk.in_place_of(lists)._replace(spt=False)
 
 
 def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, waits: bool) -> torch.Tensor:

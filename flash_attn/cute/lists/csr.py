@@ -14,7 +14,7 @@ import torch
 
 from flash_attn.cute.lists.entries import FlatEntries, Rows, fields, flat_entries, integer, tensor
 from flash_attn.cute.lists.formats import FORMS, as_ragged, sequence_of_row
-from flash_attn.cute.lists.write_order import CompactWalk, ranks, sorted_walk
+from flash_attn.cute.lists.write_order import ranks, sorted_walk
 
 OptionalTensor = torch.Tensor | None
 OFFSETS = ("cu_block_idx_offsets", "cu_full_block_idx_offsets")
@@ -252,25 +252,30 @@ def ragged_walk(
     *,
     num_q_blocks: int,
     order: OptionalTensor = None,
-    locks: bool = False,
     descending: bool = True,
     listed: int | None = None,
 ) -> Any:
-    """`lists` as ragged ones with one walk a key block, by rising lock value: entries are 2 * block + is_full.
+    """Ragged lists with each key block's mask and full blocks in one list: `merged_walk` of packed sequences.
 
     Args:
         num_q_blocks: of the longest sequence.
-        order: [1 or H, rows], the rows of a head in the order of their launch, from which lock values follow; None: the
-            rows' own order.
-        locks: take the lists' own lock values instead.
+        order: [1 or H, rows], the rows of a head in the order of their launch, from which lock values follow. None:
+            take those in the lists.
         descending: among equal lock values the later query block comes first.
         listed: upper bound of the entries of all heads. None: the room that there is, which rows then must not share.
-
     """
     M = rows.sequences * num_q_blocks
     entries = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
-    values = entries.pick(rows.locks) if locks else ranks(entries, M)
-    return _ragged(sorted_walk(entries, values, descending, M), lists, 2 * num_q_blocks)
+    values = entries.pick(rows.locks) if order is None else ranks(entries, M)
+    walk = sorted_walk(entries, values, descending, M)
+    counts = walk.ends.flatten().diff(prepend=walk.ends.new_zeros(1)).view(walk.ends.shape)
+    return walk.in_place_of(
+        lists,
+        mask_block_cnt=counts.int(),
+        mask_block_idx=walk.entries % (2 * num_q_blocks),
+        cu_block_idx_offsets=walk.ends - counts,
+        dq_write_order=walk.locks,
+    )
 
 
 def _flat_entries(packed: PackedRows, order: OptionalTensor, num_q_blocks: int, most: int) -> FlatEntries:
@@ -278,18 +283,3 @@ def _flat_entries(packed: PackedRows, order: OptionalTensor, num_q_blocks: int, 
     entries = flat_entries(packed.rows, order, most)
     sequence = packed.sequence.index_select(0, entries.row % max(packed.rows.N, 1))
     return replace(entries, block=entries.block + sequence * num_q_blocks)
-
-
-def _ragged(walk: CompactWalk, lists: Any, entries_a_sequence: int) -> Any:
-    ends = walk.ends
-    counts = ends.flatten().diff(prepend=ends.new_zeros(1)).view(ends.shape)
-    return lists._replace(
-        mask_block_cnt=counts.int(),
-        mask_block_idx=walk.entries % entries_a_sequence,
-        full_block_cnt=None,
-        full_block_idx=None,
-        cu_block_idx_offsets=ends - counts,
-        cu_full_block_idx_offsets=None,
-        dq_write_order=walk.locks,
-        dq_write_order_full=None,
-    )
