@@ -163,14 +163,12 @@ def _tails(original: Callable) -> Callable:
     return wrong
 
 
-@fault("a line lost", "patches.codec:_join_drops", "patches")
+@fault("a line lost", "patches.codec:_span", "patches")
 def _line(original: Callable) -> Callable:
-    """A stretch of more than two dropped lines keeps its last."""
+    """A copy of more than two lines loses its last."""
 
-    def wrong(ops: Any) -> Any:
-        for op in original(ops):
-            long = type(op).__name__ == "Drop" and op.count > 2
-            yield type(op)(op.at, op.count - 1) if long else op
+    def wrong(lines: Any, start: int, count: int) -> Any:
+        return original(lines, start, count - (count > 2))
 
     return wrong
 

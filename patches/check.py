@@ -64,7 +64,7 @@ def _form_problems(root: Path, patch: Patch, before: Files, after: Files) -> Ite
     """The file must be what `save` would write for the same change."""
     others = texts(before)
     for edit in patch.edits:
-        if tuple(encode(before[edit.path].decode(), after[edit.path].decode(), others)) != edit.ops:
+        if tuple(encode(before[edit.path].decode(), after[edit.path].decode(), others)) != edit.script:
             yield located(patch.place, edit.line, f"edits of {edit.path} are not in the form that `save` writes")
     if read_text(root / patch.place) != patch.text:
         yield located(patch.place, 1, "not in the form that `save` writes")

@@ -1,13 +1,14 @@
 """Edit scripts that turn one text into another and hold only the text that is new.
 
-An edit script is a list of operations on the *old* text, in the order of its lines (counted from 1). What the new
-text takes over, moved or re-indented code included, is named by line number, so that no old line is ever quoted:
+An edit script works on the *old* text, in the order of its lines (counted from 1). What the new text takes over, moved
+or re-indented code included, is named by line number, so that no old line is ever quoted:
 
-    a L n                     add the n lines that follow, each behind a "+", after old line L
-    d L n                     drop old lines L .. L+n-1
-    c L source n indent PATH  after old line L, copy lines source .. source+n-1, indented by `indent` more, of the
-                              old text or, where PATH is given, of that other file as it is before the patch
-    s L start:end "text"      in old line L, replace the columns start .. end-1 (a JSON string)
+    a L                        go to the end of old line L
+    d L n                      drop old lines L .. L+n-1
+    c L source n indent PATH   after old line L, copy lines source .. source+n-1, indented by `indent` more, of the
+                               old text or, where PATH is given, of that other file as it is before the patch
+    s L start:end "text" ...   in old line L, replace the columns start .. end-1 (a JSON string), at one or more places
+    +text                      a line of our own, behind all of the above
 
 Lines are split at "\\n" alone: "\\r" stays part of its line, and a missing newline at the end stays missing.
 """
@@ -17,10 +18,10 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from os.path import commonprefix
 from types import MappingProxyType
 
 # Below this many characters a line says too little to be worth a reference instead of its own text.
@@ -30,61 +31,36 @@ MIN_QUOTE = 24
 # The ratio of difflib from which on a line is written as a change of another.
 MIN_RATIO = 0.6
 
-
-class CodecError(ValueError):
-    """An edit script that cannot be read or does not fit the text it is applied to; `line` counts from 0."""
-
-    def __init__(self, message: str, line: int | None = None):
-        super().__init__(message)
-        self.line = line
-
-
-@dataclass(frozen=True)
-class Add:
-    """Lines of our own, after old line `at`."""
-
-    at: int
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Old lines that the new text does without."""
-
-    at: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Lines that stand elsewhere in the old text, or in the file `path`, placed after old line `at`."""
-
-    at: int
-    source: int
-    count: int
-    indent: int
-    path: str | None = None
-
-
-@dataclass(frozen=True)
-class Splice:
-    """One replacement of columns within old line `at`."""
-
-    at: int
-    start: int
-    end: int
-    text: str
-
-
-Op = Add | Drop | Copy | Splice
+_SPLICE = r' (\d+):(\d+) ("(?:[^"\\]|\\.)*")'
+_FORMS = (
+    re.compile(r"(a) (\d+)"),
+    re.compile(r"(d) (\d+) (\d+)"),
+    re.compile(r"(c) (\d+) (\d+) (\d+) ([+-]\d+)(?: (\S+))?"),
+    re.compile(rf"(s) (\d+)((?:{_SPLICE})+)"),
+)
 # Other files that lines may be copied from, by path.
 Texts = Mapping[str, str]
 NO_TEXTS: Texts = MappingProxyType({})
 
 
+class CodecError(ValueError):
+    """A line of an edit script that cannot be read or does not fit the old text; `line` counts from 0."""
+
+    def __init__(self, message: str, line: int):
+        super().__init__(message)
+        self.line = line
+
+
 def weight(line: str) -> int:
     """The number of characters of a line that are not white space."""
     return len("".join(line.split()))
+
+
+def own_texts(line: str) -> list[str]:
+    """The text that a line of an edit script brings itself."""
+    if line.startswith("+"):
+        return [line[1:]]
+    return [json.loads(text) for _, _, text in re.findall(_SPLICE, line)] if line.startswith("s ") else []
 
 
 @lru_cache(maxsize=256)
@@ -102,62 +78,65 @@ def _index(text: str) -> dict[str, list[int]]:
     return index
 
 
-def decode(old: str, ops: Sequence[Op], others: Texts = NO_TEXTS) -> str:
-    """The new text that `ops` make of `old`, with other files to copy from; CodecError where they do not fit."""
+def decode(old: str, script: Sequence[str], others: Texts = NO_TEXTS) -> str:
+    """The new text that an edit script makes of `old`, with other files to copy from."""
     lines, out, done = _lines(old), [], 0
-    position = 0
-    while position < len(ops):
-        op = ops[position]
-        upto = op.at if isinstance(op, (Add, Copy)) else op.at - 1
-        if not done <= upto <= len(lines):
-            raise CodecError(f"old line {op.at} is out of order or beyond the end ({len(lines)} lines)")
-        out += lines[done:upto]
-        done = upto
-        position += 1
-        if isinstance(op, Add):
-            out += op.lines
-        elif isinstance(op, Copy):
-            out += _copied(op, lines, others)
-        elif isinstance(op, Drop):
-            done += op.count
-            if done > len(lines):
-                raise CodecError(f"drops old lines up to {done} of {len(lines)}")
-        else:
-            if done >= len(lines):
-                raise CodecError(f"changes old line {op.at} of {len(lines)}")
-            splices = list(takewhile(lambda other: isinstance(other, Splice) and other.at == op.at, ops[position:]))
-            out.append(_spliced(lines[done], [op, *splices]))
-            position += len(splices)
-            done += 1
+    for number, entry in enumerate(script):
+        if entry.startswith("+"):
+            out.append(entry[1:])
+            continue
+        try:
+            first, count, new = _read(entry, lines, others)
+            if not done <= first <= first + count <= len(lines):
+                raise ValueError(f"out of order or beyond the end ({len(lines)} lines)")
+        except ValueError as error:
+            raise CodecError(f"{entry!r}: {error}", number) from None
+        out += [*lines[done:first], *new]
+        done = first + count
     return "\n".join(out + lines[done:])
 
 
-def _copied(op: Copy, lines: list[str], others: Texts) -> Iterator[str]:
-    if op.path is not None and op.path not in others:
-        raise CodecError(f"copies from {op.path}, which does not exist")
-    source = lines if op.path is None else _lines(others[op.path])
-    if op.source < 1 or op.source - 1 + op.count > len(source):
-        raise CodecError(f"copies lines {op.source} .. {op.source + op.count - 1} of {len(source)}")
-    return (_shift(line, op.indent) for line in source[op.source - 1 : op.source - 1 + op.count])
+def _read(entry: str, lines: Sequence[str], others: Texts) -> tuple[int, int, list[str]]:
+    """The old line that an operation goes behind, how many lines it takes away there, and what it puts instead."""
+    match = next(filter(None, (form.fullmatch(entry) for form in _FORMS)), None)
+    if match is None:
+        raise ValueError("expected an operation (a, d, c, s or +)")
+    kind, at, *rest = match.groups()
+    if kind == "a":
+        return int(at), 0, []
+    if kind == "d":
+        return int(at) - 1, int(rest[0]), []
+    if kind == "s":
+        return int(at) - 1, 1, [_spliced(_span(lines, int(at), 1)[0], re.findall(_SPLICE, rest[0]))]
+    source, count, indent, path = *map(int, rest[:3]), rest[3]
+    if path is not None and path not in others:
+        raise ValueError(f"there is no {path}")
+    copied = _span(lines if path is None else _lines(others[path]), source, count)
+    return int(at), 0, [_shift(line, indent) for line in copied]
 
 
-def _spliced(line: str, splices: Sequence[Splice]) -> str:
-    for left, right in zip(splices, splices[1:]):
-        if left.end > right.start:
-            raise CodecError(f"changes of old line {left.at} overlap or are out of order")
-    for op in reversed(splices):
-        if not 0 <= op.start <= op.end <= len(line):
-            raise CodecError(f"columns {op.start}:{op.end} of old line {op.at}, which has {len(line)}")
-        line = line[: op.start] + op.text + line[op.end :]
-    return line
+def _span(lines: Sequence[str], start: int, count: int) -> Sequence[str]:
+    if start < 1 or start - 1 + count > len(lines):
+        raise ValueError(f"there are only {len(lines)} lines")
+    return lines[start - 1 : start - 1 + count]
 
 
-def encode(old: str, new: str, others: Texts = NO_TEXTS) -> list[Op]:
-    """The operations that turn `old` into `new`, proven by decoding them."""
-    ops = _Encoder(old, others).run(_lines(new))
-    if decode(old, ops, others) != new:
+def _spliced(line: str, splices: Sequence[tuple[str, str, str]]) -> str:
+    out, done = [], 0
+    for start, end, text in splices:
+        if not done <= int(start) <= int(end) <= len(line):
+            raise ValueError(f"columns {start}:{end} overlap, are out of order or beyond the end ({len(line)})")
+        out += [line[done : int(start)], json.loads(text)]
+        done = int(end)
+    return "".join(out) + line[done:]
+
+
+def encode(old: str, new: str, others: Texts = NO_TEXTS) -> list[str]:
+    """The edit script that turns `old` into `new`, proven by decoding it."""
+    script = list(_Encoder(old, others).run(_lines(new)))
+    if decode(old, script, others) != new:
         raise AssertionError("encode is not faithful")
-    return ops
+    return script
 
 
 class _Encoder:
@@ -165,27 +144,22 @@ class _Encoder:
         self.old = _lines(old)
         self.where = _index(old)
         self.others = others
+        self.at = 0  # the old line behind which the script stands
 
-    def run(self, new: list[str]) -> list[Op]:
-        ops: list[Op] = []
+    def run(self, new: list[str]) -> Iterator[str]:
         for i1, i2, j1, j2 in _changes(self.old, new):
-            ops += self._replace(i1, i2, new[j1:j2])
-        return list(_join_drops(ops))
+            yield from self._replace(i1, i2, new[j1:j2])
 
-    def _replace(self, i: int, end: int, new: list[str]) -> Iterator[Op]:
+    def _replace(self, i: int, end: int, new: list[str]) -> Iterator[str]:
         """Old lines i .. end-1 by `new`: each old line becomes the new one most like it, or is dropped."""
-        while i < end and new:
-            match = self._most_alike(self.old[i], new)
-            if match is None:
-                yield Drop(i + 1, 1)
-            else:
-                yield from self._insert(i, new[:match])
-                yield from _splices(i + 1, self.old[i], new[match])
+        for number in range(i, end):
+            match = self._most_alike(self.old[number], new)
+            if match is not None:
+                yield from self._rewrite(i, number, new[:match])
+                yield f"s {number + 1}" + _splices(self.old[number], new[match])
                 new = new[match + 1 :]
-            i += 1
-        if i < end:
-            yield Drop(i + 1, end - i)
-        yield from self._insert(end, new)
+                i = self.at = number + 1
+        yield from self._rewrite(i, end, new)
 
     def _most_alike(self, line: str, candidates: list[str]) -> int | None:
         matcher = difflib.SequenceMatcher(None, b=line, autojunk=False)
@@ -197,23 +171,18 @@ class _Encoder:
         # A line that stands elsewhere is named there: spelling out how another one differs from it would quote it.
         return None if at is None or self._places(candidates[at]) else at
 
-    def _insert(self, at: int, new: list[str]) -> Iterator[Op]:
-        """New lines after old line `at`: the longest run that stands somewhere is copied, the rest is our own."""
-        own: list[str] = []
-        position = 0
-        while position < len(new):
-            copy = max(self._runs(at, new, position), key=lambda run: run.count, default=None)
-            if copy is None:
-                own.append(new[position])
-                position += 1
-                continue
-            if own:
-                yield Add(at, tuple(own))
-                own = []
-            yield copy
-            position += copy.count
-        if own:
-            yield Add(at, tuple(own))
+    def _rewrite(self, i: int, end: int, new: list[str]) -> Iterator[str]:
+        """Nothing of old lines i .. end-1, and new ones: the longest run that stands somewhere is copied."""
+        if i < end:
+            yield f"d {i + 1} {end - i}"
+            self.at = end
+        while new:
+            count, copy = max(self._copies(end, new), key=lambda copy: copy[0], default=(1, None))
+            if copy is None and self.at != end:
+                yield f"a {end}"
+            yield copy or "+" + new[0]
+            self.at = end
+            new = new[count:]
 
     def _places(self, line: str) -> list[tuple[str | None, int]]:
         """The places where a line stands, but for its indentation: in this file, or else in others."""
@@ -223,13 +192,14 @@ class _Encoder:
         paths = sorted(self.others) if weight(own) >= MIN_QUOTE else ()
         return [(path, number) for path in paths for number in _index(self.others[path]).get(own, ())]
 
-    def _runs(self, at: int, new: list[str], position: int) -> Iterator[Copy]:
-        for path, start in self._places(new[position]):
+    def _copies(self, at: int, new: list[str]) -> Iterator[tuple[int, str]]:
+        """The lengths of the runs that `new` may begin with a copy of, and the operations that copy them."""
+        for path, start in self._places(new[0]):
             source = self.old if path is None else _lines(self.others[path])
-            indent = _indent(new[position]) - _indent(source[start])
-            pairs = zip(source[start:], new[position:])
+            indent = _indent(new[0]) - _indent(source[start])
+            pairs = zip(source[start:], new)
             count = sum(1 for _ in takewhile(lambda pair: _shift(pair[0], indent) == pair[1], pairs))
-            yield Copy(at, start + 1, count, indent, path)
+            yield count, f"c {at} {start + 1} {count} {indent:+d}" + (f" {path}" if path else "")
 
 
 def _indent(line: str) -> int:
@@ -244,89 +214,21 @@ def _shift(line: str, indent: int) -> str:
 
 def _changes(old: list[str], new: list[str]) -> Iterator[tuple[int, int, int, int]]:
     """The stretches in which two texts differ; what both begin and end with is set aside first, for speed."""
-    head = 0
-    while head < min(len(old), len(new)) and old[head] == new[head]:
-        head += 1
-    tail = 0
-    while tail < min(len(old), len(new)) - head and old[-1 - tail] == new[-1 - tail]:
-        tail += 1
+    head = len(commonprefix([old, new]))
+    tail = len(commonprefix([old[head:][::-1], new[head:][::-1]]))
     matcher = difflib.SequenceMatcher(None, old[head : len(old) - tail], new[head : len(new) - tail], autojunk=False)
-    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+    for tag, *bounds in matcher.get_opcodes():
         if tag != "equal":
-            yield i1 + head, i2 + head, j1 + head, j2 + head
+            yield tuple(bound + head for bound in bounds)
 
 
-def _splices(at: int, old: str, new: str) -> Iterator[Splice]:
+def _splices(old: str, new: str) -> str:
     """The replacements that make one line of another, word by word."""
     before, after = (re.findall(r"\w+|\s+|[^\w\s]", line) for line in (old, new))
-    columns = [0]
-    for token in before:
-        columns.append(columns[-1] + len(token))
-    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
-        if tag != "equal":
-            yield Splice(at, columns[i1], columns[i2], "".join(after[j1:j2]))
-
-
-def _join_drops(ops: Iterable[Op]) -> list[Op]:
-    joined: list[Op] = []
-    for op in ops:
-        last = joined[-1] if joined else None
-        if isinstance(op, Drop) and isinstance(last, Drop) and last.at + last.count == op.at:
-            joined[-1] = Drop(last.at, last.count + op.count)
-        else:
-            joined.append(op)
-    return joined
-
-
-def format_ops(ops: Iterable[Op]) -> list[str]:
-    """The lines of a patch file that stand for `ops`."""
-    out: list[str] = []
-    for op in ops:
-        if isinstance(op, Add):
-            out += [f"a {op.at} {len(op.lines)}", *("+" + line for line in op.lines)]
-        elif isinstance(op, Drop):
-            out.append(f"d {op.at} {op.count}")
-        elif isinstance(op, Copy):
-            where = f" {op.path}" if op.path else ""
-            out.append(f"c {op.at} {op.source} {op.count} {op.indent:+d}{where}")
-        else:
-            out.append(f"s {op.at} {op.start}:{op.end} {json.dumps(op.text)}")
-    return out
-
-
-_FORMS = {
-    "a": re.compile(r"a (\d+) (\d+)"),
-    "d": re.compile(r"d (\d+) (\d+)"),
-    "c": re.compile(r"c (\d+) (\d+) (\d+) ([+-]\d+)(?: (\S+))?"),
-    "s": re.compile(r"s (\d+) (\d+):(\d+) (\".*\")"),
-}
-
-
-def parse_ops(lines: Sequence[str]) -> list[Op]:
-    """The operations that the lines of a patch file stand for; CodecError with the number of a wrong line."""
-    ops: list[Op] = []
-    position = 0
-    while position < len(lines):
-        line = lines[position]
-        form = _FORMS.get(line[:1])
-        match = form.fullmatch(line) if form else None
-        if match is None:
-            raise CodecError(f"expected an operation (a, d, c or s), found {line!r}", position)
-        position += 1
-        if line[0] == "a":
-            at, count = map(int, match.groups())
-            own = lines[position : position + count]
-            if len(own) < count or not all(text.startswith("+") for text in own):
-                raise CodecError(f"expected {count} lines behind a '+'", position)
-            ops.append(Add(at, tuple(text[1:] for text in own)))
-            position += count
-        elif line[0] == "d":
-            ops.append(Drop(*map(int, match.groups())))
-        elif line[0] == "c":
-            ops.append(Copy(*map(int, match.groups()[:4]), match[5]))
-        else:
-            try:
-                ops.append(Splice(*map(int, match.groups()[:3]), json.loads(match[4])))
-            except json.JSONDecodeError as error:
-                raise CodecError(f"not a JSON string: {error.msg}", position - 1) from None
-    return ops
+    columns = [0, *accumulate(map(len, before))]
+    changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return "".join(
+        f" {columns[i1]}:{columns[i2]} {json.dumps(''.join(after[j1:j2]))}"
+        for tag, i1, i2, j1, j2 in changes
+        if tag != "equal"
+    )

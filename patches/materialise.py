@@ -61,9 +61,9 @@ def _edited(files: Files, edit: FileEdit, place: str, others: Texts) -> bytes:
             "save the queue again from a tree that holds it",
         )
     try:
-        result = decode(files[edit.path].decode("utf-8"), edit.ops, others).encode("utf-8")
-    except (CodecError, UnicodeDecodeError) as error:
-        raise located(place, edit.line, f"does not apply to {edit.path}: {error}") from None
+        result = decode(files[edit.path].decode("utf-8"), edit.script, others).encode("utf-8")
+    except CodecError as error:
+        raise located(place, edit.line + 1 + error.line, f"does not apply to {edit.path}: {error}") from None
     if digest(result) != edit.after:
         raise located(place, edit.line, f"{edit.path} comes out wrong: sha256 expected {edit.after}")
     return result

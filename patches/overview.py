@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from patches.codec import Add, Drop, Splice
 from patches.errors import located
 from patches.materialise import load_pin, load_queue
 from patches.patchfile import Patch
@@ -35,10 +34,10 @@ def overview(pin: Pin, queue: list[Patch]) -> str:
 
 def _size(patch: Patch) -> str:
     """Lines of our own and, behind a minus, the old lines they stand for."""
-    ops = [op for edit in patch.edits for op in edit.ops]
-    changed = len({(edit.path, op.at) for edit in patch.edits for op in edit.ops if isinstance(op, Splice)})
-    added = sum(len(op.lines) for op in ops if isinstance(op, Add)) + changed
-    dropped = sum(op.count for op in ops if isinstance(op, Drop)) + changed
+    lines = [line for edit in patch.edits for line in edit.script]
+    changed = sum(line.startswith("s ") for line in lines)
+    added = sum(line.startswith("+") for line in lines) + changed
+    dropped = sum(int(line.split()[2]) for line in lines if line.startswith("d ")) + changed
     return f"+{added} -{dropped}"
 
 

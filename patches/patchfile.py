@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patches.codec import CodecError, Op, format_ops, parse_ops
 from patches.errors import located
 
 KEYS = ("Reason", "Upstream-Status", "Test", "Base")
@@ -54,7 +53,7 @@ class FileEdit:
     path: str
     before: str
     after: str
-    ops: tuple[Op, ...]
+    script: tuple[str, ...]
     line: int = 0
 
 
@@ -76,7 +75,7 @@ class Patch:
         """The content of the patch file."""
         parts = [self.header.text]
         for edit in self.edits:
-            lines = [f"@@ {edit.path} {edit.before} -> {edit.after}", *format_ops(edit.ops)]
+            lines = [f"@@ {edit.path} {edit.before} -> {edit.after}", *edit.script]
             parts.append("\n" + "\n".join(lines) + "\n")
         return "".join(parts)
 
@@ -150,9 +149,5 @@ def parse_patch(text: str, name: str) -> Patch:
         body = lines[start + 1 : end]
         while body and not body[-1]:
             body.pop()
-        try:
-            ops = tuple(parse_ops(body))
-        except CodecError as error:
-            raise located(place, start + 2 + (error.line or 0), str(error)) from None
-        edits.append(FileEdit(match[1], match[2], match[3], ops, start + 1))
+        edits.append(FileEdit(*match.groups(), tuple(body), start + 1))
     return Patch(name, header, tuple(edits))

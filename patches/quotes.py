@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 
-from patches.codec import MIN_QUOTE, Texts, weight
+from patches.codec import MIN_QUOTE, Texts, own_texts, weight
 from patches.errors import QueueError, located
 from patches.patchfile import Patch
 
@@ -40,9 +39,4 @@ def _own_texts(patch_text: str) -> Iterator[tuple[int, str]]:
     in_header = True
     for number, line in enumerate(patch_text.split("\n"), 1):
         in_header = in_header and not line.startswith("@@ ")
-        if in_header:
-            yield number, line
-        elif line.startswith("+"):
-            yield number, line[1:]
-        elif line.startswith("s "):
-            yield number, json.loads(line.split(" ", 3)[3])
+        yield from ((number, text) for text in ([line] if in_header else own_texts(line)))

@@ -78,10 +78,10 @@ def _edits(git: Git, commit: str, files: Files) -> tuple[tuple[FileEdit, ...], F
         if old == new:
             raise QueueError(f"changes the mode of {path} alone")
         try:
-            ops = encode(old.decode("utf-8"), new.decode("utf-8"), others)
+            script = encode(old.decode("utf-8"), new.decode("utf-8"), others)
         except UnicodeDecodeError:
             raise QueueError(f"{path} is not UTF-8") from None
-        edits.append(FileEdit(path, digest(old), digest(new), tuple(ops)))
+        edits.append(FileEdit(path, digest(old), digest(new), tuple(script)))
         changed[path] = new
     if not edits:
         raise QueueError("changes nothing; drop it with git rebase -i")

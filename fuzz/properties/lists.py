@@ -121,6 +121,8 @@ def plan(case: Blocks) -> None:
     schedule = case.launch if case.launch != "shuffled" else torch.tensor(launch_order(case, listed))
     q, k = (torch.zeros(1).expand(case.B, n * BLOCK, h, 64) for n, h in ((case.M, case.H), (case.N, Hkv)))
     most = int(listed.sum((2, 3)).max())
+    counts, order = listed.sum(2), launch_order(case, listed)
+    of_group = counts.unflatten(1, (Hkv, case.group)).sum(2)
     sizes = dict(num_heads=case.H, num_heads_kv=Hkv, num_q_blocks=case.M)
     for deterministic, bound in product((False, True), (None, most)):
         options = sizes | dict(longest=case.longest)
@@ -130,8 +132,13 @@ def plan(case: Blocks) -> None:
         for b, h, n, begin, end, _ in planned.plan.tolist():
             assert 0 <= begin <= end and (end - begin <= case.longest or case.group == 1), f"item {begin} .. {end}"
             dealt.update((b, h, n, place) for place in range(begin, end))
-        counts = listed.sum(2)
-        places = product(range(case.B), range(case.H), range(case.N))
+        for b, h in product(range(case.B), range(case.H)):
+            items = [item for item in planned.plan.tolist() if item[3] < item[4] or case.group == 1]
+            launched = [n for at, head, n, *_ in items if (at, head) == (b, h)]
+            by_length = [(-int(of_group[b, h // case.group, n]), n) for n in range(case.N)]
+            place = by_length if case.launch == "longest first" else [order.index(n) for n in range(case.N)]
+            assert launched == sorted(launched, key=place.__getitem__), f"key blocks {launched} of {b, h}"
+        places = [*product(range(case.B), range(case.H), range(case.N))]
         expected = Counter((b, h, n, i) for b, h, n in places for i in range(int(counts[b, h, n])))
         assert dealt == expected, f"dealt out {dealt - expected} too often, {expected - dealt} not at all"
 

@@ -65,6 +65,8 @@ BROKEN_PACK = (
     ("cu_total_m_blocks", TypeError, "cu_total_m_blocks has to be a torch.Tensor, got list", [0, 3, 3, 5]),
     ("cu_total_m_blocks", ValueError, r"cu_total_m_blocks has shape \(3,\)", torch.zeros(3).int()),
     ("cu_total_m_blocks", ValueError, "cu_total_m_blocks is torch.float32", torch.zeros(4)),
+    ("cu_total_m_blocks", ValueError, "is torch.int32 on meta", torch.zeros(4, dtype=torch.int32, device="meta")),
+    ("lists", ValueError, r"full_block_cnt.* \(2, 4\)", changed(full_block_cnt=lambda x: x[..., 1:])),
 )  # fmt: skip
 ORDER = (
     ("order", ValueError, r"order has shape .*, expected \[N\]", torch.arange(4), torch.zeros(1, 1, 1, 5).long()),
@@ -200,6 +202,7 @@ ORDERED = (
         (
             *BROKEN_PACK,
             ("cu_total_m_blocks", ValueError, "cu_total_m_blocks is None: rows of stacked lists", None),
+            ("num_heads num_heads_kv", ValueError, "lists have 2 heads", 3),
             ("lists", ValueError, r"cu_block_idx_offsets has shape \(2,\)",
              changed(cu_block_idx_offsets=torch.zeros(2).int())),
             ("lists", ValueError, "cu_block_idx_offsets is torch.float32",

@@ -1,149 +1,48 @@
-"""Plans: every entry in one item, items in an order that nothing waits against, and the kernel that follows them."""
+"""Backward by a plan, or in the order of lock values: what it refuses, and the kernel that follows them.
 
-import random
+That plans are right is a property of the fuzzer ("lists.plan", "packed.plan").
+"""
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, in_turn, make_inputs, swept
+from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, in_turn, make_inputs
 from fa_compile import Worker, WorkerError
 from fa_packed_lists import ordered_backward_lists
 from fa_reference import assert_bits_repeat
+
+from fuzz.blocks import both_directions
+from fuzz.case import Blocks
 
 PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
 CASES = [
     Case(D=128, mask_mod="thirds", deterministic=True, launch="middle first", **PLANNED),
     Case(D=64, causal=True, deterministic=True, launch="right to left", Hq=8, Hkv=1, **PLANNED),
     Case(D=128, mask_mod="thirds", deterministic=True, launch="longest first", Hkv=1, **PLANNED),
-    Case(D=64, Hkv=4, causal=True, **(PLANNED | {"lists": "no full"})),
 ]
 # Tails, one query, no queries, no keys, more keys than queries and fewer.
 PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both", plan=2)
 CASES += [
     Case(D=128, causal=True, form="ragged", deterministic=True, launch="right to left", **PACK),
     Case(D=64, form="compact", deterministic=True, Hkv=4, list_heads=4, **PACK),
-    Case(D=64, mask_mod="thirds", form="stacked", list_heads=2, **PACK),
     Case(D=128, causal=True, form="stacked", list_heads=4, deterministic=True, launch="longest first", **PACK),
 ]
 
 
-def random_lists(heads: int, N: int, M: int, seed: int, full: bool):
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
-    draw = random.Random(seed)
-    rows = [[draw.sample(range(M), draw.choice([0, 0, 1, 2, M])) for _ in range(N)] for _ in range(2 * heads)]
-    cut = [[draw.randint(0, len(row)) if full else len(row) for row in head] for head in rows]
-
-    def tensors(part: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-        counts = torch.tensor([[len(row) for row in head] for head in part], dtype=torch.int32)
-        idx = torch.tensor([[row + [0] * (M - len(row)) for row in head] for head in part], dtype=torch.int32)
-        return counts.view(2, heads, N), idx.view(2, heads, N, M)
-
-    mask = tensors([[row[:at] for row, at in zip(*pair)] for pair in zip(rows, cut)])
-    if not full:
-        return BlockSparseTensorsTorch(*mask)
-    return BlockSparseTensorsTorch(*mask, *tensors([[row[at:] for row, at in zip(*pair)] for pair in zip(rows, cut)]))
-
-
-@pytest.mark.parametrize("heads", [1, 2, 6])
-@pytest.mark.parametrize(
-    ("schedule", "longest", "deterministic"),
-    [("left to right", 1, False), ("right to left", 4, True), ("longest first", 4, False), ("drawn", 1000, True)],
-)
-def test_items_hold_every_entry_once(heads: int, schedule: str, longest: int, deterministic: bool) -> None:
+def planned() -> Any:
     from flash_attn.cute.lists.backward_plan import plan_backward
 
-    Hq, Hkv, N, M = 6, 2, 5, 7
-    asked = torch.tensor([3, 0, 4, 1, 2]) if schedule == "drawn" else schedule
-    for seed in range(8):
-        lists = random_lists(heads, N, M, seed, full=seed % 2 == 0)
-        options = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=M, schedule=asked, longest=longest)
-        planned = plan_backward(lists, deterministic=deterministic, **options)
-        counts = lists.mask_block_cnt + (0 if lists.full_block_cnt is None else lists.full_block_cnt)
-        counts = counts.expand(2, max(heads, Hkv), N)
-        items = planned.plan.tolist()
-        assert planned.plan.dtype == torch.int32
-        assert all(0 < end - begin <= longest for *_, begin, end, _ in items)
-        of_list = [head * counts.shape[1] // Hq for head in range(Hq)]
-        held = sorted((b, h, n, step) for b, h, n, begin, end, _ in items for step in range(begin, end))
-        assert held == [
-            (b, h, n, step)
-            for b in range(2)
-            for h in range(Hq)
-            for n in range(N)
-            for step in range(counts[b, of_list[h], n])
-        ]
-        assert [(b, h) for b, h, *_ in items] == sorted((b, h) for b, h, *_ in items)
-        assert_order(items, schedule, counts, Hq // Hkv)
-        bounded = plan_backward(lists, deterministic=deterministic, listed=N * M, **options).plan
-        assert bounded[: len(items)].tolist() == items and not bounded[len(items) :].any()
-
-
-def assert_order(items: list[list[int]], schedule: str, counts: torch.Tensor, group: int) -> None:
-    """Key blocks of every head follow the schedule; turns count the launches that add to the same dk and dv."""
-    Hkv = 6 // group
-    sums = counts.view(2, Hkv, -1, counts.shape[2]).sum(2).tolist()
-    launched: dict[tuple[int, int, int], int] = {}
-    blocks: dict[tuple[int, int], list[int]] = {}
-    for b, h, n, *_, turn in items:
-        kv = h // group
-        assert turn == launched.get((b, kv, n), 0)
-        launched[b, kv, n] = turn + 1
-        blocks.setdefault((b, h), []).append(n)
-    for (b, h), own in blocks.items():
-        key = {
-            "left to right": lambda n: n,
-            "right to left": lambda n: -n,
-            "longest first": lambda n: (-sums[b][h // group][n], n),
-            "drawn": [3, 0, 4, 1, 2].index,
-        }[schedule]
-        assert own == sorted(own, key=key)
-
-
-def test_every_key_block_is_stored_where_nothing_is_added() -> None:
-    from flash_attn.cute.lists.backward_plan import plan_backward
-
-    lists = random_lists(3, 5, 7, seed=1, full=True)
-    plan = plan_backward(lists, num_heads=3, num_heads_kv=3, num_q_blocks=7, schedule="right to left", longest=1).plan
-    assert plan[:, 2].tolist() == [4, 3, 2, 1, 0] * 6 and not plan[:, 3].any() and not plan[:, 5].any()
-    assert plan[:, 4].view(2, 3, 5).flip(2).equal(lists.mask_block_cnt + lists.full_block_cnt)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"num_heads": 8, "num_heads_kv": 4}, "lists have 6 heads"),
-        ({"longest": 0}, "longest has to be at least 1"),
-        ({"schedule": "outwards"}, "schedule has to be one of"),
-        ({"schedule": torch.arange(4)}, "permutation of the 5 key blocks"),
-        ({"schedule": torch.rand(5)}, "torch.float32"),
-        ({"schedule": torch.ones(5, dtype=torch.bool)}, "torch.bool"),
-        ({"schedule": torch.tensor([0, 1, 1, 3, 4]), "listed": 40}, "schedule, sorted, has 1 in place 2"),
-        ({"schedule": torch.tensor([0, 1, 2, 3, 5])}, "schedule, sorted, has 5 in place 4"),
-        ({"schedule": torch.tensor([0, 1, 2, 3, -1]), "deterministic": True}, "schedule, sorted, has -1 in place 0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: dict, said: str) -> None:
-    from flash_attn.cute.lists.backward_plan import plan_backward
-
-    lists = random_lists(6, 5, 7, seed=0, full=True)
-    with pytest.raises(ValueError, match=said):
-        plan_backward(lists, **({"num_heads": 6, "num_heads_kv": 2, "num_q_blocks": 7} | options))
-
-
-@pytest.mark.parametrize("case", swept(CASES), ids=str)
-def test_compiles(compiler_sm90: Worker, case: Case) -> None:
-    compiler_sm90.trace(compile_case, case)
+    _, lists = both_directions(Blocks(B=2, M=7))
+    return plan_backward(lists, num_heads=6, num_heads_kv=2, num_q_blocks=7)
 
 
 def test_deterministic_backward_needs_a_deterministic_plan() -> None:
-    from flash_attn.cute.lists.backward_plan import plan_backward
     from flash_attn.cute.lists.deterministic_lists import prepare
 
-    lists = random_lists(2, 5, 7, seed=0, full=True)
-    plan = plan_backward(lists, num_heads=6, num_heads_kv=2, num_q_blocks=7)
+    plan = planned()
     with pytest.raises(ValueError, match="deterministic=True needs a plan"):
         prepare(plan, 90, True, seqlen_q=900, block_q=128)
     assert prepare(plan, 90, False, seqlen_q=900, block_q=128) is plan
@@ -165,19 +64,19 @@ def test_deterministic_backward_needs_a_deterministic_plan() -> None:
 def test_a_plan_of_another_form_is_refused_without_a_look_into_it(
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
+    from flash_attn.cute.lists.backward_plan import check_plan
 
     call = dict(arch=90, batch=2, packed_k=False)
-    lists = plan_backward(random_lists(2, 5, 7, seed=0, full=True), num_heads=6, num_heads_kv=2, num_q_blocks=7)
+    lists = planned()
     check_plan(lists, **call)
     with pytest.raises(ValueError, match=r"plan is torch.* expected torch.int32 \[items, 6\] on cpu"):
         check_plan(lists._replace(plan=change(lists.plan)), **call)
 
 
 def test_a_plan_that_a_call_cannot_follow_is_refused() -> None:
-    from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
+    from flash_attn.cute.lists.backward_plan import check_plan
 
-    lists = plan_backward(random_lists(2, 5, 7, seed=0, full=True), num_heads=6, num_heads_kv=2, num_q_blocks=7)
+    lists = planned()
     for arch in (100, 110, 120):
         with pytest.raises(NotImplementedError, match=f"plan on sm_{arch}: only backward on SM90 follows a plan"):
             check_plan(lists, arch, batch=2, packed_k=False)
@@ -257,7 +156,7 @@ def test_stacked_lists_give_the_bits_of_ragged_ones(case: Case, plan: int) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in CASES if case.deterministic], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
     assert_bits_repeat(case, 100, beside_other_work=True)
 

@@ -1,7 +1,7 @@
 """Block lists from tables and BlockMasks, large windows, and transposed lists.
 
-That lists of masks and windows, and the transpose, are right are properties of the fuzzer ("windows.dense",
-"windows.lists", "lists.transposed").
+That lists of tables, masks and windows, and the transpose, are right are properties of the fuzzer ("lists.made",
+"windows.dense", "windows.lists", "lists.transposed", "lists.order of rows").
 """
 
 from __future__ import annotations
@@ -10,22 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from fa_lists import ListCase, pack, random_lists, random_rows, transposed_rows, unpack
 
 from flash_attn.cute.block_lists import (
     draw_lists,
     lists_from_block_mask,
-    lists_from_blocks,
     lists_from_dense,
     lists_from_window,
     transpose_lists,
 )
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.write_order import compute_dq_write_order
-
-
-def rows_of(lists: BlockSparseTensorsTorch) -> list:
-    return [unpack(*lists[:2]), unpack(*lists[2:4])]
+from fuzz.blocks import both_directions, table_of
+from fuzz.case import Blocks
+from fuzz.properties.lists import same
 
 
 def test_window_at_scale() -> None:
@@ -34,22 +31,8 @@ def test_window_at_scale() -> None:
     assert lists.mask_block_idx[0, 0, 100].tolist() == [84, 100]
 
 
-def test_table_of_blocks() -> None:
-    listed = torch.tensor([[True, False, True], [False, False, False]])
-    lists = lists_from_blocks(listed, block_size=(128, 64))
-    assert rows_of(lists) == [[[[[0, 2], []]]], None] and lists.full_block_cnt is None
-    full = torch.tensor([[True, True, False], [False, True, False]])
-    assert rows_of(lists_from_blocks(listed, full, block_size=(128, 64))) == [[[[[2], []]]], [[[[0], []]]]]
-
-
-def test_transpose_of_unsorted_lists_is_sorted() -> None:
-    case = ListCase(M=20, N=3, sort=False, seed=1)
-    rows = random_rows(case)
-    assert rows_of(transpose_lists(pack(rows, case), 3)) == list(transposed_rows(rows, ListCase(M=20, N=3)).values())
-
-
 def test_transpose_of_repeated_lists_is_repeated() -> None:
-    forward, _ = random_lists(ListCase(H=1))
+    forward, _ = both_directions(Blocks(H=1))
     wide = BlockSparseTensorsTorch(*(t.expand(2, 3, *t.shape[2:]) for t in forward[:4]))
     for mine, other in zip(transpose_lists(wide, 5)[:4], transpose_lists(forward, 5)[:4], strict=True):
         assert mine.shape[:2] == (2, 3) and mine.stride()[:2] == (0, 0)
@@ -78,11 +61,10 @@ def test_block_mask(T: int, both: bool) -> None:
     forward, backward = lists_from_block_mask(block_mask)
     at = torch.arange(T)
     dense = torch.stack([soft_causal(0, h, at.view(-1, 1), at) for h in range(2)])[None]
-    expected = lists_from_dense(dense, (128, 64))
+    expected, columns = lists_from_dense(dense, (128, 64)), -(-T // 64)
     if T % 128 == 0:  # FlexAttention's last query block is a mask block if it is short
-        assert rows_of(forward) == rows_of(expected)
-    columns = -(-T // 64)
-    assert rows_of(backward) == rows_of(transpose_lists(forward, columns))
+        same(forward, *table_of(expected, columns))
+    same(backward, *(table.mT for table in table_of(forward, columns)))
     for lists in (forward, backward):
         assert lists.block_size == (128, 64)
         for cnt, idx in (lists[:2], lists[2:4]):
@@ -93,25 +75,16 @@ def test_block_mask(T: int, both: bool) -> None:
 def test_picture(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    forward, backward = random_lists(ListCase(M=6, N=5))
+    forward, backward = both_directions(Blocks(M=6, N=5))
     order = compute_dq_write_order(*forward[:4], *backward[:4])
     shades = draw_lists(forward, 5, head=1).images[0].get_array()
-    for kind, rows in enumerate(rows_of(forward), 1):
-        assert [[n for n in range(5) if shades[m, n] == kind] for m in range(6)] == rows[0][1]
+    listed, full = (table[0, 1] for table in table_of(forward, 5))
+    assert (shades == (listed.int() + full).numpy()).all()
     ordered = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1])
     axes = draw_lists(ordered, 6, head=1, backward=True, path=tmp_path / "lists.png")
     assert (axes.images[0].get_array() == shades).all()
     texts = {text.get_position()[::-1]: int(text.get_text()) for text in axes.texts}
-    for m in range(6):
-        listed = [n for n in range(5) if shades[m, n]]
-        assert [texts[m, n] for n in listed] == list(range(len(listed)))
+    for m, row in enumerate(listed):
+        at = row.nonzero().flatten().tolist()
+        assert [texts[m, n] for n in at] == list(range(len(at)))
     assert (tmp_path / "lists.png").stat().st_size > 1000
-
-
-def test_errors() -> None:
-    with pytest.raises(ValueError, match=r"mask is torch.float32 \(4, 4\), expected bool with 4 dimensions, or 2"):
-        lists_from_dense(torch.zeros(4, 4), (2, 2))
-    with pytest.raises(ValueError, match=r"listed is torch.bool \(4,\)"):
-        lists_from_blocks(torch.zeros(4, dtype=torch.bool), block_size=(2, 2))
-    with pytest.raises(ValueError, match="window_left=-2, expected at least 0"):
-        lists_from_window(8, 8, -2, 0, (2, 2))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, forward_lists, make_inputs, swept
-from fa_compile import Worker, WorkerError, built_kernels
+from fa_cases import Case, _masks, backward, backward_lists, forward, forward_lists, make_inputs
+from fa_compile import Worker, built_kernels
 from fa_packed_lists import lists_of_rows
 from fa_reference import assert_bits_repeat, assert_call_repeats
 
@@ -19,39 +19,6 @@ CASES = [
     Case(D=64, lists="full", **ORDERED),
     Case(D=96, lists="no full", mask_mod="keyed", Hq=8, **ORDERED),
 ]
-
-
-@pytest.mark.parametrize("case", swept(CASES), ids=str)
-def test_compiles(compiler_sm90: Worker, case: Case) -> None:
-    compiler_sm90.trace(compile_case, case)
-
-
-def backward_without(case: Case, changes: dict) -> None:
-    """Backward with some of the lists' fields replaced."""
-    import fa_cases
-
-    lists = backward_lists(case)
-    fa_cases.backward_lists = lambda case: lists._replace(**changes)
-    try:
-        x = make_inputs(case)
-        lse = torch.empty(case.B, case.Hq, case.T_q, device="cuda")
-        backward(case, x, torch.empty_like(x.q), lse)
-    finally:
-        fa_cases.backward_lists = backward_lists
-
-
-@pytest.mark.parametrize(
-    ("case", "changes", "said"),
-    [
-        (CASES[0], {"dq_write_order": None}, "requires dq_write_order in block_sparse_tensors"),
-        (CASES[0], {"dq_write_order_full": None}, "requires dq_write_order_full"),
-        (CASES[0], {"spt": None}, "requires block_sparse_tensors.spt"),
-    ],
-)
-def test_missing_order_is_refused(compiler: Worker, case: Case, changes: dict, said: str) -> None:
-    with pytest.raises(WorkerError) as refusal:
-        compiler.trace(backward_without, case, changes)
-    assert refusal.value.kind == "ValueError" and said in str(refusal.value)
 
 
 def kernels(case: Case) -> list[bool]:
@@ -73,27 +40,6 @@ def cpu_lists(**changes: object):
 
     cnt, idx = torch.ones(2, 1, 5, dtype=torch.int32), torch.zeros(2, 1, 5, 3, dtype=torch.int32)
     return BlockSparseTensorsTorch(cnt, idx, spt=False, dq_write_order=idx.clone())._replace(**changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"dq_write_order": torch.zeros(2, 1, 5, 1, dtype=torch.int32)}, "with shape torch.Size([2, 1, 5, 1]) cannot"),
-        ({"dq_write_order": torch.zeros(2, 1, 4, 3, dtype=torch.int32)}, "with shape torch.Size([2, 1, 4, 3]) cannot"),
-        ({"dq_write_order": torch.zeros(3, 1, 5, 3, dtype=torch.int32)}, "with shape torch.Size([3, 1, 5, 3]) cannot"),
-        ({"dq_write_order": torch.zeros(5, 3, dtype=torch.int32)}, "with shape torch.Size([5, 3]) cannot"),
-        ({"dq_write_order": torch.zeros(2, 1, 5, 3)}, "torch.float32"),
-        ({"spt": 1}, "got spt=1"),
-        ({"spt": None}, "got spt=None"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_order_that_does_not_fit_is_refused(changes: dict, said: str) -> None:
-    from flash_attn.cute.lists.deterministic_lists import require_write_order
-
-    with pytest.raises(ValueError, match=r".") as refusal:
-        require_write_order(cpu_lists(**changes))
-    assert said in str(refusal.value)
 
 
 def test_order_may_be_broadcast() -> None:
@@ -228,11 +174,6 @@ REPEATED = [
     Case(D=64, **PACKED),
     Case(D=64, causal=True, list_heads=4, **(PACKED | {"form": "stacked"})),
 ]
-
-
-@pytest.mark.parametrize("case", swept(REPEATED[3:]), ids=str)
-def test_packed_compiles(compiler_sm90: Worker, case: Case) -> None:
-    compiler_sm90.trace(compile_case, case)
 
 
 @pytest.mark.gpu

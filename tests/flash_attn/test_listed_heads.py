@@ -9,8 +9,10 @@ import pytest
 import torch
 from fa_cases import Case, backward_lists, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, WorkerError, built_kernels
-from test_backward_plan import random_lists
 from test_two_pass_backward import without_dq
+
+from fuzz.blocks import both_directions
+from fuzz.case import Blocks
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
 PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both")
@@ -101,7 +103,7 @@ def test_items_of_a_group_hold_every_entry_once(heads: int, longest: int | None,
 
     Hkv, N, M = 2, 5, 40
     for seed in range(8):
-        lists = random_lists(heads, N, M, seed, full=seed % 2 == 0)
+        _, lists = both_directions(Blocks(B=2, H=heads, M=M, N=N, full=0.5 if seed % 2 else None, seed=seed))
         options = dict(num_heads=6, num_heads_kv=Hkv, num_q_blocks=M, longest=longest, per_group=True)
         planned = plan_backward(lists, deterministic=deterministic, **options)
         assert planned.plan_per_group
@@ -131,7 +133,7 @@ def test_groups_have_to_share_their_lists() -> None:
     from flash_attn.cute.lists.backward_plan import plan_backward
 
     with pytest.raises(ValueError, match="per_group=True with lists of 6 heads"):
-        plan_backward(random_lists(6, 5, 7, 0, True), num_heads=6, num_heads_kv=2, num_q_blocks=7, per_group=True)
+        plan_backward(both_directions(Blocks(H=6))[1], num_heads=6, num_heads_kv=2, num_q_blocks=6, per_group=True)
 
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -7,22 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from fa_lists import ListCase, random_lists
 
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
+from fuzz.blocks import both_directions
+from fuzz.case import Blocks
 
 pytestmark = pytest.mark.gpu
 
-CASES = [
-    ListCase(B=2, H=3, M=40, N=30, full=full, keep_empty=False, sort=sort)
-    for full in (0.0, 0.5)
-    for sort in (True, False)
-]
+CASES = [Blocks(B=2, H=3, M=40, N=30, full=full, shuffle=shuffle) for full in (None, 0.5) for shuffle in (False, True)]
 
 
-def results(case: ListCase, forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> Iterator[Any]:
+def results(case: Blocks, forward: BlockSparseTensorsTorch, backward: BlockSparseTensorsTorch) -> Iterator[Any]:
     for spt in (False, True):
         order = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
         yield order
@@ -45,8 +42,8 @@ def assert_same(mine: list[Any], other: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_as_on_the_cpu(case: ListCase) -> None:
-    lists = random_lists(case)
+def test_same_as_on_the_cpu(case: Blocks) -> None:
+    lists = both_directions(case)
     expected = list(results(case, *lists))
     on_gpu = [BlockSparseTensorsTorch(*(t.cuda() if torch.is_tensor(t) else t for t in side)) for side in lists]
     torch.cuda.synchronize()

@@ -73,29 +73,9 @@ def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, case: Case, determinis
     assert size <= (113 if two_ctas else 160) * 1024
 
 
-def refused(arguments: dict[str, Any], case: Case) -> None:
-    x = make_inputs(case)
-    o, lse = outputs(case, x)
-    given = {name: getattr(x, value) if isinstance(value, str) else value for name, value in arguments.items()}
-    without_dq(case, x, o, lse, **given)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "said"),
-    [
-        ({"block_sparse_tensors": None}, "NotImplementedError", "without block lists"),
-        ({"dq": "q"}, "ValueError", "dq cannot be given"),
-    ],
-)
-def test_refused(compiler_sm90: Worker, arguments: dict[str, Any], kind: str, said: str) -> None:
-    with pytest.raises(WorkerError, match=said) as refusal:
-        compiler_sm90.trace(refused, arguments, CASES[0])
-    assert refusal.value.kind == kind
-
-
 def test_refused_on_sm100(compiler_sm100: Worker) -> None:
     with pytest.raises(WorkerError, match="on sm_100") as refusal:
-        compiler_sm100.trace(refused, {}, CASES[0])
+        compiler_sm100.trace(compiled_roles, CASES[0], False)
     assert refusal.value.kind == "NotImplementedError"
 
 

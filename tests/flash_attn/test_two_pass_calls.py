@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, in_turn, make_inputs, outputs
-from fa_compile import Worker, WorkerError, built_kernels
+from fa_compile import Worker, built_kernels
 from fa_dq import call, rounded_sums, row_sums
 from fa_reference import assert_close, attention
 
@@ -114,16 +114,12 @@ def test_which_calls_take_two_passes(changes: dict[str, Any], expected: bool) ->
 @pytest.mark.parametrize(
     ("changes", "kind", "said"),
     [
-        ({"passes": 3}, ValueError, "passes is 3"),
-        ({"passes": True}, ValueError, "passes is True"),
         ({"fields": {"passes": 3}}, ValueError, "passes is 3"),
         ({"fields": {"passes": 2}, "score_mod": abs}, ValueError, "score_mod cannot be given together with passes=2"),
         ({"fields": {"passes": 2}, "arch": 100}, NotImplementedError, "sm_100"),
         ({"passes": 2, "shared": ()}, ValueError, "shared cannot be given together with passes=2"),
         ({"passes": 2, "arch": 100}, NotImplementedError, "sm_100"),
         ({"passes": 2, "D": 256}, NotImplementedError, "head dimensions 256"),
-        ({"passes": 2, "forward": None}, NotImplementedError, "both directions"),
-        ({"passes": 2, "backward": None}, NotImplementedError, "both directions"),
         ({"passes": 2, "block": None, "D": 64}, NotImplementedError, "without block_size"),
         ({"passes": 2, "block_of_backward": (192, 96)}, NotImplementedError, r"blocks \(192, 96\)"),
     ],
@@ -244,26 +240,6 @@ def test_rows_serve_both_passes(compiler_sm90: Worker, case: Case) -> None:
     assert own.dq.tile.pattern == "rows of 64" and own.dq.start == 64 and own.dq.width == case.D
     assert both[0].dq.place == both[1].dq.place and both[0].dq.start % 64 == 0
     assert (own.dk is None) == (case.Hq == case.Hkv)
-
-
-def ordered_refusal(case: Case, more: dict[str, Any]) -> None:
-    x = make_inputs(case)
-    o, lse = outputs(case, x)
-    gradients(case, x, o, lse, deterministic=True, **more)
-
-
-@pytest.mark.parametrize("more", [{"passes": 1}, {"passes": None, "softcap": 30.0}], ids=str)
-def test_one_pass_still_needs_an_order(compiler_sm90: Worker, more: dict[str, Any]) -> None:
-    with pytest.raises(WorkerError, match="requires dq_write_order") as refusal:
-        compiler_sm90.trace(ordered_refusal, CASES[1], more)
-    assert refusal.value.kind == "ValueError"
-
-
-def test_sm100_needs_an_order_with_both_lists(compiler_sm100: Worker) -> None:
-    case = replace(CASES[0], block=(256, 128))
-    with pytest.raises(WorkerError, match="requires dq_write_order") as refusal:
-        compiler_sm100.trace(ordered_refusal, case, {"passes": None})
-    assert refusal.value.kind == "ValueError"
 
 
 def compared(case: Case, x: Inputs, got: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from patches.codec import Add, CodecError, Copy, Drop, Splice, decode, encode, format_ops, parse_ops
+from patches.codec import CodecError, decode, encode, own_texts
 
 OLD = """def load(pointer, count):
     values = read_from(pointer, count)
@@ -28,13 +28,11 @@ TEXTS = st.lists(LINES, max_size=20).map("\n".join)
 
 
 def round_trip(old: str, new: str, **others: str) -> list[str]:
-    """Encode, write, read and decode; the lines of the patch file."""
-    ops = encode(old, new, others)
-    lines = format_ops(ops)
-    # A patch file is split at "\n" as well, and an operation never spans two lines.
-    assert parse_ops("\n".join(lines).split("\n") if lines else []) == ops
-    assert decode(old, ops, others) == new
-    return lines
+    """Encode and decode; the edit script."""
+    script = encode(old, new, others)
+    assert not any("\n" in line for line in script)  # a patch file is split there
+    assert decode(old, script, others) == new
+    return script
 
 
 @given(TEXTS, TEXTS)
@@ -61,11 +59,17 @@ def test_moved_and_indented_code_is_named_not_quoted():
     indented = "\n".join("    " + line if line else line for line in head.split("\n"))
     lines = round_trip(OLD, tail + "\n\nif True:\n" + indented + "\n")
     assert not [line for line in lines if "check_that_it_is_finite" in line]
-    assert any(isinstance(op, Copy) and op.indent == 4 for op in parse_ops(lines))
+    assert any(line.startswith("c ") and line.endswith(" +4") for line in lines)
 
 
 def test_a_change_within_a_line_holds_only_the_change():
     assert round_trip(OLD, OLD.replace("(pointer, count)\n", "(pointer, count, 4)\n")) == ['s 2 37:37 ", 4"']
+
+
+def test_all_changes_within_a_line_are_one_operation():
+    line = 's 9 4:12 "save_to" 28:28 ", \\"all\\""'
+    assert round_trip(OLD, OLD.replace("write_to(pointer, values", 'save_to(pointer, values, "all"')) == [line]
+    assert own_texts(line) == ["save_to", ', "all"']
 
 
 def test_lines_of_other_files_are_named_not_quoted():
@@ -75,33 +79,32 @@ def test_lines_of_other_files_are_named_not_quoted():
 
 
 def test_our_own_lines_are_added_as_they_are():
-    assert round_trip("a\nb", "a\nour line\nb") == ["a 1 1", "+our line"]
+    assert round_trip("a\nb", "a\nour line\nb") == ["a 1", "+our line"]
+
+
+def test_our_own_lines_stand_behind_what_the_line_before_says():
+    assert round_trip("a\nb\nc", "a\nour\nown\nc") == ["d 2 1", "+our", "+own"]
 
 
 @pytest.mark.parametrize(
-    ("lines", "line"),
-    [(["x 1 2"], 0), (["a 1 2", "+one"], 1), (["d 1 1", "d one 1"], 1), (['s 1 0:1 "\\u12"'], 0), ([""], 0)],
-)
-def test_a_line_that_is_no_operation_is_named(lines: list[str], line: int):
-    with pytest.raises(CodecError) as raised:
-        parse_ops(lines)
-    assert raised.value.line == line
-
-
-@pytest.mark.parametrize(
-    "ops",
+    ("script", "line"),
     [
-        [Drop(3, 1), Add(1, ("x",))],
-        [Drop(2, 3)],
-        [Add(4, ("x",))],
-        [Copy(1, 3, 2, 0)],
-        [Copy(1, 0, 1, 0)],
-        [Copy(1, 1, 1, 0, "nowhere.py")],
-        [Splice(1, 1, 3, "x")],
-        [Splice(1, 0, 2, "x"), Splice(1, 1, 2, "y")],
-        [Splice(4, 0, 0, "x")],
+        (["x 1 2"], 0),
+        (["d 1 1", "d one 1"], 1),
+        (['s 1 0:1 "\\u12"'], 0),
+        (["+one", ""], 1),
+        (["d 3 1", "+x", "a 1"], 2),
+        (["d 2 3"], 0),
+        (["a 4"], 0),
+        (["c 1 3 2 +0"], 0),
+        (["c 1 0 1 +0"], 0),
+        (["c 1 1 1 +0 nowhere.py"], 0),
+        (['s 1 1:3 "x"'], 0),
+        (['s 1 0:2 "x" 1:2 "y"'], 0),
+        (['s 4 0:0 "x"'], 0),
     ],
 )
-def test_operations_that_do_not_fit_are_refused(ops: list):
-    with pytest.raises(CodecError):
-        decode("ab\ncd\nef", ops)
+def test_a_line_that_cannot_be_read_or_does_not_fit_is_named(script: list[str], line: int):
+    with pytest.raises(CodecError) as raised:
+        decode("ab\ncd\nef", script)
+    assert raised.value.line == line

@@ -196,9 +196,9 @@ def test_check_names_file_and_line(sandbox):
     assert good[good.index("@@ ") :].splitlines()[1:] == ['s 6 29:29 " + 1"']  # nothing of upstream's
     name = "patches/01-count-the-limit-too.patch"
     cases = [
-        ('s 6 29:29 " + 1"', "q 6", f"{name}:11: expected an operation"),
+        ('s 6 29:29 " + 1"', "q 6", f"{name}:11: does not apply to flash_attn/cute/first.py: 'q 6': expected"),
         ("29:29", "30:30", f"{name}:10: flash_attn/cute/first.py comes out wrong"),
-        ("s 6 29", "s 99 29", f"{name}:10: does not apply to flash_attn/cute/first.py"),
+        ("s 6 29", "s 99 29", f"{name}:11: does not apply to flash_attn/cute/first.py"),
         ("test_first.py", "test_fifth.py", f"{name}: its test tests/flash_attn/test_fifth.py does not exist"),
         ("test_first.py", "test_first.py::test_it", f"{name}: tests/flash_attn/test_first.py holds no test test_it"),
         ("Base: flash-attn-4 1.0", "Base: flash-attn-4 0.9", f"{name}: Base is flash-attn-4 0.9, the pin is 1.0"),
