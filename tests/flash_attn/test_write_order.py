@@ -169,7 +169,7 @@ def test_width_and_bound() -> None:
 
 
 def test_more_query_blocks_than_an_int_counts() -> None:
-    _, backward = random_lists(ListCase(H=8, seed=8))
+    _, backward = both_directions(Blocks(H=8, seed=8))
     assert_equal(walked(backward, num_q_blocks=1 << 30), walked(backward))
 
 
@@ -187,7 +187,7 @@ MOST = 1 << 20
 
 
 def test_errors() -> None:
-    forward, backward = random_lists(ListCase())
+    forward, backward = both_directions(Blocks())
     given_lists = arguments(forward, backward)
     with pytest.raises(ValueError, match="spt=True and order are both given"):
         compute_dq_write_order(*given_lists, spt=True, order=torch.arange(5))
