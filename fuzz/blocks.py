@@ -235,4 +235,4 @@ def _formed(rows: list, form: str, across: list[int]) -> tuple[torch.Tensor, tor
         for row in head:
             starts[-1].append(len(entries))
             entries += [*row, POISON]
-    return cnt, int32(entries, len(entries)), torch.tensor(starts).reshape(heads, total)
+    return cnt, int32(entries, len(entries)), torch.tensor(starts, dtype=torch.int64).reshape(heads, total)

@@ -1,6 +1,6 @@
 """The kernels against the reference and the straight implementation on a GPU: forward and every gradient.
 
-Causality, strides, keys that are not listed and memory that nothing has written are properties of `fuzz/properties`.
+Causality, strides and memory that nothing has written are properties of `fuzz/properties/layer.py` and `faults.py`.
 """
 
 from __future__ import annotations
@@ -133,6 +133,42 @@ def test_options(D: int, options: dict) -> None:
 @pytest.mark.parametrize("D", [64, 128])
 def test_deterministic_gradients(D: int, options: dict) -> None:
     assert_options(D, options)
+
+
+@pytest.mark.parametrize(("block_size", "D"), [(16, 64), (64, 128), (128, 64)])
+def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> None:
+    """Its keys and values are made huge: a tile of the kernels holds it too, yet everything keeps its bits."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+    from nsa_layer.cute import selected_branch
+    from nsa_layer.cute.forward import attend
+
+    T, config = 2048, NSAConfig(block_size=block_size, block_counts=4)
+    case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
+    inputs = make_inputs(case, "cuda")
+    q, chosen = inputs.q, run("cute", inputs).aux.block_indices
+    given = dict(spec=case.spec, block_counts=(chosen >= 0).sum(-1, dtype=torch.int32))
+    forward, backward = (
+        selected_branch.selected_sparsity(chosen, T, (4, 2), **given, backward=b) for b in (False, True)
+    )
+    tile = 10
+    rows = slice(tile * config.q_tile, (tile + 1) * config.q_tile)
+    listed = set(chosen[0, :, tile].flatten().tolist())
+    beside = [j for j in range(rows.start // block_size) if j not in listed and {j - 1, j + 1} & listed]
+    tokens = slice(beside[0] * block_size, (beside[0] + 1) * block_size)
+    outcomes = []
+    for scale in (1.0, 1e4):
+        k, v = inputs.k.clone(), inputs.v.clone()
+        k[:, tokens] *= scale
+        v[:, tokens] *= scale
+        o, lse = attend(q, k, v, case.spec, selected_branch.selected_options(forward, None))
+        do = torch.zeros_like(o)
+        do[:, rows] = inputs.do[:, rows]
+        dq, dk, dv = _flash_attn_bwd(q, k, v, o, do, lse, **selected_branch.selected_options(backward, None))
+        assert dk[:, tokens].eq(0).all() and dv[:, tokens].eq(0).all(), "a block that is not chosen has a gradient"
+        assert dq[:, rows].isfinite().all()
+        outcomes.append((o[:, rows], lse[..., rows]))
+    for plain, with_huge in zip(*outcomes):
+        assert torch.equal(plain, with_huge)
 
 
 @pytest.mark.usefixtures("hopper")
