@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -119,13 +120,15 @@ def selected(
         chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
     spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
     named = {"spec" if CallSpec.__name__ == "CallSpec" else "problem": spec}
+    if "packing" in signature(selected_branch.selected_sparsity).parameters:
+        counts = (chosen >= 0).sum(-1, dtype=torch.int32)
+        named |= dict(packing=selected_branch.Packing.of(spec, q.device), block_counts=counts)
+    else:
+        named |= dict(cu_seqlens=cu_seqlens)
     made = [
-        selected_branch.selected_sparsity(
-            chosen, len(q), (HQ, HKV), **named, tile=tile(q.device, SELECTED), backward=backward,
-            cu_seqlens=cu_seqlens,
-        ).options()
-        for tile, backward in ((selected_branch.forward_tile, False), (selected_branch.backward_tile, True))
-    ]  # fmt: skip
+        selected_branch.selected_sparsity(chosen, len(q), (HQ, HKV), **named, backward=backward).options()
+        for backward in (False, True)
+    ]
     of_queries = made[0]["block_sparse_tensors"]
     return dict(forward=made[0], backward=made[1] | dict(block_sparse_tensors_fwd=of_queries, passes=passes))
 

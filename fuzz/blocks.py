@@ -256,4 +256,4 @@ def _formed(
         for row in head:
             starts[-1].append(len(entries))
             entries += [*row, POISON]
-    return cnt, int32(entries, len(entries)), torch.tensor(starts).reshape(heads, total)
+    return cnt, int32(entries, len(entries)), torch.tensor(starts, dtype=torch.int64).reshape(heads, total)

@@ -13,6 +13,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,7 +24,6 @@ from fuzz.failures import parse_case, read_failure, write_failure
 from fuzz.kinds import in_stock
 from fuzz.mutations import Mutation, all_mutations, planted
 from fuzz.pool import Job, Pool, Tally
-from fuzz.profiles import PROFILES, Profile
 from fuzz.prop import Property, on_this_machine, properties
 from fuzz.run import Budget, check_one
 from nsa_tools.report.tables import markdown
@@ -33,10 +34,38 @@ MANY = 2000  # examples of a slice; its seconds end it before
 SLICE = 1.0  # seconds with a property in search of a planted fault, from the first example on
 
 
+@dataclass(frozen=True)
+class Profile:
+    """How long and how deep.
+
+    Attributes:
+        minutes: unless said otherwise. passes: over all properties, at most; None: until the time is over.
+        slice: seconds that a worker stays with a property, and examples it draws there at most.
+        random: cases differ from run to run, and failing ones are kept in a database.
+        needs: what properties may need, besides nothing.
+        patience: seconds that one example may take before it counts as a hang.
+    """
+
+    minutes: float
+    passes: int | None
+    slice: float
+    random: bool
+    needs: tuple[str, ...]
+    patience: float
+
+
+PROFILES = {
+    "pr": Profile(minutes=1, passes=1, slice=10, random=False, needs=("gpu",), patience=60),
+    "ci": Profile(minutes=3, passes=None, slice=3, random=True, needs=("gpu",), patience=120),
+    "nightly": Profile(minutes=10, passes=None, slice=5, random=True, needs=("gpu", "sm_90", "sm_100"), patience=180),
+}
+
+
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     if options.list_mutations:
-        print(_list_mutations())
+        rows = [[m.name, m.needs or "nothing", f"{m.seconds:.0f}", m.what] for m in all_mutations().values()]
+        print(markdown(["mutation", "needs", "within, s", "what is wrong"], rows))
         return PASSED
     if options.list:
         rows = [[p.name, p.needs or "nothing", len(p.kinds)] for p in properties().values()]
@@ -69,22 +98,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list-mutations", action="store_true")
     parser.add_argument("--list", action="store_true", help="print the properties")
-    parser.add_argument("--no-coverage", action="store_true", help="do not print what the drawn cases had")
     return parser
-
-
-def _list_mutations() -> str:
-    rows = [[m.name, m.needs or "nothing", f"{m.seconds:.0f}", m.what] for m in all_mutations().values()]
-    return markdown(["mutation", "needs", "within, s", "what is wrong"], rows)
 
 
 def _replay(options: argparse.Namespace) -> int:
     name, text = read_failure(options.replay)
-    if options.mutate is None:
+    with planted(options.mutate) if options.mutate else nullcontext():
         failure = check_one(properties()[name], parse_case(text))
-    else:
-        with planted(options.mutate):
-            failure = check_one(properties()[name], parse_case(text))
     if failure is None:
         print(f"{name} holds for {text}")
         return PASSED
@@ -127,8 +147,7 @@ def _fuzz(options: argparse.Namespace) -> int:
     minutes = profile.minutes if options.minutes is None else options.minutes
     suits = in_stock if options.stock else lambda kind: True
     tally = _run(by_need(chosen, profile, options.folder, seed, suits), profile, minutes, options)
-    if not options.no_coverage:
-        print(_coverage(tally))
+    print(_coverage(tally))
     for failure in tally.failures.values():
         path = write_failure(failure, options.folder / "failures")
         print(f"\n{failure.property} does not hold for\n    {failure.case}\n    {failure.error[:1500]}")
@@ -144,27 +163,18 @@ def _fuzz(options: argparse.Namespace) -> int:
 
 def _run(groups: dict, profile: Profile, minutes: float, options: argparse.Namespace, **more: object) -> Tally:
     """Run with a progress line."""
-    if not groups:
-        return Tally()
     started, seconds = time.monotonic(), minutes * 60
     line = "{desc}: {elapsed} of " + f"{minutes:g} min" + "{postfix}"
     with tqdm(total=seconds, desc="fuzz", bar_format=line, file=sys.stderr, mininterval=1) as bar:
-        shown = [0.0]
 
         def notice(tally: Tally) -> None:
-            if time.monotonic() < shown[0] + 1:
-                return
-            shown[0] = time.monotonic()
-            bar.n = min(seconds, time.monotonic() - started)
             examples = sum(tally.examples.values())
             bar.set_postfix_str(f"{examples} examples, {len(tally.failures)} failed, {tally.hangs} hung", refresh=False)
-            bar.refresh()
+            bar.update(time.monotonic() - started - bar.n)
 
-        patience = more.pop("patience", profile.patience)
-        pool = Pool(options.workers, options.folder, patience=patience, notice=notice, **more)
-        tally = pool.run(groups, started + seconds)
-        shown[0] = 0.0
-        notice(tally)
+        given = dict(workers=options.workers, folder=options.folder, patience=profile.patience, notice=notice)
+        tally = Pool(**given | more).run(groups, started + seconds)
+        bar.refresh()
         return tally
 
 
@@ -210,21 +220,14 @@ def _hunt(mutation: Mutation, options: argparse.Namespace) -> Tally:
     """Draw from the mutation's properties until one fails, or its time is over."""
     chosen = [p for p in on_this_machine() if p.name.startswith(mutation.properties)]
     profile = PROFILES["ci"]
-    seed = options.seed if options.seed is not None else 0
-    groups = {"": _shorter(jobs(chosen, profile, options.folder / "hunt", seed, mutation.suits))} if chosen else {}
+    budget = dict(database=None, shrink=2.0, seconds=SLICE)  # what counts is whether it is found
+    slices = jobs(chosen, profile, options.folder / "hunt", options.seed or 0, mutation.suits)
+    slices = (replace(job, budget=replace(job.budget, **budget)) for job in slices)
     minutes = mutation.seconds / 60 if options.minutes is None else options.minutes
     hangs = 20.0 if mutation.name == "codec hangs" else profile.patience  # kernels have to be compiled in that time
     workers = options.workers if mutation.needs else min(options.workers, max(1, len(chosen)))
-    own = argparse.Namespace(**(vars(options) | {"workers": workers}))
-    stop = dict(stop=lambda tally: bool(tally.failures), mutation=mutation.name, patience=hangs)
-    return _run(groups, profile, minutes, own, **stop)
-
-
-def _shorter(slices: Iterator[Job]) -> Iterator[Job]:
-    """Without a database, and with little shrinking: what counts is whether it is found."""
-    for job in slices:
-        budget = Budget(**(vars(job.budget) | {"database": None, "shrink": 2.0, "seconds": SLICE}))
-        yield Job(job.prop, job.kind, budget)
+    more = dict(workers=workers, mutation=mutation.name, patience=hangs, stop=lambda tally: bool(tally.failures))
+    return _run({"": slices} if chosen else {}, profile, minutes, options, **more)
 
 
 def _coverage(tally: Tally) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fuzz.kinds import two_passes
-from fuzz.mutations import fault
+from fuzz.mutations import fault, wrong_result
 from fuzz.prop import GPU
 
+in_kernels = partial(fault, needs=GPU, seconds=120.0)
+walk_in_kernels = partial(wrong_result, needs=GPU, seconds=120.0)
 
-@fault(
-    "kernel: no tail mask", "flash_attn.cute.mask:AttentionMask.apply_mask", "attention.is", needs=GPU, seconds=120.0
-)
+
+@in_kernels("kernel: no tail mask", "flash_attn.cute.mask:AttentionMask.apply_mask", "attention.is")
 def _no_tail(original: Callable) -> Callable:
     """Keys past the end of a sequence are not masked on Hopper."""
     import inspect
@@ -27,12 +30,10 @@ def _no_tail(original: Callable) -> Callable:
     return wrong
 
 
-@fault(
+@in_kernels(
     "kernel: classification off by one",
     "flash_attn.cute.compressed_causal.mask:CompressedCausal.keys_seen_by",
     "attention.is",
-    needs=GPU,
-    seconds=120.0,
     shows=lambda kind: kind.mask == "compressed",
 )
 def _seen(original: Callable) -> Callable:
@@ -40,35 +41,25 @@ def _seen(original: Callable) -> Callable:
     return lambda self, row: original(self, row) + 1
 
 
-@fault(
+@walk_in_kernels(
     "kernel: dropped entry",
     "flash_attn.cute.bwd_sm90.query_loop:QueryWalk.create",
     "attention.is",
-    needs=GPU,
-    seconds=120.0,
     shows=lambda kind: kind.lists,
 )
-def _dropped(original: Callable) -> Callable:
+def _dropped(walk: Any) -> Any:
     """Backward leaves out the first entry of every list of two or more."""
-    from dataclasses import replace
+    import cutlass
+    from cutlass import Int32
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        import cutlass
-        from cutlass import Int32
-
-        walk = original(*args, **kwargs)
-        skip = cutlass.select_(walk.end - walk.begin > walk.subtiles, Int32(walk.subtiles), Int32(0))
-        return replace(walk, begin=walk.begin + skip)
-
-    return wrong
+    skip = cutlass.select_(walk.end - walk.begin > walk.subtiles, Int32(walk.subtiles), Int32(0))
+    return replace(walk, begin=walk.begin + skip)
 
 
-@fault(
+@in_kernels(
     "kernel: first sequence's rows",
     "flash_attn.cute.lists.rows:find_row",
     "attention.is",
-    needs=GPU,
-    seconds=120.0,
     shows=lambda kind: kind.lists and kind.heads != "all" and (not kind.packed or kind.form == "padded"),
 )
 def _rows(original: Callable) -> Callable:
@@ -81,12 +72,10 @@ def _rows(original: Callable) -> Callable:
     return wrong
 
 
-@fault(
+@in_kernels(
     "kernel: loads past the end",
     "flash_attn.cute.runtime.bounded_loads:bounded",
     "relations.neighbours",
-    needs=GPU,
-    seconds=120.0,
     shows=lambda kind: kind.packed,
 )
 def _past_the_end(original: Callable) -> Callable:
@@ -94,34 +83,25 @@ def _past_the_end(original: Callable) -> Callable:
     return lambda tensor, cu_seqlens, dim=0: tensor
 
 
-@fault(
+@walk_in_kernels(
     "kernel: dq loses its last step",
     "flash_attn.cute.bwd_dq_sm90.loads:KeyWalk.create",
     "attention.is",
-    needs=GPU,
-    seconds=120.0,
     shows=two_passes,
 )
-def _lost_step(original: Callable) -> Callable:
+def _lost_step(walk: Any) -> Any:
     """The dq pass leaves out the last step of every walk of two or more."""
-    from dataclasses import replace
+    import cutlass
+    from cutlass import Int32
 
-    def wrong(*args: Any, **kwargs: Any) -> Any:
-        import cutlass
-        from cutlass import Int32
-
-        walk = original(*args, **kwargs)
-        lost = cutlass.select_(walk.count > walk.parts, Int32(walk.parts), Int32(0))
-        return replace(walk, count=walk.count - lost)
-
-    return wrong
+    lost = cutlass.select_(walk.count > walk.parts, Int32(walk.parts), Int32(0))
+    return replace(walk, count=walk.count - lost)
 
 
-@fault(
+@in_kernels(
     "kernel: hangs",
     "fuzz.attention:lists_for",
     "attention.is",
-    needs=GPU,
     seconds=300.0,
     shows=lambda kind: kind.passes == 1 and kind.deterministic and not kind.plan and not kind.packed,
     waits=True,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fuzz.mutations import fault
+from fuzz.mutations import fault, wrong_result
 
 
 @fault("classification off by one", "flash_attn.cute.compressed_causal.mask:keys_seen_by", "compress")
@@ -16,21 +17,16 @@ def _seen(original: Callable) -> Callable:
     return lambda row, factor, offset: original(row, factor, offset) + (1 if row % 5 == 4 else 0)
 
 
-@fault("first row off by one", "flash_attn.cute.compressed_causal.mask:first_row_seeing", "compress")
-def _first_row(original: Callable) -> Callable:
+@wrong_result("first row off by one", "flash_attn.cute.compressed_causal.mask:first_row_seeing", "compress")
+def _first_row(row: int) -> int:
     """Backward starts one query late for every key."""
-    return lambda key, factor, offset: original(key, factor, offset) + 1
+    return row + 1
 
 
-@fault("shares overlap", "flash_attn.cute.compressed_causal.schedule:query_shares", "compress")
-def _shares(original: Callable) -> Callable:
+@wrong_result("shares overlap", "flash_attn.cute.compressed_causal.schedule:query_shares", "compress")
+def _shares(plan: Any) -> Any:
     """The last of several shares of the queries is left out."""
-
-    def wrong(*args: Any) -> Any:
-        plan = original(*args)
-        return plan._replace(count=plan.count - 1) if plan.count > 1 else plan
-
-    return wrong
+    return plan._replace(count=plan.count - 1) if plan.count > 1 else plan
 
 
 @fault("dropped last block", "flash_attn.cute.block_lists:transpose_lists", "lists.transposed")
@@ -46,36 +42,22 @@ def _dropped(original: Callable) -> Callable:
     return wrong
 
 
-@fault(
+@wrong_result(
     "swapped write order", "flash_attn.cute.lists.write_order:compute_dq_write_order", "lists.write order", "lists.walk"
 )
-def _swapped(original: Callable) -> Callable:
+def _swapped(orders: Any) -> Any:
     """The first two key blocks that add to a query block have each other's lock value."""
-
-    def wrong(*args: Any, **more: Any) -> Any:
-        swap = torch.tensor([1, 0])
-        return tuple(
-            None if t is None else torch.where(t < 2, swap.to(t)[t.clamp(0, 1).long()], t)
-            for t in original(*args, **more)
-        )
-
-    return wrong
+    return tuple(None if t is None else torch.where(t < 2, 1 - t, t) for t in orders)
 
 
-@fault(
+@wrong_result(
     "launch order ignored",
     "flash_attn.cute.lists.write_order:as_launch_order",
     "schedule.right orders",
     "lists.write order",
 )
-def _ignored(original: Callable) -> Callable:
+def _ignored(order: Any) -> None:
     """Lock values follow the key blocks' numbers whatever their launch is: the GPU would hang."""
-
-    def wrong(spt: bool, order: Any, N: int, device: Any) -> Any:
-        original(spt, order, N, device)
-        return None
-
-    return wrong
 
 
 @fault("walk by block", "flash_attn.cute.lists.write_order:sorted_walk", "lists.walk")
@@ -98,16 +80,10 @@ def _remainder(original: Callable) -> Callable:
     return wrong
 
 
-@fault("turns forgotten", "flash_attn.cute.lists.backward_plan:_items", "schedule.plans", "lists.plan")
-def _turns(original: Callable) -> Callable:
+@wrong_result("turns forgotten", "flash_attn.cute.lists.backward_plan:_items", "schedule.plans", "lists.plan")
+def _turns(plan: torch.Tensor) -> torch.Tensor:
     """All items that add to the same dk and dv believe to be first."""
-
-    def wrong(*args: Any) -> Any:
-        plan = original(*args).clone()
-        plan[:, 5] = 0
-        return plan
-
-    return wrong
+    return plan.index_fill(1, torch.tensor([5]), 0)
 
 
 @fault("window one too wide", "flash_attn.cute.block_lists:_ranges", "windows.lists")
@@ -129,47 +105,28 @@ def _across(original: Callable) -> Callable:
     return wrong
 
 
-@fault("blind to duplicates", "flash_attn.cute.lists.validate:_indices", "lists.wrong", "packed.wrong")
-def _blind(original: Callable) -> Callable:
+@wrong_result("blind to duplicates", "flash_attn.cute.lists.validate:_indices", "lists.wrong", "packed.wrong")
+def _blind(checks: Any) -> Any:
     """The check of lists overlooks a block that is listed twice."""
-
-    def wrong(side: Any, flat: Any, ascending: bool) -> Any:
-        checks = list(original(side, flat, ascending))
-        yield from checks[:1] + checks[2:]
-
-    return wrong
+    return (check for number, check in enumerate(checks) if number != 1)
 
 
-@fault("blind to lock values", "flash_attn.cute.lists.validate:_locks", "lists.wrong")
-def _blind_locks(original: Callable) -> Callable:
+@wrong_result("blind to lock values", "flash_attn.cute.lists.validate:_locks", "lists.wrong")
+def _blind_locks(check: Any) -> Any:
     """The check of lists takes any lock values."""
-
-    def wrong(*args: Any) -> Any:
-        check = original(*args)
-        return type(check)(torch.full_like(check.found, -1), check.message)
-
-    return wrong
+    return replace(check, found=torch.full_like(check.found, -1))
 
 
 @fault("tails cut off", "flash_attn.cute.lists.formats:cu_total_blocks", "packed")
 def _tails(original: Callable) -> Callable:
     """Blocks of a packed sequence are counted without its short last one."""
-
-    def wrong(cu_seqlens: Any, block_size: int) -> Any:
-        blocks = (cu_seqlens[1:] - cu_seqlens[:-1]) // block_size
-        return torch.nn.functional.pad(blocks.cumsum(0, dtype=torch.int32), (1, 0))
-
-    return wrong
+    return lambda starts, size: torch.nn.functional.pad((starts.diff() // size).cumsum(0, dtype=torch.int32), (1, 0))
 
 
 @fault("a line lost", "patches.codec:_span", "patches")
 def _line(original: Callable) -> Callable:
     """A copy of more than two lines loses its last."""
-
-    def wrong(lines: Any, start: int, count: int) -> Any:
-        return original(lines, start, count - (count > 2))
-
-    return wrong
+    return lambda lines, start, count: original(lines, start, count - (count > 2))
 
 
 @fault("codec hangs", "patches.codec:_shift", "patches", seconds=90.0)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +60,20 @@ def fault(name: str, target: str, *properties: str, **options: Any) -> Callable[
     def register(change: Change) -> Change:
         what = " ".join((change.__doc__ or "").split())
         MUTATIONS[name] = Mutation(name, what, target, change, properties, **options)
+        return change
+
+    return register
+
+
+def wrong_result(name: str, target: str, *properties: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Register a change of what a function returns."""
+
+    def register(change: Callable) -> Callable:
+        @wraps(change)
+        def of_function(original: Callable) -> Callable:
+            return lambda *args, **more: change(original(*args, **more))
+
+        fault(name, target, *properties, **options)(of_function)
         return change
 
     return register

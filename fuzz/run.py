@@ -7,10 +7,9 @@ import io
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -63,10 +62,6 @@ class Outcome:
     seconds: float = 0.0
     features: Counter = field(default_factory=Counter)
     failure: Failure | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self) | {"features": dict(self.features)}
 
 
 def run_property(
@@ -147,16 +142,3 @@ def check_one(prop: Property, case: object) -> Failure | None:
         took = time.monotonic() - started
         return Failure(prop.name, repr(case), f"{type(error).__name__}: {error}", traceback.format_exc(), took, 1)
     return None
-
-
-@contextlib.contextmanager
-def quiet_threads() -> Iterator[None]:
-    """One thread of PyTorch's for each worker: they would wait for one another."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,25 +57,6 @@ CASES = (  # in each a CTA of backward walks so many queries that it fills stage
 OURS = "kns=kernel_cutlass"  # a part of the names that the DSL gives kernels
 
 
-class NotCompiledError(Exception):
-    """A process that compiles a subject's kernels and runs them, without the sanitizer, has failed."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A run's sanitizer, its folder for each subject's kernels, and the seconds that a tool and a subject may take."""
-
-    binary: str
-    folder: Path
-    seconds: float
-
-    def environment(self, subject: str) -> dict[str, str]:
-        return os.environ | {
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(self.folder / subject),
-        }
-
-
 def find() -> str | None:
     """The sanitizer, on the path or where toolkits put it."""
     found = [path for place in PLACES for path in sorted(glob.glob(place), reverse=True)]
@@ -94,16 +74,17 @@ def main(argv: Sequence[str]) -> int:
     if binary is None:
         print(f"no compute-sanitizer on the path or in {', '.join(PLACES)}: nothing ran")
         return 2
-    setup = Setup(binary, options.folder.resolve(), options.seconds)
-    cases = range(len(CASES)) if options.case is None else [options.case]
-    chosen = [str(i) for i in cases]
-    try:
-        for subject in chosen:
-            _compile(subject, setup)
-    except NotCompiledError as error:
-        print(error)
-        return 2
-    results = [_sanitize(tool, subject, setup) for tool in options.tool or TOOLS for subject in chosen]
+    # Kernels that are compiled before come from a folder, where every process here looks for them.
+    cache = {"ENABLED": "1", "DIR": str(options.folder.resolve())}
+    os.environ.update({f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}": value for name, value in cache.items()})
+    chosen = [str(i) for i in (range(len(CASES)) if options.case is None else [options.case])]
+    for subject in chosen:
+        wrong = _compile(subject)
+        if wrong is not None:
+            print(f"case {subject} without the sanitizer: {wrong}; nothing ran under it")
+            return 2
+    tools = options.tool or TOOLS
+    results = [_sanitize(binary, tool, subject, options.seconds) for tool in tools for subject in chosen]
     return 1 if 1 in results else 0 if 0 in results else 2
 
 
@@ -121,21 +102,16 @@ def _inside(subject: str) -> list[str]:
     return [sys.executable, "-m", "fuzz", "sanitize", "--inside", subject]
 
 
-def _compile(subject: str, setup: Setup) -> None:
-    """Run it without the sanitizer: its kernels are compiled.
+def _compile(subject: str) -> str | None:
+    """Run it without the sanitizer, so that its kernels are compiled; how that ended, where it failed.
 
     Once more if a signal ends the process: on a busy machine some abort at their very end, when all is compiled.
-
-    Raises:
-        NotCompiledError: it failed, or was ended by a signal twice.
     """
     for _ in range(2):
-        code = subprocess.run(_inside(subject), env=setup.environment(subject)).returncode
+        code = subprocess.run(_inside(subject)).returncode
         if code >= 0:
-            break
-    if code:
-        how = f"exit {code}" if code > 0 else f"ended by {signal.Signals(-code).name}, twice"
-        raise NotCompiledError(f"case {subject} without the sanitizer: {how}; nothing ran under it")
+            return f"exit {code}" if code else None
+    return f"ended by {signal.Signals(-code).name}, twice"
 
 
 def _run_case(case: Attention | Case) -> int:
@@ -153,32 +129,27 @@ def _run_case(case: Attention | Case) -> int:
     return 0
 
 
-def _sanitize(tool: str, subject: str, setup: Setup) -> int:
+def _sanitize(binary: str, tool: str, subject: str, seconds: float) -> int:
     """0 clean, 1 something found, 2 could not run."""
     shown = f"{tool}, case {subject}"
+    command = [binary, *f"--tool {tool} --error-exitcode 86 --print-limit 40 --kernel-name {OURS}".split()]
+    if tool == "memcheck":
+        command += ["--report-api-errors", "no"]  # PyTorch asks what it may be told no to
+    # The allocator's cache would hide what is read past the end of a buffer.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command += _inside(subject)
     try:
-        done = _under(tool, subject, setup)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        print(f"{shown}: no end after {setup.seconds:.0f} s; it says nothing about {CASES[int(subject)]}")
+        print(f"{shown}: no end after {seconds:.0f} s; it says nothing about {CASES[int(subject)]}")
         return 2
     said = done.stdout + done.stderr
-    if any(words in said for words in REFUSED):
-        print(f"{shown}: could not run: {next(words for words in REFUSED if words in said)}")
+    refused = next((words for words in REFUSED if words in said), None)
+    if refused:
+        print(f"{shown}: could not run: {refused}")
         return 2
     summary = next((line for line in reversed(said.splitlines()) if "SUMMARY" in line), said[-300:])
     print(f"{shown}: exit {done.returncode}; {summary.strip()}")
     if done.returncode:
         print(f"    {CASES[int(subject)]}\n{said[-2000:]}")
-    return 0 if done.returncode == 0 else 1
-
-
-def _under(tool: str, subject: str, setup: Setup) -> subprocess.CompletedProcess[str]:
-    """The subject in a process under the sanitizer."""
-    # The allocator's cache would hide what is read past the end of a buffer.
-    environment = setup.environment(subject) | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    options = f"--tool {tool} --error-exitcode 86 --print-limit 40 --kernel-name {OURS}"
-    command = [setup.binary, *options.split()]
-    if tool == "memcheck":
-        command += ["--report-api-errors", "no"]  # PyTorch asks what it may be told no to
-    command += _inside(subject)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=setup.seconds)
+    return 1 if done.returncode else 0

@@ -21,6 +21,11 @@ HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (
 ROW_LENGTHS = {D for dims, archs in HEAD_DIMS.items() if archs for D in dims}
 
 
+def hopper_kv_tile(block_size: int) -> int:
+    """Tokens of the key/value tile of Hopper's block-sparse kernels."""
+    return 64 if block_size == 64 else KV_TILE
+
+
 @dataclass(frozen=True)
 class Request:
     """A call, as far as its support depends on it."""

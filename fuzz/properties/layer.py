@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
 
+from flash_attn.cute.block_lists import transpose_lists
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from fuzz import strategies
 from fuzz.attention import laid_out
 from fuzz.case import LAYOUTS
-from fuzz.prop import GPU, Skip, holds
+from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
 from nsa_layer import NSAConfig, reference
-from nsa_layer.cute.torch_block_lists import block_bitmap, selected_lists
+from nsa_layer.cute.torch_block_lists import KV_TILE, block_bitmap, selected_lists
 from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
 from nsa_tools.testing.cases import LSES, Case, Inputs, make_inputs, run, spoilt
 
@@ -119,26 +122,35 @@ def prefixes(case: Case) -> None:
     torch.testing.assert_close(output(prefix), output(inputs)[:, :T])
 
 
+def one_at_a_time(inputs: Inputs) -> Iterator[Inputs]:
+    """The sequences of a pack that are not empty, as calls of their own with B = 1."""
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "do", "gates")}
+    start = 0
+    for length in inputs.case.lengths:
+        if length:
+            part = {name: x if x is None else x[None, start : start + length] for name, x in named.items()}
+            yield replace(inputs, **part, cu_seqlens=None, case=replace(inputs.case, B=1, T=length, lengths=None))
+        start += length
+
+
 @holds("layer.packed is one at a time", strategies.layer_cases)
 def packed_is_one_at_a_time(case: Case) -> None:
-    """Sequences of a pack never see each other: output and gradients are those of each alone."""
+    """Sequences of a pack never see each other: all that comes out, and all gradients, are those of each alone."""
     if case.lengths is None:
         case = replace(case, lengths=(case.T, 0, 1 + case.seed % 30))
     inputs = make_inputs(case)
-    whole = run("eager", inputs)
-    start = 0
-    for length in case.lengths:
-        own = slice(start, start + length)
-        start += length
-        if not length:
-            continue
-        names = [name for name in ("q", "k", "v", "do", "gates") if getattr(inputs, name) is not None]
-        alone_case = replace(case, B=1, T=length, lengths=None)
-        cut = {name: getattr(inputs, name)[None, own] for name in names}
-        alone = run("eager", replace(inputs, case=alone_case, cu_seqlens=None, **cut))
-        torch.testing.assert_close(whole.o[own], alone.o[0])
-        for name in ("q", "k", "v"):
-            torch.testing.assert_close(whole.grads[name][own], alone.grads[name][0])
+    for backend in ("eager", "reference"):
+        whole, alone = run(backend, inputs), [run(backend, part) for part in one_at_a_time(inputs)]
+        for name, x in whole.tensors().items():
+            parts = [result.tensors()[name] for result in alone]
+            tokens = -1 if name in LSES else 0
+            expected = sum(parts) if name.endswith("_weight") else torch.cat([part[0] for part in parts], tokens)
+            torch.testing.assert_close(x, expected, msg=lambda said, name=name: f"{name} of {backend}: {said}")
+        choice = whole.aux.block_indices
+        for own in (result.aux.block_indices[0] for result in alone):
+            here, choice = choice.split((own.shape[1], choice.shape[1] - own.shape[1]), 1)
+            assert here[..., : own.shape[-1]].equal(own) and (here[..., own.shape[-1] :] == -1).all()
+        assert not choice.numel()
 
 
 def assert_apart(case: Case, backend: str, device: str = "cpu") -> None:
@@ -236,32 +248,61 @@ def rows_sum_to_0(case: Case) -> None:
         )
 
 
-@holds("layer.lists hold the choice", strategies.layer_cases)
+def dense_of(cnt: torch.Tensor, idx: torch.Tensor, columns: int) -> torch.Tensor:
+    """bool [B, H, rows, columns] of lists that ascend, whose unused places are legal tiles."""
+    assert cnt.dtype == idx.dtype == torch.int32
+    table = torch.zeros(*idx.shape[:3], columns, dtype=torch.bool)
+    for b, h, row in torch.cartesian_prod(*map(torch.arange, idx.shape[:3])).tolist():
+        used, rest = idx[b, h, row].split((int(cnt[b, h, row]), idx.shape[3] - int(cnt[b, h, row])))
+        assert (used.diff() > 0).all() and not rest.any()
+        table[b, h, row, used.long()] = True
+    return table
+
+
+def tiles_of(visible: torch.Tensor, tile_q: int, kv_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Visibility [..., T, K] as (any visible, all visible) per tile; past the end nothing is visible."""
+    T, K = visible.shape[-2:]
+    padded = torch.nn.functional.pad(visible, (0, -K % kv_tile, 0, -T % tile_q))
+    # Queries past the end do not exist: they neither need a tile nor spoil a full one.
+    padded[..., T:, :] = padded[..., T - 1 : T, :]
+    blocks = padded.unflatten(-1, (-1, kv_tile)).unflatten(-3, (-1, tile_q))
+    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
+
+
+@holds("layer.lists hold the choice", strategies.layer_cases, pr=20)
 def lists_hold_the_choice(case: Case) -> None:
     """Tiles, bitmap and full tiles made of a choice of blocks let through what the definition lets through."""
     case = replace(case, lengths=None)
     config, T = case.config, case.T
     choice = run("eager", make_inputs(case)).aux.block_indices
     tile_q, kv = config.q_tile * (1 + case.seed % 2), config.block_size * (1 + case.seed % 3)
-    if kv % config.block_size and config.block_size % kv:
-        raise Skip
-    lists = selected_lists(choice, T, config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
-    for b in range(case.B):
-        visible = reference.selected_mask(choice[b], T, config=config, causal=case.causal)
-        for h in range(choice.shape[1]):
-            for m in range(-(-T // tile_q)):
-                rows = visible[h, m * tile_q : (m + 1) * tile_q]
-                masked = lists.mask_idx[b, h, m, : int(lists.mask_cnt[b, h, m])].tolist()
-                full = lists.full_idx[b, h, m, : int(lists.full_cnt[b, h, m])].tolist()
-                seen = {n for n in range(-(-T // kv)) if rows[:, n * kv : (n + 1) * kv].any()}
-                assert seen <= set(masked + full), f"tile {b, h, m} lists {masked + full}, sees {seen}"
-                for n in full:
-                    assert rows[:, n * kv : (n + 1) * kv].all(), f"tile {b, h, m}: {n} is full, and hides a pair"
-                    assert (n + 1) * kv <= T, f"tile {b, h, m}: {n} is full, and reaches past the end"
-    bitmap = block_bitmap(choice, T, config=config, tile_q=tile_q).long()
-    for j in range(config.num_blocks(T)):
-        bit = (bitmap[:, :, : choice.shape[2], j // 32] >> (j % 32)) & 1
-        assert bit.bool().equal((choice == j).any(-1)), f"the bits of block {j}"
+    visible = torch.stack([reference.selected_mask(own, T, config=config, causal=case.causal) for own in choice])
+    some, everything = tiles_of(visible, tile_q, kv)
+    M, N = some.shape[-2:]
+    static = dict(config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
+    lists = selected_lists(choice, T, **static)
+    mask, full = dense_of(lists.mask_cnt, lists.mask_idx, N), dense_of(lists.full_cnt, lists.full_idx, N)
+    assert not (mask & full).any(), "a tile is listed twice"
+    assert not (full & ~everything).any(), "a tile that hides a pair is full"
+    assert not (some & ~(mask | full)).any(), "a visible pair is in no listed tile"
+    if tile_q == config.q_tile:  # of two merged tiles one may list what lies after it
+        assert not (mask & ~some).any(), "a tile without a visible pair is listed"
+    if T % tile_q == 0:
+        assert not (everything & ~full).any(), "a tile that needs no mask has one"
+    whole = selected_lists(choice, T, split=False, **static)
+    assert whole.full_cnt is None and dense_of(whole.mask_cnt, whole.mask_idx, N).equal(mask | full)
+    for cnt, idx, table in ((lists.mask_cnt, lists.mask_idx, mask), (lists.full_cnt, lists.full_idx, full)):
+        turned = transpose_lists(BlockSparseTensorsTorch(cnt, idx), N, width=M)
+        assert dense_of(turned.mask_block_cnt, turned.mask_block_idx, M).equal(table.mT)
+    bitmap = block_bitmap(choice, T, config=config, tile_q=tile_q)
+    assert bitmap.dtype == torch.int32 and bitmap.shape[2] * config.q_tile >= M * tile_q, "the last tile reads past it"
+    assert bitmap.shape[3] * 32 * config.block_size >= -(-T // KV_TILE) * KV_TILE, "the last key tile reads past it"
+    leading = [size for size, stride in zip(bitmap.shape, bitmap.stride(), strict=True) if stride == 1]
+    assert len(leading) == 1 or sum(size > 1 for size in leading) == 1, "the kernels see no leading dimension"
+    bits = ((bitmap.unsqueeze(-1) >> torch.arange(32)) & 1).bool().flatten(-2)
+    for j in range(bits.shape[-1]):
+        assert bits[:, :, : choice.shape[2], j].equal((choice == j).any(-1)), f"the bits of block {j}"
+    assert not bits[:, :, choice.shape[2] :].any()
 
 
 def strided(inputs: Inputs, layout: str) -> Inputs:

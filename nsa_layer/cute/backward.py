@@ -42,8 +42,8 @@ def backward(
     split_dq = use_split_dq(q, v, spec)
     with component("lists"):
         selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
-        static = dict(spec=spec, cu_seqlens=cu_seqlens, block_counts=saved.block_counts)
-        by_key = selected_sparsity(*selection, backward=True, ordered=deterministic and not split_dq, **static)
+        static = dict(spec=spec, packing=packing, block_counts=saved.block_counts)
+        by_key = selected_sparsity(*selection, backward=True, **static)
         by_query = None
         if split_dq or saved.o_slc is None:
             by_query = selected_sparsity(*selection, backward=False, **static)

@@ -87,9 +87,8 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
     with component("cmp"):
         o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
     with component("lists"):
-        cu_seqlens = None if packing is None else packing.cu_seqlens
-        heads, lists = (q.shape[-2], k.shape[-2]), dict(spec=spec, cu_seqlens=cu_seqlens, block_counts=counts)
-        sparsity = selected_sparsity(indices, q.shape[-3], heads, backward=False, **lists)
+        lists = dict(spec=spec, packing=packing, block_counts=counts)
+        sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
     with component("slc"):
         o_slc, lse_slc = attend(q, k, v, spec, selected_options(sparsity, packing))
     with component("gate"):

@@ -1,4 +1,4 @@
-"""Starts of packed sequences on the GPU, in tokens, compressed blocks and query tiles."""
+"""Starts of packed sequences on the GPU, in tokens, compressed blocks and tiles."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
+from nsa_layer.support import hopper_kv_tile
 
 
 class Packing(NamedTuple):
@@ -18,16 +19,19 @@ class Packing(NamedTuple):
     Copies made from the lengths on the host: a caller may refill its ``cu_seqlens`` at any time.
 
     Attributes:
-        cu_seqlens, cu_blocks, cu_tiles: of tokens, of compressed blocks, of query tiles.
-        total_blocks, total_tiles: of all sequences.
+        cu_seqlens, cu_blocks, cu_tiles, cu_kv_tiles: of tokens, of compressed blocks, of the choice's query tiles, and
+            of Hopper's key tiles.
+        total_blocks, total_tiles, total_kv_tiles: of all sequences.
         longest, longest_blocks: of one sequence, in tokens and in compressed blocks.
     """
 
     cu_seqlens: torch.Tensor
     cu_blocks: torch.Tensor
     cu_tiles: torch.Tensor
+    cu_kv_tiles: torch.Tensor
     total_blocks: int
     total_tiles: int
+    total_kv_tiles: int
     longest: int
     longest_blocks: int
 
@@ -87,17 +91,19 @@ def _copied(numbers: tuple[int, ...], device: torch.device) -> _Copy:
 @lru_cache(maxsize=64)
 def _starts(
     lengths: tuple[int, ...], config: NSAConfig, device: torch.device
-) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, int]]:
-    """Starts of tokens, blocks and tiles, together and one by one, and the totals of the latter two."""
+) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """Starts of tokens, blocks and both kinds of tiles, together and one by one, and the totals of all but tokens."""
+    kv_tile = hopper_kv_tile(config.block_size)
     blocks, tiles = map(config.compressed_length, lengths), map(config.num_tiles, lengths)
-    starts = [list(accumulate(counts, initial=0)) for counts in (lengths, blocks, tiles)]
+    kv_tiles = (-(-length // kv_tile) for length in lengths)
+    starts = [list(accumulate(counts, initial=0)) for counts in (lengths, blocks, tiles, kv_tiles)]
     size = len(lengths) + 1
     # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.
-    numbers = torch.zeros(3, -(-size // 4) * 4, dtype=torch.int32, device="cpu")
+    numbers = torch.zeros(len(starts), -(-size // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:, :size] = torch.tensor(starts, device="cpu")
     copy = _moved(numbers, device)
     # Not by indexing, which looks for the device: fake tensors have none.
-    return copy, copy.numbers.narrow(1, 0, size).unbind(), (starts[1][-1], starts[2][-1])
+    return copy, copy.numbers.narrow(1, 0, size).unbind(), tuple(of[-1] for of in starts[1:])
 
 
 def _moved(numbers: torch.Tensor, device: torch.device) -> _Copy:

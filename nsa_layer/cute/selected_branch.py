@@ -11,9 +11,8 @@ import torch
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.bwd_sm90 import two_pass
-from flash_attn.cute.lists.backward_plan import RIGHT_TO_LEFT, plan_backward
+from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.formats import cu_total_blocks
-from flash_attn.cute.lists.write_order import compute_dq_write_order
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import token_options
@@ -28,7 +27,7 @@ from nsa_layer.cute.torch_block_lists import (
     selected_lists,
 )
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
-from nsa_layer.support import device_arch, kernel_family
+from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -38,7 +37,7 @@ def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, 
     """
     if not _on_hopper(device):
         return 256, KV_TILE
-    return 128, 64 if block_size == 64 else KV_TILE
+    return 128, hopper_kv_tile(block_size)
 
 
 def backward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -46,11 +45,14 @@ def backward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int,
 
     A tile of 128 keys adds half as much to dq, but reads a bitmap for the blocks that are not listed: half as fast.
     """
-    return 128, 64 if block_size == 64 and _on_hopper(device) else KV_TILE
+    return 128, hopper_kv_tile(block_size) if _on_hopper(device) else KV_TILE
 
 
 def use_split_dq(q: torch.Tensor, v: torch.Tensor, spec: CallSpec) -> bool:
-    """True if backward computes dq in a pass of its own, over forward's lists: on Hopper, where that is faster."""
+    """True if backward computes dq in a pass of its own, over forward's lists: on Hopper, where that is faster.
+
+    It always is in deterministic mode, so that lists need no order of adds to dq.
+    """
     if not _on_hopper(q.device):
         return False
     config = spec.config
@@ -90,44 +92,44 @@ def selected_sparsity(
     *,
     spec: CallSpec,
     backward: bool,
-    tile: tuple[int, int] | None = None,
-    ordered: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
+    packing: Packing | None = None,
     block_counts: torch.Tensor | None = None,
 ) -> Sparsity:
     """Lists and mask of T queries that attend to the tokens of the listed blocks.
 
     Args:
-        block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n], with ``cu_seqlens``.
+        block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n].
+        T: tokens of a sequence; not read where they are packed.
         heads: (Hq, Hkv).
         backward: lists by key tile, not by query tile.
-        tile: (queries, keys); None: `forward_tile` or `backward_tile`.
-        ordered: backward lists with semaphore values for dq, for one deterministic pass.
-        block_counts: int32 [B, Hkv, M]; packed [Hkv, tiles of all sequences]: listed blocks; None: not known.
+        block_counts: int32 [B, Hkv, M]; packed [Hkv, tiles of all sequences]: listed blocks; kernels that make forward
+            lists need them.
     """
     config, causal, device = spec.config, spec.causal, block_indices.device
-    tile = tile or (backward_tile if backward else forward_tile)(device, config.block_size)
+    tile = (backward_tile if backward else forward_tile)(device, config.block_size)
     tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
     # Tiles of listed blocks alone, the same for every query, need no mask but the causal one.
     exact = tile_q == config.q_tile and config.block_size % kv_tile == 0
     # Blackwell's forward masks every tile where it is causal by itself: there a mask_mod leaves full tiles alone.
     hopper = _on_hopper(device)
     plain = exact and (hopper or not causal)
-    if block_indices.is_cuda and kernels_make_lists(config, tile, block_indices.shape[-1], device, ordered=ordered):
-        static = dict(
-            block_size=config.block_size, q_tile=tile_q, kv_tile=kv_tile, causal=causal, cu_seqlens=cu_seqlens
-        )
+    if block_indices.is_cuda and kernels_make_lists(config, tile, device):
+        static = dict(block_size=config.block_size, q_tile=tile_q, kv_tile=kv_tile, causal=causal)
+        if packing is not None:
+            T, static = packing.longest, static | dict(cu_tiles=packing.cu_tiles, cu_rows=packing.cu_kv_tiles)
         if not backward:
             return Sparsity(list_kernels.forward_lists(block_indices, block_counts, T, **static), causal)
-        static |= dict(lengths=spec.lengths, deterministic=ordered)
-        return Sparsity(list_kernels.backward_lists(block_indices, T, heads, **static), causal)
+        rows = None if packing is None else packing.total_kv_tiles
+        return Sparsity(list_kernels.backward_lists(block_indices, T, heads, rows=rows, **static), causal)
     sequences = [(block_indices, T)]
-    if spec.lengths is not None:
+    cu_seqlens = None
+    if packing is not None:
+        cu_seqlens = packing.cu_seqlens
         sequences = list(choices_of_sequences(block_indices, spec.lengths, config=config))
     options = dict(config=config, causal=causal, tile_q=tile_q, kv_tile=kv_tile, split=not (plain and hopper))
     lists = [selected_lists(chosen, tokens, **options) for chosen, tokens in sequences]
     if backward:
-        tensors = _backward_tensors(lists, [tokens for _, tokens in sequences], heads, ordered, cu_seqlens)
+        tensors = _backward_tensors(lists, [tokens for _, tokens in sequences], heads, cu_seqlens)
     else:
         tensors = _joined([_tensors(part) for part in lists], cu_seqlens)
     if plain:
@@ -142,13 +144,9 @@ def selected_sparsity(
     return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
 
 
-def kernels_make_lists(
-    config: NSAConfig, tile: tuple[int, int], width: int, device: torch.device, *, ordered: bool = False
-) -> bool:
-    """True if `kernels.k2q_csr` makes the lists of `width` blocks: on Hopper, for tiles without a mask."""
-    exact = config.q_tile % tile[0] == 0 and config.block_size % tile[1] == 0
-    fits = list_kernels.takes(width, config.block_size, tile[1], deterministic=ordered)
-    return exact and fits and _on_hopper(device)
+def kernels_make_lists(config: NSAConfig, tile: tuple[int, int], device: torch.device) -> bool:
+    """True if `kernels.k2q_csr` makes the lists: on Hopper, for tiles without a mask."""
+    return config.q_tile % tile[0] == 0 and config.block_size % tile[1] == 0 and _on_hopper(device)
 
 
 def _tensors(lists: BlockLists) -> BlockSparseTensorsTorch:
@@ -160,36 +158,21 @@ def _backward_tensors(
     lists: list[BlockLists],
     lengths: list[int],
     heads: tuple[int, int],
-    ordered: bool,
     cu_seqlens: torch.Tensor | None,
 ) -> BlockSparseTensorsTorch:
-    """Forward lists of a batch, or of each sequence, as backward takes them: transposed, and in an order or a plan."""
-    parts = []
-    for forward, tokens in zip(lists, lengths, strict=True):
-        rows = forward.mask_cnt.shape[2]
-        tensors = transpose_lists(_tensors(forward), -(-tokens // forward.block_size[1]), width=rows)
-        if cu_seqlens is None:
-            return _planned(tensors, forward, heads, ordered)
-        if ordered:
-            listed = forward.mask_idx.numel()
-            order = compute_dq_write_order(*_tensors(forward)[:4], *tensors[:4], spt=True, listed=listed)
-            tensors = tensors._replace(dq_write_order=order[0], dq_write_order_full=order[1], spt=True)
-        parts.append(tensors)
-    return _joined(parts, cu_seqlens, backward=True)
+    """Forward lists of a batch, or of each sequence, as backward takes them: transposed.
 
-
-def _planned(
-    tensors: BlockSparseTensorsTorch, forward: BlockLists, heads: tuple[int, int], ordered: bool
-) -> BlockSparseTensorsTorch:
-    """On Hopper, lists with a plan: a key block that every query chooses is work for many CTAs, not for one."""
-    (Hq, Hkv), (rows, width) = heads, forward.mask_idx.shape[2:]
-    # A key/value head of its own for each query head is written once, by one CTA: nothing can be shared.
-    if not _on_hopper(forward.mask_idx.device) or (Hq == Hkv and not ordered):
-        return tensors
-    order = dict(deterministic=True, schedule=RIGHT_TO_LEFT) if ordered else {}
-    shape = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=rows)
+    On Hopper a batch with GQA has a plan: a key block that every query chooses is work for many CTAs, not for one.
+    """
+    parts = [
+        transpose_lists(_tensors(forward), -(-tokens // forward.block_size[1]), width=forward.mask_cnt.shape[2])
+        for forward, tokens in zip(lists, lengths, strict=True)
+    ]
+    (Hq, Hkv), (rows, width) = heads, lists[0].mask_idx.shape[2:]
+    if cu_seqlens is not None or Hq == Hkv or not _on_hopper(lists[0].mask_idx.device):
+        return _joined(parts, cu_seqlens, backward=True)
     # A row's mask and full tiles together are no more than either list has room for.
-    return plan_backward(tensors, listed=rows * width, **shape, **order)
+    return plan_backward(parts[0], listed=rows * width, num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=rows)
 
 
 def _joined(
@@ -199,7 +182,6 @@ def _joined(
     if cu_seqlens is None:
         return parts[0]
     rows = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    rows += ("dq_write_order", "dq_write_order_full")
     joined = parts[0]._replace(**{name: joined_rows([getattr(part, name) for part in parts]) for name in rows})
     starts = cu_total_blocks(cu_seqlens, joined.block_size[backward])
     return joined._replace(**{"cu_total_n_blocks" if backward else "cu_total_m_blocks": starts})

@@ -93,12 +93,12 @@ def test_backward_has_to_be_the_transpose(form: str) -> None:
 @pytest.mark.parametrize(
     ("form", "change", "expected"),
     [
-        ("compact", dict(cu_total_m_blocks=None), "block_sparse_tensors.cu_total_m_blocks is None, expected [6]"),
+        ("compact", dict(cu_total_m_blocks=None), "cu_total_m_blocks, with shape (6,); got None"),
         ("compact", dict(cu_total_m_blocks=int32([0, 4, 4, 5, 8, 9])), "expected room for 5 rows of sequence 0"),
         ("compact", dict(cu_total_m_blocks=int32([0, 5, 5, 6, 9, 11])), "[5] = 11, but mask_block_cnt has 10 rows"),
-        ("stacked", dict(cu_block_idx_offsets=int32([-1, 0, 0, 0, 0, 0])), "cu_block_idx_offsets[0] = -1, expected 0"),
-        ("stacked", dict(cu_block_idx_offsets=int32([0, 20, 20, 22, 99])), "cu_block_idx_offsets[4] = 99, expected 0"),
-        ("ragged", dict(cu_block_idx_offsets=torch.full((2, 10), 1 << 40)), "= 1099511627776 with"),
+        ("stacked", dict(cu_block_idx_offsets=int32([-1, 0, 0, 0, 0, 0])), "by cu_block_idx_offsets, at place -1"),
+        ("stacked", dict(cu_block_idx_offsets=int32([0, 20, 20, 22, 99])), "by cu_block_idx_offsets, at place 99"),
+        ("ragged", dict(cu_block_idx_offsets=torch.full((2, 10), 1 << 40)), "at place 1099511627776 with"),
         ("compact", dict(block_size=None), "block_size is None"),
     ],
 )

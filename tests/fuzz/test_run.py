@@ -16,7 +16,6 @@ from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Blocks, Edge, Kind
 from fuzz.failures import parse_case, read_failure, write_failure
 from fuzz.pool import Job, Pool
-from fuzz.profiles import PROFILES
 from fuzz.prop import SM90, SM100, Property, Skip, properties
 from fuzz.run import Budget, Failure, run_property
 from nsa_layer import NSAConfig
@@ -119,7 +118,7 @@ def test_an_interrupted_run_says_what_came_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     class Interrupted(Pool):
-        def _watch(self, jobs: dict, until: float) -> None:
+        def _watch(self, until: float) -> None:
             if self.tally.examples:
                 raise KeyboardInterrupt
 
@@ -213,8 +212,8 @@ def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_profiles_are_bounded() -> None:
-    assert not PROFILES["pr"].random and PROFILES["pr"].passes == 1 and PROFILES["pr"].minutes <= 1
-    assert all(profile.patience for profile in PROFILES.values())
+    assert not cli.PROFILES["pr"].random and cli.PROFILES["pr"].passes == 1 and cli.PROFILES["pr"].minutes <= 1
+    assert all(profile.patience for profile in cli.PROFILES.values())
 
 
 def test_drawn_configurations_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,6 @@ import torch
 from fuzz import sanitize
 from fuzz.attention import lists_for, make
 from fuzz.case import Attention
-
-ROOT = Path(__file__).resolve().parents[2]
-COMPILE_SUBJECT = sanitize._compile  # which the stand-in leaves out
 
 
 @pytest.mark.parametrize("case", [case for case in sanitize.CASES if isinstance(case, Attention)], ids=repr)
@@ -30,17 +26,7 @@ def test_stages_are_filled_anew(case: Attention) -> None:
     assert rows > 2 * (64 if kind.block_k == 64 else 128)
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sanitize.Setup:
-    """A sanitizer that prints a report and finds something, on a machine that seems to have a GPU."""
-    binary, report = tmp_path / "compute-sanitizer", tmp_path / "report"
-    binary.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {report}\nexit 86\n')
-    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
-    report.write_text("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n")
-    monkeypatch.setattr(sanitize, "find", lambda: str(binary))
-    monkeypatch.setattr(sanitize, "_compile", lambda subject, setup: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return sanitize.Setup(str(binary), tmp_path, 60.0)
+CACHE = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
 @pytest.mark.parametrize(
@@ -54,14 +40,23 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sanitize.Setup:
     ids=["a signal", "two signals", "an error", "a signal and an error"],
 )
 def test_a_process_that_a_signal_ends_gets_another_try(
-    ways: list[str], code: int, says: str, stand_in: sanitize.Setup,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
-) -> None:  # fmt: skip
-    """One way to end for each process that compiles; there are no more of them."""
-    ends = [f"kill -s {way} $$" if way.isalpha() else f"exit {way}" for way in ways]
-    inside = sanitize._inside
-    monkeypatch.setattr(sanitize, "_inside", lambda subject: ["sh", "-c", ends.pop(0)] if ends else inside(subject))
-    monkeypatch.setattr(sanitize, "_compile", COMPILE_SUBJECT)
-    assert sanitize.main(["--tool", "racecheck", "--case", "3", "--folder", str(stand_in.folder)]) == code
+    ways: list[str],
+    code: int,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """One way to end for each process that compiles; then a sanitizer that finds something, as on a GPU."""
+    binary, ends = tmp_path / "compute-sanitizer", [f"kill -s {w} $$" if w.isalpha() else f"exit {w}" for w in ways]
+    report = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
+    binary.write_text(f"#!/bin/sh\necho {report!r}\ntouch {tmp_path}/called\nexit 86\n")
+    binary.chmod(0o755)
+    for name in CACHE:
+        monkeypatch.setenv(name, "0")  # put back afterwards
+    monkeypatch.setattr(sanitize, "find", lambda: str(binary))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sanitize, "_inside", lambda subject: ["sh", "-c", ends.pop(0)] if ends else ["true"])
+    assert sanitize.main(["--tool", "racecheck", "--case", "3", "--folder", str(tmp_path)]) == code
     assert says in (said := capsys.readouterr().out) and ("SUMMARY: 1 hazard" in said) == (code == 1)
-    assert not ends and (stand_in.folder / "calls").exists() == (code == 1)
+    assert not ends and (tmp_path / "called").exists() == (code == 1)

@@ -146,11 +146,9 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
     case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
     inputs = make_inputs(case, "cuda")
     q, chosen = inputs.q, run("cute", inputs).aux.block_indices
+    given = dict(spec=case.spec, block_counts=(chosen >= 0).sum(-1, dtype=torch.int32))
     forward, backward = (
-        selected_branch.selected_sparsity(
-            chosen, T, (4, 2), spec=case.spec, tile=tile(q.device, block_size), backward=b
-        )
-        for b, tile in enumerate((selected_branch.forward_tile, selected_branch.backward_tile))
+        selected_branch.selected_sparsity(chosen, T, (4, 2), **given, backward=b) for b in (False, True)
     )
     tile = 10
     rows = slice(tile * config.q_tile, (tile + 1) * config.q_tile)

@@ -14,6 +14,7 @@ from stub_kernels import stubs
 from nsa_layer import NSAConfig, nsa
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
+from nsa_layer.support import hopper_kv_tile
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
@@ -37,8 +38,7 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
         def call() -> object:
             if not lists:
                 return block_topk(q, k_mean, spec=case.spec, packing=None)
-            tile = selected_branch.backward_tile(q.device, config.block_size)
-            static = dict(spec=case.spec, tile=tile, backward=True, block_counts=counts)
+            static = dict(spec=case.spec, backward=True, block_counts=counts)
             return selected_branch.selected_sparsity(indices, T, (4, 2), **static)
 
         with stubs():
@@ -68,6 +68,7 @@ def test_packed_starts(config: NSAConfig) -> None:
     for starts, total, counted in (
         (packing.cu_blocks, packing.total_blocks, config.compressed_length),
         (packing.cu_tiles, packing.total_tiles, config.num_tiles),
+        (packing.cu_kv_tiles, packing.total_kv_tiles, lambda T: -(-T // hopper_kv_tile(config.block_size))),
     ):
         assert starts.tolist() == [0, *accumulate(map(counted, lengths))] and starts.dtype == torch.int32
         assert total == starts[-1]

@@ -1,6 +1,6 @@
-"""Packed sequences give what they give one at a time, and their starts may lie, and change, as they like.
+"""The starts of packed sequences may lie, and change, as they like.
 
-That sequences never see each other is a property of `fuzz/properties/layer.py`.
+That a pack gives what its sequences give one at a time is a property of `fuzz/properties/layer.py`.
 """
 
 from __future__ import annotations
@@ -19,60 +19,10 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing, starts_on
 from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.rope import RotaryEmbedding
-from nsa_tools.testing.cases import LSES, Case, Inputs, make_inputs, run
+from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 
 SMALL = NSAConfig(block_size=16, block_counts=6, q_tile=32, window_size=24)
 LENGTHS = (33, 0, 1, 15, 16, 130, 0)
-
-
-def one_at_a_time(inputs: Inputs) -> list[Inputs]:
-    """The sequences of a pack that are not empty, as calls of their own with B = 1."""
-    case, starts, alone = inputs.case, inputs.cu_seqlens.tolist(), []
-    for start, length in zip(starts, case.lengths):
-        if length:
-            part = {name: getattr(inputs, name) for name in ("q", "k", "v", "do", "gates")}
-            part = {name: x if x is None else x[None, start : start + length] for name, x in part.items()}
-            alone.append(replace(inputs, **part, cu_seqlens=None, case=replace(case, T=length, lengths=None)))
-    return alone
-
-
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"causal": False, "gate": "given"},
-        {"config": SMALL.replace(block_stride=8), "gate": "none"},
-        {"config": NSAConfig.seed(block_size=16, block_counts=6, q_tile=32, window_size=24), "gate": "none"},
-    ],
-    ids=repr,
-)
-def test_one_at_a_time(backend: str, dtype: torch.dtype, options: dict[str, object]) -> None:
-    case = Case(**({"lengths": LENGTHS, "config": SMALL, "dtype": dtype, "compress_weights": True} | options))
-    inputs = make_inputs(case)
-    packed, alone = run(backend, inputs), [run(backend, part) for part in one_at_a_time(inputs)]
-    for name, x in packed.tensors().items():
-        parts = [r.tensors()[name] for r in alone]
-        if name in LSES:
-            expected = torch.cat([part[0] for part in parts], dim=-1)
-        else:
-            expected = sum(parts) if name.endswith("_weight") else torch.cat([part[0] for part in parts])
-        if case.gate == "weight" or name in ("dq", "dcompress_k_weight", "dcompress_v_weight"):
-            # Products and sums over all tokens at once, in whatever order the library takes.
-            finite = expected.masked_fill(expected == -torch.inf, 0)
-            bound = 16 * torch.finfo(dtype).eps * float(finite.abs().max())
-            torch.testing.assert_close(x, expected, rtol=0, atol=bound, msg=name)
-        else:
-            assert torch.equal(x, expected), name
-    tile = 0
-    for r in alone:
-        choice = r.aux.block_indices[0]
-        here = packed.aux.block_indices[:, tile : tile + choice.shape[1]]
-        assert torch.equal(here[..., : choice.shape[-1]], choice)
-        assert (here[..., choice.shape[-1] :] == -1).all()
-        tile += choice.shape[1]
-    assert tile == packed.aux.block_indices.shape[1]
 
 
 def test_starts_on_the_host_are_copied_once() -> None:
@@ -219,17 +169,6 @@ def test_starts_copied_under_inference_mode_serve_training() -> None:
 
 
 @pytest.mark.gpu
-def test_strided_starts_on_a_gpu() -> None:
-    case = Case(lengths=(300, 0, 1, 700), Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=6))
-    inputs = make_inputs(case, "cuda")
-    table = torch.stack([inputs.cu_seqlens] * 2, dim=1)
-    assert torch.equal(run("cute", inputs).o, run("cute", replace(inputs, cu_seqlens=table[:, 0])).o)
-    layer = NSAttention(256, num_heads=4, num_kv_heads=2, rope=RotaryEmbedding(64)).to("cuda", torch.bfloat16)
-    x = torch.randn(sum(case.lengths), 256, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(layer(x, cu_seqlens=inputs.cu_seqlens), layer(x, cu_seqlens=table[:, 0]))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("kept", [True, False])
 def test_forgotten_copies_outlive_what_reads_them(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `record_stream` their memory is given to the next tensor while another stream has still to read it."""
@@ -262,15 +201,3 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
     arguments = Arguments(q, k, v, config=SMALL, cu_seqlens=starts, causal=True, **dict.fromkeys(names))
     spec = check_inputs(arguments)
     assert spec.lengths == (3, 17)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("D", [64, 128])
-def test_starts_on_the_host_give_the_same_bits(D: int) -> None:
-    config = NSAConfig(block_counts=6)
-    case = Case(lengths=(300, 0, 1, 700), Hq=8, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
-    inputs = make_inputs(case, "cuda")
-    given = dict(q=inputs.q, k=inputs.k, v=inputs.v, gate_weight=inputs.gate_weight, config=config)
-    with torch.no_grad():
-        o, other = (nsa(**given, cu_seqlens=inputs.cu_seqlens.to(device)) for device in ("cuda", "cpu"))
-    assert torch.equal(o, other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -74,13 +74,3 @@ def test_with_the_seeds_own_sizes(backend: str, T: int) -> None:
 def test_exact_scores(backend: str) -> None:
     """Means of small integers over powers of two: many blocks have equal scores."""
     assert_the_seeds_choice(Case(T=256, D=4, dtype=torch.float64, config=SMALL, integers=True), backend)
-
-
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-def test_the_earlier_of_equal_blocks(backend: str) -> None:
-    """Queries of 0 rank all blocks alike; a first tile may list its own, and no tile a short last block."""
-    inputs = make_inputs(Case(T=39, Hq=2, Hkv=1, D=4, config=SMALL))
-    choice = run(backend, replace(inputs, q=torch.zeros_like(inputs.q))).aux.block_indices
-    assert choice[0].tolist() == [[[0, 1, 2], [0, 1, 2]]] * 2
-    few = run(backend, make_inputs(Case(T=39, Hq=2, Hkv=1, D=4, config=SMALL.replace(block_counts=9))))
-    assert few.aux.block_indices[0].tolist() == [[[0, 1, 2, 3, -1]] * 2] * 2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_sparsity import random_choice, visible_tokens
+from choices import random_choice, visible_tokens
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.torch_block_lists import choices_of_sequences
+from nsa_layer.cute.packing import Packing
 
 LENGTHS = (300, 0, 1, 128, 700)
 HEADS = (6, 2)
@@ -31,14 +31,10 @@ def packed_choice(config: NSAConfig, heads: int, lengths: tuple[int, ...] = LENG
 def make(config: NSAConfig, choice: torch.Tensor, *, causal: bool, backward: bool, lengths=LENGTHS, heads=HEADS):
     from nsa_layer.cute import selected_branch
 
-    starts = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    tile = (selected_branch.backward_tile if backward else selected_branch.forward_tile)(
-        choice.device, config.block_size
-    )
     spec = CallSpec(config, causal, 1.0, lengths)
     T = 700 if lengths is None else sum(lengths)
-    static = dict(spec=spec, tile=tile, backward=backward, cu_seqlens=starts)
-    return selected_branch.selected_sparsity(choice, T, heads, ordered=backward and config.deterministic, **static)
+    packing = Packing.of(spec, choice.device)
+    return selected_branch.selected_sparsity(choice, T, heads, spec=spec, packing=packing, backward=backward)
 
 
 def shown(sparsity, config: NSAConfig, number: int, T: int, backward: bool, causal: bool) -> torch.Tensor:
@@ -109,49 +105,18 @@ def test_a_batch_has_a_plan_where_work_can_be_shared(hopper: bool) -> None:
     assert make(config, choice, backward=True, heads=(2, 2), **options).tensors.plan is None
 
 
-@pytest.mark.parametrize("options", [{}, dict(block_size=256)], ids=str)
-@pytest.mark.parametrize("hopper", [True], indirect=True)
-def test_deterministic_lists_are_in_an_order_in_which_no_key_block_waits_for_a_later_one(
-    options: dict, hopper: bool
-) -> None:
-    from flash_attn.cute.lists.validate import validate_lists
-    from nsa_layer.cute import selected_branch
-
-    config = NSAConfig(**(dict(block_counts=5, deterministic=True) | options))
-    choice = packed_choice(config, 2)
-    packed = make(config, choice, causal=True, backward=True).tensors
-    assert packed.spt is True
-    tile = selected_branch.backward_tile(choice.device, config.block_size)
-    numbers = [number for number, length in enumerate(LENGTHS) if length]
-    for number, (own, T) in zip(numbers, choices_of_sequences(choice, LENGTHS, config=config), strict=True):
-        plain = CallSpec(config.replace(deterministic=False), True, 1.0)
-        forward, backward = (
-            selected_branch.selected_sparsity(own, T, HEADS, spec=plain, tile=tile, backward=b).tensors
-            for b in (False, True)
-        )
-        rows = slice(int(packed.cu_total_n_blocks[number]), int(packed.cu_total_n_blocks[number + 1]))
-        width = backward.mask_block_idx.shape[-1]
-        ordered = backward._replace(spt=True, plan=None)
-        for name in ("dq_write_order", "dq_write_order_full"):
-            order = getattr(packed, name)
-            if order is not None:
-                ordered = ordered._replace(**{name: order[None, :, rows, :width].contiguous()})
-        validate_lists(forward, ordered, seqlen_q=T, seqlen_k=T, num_heads=HEADS[0], num_heads_kv=HEADS[1])
-        planned = selected_branch.selected_sparsity(
-            own, T, HEADS, spec=CallSpec(config, True, 1.0), tile=tile, backward=True, ordered=True
-        ).tensors
-        assert planned.plan is not None and planned.dq_write_order is not None
-
-
 @pytest.mark.parametrize("Hq", [2, 8])
-@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+@pytest.mark.parametrize("q_tile", [128, 384])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_passes_are_known_before_lists_are(hopper: bool, Hq: int, block_size: int, deterministic: bool) -> None:
-    """By the block size and the mode alone: where there is one pass, and heads share, the lists get a plan."""
+def test_passes_are_known_before_lists_are(
+    hopper: bool, Hq: int, block_size: int, q_tile: int, deterministic: bool
+) -> None:
+    """By the block size and the mode alone: deterministic backward takes two, so that its lists need no order."""
     from nsa_layer.cute import selected_branch
 
     q, v = (torch.empty(1, 300, heads, 64, dtype=torch.bfloat16) for heads in (Hq, 2))
-    config = NSAConfig(block_size=block_size, deterministic=deterministic)
+    config = NSAConfig(block_size=block_size, q_tile=q_tile, deterministic=deterministic)
     two = selected_branch.use_split_dq(q, v, CallSpec(config, True, 1.0, None))
     assert two == (hopper and (block_size == 64 or deterministic))
 
@@ -162,6 +127,6 @@ def test_a_list_entry_is_whole_kernel_tiles_and_whole_query_tiles(q_tile: int, r
 
     spec = CallSpec(NSAConfig(block_size=128, q_tile=q_tile), True, 1.0)
     indices = torch.zeros(1, 1, spec.config.num_tiles(1000), 1, dtype=torch.int32)
-    sparsity = selected_branch.selected_sparsity(indices, 1000, (4, 1), spec=spec, tile=(256, 128), backward=False)
+    sparsity = selected_branch.selected_sparsity(indices, 1000, (4, 1), spec=spec, backward=False)
     assert sparsity.tensors.block_size == (rows, 128)
     assert sparsity.tensors.mask_block_cnt.shape[2] == -(-1000 // rows)

@@ -91,21 +91,16 @@ def test_exact_scores(causal: bool, changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("changes", [{}, {"block_stride": 4}], ids=repr)
+@pytest.mark.parametrize("changes", [{}, {"block_stride": 4}, {"force_blocks": False, "block_counts": 18}], ids=repr)
 def test_softmax_scores(backend: str, changes: dict[str, object]) -> None:
-    """Real scores, no ties: heads of a group with very different softmaxes are summed after them."""
+    """Real scores, no ties: heads of a group with very different softmaxes are summed after them.
+
+    A short last block is listed only if forced.
+    """
     for causal in (True, False):
         config = SMALL.replace(**changes)
         case = Case(T=155, Hq=6, Hkv=2, D=8, dtype=torch.float64, config=config, causal=causal)
         assert_oracle_choice(case, backend)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_differs_only_within_rounding(dtype: torch.dtype) -> None:
-    for seed in range(4):
-        case = Case(B=2, T=600, Hq=8, Hkv=2, D=16, dtype=dtype, config=SMALL, compress_weights=True, seed=seed)
-        inputs = make_inputs(case)
-        assert_same_choice(inputs, run("eager", inputs).aux.block_indices)
 
 
 def test_a_wrong_choice_is_seen() -> None:
@@ -128,57 +123,3 @@ def test_a_wrong_choice_is_seen() -> None:
         changed[0, 0, -1] = torch.tensor(blocks)
         with pytest.raises(AssertionError, match=message):
             assert_same_choice(inputs, changed)
-
-
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-def test_ties_go_to_the_earlier_block(backend: str) -> None:
-    inputs = make_inputs(Case(T=160, Hq=2, Hkv=1, D=4, config=SMALL))
-    choice = run(backend, replace(inputs, q=torch.zeros_like(inputs.q))).aux.block_indices
-    # Tile 9 holds blocks 18 and 19; with 0 and 17 forced, one is left to choose.
-    assert choice[0, 0, 9].tolist() == [0, 1, 17, 18, 19]
-
-
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-def test_a_short_last_block_is_listed_only_if_forced(backend: str) -> None:
-    last = 155 // 8
-    for force in (True, False):
-        config = SMALL.replace(force_blocks=force, block_counts=18)
-        got = run(backend, make_inputs(Case(T=155, config=config, causal=False))).aux.block_indices
-        listed = (got == last).any(-1)
-        assert not listed[:, :, :-1].any()
-        assert bool(listed[:, :, -1].all()) == force
-
-
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("size", [64, 16])
-def test_an_unlisted_block_changes_nothing(backend: str, size: int) -> None:
-    """Keys and values of a block are made huge; its mean, and so the choice, stays: only tiles that list it notice.
-
-    Blocks of 64 under tiles of 128 queries: the listed neighbour must not bring the other half in.
-    """
-    config = NSAConfig(block_size=size, block_counts=5, q_tile=2 * size, window_size=8)
-    case = Case(T=14 * size, Hq=4, Hkv=2, D=16, config=config, gate="slc", integers=True)
-    inputs = make_inputs(case)
-    before = run(backend, inputs)
-    choice = before.aux.block_indices[0]
-    tile_of = torch.arange(case.T) // config.q_tile
-    for block in (3, 4, 7):
-        k, v = inputs.k.clone(), inputs.v.clone()
-        k[:, block * size] += 4096  # exact in fp32, and the block's sum is what it was
-        k[:, block * size + 1] -= 4096
-        v[:, block * size : (block + 1) * size] = 1e4
-        after = run(backend, replace(inputs, k=k, v=v))
-        assert torch.equal(after.aux.block_indices, before.aux.block_indices)
-        listed = (choice == block).any(-1)[:, tile_of].repeat_interleave(2, dim=0).T
-        seen = listed & (torch.arange(case.T)[:, None] >= block * size)
-        assert torch.equal(after.o[0][~seen], before.o[0][~seen])
-        assert torch.equal(after.grads["q"][0][~seen], before.grads["q"][0][~seen])
-        later = torch.arange(case.T)[:, None] >= (block + 1) * size
-        assert not (listed & later).all() and (listed & later).any(), "the case shows nothing"
-        assert (after.o[0] != before.o[0])[listed & later].any(-1).all()
-        # And no gradient comes back from those that do not see it.
-        do = inputs.do.clone()
-        do[0][seen] = 0
-        grads = run(backend, replace(inputs, do=do)).grads
-        for name in ("k", "v"):
-            assert not grads[name][:, block * size : (block + 1) * size].any()

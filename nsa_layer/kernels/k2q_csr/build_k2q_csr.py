@@ -4,10 +4,6 @@ A CTA takes a range of key tiles of one head. It reads the lists of all query ti
 a bitmap [key tiles, query tiles] in shared memory for each entry, so that rows come out in order whichever thread came
 first. Launched twice: for the counts, then, once the rows' starts are known, for the entries.
 
-With deterministic order, key tiles are launched and add to dq from right to left: an entry's semaphore value is the
-number of listed key tiles to its right. A row is visited by rising semaphore value, later query tiles first among
-equals, as `flash_attn.cute.lists.write_order.sorted_walk` defines; one warp sorts it, by a stable counting sort.
-
 Memory is proportional to nnz. All lists are read for every bitmap, and a bitmap of 192 KB holds the fewer key tiles the
 more query tiles there are: 0.4 GB out of the L2 for a million tokens and 8 heads, 23 GB for four million.
 """
@@ -25,21 +21,18 @@ from nsa_layer.kernels.varlen_rows import sequence_of
 THREADS = 512
 WARPS = THREADS // 32
 FEW_WORDS, MANY_WORDS = 8 << 10, 48 << 10  # of 32 bits, in a CTA's bitmap
-MAX_SEMAPHORES = 512
-SEMAPHORE_SHIFT = 22  # a query tile's number stands below, its semaphore value above
 ITEM = 8  # numbers of a plan item
 FILLERS = 1024  # CTAs, at most, that fill a plan's unused room
 
 
 class BuildK2qCsr:
-    """Row counts of the transposed lists; with `fills` their entries, semaphore values and plan items.
+    """Row counts of the transposed lists; with `fills` their entries and plan items.
 
     Args:
         words: of the bitmap.
         packed: sequences stand one after the other.
         parts: key tiles of a block.
         quads: lists can be read four entries at a time.
-        semaphores: most semaphore values, a multiple of 32; 0: entries in rising order, without semaphore values.
         q_heads_per_list: query heads that have the same list.
         longest: entries of a plan item at most; 0: an item for every row.
         planned: write plan items.
@@ -56,15 +49,13 @@ class BuildK2qCsr:
         parts: int,
         quads: bool,
         fills: bool = False,
-        semaphores: int = 0,
         q_heads_per_list: int = 1,
         longest: int = 0,
         planned: bool = False,
     ) -> None:
         self.words, self.packed, self.causal = words, packed, causal
         self.q_tile, self.kv_tile, self.parts, self.quads = q_tile, kv_tile, parts, quads
-        self.fills, self.semaphores, self.q_heads_per_list = fills, semaphores, q_heads_per_list
-        self.longest, self.planned = longest, planned
+        self.fills, self.q_heads_per_list, self.longest, self.planned = fills, q_heads_per_list, longest, planned
 
     @cute.jit
     def __call__(
@@ -76,8 +67,6 @@ class BuildK2qCsr:
         starts: cute.Tensor | None,  # like counts
         items_before: cute.Tensor | None,  # [H * B * N + 1]
         entries: cute.Tensor | None,  # [nnz]
-        semaphore_values: cute.Tensor | None,
-        unsorted: cute.Tensor | None,
         plan: cute.Tensor | None,  # [items, ITEM]
         rows_a_cta: Int32,
         words_a_row: Int32,
@@ -85,14 +74,14 @@ class BuildK2qCsr:
     ):
         batch, heads = lists.shape[0], lists.shape[1]
         grid = [cute.ceil_div(counts.shape[1] // batch, rows_a_cta) * heads * batch, 1, 1]
-        written = (counts, starts, items_before, entries, semaphore_values, unsorted, plan)
+        written = (counts, starts, items_before, entries, plan)
         self.kernel((lists, cu_tiles, cu_rows, *written), rows_a_cta, words_a_row).launch(
             grid=grid, block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(self, tensors: tuple, rows_a_cta: Int32, words_a_row: Int32):
-        lists, cu_tiles, cu_rows, counts, starts, items_before, entries, semaphore_values, unsorted, plan = tensors
+        lists, cu_tiles, cu_rows, counts, starts, items_before, entries, plan = tensors
         tidx = cute.arch.thread_idx()[0]
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta = cute.arch.block_idx()[0]
@@ -101,10 +90,6 @@ class BuildK2qCsr:
         chunk, segment = cta % chunks, cta // chunks
         smem = cutlass.utils.SmemAllocator()
         bitmap = smem.allocate_tensor(Uint32, cute.make_layout(self.words), byte_alignment=16)
-        buckets = None
-        if const_expr(self.semaphores):
-            of_warps = smem.allocate_tensor(Int32, cute.make_layout((self.semaphores, WARPS)), byte_alignment=16)
-            buckets = of_warps[None, warp]
         batch, head = segment // lists.shape[1], segment % lists.shape[1]
         first = chunk * rows_a_cta
         end = cutlass.min(first + rows_a_cta, own_rows)
@@ -129,7 +114,7 @@ class BuildK2qCsr:
                 m -= cu_tiles[sequence]
                 origin, stop = first - before, cutlass.min(end, cu_rows[sequence + 1]) - before
             if const_expr(self.causal):
-                stop = cutlass.min(stop, self.rows_seen(m))
+                stop = cutlass.min(stop, ((m + 1) * self.q_tile + (self.kv_tile - 1)) // self.kv_tile)
             self.mark(mLists, at, bitmap, m, origin, stop, words_a_row)
         cute.arch.sync_threads()
         for row in cutlass.range(first + warp, end, WARPS):
@@ -143,20 +128,13 @@ class BuildK2qCsr:
                 if lane == 0:
                     counts[head, place] = count
             else:
-                sequence, n, first_row, rows, own = batch, row, batch * own_rows, own_rows, mLists
+                sequence, n, first_row, rows = batch, row, batch * own_rows, own_rows
                 if const_expr(self.packed):
                     sequence = sequence_of(cu_rows, row)
                     first_row = cu_rows[sequence]
                     n, rows = row - first_row, cu_rows[sequence + 1] - first_row
-                    own = cute.domain_offset((cu_tiles[sequence], 0), mLists)
-                start, count = Int64(starts[head, place]), counts[head, place]
-                if const_expr(self.semaphores):
-                    self.read_bits(bits, cute.domain_offset(start, unsorted), words_a_row, lane)
-                    cute.arch.sync_warp()
-                    here = (cute.domain_offset(start, t) for t in (unsorted, entries, semaphore_values))
-                    self.sort_row(*here, buckets, own, n, rows, count, lane)
-                else:
-                    self.read_bits(bits, cute.domain_offset(start, entries), words_a_row, lane)
+                start = Int64(starts[head, place])
+                self.read_bits(bits, cute.domain_offset(start, entries), words_a_row, lane)
                 if const_expr(self.planned):
                     segment_of_row = head * counts.shape[1] + first_row
                     self.write_items(
@@ -185,8 +163,10 @@ class BuildK2qCsr:
         """Set the bits of query tile m, row `tile` of the lists, for key tiles before `end`; `origin` is the first."""
         begin = cutlass.max(origin, 0)
         bit = Uint32(1) << Uint32(m & 31)
-        for quad in cutlass.range(self.quads_of(lists)):
-            blocks = self.read_quad(lists, tile, quad)
+        size = const_expr(4 if self.quads else 1)
+        for quad in cutlass.range(lists.shape[1] // size):
+            blocks = cute.make_rmem_tensor(size, Int32)
+            cute.autovec_copy(cute.local_tile(lists[tile, None], (size,), (quad,)), blocks)
             for i in cutlass.range_constexpr(cute.size(blocks)):
                 for part in cutlass.range_constexpr(self.parts):
                     n = blocks[i] * self.parts + part
@@ -194,103 +174,23 @@ class BuildK2qCsr:
                         place = (n - origin) * words_a_row + (m >> 5)
                         cute.arch.atomic_or(bitmap.iterator + place, bit, scope="cta")
 
-    def rows_seen(self, m: Int32) -> Int32:
-        """Key tiles that start before the end of query tile m."""
-        return ((m + 1) * self.q_tile + (self.kv_tile - 1)) // self.kv_tile
-
-    def quads_of(self, lists: cute.Tensor) -> Int32:
-        return lists.shape[1] // 4 if const_expr(self.quads) else lists.shape[1]
-
-    @cute.jit
-    def read_quad(self, lists: cute.Tensor, m: Int32, quad: Int32):
-        """Four entries of query tile m's list, or one."""
-        size = const_expr(4 if self.quads else 1)
-        blocks = cute.make_rmem_tensor(size, Int32)
-        cute.autovec_copy(cute.local_tile(lists[m, None], (size,), (quad,)), blocks)
-        return blocks
-
     @cute.jit
     def read_bits(self, bits: cute.Tensor, row: cute.Tensor, words: Int32, lane: Int32):
-        """The set bits of a row of the bitmap, in rising order; in falling order where they are to be sorted."""
+        """Write the set bits of a row of the bitmap, in rising order."""
         written = Int32(0)
         for w in cutlass.range(0, words, 32):
             word = Uint32(0)
             at = w + lane
-            if const_expr(self.semaphores):
-                at = words - 1 - at
-            if w + lane < words:
+            if at < words:
                 word = Uint32(bits[at])
             number = Int32(cute.arch.popc(word))
             through = warp_prefix_sum(number, lane)
             place = written + through - number
             for i in cutlass.range(number):
-                bit = 31 - Int32(cute.arch.clz(word))
-                if const_expr(not self.semaphores):
-                    bit = Int32(cute.arch.popc((word & (~word + 1)) - 1))
+                bit = Int32(cute.arch.popc((word & (~word + 1)) - 1))
                 row[place + i] = at * 32 + bit
                 word = word ^ (Uint32(1) << Uint32(bit))
             written += cute.arch.shuffle_sync(through, 31)
-
-    @cute.jit
-    def sort_row(
-        self,
-        unsorted: cute.Tensor,
-        entries: cute.Tensor,
-        semaphore_values: cute.Tensor,
-        buckets: cute.Tensor,
-        lists: cute.Tensor,
-        n: Int32,
-        rows: Int32,
-        count: Int32,
-        lane: Int32,
-    ):
-        """Sort a row as `write_order.sorted_walk` does; entries are 2 * query tile."""
-        for i in cutlass.range_constexpr(self.semaphores // 32):
-            buckets[i * 32 + lane] = Int32(0)
-        cute.arch.sync_warp()
-        for i in cutlass.range(lane, count, 32):
-            m = unsorted[i]
-            semaphore = self.semaphore_value(lists, m, n, rows)
-            unsorted[i] = (semaphore << SEMAPHORE_SHIFT) | m
-            cute.arch.atomic_add(buckets.iterator + semaphore, Int32(1), scope="cta")
-        cute.arch.sync_warp()
-        before = Int32(0)
-        for i in cutlass.range_constexpr(self.semaphores // 32):
-            number = buckets[i * 32 + lane]
-            through = warp_prefix_sum(number, lane)
-            buckets[i * 32 + lane] = before + through - number
-            before += cute.arch.shuffle_sync(through, 31)
-        cute.arch.sync_warp()
-        lower = (Uint32(1) << Uint32(lane)) - 1
-        for i in cutlass.range(0, count, 32):
-            value, semaphore = Int32(0), Int32(-1)
-            if i + lane < count:
-                value = unsorted[i + lane]
-                semaphore = value >> SEMAPHORE_SHIFT
-            peers = cute.arch.match_sync(0xFFFFFFFF, semaphore)
-            rank = Int32(cute.arch.popc(peers & lower))
-            if semaphore >= 0:
-                place = buckets[semaphore] + rank
-                entries[place] = (value & ((1 << SEMAPHORE_SHIFT) - 1)) * 2
-                semaphore_values[place] = semaphore
-            cute.arch.sync_warp()
-            if semaphore >= 0 and rank == 0:
-                buckets[semaphore] += Int32(cute.arch.popc(peers))
-            cute.arch.sync_warp()
-
-    @cute.jit
-    def semaphore_value(self, lists: cute.Tensor, m: Int32, n: Int32, rows: Int32) -> Int32:
-        """The number of key tiles after n that query tile m lists: they add to its dq first."""
-        end = rows
-        if const_expr(self.causal):
-            end = cutlass.min(end, self.rows_seen(m))
-        after = Int32(0)
-        for quad in cutlass.range(self.quads_of(lists)):
-            blocks = self.read_quad(lists, m, quad)
-            for i in cutlass.range_constexpr(cute.size(blocks)):
-                begin = cutlass.max(blocks[i] * self.parts, n + 1)
-                after += cutlass.max(cutlass.min((blocks[i] + 1) * self.parts, end) - begin, 0)
-        return after
 
     @cute.jit
     def write_items(
@@ -307,9 +207,7 @@ class BuildK2qCsr:
         start: Int64,
         lane: Int32,
     ):
-        """Write a row's plan items for all query heads of this list.
-
-        Items lie head by head, a sequence's rows side by side: from right to left where the order of adds is fixed.
+        """Write a row's plan items for all query heads of this list: head by head, a sequence's rows side by side.
 
         segment: the place of the sequence's first row among all heads'; its items, `rows` of them, follow.
         """
@@ -317,8 +215,6 @@ class BuildK2qCsr:
         pieces = num_items(count, self.longest)
         first, end, own = items_before[segment], items_before[segment + rows], items_before[segment + n]
         first_item = self.q_heads_per_list * first + own - first
-        if const_expr(self.semaphores):
-            first_item = self.q_heads_per_list * first + end - own - pieces
         for i in cutlass.range(lane, pieces * self.q_heads_per_list, 32):
             copy, piece = i // pieces, i % pieces
             at = first_item + copy * (end - first) + piece
@@ -344,17 +240,15 @@ def build_k2q_csr(
     starts: torch.Tensor | None,
     items_before: torch.Tensor | None,
     entries: torch.Tensor | None,
-    semaphore_values: torch.Tensor | None,
-    unsorted: torch.Tensor | None,
     plan: torch.Tensor | None,
     rows_a_cta: int,
     words_a_row: int,
     **options: int | bool,
 ) -> None:
-    """Fill `counts`; with ``fills=True`` read them and fill `entries`, `semaphore_values` and `plan` (see the kernel).
+    """Fill `counts`; with ``fills=True`` read them and fill `entries` and `plan` (see the kernel).
 
-    `unsorted` is room like `entries`, and as many entries as `lists` has places is room enough. A CTA's bitmap, of
-    ``words``, has to have room for `rows_a_cta` rows of `words_a_row`.
+    As many entries as `lists` has places is room enough. A CTA's bitmap, of ``words``, has to have room for
+    `rows_a_cta` rows of `words_a_row`.
     """
     options["quads"] = not any(x % 4 for x in (lists.shape[3], lists.storage_offset(), *lists.stride()[:3]))
 
@@ -367,7 +261,7 @@ def build_k2q_csr(
             (counts, torch.int32, (heads, rows)),
             (starts, torch.int64, (heads, rows)),
             (items_before, torch.int32, (cute.sym_int(),)),
-            *((t, torch.int32, (cute.sym_int(),)) for t in (entries, semaphore_values, unsorted)),
+            (entries, torch.int32, (cute.sym_int(),)),
         ]
         fake = [
             fake_tensor(torch.int32, (cute.sym_int(), heads, cute.sym_int(), cute.sym_int()), align=align),
@@ -376,5 +270,5 @@ def build_k2q_csr(
         ]
         return cute.compile(BuildK2qCsr(**options), *fake, Int32(1), Int32(1), fake_stream(), options=OPTIONS)
 
-    tensors = (lists, cu_tiles, cu_rows, counts, starts, items_before, entries, semaphore_values, unsorted, plan)
+    tensors = (lists, cu_tiles, cu_rows, counts, starts, items_before, entries, plan)
     launch("build_k2q_csr", tuple(options.items()), compile_kernel, *tensors, rows_a_cta, words_a_row)

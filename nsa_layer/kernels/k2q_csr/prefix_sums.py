@@ -1,4 +1,4 @@
-"""Prefix sums by a single CTA: the starts of CSR rows and of their plan items, and of packed sequences.
+"""Prefix sums by a single CTA: the starts of CSR rows and of their plan items.
 
 A CTA of 1,024 threads goes through its input 8,192 numbers at a time and carries the totals along: the lists of 65,536
 tokens are one step, those of a million sixteen. More CTAs would have to wait for each other, which takes as long.
@@ -99,36 +99,6 @@ def num_items(count: Int32, longest: int) -> Int32:
     return Int32(1) if longest == 0 else (count + (longest - 1)) // longest
 
 
-class SequenceStarts:
-    """cu_seqlens -> the numbers of query tiles and of key tiles of the sequences before each one."""
-
-    def __init__(self, q_tile: int, kv_tile: int) -> None:
-        self.tiles = q_tile, kv_tile
-
-    @cute.jit
-    def __call__(self, cu_seqlens: cute.Tensor, cu_q: cute.Tensor, cu_k: cute.Tensor, stream):
-        self.kernel(cu_seqlens, cu_q, cu_k).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream)
-
-    @cute.kernel
-    def kernel(self, cu_seqlens: cute.Tensor, cu_q: cute.Tensor, cu_k: cute.Tensor):
-        tidx = cute.arch.thread_idx()[0]
-        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        sums = cutlass.utils.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=4)
-        sequences = cu_seqlens.shape[0] - 1
-        carried = [Int32(0), Int32(0)]
-        for step in cutlass.range(cute.ceil_div(sequences + 1, THREADS)):
-            b = step * THREADS + tidx
-            tokens = Int32(0)
-            if b < sequences:
-                tokens = cu_seqlens[b + 1] - cu_seqlens[b]
-            for side in cutlass.range_constexpr(2):
-                number = (tokens + (self.tiles[side] - 1)) // self.tiles[side]
-                before, total = sum_before(number, sums, warp, lane)
-                if b <= sequences:
-                    (cu_q, cu_k)[side][b] = carried[side] + before
-                carried[side] += total
-
-
 def row_starts(
     counts: torch.Tensor,
     starts: torch.Tensor,
@@ -157,15 +127,3 @@ def row_starts(
 
     key = (longest, cu_rows is None)
     launch("row_starts", key, compile_kernel, counts, starts, items_before, cu_rows, rows_a_sequence)
-
-
-def sequence_starts(cu_seqlens: torch.Tensor, q_tile: int, kv_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(query tiles, key tiles) of all packed sequences before each one, int32 [B + 1] like cu_seqlens."""
-
-    def compile_kernel():
-        fake = [fake_tensor(torch.int32, (cute.sym_int(),), align=4) for _ in range(3)]
-        return cute.compile(SequenceStarts(q_tile, kv_tile), *fake, fake_stream(), options=OPTIONS)
-
-    cu_q, cu_k = torch.empty_like(cu_seqlens), torch.empty_like(cu_seqlens)
-    launch("sequence_starts", (q_tile, kv_tile), compile_kernel, cu_seqlens, cu_q, cu_k)
-    return cu_q, cu_k

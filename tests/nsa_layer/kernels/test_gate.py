@@ -322,31 +322,3 @@ def _cute_dtype(dtype: torch.dtype) -> Any:
     from nsa_layer.kernels.launch import DTYPES
 
     return DTYPES[dtype]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-def test_bits_repeat(mode: str) -> None:
-    x = make_inputs(Case(mode, B=2, T=3000, Hq=8))
-    runs = []
-    for _ in range(3):
-        o, g = forward(x)
-        got = backward(x, g, 64)
-        tensors = (o, g, got.dq, got.d_weight, got.d_gates, *got.dpsum, *got.lse_log2, *(got.do_branches or ()))
-        runs.append([t for t in tensors if t is not None])
-    for again in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], again))
-
-
-@pytest.mark.gpu
-def test_a_graph_captures_both() -> None:
-    x = make_inputs(Case("weight", B=1, T=200))
-    expected_o, expected_g = forward(x)
-    expected = backward(x, expected_g, 64)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o, g = forward(x)
-        got = backward(x, g, 64)
-    graph.replay()
-    assert torch.equal(o, expected_o) and torch.equal(got.dq, expected.dq)
-    assert torch.equal(got.d_weight, expected.d_weight)
