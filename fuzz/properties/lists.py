@@ -13,7 +13,7 @@ from flash_attn.cute.block_lists import lists_from_blocks, lists_from_dense, tra
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate import validate_lists
 from flash_attn.cute.lists.validate_calls import validate_call
-from flash_attn.cute.lists.write_order import compute_dq_write_order, deterministic_walk, merged_walk
+from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
 from fuzz import strategies
 from fuzz.blocks import both_directions, launch_order, locks_of, table_of, tables
 from fuzz.case import Blocks
@@ -96,9 +96,9 @@ def walk(case: Blocks) -> None:
     for descending in (True, False):
         options = dict(descending=descending, num_q_blocks=case.M)
         walks = [
-            deterministic_walk(backward, order=torch.tensor(order), **options),
-            deterministic_walk(backward, order=torch.tensor(order), width=case.M, listed=bound, **options),
-            merged_walk(backward, given, **options),
+            merged_walk(backward, order=torch.tensor(order), **options),
+            merged_walk(backward, order=torch.tensor(order), width=case.M, listed=bound, **options),
+            merged_walk(backward._replace(dq_write_order=given[0], dq_write_order_full=given[1]), **options),
         ]
         for b, h, n in product(range(case.B), range(case.H), range(case.N)):
             rows = [m for m in range(case.M) if listed[b, h, m, n]]
@@ -106,9 +106,9 @@ def walk(case: Blocks) -> None:
             entries = [2 * m + int(full[b, h, m, n]) for m in rows]
             values = [int(locks[b, h, m, n]) for m in rows]
             for one in walks:
-                count = int(one.cnt[b, h, n])
-                assert one.entries[b, h, n, :count].tolist() == entries, f"walk of {b, h, n}"
-                assert one.locks[b, h, n, :count].tolist() == values, f"lock values of {b, h, n}"
+                count = int(one.mask_block_cnt[b, h, n])
+                assert one.mask_block_idx[b, h, n, :count].tolist() == entries, f"walk of {b, h, n}"
+                assert one.dq_write_order[b, h, n, :count].tolist() == values, f"lock values of {b, h, n}"
 
 
 @holds("lists.plan", strategies.blocks)
@@ -194,7 +194,7 @@ def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[st
     sides = [lists._replace(**{n: t.to(device) for n, t in tensors_of(lists)}) for lists in (forward, backward)]
     order = torch.tensor(launch_order(case, tables(case)[0]), device=device)
     sizes = dict(num_heads=case.H, num_heads_kv=case.H // case.group, num_q_blocks=case.M, longest=case.longest)
-    walk = deterministic_walk(sides[1], order=order, num_q_blocks=case.M)
+    walk = merged_walk(sides[1], order=order, num_q_blocks=case.M)
     made = {
         "transposed": transpose_lists(sides[0], case.N),
         "locks": compute_dq_write_order(*sides[0][:4], *sides[1][:4], order=order),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import plan_backward
-from flash_attn.cute.lists.write_order import Walk, deterministic_walk
+from flash_attn.cute.lists.write_order import merged_walk
 from fuzz import strategies
 from fuzz.blocks import both_directions, launch_order, tables
 from fuzz.case import Blocks
@@ -38,15 +39,15 @@ def ends(items: list[Item], slots: int) -> bool:
     return done == len(items)
 
 
-def items_of(walk: Walk, rows: list[int], group: int) -> list[Item]:
+def items_of(walk: BlockSparseTensorsTorch, rows: list[int], group: int) -> list[Item]:
     """CTAs, one a key block and query head, as items."""
-    B, H, N = walk.cnt.shape
+    B, H, N = walk.mask_block_cnt.shape
     items = []
     for row in rows:
         head, block = divmod(row, N)
         b, h = divmod(head, H)
-        count = int(walk.cnt[b, h, block])
-        entries, locks = (t[b, h, block, :count].tolist() for t in (walk.entries, walk.locks))
+        count = int(walk.mask_block_cnt[b, h, block])
+        entries, locks = (t[b, h, block, :count].tolist() for t in (walk.mask_block_idx, walk.dq_write_order))
         steps = [((head, entry // 2), lock) for entry, lock in zip(entries, locks, strict=True)]
         turn = (("dk", head // group, block), head % group) if group > 1 else (("dk", row), 0)
         items.append((steps, turn))
@@ -59,7 +60,7 @@ def right_orders_end(case: Blocks) -> None:
     listed, _ = tables(case)
     _, backward = both_directions(case)
     order = launch_order(case, listed)
-    walk = deterministic_walk(backward, order=torch.tensor(order))
+    walk = merged_walk(backward, order=torch.tensor(order))
     heads = range(case.B * case.H)
     together = [heads[first : first + case.interleave] for first in range(0, len(heads), case.interleave)]
     rows = [head * case.N + block for some in together for block in order for head in some]

@@ -22,7 +22,7 @@ from flash_attn.cute.block_lists import (
 )
 from flash_attn.cute.compressed_causal.mask import compression
 from flash_attn.cute.lists.backward_plan import plan_backward
-from flash_attn.cute.lists.write_order import deterministic_walk, merged_walk
+from flash_attn.cute.lists.write_order import merged_walk
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import Blocks, Packed
 from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, changed, not_a_size
@@ -173,15 +173,11 @@ ORDERED = (
         ),
     ),
     Table(
-        "deterministic_walk", deterministic_walk, backward(),
-        (*ORDER, *BROKEN, ("num_q_blocks", ValueError, "num_q_blocks=.* rows and 5 key blocks", 1 << 60)),
-    ),
-    Table(
-        "merged_walk", merged_walk, backward(),
+        "merged_walk", merged_walk, backward(order=torch.arange(5)),
         (
+            *(row for row in ORDER if row[1] is not ValueError or "spt" not in row[2]),
             *BROKEN,
-            ("locks", ValueError, "lock values of the mask lists have shape", (torch.zeros(1, 2, 5, 1).int(),) * 2),
-            ("locks", ValueError, "locks must hold lock values for the full lists", (sides()[1].mask_block_idx, None)),
+            ("num_q_blocks", ValueError, "num_q_blocks=.* rows and 5 key blocks", 1 << 60),
         ),
     ),
     Table(

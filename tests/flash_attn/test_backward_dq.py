@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_cases import Case, forward_lists, in_turn, make_inputs
+from fa_cases import Case, in_turn, make_inputs
 from fa_dq import HALVES, LENGTHS, LISTS, call, layout, rounded_sums, row_sums
+from fa_lists import forward_lists
 from fa_reference import assert_close, attention
 
 CASES = [
@@ -38,15 +39,13 @@ PACKED = [
         ("ragged", True, 2),
     )
 ] + [Case(D=64, packed=LENGTHS, lists="both", form="compact", mask_mod="thirds", q_tiles=2)]
-# What ends a chain of calls is one more kernel for each of these, and with "add" another.
+# What ends a chain of calls is three more kernels for each of these.
 ENDS = [(CASES[4], 64), (CASES[10], 64), (PACKED[0], 64), (PACKED[4], 128)]
 SUMS = [(CASES[1], 64), (CASES[8], 128), (CASES[13], 64), (PACKED[4], 128)]
 
 
 def assert_dq(case: Case, start: int = 64) -> None:
-    """dq rounded, stored to an accumulator and added to it, against dense attention; and the same bits twice."""
-    from flash_attn.cute.shared_backward import convert
-
+    """dq, also where it starts from an accumulator, against dense attention; and the same bits twice."""
     x = make_inputs(case)
     exact, plain = (attention(case, x, dtype)[1] for dtype in (torch.float64, torch.bfloat16))
     rows, rounding = row_sums(case, x, start), rounded_sums(case, x)
@@ -56,38 +55,29 @@ def assert_dq(case: Case, start: int = 64) -> None:
     call(case, x, rows, dq=again, start=start)
     assert dq.equal(again), f"other bits: {case}"
 
-    accum = torch.full(layout(case, start).shape, torch.nan, device="cuda")
-    cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens[0]
-    for times in (1, 2):
-        call(case, x, rows, accum=accum, first=times == 1, start=start)
-        got = convert(accum, layout(case, start), again, scale=case.D**-0.5, cu_seqlens=cu_seqlens)
-        assert_close(f"{times} times dq of {case}", got, times * exact, times * plain, times * rounding)
-
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case,start", ENDS, ids=str)
 def test_end_of_a_chain(case: Case, start: int) -> None:
-    """A call that ends a chain: the bits of one that adds to the accumulator and of `convert` after it."""
+    """dq on top of what the accumulator holds, which `convert` gives alone, and of what it holds itself."""
     from flash_attn.cute.shared_backward import convert
 
     x = make_inputs(case)
     rows, cu_seqlens = row_sums(case, x, start), None if x.cu_seqlens is None else x.cu_seqlens[0]
-    accum = torch.full(layout(case, start).shape, torch.nan, device="cuda")
-    call(case, x, rows, accum=accum, first=True, start=start)
-    chain = accum.clone()
-    call(case, x, rows, accum=chain, start=start)
-    before, held = torch.randn_like(x.q), accum.clone()
-    for add in (False, True):
-        dq = before.clone() if add else torch.full_like(x.q, torch.nan)
-        call(case, x, rows, dq=dq, accum=accum, add=add, start=start)
-        expected = before.clone()
-        convert(chain, layout(case, start), expected, scale=case.D**-0.5, cu_seqlens=cu_seqlens, add=add)
-        assert dq.isfinite().all() and dq.equal(expected), f"add={add}: off by {(dq - expected).abs().max()}: {case}"
-    assert accum.nan_to_num(7.0).equal(held.nan_to_num(7.0)), f"the accumulator changed: {case}"
-    alone, onto = torch.empty_like(x.q), before.clone()
+    accum = torch.randn(layout(case, start).shape, device="cuda")
+    before, alone, kept, held = torch.randn_like(x.q), torch.empty_like(x.q), torch.empty_like(x.q), accum.clone()
     call(case, x, rows, dq=alone, start=start)
-    call(case, x, rows, dq=onto, add=True, start=start)
-    assert_close(f"dq onto another of {case}", onto, before.double() + alone.double(), before + alone)
+    convert(accum, layout(case, start), kept, scale=case.D**-0.5, cu_seqlens=cu_seqlens)
+    for parts, more in (
+        ((alone, kept), dict(accum=accum)),
+        ((alone, kept, before), dict(accum=accum, add=True)),
+        ((alone, before), dict(add=True)),
+    ):
+        dq = before.clone() if "add" in more else torch.full_like(x.q, torch.nan)
+        call(case, x, rows, dq=dq, start=start, **more)
+        exact = sum(part.double() for part in parts)
+        assert_close(f"dq of {len(parts)} parts of {case}", dq, exact, sum(parts[1:], start=parts[0]))
+    assert accum.equal(held), f"the accumulator changed: {case}"
 
 
 @pytest.mark.gpu
@@ -136,7 +126,7 @@ def test_numbers_of_packed_sequences(case: Case, start: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_k", [64, 128])
 def test_rows_that_list_nothing(block_k: int) -> None:
-    """dq 0; an accumulator stays as it is, or is stored zeros to."""
+    """dq is 0, or what the accumulator and dq hold."""
     case = Case(D=128, **{**LISTS, "block": (128, block_k)})
     x = make_inputs(case)
     lists = forward_lists(case)
@@ -148,35 +138,11 @@ def test_rows_that_list_nothing(block_k: int) -> None:
     empty = torch.arange(700, device="cuda") // 128 % 2 == 1
     assert dq.isfinite().all() and dq[:, empty].eq(0).all() and dq[:, ~empty].ne(0).any()
     accum = torch.full(layout(case).shape, 3.0, device="cuda")
-    call(case, x, rows, lists, accum=accum)
-    of_tile = accum.unflatten(-1, (-1, 64 * case.D))
-    tiles = torch.arange(of_tile.shape[-2], device="cuda") // 2 % 2 == 1
-    assert of_tile[..., tiles, :].eq(3).all() and of_tile[..., ~tiles, :].ne(3).any()
-    call(case, x, rows, lists, accum=accum, first=True)
-    assert of_tile[..., tiles, :].eq(0).all() and accum.isfinite().all()
-    accum.fill_(3.0)
     for add in (False, True):
         dq = torch.full_like(x.q, 0.5 if add else torch.nan)
         call(case, x, rows, lists, accum=accum, dq=dq, add=add)
         alone = (3 * case.D**-0.5 + add * 0.5 * torch.ones_like(dq)).to(dq.dtype)
         assert dq[:, empty].equal(alone[:, empty]) and dq.isfinite().all() and not dq[:, ~empty].equal(alone[:, ~empty])
-
-
-@pytest.mark.gpu
-def test_without_keys() -> None:
-    """What the accumulator and dq hold is all there is."""
-    x = make_inputs(CASES[0])
-    x = replace(x, k=x.k[:, :0], v=x.v[:, :0])
-    rows = tuple(torch.zeros(*layout(CASES[0]).heads, layout(CASES[0]).rows, device="cuda") for _ in range(2))
-    accum = torch.full(layout(CASES[0], start=256).shape, 3.0, device="cuda")
-    for add, value in ((False, 3 / 128**0.5), (True, 3 / 128**0.5 + 0.5)):
-        dq = torch.full_like(x.q, 0.5)
-        call(CASES[0], x, rows, accum=accum, dq=dq, add=add)
-        assert dq.equal(torch.full_like(dq, value))
-    call(CASES[0], x, rows, dq=dq, add=True)
-    assert dq.equal(torch.full_like(dq, 3 / 128**0.5 + 0.5))
-    call(CASES[0], x, rows, dq=dq)
-    assert dq.eq(0).all()
 
 
 @pytest.mark.gpu
@@ -201,7 +167,7 @@ def test_ctas_that_stay_and_ctas_that_do_not_agree(monkeypatch: pytest.MonkeyPat
     rows = row_sums(case, x, 64)
     found = []
     for stay in (True, False):
-        monkeypatch.setattr(bwd_dq_interface, "stays", lambda lists, stay=stay: stay)
+        monkeypatch.setattr(bwd_dq_interface, "has_short_rows", lambda lists, stay=stay: stay)
         found.append(torch.full_like(x.q, torch.nan))
         call(case, x, rows, dq=found[-1])
     assert found[0].equal(found[1]) and found[0].isfinite().all()

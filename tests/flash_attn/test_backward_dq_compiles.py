@@ -15,14 +15,14 @@ from fa_dq import HALVES, LENGTHS, LISTS, call, layout
 SPILLS = [
     (Case(D=128, causal=True, block=(128, 64), lists="no full", Hq=8, list_heads=2), "dq"),
     (Case(D=128, causal=True, block=(128, 64), lists="no full", Hq=8, list_heads=2), "add"),
-    (Case(D=128, window=(100, 30), mask_mod="keyed", **HALVES), "add"),
-    (Case(D=128, packed=LENGTHS, lists="both", form="ragged", causal=True), "store"),
-    (Case(D=128, causal=True, block=(128, 64), lists="no full", Hq=8, list_heads=2), "end, add"),
+    (Case(D=128, window=(100, 30), mask_mod="keyed", **HALVES), "accum"),
+    (Case(D=128, packed=LENGTHS, lists="both", form="ragged", causal=True), "dq"),
+    (Case(D=128, causal=True, block=(128, 64), lists="no full", Hq=8, list_heads=2), "accum, add"),
     (Case(D=128, causal=True, block=(128, 64), lists="no full", Hq=8, list_heads=2), "sums"),
     (Case(D=128, packed=LENGTHS, lists="both", form="compact", causal=True), "sums"),
     (Case(D=96, **LISTS), "dq"),
-    (Case(D=96, mask_mod="thirds", **LISTS), "end"),
-    (Case(D=64, causal=True, packed=LENGTHS, lists="both", form="stacked"), "add"),
+    (Case(D=96, mask_mod="thirds", **LISTS), "accum"),
+    (Case(D=64, causal=True, packed=LENGTHS, lists="both", form="stacked"), "accum"),
 ]
 
 
@@ -38,11 +38,10 @@ def stack_bytes(case: Case, output: str) -> list[int]:
     accum = torch.empty(layout(case).shape, device="cuda")
     dq, natural = torch.empty_like(x.q), (*x.q.shape[:-3], case.Hq, x.q.shape[-3])
     written = {
-        "dq": dict(dq=dq),
-        "add": dict(accum=accum),
-        "store": dict(accum=accum, first=True),
-        "end": dict(accum=accum, dq=dq),
-        "end, add": dict(accum=accum, dq=dq, add=True),
+        "dq": {},
+        "add": dict(add=True),
+        "accum": dict(accum=accum),
+        "accum, add": dict(accum=accum, add=True),
         "sums": dict(accum=accum, out=torch.empty_like(x.q), lse=torch.empty(natural, device="cuda")),
     }[output]
     with tempfile.TemporaryDirectory() as dumps, pytest.MonkeyPatch.context() as patch:
@@ -54,7 +53,7 @@ def stack_bytes(case: Case, output: str) -> list[int]:
             return compile_(*args, options=f"{options} --keep-cubin --dump-dir {dumps}")
 
         patch.setattr(cute, "compile", kept)
-        call(case, x, rows, **written)
+        call(case, x, rows, dq=dq, **written)
         return [size for path in Path(dumps).rglob("*.cubin") for size in frames(path.read_bytes())]
 
 
@@ -115,9 +114,9 @@ def test_ctas_stay_where_rows_are_short(
     counts: tuple[int, ...], indices: tuple[int, ...], width_of_full: int | None, stay: bool
 ) -> None:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.bwd_dq_sm90.interface import stays
+    from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 
     full = {}
     if width_of_full is not None:
         full = {"full_block_cnt": torch.empty(counts), "full_block_idx": torch.empty(*indices[:-1], width_of_full)}
-    assert stays(BlockSparseTensorsTorch(torch.empty(counts), torch.empty(indices), **full)) is stay
+    assert has_short_rows(BlockSparseTensorsTorch(torch.empty(counts), torch.empty(indices), **full)) is stay

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, forward, forward_lists, in_turn, make_inputs
+from fa_cases import Case, Inputs, forward, in_turn, make_inputs
 from fa_compile import Worker, built_kernels
+from fa_lists import forward_lists
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
 # A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.
@@ -59,13 +60,13 @@ def test_who_overlaps(case: Case, expected: int, compiler_sm90: Worker) -> None:
 @pytest.mark.parametrize("shape", [(1, 2, 3, 33), (1, 2, 3, 32)])
 def test_wide_rows_do_not(shape: tuple[int, ...]) -> None:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.fwd_sm90.persistence import stages_for_lists
+    from flash_attn.cute.fwd_sm90.persistence import ForwardTile, overlapped_stages
 
     counts, entries = torch.zeros(shape[:3], dtype=torch.int32), torch.zeros(shape, dtype=torch.int32)
-    asked: dict[str, Any] = dict(tile=(128, 128), packed_heads=1, p_in_smem=False)
+    tile = ForwardTile(128, 128, 128, 128, packed_heads=1, p_in_smem=False)
     both = BlockSparseTensorsTorch(counts, entries, counts, entries)
-    assert stages_for_lists(both, 128, 128, **asked) == (2 if shape[-1] == 32 else 0)
-    assert stages_for_lists(BlockSparseTensorsTorch(counts, entries), 128, 128, **asked) == 2
+    assert overlapped_stages(tile, lists=both) == (2 if shape[-1] == 32 else 0)
+    assert overlapped_stages(tile, lists=BlockSparseTensorsTorch(counts, entries)) == 2
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def one_cta_a_tile() -> Iterator[None]:
     from flash_attn.cute import interface
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface.persistence, "stages_for_lists", lambda *_, **__: 0)
+        patch.setattr(interface.persistence, "overlapped_stages", lambda *_, **__: 0)
         yield
 
 

@@ -49,8 +49,8 @@ def test_right() -> None:
 
 TWICE = "is listed twice for"
 MISTAKES = [
-    ("full_block_cnt", (0, 2, 4), -1, "expected 0 .. 4, the width of its index list"),
-    ("full_block_cnt", (0, 2, 4), 5, "expected 0 .. 4, the width of its index list"),
+    ("full_block_cnt", (0, 2, 4), -1, "expected 0 .. 4, which its row has room for"),
+    ("full_block_cnt", (0, 2, 4), 5, "expected 0 .. 4, which its row has room for"),
     ("mask_block_idx", (0, 1, 2, 1), -3, "expected a key block of 0 .. 3"),
     ("mask_block_idx", (0, 1, 2, 1), 4, "expected a key block of 0 .. 3"),
     ("mask_block_idx", (0, 1, 2, 1), 1 << 30, "expected a key block of 0 .. 3"),

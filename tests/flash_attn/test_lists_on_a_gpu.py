@@ -10,7 +10,7 @@ import torch
 
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.lists.write_order import compute_dq_write_order, deterministic_walk, merged_walk
+from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
 from fuzz.blocks import both_directions
 from fuzz.case import Blocks
 
@@ -23,9 +23,14 @@ def results(case: Blocks, forward: BlockSparseTensorsTorch, backward: BlockSpars
     for spt in (False, True):
         order = compute_dq_write_order(*forward[:4], *backward[:4], spt=spt)
         yield order
-        yield merged_walk(backward, order, descending=not spt)
-        yield deterministic_walk(backward, spt=spt, num_q_blocks=case.M)
-    yield merged_walk(backward, sort=False)
+        ordered = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1])
+        launch = torch.arange(case.N, device=order[0].device)
+        launch = launch.flip(0) if spt else launch
+        for walk in (
+            merged_walk(ordered, descending=not spt),
+            merged_walk(backward, order=launch, num_q_blocks=case.M),
+        ):
+            yield walk.mask_block_cnt, walk.mask_block_idx, walk.dq_write_order
     yield transpose_lists(forward, case.N, width=case.M)[:4]
 
 

@@ -86,7 +86,7 @@ def test_not_a_bit_of_the_result_depends_on_it(asked: dict[str, object], monkeyp
         for overlap in (True, False, True, True):
             with monkeypatch.context() as patch:
                 if not overlap:
-                    patch.setattr(interface.compress_schedule, "overlapped_stages", lambda *_, **__: 0)
+                    patch.setattr(interface.persistence, "overlapped_stages", lambda *_, **__: 0)
                 torch.manual_seed(T)
                 results.append(call(asked, T))
         for o, lse in results[1:]:
@@ -113,18 +113,20 @@ def test_every_tile_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("asked", "stages"),
     [
-        (dict(head_dim=128, head_dim_v=128, tile=(192, 80), packed_heads=4, p_in_smem=False), 3),
-        (dict(head_dim=96, head_dim_v=96, tile=(192, 144), packed_heads=1, p_in_smem=False), 2),
-        (dict(head_dim=256, head_dim_v=256, tile=(128, 80), packed_heads=1, p_in_smem=False), 0),
-        (dict(head_dim=128, head_dim_v=64, tile=(128, 128), packed_heads=1, p_in_smem=False), 0),
-        (dict(head_dim=128, head_dim_v=128, tile=(192, 80), packed_heads=5, p_in_smem=False), 0),
+        ((128, 128, 192, 80, 4, False), 3),
+        ((96, 96, 192, 144, 1, False), 2),
+        ((256, 256, 128, 80, 1, False), 0),
+        ((128, 64, 128, 128, 1, False), 0),
+        ((128, 128, 192, 80, 5, False), 0),
     ],
     ids=str,
 )
-def test_as_many_stages_as_fit(asked: dict[str, object], stages: int) -> None:
-    from flash_attn.cute.compressed_causal.schedule import SMEM_BYTES, overlapped_stages
+def test_as_many_stages_as_fit(asked: tuple[int, ...], stages: int) -> None:
+    from flash_attn.cute.compressed_causal.mask import CompressArgs
+    from flash_attn.cute.fwd_sm90.persistence import SMEM_BYTES, ForwardTile, overlapped_stages
 
-    assert overlapped_stages(64, **asked) == stages
-    assert overlapped_stages(1, **asked) == 0, "without compression the tiles are upstream's"
-    (tile_m, tile_n), D, Dv = asked["tile"], asked["head_dim"], asked["head_dim_v"]
+    tile = ForwardTile(*asked)
+    assert overlapped_stages(tile, compress=CompressArgs(64, 0)) == stages
+    assert overlapped_stages(tile, compress=CompressArgs(1, 5)) == 0, "with a factor of 1 the tiles are upstream's"
+    D, Dv, tile_m, tile_n = asked[:4]
     assert 2 * (2 * tile_m * D + stages * tile_n * (D + Dv)) < SMEM_BYTES or not stages

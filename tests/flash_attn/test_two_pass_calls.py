@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, in_turn, make_inputs, outputs
+from fa_cases import Case, Inputs, _masks, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, built_kernels
 from fa_dq import call, rounded_sums, row_sums
+from fa_lists import backward_lists, forward_lists
 from fa_reference import assert_close, attention
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
@@ -361,11 +362,9 @@ def test_passes_that_share(case: Case, start: int) -> None:
     shared = SharedBackward(layout, *rows, None, dk, dv)
     got = _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **options, shared=shared)
     assert got == (None, None, None)
-    accum = torch.full(layout.dq.shape, torch.nan, device="cuda")
-    call(case, x, sums, accum=accum, first=True, start=start)
-    cu_q, cu_k = x.cu_seqlens or (None, None)
+    cu_k = None if x.cu_seqlens is None else x.cu_seqlens[1]
     outputs = [torch.full_like(t, torch.nan) for t in (x.q, x.k, x.v)]
-    convert(accum, layout.dq, outputs[0], scale=case.D**-0.5, cu_seqlens=cu_q)
+    call(case, x, sums, dq=outputs[0], start=start)
     convert(dk, layout.dk, outputs[1], scale=case.D**-0.5, cu_seqlens=cu_k)
     convert(dv, layout.dv, outputs[2], scale=1.0, cu_seqlens=cu_k)
     compared(case, x, outputs)

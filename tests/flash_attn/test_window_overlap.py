@@ -102,13 +102,13 @@ def test_windows_of_either_kind_have_kernels_of_their_own(compiler_sm90: Worker)
 @pytest.mark.parametrize("tile,packed_heads", [((128, 128), 1), ((128, 128), 16), ((192, 128), 4), ((192, 80), 1)])
 @pytest.mark.parametrize("window", [(0, 0), (127, 0), (512, 0), (100, 300), (2048, 0)])
 def test_key_tiles_of_a_tile_are_counted(tile: tuple[int, int], packed_heads: int, window: tuple[int, int]) -> None:
-    from flash_attn.cute.fwd_sm90.persistence import key_tiles
+    from flash_attn.cute.fwd_sm90.persistence import ForwardTile
 
     rows, (left, right) = tile[0] // packed_heads, window
     reached = []
     for first in range(4096, 4096 + tile[1]):  # wherever a tile's first query stands
         reached.append((first + rows - 1 + right) // tile[1] - (first - left) // tile[1] + 1)
-    assert key_tiles(left, right, tile, packed_heads) == max(reached)
+    assert ForwardTile(128, 128, *tile, packed_heads, False).keys_reached(left, right) == max(reached)
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def one_cta_a_tile() -> Iterator[None]:
     from flash_attn.cute import interface
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface.persistence, "stages_for_window", lambda *_, **__: 0)
+        patch.setattr(interface.persistence, "overlapped_stages", lambda *_, **__: 0)
         yield
 
 

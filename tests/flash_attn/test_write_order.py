@@ -6,7 +6,6 @@ That they are right is a property of the fuzzer ("lists.write order", "lists.wal
 from __future__ import annotations
 
 import weakref
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from flash_attn.cute import block_sparsity
 from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.lists.write_order import compute_dq_write_order, deterministic_walk, merged_walk
+from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
 from fuzz.blocks import both_directions, table_of
 from fuzz.case import Blocks
 
@@ -81,21 +80,21 @@ def test_where_upstream_has_it(spt: bool) -> None:
     assert_equal(block_sparsity.compute_dq_write_order(**named, spt=spt), expected)
 
 
+def walked(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Counts, entries and lock values of `merged_walk`; without locks or an order, of a launch from the first block."""
+    if locks is not None:
+        lists = lists._replace(dq_write_order=locks[0], dq_write_order_full=locks[1])
+    elif "order" not in options:
+        options["order"] = torch.arange(lists.mask_block_cnt.shape[2])
+    walk = merged_walk(lists, **options)
+    assert walk.full_block_cnt is walk.full_block_idx is walk.dq_write_order_full is None
+    return walk.mask_block_cnt, walk.mask_block_idx, walk.dq_write_order
+
+
 def test_lock_values_in_the_lists_are_used() -> None:
     forward, backward = both_directions(Blocks(seed=4))
     locks = compute_dq_write_order(*arguments(forward, backward))
-    own = merged_walk(backward._replace(dq_write_order=locks[0], dq_write_order_full=locks[1]))
-    assert_equal(own, merged_walk(backward, locks))
-
-
-def test_lists_as_given() -> None:
-    """Mask blocks in their order, then full ones."""
-    _, backward = both_directions(Blocks(M=9, shuffle=True, seed=3))
-    walk = merged_walk(backward, sort=False)
-    for h, n in product(range(2), range(5)):
-        (masks, mask), (fulls, full) = ((cnt[0, h, n], idx[0, h, n]) for cnt, idx in (backward[:2], backward[2:4]))
-        expected = torch.cat([mask[:masks] * 2, full[:fulls] * 2 + 1])
-        assert walk.cnt[0, h, n] == len(expected) and walk.entries[0, h, n, : len(expected)].equal(expected)
+    assert_equal(walked(backward, locks), walked(backward))
 
 
 @pytest.mark.parametrize("batch,head", [(2, 3), (1, 3), (2, 1)])
@@ -105,8 +104,8 @@ def test_repeated_lists_are_computed_once(batch: int, head: int) -> None:
     alone = compute_dq_write_order(*arguments(forward, backward))
     wide = [t.expand(batch, head, *t.shape[2:]) for t in backward[:4]]
     locks = compute_dq_write_order(*arguments(forward, BlockSparseTensorsTorch(*wide)))
-    walk = merged_walk(BlockSparseTensorsTorch(*wide), locks)
-    alone_walk = merged_walk(backward, alone)
+    walk = walked(BlockSparseTensorsTorch(*wide), locks)
+    alone_walk = walked(backward, alone)
     for mine, other in zip((*locks, *walk), (*alone, *alone_walk), strict=True):
         torch.testing.assert_close(mine, other.expand_as(mine), rtol=0, atol=0)
         assert mine.shape[:2] == (batch, head)
@@ -120,7 +119,7 @@ def test_mask_lists_for_every_head_and_full_lists_for_one() -> None:
     full_cnt, full_idx = free[:2]
     mixed = BlockSparseTensorsTorch(*many[:2], full_cnt, full_idx)
     repeated = BlockSparseTensorsTorch(*many[:2], full_cnt.expand(1, 3, -1), full_idx.expand(1, 3, -1, -1))
-    for mine, other in zip(deterministic_walk(mixed), deterministic_walk(repeated), strict=True):
+    for mine, other in zip(walked(mixed), walked(repeated), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
@@ -160,8 +159,8 @@ def test_width_and_bound() -> None:
     forward, backward = both_directions(Blocks(M=9, N=8, spare=4, seed=7))
     count = backward.mask_block_cnt + backward.full_block_cnt
     tight, total = int(count.max()), int(count.sum())
-    wide, narrow = deterministic_walk(backward), deterministic_walk(backward, width=tight, listed=total)
-    assert narrow.entries.shape[3] == tight < wide.entries.shape[3]
+    wide, narrow = walked(backward), walked(backward, width=tight, listed=total)
+    assert narrow[1].shape[3] == tight < wide[1].shape[3]
     for mine, other in zip(narrow[1:], wide[1:], strict=True):
         torch.testing.assert_close(mine, other[..., :tight], rtol=0, atol=0)
     bounded = compute_dq_write_order(*arguments(forward, backward), listed=total)
@@ -171,10 +170,7 @@ def test_width_and_bound() -> None:
 
 def test_more_query_blocks_than_an_int_counts() -> None:
     _, backward = both_directions(Blocks(H=8, seed=8))
-    for mine, other in zip(
-        deterministic_walk(backward, num_q_blocks=1 << 30), deterministic_walk(backward), strict=True
-    ):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    assert_equal(walked(backward, num_q_blocks=1 << 30), walked(backward))
 
 
 def test_large_numbers() -> None:
@@ -182,9 +178,25 @@ def test_large_numbers() -> None:
     N, last = 3000, (1 << 20) - 1
     idx = torch.tensor([0, last]).expand(1, 1, N, 2).int().contiguous()
     cnt = torch.full((1, 1, N), 2, dtype=torch.int32)
-    walk = deterministic_walk(BlockSparseTensorsTorch(cnt, idx))
-    assert walk.locks[0, 0].tolist() == [[n, n] for n in range(N)]
-    assert (walk.entries[..., 0] == last * 2).all() and not walk.entries[..., 1].any()
+    _, entries, locks = walked(BlockSparseTensorsTorch(cnt, idx))
+    assert locks[0, 0].tolist() == [[n, n] for n in range(N)]
+    assert (entries[..., 0] == last * 2).all() and not entries[..., 1].any()
+
+
+MOST = 1 << 20
+
+
+def test_errors() -> None:
+    forward, backward = both_directions(Blocks())
+    given_lists = arguments(forward, backward)
+    with pytest.raises(ValueError, match="spt=True and order are both given"):
+        compute_dq_write_order(*given_lists, spt=True, order=torch.arange(5))
+    with pytest.raises(ValueError, match=r"order has shape \(4,\), expected .* with N = 5"):
+        compute_dq_write_order(*given_lists, order=torch.arange(4))
+    with pytest.raises(ValueError, match="full_block_cnt and full_block_idx must be given together"):
+        merged_walk(backward._replace(full_block_cnt=None))
+    with pytest.raises(ValueError, match="makes keys past 63 bits"):
+        walked(backward, num_q_blocks=1 << 60)
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -192,11 +204,11 @@ def test_orders_that_are_repeated_over_heads_like_the_lists(repeated: bool) -> N
     """Both with stride 0 over heads: they are computed once."""
     _, backward = both_directions(Blocks(B=1, H=1, M=4, N=3, density=1.0))
     order = torch.tensor([2, 0, 1])
-    expected = deterministic_walk(backward, order=order)
+    expected = walked(backward, order=order)
     lists = backward._replace(
         **{n: t.expand(-1, 2, *t.shape[2:]) for n, t in backward._asdict().items() if torch.is_tensor(t)}
     )
     given = order.expand(1, 2, 3) if repeated else order.repeat(1, 2, 1)
-    walk = deterministic_walk(lists, order=given)
+    walk = walked(lists, order=given)
     for own, once in zip(walk, expected, strict=True):
         assert own.equal(once.expand(own.shape))

@@ -1,7 +1,7 @@
-"""Prologue and epilogue of a warpgroup's 64 rows of dq: row sums, and dq in q's dtype or in the fp32 accumulator.
+"""Prologue and epilogue of a warpgroup's 64 rows of dq: row sums, where dq starts from, and dq in q's dtype.
 
-The accumulator keeps wgmma's registers, for 64 rows by 8 columns, then by thread, then by register: a thread reads and
-writes its own 16 bytes at a time. What it holds already is what dq starts from.
+The accumulator keeps wgmma's registers, for 64 rows by 8 columns, then by thread, then by register: a thread reads its
+own 16 bytes at a time.
 
 Rows of rounded dq are contiguous, but of every 8 columns a thread holds 2: the threads of a quad exchange pairs, so
 that each reads and stores 16 bytes at a time.
@@ -17,10 +17,10 @@ from typing import NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn.cute import utils
-from flash_attn.cute.bwd_dq_sm90.spec import THREADS, Output
+from flash_attn.cute.bwd_dq_sm90.spec import THREADS
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
@@ -45,46 +45,28 @@ class DqOutput:
     """One tile's output, to a warpgroup.
 
     Attributes:
-        kind: as in `DqSpec`.
         dq: [T, D, Hq, B], packed [total, D, Hq].
-        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D].
+        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D]; its values are what dq starts from. None: zeros.
+        onto_dq: as in `DqSpec`.
         mask: of the warpgroup, which knows its rows.
     """
 
-    kind: cutlass.Constexpr[Output]
-    dq: Optional[cute.Tensor]
+    dq: cute.Tensor
     accum: Optional[cute.Tensor]
+    onto_dq: cutlass.Constexpr[bool]
     head_dim: cutlass.Constexpr[int]
     softmax_scale: Float32
     place: Place
     mask: KeyMask
 
     @cute.jit
-    def uses_accum(self, steps: Int32) -> Boolean:
-        """True if 64 rows of the accumulator are the sequence's, and would not be left as they are."""
-        own = self.mask.first < self.mask.seqlen.seqlen_q
-        if const_expr(self.kind.from_accum and not self.kind.to_dq):
-            own = own and steps > 0
-        return own
-
-    @cute.jit
-    def start(self, acc_dQ: cute.Tensor, steps: Int32):
-        """The registers that dq is added to: zeros, or the accumulator's values."""
+    def start(self, acc_dQ: cute.Tensor):
+        """Set the registers that dq is added to."""
         acc_dQ.fill(0.0)
-        if const_expr(self.kind.from_accum):
-            if self.uses_accum(steps):
-                cute.autovec_copy(self._accumulator(), self._registers(acc_dQ))
-
-    @cute.jit
-    def write(self, acc_dQ: cute.Tensor, steps: Int32):
-        if const_expr(self.kind.to_dq):
-            self._round(acc_dQ)
-        else:
-            if self.uses_accum(steps):
-                cute.autovec_copy(self._registers(acc_dQ), self._accumulator())
-
-    def _registers(self, acc_dQ: cute.Tensor) -> cute.Tensor:
-        return cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, self.head_dim // 8)))
+        if const_expr(self.accum is not None):
+            if self.mask.first < self.mask.seqlen.seqlen_q:
+                registers = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, self.head_dim // 8)))
+                cute.autovec_copy(self._accumulator(), registers)
 
     def _accumulator(self) -> cute.Tensor:
         """The thread's part of the warpgroup's rows, in the order of the registers: [4, D / 8]."""
@@ -94,10 +76,10 @@ class DqOutput:
         return cute.make_tensor(begin.align(16), layout)
 
     @cute.jit
-    def _round(self, acc_dQ: cute.Tensor):
+    def write(self, acc_dQ: cute.Tensor):
         seqlen, lane = self.mask.seqlen, self.mask.thread % 4
         dq = seqlen.offset_batch_Q(self.dq, self.place.batch, dim=3)[None, None, self.place.head]
-        if const_expr(self.kind.onto_dq):
+        if const_expr(self.onto_dq):
             held = self._held(dq, acc_dQ)
             acc_dQ.store(acc_dQ.load() * self.softmax_scale + held.load().to(Float32))
         else:
@@ -144,7 +126,7 @@ class DqOutput:
 
 
 def exchanged(x: list[Int32], lane: Int32) -> list[Int32]:
-    """Of the four threads of a quad: thread i's j-th value is thread j's i-th one before."""
+    """Transpose the values of a quad's four threads: thread i's j-th one is then thread j's i-th one."""
     x = list(x)
     for bit in (1, 2):
         upper = lane & bit != 0

@@ -10,14 +10,13 @@ That is 3 matmuls for the 5 of backward, in place of one of them; dk and dv are 
 keys: of two blocks of 64 each one is loaded into its half of the stage (`loads`). `kernel` has the kernel.
 
 `dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; its docstring says how they lie. There a
-thread's part of dq lies in the order of its registers, so adding to it takes neither atomics nor shared memory: calls
-that share an accumulator run one after the other, and the last one rounds what it finds there with its own part.
+thread's part of dq lies in the order of its registers, so starting from it takes no shared memory: of the calls that
+share an accumulator this one is the last, and rounds what it finds there with its own part.
 """
 
 import math
 from typing import Callable, NamedTuple, Optional
 
-import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
@@ -29,36 +28,23 @@ from flash_attn.cute.block_sparsity import (
     to_cute_block_sparse_tensors,
 )
 from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
-from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, ROWS, STEP, THREADS, TILE_M, DqSpec, Output, supports
+from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, ROWS, STEP, THREADS, TILE_M, DqSpec
 from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.cute_dsl_utils import get_aux_tensor_metadata, maybe_contiguous, to_cute_aux_tensor
-from flash_attn.cute.fwd_sm90.persistence import MOST_ENTRIES, room
+from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.runtime.call_options import edges
-from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90
+from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90, fake_tensor
 from flash_attn.cute.runtime.own_device import on_own_device, target_sm_count
-from flash_attn.cute.shared_backward import AccumLayout, Tile, convert
+from flash_attn.cute.shared_backward import Tile
 from flash_attn.cute.testing import is_fake_mode
 from flash_attn.cute.utils import AuxData
-
-__all__ = ["backward_dq", "supports"]
 
 # How accumulators lie, of head dimensions rounded up to 32.
 ACCUM_TILE = Tile(90, ROWS, THREADS, 1, False, False, 32, None)
 
 Tensor = torch.Tensor
-
-
-def stays(lists: BlockSparseTensorsTorch) -> bool:
-    """True for persistent CTAs, with tiles dealt out by number: rows are short, none is much longer than others.
-
-    Ragged rows may have any length.
-    """
-    kinds = ((lists.mask_block_cnt, lists.mask_block_idx), (lists.full_block_cnt, lists.full_block_idx))
-    given = [(counts, indices) for counts, indices in kinds if counts is not None]
-    rectangular = all(indices.ndim == counts.ndim + 1 for counts, indices in given)
-    return rectangular and room(lists) <= MOST_ENTRIES
 
 
 def lists_of_queries(
@@ -102,6 +88,7 @@ def backward_dq(
     lse_log2: Tensor,
     lists: BlockSparseTensorsTorch,
     *,
+    dq: Tensor,
     softmax_scale: Optional[float] = None,
     causal: bool = False,
     window_size: tuple[Optional[int], Optional[int]] = (None, None),
@@ -112,40 +99,31 @@ def backward_dq(
     seqused_q: Optional[Tensor] = None,
     seqused_k: Optional[Tensor] = None,
     max_seqlen_q: Optional[int] = None,
-    dq: Optional[Tensor] = None,
     add: bool = False,
     accum: Optional[Tensor] = None,
-    first: bool = False,
     start: int = ROWS,
     out: Optional[Tensor] = None,
     lse: Optional[Tensor] = None,
     normalized: Optional[NamedTuple] = None,
 ) -> None:
-    """Write the gradient of q to ``dq``, or add it, not scaled, to ``accum``, or both sums to ``dq``.
+    """Write the gradient of q, of this call and of those that added to ``accum``, to ``dq``.
 
-    With own, the call's part, not scaled:
-
-        dq           dq = round(softmax_scale * own)
-        accum        accum += own; with ``first`` accum = own
-        dq, accum    dq = round(softmax_scale * (accum + own)): the last of the calls that share accum, which is read
-
-    ``add`` adds what dq holds before rounding, as `shared_backward.convert` does.
+    Backward's second pass, and the layer's, which have checked the tensors, none of them empty. The stride of a
+    dimension of one element may be anything.
 
     Args:
-        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. In these and all others, the stride of a
-            dimension of one element may be anything.
+        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
         k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
         dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`. Rows past a sequence's end are
             not read. With ``out`` they are written: all rows of tiles of TILE_M queries, as that docstring wants them.
         lists: forward lists, of every form that forward takes.
+        dq: like q; contiguous in its last dimension. Rows past seqused_q are not written.
         softmax_scale: 1 / sqrt(D) unless given.
         causal, window_size, mask_mod, aux_tensors: the masks of the forward call.
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: int32, as forward's.
         max_seqlen_q: queries of the longest packed sequence, if known: checks that padded lists have rows for it.
-        dq: like q; contiguous in its last dimension. Rows past seqused_q are not written.
-        add: to what dq holds.
-        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64".
-        first: accum holds nothing yet: store, do not add. Rows of tiles past a sequence's end stay as they are.
+        add: what dq holds is added before rounding, as `shared_backward.convert` does.
+        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; read.
         start: `AccumLayout.start` of dpsum, lse_log2 and accum: packed sequence b has its rows from
             (cu_seqlens_q[b] + b * start) // start * start on. A multiple of 64; with ``out`` 64 or 128.
         out: like q, forward's output: dpsum and lse_log2 are computed from it and ``lse``, and no preprocess is needed.
@@ -153,40 +131,18 @@ def backward_dq(
         normalized: what `lists_of_queries` made of ``lists`` for these tensors, if the caller has asked already.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit, before anything is compiled or launched.
-        NotImplementedError: an architecture, dtype, head dimension or size of blocks that `supports` says no to.
+        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
+        ValueError: lists that do not fit the call.
     """
-    from flash_attn.cute import interface  # which imports this module
-
-    dq_spec.check_types(
-        lists,
-        dict(q=q, k=k, v=v, dout=dout, dpsum=dpsum, lse_log2=lse_log2),
-        dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k)
-        | dict(dq=dq, accum=accum, out=out, lse=lse),
-    )
-    dq_spec.check_options(
-        softmax_scale, window_size, mask_mod, aux_tensors, max_seqlen_q=max_seqlen_q, start=start, add=add, first=first
-    )
     q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = map(
         dq_spec.with_plain_strides,
         (q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
     )
-    reason = dq_spec.unsupported(interface._get_device_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
+    reason = dq_spec.unsupported(_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is not None:
         raise NotImplementedError(reason)
     packed = (cu_seqlens_q is not None, cu_seqlens_k is not None)
-    batch = cu_seqlens_q.shape[0] - 1 if packed[0] else q.shape[0]
-    dq_spec.check_tensors(q, k, v, dout, packed, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), batch)
-    output = dq_spec.checked_output(q, dq, add, accum, first)
-    dq_spec.check_rows(q, dpsum, lse_log2, accum, start, batch if packed[0] else None)
-    dq_spec.check_sums(q, out, lse, start)
     softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    if q.numel() == 0 or k.numel() == 0:
-        if out is not None:
-            dpsum.zero_()
-            lse_log2.fill_(math.inf)
-        return without_tokens(output, dq, accum, softmax_scale, start, cu_seqlens_q)
-
     left, right = edges(causal, window_size)
     heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
     if normalized is None:
@@ -208,10 +164,11 @@ def backward_dq(
         edges=(left is not None, right is not None),
         packed=packed,
         seqused=(seqused_q is not None, seqused_k is not None),
-        output=output,
+        from_accum=accum is not None,
+        onto_dq=add,
         sums=out is not None,
         start=start if packed[0] else ROWS,
-        stay=stays(lists),
+        stay=has_short_rows(lists),
     )
     kernel = _compiled(spec, normalized, mask_mod, aux_tensors)
     if not is_fake_mode():
@@ -220,29 +177,6 @@ def backward_dq(
             softmax_scale, left, right, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             formats.launch_arguments(normalized.tensors), AuxData(aux_tensors, None),
         )  # fmt: skip
-
-
-def without_tokens(
-    output: Output,
-    dq: Optional[Tensor],
-    accum: Optional[Tensor],
-    softmax_scale: float,
-    start: int,
-    cu_seqlens_q: Optional[Tensor],
-) -> None:
-    """`backward_dq` where no query sees a key: its own part is 0."""
-    if not output.to_dq:
-        if not output.from_accum:
-            accum.zero_()
-    elif not output.from_accum:
-        if not output.onto_dq:
-            dq.zero_()
-    elif dq.numel():
-        sequences = None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        if sequences is None:
-            start = accum.shape[-1] // dq.shape[-1]  # all rows, however many more there are than queries
-        layout = AccumLayout((*dq.shape[:-3], dq.shape[-2]), dq.shape[-3], sequences, start, dq.shape[-1], ACCUM_TILE)
-        convert(accum, layout, dq, scale=softmax_scale, cu_seqlens=cu_seqlens_q, add=output.onto_dq)
 
 
 def _compiled(
@@ -283,33 +217,19 @@ def _arch() -> int:
 
 def _fake_arguments(spec: DqSpec) -> list[object]:
     """Fake tensors to compile for, up to the lists: sizes and strides are symbols."""
-
-    def tensor(dtype: type[cutlass.Numeric], *shape: object, align: int = 16) -> cute.runtime.Tensor:
-        multiple = max(1, align * 8 // dtype.width)
-        strides = (*(cute.sym_int64(divisibility=multiple) for _ in shape[1:]), 1)
-        return cute.runtime.make_fake_tensor(dtype, shape, stride=strides, assumed_align=align)
-
     D, dtype = spec.head_dim, DTYPES[spec.dtype]
     batch, Hq, Hkv, rows = (cute.sym_int() for _ in range(4))
     lead_q, lead_k = (() if packed else (batch,) for packed in spec.packed)
-    q = (*lead_q, cute.sym_int(), Hq, D)
-    k = (*lead_k, cute.sym_int(), Hkv, D)
-    sums = tensor(Float32, *lead_q, Hq, rows, align=4), tensor(Float32, *lead_q, Hq, rows, align=4)
-    dq = tensor(dtype, *q) if spec.output.to_dq else None
-    with_accum = spec.output.from_accum or not spec.output.to_dq
-    accum = tensor(Float32, *lead_q, Hq, cute.sym_int()) if with_accum else None
-    integers = [tensor(Int32, cute.sym_int(), align=4) if given else None for given in (*spec.packed, *spec.seqused)]
-    return [
-        tensor(dtype, *q),
-        tensor(dtype, *k),
-        tensor(dtype, *k),
-        tensor(dtype, *q),
-        *sums,
-        tensor(dtype, *q) if spec.sums else None,
-        tensor(Float32, *lead_q, Hq, q[-3], align=4) if spec.sums else None,
-        dq,
-        accum,
-        Float32(1.0),
-        *(Int32(0) if given else None for given in spec.edges),
-        *integers,
-    ]
+    q, k = (*lead_q, cute.sym_int(), Hq, D), (*lead_k, cute.sym_int(), Hkv, D)
+    tokens = [fake_tensor(dtype, shape, divisibility=8) for shape in (q, k, k, q)]
+    sums = [fake_tensor(Float32, (*lead_q, Hq, rows)) for _ in range(2)]
+    out = lse = accum = None
+    if spec.sums:
+        out = fake_tensor(dtype, q, divisibility=8)
+        lse = fake_tensor(Float32, (*lead_q, Hq, q[-3]))
+    dq = fake_tensor(dtype, q, divisibility=8)
+    if spec.from_accum:
+        accum = fake_tensor(Float32, (*lead_q, Hq, cute.sym_int()), divisibility=4)
+    edges = (Int32(0) if given else None for given in spec.edges)
+    lengths = (fake_tensor(Int32, (cute.sym_int(),)) if given else None for given in (*spec.packed, *spec.seqused))
+    return [*tokens, *sums, out, lse, dq, accum, Float32(1.0), *edges, *lengths]

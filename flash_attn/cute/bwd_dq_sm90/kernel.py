@@ -59,8 +59,8 @@ class FlashAttentionBackwardDqSm90:
         mLSElog2: cute.Tensor,
         mO: cute.Tensor | None,  # like q; with it dpsum and lse_log2 are written, else read
         mLSE: cute.Tensor | None,  # fp32 [B, Hq, T], or packed [Hq, total]
-        mDQ: cute.Tensor | None,  # like q
-        mAccum: cute.Tensor | None,  # fp32 [B, Hq, rows * D], or packed [Hq, rows * D]
+        mDQ: cute.Tensor,  # like q
+        mAccum: cute.Tensor | None,  # fp32 [B, Hq, rows * D], or packed [Hq, rows * D]; what dq starts from
         softmax_scale: Float32,
         left: Int32 | None,
         right: Int32 | None,
@@ -77,8 +77,7 @@ class FlashAttentionBackwardDqSm90:
         by_token = [[1, 3, 2, 0] if const_expr(not packed) else [0, 2, 1] for packed in spec.packed]
         mQ, mdO = [layout_utils.select(t, by_token[0]) for t in (mQ, mdO)]
         mK, mV = [layout_utils.select(t, by_token[1]) for t in (mK, mV)]
-        if const_expr(mDQ is not None):
-            mDQ = layout_utils.select(assume_tensor_aligned(mDQ), by_token[0])
+        mDQ = layout_utils.select(assume_tensor_aligned(mDQ), by_token[0])
         if const_expr(mO is not None):
             mO = layout_utils.select(assume_tensor_aligned(mO), by_token[0])
             mLSE = layout_utils.select(mLSE, [2, 1, 0] if const_expr(not spec.packed[0]) else [1, 0])
@@ -111,7 +110,7 @@ class FlashAttentionBackwardDqSm90:
         self,
         tma: tuple[TmaTensor, ...],  # of q, do, k and v; so with all that follows that is for each of them
         sums: tuple[Optional[cute.Tensor], ...],  # lse_log2, dpsum, o, do, lse; the last three to compute them
-        outputs: tuple[Optional[cute.Tensor], Optional[cute.Tensor]],  # dq, accumulator
+        outputs: tuple[cute.Tensor, Optional[cute.Tensor]],  # dq, accumulator
         scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
         edges: tuple[Optional[Int32], Optional[Int32]],
         ends: tuple[Optional[cute.Tensor], ...],  # cu_seqlens of q and k, seqused of q and k
@@ -259,7 +258,7 @@ class FlashAttentionBackwardDqSm90:
         staged: list[cute.Tensor],
         pipelines: list[pipeline_custom.PipelineTmaAsync],
         sums: tuple[Optional[cute.Tensor], ...],
-        outputs: tuple[Optional[cute.Tensor], Optional[cute.Tensor]],
+        outputs: tuple[cute.Tensor, Optional[cute.Tensor]],
         scales: tuple[Float32, Float32],
         edges: tuple[Optional[Int32], Optional[Int32]],
         lists: BlockSparseTensors,
@@ -306,8 +305,8 @@ class FlashAttentionBackwardDqSm90:
             seqlen, walk, steps = self.visit(place, lists, lengths)
             first_row = place.m_block * TILE_M + group * ROWS
             mask = KeyMask(seqlen, place.batch, place.head, first_row, thread, *edges, self.mask_mod, aux_data)
-            output = DqOutput(spec.output, *outputs, spec.head_dim, scales[0], place, mask)
-            output.start(acc_dQ, steps)
+            output = DqOutput(*outputs, spec.onto_dq, spec.head_dim, scales[0], place, mask)
+            output.start(acc_dQ)
             rows = RowSums(*sums, spec.head_dim, spec.start, place, mask).of_thread()
             if steps > 0:
                 finish = partial(
@@ -347,7 +346,7 @@ class FlashAttentionBackwardDqSm90:
                 add_dq(B_idx=state.index, wg_wait=0)
                 pipeline_k.consumer_release(state)
                 state.advance()
-            output.write(acc_dQ, steps)
+            output.write(acc_dQ)
 
     @cute.jit
     def finish_step(

@@ -20,7 +20,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
-from flash_attn.cute.bwd_dq_sm90.interface import ACCUM_TILE, backward_dq, lists_of_queries
+from flash_attn.cute.bwd_dq_sm90.interface import ACCUM_TILE, backward_dq, lists_of_queries  # noqa: F401 - callers'
 from flash_attn.cute.bwd_dq_sm90.spec import ROWS
 from flash_attn.cute.fwd_sm90.persistence import room
 from flash_attn.cute.lists import tiling
@@ -69,17 +69,6 @@ def window_time(ctas: int, tiles: int, sms: int) -> float:
     return -(-ctas // sms) * (AROUND_TILES + tiles)
 
 
-__all__ = [
-    "backward_dq",
-    "heads_per_cta",
-    "lists_of_keys",
-    "lists_of_queries",
-    "pays",
-    "rows_for_both",
-    "takes",
-    "walks_group",
-]
-
 SM90 = 9  # arch // 10
 OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself
 WALKS_GROUP: Optional[bool] = None  # what `walks_group` says; None: by its rule. For tests and measurements
@@ -88,8 +77,8 @@ FEW_BLOCKS = 8  # the same, up to which they are faster head by head too: with a
 LEAST_WALKS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
 
 
-def pays(block_k: int, deterministic: bool, few: bool = False) -> bool:
-    """True if two passes are faster, whatever CTAs loop over. few: see `few_blocks`.
+def pays(block_k: int, deterministic: bool, room_of_rows: float) -> bool:
+    """True if two passes are faster, whatever CTAs loop over. room_of_rows: in blocks, of forward lists.
 
     With dq, deterministic mode takes 1.2 to 3.2 times the time, and two passes are deterministic as they are. Else, the
     time of two passes over that of one, by a plan where that is faster (H200, 65,536 tokens, 32 query heads, 8
@@ -108,18 +97,7 @@ def pays(block_k: int, deterministic: bool, few: bool = False) -> bool:
     Where CTAs walk groups (`walks_group`) it is 0.66 for 5 random blocks of 128 a row, 0.88 for 10, 0.98 for 16, 1.07
     for 26, and 1.1 to 1.15 for 51 and more. One pass waits for what it adds up in memory where rows are short.
     """
-    return deterministic or block_k == 64 or few
-
-
-def few_blocks(forward: Any) -> bool:
-    """True if rows of forward lists have room for `FEW_BLOCKS` at most.
-
-    Room is what is known without asking the device: rows that list few blocks and have room for many are long ones
-    here. So are rows of stacked and ragged lists, of which nothing is known, and lists without tensors.
-    """
-    if forward.mask_block_cnt is None or not _rectangular(forward):
-        return False
-    return room(forward) <= FEW_BLOCKS
+    return deterministic or block_k == 64 or room_of_rows <= FEW_BLOCKS
 
 
 def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -137,16 +115,12 @@ def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -
         return False
     if WALKS_GROUP is not None:
         return WALKS_GROUP
-    if forward is None or not _rectangular(forward) or not _rectangular(backward):
+    if forward is None or room(forward) == math.inf:
         return False
     counts = forward.mask_block_cnt
     sequences = q.shape[0] if q.ndim == 4 else counts.shape[0] if counts.ndim == 3 else 1
     all_heads = counts.shape[-1] * room(forward) * Hq * sequences
     return LEAST_WALKS * room(backward) * (Hq // Hkv) * target_sm_count() <= all_heads
-
-
-def _rectangular(lists: Any) -> bool:
-    return lists.mask_block_idx.ndim == lists.mask_block_cnt.ndim + 1
 
 
 def takes(
@@ -183,17 +157,14 @@ def takes(
     if passes is None:
         if given or reason is not None:
             return False
-        by_groups = walks_group(forward, backward, q, v) and room(forward) <= MOST_BLOCKS
-        return backward.plan_per_group or by_groups or pays(_block_k(backward), deterministic, few_blocks(forward))
+        by_groups = room(forward) <= MOST_BLOCKS and walks_group(forward, backward, q, v)
+        block_k = (backward.block_size or tiling.DENSE_BLOCK)[1]
+        return backward.plan_per_group or by_groups or pays(block_k, deterministic, room(forward))
     if given:
         raise ValueError(f"{given[0]} cannot be given together with passes=2")
     if reason is not None:
         raise NotImplementedError(f"passes=2: {reason}")
     return True
-
-
-def _block_k(lists: Any) -> int:
-    return (lists.block_size or tiling.DENSE_BLOCK)[1]
 
 
 def _unsupported(arch: int, q: torch.Tensor, v: torch.Tensor, forward: Any, backward: Any) -> Optional[str]:

@@ -1,4 +1,4 @@
-"""Tiles, stages and shares of queries of the SM90 kernels under the compressed-causal mask.
+"""Tiles and shares of queries of the SM90 kernels under the compressed-causal mask.
 
 There are few keys and many queries. In forward a CTA sees a handful of key tiles, so what counts is
 how little of the last one is wasted and how many queries share it. In backward a CTA holds a key
@@ -23,9 +23,6 @@ LEAST_TILES = 8
 # Shares of average length that a multiprocessor gets, where queries are long enough.
 ROUNDS = 4
 
-SMEM_BYTES = 227 << 10  # of a CTA
-BARRIER_BYTES = 1 << 10  # what the barriers take, with what aligns the tiles behind them
-
 
 def forward_tile(head_dim: int, head_dim_v: int, packed_heads: int, plain: bool) -> Optional[Tuple[int, int]]:
     """(tile_m, tile_n) for SM90 forward, or None for the kernel's own choice.
@@ -36,42 +33,6 @@ def forward_tile(head_dim: int, head_dim_v: int, packed_heads: int, plain: bool)
     tile_m, tile_n = 192, 80
     fits = 96 < head_dim <= 128 and 96 < head_dim_v <= 128 and tile_m % max(packed_heads, 1) == 0
     return (tile_m, tile_n) if plain and fits else None
-
-
-def overlapped_stages(
-    factor: int,
-    head_dim: int,
-    head_dim_v: int,
-    *,
-    tile: Tuple[int, int],
-    packed_heads: int,
-    p_in_smem: bool,
-) -> int:
-    """In how many stages of keys and values SM90 forward lets one tile's loads and stores run under another's
-    arithmetic (`persistent_scheduler`); 0 where it does not.
-
-    Where the factor is 1 there are as many keys as queries, and long walks.
-    """
-    if factor <= 1:
-        return 0
-    return stages_beside_two_queries(head_dim, head_dim_v, tile=tile, packed_heads=packed_heads, p_in_smem=p_in_smem)
-
-
-def stages_beside_two_queries(
-    head_dim: int, head_dim_v: int, *, tile: Tuple[int, int], packed_heads: int, p_in_smem: bool
-) -> int:
-    """Stages of keys and values that fit beside two tiles' queries; 0 where tiles cannot overlap.
-
-    Three stages are 1 to 3 % faster than two. Output takes the place of queries, so they have to be alike; queries
-    come by TMA, so the heads of a group have to divide the tile; and two tiles' queries have to fit beside the keys
-    and values.
-    """
-    tile_m, tile_n = tile
-    alike = head_dim == head_dim_v and head_dim % 16 == 0 and tile_m % packed_heads == 0
-    queries = 2 * tile_m * head_dim + (tile_m * tile_n if p_in_smem else 0)
-    room = (SMEM_BYTES - BARRIER_BYTES) // 2 - queries
-    stages = min(room // (tile_n * (head_dim + head_dim_v)), 3)
-    return stages if alike and stages >= 2 else 0
 
 
 class QueryShares(NamedTuple):

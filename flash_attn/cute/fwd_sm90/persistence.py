@@ -1,88 +1,93 @@
-"""Rules for persistent CTAs in SM90 forward: short rows of block lists, and short windows.
+"""Rules for persistent CTAs in SM90 forward: short rows of block lists, short windows, compressed keys.
 
-With lists of a few blocks a CTA to a tile spends as long waiting for its queries, its list and the way
-out of its output as a long walk takes for several blocks. `persistent_scheduler` lets CTAs stay and
-walk the tiles.
+With lists of a few blocks a CTA to a tile spends as long waiting for its queries, its list and the way out of its
+output as a long walk takes for several blocks. In a window of a few hundred keys, or with few compressed keys, it is
+the same however long the sequence is. There CTAs stay and walk the tiles (`persistent_scheduler`).
 
-Tiles are dealt out by their number alone, so lists of very different lengths would end unevenly. Only
-their width is known without waiting for the GPU: where rows have room for more than `MOST_ENTRIES` a
-CTA to a tile stays.
-
-In a window of a few hundred keys a tile of queries is done after a handful of key tiles, however long
-the sequence is: as long as with short block lists. So CTAs stay here too.
-All tiles but those at a sequence's ends walk equally far, so dealing them out by number ends evenly.
+Tiles are dealt out by their number alone, so lists of very different lengths would end unevenly. Only their width is
+known without waiting for the GPU: where rows have room for more than `MOST_ENTRIES` a CTA to a tile stays.
 """
 
-from typing import Optional, Tuple
+import math
+from typing import NamedTuple, Optional, Tuple
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.compressed_causal import schedule as compress_schedule
+from flash_attn.cute.compressed_causal.mask import CompressArgs
 
-# Room of a row for mask and full blocks together, at most.
-MOST_ENTRIES = 64
-
+MOST_ENTRIES = 64  # room of a row for mask and full blocks together, at most
 MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for walking on
 
-
-def room(tensors: BlockSparseTensorsTorch) -> int:
-    """Blocks that a row of rectangular lists has room for, mask and full ones together."""
-    return sum(x.shape[-1] for x in (tensors.mask_block_idx, tensors.full_block_idx) if x is not None)
-
-
-def stages_for_lists(
-    tensors: Optional[BlockSparseTensorsTorch],
-    head_dim: int,
-    head_dim_v: int,
-    *,
-    tile: Tuple[int, int],
-    packed_heads: int,
-    p_in_smem: bool,
-) -> int:
-    """In how many stages of keys and values SM90 forward with these lists, as normalised, overlaps its tiles; or 0.
-
-    Lists of packed sequences and of wide rows do not.
-    """
-    padded = tensors is not None and tensors.mask_block_cnt.ndim == 3 and tensors.mask_block_idx.ndim == 4
-    if not padded or head_dim > MOST_HEAD_DIM:
-        return 0
-    if room(tensors) > MOST_ENTRIES:
-        return 0
-    return compress_schedule.stages_beside_two_queries(
-        head_dim, head_dim_v, tile=tile, packed_heads=packed_heads, p_in_smem=p_in_smem
-    )
-
-
-# Key tiles of a tile of queries, at most: what 2,048 keys reach into, whichever tile the kernel takes. Waiting for
-# queries and output takes as long as a few key tiles: there is less to win the longer the walk. And the last round of
-# a fixed deal costs up to one walk, where a CTA to a tile goes to whichever multiprocessor is free first.
+# Key tiles of a tile of queries in a window, at most: what 2,048 keys reach into, whichever tile the kernel takes.
+# Waiting for queries and output takes as long as a few key tiles: there is less to win the longer the walk. And the
+# last round of a fixed deal costs up to one walk, where a CTA to a tile goes to whichever multiprocessor is free first.
 MOST_KEY_TILES = 20
 
+SMEM_BYTES = 227 << 10  # of a CTA
+BARRIER_BYTES = 1 << 10  # what the barriers take, with what aligns the tiles behind them
 
-def stages_for_window(
-    window: Tuple[Optional[int], Optional[int]],
-    head_dim: int,
-    head_dim_v: int,
-    *,
-    tile: Tuple[int, int],
-    packed_heads: int,
-    p_in_smem: bool,
-) -> int:
-    """In how many stages of keys and values SM90 forward with this window, (left, right), overlaps its tiles; or 0.
 
-    A window without an end on one side does not.
+def room(tensors: BlockSparseTensorsTorch) -> float:
+    """Blocks that a row has room for, mask and full ones together: what is known without asking the device.
+
+    Infinite for ragged and stacked lists, whose rows may have any length, and for lists without tensors.
     """
-    left, right = window
-    if left is None or right is None or head_dim > MOST_HEAD_DIM:
-        return 0
-    if key_tiles(left, right, tile, packed_heads) > MOST_KEY_TILES:
-        return 0
-    return compress_schedule.stages_beside_two_queries(
-        head_dim, head_dim_v, tile=tile, packed_heads=packed_heads, p_in_smem=p_in_smem
-    )
+    counts, entries = tensors.mask_block_cnt, tensors.mask_block_idx
+    if counts is None or entries.ndim != counts.ndim + 1:
+        return math.inf
+    return sum(x.shape[-1] for x in (entries, tensors.full_block_idx) if x is not None)
 
 
-def key_tiles(left: int, right: int, tile: Tuple[int, int], packed_heads: int) -> int:
-    """Key tiles that the windows of a tile of queries reach at most, wherever the tile begins."""
-    tile_m, tile_n = tile
-    keys = -(-tile_m // packed_heads) + left + right
-    return -(-(keys - 1) // tile_n) + 1
+def has_short_rows(tensors: BlockSparseTensorsTorch) -> bool:
+    """True for persistent CTAs, with tiles dealt out by number: rows are short, none is much longer than others."""
+    return room(tensors) <= MOST_ENTRIES
+
+
+class ForwardTile(NamedTuple):
+    """What a tile of SM90 forward takes of shared memory. packed_heads: query heads that share its rows."""
+
+    head_dim: int
+    head_dim_v: int
+    queries: int
+    keys: int
+    packed_heads: int
+    p_in_smem: bool
+
+    def stages_beside_two_queries(self) -> int:
+        """Stages of keys and values that fit beside two tiles' queries; 0 where tiles cannot overlap.
+
+        Three stages are 1 to 3 % faster than two. Output takes the place of queries, so they have to be alike; queries
+        come by TMA, so the heads of a group have to divide the tile.
+        """
+        D, Dv = self.head_dim, self.head_dim_v
+        held = 2 * self.queries * D + (self.queries * self.keys if self.p_in_smem else 0)
+        stages = min(((SMEM_BYTES - BARRIER_BYTES) // 2 - held) // (self.keys * (D + Dv)), 3)
+        return stages if D == Dv and D % 16 == 0 and self.queries % self.packed_heads == 0 and stages >= 2 else 0
+
+    def keys_reached(self, left: int, right: int) -> int:
+        """Key tiles that the windows of a tile's queries reach at most, wherever the tile begins."""
+        keys = -(-self.queries // self.packed_heads) + left + right
+        return -(-(keys - 1) // self.keys) + 1
+
+
+def overlapped_stages(
+    tile: ForwardTile,
+    *,
+    compress: Optional[CompressArgs] = None,
+    lists: Optional[BlockSparseTensorsTorch] = None,
+    window: Tuple[Optional[int], Optional[int]] = (None, None),
+) -> int:
+    """In how many stages of keys and values SM90 forward lets one tile's loads and stores run under another's
+    arithmetic; 0 where it does not.
+
+    Args:
+        compress: with a factor of 1 there are as many keys as queries, and long walks.
+        lists: as normalised. Those of packed sequences do not overlap.
+        window: (left, right); None: without an end on this side, or not under a plain window at all.
+    """
+    if lists is not None:
+        few = tile.head_dim <= MOST_HEAD_DIM and lists.mask_block_cnt.ndim == 3 and has_short_rows(lists)
+    elif compress is not None:
+        few = compress.factor > 1
+    else:
+        few = tile.head_dim <= MOST_HEAD_DIM and None not in window and tile.keys_reached(*window) <= MOST_KEY_TILES
+    return tile.stages_beside_two_queries() if few else 0

@@ -14,7 +14,7 @@ import torch
 
 from flash_attn.cute.lists.entries import FlatEntries, Rows, fields, flat_entries, integer, tensor
 from flash_attn.cute.lists.formats import FORMS, as_ragged, sequence_of_row
-from flash_attn.cute.lists.write_order import CompactWalk, ranks, sorted_walk
+from flash_attn.cute.lists.write_order import ranks, sorted_walk
 
 OptionalTensor = torch.Tensor | None
 OFFSETS = ("cu_block_idx_offsets", "cu_full_block_idx_offsets")
@@ -48,22 +48,25 @@ def is_packed(lists: Any) -> bool:
     return lists.mask_block_cnt.ndim == 2
 
 
-def packed_rows(lists: Any, cu_total_m_blocks: OptionalTensor = None) -> PackedRows:
-    """Backward lists of packed sequences as rows.
+def packed_rows(
+    lists: Any, cu_total_m_blocks: OptionalTensor = None, *, rows_before: str = "cu_total_n_blocks"
+) -> PackedRows:
+    """Lists of packed sequences as rows.
 
     Args:
+        rows_before: the field with the rows before each sequence, of backward lists or of forward ones.
         cu_total_m_blocks: [B + 1], query blocks before each sequence: how wide the rows of stacked lists are.
 
     Raises:
         ValueError: lists of another form or of heads that do not go together, or the starts of sequences or rows are
             missing or do not fit.
     """
-    _check_form(lists)
-    _check_starts(lists, cu_total_m_blocks)
+    before = _check_form(lists, rows_before)
+    _check_starts(lists, before, cu_total_m_blocks)
     heads = _heads(lists)
     _check_shapes(lists, heads)
-    before, places = lists.cu_total_n_blocks.int(), _places(lists, heads)
-    lists = as_ragged(lists, "cu_total_n_blocks", cu_total_m_blocks)
+    before, places = before.int(), _places(lists, heads)
+    lists = as_ragged(lists, rows_before, cu_total_m_blocks)
     kinds = [("mask_block_cnt", "mask_block_idx", "dq_write_order", lists.cu_block_idx_offsets)]
     if lists.full_block_cnt is not None:
         own = lists.cu_full_block_idx_offsets
@@ -101,15 +104,18 @@ def distinct_heads(lists: Any) -> Any:
     return lists
 
 
-def _check_form(lists: Any) -> None:
+def _check_form(lists: Any, rows_before: str) -> torch.Tensor:
+    """The rows before each sequence, of lists that have a form of packed sequences."""
     form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
     if form not in ("compact", "stacked", "ragged"):
         raise ValueError(
             f"mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx "
             f"{tuple(lists.mask_block_idx.shape)}, expected [H, rows], and [H, rows, n], [H, L] or [L]"
         )
-    if lists.cu_total_n_blocks is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
-        raise ValueError("cu_total_n_blocks, and cu_block_idx_offsets of ragged lists, have to be given")
+    before = getattr(lists, rows_before)
+    if before is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
+        raise ValueError(f"{rows_before}, and cu_block_idx_offsets of ragged lists, have to be given")
+    return before
 
 
 def _with_heads(lists: Any) -> dict[str, torch.Tensor]:
@@ -179,7 +185,7 @@ def packed_write_order(
         integer("listed", listed, least=0)
     if not isinstance(spt, bool):
         raise TypeError(f"spt has to be a bool, got {spt!r}")
-    _check_form(lists)
+    _check_form(lists, "cu_total_n_blocks")
     heads = _heads(lists)
     if lists.mask_block_idx.ndim == 1:
         _refuse_shared_places(lists, heads)
@@ -214,14 +220,13 @@ def _check_kinds(given: tuple[Any, Any, Any, Any]) -> None:
             raise ValueError(f"{name}_block_cnt has shape {tuple(cnt.shape)}, {name}_block_idx {tuple(idx.shape)}")
 
 
-def _check_starts(lists: Any, cu_total_m_blocks: OptionalTensor) -> None:
+def _check_starts(lists: Any, like: torch.Tensor, cu_total_m_blocks: OptionalTensor) -> None:
     """A sequence's start in cu_total_m_blocks, and in the offsets of stacked lists, for each of cu_total_n_blocks."""
     given = {}
     if cu_total_m_blocks is not None:
         given["cu_total_m_blocks"] = tensor("cu_total_m_blocks", cu_total_m_blocks)
     if lists.mask_block_idx.ndim == 2 and lists.cu_block_idx_offsets is not None:
         given["cu_block_idx_offsets"] = lists.cu_block_idx_offsets
-    like = lists.cu_total_n_blocks
     for name, starts in given.items():
         if starts.is_floating_point() or starts.device != like.device:
             raise ValueError(f"{name} is {starts.dtype} on {starts.device}, expected integers on {like.device}")
@@ -247,25 +252,30 @@ def ragged_walk(
     *,
     num_q_blocks: int,
     order: OptionalTensor = None,
-    locks: bool = False,
     descending: bool = True,
     listed: int | None = None,
 ) -> Any:
-    """`lists` as ragged ones with one walk a key block, by rising lock value: entries are 2 * block + is_full.
+    """Ragged lists with each key block's mask and full blocks in one list: `merged_walk` of packed sequences.
 
     Args:
         num_q_blocks: of the longest sequence.
-        order: [1 or H, rows], the rows of a head in the order of their launch, from which lock values follow; None: the
-            rows' own order.
-        locks: take the lists' own lock values instead.
+        order: [1 or H, rows], the rows of a head in the order of their launch, from which lock values follow. None:
+            take those in the lists.
         descending: among equal lock values the later query block comes first.
         listed: upper bound of the entries of all heads. None: the room that there is, which rows then must not share.
-
     """
     M = rows.sequences * num_q_blocks
     entries = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
-    values = entries.pick(rows.locks) if locks else ranks(entries, M)
-    return _ragged(sorted_walk(entries, values, descending, M), lists, 2 * num_q_blocks)
+    values = entries.pick(rows.locks) if order is None else ranks(entries, M)
+    walk = sorted_walk(entries, values, descending, M)
+    counts = walk.ends.flatten().diff(prepend=walk.ends.new_zeros(1)).view(walk.ends.shape)
+    return walk.in_place_of(
+        lists,
+        mask_block_cnt=counts.int(),
+        mask_block_idx=walk.entries % (2 * num_q_blocks),
+        cu_block_idx_offsets=walk.ends - counts,
+        dq_write_order=walk.locks,
+    )
 
 
 def _flat_entries(packed: PackedRows, order: OptionalTensor, num_q_blocks: int, most: int) -> FlatEntries:
@@ -273,18 +283,3 @@ def _flat_entries(packed: PackedRows, order: OptionalTensor, num_q_blocks: int, 
     entries = flat_entries(packed.rows, order, most)
     sequence = packed.sequence.index_select(0, entries.row % max(packed.rows.N, 1))
     return replace(entries, block=entries.block + sequence * num_q_blocks)
-
-
-def _ragged(walk: CompactWalk, lists: Any, entries_a_sequence: int) -> Any:
-    ends = walk.ends
-    counts = ends.flatten().diff(prepend=ends.new_zeros(1)).view(ends.shape)
-    return lists._replace(
-        mask_block_cnt=counts.int(),
-        mask_block_idx=walk.entries % entries_a_sequence,
-        full_block_cnt=None,
-        full_block_idx=None,
-        cu_block_idx_offsets=ends - counts,
-        cu_full_block_idx_offsets=None,
-        dq_write_order=walk.locks,
-        dq_write_order_full=None,
-    )

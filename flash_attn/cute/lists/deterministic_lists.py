@@ -131,9 +131,7 @@ def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Opti
         most = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
         lists = distinct_heads(lists)
         rows = packed_rows(lists, cu_total_m_blocks)
-        return ragged_walk(rows, lists, num_q_blocks=most, locks=True, descending=not lists.spt)
-    locks = (lists.dq_write_order, lists.dq_write_order_full)
+        return ragged_walk(rows, lists, num_q_blocks=most, descending=not lists.spt)
     width = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)
     width = width if num_q_blocks is None else min(width, num_q_blocks)
-    walk = merged_walk(lists, locks, descending=not lists.spt, width=width, num_q_blocks=num_q_blocks)
-    return walk.in_place_of(lists)
+    return merged_walk(lists, descending=not lists.spt, width=width, num_q_blocks=num_q_blocks)

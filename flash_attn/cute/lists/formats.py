@@ -85,18 +85,23 @@ def fit(
     heads: int,
     block_size: tuple[int, int],
     across: int,
+    on_gpu: bool = True,
 ) -> BlockSparseTensorsTorch:
     """The lists, padded or ragged, with every broadcast dimension expanded.
 
     Args:
         block_size: (queries, keys) of a block.
         across: tokens of every sequence in the direction that rows list, where `packed` does not say.
+        on_gpu: refuse lists that are not; all tensors have to be on one device in any case.
 
     Raises:
         ValueError: a form, shape, dtype or device that does not fit, or an offset that is missing.
     """
     name, other = direction.argument, 1 - direction.side
     form, block = _form(name, tensors), block_size[direction.side]
+    if on_gpu and not tensors.mask_block_cnt.is_cuda:
+        device = tensors.mask_block_cnt.device
+        raise ValueError(f"mask_block tensors must live on CUDA: {name}.mask_block_cnt is on {device}")
     lead = (batch, heads) if form == "padded" else (heads,)
     rows = tensors.mask_block_cnt.shape[-1]
     longest = packed.longest[direction.side] if packed is not None else None
@@ -384,8 +389,6 @@ def _check(
             f"{what} must be on the same device as block sparse tensors: {name}.{field} is on {tensor.device}, "
             f"mask_block_cnt on {device}"
         )
-    if not tensor.is_cuda:
-        raise ValueError(f"{what} must live on CUDA: {name}.{field} is on {tensor.device}")
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name}.{field} has to be contiguous in its last dimension, got strides {tensor.stride()}")
 

@@ -76,11 +76,11 @@ def own_rows(lists: Any, rows_before: str) -> OwnRows:
     if not is_packed(lists):
         return _padded_rows(lists)
     lists = lists._replace(dq_write_order=None, dq_write_order_full=None)
-    lists = distinct_heads(lists)._replace(cu_total_n_blocks=getattr(lists, rows_before))
-    packed = packed_rows(lists)
+    lists = distinct_heads(lists)
+    packed = packed_rows(lists, rows_before=rows_before)
     rows = packed.rows
     # Rows behind the last sequence's are nobody's.
-    own = torch.arange(rows.N, device=packed.block.device) < lists.cu_total_n_blocks.select(0, -1)
+    own = torch.arange(rows.N, device=packed.block.device) < getattr(lists, rows_before).select(0, -1)
     starts = [t for t in (getattr(lists, name) for name in OFFSETS) if t is not None]
     shared = any(t.shape[0] < rows.heads or t.stride(0) == 0 for t in starts)
     return OwnRows(

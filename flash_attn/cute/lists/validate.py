@@ -2,8 +2,8 @@
 
 The kernels read lists without a look at them: an index out of range reads or writes foreign memory, a block listed
 twice counts twice, backward lists that are not the transpose give the gradient of another function, and a lock value
-that nobody reaches makes the GPU hang. Takes time and memory in proportion to the blocks listed, and synchronises
-with the host twice.
+that nobody reaches makes the GPU hang. Lists of every form are checked as the rows of a `Side`. Takes time and memory
+in proportion to the blocks listed, and synchronises with the host twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute.lists.entries import DistinctLists, FlatEntries, distinct_lists, fields, flat_entries, narrow
+from flash_attn.cute.lists.entries import FlatEntries, Rows, distinct_lists, fields, flat_entries, narrow
 from flash_attn.cute.lists.write_order import as_launch_order, ranks
 
 NAMES = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
@@ -22,54 +22,84 @@ ORDERS = ("dq_write_order", "dq_write_order_full")
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """Sizes that lists have to fit."""
+class Side:
+    """Lists of one direction as rows; those of packed sequences one after the other.
 
-    seqlen_q: int
-    seqlen_k: int
-    num_heads: int
-    num_heads_kv: int | None
-    batch_size: int | None
-
-
-@dataclass(frozen=True)
-class _Side:
-    """Lists of one direction: as given, and with a head dimension of 1 or all query heads, equal for both directions.
-
-    Counts in `lists` are cut to the width: nothing reads past a list.
+    Attributes:
+        name: forward or backward.
+        given: the caller's lists, which messages name.
+        rows: [B * H, N], of as many heads as those of the other direction; rows that no sequence has list nothing.
+        heads: (B, H); packed, where B is 1, H of the lists as given.
+        locks: of each kind, flat like its indices; None without lock values.
+        sequence, block: [N], the sequence that a row belongs to, and its number there.
+        across: int64 [N], how many blocks there are for a row to list; `columns` is the largest, `sequences` how many
+            sequences there are.
+        starts: the field that says where rows start, of each kind; None where rows cannot start in a wrong place.
     """
 
     name: str
     given: Any
-    lists: DistinctLists
-    orders: tuple[torch.Tensor | None, ...]
-    block_size: tuple[int, int]
-    rows: int
+    rows: Rows
+    heads: tuple[int, int]
+    locks: tuple[torch.Tensor, ...] | None
+    sequence: torch.Tensor
+    block: torch.Tensor
+    across: torch.Tensor
     columns: int
+    block_size: tuple[int, int]
+    sequences: int = 1
+    starts: tuple[str, ...] | None = None
+    packed: bool = False
 
     @property
     def words(self) -> tuple[str, str]:
         """Words for a row, and for what it lists."""
         return ("query block", "key block") if self.name == "forward" else ("key block", "query block")
 
+    @property
+    def merged(self) -> bool:
+        """A plan's one list of mask and full blocks, of entries 2 * block + is_full."""
+        return getattr(self.given, "plan", None) is not None and self.locks is not None
+
+    def rooms(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """The fields of each kind, and how many entries rows have room for, [N]."""
+        for cnt, idx, _ in zip(NAMES[::2], NAMES[1::2], self.rows.counts):
+            own = getattr(self.given, idx)
+            flat = own.ndim < getattr(self.given, cnt).ndim + 1
+            yield cnt, idx, self.across if flat else self.across.clamp(max=own.shape[-1])
+
+    def entries(self, order: torch.Tensor | None, listed: int) -> FlatEntries:
+        flat = flat_entries(self.rows, order, listed)
+        return replace(flat, block=flat.block >> 1, is_full=flat.block & 1 == 1) if self.merged else flat
+
+    def of(self, values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """What [N] holds for rows that are counted over all heads."""
+        return values[row % max(self.rows.N, 1)]
+
     def at(self, tensor: str, row: int, place: int | None = None) -> str:
         """``forward mask_block_idx[b, h, row, place]``, from the row's number over all heads."""
-        head, row = divmod(row, self.rows)
-        B, H = self.lists.mask_cnt.shape[:2]
-        given = getattr(self.given, tensor).shape
-        b, h = head // H * given[0] // B, head % H * given[1] // H
-        return f"{self.name} {tensor}[{b}, {h}, {row}" + ("]" if place is None else f", {place}]")
+        head, row = divmod(row, self.rows.N)
+        (B, H), given = self.heads, getattr(self.given, tensor).shape
+        b, h = (
+            (0, head * H // self.rows.heads) if self.packed else (head // H * given[0] // B, head % H * given[1] // H)
+        )
+        return f"{self.name} {tensor}[{b}, {h}, {int(self.block[row])}" + ("]" if place is None else f", {place}]")
 
     def entry(self, row: int, place: int, full: int, mask_count: int, names: Sequence[str] = NAMES[1::2]) -> str:
-        return self.at(names[full], row, place - mask_count * full)
+        stored = 0 if self.merged else full
+        return self.at(names[stored], row, place - mask_count * stored)
 
 
 @dataclass(frozen=True)
 class _Check:
-    """Found on the device: [index of the first wrong entry or -1, numbers about it]; and what to say about it."""
+    """Found on the device: [index of the first wrong entry or -1, numbers about it]; and what to say about it.
+
+    The first of the numbers is the sequence, named in `packed` lists.
+    """
 
     found: torch.Tensor
     message: Callable[..., str]
+    packed: bool
 
 
 def validate_lists(
@@ -102,106 +132,80 @@ def validate_lists(
         ValueError: naming the tensor, and the first wrong entry by its place and value.
         NotImplementedError: packed lists (``cu_total_m_blocks``).
     """
-    shape = _Shape(seqlen_q, seqlen_k, num_heads, num_heads_kv, batch_size)
-    sides = _sides({"forward": forward, "backward": backward}, shape, block_size, order)
-    checks = [check for side in sides for check in _counts(side)]
-    totals = [_readable(side.lists).counts().sum(dtype=torch.int64).view(1) for side in sides]
-    listed = _raise_first(checks, totals)
-    entries = [flat_entries(side.lists.rows(), None, total) for side, total in zip(sides, listed, strict=True)]
-    checks = [check for side, flat in zip(sides, entries, strict=True) for check in _indices(side, flat, ascending)]
-    if len(sides) == 2 and sides[0].block_size == sides[1].block_size:
-        checks.append(_transposed(*sides, *entries))
-    if sides and sides[-1].orders[0] is not None:
-        checks.append(_locks(sides[-1], listed[-1], order))
-    _raise_first(checks, [])
+    lengths, heads = (seqlen_q, seqlen_k), (num_heads, num_heads_kv or 1)
+    sides = padded_sides(forward, backward, lengths, heads, batch_size, block_size, order=order)
+    check_sides(sides, ascending=ascending, order=order)
 
 
-def validate_coverage(
-    lists: Any,
-    window: tuple[int | None, int | None],
+def padded_sides(
+    forward: Any,
+    backward: Any,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    batch_size: int | None,
+    block_size: tuple[int, int] | None,
     *,
-    backward: bool,
-    seqlen_q: int,
-    seqlen_k: int,
-    block_size: tuple[int, int] | None = None,
-) -> None:
-    """Check that lists name every block in which a window shows something; they may name more.
-
-    A call with lists in one direction attends to all of those in the other.
+    order: torch.Tensor | None = None,
+    batch: int = 1,
+) -> list[Side]:
+    """Lists [B, H, rows, width] to check, without what is repeated in all of them.
 
     Args:
-        lists: [B, H, rows] and [B, H, rows, width], as `validate_lists` takes them; it has found nothing wrong.
-        window: keys before and after its own that a query sees, aligned at the ends of queries and keys; None: all.
-        block_size: (queries, keys) of a block, where the lists do not say.
-
-    Raises:
-        ValueError: naming the first row that lacks a block.
+        lengths, heads: (queries, keys).
+        batch: sequences that need rows of their own, though they share lists.
     """
-    size = lists.block_size or block_size
-    row_word, column_word, (left, right) = "query block", "key block", window
-    length, across, height, width = seqlen_q, seqlen_k, *size
-    if backward:  # a key sees as far, the other way round
-        row_word, column_word, (left, right) = column_word, row_word, (right, left)
-        length, across, height, width = across, length, width, height
-    if left is not None and right is not None and left + right < 0:
-        return
-    device = lists.mask_block_cnt.device
-    first = torch.arange(lists.mask_block_cnt.shape[2], device=device) * height
-    last = (first + height).clamp(max=length) - 1
-    begin = torch.zeros_like(first) if left is None else (first + across - length - left).clamp(min=0)
-    end = torch.full_like(last, across - 1)
-    if right is not None:
-        end = (last + across - length + right).clamp(max=across - 1)
-    seen = (begin <= end) & (first < length)
-    low, high = (torch.where(seen, t // width, at) for t, at in ((begin, 0), (end, -1)))
-    found = torch.zeros((), dtype=torch.long, device=device)
-    for cnt, idx in ((lists.mask_block_cnt, lists.mask_block_idx), (lists.full_block_cnt, lists.full_block_idx)):
-        if cnt is not None:
-            used = torch.arange(idx.shape[3], device=device) < cnt.unsqueeze(-1)
-            found = found + (used & (idx >= low.unsqueeze(-1)) & (idx <= high.unsqueeze(-1))).sum(-1)
-    short = found < high - low + 1
-    if short.any():
-        at = tuple(short.nonzero()[0].tolist())
-        raise ValueError(
-            f"{'backward' if backward else 'forward'} lists name {int(found[at])} of the {column_word}s "
-            f"{int(low[at[2]])} .. {int(high[at[2]])} that the mask shows {row_word} {at[2]} of head {at[1]}; the "
-            f"other direction has no lists and attends to all of them"
+    sides, leads = [], [(batch, 1)]
+    for name, lists in (("forward", forward), ("backward", backward)):
+        if lists is None:
+            continue
+        size = getattr(lists, "block_size", None) or block_size
+        if size is None:
+            raise ValueError(f"{name} block_size is None: give block_size=(queries, keys)")
+        blocks = [-(-length // own) for length, own in zip(lengths, size, strict=True)]
+        N, columns = blocks if name == "forward" else reversed(blocks)
+        _check_shapes(
+            name, lists, (N, columns), heads, batch_size, f"seqlen_q={lengths[0]}, seqlen_k={lengths[1]}", size
         )
+        orders = [t for t in (getattr(lists, o, None) for o in ORDERS if name == "backward") if t is not None]
+        own = distinct_lists(fields(lists), None, orders)
+        lead = tuple(own.mask_cnt.shape[:2])
+        block = torch.arange(N, device=own.mask_cnt.device)
+        locks = tuple(narrow(t, lead).flatten() for t in orders) or None
+        of_rows = dict(sequence=torch.zeros_like(block), block=block, across=torch.full_like(block, columns))
+        sides.append(Side(name, lists, own.rows(), lead, locks, **of_rows, columns=columns, block_size=tuple(size)))
+        leads.append(lead)
+    if order is not None and backward is not None:
+        leads.append(tuple(as_launch_order(False, order, sides[-1].rows.N, order.device).shape[:2]))
+    common = tuple(map(max, zip(*leads)))
+    return [spread(side, common) for side in sides]
 
 
-def _sides(
-    given: dict[str, Any], shape: _Shape, block_size: tuple[int, int] | None, order: torch.Tensor | None
-) -> list[_Side]:
-    given = {name: lists for name, lists in given.items() if lists is not None}
-    sizes = {name: _check_shapes(name, lists, shape, block_size) for name, lists in given.items()}
-    tensors = {name: [_per_query_head(t, shape.num_heads) for t in fields(lists)] for name, lists in given.items()}
-    orders = {
-        name: tuple(_per_query_head(getattr(lists, o, None), shape.num_heads) for o in ORDERS if name == "backward")
-        for name, lists in given.items()
-    }
-    everything = [t for group in (*tensors.values(), *orders.values()) for t in group]
-    if order is not None and "backward" in given:
-        N = _rows_and_columns("backward", sizes["backward"], shape)[0]
-        everything.append(as_launch_order(False, order, N, order.device))
-    sides = []
-    for name, lists in given.items():
-        own = distinct_lists(tensors[name], None, everything)
-        side_orders = [None if t is None else narrow(t, own.mask_idx.shape[:2]) for t in orders[name]] or (None, None)
-        place = _rows_and_columns(name, sizes[name], shape)
-        sides.append(_Side(name, lists, own, tuple(side_orders), sizes[name], *place))
-    return sides
+def spread(side: Side, heads: tuple[int, int]) -> Side:
+    """The side with the rows of so many batches and heads, which may share entries."""
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.view(*own, -1).repeat_interleave(heads[1] // own[1], dim=1)
+        return tensor.expand(heads[0], -1, -1).flatten(0, 1)
+
+    own = (1, side.rows.heads) if side.packed else side.heads
+    counts, starts = (tuple(map(wide, tensors)) for tensors in (side.rows.counts, side.rows.starts))
+    return replace(side, rows=Rows(counts, starts, side.rows.indices), heads=side.heads if side.packed else heads)
 
 
-def _check_shapes(name: str, lists: Any, shape: _Shape, block_size: tuple[int, int] | None) -> tuple[int, int]:
-    """Check shapes and types; returns the block size."""
+def _check_shapes(
+    name: str,
+    lists: Any,
+    blocks: tuple[int, int],
+    heads: tuple[int, int],
+    batch_size: int | None,
+    lengths: str,
+    size: Any,
+) -> None:
     if getattr(lists, "cu_total_m_blocks", None) is not None:
         raise NotImplementedError(f"{name} cu_total_m_blocks is given: packed lists are not checked, only [B, H, rows]")
-    size = getattr(lists, "block_size", None) or block_size
-    if size is None:
-        raise ValueError(f"{name} block_size is None: give block_size=(queries, keys)")
-    rows, columns = _rows_and_columns(name, size, shape)
-    heads = sorted({1, shape.num_heads, shape.num_heads_kv or 1})
-    batches = sorted({1, shape.batch_size or lists.mask_block_cnt.shape[0]})
+    rows, columns = blocks
+    heads = sorted({1, *heads})
+    batches = sorted({1, batch_size or lists.mask_block_cnt.shape[0]})
     for tensor_name in (*NAMES, *ORDERS):
         tensor = getattr(lists, tensor_name, None)
         if tensor is None:
@@ -213,145 +217,212 @@ def _check_shapes(name: str, lists: Any, shape: _Shape, block_size: tuple[int, i
             raise ValueError(f"{what}, expected {lists.mask_block_cnt.device} like mask_block_cnt")
         if tensor.shape[0] not in batches or tensor.shape[1] not in heads or tensor.shape[2] != rows:
             raise ValueError(
-                f"{what}, expected B of {batches}, H of {heads} and {rows} rows, for seqlen_q={shape.seqlen_q}, "
-                f"seqlen_k={shape.seqlen_k} and block_size={tuple(size)}"
+                f"{what}, expected B of {batches}, H of {heads} and {rows} rows, for {lengths} and "
+                f"block_size={tuple(size)}"
             )
         most = max(columns, 1)  # kernels want a dimension with stride 1, so lists of nothing are that wide too
         if tensor.ndim == 4 and tensor.shape[3] > most:
             raise ValueError(f"{what}, expected a width of at most {most}: a row cannot list more blocks")
-    _check_companions(name, lists)
-    return tuple(size)
-
-
-def _check_companions(name: str, lists: Any) -> None:
-    for cnt, idx in (NAMES[:2], NAMES[2:]):
-        if (getattr(lists, cnt) is None) != (getattr(lists, idx) is None):
+    ordered = getattr(lists, ORDERS[0], None) is not None
+    for cnt, idx, order in zip(NAMES[::2], NAMES[1::2], ORDERS, strict=True):
+        counts, indices, locks = (getattr(lists, field, None) for field in (cnt, idx, order))
+        if (counts is None) != (indices is None):
             raise ValueError(f"{name} {cnt} and {idx} must be given together")
-    if getattr(lists, ORDERS[0], None) is None:
-        return
-    for order, idx in zip(ORDERS, NAMES[1::2], strict=True):
-        shapes = [None if t is None else tuple(t.shape) for t in (getattr(lists, order, None), getattr(lists, idx))]
-        if shapes[0] != shapes[1]:
+        shapes = [None if t is None else tuple(t.shape) for t in (locks, indices)]
+        if ordered and shapes[0] != shapes[1]:
             raise ValueError(f"{name} {order} is {shapes[0]}, expected the shape of {idx}, {shapes[1]}")
 
 
-def _rows_and_columns(name: str, block_size: tuple[int, int], shape: _Shape) -> tuple[int, int]:
-    M, N = -(-shape.seqlen_q // block_size[0]), -(-shape.seqlen_k // block_size[1])
-    return (M, N) if name == "forward" else (N, M)
+def check_sides(
+    sides: list[Side],
+    *,
+    ascending: bool = False,
+    order: torch.Tensor | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    lengths: Sequence[tuple[int, int]] = (),
+) -> None:
+    """Check lists of one direction, or of both.
+
+    Args:
+        ascending, order: as `validate_lists` has them.
+        window: keys before and after its own that a query sees, aligned at the ends of queries and keys; None: all.
+            Lists of one direction have to name every block in which it shows something, and may name more: a call
+            attends to all of those in the other. None: they need not.
+        lengths: (queries, keys) of each sequence, for `window`.
+
+    Raises:
+        ValueError: naming the first wrong entry.
+    """
+    checks = [check for side in sides for check in _counts(side)]
+    readable = [[c.clamp(min=0).minimum(room) for c, (*_, room) in zip(s.rows.counts, s.rooms())] for s in sides]
+    listed = _raise_first(checks, [sum(counts).sum(dtype=torch.int64).view(1) for counts in readable])
+    entries = [side.entries(None, total) for side, total in zip(sides, listed, strict=True)]
+    checks = [check for side, flat in zip(sides, entries, strict=True) for check in _indices(side, flat, ascending)]
+    if len(sides) == 2 and sides[0].block_size == sides[1].block_size:
+        checks.append(_transposed(*sides, *entries))
+    if sides and sides[-1].locks is not None:
+        checks.append(_locks(sides[-1], listed[-1], order))
+    _raise_first(checks, [])
+    if window is not None and (None in window or sum(window) >= 0):
+        _raise_first([_coverage(sides[0], entries[0], window, lengths)], [])
 
 
-def _per_query_head(tensor: torch.Tensor | None, num_heads: int) -> torch.Tensor | None:
-    if tensor is None or tensor.shape[1] in (1, num_heads):
-        return tensor
-    return tensor.repeat_interleave(num_heads // tensor.shape[1], dim=1)
-
-
-def _readable(lists: DistinctLists) -> DistinctLists:
-    mask_cnt = lists.mask_cnt.clamp(0, lists.mask_idx.shape[3])
-    full_cnt = None if lists.full_cnt is None else lists.full_cnt.clamp(0, lists.full_idx.shape[3])
-    return DistinctLists(mask_cnt, lists.mask_idx, full_cnt, lists.full_idx, lists.repeated)
-
-
-def _counts(side: _Side) -> Iterator[_Check]:
-    lists = side.lists
-    for name, cnt, idx in ((NAMES[0], lists.mask_cnt, lists.mask_idx), (NAMES[2], lists.full_cnt, lists.full_idx)):
-        if cnt is None:
-            continue
-        flat = cnt.flatten()
-        bad = (flat < 0) | (flat > idx.shape[3])
+def _counts(side: Side) -> Iterator[_Check]:
+    """Counts that rows have room for, and rows that lie within their indices."""
+    row = torch.arange(side.rows.heads * side.rows.N, device=side.block.device)
+    sequence = side.of(side.sequence, row)
+    for at, (cnt, idx, room) in enumerate(side.rooms()):
+        counts, starts, size = side.rows.counts[at], side.rows.starts[at], side.rows.indices[at].numel()
+        bad = (counts < 0) | (counts > room)
         yield _Check(
-            _first(bad, flat),
-            lambda row, count, name=name, width=idx.shape[3]: (
-                f"{side.at(name, row)} = {count}, expected 0 .. {width}, the width of its index list"
+            _first(bad.flatten(), sequence, row, counts.flatten(), side.of(room, row)),
+            lambda row, count, room, cnt=cnt: (
+                f"{side.at(cnt, row)} = {count}, expected 0 .. {room}, which its row has room for"
             ),
+            side.packed,
+        )
+        if side.starts is None:
+            continue
+        bad = (counts > 0) & ((starts < 0) | (starts + counts > size))
+        yield _Check(
+            _first(bad.flatten(), sequence, row, starts.flatten(), counts.flatten()),
+            lambda row, start, count, at=at, idx=idx, size=size: (
+                f"{side.at(idx, row)} starts, by {side.starts[at]}, at place {start} with {count} entries, expected "
+                f"them within the {size} that there are"
+            ),
+            side.packed,
         )
 
 
-def _indices(side: _Side, flat: FlatEntries, ascending: bool) -> Iterator[_Check]:
+def _indices(side: Side, flat: FlatEntries, ascending: bool) -> Iterator[_Check]:
     """Range, duplicates, and order within rows."""
     row_word, column_word = side.words
-    where = _where(flat)
-    bad = flat.listed & ((flat.block < 0) | (flat.block >= side.columns))
+    where, across = _where(flat), side.of(side.across, flat.row)
+    sequence = side.of(side.sequence, flat.row)
+    bad = flat.listed & ((flat.block < 0) | (flat.block >= across))
     yield _Check(
-        _first(bad, *where, flat.block),
-        lambda _, *at: f"{side.entry(*at[:4])} = {at[4]}, expected a {column_word} of 0 .. {side.columns - 1}",
+        _first(bad, sequence, *where, flat.block, across),
+        lambda *at: f"{side.entry(*at[:4])} = {at[4]}, expected a {column_word} of 0 .. {at[5] - 1}",
+        side.packed,
     )
     number = torch.arange(flat.row.numel(), device=flat.row.device)
     key = flat.row.long() * side.columns + flat.block.clamp(0, side.columns - 1)
     ordered, source = torch.where(flat.listed, key, -1 - number).sort(stable=True)
     before, after = source[:-1], source[1:]
+    second = [t[after] for t in (sequence, *where, flat.block, side.of(side.block, flat.row))]
     yield _Check(
-        _first(ordered.diff() == 0, *(t[after] for t in where), flat.block[after], *(t[before] for t in where)),
-        lambda _, *at: (
-            f"{side.entry(*at[:4])} = {at[4]} is listed twice for {row_word} {at[0] % side.rows}, also in "
-            f"{side.entry(*at[5:])}"
+        _first(ordered.diff() == 0, *second, *(t[before] for t in where)),
+        lambda *at: (
+            f"{side.entry(*at[:4])} = {at[4]} is listed twice for {row_word} {at[5]}, also in {side.entry(*at[6:])}"
         ),
+        side.packed,
     )
     if ascending:
         same = (flat.row.diff() == 0) & (flat.is_full[1:] == flat.is_full[:-1]) & flat.listed[1:]
         falls = same & (flat.block.diff() < 0)
         yield _Check(
-            _first(falls, *(t[1:] for t in where), flat.block[1:], flat.block[:-1]),
-            lambda _, *at: f"{side.entry(*at[:4])} = {at[4]} comes after {at[5]}, expected rising indices",
+            _first(falls, *(t[1:] for t in (sequence, *where, flat.block)), flat.block[:-1]),
+            lambda *at: f"{side.entry(*at[:4])} = {at[4]} comes after {at[5]}, expected rising indices",
+            side.packed,
         )
 
 
-def _transposed(forward: _Side, backward: _Side, there: FlatEntries, back: FlatEntries) -> _Check:
+def _transposed(forward: Side, backward: Side, there: FlatEntries, back: FlatEntries) -> _Check:
     """Both directions sorted by (head, query block, key block, kind): where they first differ, one lacks an entry."""
-    M, N = forward.rows, backward.rows
-    past = forward.lists.heads * M * N * 2
+    S, M, N = forward.sequences, backward.columns, forward.columns
+    past = forward.rows.heads * S * M * N * 2
     size = max(there.row.numel(), back.row.numel()) + 1
     columns = []
     for side, flat in ((forward, there), (backward, back)):
-        head = torch.div(flat.row, side.rows, rounding_mode="floor").long()
-        row, block = flat.row % side.rows, flat.block.clamp(0, side.columns - 1)
+        head = torch.div(flat.row, max(side.rows.N, 1), rounding_mode="floor").long()
+        row, block = side.of(side.block, flat.row), flat.block.clamp(0, side.columns - 1)
         m, n = (row, block) if side is forward else (block, row)
-        key, source = torch.where(flat.listed, ((head * M + m) * N + n) * 2 + flat.is_full, past).sort(stable=True)
-        numbers = (key, *(t[source] for t in _where(flat)), block[source])
+        key = (((head * S + side.of(side.sequence, flat.row)) * M + m) * N + n) * 2 + flat.is_full
+        key, source = torch.where(flat.listed, key, past).sort(stable=True)
+        numbers = (key, *(t[source] for t in (*_where(flat), block, row)))
         # Neither list ends before the other: what is missing at an end compares as well.
         columns.append([torch.nn.functional.pad(t.long(), (0, size - key.numel()), value=past) for t in numbers])
 
-    def message(_: int, *numbers: int) -> str:
-        (key, *at), (other_key, *other_at) = numbers[:6], numbers[6:]
+    def message(*numbers: int) -> str:
+        (key, *at), (other_key, *other_at) = numbers[:7], numbers[7:]
         side, against = (forward, backward) if key < other_key else (backward, forward)
-        row, place, full, mask_count, block = at if key < other_key else other_at
-        entry = f"{side.entry(row, place, full, mask_count)} = {block}"
+        *at, block, row = at if key < other_key else other_at
+        entry, full = f"{side.entry(*at)} = {block}", at[2]
         kind, other_kind = ("full", "mask") if full else ("mask", "full")
         if key // 2 == other_key // 2:
             return f"{entry} is a {kind} block, but a {other_kind} block in the {against.name} lists"
         return (
-            f"{entry} is not in the {against.name} lists: {against.words[0]} {block} lacks {against.words[1]} "
-            f"{row % side.rows}; backward lists must be the transpose of forward lists"
+            f"{entry} is not in the {against.name} lists: {against.words[0]} {block} lacks {against.words[1]} {row}; "
+            f"backward lists must be the transpose of forward lists"
         )
 
-    return _Check(_first(columns[0][0] != columns[1][0], *columns[0], *columns[1]), message)
+    keys = columns[0][0], columns[1][0]
+    sequence = torch.minimum(*keys) // max(2 * M * N, 1) % S
+    return _Check(_first(keys[0] != keys[1], sequence, *columns[0], *columns[1]), message, forward.packed)
 
 
-def _locks(side: _Side, listed: int, order: torch.Tensor | None) -> _Check:
+def _locks(side: Side, listed: int, order: torch.Tensor | None) -> _Check:
     """Lock values are the ranks of the key blocks that list a query block, in the order of their launch, or in any."""
-    device, spt = side.lists.mask_cnt.device, getattr(side.given, "spt", None)
+    spt = None if side.merged else getattr(side.given, "spt", None)  # a plan has the launch
     known = order is not None or spt is not None
-    order = as_launch_order(bool(spt) and order is None, order, side.rows, device)
-    flat = flat_entries(side.lists.rows(), side.lists.launch_order(order), listed)
-    lock = flat.pick([t.flatten() for t in side.orders if t is not None])
+    order = as_launch_order(bool(spt) and order is None, order, side.rows.N, side.block.device)
+    if order is not None:
+        order = narrow(order, (1, 1) if side.packed else side.heads).flatten(0, 1)
+    flat = side.entries(order, listed)
+    lock = flat.pick(side.locks)
     if not known:
         by_lock = lock.sort(stable=True).indices
         names = ("row", "place", "block", "is_full", "listed")
         flat, lock = replace(flat, **{name: getattr(flat, name)[by_lock] for name in names}), lock[by_lock]
-    expected = ranks(flat, side.columns)
+    sequence = side.of(side.sequence, flat.row)
+    of_all = replace(flat, block=sequence * side.columns + flat.block)
+    expected = ranks(of_all, side.sequences * side.columns)
     rule = (
         "key blocks add to a query block in the order of their launch, or the GPU hangs"
         if known
         else "the lock values of a query block are 0, 1, 2, ..., each once"
     )
     return _Check(
-        _first(flat.listed & (lock != expected), *_where(flat), lock, flat.block, expected),
-        lambda _, *at: f"{side.entry(*at[:4], ORDERS)} = {at[4]} for query block {at[5]}, expected {at[6]}: {rule}",
+        _first(flat.listed & (lock != expected), sequence, *_where(flat), lock, flat.block, expected),
+        lambda *at: f"{side.entry(*at[:4], ORDERS)} = {at[4]} for query block {at[5]}, expected {at[6]}: {rule}",
+        side.packed,
+    )
+
+
+def _coverage(
+    side: Side, flat: FlatEntries, window: tuple[int | None, int | None], lengths: Sequence[tuple[int, int]]
+) -> _Check:
+    """Every block in which the window shows something is listed."""
+    own, (left, right) = (0, window) if side.name == "forward" else (1, reversed(window))  # a key sees as far
+    tall, wide = side.block_size[own], side.block_size[1 - own]
+    head = torch.arange(side.rows.heads, device=side.block.device).unsqueeze(1)
+    sequence = side.sequence.unsqueeze(0) if side.packed else head // side.heads[1]
+    of_sequence = torch.tensor(lengths, device=head.device)[sequence]
+    length, across = of_sequence[..., own], of_sequence[..., 1 - own]
+    first = side.block * tall
+    last = (first + tall).minimum(length) - 1
+    begin = torch.zeros_like(last) if left is None else (first + across - length - left).clamp(min=0)
+    end = across - 1 if right is None else (last + across - length + right).minimum(across - 1)
+    seen = (begin <= end) & (first < length)
+    low, high = (torch.where(seen, edge, none) // wide for edge, none in ((begin, 0), (end, -1)))
+    low, high, of = (t.expand(side.rows.heads, side.rows.N).flatten() for t in (low, high, sequence))
+    row = flat.row.long()
+    inside = flat.listed & (flat.block >= low[row]) & (flat.block <= high[row])
+    found = torch.zeros_like(low).scatter_add_(0, row, inside.long())
+    number = torch.arange(low.numel(), device=low.device)
+    return _Check(
+        _first(found < high - low + 1, of, of, number, side.of(side.block, number), found, low, high),
+        lambda b, number, row, found, low, high: (
+            f"sequence {b}: {side.name} lists name {found} of the {side.words[1]}s {low} .. {high} that the mask shows "
+            f"{side.words[0]} {row} of head {number // side.rows.N % side.heads[1]}; the other direction has no lists "
+            f"and attends to all of them"
+        ),
+        packed=False,
     )
 
 
 def _where(flat: FlatEntries) -> tuple[torch.Tensor, ...]:
-    """The arguments of `_Side.entry`."""
+    """The arguments of `Side.entry`."""
     return flat.row, flat.place, flat.is_full, flat.rows.counts[0].flatten()[flat.row]
 
 
@@ -368,7 +439,8 @@ def _raise_first(checks: list[_Check], totals: list[torch.Tensor]) -> list[int]:
     fetched = [*(check.found for check in checks), *totals]
     values = torch.cat(fetched).tolist() if fetched else []
     for check in checks:
-        found, values = values[: check.found.numel()], values[check.found.numel() :]
-        if found[0] >= 0:
-            raise ValueError(check.message(*found))
+        (at, sequence, *numbers), values = values[: check.found.numel()], values[check.found.numel() :]
+        if at >= 0:
+            prefix = f"sequence {sequence}, whose rows count from its start: " if check.packed else ""
+            raise ValueError(prefix + check.message(*numbers))
     return values

@@ -15,7 +15,6 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,42 +37,23 @@ OptionalTensor = torch.Tensor | None
 Pair = tuple[torch.Tensor, OptionalTensor]
 
 
-class Walk(NamedTuple):
-    """Query blocks of each key block, in order: mask and full blocks in one list.
-
-    Attributes:
-        cnt: int32 [B, H, N], entries in use.
-        entries: int32 [B, H, N, width], ``query_block * 2 + is_full``; 0 after the entries in use.
-        locks: int32 [B, H, N, width], adds to the same query block that come first; None without lock values.
-    """
-
-    cnt: torch.Tensor
-    entries: torch.Tensor
-    locks: OptionalTensor
-
-    def in_place_of(self, lists: Any) -> Any:
-        """`lists` with this walk as their one list: entries in mask_block_idx, lock values in dq_write_order."""
-        return lists._replace(
-            mask_block_cnt=self.cnt,
-            mask_block_idx=self.entries,
-            full_block_cnt=None,
-            full_block_idx=None,
-            dq_write_order=self.locks,
-            dq_write_order_full=None,
-        )
-
-
 class CompactWalk(NamedTuple):
-    """`Walk` without padding: a row's entries follow the row before.
+    """Mask and full blocks of each row in one list, by rising lock value; a row's entries follow the row before.
 
     Attributes:
         ends: int64 [H, N], the place after a row's last entry, counted over all rows.
-        entries, locks: int32 [listed]; 0 after the last row's end.
+        entries: int32 [listed], ``query_block * 2 + is_full``.
+        locks: int32 [listed], adds to the same query block that come first. Both are 0 after the last row's end.
     """
 
     ends: torch.Tensor
     entries: torch.Tensor
-    locks: OptionalTensor
+    locks: torch.Tensor
+
+    def in_place_of(self, lists: Any, **fields: torch.Tensor) -> Any:
+        """`lists` with this walk, formed as `fields` say, as their one list."""
+        none = ("full_block_cnt", "full_block_idx", "cu_full_block_idx_offsets", "dq_write_order_full")
+        return lists._replace(**dict.fromkeys(none), **fields)
 
 
 def compute_dq_write_order(
@@ -127,81 +107,43 @@ def compute_dq_write_order(
 
 def merged_walk(
     lists: Any,
-    locks: Sequence[OptionalTensor] | None = None,
     *,
+    order: OptionalTensor = None,
     descending: bool = True,
-    sort: bool = True,
     width: int | None = None,
     num_q_blocks: int | None = None,
     listed: int | None = None,
-) -> Walk:
-    """Each key block's mask and full blocks in one list: by rising lock value, or by query block without locks.
+) -> Any:
+    """Padded `lists` with each key block's mask and full blocks in one list, by rising lock value.
 
     Args:
         lists: backward lists with the fields of `BlockSparseTensorsTorch`.
-        locks: (dq_write_order, dq_write_order_full) of these lists. None: those in `lists`, if there are any.
+        order: as in `compute_dq_write_order`: lock values follow from it. None: take those in the lists.
         descending: among equal lock values the later query block comes first; right for a launch from the first
             key block to the last. False for the opposite (``spt``).
-        sort: False keeps the lists' own order, mask blocks before full ones.
         width: of the rows of the result, at least the longest row. None: the widths of both lists together.
         num_q_blocks: query blocks of a head, for the sort's keys. None: `MOST_QUERY_BLOCKS`.
         listed: upper bound of the blocks listed, all heads and batches together. None: every place of the lists.
+
+    Returns:
+        The lists: entries, ``query_block * 2 + is_full``, in mask_block_idx, their lock values in dq_write_order, both
+        0 after the entries in use.
 
     Raises:
         ValueError: the sort's keys would pass 63 bits (give `num_q_blocks`), or a shape does not fit.
     """
     padded_lists(fields(lists))
-    locks = _given_locks(lists, locks)
-    own = distinct_lists(fields(lists), None, locks)
-    return _padded(_walk(own, locks, descending, sort, num_q_blocks, listed), own, width)
-
-
-def deterministic_walk(
-    lists: Any,
-    *,
-    spt: bool = False,
-    order: OptionalTensor = None,
-    descending: bool | None = None,
-    width: int | None = None,
-    num_q_blocks: int | None = None,
-    listed: int | None = None,
-) -> Walk:
-    """`compute_dq_write_order` and `merged_walk` at once, without the padded lock values in between.
-
-    Args:
-        lists: backward lists with the fields of `BlockSparseTensorsTorch`; lock values in them are ignored.
-        spt, order: as in `compute_dq_write_order`.
-        descending: as in `merged_walk`. None: unless `spt`.
-        width, num_q_blocks, listed: as in `merged_walk`.
-    """
-    padded_lists(fields(lists))
-    N, device = lists.mask_block_cnt.shape[2], lists.mask_block_cnt.device
-    order = as_launch_order(spt, order, N, device)
-    own = distinct_lists(fields(lists), order)
-    M = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
+    N, M = lists.mask_block_cnt.shape[2], MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
+    launch = as_launch_order(False, order, N, lists.mask_block_cnt.device)
+    locks = [t for t in (lists.dq_write_order, lists.dq_write_order_full) if t is not None and order is None]
+    own = distinct_lists(fields(lists), launch, locks)
     most = _at_most(own.heads * N * min(own.width, M), listed)
-    entries = flat_entries(own.rows(), own.launch_order(order), most)
-    ordered = sorted_walk(entries, ranks(entries, M), not spt if descending is None else descending, M)
-    return _padded(ordered, own, width)
-
-
-def _walk(
-    own: DistinctLists,
-    locks: Sequence[OptionalTensor] | None,
-    descending: bool,
-    sort: bool,
-    num_q_blocks: int | None,
-    listed: int | None,
-) -> CompactWalk:
-    M = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
-    most = _at_most(own.heads * own.mask_cnt.shape[2] * min(own.width, M), listed)
-    entries = flat_entries(own.rows(), None, most)
-    values = None
-    if locks is not None:
-        values = entries.pick([narrow(t, own.mask_idx.shape[:2]).flatten() for t in locks if t is not None])
-    if not sort:
-        return _compact(entries, entries.block.int() * 2 + entries.is_full, values)
-    return sorted_walk(entries, values, descending, M)
+    entries = flat_entries(own.rows(), own.launch_order(launch), most)
+    if order is None:
+        values = entries.pick([narrow(t, own.mask_idx.shape[:2]).flatten() for t in locks])
+    else:
+        values = ranks(entries, M)
+    return _padded(sorted_walk(entries, values, descending, M), own, width, lists)
 
 
 def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
@@ -218,7 +160,7 @@ def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
     return torch.empty_like(key, dtype=torch.int32).scatter_(0, source, (at - first).int())
 
 
-def sorted_walk(entries: FlatEntries, locks: OptionalTensor, descending: bool, M: int) -> CompactWalk:
+def sorted_walk(entries: FlatEntries, locks: torch.Tensor, descending: bool, M: int) -> CompactWalk:
     """The order in which backward visits query blocks: entries by row, then lock value, then query block.
 
     All of it is in one key, from which the result is read again. `query_loop` follows it.
@@ -226,46 +168,41 @@ def sorted_walk(entries: FlatEntries, locks: OptionalTensor, descending: bool, M
     M: query blocks are below it.
     """
     rows, N = entries.rows.heads * entries.rows.N, entries.rows.N
-    most_locks = 1 if locks is None else max(N, 1)
+    most_locks = max(N, 1)
     if rows * most_locks * M * 2 >= 1 << 63:
         raise ValueError(
             f"num_q_blocks={M} with {rows} rows and {N} key blocks makes keys past 63 bits; give the number of query "
             f"blocks, if there are fewer"
         )
-    down = descending and locks is not None
-    block = M - 1 - entries.block if down else entries.block
-    key = entries.row.long()
-    if locks is not None:
-        key = key * most_locks + locks
-    key = (key * M + block) * 2 + entries.is_full
+    block = M - 1 - entries.block if descending else entries.block
+    key = ((entries.row.long() * most_locks + locks) * M + block) * 2 + entries.is_full
     key = torch.where(entries.listed, key, rows * most_locks * M * 2).sort().values
     entry = key % (2 * M)
-    if down:
+    if descending:
         entry = 2 * (M - 1) - entry + 2 * (entry % 2)
-    values = None if locks is None else (torch.div(key, 2 * M, rounding_mode="floor") % most_locks).int()
-    return _compact(entries, entry.int(), values)
-
-
-def _compact(entries: FlatEntries, entry: torch.Tensor, locks: OptionalTensor) -> CompactWalk:
-    listed, counts = entries.listed, entries.rows.total()  # listed entries come first, sorted or not
+    lock = torch.div(key, 2 * M, rounding_mode="floor") % most_locks
+    counts = entries.rows.total()
     ends = counts.flatten().cumsum(0).view(counts.shape)
-    return CompactWalk(ends, torch.where(listed, entry, 0), None if locks is None else torch.where(listed, locks, 0))
+    entry, lock = (
+        torch.where(entries.listed, t.int(), 0) for t in (entry, lock)
+    )  # listed ones come first, sorted or not
+    return CompactWalk(ends, entry, lock)
 
 
-def _padded(walk: CompactWalk, lists: DistinctLists, width: int | None) -> Walk:
-    width = lists.width if width is None else width
-    counts, ends = lists.counts(), walk.ends.flatten()
+def _padded(walk: CompactWalk, own: DistinctLists, width: int | None, lists: Any) -> Any:
+    width = own.width if width is None else width
+    counts, ends = own.counts(), walk.ends.flatten()
     at = torch.arange(walk.entries.numel(), device=ends.device)
     row = torch.searchsorted(ends, at, right=True)
     listed = row < ends.numel()
     row = row.clamp(max=max(ends.numel() - 1, 0))
     place = at - (ends - counts).index_select(0, row) if ends.numel() else at
-    shape = (*lists.mask_cnt.shape, width)
-    spread = [
-        None if t is None else lists.repeat(scatter(t, row * width + place, listed & (place < width), shape))
-        for t in (walk.entries, walk.locks)
-    ]
-    return Walk(lists.repeat(counts.view(lists.mask_cnt.shape)), *spread)
+    shape = (*own.mask_cnt.shape, width)
+    entries, locks = (
+        own.repeat(scatter(t, row * width + place, listed & (place < width), shape)) for t in (walk.entries, walk.locks)
+    )
+    counts = own.repeat(counts.view(own.mask_cnt.shape))
+    return walk.in_place_of(lists, mask_block_cnt=counts, mask_block_idx=entries, dq_write_order=locks)
 
 
 def as_launch_order(spt: bool, order: OptionalTensor, N: int, device: torch.device) -> OptionalTensor:
@@ -277,22 +214,6 @@ def as_launch_order(spt: bool, order: OptionalTensor, N: int, device: torch.devi
     if not 1 <= tensor("order", order).ndim <= 3 or order.shape[-1] != N:
         raise ValueError(f"order has shape {tuple(order.shape)}, expected [N], [H, N] or [B, H, N] with N = {N}")
     return order.to(device).view(*(1,) * (3 - order.ndim), *order.shape)
-
-
-def _given_locks(lists: Any, locks: Sequence[OptionalTensor] | None) -> tuple[OptionalTensor, ...] | None:
-    if locks is None:
-        locks = (getattr(lists, "dq_write_order", None), getattr(lists, "dq_write_order_full", None))
-    if locks[0] is None:
-        return None
-    if (locks[1] is None) != (lists.full_block_idx is None):
-        raise ValueError("locks must hold lock values for the full lists if, and only if, there are full lists")
-    for name, lock, idx in zip(("mask", "full"), locks, (lists.mask_block_idx, lists.full_block_idx), strict=True):
-        if lock is not None and lock.shape != idx.shape:
-            raise ValueError(
-                f"lock values of the {name} lists have shape {tuple(lock.shape)}, expected that of their index list, "
-                f"{tuple(idx.shape)}"
-            )
-    return tuple(locks)
 
 
 def _at_most(bound: int, listed: int | None) -> int:
