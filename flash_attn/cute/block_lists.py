@@ -220,7 +220,7 @@ def draw_lists(
     Returns:
         The axes. Needs matplotlib.
     """
-    list_entries.padded_lists(fields(lists))
+    list_entries.check_lists(fields(lists))
     list_entries.integer("num_columns", num_columns)
     for name, value, size in zip(("batch", "head"), (batch, head), lists.mask_block_cnt.shape, strict=False):
         if not 0 <= list_entries.integer(name, value, least=0) < size:
