@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -105,7 +107,7 @@ def lists_for(call: Call, backward: bool) -> Any:
         ordered = backward and ordered_adds(case) and not kind.plan
         locks = [locks_of(listed, launched(case, listed)).mT for listed, _ in call.blocks] if ordered else None
         lists = pack(turned, kind.form, before, size, has_full=kind.full_lists, locks=locks)
-        lists = lists._replace(spt=_right_to_left(case)) if ordered else lists
+        lists = lists._replace(spt=case.launch == "right to left") if ordered else lists
     else:
         one = slice(0, 1) if kind.heads == "all" else slice(None)
         listed, full = (torch.cat(parts[one]) for parts in zip(*turned, strict=True))
@@ -166,20 +168,16 @@ def _planned(call: Call, lists: Any) -> Any:
     )
 
 
-def _right_to_left(case: Attention) -> bool:
-    return case.launch == "right to left"
-
-
 def launched(case: Attention, listed: Table) -> list[int]:
     """The key blocks in the order of their launch, without a plan."""
     order = list(range(listed.shape[3]))
-    return order[::-1] if _right_to_left(case) else order
+    return order[::-1] if case.launch == "right to left" else order
 
 
 def _ordered(call: Call, lists: Any) -> Any:
     from flash_attn.cute.lists.write_order import compute_dq_write_order
 
-    spt = _right_to_left(call.case)
+    spt = call.case.launch == "right to left"
     listed, full = (torch.cat(parts) for parts in zip(*call.blocks, strict=True))
     forward = lists_of(listed, full if call.case.kind.full_lists else None, random.Random(0))
     order, order_full = compute_dq_write_order(*forward[:4], *lists[:4], spt=spt)
@@ -284,7 +282,8 @@ def visible(call: Call, b: int) -> torch.Tensor:
     if call.table is not None:
         seen = call.table[b, :T_q, :T_k].bool()[None]
     if call.blocks is not None:
-        listed, full = (_spread(part[0], kind, T_q, T_k).to(device) for part in call.blocks[b])
+        size = (kind.block_q, kind.block_k)
+        listed, full = (spread(part[0], size, kind.Hq)[:, :T_q, :T_k].to(device) for part in call.blocks[b])
         seen = listed & (full | seen)
     at = t + T_k - T_q  # aligned at the ends, but for compressed keys
     if kind.mask == "causal":
@@ -298,29 +297,52 @@ def visible(call: Call, b: int) -> torch.Tensor:
     return seen
 
 
-def _spread(table: torch.Tensor, kind: Kind, T_q: int, T_k: int) -> torch.Tensor:
-    seen = table.repeat_interleave(kind.block_q, 1)[:, :T_q].repeat_interleave(kind.block_k, 2)[:, :, :T_k]
-    return seen if len(seen) == 1 else seen.repeat_interleave(kind.Hq // len(seen), 0)
+def spread(table: Table, block: tuple[int, int], heads: int) -> Table:
+    """Blocks [lists, M, N] as pairs of tokens, [heads, queries, keys], or [1, ...] of one list."""
+    seen = table.repeat_interleave(block[0], 1).repeat_interleave(block[1], 2)
+    return seen if len(seen) == 1 else seen.repeat_interleave(heads // len(seen), 0)
 
 
 def reference(call: Call, dtype: torch.dtype) -> Tensors:
-    """Dense attention under the mask; a row that sees nothing gives 0, log-sum-exp -inf and no gradient."""
-    kind = call.case.kind
-    leaves = [t.detach().to(dtype).contiguous().requires_grad_() for t in (call.q, call.k, call.v)]
+    """`dense` of a call."""
+    lengths = call.case.lengths if call.case.kind.packed else None
+    return dense((call.q, call.k, call.v), call.do, partial(visible, call), dtype, lengths=lengths)
+
+
+def dense(
+    inputs: tuple[torch.Tensor, ...],
+    do: torch.Tensor,
+    seen: Callable[[int], torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    lengths: tuple[tuple[int, int], ...] | None = None,
+    score: Callable[[torch.Tensor], torch.Tensor] = lambda scores: scores,
+) -> Tensors:
+    """Dense attention under a mask; a row that sees nothing gives 0, log-sum-exp -inf and no gradient.
+
+    Args:
+        inputs: q, k and v, and the sink [Hq] if there is one.
+        seen: which keys each query of a sequence sees, bool [heads or 1, queries, keys].
+        lengths: queries and keys of packed sequences. score: of the scores, before they are masked.
+    """
+    leaves = [t.detach().to(dtype).contiguous().requires_grad_() for t in inputs]
+    parts = [t.split([pair[i > 0] for pair in lengths]) if lengths else t for i, t in enumerate(leaves[:3])]
     os, lses = [], []
-    for b, (q, k, v) in enumerate(zip(*(sequences(call.case, t, i > 0) for i, t in enumerate(leaves)), strict=True)):
-        seen = visible(call, b)
-        k, v = (t.repeat_interleave(kind.Hq // kind.Hkv, 1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * kind.D**-0.5
-        # A finite floor, not -inf: its softmax has gradients where a row sees nothing.
-        floored = torch.where(seen, scores.to(torch.promote_types(dtype, torch.float32)), -1e30)
-        p = floored.softmax(-1) * seen
-        lses.append(floored.masked_fill(~seen, -torch.inf).detach().logsumexp(-1))
+    for b, (q, k, v) in enumerate(zip(*parts, strict=True)):
+        shown, group = seen(b), q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        # The softmax of half-precision scores is one in fp32, as eager attention has it. A finite floor, not -inf: its
+        # softmax has gradients where a row sees nothing.
+        floored = torch.where(shown, score(scores.to(torch.promote_types(dtype, torch.float32))), -1e30)
+        for sink in leaves[3:]:
+            floored = torch.cat([floored, sink.to(floored.dtype)[:, None, None].expand(-1, len(q), 1)], -1)
+        p = floored.softmax(-1)[..., : len(k)] * shown
+        lses.append(floored.masked_fill(floored == -1e30, -torch.inf).detach().logsumexp(-1))
         os.append(torch.einsum("hqk,khd->qhd", p.to(dtype), v))
-    o = torch.cat(os) if kind.packed else torch.stack(os)
-    lse = torch.cat(lses, 1) if kind.packed else torch.stack(lses)
-    grads = torch.autograd.grad(o, leaves, call.do.to(dtype))
-    return {"o": o.detach(), "lse": lse} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    o, lse = (torch.cat(os), torch.cat(lses, 1)) if lengths else (torch.stack(os), torch.stack(lses))
+    grads = torch.autograd.grad(o, leaves, do.to(dtype))
+    return {"o": o.detach(), "lse": lse} | dict(zip(("dq", "dk", "dv", "dsink"), grads))
 
 
 def sequences(case: Attention, tensor: torch.Tensor, keys: bool) -> list[torch.Tensor]:
@@ -357,7 +379,7 @@ def rounded_terms(call: Call, name: str) -> float:
 
 
 def assert_close(
-    name: str, mine: torch.Tensor, exact: torch.Tensor, rough: torch.Tensor, *, rounding: float = 0.0
+    name: str, mine: torch.Tensor, exact: torch.Tensor, rough: torch.Tensor, rounding: float = 0.0, floor: float = 1e-4
 ) -> None:
     """Within twice the error of plain PyTorch in the same dtype, or what rounding alone can make, and a rounding."""
     if mine.numel() == 0:
@@ -365,7 +387,7 @@ def assert_close(
     assert mine.isfinite().all(), f"{name}: {int((~mine.isfinite()).sum())} values are not finite"
     error, true = (mine.double() - exact).abs(), float(exact.abs().max())
     limit = max(2 * float((rough.double() - exact).abs().max()), rounding)
-    limit += torch.finfo(mine.dtype).eps / 2 * true + 1e-4
+    limit += torch.finfo(mine.dtype).eps / 2 * true + floor
     worst = int(error.argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(worst), error.shape)]
     assert float(error.max()) <= limit, (

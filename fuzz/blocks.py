@@ -13,6 +13,7 @@ from fuzz.case import Blocks, Packed
 POISON = -7  # stands where nothing may be read
 ENTRIES = ("mask_block_idx", "full_block_idx")
 Table = torch.Tensor  # bool [B, H, M, N]
+Rows = list[list[list[list[int]]]]  # [head][sequence][row][entry]
 
 
 def pattern_table(name: str, M: int, N: int, density: float, draw: random.Random) -> torch.Tensor:
@@ -175,37 +176,57 @@ def pack(
 
     locks: lock values of each sequence's entries, like the tables.
     """
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-
     heads, across = parts[0][0].shape[1], [listed.shape[3] for listed, _ in parts]
-    fields: dict[str, Any] = {"block_size": block}
     kinds = {"mask": [listed & ~full for listed, full in parts]} if has_full else {"mask": [p[0] for p in parts]}
     if has_full:
         kinds["full"] = [listed & full for listed, full in parts]
-    for kind, of_sequences in kinds.items():
-        rows = [[[row.nonzero().flatten().tolist() for row in own[0, h]] for own in of_sequences] for h in range(heads)]
-        cnt, idx, starts = _formed(rows, form, across)
+    rows = {kind: [[rows_of(own[0, h]) for own in tables] for h in range(heads)] for kind, tables in kinds.items()}
+    fields: dict[str, Any] = {"block_size": block}
+    for kind, order in zip(kinds, ("dq_write_order", "dq_write_order_full")) if locks is not None else ():
+        own = [t.expand(listed.shape) for t, listed in zip(locks, kinds[kind], strict=True)]
+        values = [
+            [[t[0, h, r][kept[0, h, r]].tolist() for r in range(t.shape[2])] for t, kept in zip(own, kinds[kind])]
+            for h in range(heads)
+        ]
+        fields[order] = _formed(values, form, across)[1]
+    return lists_of_rows(rows, form, across, rows_before, **fields)
+
+
+def rows_of(table: torch.Tensor, draw: random.Random | None = None) -> list[list[int]]:
+    """The places in each row of a table, rising, or in no order."""
+    rows = [row.nonzero().flatten().tolist() for row in table]
+    for row in rows if draw is not None else ():
+        draw.shuffle(row)
+    return rows
+
+
+def lists_of_rows(
+    kinds: dict[str, Rows], form: str, across: list[int], rows_before: str, *, width: int = 1, **fields: Any
+) -> Any:
+    """Lists in a form, of the rows of "mask" and "full" blocks.
+
+    across: blocks that a row of each sequence may list. width: of padded and compact rows, at least.
+    """
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    for kind, rows in kinds.items():
+        cnt, idx, starts = _formed(rows, form, across, width)
         fields |= {f"{kind}_block_cnt": cnt, f"{kind}_block_idx": idx}
         if starts is not None:
             own_starts = form == "ragged" and kind == "full"
             fields["cu_full_block_idx_offsets" if own_starts else "cu_block_idx_offsets"] = starts
-        if locks is not None:
-            own = [t.expand(listed.shape) for t, listed in zip(locks, of_sequences, strict=True)]
-            values = [
-                [[t[0, h, r][kept[0, h, r]].tolist() for r in range(t.shape[2])] for t, kept in zip(own, of_sequences)]
-                for h in range(heads)
-            ]
-            fields["dq_write_order" if kind == "mask" else "dq_write_order_full"] = _formed(values, form, across)[1]
     if form != "padded":
-        before = [0, *accumulate(listed.shape[2] for listed, _ in parts)]
+        before = [0, *accumulate(map(len, kinds["mask"][0]))]
         fields[rows_before] = torch.tensor(before, dtype=torch.int32)
     return BlockSparseTensorsTorch(**fields)
 
 
-def _formed(rows: list, form: str, across: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """rows[head][sequence][row]: counts, entries, and where sequences or rows start."""
+def _formed(
+    rows: Rows, form: str, across: list[int], width: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Counts, entries, and where sequences or rows start."""
     longest = max((len(row) for head in rows for own in head for row in own), default=0)
-    width = max(1, longest)
+    width = max(width, longest)
 
     def filled(row: list[int], width: int) -> list[int]:
         return row + [POISON] * (width - len(row))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,109 +13,86 @@ import torch
 from fuzz.case import PATTERNS
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside them
+
+import block_sparse  # noqa: E402
+import checked_kernels as checked  # noqa: E402
+import compare_trees as trees  # noqa: E402
+import list_masks as masks  # noqa: E402
+import tree_calls  # noqa: E402
+from sparse_variants import Setup  # noqa: E402
+from tile_lists import Case  # noqa: E402
 
 
-@pytest.fixture
-def benchmarks() -> Iterator[SimpleNamespace]:
-    """Its modules, which find each other beside the script."""
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        import block_sparse
-        import checked_kernels
-        import compare_trees
-        import list_masks
-        import sparse_variants
-        import tile_lists
-        import tree_calls
-
-        yield SimpleNamespace(
-            block_sparse=block_sparse,
-            checked=checked_kernels,
-            masks=list_masks,
-            trees=compare_trees,
-            tree_calls=tree_calls,
-            variants=sparse_variants,
-            tile_lists=tile_lists,
-        )
-    finally:
-        sys.path[:] = before
-
-
-def test_masks_are_all_that_fuzzing_draws(benchmarks: SimpleNamespace) -> None:
-    kinds = {pattern.kind for pattern in benchmarks.masks.patterns()}
+def test_masks_are_all_that_fuzzing_draws() -> None:
+    kinds = {pattern.kind for pattern in masks.patterns()}
     assert kinds == set(PATTERNS) - {"empty"}
 
 
 @pytest.mark.parametrize("kind", ["causal", "one long column", "documents", "empty rows"])
-def test_masks_as_lists(benchmarks: SimpleNamespace, kind: str) -> None:
-    pattern = benchmarks.masks.Pattern(kind, 1024, 0, share=0.4)
-    table = benchmarks.masks.drawn(pattern)
-    forward, backward = benchmarks.masks.lists_of(table)
+def test_masks_as_lists(kind: str) -> None:
+    pattern = masks.Pattern(kind, 1024, 0, share=0.4)
+    table = masks.drawn(pattern)
+    forward, backward = masks.lists_of(table)
     assert forward.full_block_cnt[0].equal(table.sum(-1).int()) and not forward.mask_block_cnt.any()
     assert backward.full_block_cnt[0].equal(table.sum(-2).int())
     assert pattern.mask == {"causal": False}
 
 
-def test_the_worst_mask_is_marked(benchmarks: SimpleNamespace) -> None:
+def test_the_worst_mask_is_marked() -> None:
     def row(kind: str, det: float, planned: float) -> dict[str, float | str]:
         times = {"backward": 2.0, "deterministic": det, "planned": 1.0, "deterministic, planned": planned}
         return times | {"kind": kind, "share": 0.1, "tiles": 512, "T": 65536}
 
     rows = {"a": row("random", 3.0, 1.2), "b": row("comb", 1.0, 1.7)}
-    said = benchmarks.masks.report(rows)
+    said = masks.report(rows)
     assert said.count("(worst)") == 1 and "1.70 (worst)" in said and "1.50" in said
     assert said.endswith("worst: b: deterministic, planned takes 1.70 times the time of planned")
 
 
-def test_kernels_that_are_compiled(benchmarks: SimpleNamespace) -> None:
+def test_kernels_that_are_compiled() -> None:
     """One job a kernel: cases that share it are checked one after the other."""
-    Case, Setup = benchmarks.tile_lists.Case, benchmarks.variants.Setup
     ways = ("forward", "backward", "two passes")
     wanted = [
         (Setup(Case("causal", 65536, 8), groups=True), ways),
         (Setup(Case("selected", 65536, 16)), ways),
         (Setup(Case("random", 65536, 256), wide=True), ways),
     ]
-    found = benchmarks.checked.jobs(wanted)
+    found = checked.jobs(wanted)
     assert all(setup.case.T == 1024 and setup.case.listed <= 6 for setups in found.values() for setup in setups)
     of = {}
-    for (masks, _, _, way, wide, groups, *_), setups in found.items():
-        of[dict(masks)["causal"], way, wide, groups] = [setup.case.kind for setup in setups]
+    for (options, _, _, way, wide, groups, *_), setups in found.items():
+        of[dict(options)["causal"], way, wide, groups] = [setup.case.kind for setup in setups]
     assert of[True, "forward", False, False] == ["causal", "selected"]
     assert of[True, "backward", False, True] == ["causal"] and of[True, "backward", False, False] == ["selected"]
     assert of[False, "forward", True, False] == of[False, "forward", False, False] == ["random"]
     assert len(found) == 10
 
 
-def test_failures_are_not_timed(benchmarks: SimpleNamespace) -> None:
-    case = benchmarks.tile_lists.Case("random", 65536, 16)
-    found = {benchmarks.checked.described(case): {"forward": 1e-3, "backward": "ValueError: no"}}
-    assert benchmarks.checked.failed(found, case) == ["backward"]
-    assert "failed" in benchmarks.checked.table(found)
-    assert list(benchmarks.checked.failures(found)) == [
+def test_failures_are_not_timed() -> None:
+    case = Case("random", 65536, 16)
+    found = {checked.described(case): {"forward": 1e-3, "backward": "ValueError: no"}}
+    assert checked.failed(found, case) == ["backward"]
+    assert "failed" in checked.table(found)
+    assert list(checked.failures(found)) == [
         "random, by key/value head, 128 keys, backward is left out: ValueError: no"
     ]
 
 
-def test_keys_at_two_head_dimensions(benchmarks: SimpleNamespace) -> None:
-    sparse, checked = benchmarks.block_sparse, benchmarks.checked
-    cases = sparse.section_cases("keys", [65536])
+def test_keys_at_two_head_dimensions() -> None:
+    cases = block_sparse.section_cases("keys", [65536])
     blocks = {(case.kind, case.head_dim): [] for case in cases}
     for case in cases:
         blocks[case.kind, case.head_dim].append((case.block_k, case.listed * case.block_k))
     assert blocks == dict.fromkeys((("random", 128), ("selected", 128), ("random", 64)), [(128, 2048), (64, 2048)])
     assert len({checked.described(case) for case in cases}) == len(cases)
-    found = checked.jobs((benchmarks.variants.Setup(case), ["forward"]) for case in cases)
+    found = checked.jobs((Setup(case), ["forward"]) for case in cases)
     assert len(found) == len(cases), "kernels of another head dimension are others"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rates_count_the_head_dimension(
-    benchmarks: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, head_dim: int
-) -> None:
-    sparse = benchmarks.block_sparse
-    case = benchmarks.tile_lists.Case("random", 1024, 2, block_k=64, head_dim=head_dim)
+def test_rates_count_the_head_dimension(monkeypatch: pytest.MonkeyPatch, head_dim: int) -> None:
+    case = Case("random", 1024, 2, block_k=64, head_dim=head_dim)
     made = []
 
     def inputs(*lead: int, head_dim: int) -> None:
@@ -126,18 +101,18 @@ def test_rates_count_the_head_dimension(
     def variants(case: object, lists: object, tensors: object, ways: list[str]) -> dict[str, object]:
         return dict.fromkeys([*ways, "plan"])
 
-    monkeypatch.setattr(benchmarks.tile_lists.Case, "lists", lambda self: (None, None))
-    monkeypatch.setattr(sparse, "tiles", lambda lists: 16)
-    monkeypatch.setattr(sparse, "inputs", inputs)
-    monkeypatch.setattr(sparse, "variants", variants)
-    monkeypatch.setattr(sparse, "interleaved", lambda calls, **options: {way: [2.0] for way in calls})
-    row = sparse.measure(case, sparse.ways_of("keys", case), 5, left_out=[])
+    monkeypatch.setattr(Case, "lists", lambda self: (None, None))
+    monkeypatch.setattr(block_sparse, "tiles", lambda lists: 16)
+    monkeypatch.setattr(block_sparse, "inputs", inputs)
+    monkeypatch.setattr(block_sparse, "variants", variants)
+    monkeypatch.setattr(block_sparse, "interleaved", lambda calls, **options: {way: [2.0] for way in calls})
+    row = block_sparse.measure(case, block_sparse.ways_of("keys", case), 5, left_out=[])
     assert set(made) == {(1, 1024, head_dim)}
     flop = 16 * 32 * 128 * 64 * head_dim * 2
     assert row["forward TFLOP/s"] == pytest.approx(2 * flop / 2e-3 / 1e12)
     assert row["backward TFLOP/s"] == pytest.approx(5 * flop / 2e-3 / 1e12)
-    cells = sparse.table_row("keys", case, row, {})
-    assert cells[:3] == ["random", str(head_dim), "64"] and len(cells) == len(sparse.HEADERS["keys"])
+    cells = block_sparse.table_row("keys", case, row, {})
+    assert cells[:3] == ["random", str(head_dim), "64"] and len(cells) == len(block_sparse.HEADERS["keys"])
     assert cells[3] == f"{2e9 / (16 * 32 * 128 * 64):.3f}", "picoseconds a pair"
 
 
@@ -162,29 +137,29 @@ def test_without_a_gpu_they_say_so() -> None:
 
 
 @pytest.mark.parametrize("kind", ["random, mask", "random, full", "random, both", "all causal, both"])
-def test_lists_that_upstream_takes_too(benchmarks: SimpleNamespace, kind: str) -> None:
+def test_lists_that_upstream_takes_too(kind: str) -> None:
     """Without the package's own helpers: each block once, in the list that the kind says."""
-    made, where = benchmarks.tree_calls, kind.rpartition(", ")[2]
-    case = made.Case(kind, 2048)
-    mask, full = made.halves(case, "cpu")
-    assert not (mask & full).any() and (mask | full).equal(made.listed_blocks(case, "cpu"))
+    where = kind.rpartition(", ")[2]
+    case = tree_calls.Case(kind, 2048)
+    mask, full = tree_calls.halves(case, "cpu")
+    assert not (mask & full).any() and (mask | full).equal(tree_calls.listed_blocks(case, "cpu"))
     assert (bool(mask.any()), bool(full.any())) == (where != "full", where != "mask")
     for table in (mask, full, mask.T):
-        counts, indices = made.compact(table)
+        counts, indices = tree_calls.compact(table)
         listed = torch.zeros_like(table)
         for row, (n, places) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist())):
             listed[row, places[:n]] = True
         assert listed.equal(table) and counts.dtype == indices.dtype == torch.int32
 
 
-def test_a_row_compares_medians(benchmarks: SimpleNamespace) -> None:
+def test_a_row_compares_medians() -> None:
     row = {"case": {"kind": "random, both", "T": 8192, "sequences": 4}, "way": "backward", "difference": 1e-3}
     timings = {"upstream": [2.0, 9.0, 1.0], "before": [2.004, 3.0, 1.0], "now": [3.0, 3.0, 1.0]}
-    cells = benchmarks.trees.table_row(row | timings, "upstream", "before", "now")
+    cells = trees.table_row(row | timings, "upstream", "before", "now")
     assert cells == ["8,192", "random, both", "4", "backward", "2.000", "1.0020", "1.5000", "1e-03"]
-    assert "before / upstream" in benchmarks.trees.table([row | timings], "upstream", "before", "now")
+    assert "before / upstream" in trees.table([row | timings], "upstream", "before", "now")
 
 
-def test_a_worker_that_imports_another_tree_is_refused(benchmarks: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_worker_that_imports_another_tree_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="imports"):
-        benchmarks.trees.Worker(tmp_path, tmp_path / "log")
+        trees.Worker(tmp_path, tmp_path / "log")

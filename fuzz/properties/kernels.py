@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 
 from fuzz import strategies
@@ -12,19 +15,35 @@ from fuzz.prop import GPU, holds
 
 
 def assert_right(call: Call, got: Tensors) -> None:
-    """Output, log-sum-exp and gradients are those of the definition; what is hidden is exactly nothing."""
-    dtype = call.q.dtype
-    exact, rough = reference(call, torch.float64), reference(call, dtype)
+    """`assert_results` of a call."""
+    exact, rough = reference(call, torch.float64), reference(call, call.q.dtype)
+    rounding, seen = (partial(of, call) for of in (rounded_terms, visible))
+    assert_results(got, exact, rough, seen, partial(sequences, call.case), rounding=rounding)
+
+
+def assert_results(
+    got: Tensors,
+    exact: Tensors,
+    rough: Tensors,
+    seen: Callable[[int], torch.Tensor],
+    split: Callable[[torch.Tensor, bool], Sequence[torch.Tensor]],
+    rounding: Callable[[str], float] = lambda name: 0.0,
+    **limits: float,
+) -> None:
+    """Output, log-sum-exp and gradients are those of the definition; what is hidden is exactly nothing.
+
+    seen: pairs of a sequence, bool [heads, queries, keys]. split: a tensor of queries, or keys, into sequences.
+    """
     lse, true = got["lse"], exact["lse"]
     assert lse.isneginf().equal(true.isneginf()), "log-sum-exp: -inf in the wrong rows"
     some = ~true.isneginf()
     torch.testing.assert_close(lse[some].double(), true[some], rtol=1e-3, atol=2e-3, msg=lambda said: f"lse: {said}")
-    for name in NAMES:
-        assert_close(name, got[name], exact[name], rough[name], rounding=rounded_terms(call, name))
-    parts = [sequences(call.case, got[name], name in ("dk", "dv")) for name in NAMES]
+    for name in exact.keys() - {"lse"}:
+        assert_close(name, got[name], exact[name], rough[name], rounding=rounding(name), **limits)
+    parts = [split(got[name], name in ("dk", "dv")) for name in NAMES]
     for b, of_sequence in enumerate(zip(*parts, strict=True)):
-        seen = visible(call, b)
-        blind, unseen = ~seen.any(0).any(1), ~seen.any(0).any(0)
+        shown = seen(b)
+        blind, unseen = ~shown.any(0).any(1), ~shown.any(0).any(0)
         for name, part in zip(NAMES, of_sequence, strict=True):
             hidden = part[unseen if name in ("dk", "dv") else blind]
             assert not hidden.any(), f"{name} of sequence {b} is not 0 where nothing is visible"

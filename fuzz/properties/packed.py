@@ -21,10 +21,12 @@ from fuzz.prop import Skip, holds
 HEADS = 4
 
 
-def call(case: Packed) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def call(case: Packed, Hkv: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """q and k that have shapes only, and where their sequences start."""
     starts = [torch.tensor([0, *accumulate(pair[side] for pair in case.lengths)]).int() for side in (0, 1)]
-    tensors = [torch.zeros(1).expand(int(ends[-1]), heads, 64) for ends, heads in zip(starts, (HEADS, 2), strict=True)]
+    tensors = [
+        torch.zeros(1).expand(int(ends[-1]), heads, 64) for ends, heads in zip(starts, (HEADS, Hkv), strict=True)
+    ]
     return tensors, dict(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
 
 
@@ -94,13 +96,16 @@ def write_order(case: Packed) -> None:
 @holds("packed.plan", strategies.packed, pr=60)
 def plan(case: Packed) -> None:
     """A pack has the items and the walks of its sequences, each as a batch of its own."""
-    (rows, most), (_, lists) = rows_of_backward(case), packed_lists(case)
+    (rows, most), (forward, lists) = rows_of_backward(case), packed_lists(case)
     if not lists.mask_block_cnt.numel():  # nothing to plan
         raise Skip
     for Hkv, deterministic in product((2,) if case.heads == 2 else (2, 4), (False, True)):
+        tensors, starts = call(case, Hkv)
         options = dict(num_heads=HEADS, num_heads_kv=Hkv, schedule="right to left", longest=3)
         options |= dict(deterministic=deterministic, num_q_blocks=rows["num_q_blocks"])
         planned, bounded = (plan_backward(lists, listed=bound, **options | rows) for bound in (None, most))
+        for each in (planned, bounded):
+            validate_call(True, forward, each, *tensors, **starts)
         count = len(planned.plan)
         assert bounded.plan[:count].equal(planned.plan) and not bounded.plan[count:].any()
         for b, (listed, full) in enumerate(packed_tables(case)):

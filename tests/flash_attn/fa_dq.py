@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import torch
-from fa_cases import Case, Inputs, forward_lists
+from fa_cases import Case, Inputs
+from fa_lists import forward_lists
 from fa_reference import attention, visible
 
 LISTS = dict(T_q=700, T_k=700, lists="both")

@@ -1,4 +1,4 @@
-"""mask_mods for the cases, each with the same rule on index tensors for the reference."""
+"""mask_mods and a score_mod for the cases, each with the same rule on index tensors for the reference."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ def keyed(batch, head, q, kv, seqlen_info, aux_tensors):
 @cute.jit
 def halves(batch, head, q, kv, seqlen_info, aux_tensors):
     return kv * 2 + 1 <= q
+
+
+@cute.jit
+def double(score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
+    return score + score
+
+
+@cute.jit
+def double_bwd(grad, score, batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):
+    return grad + grad
 
 
 MASK_MODS = {

@@ -9,10 +9,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from fa_packed_lists import FORMS
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.query_halves import turn_of_add
+from fuzz.blocks import Rows, lists_of_rows
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def tensors(case: Drawn, backward: bool) -> BlockSparseTensorsTorch:
     sizes = [turn(*shape) for shape in case.shapes]
     if case.form == "shared":
         sizes = [tuple(max(each) for each in zip(*sizes))] * len(sizes)
-    kinds: dict[str, Any] = {}
+    kinds: dict[str, Rows] = {}
     for kind, name in enumerate(("mask", "full")[: 1 + case.with_full]):
-        heads = []
+        kinds[name] = heads = []
         for head in range(case.H):
-            sequences = []
+            heads.append([])
             for of, (rows, _) in zip(case.listed(), sizes, strict=True):
                 table: list[list[int]] = [[] for _ in range(rows)]
                 for place, own in of[head].items():
@@ -67,24 +67,14 @@ def tensors(case: Drawn, backward: bool) -> BlockSparseTensorsTorch:
                         table[row].append(block)
                 for row in table:
                     draw.shuffle(row)
-                sequences.append(table)
-            heads.append(sequences)
-        counts, indices, offsets = FORMS[case.form](heads, [across for _, across in sizes])
-        kinds |= {
-            f"{name}_block_cnt": torch.tensor(counts, dtype=torch.int32),
-            f"{name}_block_idx": torch.tensor(indices, dtype=torch.int32),
-        }
-        if offsets is not None:
-            field = "cu_full_block_idx_offsets" if case.form == "ragged" and kind else "cu_block_idx_offsets"
-            kinds[field] = torch.tensor(offsets)
-    lists = BlockSparseTensorsTorch(**kinds, block_size=(64 * case.factor, 128))
-    if case.form in ("padded", "shared"):
-        B = len(case.shapes)
-        return lists._replace(
-            **{name: getattr(lists, name).expand(B, -1, *(-1,) * (2 if name.endswith("idx") else 1)) for name in kinds}
-        )
-    before = torch.tensor([0, *accumulate(rows for rows, _ in sizes)], dtype=torch.int32)
-    return lists._replace(**{"cu_total_n_blocks" if backward else "cu_total_m_blocks": before})
+                heads[-1].append(table)
+    padded, rows_before = case.form in ("padded", "shared"), "cu_total_n_blocks" if backward else "cu_total_m_blocks"
+    if case.form == "shared":
+        kinds = {name: [sequences[:1] for sequences in heads] for name, heads in kinds.items()}
+    form, across = "padded" if padded else case.form, [across for _, across in sizes]
+    lists = lists_of_rows(kinds, form, across, rows_before, block_size=(64 * case.factor, 128))
+    given = {n: t for n, t in lists._asdict().items() if isinstance(t, torch.Tensor)} if padded else {}
+    return lists._replace(**{n: t.expand(len(case.shapes), *t.shape[1:]) for n, t in given.items()})
 
 
 def as_joined(case: Drawn, backward: bool) -> Any:

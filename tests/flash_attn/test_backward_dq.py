@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_cases import Case, forward_lists, in_turn, make_inputs
+from fa_cases import Case, in_turn, make_inputs
 from fa_dq import HALVES, LENGTHS, LISTS, call, layout, rounded_sums, row_sums
+from fa_lists import forward_lists
 from fa_reference import assert_close, attention
 
 CASES = [

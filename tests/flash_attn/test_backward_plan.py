@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, compile_case, forward, in_turn, make_inputs
+from fa_cases import Case, _masks, backward, compile_case, forward, in_turn, make_inputs
 from fa_compile import Worker, WorkerError
-from fa_packed_lists import ordered_backward_lists
+from fa_lists import backward_lists, ordered_backward_lists
 from fa_reference import assert_bits_repeat
 
 from fuzz.blocks import both_directions

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, backward, backward_lists, forward, forward_lists, in_turn, make_inputs, swept
+from fa_cases import Case, Inputs, _masks, backward, forward, in_turn, make_inputs, swept
 from fa_compile import Worker
+from fa_lists import backward_lists, forward_lists
 
 PLAIN = ((300, 300), (500, 500), (77, 77), (64, 64))
 # Tails of every kind, no queries, no keys, queries that see no key, and more keys than queries.

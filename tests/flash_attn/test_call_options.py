@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward_lists, forward, forward_lists, make_inputs
+from fa_cases import Case, forward, make_inputs
 from fa_compile import Worker
+from fa_lists import backward_lists, forward_lists
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
 from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec

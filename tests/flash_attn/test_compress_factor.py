@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from fa_cases import Case, compile_case
 from fa_compile import Worker, WorkerError
-from fa_compress import KINDS, Data, Kind, make, run
+from fa_compress import FIXED, KINDS
 
 from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, compression, refuse_unsupported
 
@@ -74,34 +76,34 @@ def test_backward_gets_what_forward_got(name: str, monkeypatch: pytest.MonkeyPat
 COMPILED = [KINDS[i] for i in (1, 5, 9)]
 
 
-def compile_kind(kind: Kind) -> tuple[int, int]:
+def compile_kind(kind: Case) -> tuple[int, int]:
     """Forward and backward for one pair, then for another; how many kernels each of them made."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     made = []
     for factor, offset in ((64, 63), (3, -20)):
-        lengths = ((1000, 300),) * 2
-        list(run(kind, Data(lengths, factor, offset), make(kind, lengths)))
+        case = replace(kind, T_k=300, packed=((1000, 300),) * 2 if kind.packed else (), compress=(factor, offset))
+        compile_case(case)
         made.append(len(_flash_attn_fwd.compile_cache.cache) + len(_flash_attn_bwd.compile_cache.cache))
     return made[0], made[1]
 
 
 @pytest.mark.parametrize("kind", COMPILED, ids=str)
-def test_compiles_once_for_all_factors(compiler: Worker, kind: Kind) -> None:
+def test_compiles_once_for_all_factors(compiler: Worker, kind: Case) -> None:
     one, two = compiler.trace(compile_kind, kind)
     assert one == two
 
 
 def test_compiles_with_a_mask_mod(compiler: Worker) -> None:
-    compiler.trace(compile_kind, Kind(D=64, option="mask_mod"))
+    compiler.trace(compile_kind, replace(FIXED, D=64, mask_mod="thirds"))
 
 
-def places_that_store_gradients(kind: Kind) -> list[int]:
+def places_that_store_gradients(kind: Case) -> list[int]:
     """How often backward's tracing came by the epilogue that stores dk and dv: plain causal, compressed."""
     from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
     epilogue = FlashAttentionBackwardSm90.epilogue_dKV
-    lengths, counts = ((1000, 300),) * 2, []
+    counts: list[int] = []
 
     def counting(*args: Any, **options: Any) -> Any:
         counts[-1] += 1
@@ -111,10 +113,10 @@ def places_that_store_gradients(kind: Kind) -> list[int]:
         patch.setattr(FlashAttentionBackwardSm90, "epilogue_dKV", counting)
         for pair in ((1, 0), (64, 63)):
             counts.append(0)
-            list(run(kind, Data(lengths, *pair), make(kind, lengths)))
+            compile_case(replace(kind, T_k=300, compress=pair))
     return counts
 
 
 def test_tiles_that_no_query_sees_store_zeros(compiler_sm90: Worker) -> None:
     """Plain causal attention of fixed lengths has none, and so no place that stores them."""
-    assert compiler_sm90.trace(places_that_store_gradients, Kind(D=64, Hkv=4)) == [1, 2]
+    assert compiler_sm90.trace(places_that_store_gradients, replace(FIXED, D=64, Hkv=4)) == [1, 2]

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, forward, forward_lists, make_inputs
+from fa_cases import Case, _masks, backward, forward, make_inputs
 from fa_compile import Worker, built_kernels
-from fa_packed_lists import lists_of_rows
+from fa_lists import backward_lists, forward_lists
 from fa_reference import assert_bits_repeat, assert_call_repeats
+
+from fuzz.blocks import lists_of_rows
 
 ORDERED = dict(T_q=700, T_k=700, deterministic=True)
 CASES = [

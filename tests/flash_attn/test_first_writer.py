@@ -1,16 +1,19 @@
 """dq without a cleared accumulator on SM90: who stores first, that it starts first, and that nothing is left out."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from fa_cases import Case, make_inputs
 from fa_compile import Worker
-from fa_compress import Data, Kind, assert_data, at_most_seen, make, run
+from fa_compress import FIXED, at_most_seen
+from fa_reference import assert_case, results
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs, compressed_query_tile_range
+from fuzz.canary import Guarded
 
 TILE_M, TILE_N = 4, 8
 PAIRS = [(factor, offset) for factor in (2, 3, 5, 16) for offset in (-40, -3, 0, factor - 1, factor + 4, 31)]
@@ -149,52 +152,37 @@ def test_who_stores_first_is_launched_first(compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(kernels, True) == (False, "[]")
 
 
-@contextmanager
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory that nobody has written holds NaN, and flags that are up."""
-    empty = torch.empty
-
-    def filled(*args, **keywords):
-        t = empty(*args, **keywords)
-        return t.fill_(7 if t.dtype == torch.int32 else torch.nan) if t.is_cuda else t
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", filled)
-        yield
-
-
-def gpu_data() -> Iterator[Data]:
+def gpu_cases(kind: Case) -> Iterator[Case]:
     """Query tiles that see nothing, keys that nobody sees, edges of several key tiles inside one share."""
     for T, factor in product((64, 300, 2100), (2, 16, 64)):
         for offset in (-100, factor - 1, factor + 140, 300):
             most = at_most_seen(T, factor, offset)
             for T_k in sorted({max(most - 7, 1), most + 1, most + 290}):
-                yield Data(((T, T_k),) * 2, factor, offset)
-    yield Data(((4096, 2000),), 2, 1)
+                yield replace(kind, T_q=T, T_k=T_k, compress=(factor, offset))
+    yield replace(kind, B=1, T_q=4096, T_k=2000, compress=(2, 1))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("D,Hkv", [(64, 1), (64, 4), (96, 2), (128, 1), (128, 4), (256, 2)])
-def test_nothing_is_left_unwritten(D: int, Hkv: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, data in enumerate(gpu_data()):
-        with poisoned(monkeypatch):
-            assert_data(Kind(D=D, Hkv=Hkv), data, seed)
+def test_nothing_is_left_unwritten(D: int, Hkv: int) -> None:
+    for case in gpu_cases(replace(FIXED, D=D, Hkv=Hkv)):
+        assert_case(case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("Hkv", [8, 32])
 def test_results_do_not_change_under_load(Hkv: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, data = Kind(Hq=32, Hkv=Hkv), Data(((20000, 600),), 32, 31)
-    x, other, busy = make(kind, data.lengths), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    case = replace(FIXED, Hq=32, Hkv=Hkv, B=1, T_q=20000, T_k=600, compress=(32, 31))
+    x, other, busy = make_inputs(case), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
     with monkeypatch.context() as patch:
         patch.setattr(compress_schedule, "writes_first", lambda *_, **__: False)
-        (expected,) = run(kind, data, x)
+        expected = results(case, x)
     for turn in range(20):
         with torch.cuda.stream(other):
             for _ in range(turn % 5):
                 busy @ busy
-        with poisoned(monkeypatch):
-            (got,) = run(kind, data, x)
+        with Guarded("cuda"):
+            got = results(case, x)
         for name in ("dq", "dk", "dv"):
             scale = float(expected[name].abs().max())
             torch.testing.assert_close(got[name], expected[name], rtol=1e-2, atol=1e-2 * scale, msg=f"{name}, {turn}")

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, forward, forward_lists, in_turn, make_inputs
+from fa_cases import Case, Inputs, forward, in_turn, make_inputs
 from fa_compile import Worker, built_kernels
+from fa_lists import forward_lists
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
 # A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fa_packed_lists import FORMS, NOWHERE
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import rows as list_rows
 from flash_attn.cute.lists.formats import as_ragged
+from fuzz.blocks import POISON, lists_of_rows
+from fuzz.case import FORMS
 
 
 class Int64(int):
@@ -93,22 +94,15 @@ def lists_of(seed: int, per_head: bool) -> tuple[list[dict[str, Any]], list[int]
     return heads, across
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "shared"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
     for seed in range(20):
         heads, across = lists_of(seed, per_head)
-        fields: dict[str, Any] = {}
-        for kind in ("mask", "full"):
-            counts, indices, starts = FORMS[form]([head[kind] for head in heads], across)
-            fields[f"{kind}_block_cnt"] = torch.tensor(counts)
-            fields[f"{kind}_block_idx"] = torch.tensor(indices)
-            offsets = "cu_full_block_idx_offsets" if form == "ragged" and kind == "full" else "cu_block_idx_offsets"
-            if starts is not None:
-                fields[offsets] = torch.tensor(starts)
         sequences = heads[0]["mask"]
         before = torch.tensor([sum(map(len, sequences[:b])) for b in range(7)], dtype=torch.int32)
-        lists = BlockSparseTensorsTorch(**fields, cu_total_m_blocks=before)
+        kinds_of_heads = {kind: [head[kind] for head in heads] for kind in ("mask", "full")}
+        lists = lists_of_rows(kinds_of_heads, form, across, "cu_total_m_blocks")
         if form != "padded":
             lists = as_ragged(lists, "cu_total_m_blocks", torch.tensor([0, *across]).cumsum(0))
         tensors = SimpleNamespace(**{name: None if t is None else Held(t) for name, t in lists._asdict().items()})
@@ -120,7 +114,7 @@ def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
                         count = row.count(getattr(tensors, f"{kind}_block_cnt"))
                         entries = row.entries(getattr(tensors, f"{kind}_block_idx"), full=kind == "full").of[:count]
                         assert entries.tolist() == kinds[kind][batch][block]
-                        assert NOWHERE not in entries
+                        assert POISON not in entries
 
 
 @pytest.mark.parametrize("rank", [2, 3])

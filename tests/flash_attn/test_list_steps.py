@@ -79,7 +79,7 @@ def test_a_compressed_mask_takes_tiles_of_a_block(compiler_sm90: Worker, case: C
 @pytest.mark.parametrize("D", [64, 128])
 def test_a_compressed_mask_is_the_same_as_a_mask_mod(D: int) -> None:
     """Query t sees key j where 2 * j + 1 <= t."""
-    from fa_cases import forward_lists
+    from fa_lists import forward_lists
     from fa_mask_mods import halves
 
     from flash_attn.cute.interface import _flash_attn_fwd

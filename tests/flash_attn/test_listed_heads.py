@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward_lists, forward, in_turn, make_inputs, outputs
+from fa_cases import Case, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, WorkerError, built_kernels
+from fa_lists import backward_lists
 from test_two_pass_backward import without_dq
 
 from fuzz.blocks import both_directions

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fa_cases import Case, backward, backward_lists, forward, forward_lists, make_inputs
+from fa_cases import Case, backward, forward, make_inputs
 from fa_compile import Worker, WorkerError, built_kernels
+from fa_lists import backward_lists, forward_lists
 
 from flash_attn.cute.lists.validate_calls import refuse_unread
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import fa_packed_lists
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, _tensors, block, in_turn, make_inputs, swept, transposed
+from fa_cases import Case, Inputs, _masks, in_turn, make_inputs, swept
 from fa_compile import Worker
+from fa_lists import block, blocks, lists_of, on_gpu
 from fa_reference import assert_close, attention, visible
 from test_upstream_programs import Context
 from test_validate_calls import BLOCK, PACKED, packed_call, qk, said
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.lists.validate_calls import validate_call
+from fuzz.properties.masks import by_definition
 
 FIXED = dict(T_q=700, T_k=900)
 PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)))
@@ -34,26 +37,14 @@ EACH = pytest.mark.parametrize(("case", "side"), in_turn(CASES, "backward", "for
 
 def lists_of_the_mask(case: Case, x: Inputs, side: str) -> Any:
     """Lists of the blocks in which the case's mask lets something through; full where it lets everything through."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    block_q, block_k = block(case)
-    found: dict[str, list] = {"partial": [], "full": []}
-    for batch, (T_q, T_k) in enumerate(case.lengths):
-        with unset_fake_temporarily():
+    found = []
+    with unset_fake_temporarily():
+        for batch, shape in enumerate(zip(blocks(case, 0), blocks(case, 1))):
             seen = visible(case, batch, x, torch.device("cpu"))[0]
-            rows = [list(rows.split(block_k, 1)) if T_k else [] for rows in seen.split(block_q)] if T_q else []
-            whole = [[bool(b.all()) and b.shape[1] == block_k for b in row] for row in rows]
-            some = [[bool(b.any()) for b in row] for row in rows]
-        picked = {"partial": lambda m, n: some[m][n] and not whole[m][n], "full": lambda m, n: whole[m][n]}
-        for kind, listed in picked.items():
-            lists = [[n for n in range(len(row)) if listed(m, n)] for m, row in enumerate(rows)]
-            found[kind].append([lists if side == "forward" else transposed(lists, -(-T_k // block_k))])
-    own = 0 if side == "forward" else 1
-    across = [-(-pair[1 - own] // (block_k, block_q)[own]) for pair in case.lengths]
-    if not case.packed:
-        return _tensors(case, found, across[0])
-    field = ("cu_total_m_blocks", "cu_total_n_blocks")[own]
-    return fa_packed_lists._tensors(case, [{kind: [b[0] for b in of] for kind, of in found.items()}], across, field)
+            some, whole = by_definition(seen, block(case)) if min(shape) else torch.zeros(2, *shape).bool()
+            found.append((some[None], whole[None]))
+        lists = lists_of(replace(case, lists="both"), found, side == "backward")
+    return on_gpu(lists)
 
 
 def call(case: Case, x: Inputs, side: str, leaves: list[torch.Tensor]) -> torch.Tensor:
@@ -95,28 +86,6 @@ def test_they_are_taken_and_compile(compiler: Worker, of: tuple[Case, str]) -> N
     case, side = of
     q, k, v = compiler.trace(compiled, case, side)
     assert (q[-2:], k[-2:]) == ((case.Hq, case.D), (case.Hkv, case.D)) and k == v
-
-
-def test_the_lists_say_what_the_mask_says() -> None:
-    """Causal: below the diagonal everything is full, on it nothing, and backward lists are the transpose."""
-    case = Case(causal=True, T_q=512, T_k=512, B=1, block=(128, 128))
-    x = Inputs(*(None,) * 6)
-    forward, backward = (_rows(lists_of_the_mask_on_cpu(case, x, side)) for side in ("forward", "backward"))
-    assert forward == {"mask": [[0], [1], [2], [3]], "full": [[], [0], [0, 1], [0, 1, 2]]}
-    assert backward == {"mask": [[0], [1], [2], [3]], "full": [[1, 2, 3], [2, 3], [3], []]}
-
-
-def lists_of_the_mask_on_cpu(case: Case, x: Inputs, side: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_tensors.__globals__, "_int32", lambda values, device: torch.tensor(values, dtype=torch.int32))
-        return lists_of_the_mask(case, x, side)
-
-
-def _rows(lists: Any) -> dict[str, list[list[int]]]:
-    pairs = {
-        kind: (getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")) for kind in ("mask", "full")
-    }
-    return {kind: [row[:n] for n, row in zip(c[0, 0].tolist(), i[0, 0].tolist())] for kind, (c, i) in pairs.items()}
 
 
 @pytest.mark.gpu

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_packed_lists import FORMS
 from fa_query_halves import Drawn, Launched, adds, as_joined, assert_in_order, expected, key_rows, tensors, tiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, NormalizedBlockSparseConfig
 from flash_attn.cute.lists import own_rows, query_halves
+from fuzz.case import FORMS
 
 drawn = st.builds(
     Drawn,
@@ -26,7 +26,7 @@ drawn = st.builds(
     ),
     H=st.integers(1, 3),
     factor=st.sampled_from([1, 3, 5]),
-    form=st.sampled_from(sorted(FORMS)),
+    form=st.sampled_from(sorted((*FORMS, "shared"))),
     density=st.sampled_from([0.0, 0.2, 0.6, 1.0]),
     full=st.sampled_from([0.0, 0.4, 1.0]),
     with_full=st.booleans(),

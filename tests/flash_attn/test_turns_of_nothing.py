@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import fa_lists
 import pytest
 import torch
 from fa_cases import Case, backward, make_inputs
@@ -73,24 +74,11 @@ def test_a_turn_is_waited_for_and_given_on(compiler_sm100: Worker, head: int, fl
 
 def test_some_heads_list_nothing() -> None:
     """What the next test is about."""
-    from fa_cases import transposed
-
-    (heads, *_), n = block_lists_of_all(SHORT), -(-SHORT.T_k // 128)
-    empty = [{block for block, rows in enumerate(transposed(own, n)) if not rows} for own in heads]
-    assert any(before - after for before, after in zip(empty[::2], empty[1::2])), "of one group"
-
-
-def block_lists_of_all(case: Case) -> list[list[list[list[int]]]]:
-    """The key blocks of each query block, mask and full together: [batch][head][query block]."""
-    import fa_cases
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fa_cases, "block", lambda case: (128, 128))
-        kinds = fa_cases.block_lists(case)
-    return [
-        [[mask + full for mask, full in zip(*rows)] for rows in zip(*heads)]
-        for heads in zip(kinds["partial"], kinds["full"])
-    ]
+        patch.setattr(fa_lists, "block", lambda case: (128, 128))
+        listed, _ = fa_lists.tables(SHORT)[0]
+    empty = ~listed.any(1)
+    assert (empty[::2] & ~empty[1::2]).any(), "of one group"
 
 
 @pytest.mark.gpu

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, backward_lists, forward, in_turn, make_inputs, outputs
+from fa_cases import Case, _masks, backward, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, WorkerError
+from fa_lists import backward_lists
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
 CASES = [

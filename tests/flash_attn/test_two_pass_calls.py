@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, backward_lists, forward, forward_lists, in_turn, make_inputs, outputs
+from fa_cases import Case, Inputs, _masks, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, built_kernels
 from fa_dq import call, rounded_sums, row_sums
+from fa_lists import backward_lists, forward_lists
 from fa_reference import assert_close, attention
 
 LISTED = dict(T_q=900, T_k=900, lists="both")

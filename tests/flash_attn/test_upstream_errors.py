@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, backward, backward_lists, forward, forward_lists, make_inputs
+from fa_cases import Case, backward, forward, make_inputs
 from fa_compile import Worker
+from fa_lists import backward_lists, forward_lists
 
 PACKED = Case(D=128, packed=((300, 300), (1, 129), (700, 640)), lists="both", form="stacked")
 Changes = dict[str, Callable[[torch.Tensor], Any]]

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from fa_lists import ListCase, random_lists, random_rows, transposed_rows
-from fa_packed_lists import lists_of_rows
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate_calls import ALWAYS, validate_call
+from fuzz.blocks import POISON, both_directions, packed_lists
+from fuzz.case import Blocks, Packed
 
 BLOCK = 128
-LENGTHS = [(600, 500), (0, 300), (1, 129), (260, 0), (128, 128)]
+LENGTHS = ((600, 500), (0, 300), (1, 129), (260, 0), (128, 128))
 PACKED = ["compact", "stacked", "ragged"]
 
 
@@ -29,19 +29,9 @@ def qk(*lead: int, Hq: int = 4, Hkv: int = 2, keys: int | None = None) -> tuple[
     return torch.zeros(1).expand(*lead, Hq, 64), torch.zeros(1).expand(*shape, Hkv, 64)
 
 
-def packed_call(form: str, heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
+def packed_call(form: str, heads: int = 2, full: float = 0.5) -> tuple[list[Any], dict[str, Any]]:
     """[forward, backward, q, k] of random lists in a form, and the options of the call."""
-    cases = [
-        ListCase(B=1, H=heads, M=-(-T_q // BLOCK), N=-(-T_k // BLOCK), density=0.6, sort=False, seed=b)
-        for b, (T_q, T_k) in enumerate(LENGTHS)
-    ]
-    rows = [random_rows(case) for case in cases]
-    turned = [transposed_rows(own, case) for own, case in zip(rows, cases, strict=True)]
-    sides = []
-    for side, (field, directed) in enumerate((("cu_total_m_blocks", rows), ("cu_total_n_blocks", turned))):
-        across = [(case.N, case.M)[side] for case in cases]
-        kinds = {kind: [[own[kind][0][head] for own in directed] for head in range(heads)] for kind in ("mask", "full")}
-        sides.append(lists_of_rows(kinds, form, across, field, block_size=(BLOCK, BLOCK)))
+    sides = packed_lists(Packed(lengths=LENGTHS, form=form, block=(BLOCK, BLOCK), heads=heads, density=0.6, full=full))
     cu_q, cu_k = (int32([0, *accumulate(pair[side] for pair in LENGTHS)]) for side in (0, 1))
     q, k = qk(int(cu_q[-1]), keys=int(cu_k[-1]))
     return [*sides, q, k], dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
@@ -63,7 +53,7 @@ def test_one_wrong_entry(form: str, kind: str, backward: bool) -> None:
     for at in range(entries.numel()):
         before = int(entries.flatten()[at])
         entries.view(-1)[at] = 77
-        if before < 1 << 20:
+        if before != POISON:
             wrong += 1
             message = said(*call, **options)
             assert "whose rows count from its start" in message and "= 77, expected a" in message
@@ -76,10 +66,10 @@ def test_one_wrong_entry(form: str, kind: str, backward: bool) -> None:
 
 @pytest.mark.parametrize("form", PACKED)
 def test_the_sequence_is_named(form: str) -> None:
-    call, options = packed_call(form)
+    call, options = packed_call(form, full=0.0)
     counts = call[0].mask_block_cnt
     row = [0, *accumulate(-(-T_q // BLOCK) for T_q, _ in LENGTHS)][4]
-    counts[1, row] += 3
+    counts[1, row] = 3
     message = said(*call, **options)
     assert message.startswith("sequence 4, whose rows count from its start: forward mask_block_cnt[0, 1, 0] = ")
 
@@ -120,7 +110,7 @@ def test_offsets(form: str, change: dict[str, Any], expected: str) -> None:
 
 def test_padded_lists_of_packed_sequences() -> None:
     """One list for all: what it lists past the end of a shorter sequence has no effect, and is right."""
-    forward, backward = random_lists(ListCase(B=1, H=2, M=5, N=4))
+    forward, backward = both_directions(Blocks(M=5, N=4, pattern="full", full=0.0))
     cu_q, cu_k = int32([0, 600, 640]), int32([0, 500, 510])
     call, options = [forward, backward, *qk(640, keys=510)], dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     validate_call(True, *call, **options)
@@ -131,24 +121,23 @@ def test_padded_lists_of_packed_sequences() -> None:
 
 @pytest.mark.parametrize("block_size", [None, (BLOCK, BLOCK)])
 def test_lists_that_are_not_packed(block_size: tuple[int, int] | None) -> None:
-    lists = [side._replace(block_size=block_size) for side in random_lists(ListCase(B=2, H=4, M=6, N=5))]
+    lists = [
+        side._replace(block_size=block_size) for side in both_directions(Blocks(B=2, H=4, pattern="full", full=0.0))
+    ]
     tensors = qk(2, 700, keys=640)
     validate_call(True, *lists, *tensors)
     lists[0].mask_block_idx[1, 2, 3, 0] = 5
     assert said(*lists, *tensors).startswith("forward mask_block_idx[1, 2, 3, 0] = 5, expected a key block of 0 .. 4")
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("schedule", ["left to right", "right to left", "longest first"])
 @pytest.mark.parametrize("per_group", [False, True])
-def test_plans(per_group: bool, deterministic: bool, schedule: str) -> None:
-    forward, backward = random_lists(ListCase(B=2, H=2, M=6, N=5, density=0.7, sort=False))
+def test_plans(per_group: bool) -> None:
+    forward, backward = both_directions(Blocks(B=2, H=2, M=6, N=5, density=0.7, shuffle=True))
     options: dict[str, Any] = dict(num_heads=4, num_heads_kv=2, num_q_blocks=6, longest=2)
     options["per_group"] = per_group
-    plan = plan_backward(backward, deterministic=deterministic, schedule=schedule, **options)
+    plan = plan_backward(backward, **options)
     tensors = qk(2, 700, keys=640)
     validate_call(True, forward, plan, *tensors)
-    validate_call(True, forward, plan_backward(backward, deterministic=deterministic, listed=30, **options), *tensors)
     plan.plan[3, 4] = plan.plan[3, 3]  # an item that does nothing
     assert "backward plan deals out" in said(forward, plan, *tensors)
     plan.plan[3, 1] = 4
@@ -180,7 +169,7 @@ PLANS = [(4, False), (2, False), (2, True), (1, False)]  # key/value heads of 4 
 def planned(form: str, Hkv: int, per_group: bool, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     """[forward, planned backward, q, k] of lists that all heads share, and the options of the call."""
     if form == "padded":
-        sides = random_lists(ListCase(B=2, H=1, M=6, N=5, density=0.5, sort=False, seed=18))
+        sides = both_directions(Blocks(B=2, H=1, pattern="empty columns", density=0.8, shuffle=True))
         call, given, M = [*sides, *qk(2, 700, keys=640, Hkv=Hkv)], {}, 6
     else:
         call, given = packed_call(form, heads=1)
@@ -191,22 +180,6 @@ def planned(form: str, Hkv: int, per_group: bool, **options: Any) -> tuple[list[
     sizes = dict(num_heads=4, num_heads_kv=Hkv, num_q_blocks=M, per_group=per_group)
     call[1] = plan_backward(call[1], longest=2, **sizes, **options)
     return call, given
-
-
-EACH_PLAN = pytest.mark.parametrize(("Hkv", "per_group"), PLANS)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "listed", "deterministic"),
-    [("left to right", None, False), ("left to right", 40, True), ("longest first", 40, False)],
-)
-@EACH_PLAN
-@pytest.mark.parametrize("form", ["padded", *PACKED])
-def test_plans_as_they_are_made(
-    form: str, Hkv: int, per_group: bool, schedule: str, listed: int | None, deterministic: bool
-) -> None:
-    call, options = planned(form, Hkv, per_group, schedule=schedule, listed=listed, deterministic=deterministic)
-    validate_call(True, *call, **options)
 
 
 @pytest.mark.parametrize("form", ["padded", *PACKED])
@@ -267,7 +240,7 @@ def test_wrong_entry_behind_a_ragged_plan() -> None:
 
 def test_ragged_lists_of_a_batch() -> None:
     """Backward lists may be ragged where sequences are not packed: each has as many rows as the others."""
-    forward, backward = random_lists(ListCase(B=2, H=2, M=6, N=5, density=0.7, full=0.0, keep_empty=False))
+    forward, backward = both_directions(Blocks(B=2, H=2, M=6, N=5, density=0.7, full=None))
     count, idx = (t.transpose(0, 1).flatten(1, 2) for t in (backward.mask_block_cnt, backward.mask_block_idx))
     starts = torch.arange(count.numel()).view(count.shape) * idx.shape[-1]
     ragged = backward._replace(mask_block_cnt=count, mask_block_idx=idx.flatten(), cu_block_idx_offsets=starts)
@@ -282,7 +255,7 @@ def test_ragged_lists_of_a_batch() -> None:
 
 
 def test_plans_that_deal_out_an_entry_twice() -> None:
-    forward, backward = random_lists(ListCase(H=1, M=6, N=1, density=1.0))
+    forward, backward = both_directions(Blocks(H=1, M=6, N=1, density=1.0))
     plan = plan_backward(backward, num_heads=2, num_heads_kv=1, num_q_blocks=6, longest=3)
     tensors = qk(1, 700, Hq=2, Hkv=1, keys=100)
     validate_call(True, forward, plan, *tensors)
@@ -294,7 +267,7 @@ def test_plans_that_deal_out_an_entry_twice() -> None:
 
 
 def test_wrong_entry_behind_a_deterministic_plan() -> None:
-    forward, backward = random_lists(ListCase(B=1, H=4, M=6, N=5, density=0.7))
+    forward, backward = both_directions(Blocks(B=1, H=4, M=6, N=5, density=0.7))
     plan = plan_backward(backward, num_heads=4, num_heads_kv=2, num_q_blocks=6, deterministic=True)
     tensors = qk(1, 700, keys=640)
     validate_call(True, forward, plan, *tensors)
@@ -303,7 +276,7 @@ def test_wrong_entry_behind_a_deterministic_plan() -> None:
 
 
 def test_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward = random_lists(ListCase(B=1, H=4, M=6, N=5, density=1.0, full=0.0))
+    forward, backward = both_directions(Blocks(B=1, H=4, M=6, N=5, density=1.0, full=0.0))
     forward.mask_block_idx[0, 0, 0, 0] = 99
     tensors = qk(1, 700, keys=640)
     monkeypatch.delenv(ALWAYS, raising=False)
@@ -328,7 +301,7 @@ def test_attention_functions_ask(packed: bool, by_environment: bool, monkeypatch
         (forward, backward, q, k), options = packed_call("compact")
         function, attention = interface.flash_attn_varlen_func, interface.FlashAttnVarlenFunc
     else:
-        forward, backward = random_lists(ListCase(B=1, H=4, M=6, N=5, density=1.0))
+        forward, backward = both_directions(Blocks(B=1, H=4, M=6, N=5, density=1.0))
         (q, k), options = qk(1, 700, keys=640), {}
         function, attention = interface.flash_attn_func, interface.FlashAttnFunc
     monkeypatch.delenv(ALWAYS, raising=False)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import BLOCK_K, Case, backward, backward_lists, forward, forward_lists, make_inputs, swept
+from fa_cases import Case, backward, forward, make_inputs, swept
 from fa_compile import Worker
-from fa_packed_lists import packed_backward_lists, packed_forward_lists
+from fa_lists import backward_lists, forward_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flash_attn.cute import interface
@@ -181,9 +181,9 @@ def test_blocks_of_several_tiles(fake: None) -> None:
     lists = BlockSparseTensorsTorch(
         *(torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((1, 3), (1, 3, 2))),
         cu_total_m_blocks=torch.zeros(3, dtype=torch.int32, device="cuda"),
-        block_size=(384, BLOCK_K),
+        block_size=(384, 128),
     )
-    sizes = {"batch": 2, "heads": 1, "block_k": BLOCK_K, "seqlen_k": 256}
+    sizes = {"batch": 2, "heads": 1, "block_k": 128, "seqlen_k": 256}
     assert formats.fit_forward(lists, None, tile_q=128, **sizes)[1] == 3
     assert formats.fit_forward(lists._replace(block_size=None), None, tile_q=128, **sizes)[1] == 1
     with pytest.raises(ValueError, match=r"sparse_block_size\[0\]=256 .* or a multiple of it; got 384"):
@@ -246,10 +246,10 @@ def test_a_sequence_alone_gives_the_same_bits(case: Case) -> None:
         )
         alone = replace(case, packed=((T_q, T_k),))
         part = replace(make_inputs(alone), q=x.q[queries], do=x.do[queries], k=x.k[keys], v=x.v[keys])
-        o_alone, lse_alone = forward(alone, part, packed_forward_lists(case, only))
+        o_alone, lse_alone = forward(alone, part, forward_lists(case, only))
         assert torch.equal(o_alone, o[queries]) and torch.equal(lse_alone, lse[:, queries])
         if case.Hq == case.Hkv:
-            _, dk_alone, dv_alone = backward(alone, part, o_alone, lse_alone, packed_backward_lists(case, only))
+            _, dk_alone, dv_alone = backward(alone, part, o_alone, lse_alone, backward_lists(case, only))
             assert torch.equal(dk_alone, dk[keys]) and torch.equal(dv_alone, dv[keys])
 
 

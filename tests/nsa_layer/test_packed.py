@@ -169,17 +169,6 @@ def test_starts_copied_under_inference_mode_serve_training() -> None:
 
 
 @pytest.mark.gpu
-def test_strided_starts_on_a_gpu() -> None:
-    case = Case(lengths=(300, 0, 1, 700), Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=6))
-    inputs = make_inputs(case, "cuda")
-    table = torch.stack([inputs.cu_seqlens] * 2, dim=1)
-    assert torch.equal(run("cute", inputs).o, run("cute", replace(inputs, cu_seqlens=table[:, 0])).o)
-    layer = NSAttention(256, num_heads=4, num_kv_heads=2, rope=RotaryEmbedding(64)).to("cuda", torch.bfloat16)
-    x = torch.randn(sum(case.lengths), 256, device="cuda", dtype=torch.bfloat16)
-    assert torch.equal(layer(x, cu_seqlens=inputs.cu_seqlens), layer(x, cu_seqlens=table[:, 0]))
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("kept", [True, False])
 def test_forgotten_copies_outlive_what_reads_them(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `record_stream` their memory is given to the next tensor while another stream has still to read it."""
@@ -212,15 +201,3 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
     arguments = Arguments(q, k, v, config=SMALL, cu_seqlens=starts, causal=True, **dict.fromkeys(names))
     spec = check_inputs(arguments)
     assert spec.lengths == (3, 17)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("D", [64, 128])
-def test_starts_on_the_host_give_the_same_bits(D: int) -> None:
-    config = NSAConfig(block_counts=6)
-    case = Case(lengths=(300, 0, 1, 700), Hq=8, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
-    inputs = make_inputs(case, "cuda")
-    given = dict(q=inputs.q, k=inputs.k, v=inputs.v, gate_weight=inputs.gate_weight, config=config)
-    with torch.no_grad():
-        o, other = (nsa(**given, cu_seqlens=inputs.cu_seqlens.to(device)) for device in ("cuda", "cpu"))
-    assert torch.equal(o, other)

@@ -110,51 +110,53 @@ def test_chart_has_a_line_for_each_shape_and_labels_apart(tmp_path: Path, monkey
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
-def test_out_of_memory_is_a_row_and_not_the_end() -> None:
-    def full(q: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+class FullInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q):
+        return 2 * q
 
-    run = Bench(OPTIONS, make=fake(dense=fine, nsa=full, gated=fine))
+    @staticmethod
+    def backward(ctx, do):
+        raise RuntimeError("CUDA error: out of memory")
+
+
+def failing(error: Exception):
+    def attend(*args: object, **options: object) -> object:
+        raise error
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("attend", "forward", "backward", "detail"),
+    [
+        (failing(torch.OutOfMemoryError("CUDA out of memory")), "out of memory", "out of memory", None),
+        (FullInBackward.apply, "measured", "out of memory", None),
+        (
+            failing(ValueError("q is not what it should be")),
+            "failed",
+            "failed",
+            "ValueError: q is not what it should be",
+        ),
+    ],
+    ids=["full", "full in backward", "wrong"],
+)
+def test_a_failure_is_a_row_and_not_the_end(attend, forward: str, backward: str, detail: str | None) -> None:
+    run = Bench(OPTIONS, make=fake(dense=fine, nsa=attend, gated=fine))
     run.run(SHAPE)
     run.run(replace(SHAPE, T=128))
-    status = {(row.T, row.variant, row.direction): row.status for row in run.rows}
-    assert len(status) == 2 * 3 * 3
-    assert {key for key, value in status.items() if value != "measured"} == {key for key in status if key[1] == "nsa"}
-    assert set(status.values()) == {"measured", "out of memory"}
-    assert "out of memory" in bench_tables.times(run.rows)
+    assert len({(row.T, row.variant, row.direction) for row in run.rows}) == len(run.rows) == 2 * 3 * 3
+    for row in run.rows:
+        own = forward if row.direction == "forward" else backward
+        assert row.status == (own if row.variant == "nsa" else "measured")
+        assert row.status != "failed" or row.detail == detail
+    assert ("out of memory" in bench_tables.times(run.rows)) == (backward == "out of memory")
 
 
-def test_backward_may_run_out_of_memory_where_forward_does_not() -> None:
-    class Full(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, q):
-            return 2 * q
-
-        @staticmethod
-        def backward(ctx, do):
-            raise RuntimeError("CUDA error: out of memory")
-
-    run = Bench(OPTIONS, make=fake(dense=fine, nsa=Full.apply, gated=fine))
-    run.run(SHAPE)
-    status = {row.direction: row.status for row in run.rows if row.variant == "nsa"}
-    assert status == {"forward": "measured", "backward": "out of memory", "forward+backward": "out of memory"}
-
-
-def test_inputs_that_do_not_fit_are_rows_too_and_other_failures_say_why() -> None:
-    def make(*args, **options):
-        raise torch.OutOfMemoryError("no")
-
-    run = Bench(replace(OPTIONS, variants=("nsa", "gated")), make=make)
+def test_inputs_that_do_not_fit_are_rows_too() -> None:
+    run = Bench(replace(OPTIONS, variants=("nsa", "gated")), make=failing(torch.OutOfMemoryError("no")))
     run.run(SHAPE)
     assert [row.status for row in run.rows] == ["out of memory"] * 6
-
-    def wrong(q: torch.Tensor) -> torch.Tensor:
-        raise ValueError("q is not what it should be")
-
-    run = Bench(OPTIONS, make=fake(dense=fine, nsa=wrong, gated=fine))
-    run.run(SHAPE)
-    failed = [row for row in run.rows if row.status == "failed"]
-    assert [row.detail for row in failed] == ["ValueError: q is not what it should be"] * 3
     assert is_out_of_memory(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")) and not is_out_of_memory(ValueError("q"))
 
 

@@ -106,14 +106,7 @@ def test_metrics_hold_every_step_of_both_models(finished: Path) -> None:
     assert all(r["tokens_per_second"] > 0 and r["seconds"] > 0 for r in records if r["kind"] == "train")
 
 
-def test_loss_goes_down_for_both(text: Path, tmp_path: Path) -> None:
-    run.run_demo(config(text, steps=20, lr=2e-2, sample_bytes=0), tmp_path / "out")
-    for model in ("nsa", "dense"):
-        curve = [loss for _, kind, name, loss in losses(tmp_path / "out") if (kind, name) == ("held_out", model)]
-        assert curve[-1] < curve[0] - 0.7, (model, curve)
-
-
-def test_both_models_see_the_same_text_and_never_the_same_twice(
+def test_loss_goes_down_for_both_which_see_the_same_text_and_never_the_same_twice(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bytes] = []
@@ -124,8 +117,11 @@ def test_both_models_see_the_same_text_and_never_the_same_twice(
         return sequences
 
     monkeypatch.setattr(train, "training_batch", recorded)
-    run.run_demo(config(text, sample_bytes=0), tmp_path / "out")
-    assert len(seen) == 12 and seen[0::2] == seen[1::2] and len(set(seen)) == 6
+    run.run_demo(config(text, steps=20, lr=2e-2, sample_bytes=0), tmp_path / "out")
+    assert len(seen) == 40 and seen[0::2] == seen[1::2] and len(set(seen)) == 20
+    for model in ("nsa", "dense"):
+        curve = [loss for _, kind, name, loss in losses(tmp_path / "out") if (kind, name) == ("held_out", model)]
+        assert curve[-1] < curve[0] - 0.7, (model, curve)
 
 
 def test_both_models_start_from_the_same_parameters(text: Path) -> None:
@@ -151,12 +147,13 @@ def test_dense_model_is_the_sparse_one_where_only_a_wide_window_counts(
         torch.testing.assert_close(models["nsa"](tokens), models["dense"](tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_a_continued_run_gives_the_losses_of_an_uninterrupted_one(
-    finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_continued_run_gives_the_losses_of_an_uninterrupted_one(finished: Path, text: Path, tmp_path: Path) -> None:
+    """Metrics that were written after the checkpoint are dropped."""
     out = tmp_path / "out"
     # Two steps: a checkpoint between two evaluations, and Adam's state is not trivial any more.
     assert main([*options(text, steps=2), "--out", str(out)]) == 0
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "model": "nsa", "step": 3, "loss": 99.0, "seconds": 1}\n{"kind": "tra')
     assert main([*options(text), "--out", str(out), "--resume"]) == 0
     expected = losses(finished)
     # The first run ends with an evaluation of its own.
@@ -166,15 +163,6 @@ def test_a_continued_run_gives_the_losses_of_an_uninterrupted_one(
     for key in theirs:
         assert torch.equal(mine[key], theirs[key]), key
     assert (out / "sample.txt").read_text() == (finished / "sample.txt").read_text()
-
-
-def test_metrics_after_the_checkpoint_are_dropped_on_resume(finished: Path, text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert main([*options(text, steps=3), "--out", str(out)]) == 0
-    with open(out / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "model": "nsa", "step": 4, "loss": 99.0, "seconds": 1}\n{"kind": "tra')
-    assert main([*options(text), "--out", str(out), "--resume"]) == 0
-    assert losses(out) == losses(finished)
 
 
 def test_a_signal_leaves_readable_files_and_a_checkpoint(text: Path, tmp_path: Path) -> None:
@@ -244,14 +232,6 @@ def test_another_configuration_is_refused_and_nothing_is_lost(
     assert {path.name: path.read_bytes() for path in finished.iterdir()} == before
 
 
-def test_changed_text_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "other.txt"
-    other.write_bytes(text.read_bytes())
-    assert main([*options(other, steps=1, sample_bytes=0), "--out", str(tmp_path / "out")]) == 0
-    other.write_bytes(text.read_bytes() + b"more")
-    assert "text has changed" in refused(main, [*options(other), "--out", str(tmp_path / "out"), "--resume"], capsys)
-
-
 def test_bad_folders_and_texts_are_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, content in (("file", "mine"), ("empty", ""), ("foreign/config.json", "[1]")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -278,16 +258,22 @@ def test_bad_folders_and_texts_are_refused(text: Path, tmp_path: Path, capsys: p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_damaged_checkpoint_is_refused(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert main([*options(text, steps=1, sample_bytes=0), "--out", str(out)]) == 0
-    metrics = (out / "metrics.jsonl").read_text()
+def test_changed_text_and_a_damaged_checkpoint_are_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, other = tmp_path / "out", tmp_path / "other.txt"
+    other.write_bytes(text.read_bytes())
+    assert main([*options(other, steps=1, sample_bytes=0), "--out", str(out)]) == 0
+    resume, metrics = [*options(other), "--out", str(out), "--resume"], (out / "metrics.jsonl").read_text()
+    other.write_bytes(text.read_bytes() + b"more")
+    assert "text has changed" in refused(main, resume, capsys)
+    other.write_bytes(text.read_bytes())
     checkpoint = out / "checkpoint.safetensors"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
-    assert "checkpoint" in refused(main, [*options(text), "--out", str(out), "--resume"], capsys)
+    assert "checkpoint" in refused(main, resume, capsys)
     assert (out / "metrics.jsonl").read_text() == metrics
     checkpoint.unlink()
-    assert "does not exist" in refused(main, [*options(text), "--out", str(out), "--resume"], capsys)
+    assert "does not exist" in refused(main, resume, capsys)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(

@@ -22,24 +22,19 @@ from nsa_tools.shape import Shape
 SHAPE = Shape(B=1, T=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cpu", config=NSAConfig())
 
 
-def test_memory_predicts_and_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory.main([*TINY, "--seqlen", "64", "100"]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 4 and shown[0].count("|") == 12
-    assert memory.main([*TINY, "--seqlen", "64", "--no-measure", "--mode=forward", "--packed=3"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].count("|") == 10
-
-
 def test_table_is_written_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "memory.json"
     assert memory.main([*TINY, "--seqlen", "64", "100", "--json", str(file)]) == 0
     shown, document = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
+    assert len(shown) == 4 and shown[0].count("|") == 12
     assert [row["T"] for row in document["rows"]] == [64, 100] and document["environment"]["gpu"] is None
     for line, row in zip(shown[2:], document["rows"], strict=True):
         assert row["status"] == "measured" and row["peak"] > 0
         ratio = row["peak"] / row["predicted"]["peak"]
         assert line.split("|")[-2].strip() == f"{ratio:.2f}"
     assert document["command"].endswith("--seqlen 64 100") and document["gated"] and document["backward"]
+    assert memory.main([*TINY, "--seqlen", "64", "--no-measure", "--mode=forward", "--packed=3"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].count("|") == 10
     options = ["--device=cpu", "--dtype=bf16", "--longest", "--no-measure", "--total=139", f"--json={file}"]
     assert memory.main(options) == 0
     found = json.loads(file.read_text())["longest"]
@@ -54,21 +49,16 @@ def test_less_memory_means_a_plan_that_takes_less() -> None:
     assert len(plenty.groups) == 1 < len(short.groups) and least[1] < least[0]
 
 
-def test_the_longest_that_fits_grows_with_the_memory_and_forward_is_longer(capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
-    for options in (["--total=139"], ["--total=80"], ["--total=139", "--mode=forward"]):
-        argv = ["--device=cpu", "--dtype=bf16", "--longest", "--no-measure", *options]
-        assert memory.main(argv) == 0
-        found.append(int(capsys.readouterr().out.split("predicted ")[1].split()[0].replace(",", "")))
-    assert found[1] < found[0] < found[2]
+def test_the_longest_that_fits_grows_with_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Forward is longer, and predictions without a GPU are of what kernels take: half precision."""
 
+    def found(*options: str) -> int:
+        assert memory.main(["--device=cpu", "--longest", "--no-measure", *options]) == 0
+        return int(capsys.readouterr().out.split("predicted ")[1].split()[0].replace(",", ""))
 
-def test_predictions_without_a_gpu_are_of_what_kernels_take(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = []
-    for dtype in ([], ["--dtype=bf16"], ["--dtype=fp32"]):
-        assert memory.main(["--device=cpu", "--longest", "--no-measure", "--total=139", *dtype]) == 0
-        shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] != shown[2]
+    longest = found("--total=139")
+    assert found("--total=80") < longest < found("--total=139", "--mode=forward")
+    assert found("--total=139", "--dtype=bf16") == longest != found("--total=139", "--dtype=fp32")
 
 
 def test_parts_are_measured_as_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

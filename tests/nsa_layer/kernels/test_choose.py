@@ -13,7 +13,7 @@ from fa_compile import Worker
 
 from nsa_layer import NSAConfig
 from nsa_layer.compress import mean_pool
-from nsa_layer.select import choose_blocks, tile_queries
+from nsa_layer.select import choose_blocks
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs
 
@@ -236,27 +236,3 @@ def test_means_of_queries_at_the_end_of_the_range_are_in_range(q_tile: int, own:
         for x in (q.bfloat16(), q.bfloat16() * 2.0**127)
     )
     assert means.rows.isfinite().all() and torch.equal(large.rows, means.rows)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("own", [True, False])
-@pytest.mark.parametrize("lengths", [None, (300, 0, 1, 1000, 17)])
-def test_tile_means(own: bool, lengths: tuple[int, ...] | None) -> None:
-    from nsa_layer.kernels.block_topk.pooled_queries import pooled_queries
-    from nsa_layer.kernels.block_topk.split_fp16 import KEYS_DOWN
-
-    config = NSAConfig(q_tile=64)
-    inputs = make_inputs(Case(B=2, T=1000, Hq=6, Hkv=2, D=64, dtype=torch.bfloat16, lengths=lengths), "cuda")
-    k_mean = torch.randn(*inputs.k.shape[:-3], 33, 2, 64, device="cuda")
-    expected = [
-        tile_queries(q[None].double(), config=config, causal=not own)[0] for q, _, _ in inputs.sequences() if len(q)
-    ]
-    expected = torch.cat(expected)
-    means, keys = pooled_queries(
-        inputs.q, k_mean, q_tile=64, own=own, tiles=len(expected), cu_seqlens=inputs.cu_seqlens
-    )
-    for got, down, true in ((means, -KEYS_DOWN, expected), (keys, KEYS_DOWN, k_mean.double().flatten(0, -3))):
-        hi, lo = got.rows.double().unflatten(-1, (2, -1)).unbind(-2)
-        error = (2.0**down * got.scale.double()[..., None] * (hi + lo) - true).abs()
-        # 22 bits, and what fp32 sums err by.
-        assert (error <= 2.0**-21 * true.abs().amax(-1, keepdim=True)).all()
