@@ -39,6 +39,16 @@ def test_moved_and_indented_code_is_named_not_quoted():
     assert any(line.startswith("c ") and line.endswith(" +4") for line in lines)
 
 
+def test_a_block_that_is_indented_is_named_as_a_whole():
+    block = "    load(\n        x,\n        y,\n    )"
+    indented = block.replace("\n", "\n    ")
+    assert round_trip(f"a\n{block}\nb", f"a\n    if ready:\n    {indented}\nb") == [
+        "d 2 4",
+        "+    if ready:",
+        "c 5 2 4 +4",
+    ]
+
+
 def test_a_change_within_a_line_holds_only_the_change():
     assert round_trip(OLD, OLD.replace("(pointer, count)\n", "(pointer, count, 4)\n")) == ['s 2 37:37 ", 4"']
 
