@@ -26,7 +26,7 @@ from types import MappingProxyType
 
 # Below this many characters a line says too little to be worth a reference instead of its own text.
 MIN_COPY = 16
-# From this many non-space characters on, a line that stands in upstream is a quotation (see quotes.py).
+# From this many non-space characters on, a line that stands in upstream is a quotation (see check.py).
 MIN_QUOTE = 24
 # The ratio of difflib from which on a line is written as a change of another.
 MIN_RATIO = 0.6
@@ -145,9 +145,11 @@ class _Encoder:
         self.where = _index(old)
         self.others = others
         self.at = 0  # the old line behind which the script stands
+        self.replaced = range(0)  # the old lines that it is about
 
     def run(self, new: list[str]) -> Iterator[str]:
         for i1, i2, j1, j2 in _changes(self.old, new):
+            self.replaced = range(i1, i2)
             yield from self._replace(i1, i2, new[j1:j2])
 
     def _replace(self, i: int, end: int, new: list[str]) -> Iterator[str]:
@@ -187,8 +189,10 @@ class _Encoder:
     def _places(self, line: str) -> list[tuple[str | None, int]]:
         """The places where a line stands, but for its indentation: in this file, or else in others."""
         own = line.lstrip(" ")
-        if own in self.where:
-            return [(None, number) for number in self.where[own]]
+        # A short line counts where it is replaced: the block around it may just be indented.
+        here = self.where.get(own) or [n for n in self.replaced if own and self.old[n].lstrip(" ") == own]
+        if here:
+            return [(None, number) for number in here]
         paths = sorted(self.others) if weight(own) >= MIN_QUOTE else ()
         return [(path, number) for path in paths for number in _index(self.others[path]).get(own, ())]
 
@@ -199,7 +203,8 @@ class _Encoder:
             indent = _indent(new[0]) - _indent(source[start])
             pairs = zip(source[start:], new)
             count = sum(1 for _ in takewhile(lambda pair: _shift(pair[0], indent) == pair[1], pairs))
-            yield count, f"c {at} {start + 1} {count} {indent:+d}" + (f" {path}" if path else "")
+            if count > 1 or len(new[0].strip()) >= MIN_COPY:
+                yield count, f"c {at} {start + 1} {count} {indent:+d}" + (f" {path}" if path else "")
 
 
 def _indent(line: str) -> int:

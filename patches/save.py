@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from patches.check import quotations
 from patches.codec import encode
 from patches.digest import patch_files
 from patches.errors import QueueError
@@ -13,7 +14,6 @@ from patches.gitrepo import GENERATED, Git
 from patches.materialise import Files, apply_patch, load_pin, texts
 from patches.overview import refreshed
 from patches.patchfile import FileEdit, Patch, parse_header, patch_names
-from patches.quotes import quotations
 from patches.tree import furnish, open_tree
 from patches.wheel import Pin, digest, fetch, package_files, write_pin
 

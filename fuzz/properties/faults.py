@@ -17,7 +17,7 @@ from fuzz.kinds import ALL
 from fuzz.prop import GPU, Skip, holds
 from fuzz.properties.layer import kernel_cases
 from nsa_layer import nsa
-from nsa_tools.testing.cases import DIFFERENTIABLE, Case, Inputs, Result, make_inputs, run
+from nsa_tools.testing.cases import Case, Inputs, Result, make_inputs, run
 
 Leaves = dict[str, torch.Tensor]
 
@@ -27,7 +27,7 @@ SEGMENT = 2 << 20  # what PyTorch's allocator asks the driver for, at least
 def unwritten(inputs: Inputs, backend: str, device: str) -> tuple[Result, Result]:
     """A call as it is, and one with NaN in all new memory and canaries around it; inputs stay as they are."""
     once = run(backend, inputs)
-    unchanged = untouched({name: getattr(inputs, name) for name in (*DIFFERENTIABLE, "do", "cu_seqlens")})
+    unchanged = untouched(inputs.tensors("do", "cu_seqlens"))
     with Guarded(device) as guard:
         again = run(backend, inputs)
     guard.check()
@@ -156,7 +156,7 @@ def capped(spare: int) -> Iterator[None]:
 
 def layer_step(case: Case, backend: str, device: str, *, same_bits: bool) -> Step:
     inputs = make_inputs(case, device)
-    given = {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
+    given = inputs.tensors()
     static = dict(config=case.config, causal=case.causal, backend=backend, cu_seqlens=inputs.cu_seqlens)
     return Step(
         lambda: {name: x.detach().clone().requires_grad_() for name, x in given.items()},

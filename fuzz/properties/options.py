@@ -35,7 +35,7 @@ def good_or_named(case: Fields) -> None:
         assert config.compressed_length(T) * config.stride <= T + config.block_size
 
 
-@holds("patches.text comes back", strategies.texts, pr=30)
+@holds("patches.text comes back", strategies.texts, pr=200)
 def text_comes_back(case: Texts) -> None:
     """Encoded, written, read and decoded; an unchanged text needs no operation."""
     others = {} if case.other is None else {"other.py": case.other}

@@ -74,10 +74,14 @@ class Inputs:
     compress_v_weight: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
 
+    def tensors(self, *others: str) -> dict[str, torch.Tensor]:
+        """The differentiable inputs, and others, that there are, by name."""
+        named = {name: getattr(self, name) for name in (*DIFFERENTIABLE, *others)}
+        return {name: x for name, x in named.items() if x is not None}
+
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype."""
-        floats = {name: getattr(self, name) for name in (*DIFFERENTIABLE, "do") if getattr(self, name) is not None}
-        return replace(self, **{name: x.to(dtype) for name, x in floats.items()})
+        return replace(self, **{name: x.to(dtype) for name, x in self.tensors("do").items()})
 
     def sequences(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
         """q and k [T, H, D] of each sequence, and where its tiles stand in a packed choice of blocks."""
@@ -150,17 +154,15 @@ def spoilt(inputs: Inputs, value: float, kept: Collection[int]) -> Inputs:
     return replace(inputs, **tensors)
 
 
-def run(backend: Backend, inputs: Inputs) -> Result:
+def run(backend: Backend, inputs: Inputs, **options: object) -> Result:
     """Forward and backward, through `nsa` for the name of a backend, or through an ``attend`` function."""
-    leaves = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
-    leaves = {name: x if x is None else x.detach().requires_grad_() for name, x in leaves.items()}
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.tensors().items()}
     case = inputs.case
     if isinstance(backend, str):
         static = dict(config=case.config, causal=case.causal, backend=backend, return_aux=True)
-        o, aux = nsa(**leaves, cu_seqlens=inputs.cu_seqlens, **static)
+        o, aux = nsa(**leaves, cu_seqlens=inputs.cu_seqlens, **static, **options)
     else:
-        o, aux = backend(**leaves, cu_seqlens=inputs.cu_seqlens, spec=case.spec)
-    wanted = {name: x for name, x in leaves.items() if x is not None}
-    return Result(
-        o.detach(), aux, dict(zip(wanted, torch.autograd.grad(o, list(wanted.values()), inputs.do), strict=True))
-    )
+        given = dict.fromkeys(DIFFERENTIABLE) | leaves
+        o, aux = backend(**given, cu_seqlens=inputs.cu_seqlens, spec=case.spec, **options)
+    grads = torch.autograd.grad(o, list(leaves.values()), inputs.do)
+    return Result(o.detach(), aux, dict(zip(leaves, grads, strict=True)))

@@ -12,9 +12,7 @@ import fuzz.properties.faults as faults
 from fuzz import attention
 from fuzz.canary import Guarded
 from fuzz.case import Attention, Kind
-from fuzz.properties.faults import Leaves, Step, layer_step, nth_allocation, survives_running_out
-from nsa_layer import NSAConfig
-from nsa_tools.testing.cases import Case
+from fuzz.properties.faults import Leaves, Step, nth_allocation, survives_running_out
 
 X = torch.arange(6.0) + 1
 
@@ -86,13 +84,6 @@ def test_what_is_left_behind_is_noticed(run: object, said: str | None) -> None:
     assert (said is None) == (not complaints)
     assert not survives_running_out(Step(fresh, whole, same_bits=True), nullcontext), "there is enough"
     assert all(said in text for text in complaints), complaints
-
-
-@pytest.mark.parametrize("number", range(0, 200, 7))
-def test_the_layer_leaves_nothing(number: int) -> None:
-    case = Case(T=40, D=4, config=NSAConfig(block_size=8, q_tile=16, window_size=8), compress_weights=True)
-    step = layer_step(case, "eager", "cpu", same_bits=True)
-    survives_running_out(step, nth_allocation(step, "cpu", number))
 
 
 def test_every_allocation_can_fail() -> None:

@@ -10,7 +10,7 @@ from stub_kernels import launches, stubbed_layer
 
 from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.rope import RotaryEmbedding
-from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import Case, make_inputs
 
 SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=24)
 HALF = [torch.bfloat16, torch.float16]
@@ -29,8 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 def leaves(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensors, torch.Tensor, torch.Tensor | None]:
     inputs = make_inputs(case, device)
-    named = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
-    named = {name: x.to(dtype).requires_grad_() for name, x in named.items() if x is not None}
+    named = {name: x.to(dtype).requires_grad_() for name, x in inputs.tensors().items()}
     return named, inputs.do, inputs.cu_seqlens
 
 
@@ -90,7 +89,7 @@ def test_kernels_are_launched_on_cast_inputs(case: Case) -> None:
             return launches(call, [])[0]
 
     with_autocast = launched(True)
-    assert len(with_autocast) > 20 and with_autocast == launched(False)
+    assert len(with_autocast) > 15 and with_autocast == launched(False)
 
 
 def test_the_choice_between_two_blocks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -12,7 +13,7 @@ from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute import packing
 from nsa_layer.rope import RotaryEmbedding
-from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import Case, make_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +23,7 @@ SMALL = dict(T=1000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16)
 
 def draw(case: Case, seed: int) -> Tensors:
     """Inputs of the case, and do."""
-    inputs = make_inputs(Case(**{**vars(case), "seed": seed}), "cuda")
-    named = {name: getattr(inputs, name) for name in (*DIFFERENTIABLE, "do")}
-    return {name: x for name, x in named.items() if x is not None}
+    return make_inputs(replace(case, seed=seed), "cuda").tensors("do")
 
 
 def step(case: Case, tensors: Tensors) -> Tensors:

@@ -16,7 +16,7 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
 from nsa_layer.support import hopper_kv_tile
 from nsa_tools.measure.peak_memory import peak_bytes
-from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import Case, make_inputs
 
 SMALL = dict(Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
 
@@ -77,9 +77,7 @@ def test_packed_starts(config: NSAConfig) -> None:
 
 def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:
     inputs = make_inputs(case, "cuda")
-    named = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
-    tensors = {name: x.requires_grad_() for name, x in named.items() if x is not None}
-    return tensors, inputs.do, inputs.cu_seqlens
+    return {name: x.requires_grad_() for name, x in inputs.tensors().items()}, inputs.do, inputs.cu_seqlens
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from nsa_layer import MemoryPolicy, NSAConfig, nsa
 from nsa_layer.cute.memory_plan import Sizes, plan_memory, predict
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.assertions import assert_close_to_reference
-from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import Case, make_inputs, run
 
 CPU = torch.device("cpu")
 SIZES = Sizes(tokens=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, block_stride=64, q_tile=128, list_width=16)
@@ -60,15 +60,6 @@ def test_what_is_computed_again_is_as_asked(recompute: str, kept: tuple[bool, bo
         assert plan_memory(SIZES, MemoryPolicy(budget=budget, recompute=recompute), CPU).kept == kept
 
 
-def attended(case: Case, policy: MemoryPolicy) -> list[torch.Tensor]:
-    inputs = make_inputs(case, "cuda")
-    given = {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
-    given = {name: x.requires_grad_() for name, x in given.items()}
-    static = dict(config=case.config, cu_seqlens=inputs.cu_seqlens, causal=case.causal, backend="cute")
-    o, aux = nsa(**given, **static, memory=policy, return_aux=True)
-    return [o, *vars(aux).values(), *torch.autograd.grad(o, list(given.values()), inputs.do)]
-
-
 def small_case(lengths: tuple[int, ...] | None, gate: str, deterministic: bool) -> Case:
     config = NSAConfig(deterministic=deterministic, block_counts=6, window_size=200)
     sizes = dict(T=1000, Hq=12, Hkv=3, D=128, dtype=torch.bfloat16)
@@ -86,11 +77,13 @@ GATES_AND_LENGTHS = pytest.mark.parametrize(
 def test_computing_again_changes_no_bit(lengths: tuple[int, ...] | None, gate: str) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("deterministic backward needs a Hopper GPU")
-    case = small_case(lengths, gate, deterministic=True)
-    plain = attended(case, MemoryPolicy())
+    inputs = make_inputs(small_case(lengths, gate, deterministic=True), "cuda")
+    plain = run("cute", inputs)
     for recompute in ("compressed", "all"):
-        for got, expected in zip(attended(case, MemoryPolicy(recompute=recompute)), plain, strict=True):
-            assert torch.equal(got, expected), recompute
+        again = run("cute", inputs, memory=MemoryPolicy(recompute=recompute))
+        assert torch.equal(again.aux.block_indices, plain.aux.block_indices)
+        for name, x in again.tensors().items():
+            assert torch.equal(x, plain.tensors()[name]), (name, recompute)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
-from nsa_tools.testing.cases import BRANCHES, DIFFERENTIABLE, Case, make_inputs, run
+from nsa_tools.testing.cases import BRANCHES, Case, make_inputs, run
 
 TINY = NSAConfig(block_size=4, block_counts=3, q_tile=8, window_size=5)
 
@@ -49,11 +49,7 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
 def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
     case = Case(T=23, Hq=4, Hkv=2, D=3, Dv=2, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
     inputs = make_inputs(case)
-    o, aux = reference.attend(
-        *(getattr(inputs, name) for name in ("q", "k", "v")),
-        spec=case.spec,
-        **{name: getattr(inputs, name) for name in DIFFERENTIABLE[3:]},
-    )
+    o, aux = reference.attend(**inputs.tensors(), spec=case.spec)
     size, stride = config.block_size, config.stride
     for h in range(case.Hq):
         kv = h // 2
@@ -91,7 +87,7 @@ def test_gradcheck(case: Case) -> None:
     case = replace(case, dtype=torch.float64, config=TINY if case.config == NSAConfig() else case.config)
     inputs = make_inputs(case)
     choice = run("reference", inputs).aux.block_indices
-    leaves = {name: getattr(inputs, name) for name in DIFFERENTIABLE if getattr(inputs, name) is not None}
+    leaves = inputs.tensors()
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         given = dict(zip(leaves, tensors, strict=True))
