@@ -25,7 +25,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import entries as list_entries
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.csr import packed_write_order
-from flash_attn.cute.lists.entries import FlatEntries, distinct_lists, fields, flat_entries, scatter
+from flash_attn.cute.lists.entries import distinct_lists, fields, flat_entries, scatter
 from flash_attn.cute.lists.formats import cu_total_blocks
 from flash_attn.cute.lists.validate import validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order
@@ -185,16 +185,21 @@ def transpose_lists(
     own = distinct_lists(fields(lists), None)
     M = own.mask_cnt.shape[2]
     entries = flat_entries(own.rows(), None, own.heads * M * own.width if listed is None else listed)
-    kinds = 1 if own.full_idx is None else 2
-    rows = own.heads * num_kv_blocks
+    shape, kinds = (*own.mask_cnt.shape[:2], num_kv_blocks), 1 if own.full_idx is None else 2
+    rows = own.heads * num_kv_blocks  # of the result, of each kind
     head = torch.div(entries.row, max(M, 1), rounding_mode="floor")
-    key = head.long() * num_kv_blocks + entries.block + rows * entries.is_full
-    key = torch.where(entries.listed, key, rows * kinds)
-    ordered, source = (key.int() if rows * kinds < 1 << 31 else key).sort(stable=True)
-    ends = torch.searchsorted(ordered, torch.arange(rows * kinds, device=key.device, dtype=ordered.dtype), right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1)).int().view(kinds, *own.mask_cnt.shape[:2], num_kv_blocks)
-    result = _by_kind(entries, ordered.long(), source, ends, counts, _widths(width, list(counts)))
-    tensors = [None if t is None else own.repeat(t) for t in result]
+    row = head.long() * num_kv_blocks + entries.block + rows * entries.is_full
+    row = torch.where(entries.listed, row, rows * kinds)
+    row, source = (row.int() if rows * kinds < 1 << 31 else row).sort(stable=True)
+    ends = torch.searchsorted(row, torch.arange(rows * kinds, device=row.device, dtype=row.dtype), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1)).int().view(kinds, *shape)
+    place = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
+    row, block = row.long(), (entries.row[source] % max(M, 1)).int()
+    tensors: list[torch.Tensor] = []
+    for kind, (cnt, wide) in enumerate(zip(counts, _widths(width, list(counts)), strict=False)):
+        here = (row >= kind * rows) & (row < (kind + 1) * rows) & (place < wide)
+        idx = scatter(block, (row - kind * rows) * wide + place, here, (*shape, wide))
+        tensors += [own.repeat(cnt.contiguous()), own.repeat(idx)]
     return BlockSparseTensorsTorch(*tensors, block_size=getattr(lists, "block_size", None))
 
 
@@ -220,7 +225,7 @@ def draw_lists(
     Returns:
         The axes. Needs matplotlib.
     """
-    list_entries.padded_lists(fields(lists))
+    list_entries.check_lists(fields(lists))
     list_entries.integer("num_columns", num_columns)
     for name, value, size in zip(("batch", "head"), (batch, head), lists.mask_block_cnt.shape, strict=False):
         if not 0 <= list_entries.integer(name, value, least=0) < size:
@@ -245,39 +250,15 @@ def _picture(lists: Any, columns: int, batch: int, head: int, backward: bool) ->
     """1 for mask and 2 for full blocks [query blocks, key blocks], and the lock values by place."""
     picture = torch.zeros(lists.mask_block_cnt.shape[2], columns, dtype=torch.int8)
     labels = {}
-    orders = (getattr(lists, "dq_write_order", None), getattr(lists, "dq_write_order_full", None))
-    for shade, (cnt, idx, order) in enumerate(zip(fields(lists)[::2], fields(lists)[1::2], orders, strict=True), 1):
-        if cnt is None:
-            continue
-        idx, order = (None if t is None else t[batch, head].tolist() for t in (idx, order))
-        for row, count in enumerate(cnt[batch, head].tolist()):
-            for place in range(count):
-                picture[row, idx[row][place]] = shade
-                if order is not None:
-                    at = (row, idx[row][place])
-                    labels[at[::-1] if backward else at] = str(order[row][place])
+    for shade, kind in enumerate(list_entries.KINDS, 1):
+        given = (getattr(lists, field, None) for field in (kind.cnt, kind.idx, kind.order))
+        counts, idx, order = (None if t is None else t[batch, head].tolist() for t in given)
+        for at in ((row, place) for row, count in enumerate(counts or ()) for place in range(count)):
+            entry = at[0], idx[at[0]][at[1]]
+            picture[entry] = shade
+            if order is not None:
+                labels[entry[::-1] if backward else entry] = str(order[at[0]][at[1]])
     return picture.T if backward else picture, labels
-
-
-def _by_kind(
-    entries: FlatEntries,
-    ordered: torch.Tensor,
-    source: torch.Tensor,
-    ends: torch.Tensor,
-    counts: torch.Tensor,
-    widths: list[int],
-) -> list[torch.Tensor | None]:
-    rows, M = counts[0].numel(), entries.rows.N
-    number = ordered.clamp(max=max(rows * counts.shape[0] - 1, 0))
-    start = ends - counts.flatten()
-    place = torch.arange(ordered.numel(), device=ordered.device) - (start[number] if start.numel() else 0)
-    block = (entries.row[source] % max(M, 1)).int()
-    tensors: list[torch.Tensor | None] = []
-    for kind, (cnt, wide) in enumerate(zip(counts, widths, strict=False)):
-        own = (ordered >= kind * rows) & (ordered < (kind + 1) * rows) & (place < wide)
-        at = (ordered - kind * rows) * wide + place
-        tensors += [cnt.contiguous(), scatter(block, at, own, (*cnt.shape, wide))]
-    return tensors + [None] * (4 - len(tensors))
 
 
 def _cut(tensors: list[torch.Tensor | None], width: Width, block_size: BlockSize) -> BlockSparseTensorsTorch:

@@ -48,19 +48,17 @@ EITHER = (
     ("lists", ValueError, "mask_block_cnt and mask_block_idx .* given together", changed(mask_block_idx=None)),
     ("lists", ValueError, "full_block_cnt and full_block_idx .* given together", changed(full_block_idx=None)),
     ("lists", ValueError, r"_block_cnt.*\(.*_block_idx.*\(", changed(mask_block_cnt=lambda x: x[..., 1:])),
+    ("lists", TypeError, "mask_block_cnt has to be int32, got", changed(mask_block_cnt=Tensor.float)),
+    ("lists", TypeError, "mask_block_idx has to be int32, got", changed(mask_block_idx=Tensor.float)),
 )  # fmt: skip
 BROKEN = (
     NO_LISTS,
     *EITHER,
     ("lists", ValueError, r"mask_block_idx \(\d+,\) must be", changed(mask_block_idx=Tensor.flatten)),
-    ("lists", TypeError, "mask_block_cnt has to be int32, got", changed(mask_block_cnt=Tensor.float)),
-    ("lists", TypeError, "mask_block_idx has to be int32, got", changed(mask_block_idx=Tensor.float)),
 )  # fmt: skip
 BROKEN_PACK = (
     NO_LISTS,
     *EITHER,
-    ("lists", ValueError, "mask_block_cnt is torch.float32", changed(mask_block_cnt=Tensor.float)),
-    ("lists", ValueError, "mask_block_idx is torch.float32", changed(mask_block_idx=Tensor.float)),
     ("lists", ValueError, "cu_total_n_blocks, and cu_block_idx_offsets", changed(cu_total_n_blocks=None)),
     ("cu_total_m_blocks", TypeError, "cu_total_m_blocks has to be a torch.Tensor, got list", [0, 3, 3, 5]),
     ("cu_total_m_blocks", ValueError, r"cu_total_m_blocks has shape \(3,\)", torch.zeros(3).int()),
@@ -165,7 +163,7 @@ ORDERED = (
         "packed_write_order", packed_write_order, lambda device: dict(lists=packed_lists(PACKED)[1], num_q_blocks=3),
         (
             *BROKEN_PACK,
-            ("lists", ValueError, "mask_block_cnt .* and mask_block_idx .*, expect", sides()[1]),
+            ("lists", ValueError, "mask_block_cnt .* and mask_block_idx .* must be", sides()[1]),
             ("lists", ValueError, "cu_total_m_blocks is None: rows of stacked lists", stacked()[1]),
             *not_a_size("num_q_blocks"),
             ("spt", *NOT_A_BOOL),

@@ -1,14 +1,14 @@
 """Launches of the layer's kernels, compiled once for each key: kept in memory, and on disk beside the fork's.
 
-A key holds static, hashable values. Kernels are compiled from fake tensors, without a GPU or the caller's tensors;
-sizes are symbols unless the key holds them. Under FakeTensorMode kernels are compiled and nothing is launched, which is
-how one machine compiles for another's GPU.
+A kernel is a class: made of its static options, called with tensors, numbers and a stream. It is compiled, without a
+GPU, for tensors like the call's, whose sizes are symbols unless its `shapes` say otherwise. Under FakeTensorMode
+kernels are compiled and nothing is launched, which is how one machine compiles for another's GPU.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,8 +23,6 @@ from nsa_layer.support import device_arch
 
 Compiled = Callable[..., object]
 
-OPTIONS = "--enable-tvm-ffi"
-
 DTYPES = {
     torch.float16: cutlass.Float16,
     torch.bfloat16: cutlass.BFloat16,
@@ -36,49 +34,31 @@ DTYPES = {
 _compiled: dict[tuple[Hashable, ...], Compiled] = {}
 
 
-def launch(name: str, key: tuple[Hashable, ...], compile_kernel: Callable[[], Compiled], *arguments: object) -> None:
-    """Run a kernel on PyTorch's current stream.
+def launch(name: str, kernel: type, static: tuple[Hashable, ...], *arguments: object) -> None:
+    """Run ``kernel(*static)`` on PyTorch's current stream, compiled for these options and the tensors' dtypes.
 
     Args:
-        name: the kernel's; also its folder in the cache on disk.
-        key: all that `compile_kernel` depends on.
-        compile_kernel: makes the kernel where there is none for the key, by ``cute.compile`` with `OPTIONS` and with
-            `fake_stream()` as last argument.
-        arguments: what the compiled kernel takes: tensors, numbers and None, without the stream.
+        name: the kernel's folder in the cache on disk.
+        kernel: its ``shapes`` say for which tensors it is compiled, in the order of its arguments, such as "B T H D".
+            A name is a size, the same in all tensors of a call; D and numbers are static, and D is one of the static
+            options. Packed tensors have no B. Rows start at multiples of 16 bytes where D is last, else at any
+            element, or as "@32" says. Strides are free but for the last dimension's, which is 1 unless "*" is given.
+        arguments: tensors, of which some may be None, then numbers.
     """
     first = next(a for a in arguments if isinstance(a, torch.Tensor))
-    entry = (name, first.device.index, *key)  # GPUs of a machine may be of several architectures
-    kernel = _compiled.get(entry)
-    if kernel is None:
-        kernel = _compiled[entry] = _load_or_compile(name, key, compile_kernel)
+    dtypes = [getattr(a, "dtype", None) for a in arguments]
+    entry = (name, first.device.index, first.dim(), static, *dtypes)  # GPUs may be of several architectures
+    compiled = _compiled.get(entry)
+    if compiled is None:
+        compiled = _load_or_compile(name, entry[2:], lambda: _compile(kernel(*static), arguments))
+        _compiled[entry] = compiled
     if not _is_fake(first):
-        kernel(*arguments)
+        compiled(*arguments)
 
 
 def forget() -> None:
     """Forget the kernels in memory, so that the cache on disk is asked again."""
     _compiled.clear()
-
-
-def fake_tensor(
-    dtype: torch.dtype, shape: Sequence[object], *, align: int = 16, leading: int = -1
-) -> cute.runtime.Tensor:
-    """A tensor to compile for: its last dimension (`leading`) is contiguous, all other strides are symbols.
-
-    Args:
-        shape: ints, and ``cute.sym_int()`` for sizes that are known at launch.
-        align: bytes that the start and all strides are multiples of.
-    """
-    element = DTYPES[dtype]
-    multiple = max(1, align * 8 // element.width)
-    leading %= len(shape)
-    strides = tuple(1 if i == leading else cute.sym_int64(divisibility=multiple) for i in range(len(shape)))
-    return cute.runtime.make_fake_tensor(element, tuple(shape), stride=strides, assumed_align=align)
-
-
-def fake_stream() -> object:
-    """The stream to compile for: PyTorch's current one at each launch."""
-    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -93,6 +73,32 @@ def _load_or_compile(name: str, key: tuple[Hashable, ...], compile_kernel: Calla
         import_compiler()
         cache[versioned] = compile_kernel()
     return cache[versioned]
+
+
+def _compile(kernel: object, arguments: tuple[object, ...]) -> Compiled:
+    sizes: dict[str, object] = {}
+    numbers = {int: cutlass.Int32, float: cutlass.Float32}
+    fake = [
+        numbers[type(a)](a) if type(a) in numbers else None if a is None else _fake_tensor(a, shape, sizes)
+        for a, shape in zip(arguments, (*kernel.shapes, *[""] * len(arguments)))
+    ]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(kernel, *fake, stream, options="--enable-tvm-ffi")
+
+
+def _fake_tensor(like: torch.Tensor, shape: str, sizes: dict[str, object]) -> cute.runtime.Tensor:
+    """A tensor of these dimensions to compile for; `sizes` are the symbols of names."""
+    names, options = shape.removesuffix(" *").partition("@")[::2]
+    names = names.split()
+    if like.dim() < len(names):
+        names.remove("B")
+    of = [size if name == "D" or name.isdigit() else name for name, size in zip(names, like.shape)]
+    of = [sizes.setdefault(size, cute.sym_int()) if isinstance(size, str) else size for size in of]
+    align = int(options) if options else 16 if names[-1] == "D" else like.itemsize
+    strides = [cute.sym_int64(divisibility=align // like.itemsize) for _ in of]
+    if not shape.endswith("*"):
+        strides[-1] = 1
+    return cute.runtime.make_fake_tensor(DTYPES[like.dtype], tuple(of), stride=tuple(strides), assumed_align=align)
 
 
 @lru_cache(maxsize=1)

@@ -9,10 +9,7 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Int32
-
-from nsa_layer.kernels.launch import fake_tensor
 
 
 @cute.jit
@@ -74,11 +71,3 @@ def round_to(value: cute.TensorSSA, target: cute.Tensor) -> None:
     rounded = cute.make_rmem_tensor(target.shape, target.element_type)
     rounded.store(value.to(target.element_type))
     cute.autovec_copy(rounded, target)
-
-
-def fake_rows(dtype: torch.dtype, D: int, packed: bool) -> cute.Tensor:
-    return fake_tensor(dtype, (*[cute.sym_int() for _ in range(2 if packed else 3)], D))
-
-
-def fake_starts(packed: bool) -> list[Optional[cute.Tensor]]:
-    return [fake_tensor(torch.int32, (cute.sym_int(),), align=4) if packed else None for _ in range(2)]

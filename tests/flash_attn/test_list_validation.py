@@ -171,7 +171,7 @@ def test_repeated_lists() -> None:
     validate_lists(one, backward, **SIZES)
     validate_lists(wide, backward, **SIZES)
     backward.mask_block_idx[0, 3, 1, 0] = 0
-    assert message(wide, backward).startswith("backward mask_block_idx[0, 3, 1, 0] = 0 is not in the forward lists")
+    assert message(wide, backward).startswith("forward mask_block_idx[0, 3, 1, 1] = 1 is not in the backward lists")
 
 
 @pytest.mark.parametrize(

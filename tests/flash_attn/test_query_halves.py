@@ -116,7 +116,7 @@ def test_what_is_shared_stays_shared() -> None:
     assert merged.mask_block_idx.numel() == room + 1
     packed = tensors(replace(case, form="ragged"), backward=True)
     packed = packed._replace(
-        **{n: getattr(packed, n).expand(4, -1) for n in ("mask_block_cnt", "full_block_cnt", *own_rows.OFFSETS)}
+        **{n: getattr(packed, n).expand(4, -1) for n in ("mask_block_cnt", "full_block_cnt", *own_rows.STARTS)}
     )
     merged = query_halves.merged_backward(packed, asked=True)
     assert merged.mask_block_idx.numel() == packed.mask_block_idx.numel() + packed.full_block_idx.numel() + 1

@@ -56,7 +56,7 @@ def test_each_gpu_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(launch, "_load_or_compile", lambda name, *_: made.append(name) or print)
     with FakeTensorMode():
         for index in (0, 1, 0, 1):
-            launch.launch("kernel", (64,), lambda: None, 1, torch.empty(2, device=f"cuda:{index}"))
+            launch.launch("kernel", object, (64,), 1, torch.empty(2, device=f"cuda:{index}"))
     assert made == ["kernel"] * 2
 
 

@@ -17,9 +17,9 @@ from typing import Any, Optional
 
 import torch
 
-from flash_attn.cute.lists.csr import distinct_heads, is_packed, packed_rows, ragged_walk
+from flash_attn.cute.lists.csr import is_packed, packed_rows, ragged_walk
 from flash_attn.cute.lists.deterministic_lists import SM90
-from flash_attn.cute.lists.entries import fields, integer, padded_lists
+from flash_attn.cute.lists.entries import check_lists, fields, integer
 from flash_attn.cute.lists.formats import as_ragged
 from flash_attn.cute.lists.write_order import merged_walk
 
@@ -74,9 +74,9 @@ def plan_backward(
     """
     given = fields(lists)
     packed = getattr(given[0], "ndim", 3) == 2
-    rows = packed_rows(distinct_heads(lists), cu_total_m_blocks) if packed else None
+    rows = packed_rows(lists, cu_total_m_blocks) if packed else None
     if rows is None:
-        padded_lists(given)
+        check_lists(given)
     else:
         lists = as_ragged(lists, "cu_total_n_blocks", cu_total_m_blocks)
     for name, value in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv), ("num_q_blocks", num_q_blocks)):

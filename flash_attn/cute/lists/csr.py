@@ -12,14 +12,24 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute.lists.entries import FlatEntries, Rows, fields, flat_entries, integer, tensor
-from flash_attn.cute.lists.formats import FORMS, as_ragged, sequence_of_row
+from flash_attn.cute.lists.entries import (
+    KINDS,
+    LISTS,
+    ORDERS,
+    STARTS,
+    FlatEntries,
+    Kind,
+    Rows,
+    check_lists,
+    fields,
+    flat_entries,
+    integer,
+    tensor,
+)
+from flash_attn.cute.lists.formats import as_ragged, sequence_of_row
 from flash_attn.cute.lists.write_order import ranks, sorted_walk
 
 OptionalTensor = torch.Tensor | None
-OFFSETS = ("cu_block_idx_offsets", "cu_full_block_idx_offsets")
-ORDERS = ("dq_write_order", "dq_write_order_full")
-LISTS = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", *ORDERS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ def is_packed(lists: Any) -> bool:
 def packed_rows(
     lists: Any, cu_total_m_blocks: OptionalTensor = None, *, rows_before: str = "cu_total_n_blocks"
 ) -> PackedRows:
-    """Lists of packed sequences as rows.
+    """Lists of packed sequences as rows, with one head where all heads share them.
 
     Args:
         rows_before: the field with the rows before each sequence, of backward lists or of forward ones.
@@ -61,27 +71,29 @@ def packed_rows(
         ValueError: lists of another form or of heads that do not go together, or the starts of sequences or rows are
             missing or do not fit.
     """
-    before = _check_form(lists, rows_before)
+    check_lists(fields(lists), packed=True)
+    before = getattr(lists, rows_before)
+    if before is None or (lists.mask_block_idx.ndim == 1 and lists.cu_block_idx_offsets is None):
+        raise ValueError(f"{rows_before}, and cu_block_idx_offsets of ragged lists, have to be given")
     _check_starts(lists, before, cu_total_m_blocks)
-    heads = _heads(lists)
-    _check_shapes(lists, heads)
+    with_heads = _with_heads(lists)
+    heads = max(t.shape[0] for t in with_heads.values())
+    if all(t.shape[0] == 1 or t.stride(0) == 0 for t in with_heads.values()):
+        heads, lists = 1, lists._replace(**{name: t.narrow(0, 0, 1) for name, t in with_heads.items()})
     before, places = before.int(), _places(lists, heads)
     lists = as_ragged(lists, rows_before, cu_total_m_blocks)
-    kinds = [("mask_block_cnt", "mask_block_idx", "dq_write_order", lists.cu_block_idx_offsets)]
-    if lists.full_block_cnt is not None:
-        own = lists.cu_full_block_idx_offsets
-        starts = lists.cu_block_idx_offsets if own is None else own
-        kinds.append(("full_block_cnt", "full_block_idx", "dq_write_order_full", starts))
+    kinds = [kind for kind in KINDS if getattr(lists, kind.cnt) is not None]
+    starts = [getattr(lists, starts_of(lists, kind)).narrow(1, 0, lists.mask_block_cnt.shape[1]) for kind in kinds]
     rows = lists.mask_block_cnt.shape[1]
     row = torch.arange(rows, device=before.device, dtype=torch.int32)
     # Rows behind the last sequence's list nothing, and may count as its.
     sequence = sequence_of_row(before.narrow(0, 0, before.shape[0] - 1), row)
-    locks = tuple(getattr(lists, lock) for _, _, lock, _ in kinds)
+    locks = tuple(getattr(lists, kind.order) for kind in kinds)
     return PackedRows(
         Rows(
-            tuple(getattr(lists, cnt).expand(heads, rows) for cnt, *_ in kinds),
-            tuple(starts.narrow(1, 0, rows).long().expand(heads, rows) for *_, starts in kinds),
-            tuple(getattr(lists, idx) for _, idx, *_ in kinds),
+            tuple(getattr(lists, kind.cnt).expand(heads, rows) for kind in kinds),
+            tuple(t.long().expand(heads, rows) for t in starts),
+            tuple(getattr(lists, kind.idx) for kind in kinds),
         ),
         locks=None if any(t is None for t in locks) else locks,
         sequence=sequence,
@@ -91,56 +103,16 @@ def packed_rows(
     )
 
 
-def distinct_heads(lists: Any) -> Any:
-    """Packed lists with a head dimension of 1 where all heads share them: computed once, like lists of one head.
-
-    Raises:
-        ValueError: counts and indices that are not given together or are no integers, or of another number of rows.
-    """
-    _check_kinds(fields(lists))
-    given = _with_heads(lists)
-    if all(t.shape[0] == 1 or t.stride(0) == 0 for t in given.values()):
-        lists = lists._replace(**{name: t.narrow(0, 0, 1) for name, t in given.items()})
-    return lists
-
-
-def _check_form(lists: Any, rows_before: str) -> torch.Tensor:
-    """The rows before each sequence, of lists that have a form of packed sequences."""
-    form = FORMS.get((lists.mask_block_cnt.ndim, lists.mask_block_idx.ndim))
-    if form not in ("compact", "stacked", "ragged"):
-        raise ValueError(
-            f"mask_block_cnt {tuple(lists.mask_block_cnt.shape)} and mask_block_idx "
-            f"{tuple(lists.mask_block_idx.shape)}, expected [H, rows], and [H, rows, n], [H, L] or [L]"
-        )
-    before = getattr(lists, rows_before)
-    if before is None or (form == "ragged" and lists.cu_block_idx_offsets is None):
-        raise ValueError(f"{rows_before}, and cu_block_idx_offsets of ragged lists, have to be given")
-    return before
-
-
 def _with_heads(lists: Any) -> dict[str, torch.Tensor]:
     """The tensors with a dimension for heads; offsets have one in ragged lists, whose entries have none."""
-    names = (*LISTS, *OFFSETS) if lists.mask_block_idx.ndim == 1 else LISTS
+    names = (*LISTS, *ORDERS, *STARTS) if lists.mask_block_idx.ndim == 1 else (*LISTS, *ORDERS)
     given = {name: getattr(lists, name) for name in names}
     return {name: t for name, t in given.items() if t is not None and t.ndim > 1}
 
 
-def _heads(lists: Any) -> int:
-    return max(t.shape[0] for t in _with_heads(lists).values())
-
-
-def _check_shapes(lists: Any, heads: int) -> None:
-    """Counts of as many rows, indices of as many dimensions, of `heads` heads or of one for all."""
-    for cnt, idx in (LISTS[:2], LISTS[2:4]):
-        counts, indices = getattr(lists, cnt), getattr(lists, idx)
-        if counts is None:
-            continue
-        fits = counts.shape[1:] == lists.mask_block_cnt.shape[1:] and indices.ndim == lists.mask_block_idx.ndim
-        if not fits or any(t.ndim > 1 and t.shape[0] not in (1, heads) for t in (counts, indices)):
-            raise ValueError(
-                f"{cnt} {tuple(counts.shape)} and {idx} {tuple(indices.shape)} beside mask_block_cnt "
-                f"{tuple(lists.mask_block_cnt.shape)} and lists of {heads} heads"
-            )
+def starts_of(lists: Any, kind: Kind) -> str:
+    """The field that says where rows of a kind start in ragged lists: full ones may start where mask ones do."""
+    return KINDS[0].starts if getattr(lists, kind.starts) is None else kind.starts
 
 
 def _places(lists: Any, heads: int) -> int:
@@ -179,45 +151,26 @@ def packed_write_order(
         TypeError, ValueError: lists of another form, stacked ones without `cu_total_m_blocks`, ragged ones whose heads
             share places, or a wrong number.
     """
-    _check_kinds(fields(lists))
+    check_lists(fields(lists), packed=True)
     integer("num_q_blocks", num_q_blocks)
     if listed is not None:
         integer("listed", listed, least=0)
     if not isinstance(spt, bool):
         raise TypeError(f"spt has to be a bool, got {spt!r}")
-    _check_form(lists, "cu_total_n_blocks")
-    heads = _heads(lists)
+    heads = max(t.shape[0] for t in _with_heads(lists).values())
     if lists.mask_block_idx.ndim == 1:
         _refuse_shared_places(lists, heads)
     else:  # lock values are each head's own
-        own = {name: t for name, t in _with_heads(lists).items() if name in LISTS[:4]}
-        _check_shapes(lists, heads)
+        own = {name: t for name, t in _with_heads(lists).items() if name in LISTS}
         lists = lists._replace(**{name: t.expand(heads, *t.shape[1:]).contiguous() for name, t in own.items()})
     rows = packed_rows(lists._replace(dq_write_order=None, dq_write_order_full=None), cu_total_m_blocks)
     order = torch.arange(rows.rows.N, device=rows.sequence.device).flip(0) if spt else None
     entries = _flat_entries(rows, order, num_q_blocks, rows.places if listed is None else listed)
     locks = ranks(entries, rows.sequences * num_q_blocks)
     changed: dict[str, Any] = {"spt": spt, "dq_write_order_full": None}
-    for number, (kind, name) in enumerate((("mask", "dq_write_order"), ("full", "dq_write_order_full"))):
-        indices = getattr(lists, f"{kind}_block_idx")
-        if indices is None:
-            continue
-        changed[name] = entries.put(locks, full=bool(number)).view(indices.shape)
+    for full, kind in enumerate(KINDS[: len(rows.rows.counts)]):
+        changed[kind.order] = entries.put(locks, full=bool(full)).view(getattr(lists, kind.idx).shape)
     return lists._replace(**changed)
-
-
-def _check_kinds(given: tuple[Any, Any, Any, Any]) -> None:
-    """Counts and indices, mask and full: given together, integers, and as many rows."""
-    for name, cnt, idx in (("mask", *given[:2]), ("full", *given[2:])):
-        if name == "full" and cnt is None and idx is None:
-            continue
-        if cnt is None or idx is None:
-            raise ValueError(f"{name}_block_cnt and {name}_block_idx have to be given together")
-        for field, t in ((f"{name}_block_cnt", cnt), (f"{name}_block_idx", idx)):
-            if t.is_floating_point():
-                raise ValueError(f"{field} is {t.dtype}, expected integers")
-        if idx.ndim == 3 and cnt.shape[1:] != idx.shape[1:2]:
-            raise ValueError(f"{name}_block_cnt has shape {tuple(cnt.shape)}, {name}_block_idx {tuple(idx.shape)}")
 
 
 def _check_starts(lists: Any, like: torch.Tensor, cu_total_m_blocks: OptionalTensor) -> None:
@@ -236,12 +189,11 @@ def _check_starts(lists: Any, like: torch.Tensor, cu_total_m_blocks: OptionalTen
 
 def _refuse_shared_places(lists: Any, heads: int) -> None:
     """Heads with lists of their own in one kind have lock values of their own in both."""
-    full = lists.cu_block_idx_offsets if lists.cu_full_block_idx_offsets is None else lists.cu_full_block_idx_offsets
-    for kind, starts in (("mask", lists.cu_block_idx_offsets), ("full", full)):
-        indices = getattr(lists, f"{kind}_block_idx")
-        if indices is not None and indices.ndim == 1 and starts.shape[0] != heads:
+    for kind in KINDS:
+        starts = getattr(lists, starts_of(lists, kind))
+        if getattr(lists, kind.idx) is not None and starts.shape[0] != heads:
             raise ValueError(
-                f"{kind}_block_idx of {starts.shape[0]} heads beside lists of {heads}: ragged heads cannot share "
+                f"{kind.idx} of {starts.shape[0]} heads beside lists of {heads}: ragged heads cannot share "
                 "places, where each has lock values of its own"
             )
 

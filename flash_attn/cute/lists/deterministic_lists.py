@@ -4,12 +4,12 @@ from typing import Any, Optional
 
 import torch
 
-from flash_attn.cute.lists.csr import distinct_heads, is_packed, packed_rows, ragged_walk
+from flash_attn.cute.lists.csr import is_packed, packed_rows, ragged_walk
+from flash_attn.cute.lists.entries import KINDS
 from flash_attn.cute.lists.formats import Packing, blocks_before
 from flash_attn.cute.lists.write_order import MOST_QUERY_BLOCKS, merged_walk
 
 SM90 = 9  # arch // 10
-ORDERS = (("dq_write_order", "mask_block_idx"), ("dq_write_order_full", "full_block_idx"))
 
 
 def prepare(
@@ -66,7 +66,7 @@ def require_write_order(lists: Any) -> Any:
     if lists.mask_block_cnt is None or lists.mask_block_idx is None:
         raise ValueError("mask_block_cnt and mask_block_idx must be provided for block sparsity.")
     changed: dict[str, Optional[torch.Tensor]] = {}
-    for name, idx_name in ORDERS:
+    for _, _, idx_name, name, _ in KINDS:
         order, idx = getattr(lists, name), getattr(lists, idx_name)
         if idx is None:
             changed[name] = None
@@ -129,7 +129,6 @@ def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Opti
     """
     if is_packed(lists):
         most = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
-        lists = distinct_heads(lists)
         rows = packed_rows(lists, cu_total_m_blocks)
         return ragged_walk(rows, lists, num_q_blocks=most, descending=not lists.spt)
     width = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)

@@ -11,9 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+OptionalTensor = torch.Tensor | None
+
+
+class Kind(NamedTuple):
+    """The fields of block lists that hold mask blocks, or full ones."""
+
+    name: str
+    cnt: str
+    idx: str
+    order: str
+    starts: str
+
+
+KINDS = (
+    Kind("mask", "mask_block_cnt", "mask_block_idx", "dq_write_order", "cu_block_idx_offsets"),
+    Kind("full", "full_block_cnt", "full_block_idx", "dq_write_order_full", "cu_full_block_idx_offsets"),
+)
+LISTS = tuple(field for kind in KINDS for field in (kind.cnt, kind.idx))
+ORDERS = tuple(kind.order for kind in KINDS)
+STARTS = tuple(kind.starts for kind in KINDS)
 
 
 def integer(name: str, value: object, least: int = 1) -> int:
@@ -71,13 +92,16 @@ def bool_table(name: str, value: object) -> torch.Tensor:
 def fields(lists: Any) -> tuple[Any, Any, Any, Any]:
     """Counts and indices, mask and full, of what has the fields of BlockSparseTensorsTorch."""
     try:
-        return lists.mask_block_cnt, lists.mask_block_idx, lists.full_block_cnt, lists.full_block_idx
+        return tuple(getattr(lists, name) for name in LISTS)
     except AttributeError:
         raise TypeError(f"lists have to be a BlockSparseTensorsTorch, got {type(lists).__name__}") from None
 
 
-def padded_lists(tensors: Sequence[Any]) -> None:
-    """Counts [B, H, N] and indices [B, H, N, width], integers; full ones may be None."""
+def check_lists(tensors: Sequence[Any], *, packed: bool = False) -> None:
+    """Counts and indices, mask and full (or None), that go together: padded lists, or of packed sequences."""
+    expected, ranks = "[B, H, N] and [B, H, N, width]", ((3, 4),)
+    if packed:
+        expected, ranks = "[H, rows], and [H, rows, n], [H, L] or [L]", ((2, 3), (2, 2), (2, 1))
     for name, cnt, idx in (("mask", *tensors[:2]), ("full", *tensors[2:])):
         if (cnt is None) != (idx is None):
             raise ValueError(f"{name}_block_cnt and {name}_block_idx must be given together")
@@ -88,18 +112,16 @@ def padded_lists(tensors: Sequence[Any]) -> None:
         for field, value in ((f"{name}_block_cnt", cnt), (f"{name}_block_idx", idx)):
             if tensor(field, value).dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"{field} has to be int32, got {value.dtype}")
-        if idx.ndim != 4 or cnt.ndim != 3 or cnt.shape[2] != idx.shape[2]:
+        alike = (cnt.ndim, idx.ndim) in ranks and idx.ndim == tensors[1].ndim and cnt.shape[-1] == tensors[0].shape[-1]
+        if not alike or (idx.ndim > cnt.ndim and cnt.shape[-1] != idx.shape[-2]):
             raise ValueError(
-                f"{name}_block_cnt {tuple(cnt.shape)} and {name}_block_idx {tuple(idx.shape)} must be [B, H, N] and "
-                f"[B, H, N, width]"
+                f"{name}_block_cnt {tuple(cnt.shape)} and {name}_block_idx {tuple(idx.shape)} must be {expected}"
             )
-    given = dict(zip(("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"), tensors, strict=True))
-    sizes = {name: tuple(t.shape[:2]) for name, t in given.items() if t is not None}
-    if any(len({size[d] for size in sizes.values()} - {1}) > 1 for d in (0, 1)):
-        raise ValueError(f"lists have to have the same batches and heads, or 1, got {sizes}")
-
-
-OptionalTensor = torch.Tensor | None
+    given = dict(zip(LISTS, tensors, strict=True))
+    leading = 1 if packed else 2
+    sizes = {name: tuple(t.shape[:leading]) for name, t in given.items() if t is not None and t.ndim > 1}
+    if any(len({size[d] for size in sizes.values()} - {1}) > 1 for d in range(leading)):
+        raise ValueError(f"lists have to have the same {'' if packed else 'batches and '}heads, or 1, got {sizes}")
 
 
 @dataclass(frozen=True)
@@ -251,7 +273,7 @@ def distinct_lists(
     tensors: Sequence[OptionalTensor], order: OptionalTensor, locks: Sequence[OptionalTensor] | None = None
 ) -> DistinctLists:
     """The lists without what is repeated over batches and heads: computed once, and repeated as they were."""
-    padded_lists(tensors)
+    check_lists(tensors)
     given = [t for t in tensors if t is not None]
     repeated = tuple(torch.broadcast_shapes(*(t.shape[:2] for t in given)))
     distinct = [t for t in (*given, order, *(locks or ())) if t is not None]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from flash_attn.cute.lists import entries as list_entries
+from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, STARTS, Kind
 
 if TYPE_CHECKING:  # which imports this module
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -110,10 +111,10 @@ def fit(
             f"{name}.mask_block_cnt has {rows} rows of {block} tokens a sequence, but the longest has {longest}"
         )
     fitted = {}
-    for kind in ("mask", "full"):
+    for kind in KINDS:
         fitted |= _fit_pair(name, tensors, kind, form, (*lead, rows))
-    for field, like in (("dq_write_order", "mask_block_idx"), ("dq_write_order_full", "full_block_idx")):
-        fitted[field] = _fit_order(name, field, getattr(tensors, field), fitted[like])
+    for kind in KINDS:
+        fitted[kind.order] = _fit_order(name, kind.order, getattr(tensors, kind.order), fitted[kind.idx])
     if tensors.spt is not None and not isinstance(tensors.spt, bool):
         raise ValueError(f"spt must be a bool when provided: {name}.spt is {tensors.spt!r}")
     if tensors.spt is not None and tensors.dq_write_order is None:
@@ -125,8 +126,8 @@ def fit(
         when = f"with cu_seqlens_{'qk'[other]} or seqused_{'qk'[other]} "
         _need_starts(direction, tensors, "cu_block_idx_offsets", batch, when)
     if form == "ragged":
-        for field in ("cu_block_idx_offsets", "cu_full_block_idx_offsets"):
-            if field == "cu_block_idx_offsets" or getattr(tensors, field) is not None:
+        for field in STARTS:
+            if field == STARTS[0] or getattr(tensors, field) is not None:
                 fitted[field] = _fit_row_offsets(name, tensors, field, heads, rows)
     tensors = tensors._replace(**fitted)
     if form == "padded":
@@ -179,10 +180,7 @@ def as_ragged(
         return tensors
     first = _stacked_starts(tensors, rows_before, across) if tensors.mask_block_idx.ndim == 2 else None
     changed: dict[str, torch.Tensor | None] = {}
-    for idx_field, order_field, starts_field in (
-        ("mask_block_idx", "dq_write_order", "cu_block_idx_offsets"),
-        ("full_block_idx", "dq_write_order_full", "cu_full_block_idx_offsets"),
-    ):
+    for _, _, idx_field, order_field, starts_field in KINDS:
         idx, order = getattr(tensors, idx_field), getattr(tensors, order_field)
         if idx is None:
             changed[starts_field] = None
@@ -210,8 +208,7 @@ def _starts(idx: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
 
 def _addressable(tensors: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     """Flat entries as if they were no longer than a kernel's shapes can say, which nothing reads: places are int64."""
-    names = ("mask_block_idx", "full_block_idx", "dq_write_order", "dq_write_order_full")
-    given = {name: getattr(tensors, name) for name in names}
+    given = {name: getattr(tensors, name) for kind in KINDS for name in (kind.idx, kind.order)}
     longer = {name: t for name, t in given.items() if t is not None and t.numel() > MOST_IN_SHAPE}
     return (
         tensors._replace(**{name: t.narrow(0, 0, MOST_IN_SHAPE) for name, t in longer.items()}) if longer else tensors
@@ -257,14 +254,10 @@ def launch_arguments(tensors: BlockSparseTensorsTorch | None):
     if tensors is None:
         return None
     return (
-        tensors.mask_block_cnt,
-        tensors.mask_block_idx,
-        tensors.full_block_cnt,
-        tensors.full_block_idx,
+        *(getattr(tensors, field) for field in LISTS),
         tensors.cu_total_m_blocks,
         tensors.cu_block_idx_offsets,
-        tensors.dq_write_order,
-        tensors.dq_write_order_full,
+        *(getattr(tensors, field) for field in ORDERS),
         tensors.cu_total_n_blocks,
         tensors.cu_full_block_idx_offsets,
         tensors.plan,
@@ -273,12 +266,7 @@ def launch_arguments(tensors: BlockSparseTensorsTorch | None):
 
 def offset_types(tensors: BlockSparseTensorsTorch) -> tuple:
     """Types of the offsets, which compiled code depends on: part of the compile key."""
-    offsets = (
-        tensors.cu_total_m_blocks,
-        tensors.cu_total_n_blocks,
-        tensors.cu_block_idx_offsets,
-        tensors.cu_full_block_idx_offsets,
-    )
+    offsets = (tensors.cu_total_m_blocks, tensors.cu_total_n_blocks, *(getattr(tensors, field) for field in STARTS))
     kinds = tuple(None if t is None else (t.dtype, *(stride == 0 for stride in t.stride())) for t in offsets)
     return *kinds, tensors.plan is not None
 
@@ -324,15 +312,15 @@ def _form(name: str, tensors: BlockSparseTensorsTorch) -> str:
     return form
 
 
-def _fit_pair(name: str, tensors: BlockSparseTensorsTorch, kind: str, form: str, shape: tuple[int, ...]) -> dict:
-    fields = f"{kind}_block_cnt", f"{kind}_block_idx"
+def _fit_pair(name: str, tensors: BlockSparseTensorsTorch, kind: Kind, form: str, shape: tuple[int, ...]) -> dict:
+    fields = kind.cnt, kind.idx
     counts, indices = (getattr(tensors, field) for field in fields)
     if (counts is None) != (indices is None):
         raise ValueError(f"{fields[0]} and {fields[1]} must both be provided or both be None, in {name}")
     if counts is None:
         return dict.fromkeys(fields)
     for field, tensor in zip(fields, (counts, indices)):
-        _check(name, f"{kind}_block tensors", field, tensor, tensors.mask_block_cnt.device, (torch.int32,))
+        _check(name, f"{kind.name}_block tensors", field, tensor, tensors.mask_block_cnt.device, (torch.int32,))
     width = indices.shape[-1:]
     if indices.ndim != tensors.mask_block_idx.ndim:
         raise ValueError(

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from flash_attn.cute.lists.csr import OFFSETS, distinct_heads, is_packed, packed_rows
-from flash_attn.cute.lists.entries import Rows, distinct_lists, fields, flat_entries
+from flash_attn.cute.lists.csr import is_packed, packed_rows
+from flash_attn.cute.lists.entries import STARTS, Rows, distinct_lists, fields, flat_entries
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,11 @@ def own_rows(lists: Any, rows_before: str) -> OwnRows:
     if not is_packed(lists):
         return _padded_rows(lists)
     lists = lists._replace(dq_write_order=None, dq_write_order_full=None)
-    lists = distinct_heads(lists)
     packed = packed_rows(lists, rows_before=rows_before)
     rows = packed.rows
     # Rows behind the last sequence's are nobody's.
     own = torch.arange(rows.N, device=packed.block.device) < getattr(lists, rows_before).select(0, -1)
-    starts = [t for t in (getattr(lists, name) for name in OFFSETS) if t is not None]
+    starts = [t for t in (getattr(lists, name) for name in STARTS) if t is not None]
     shared = any(t.shape[0] < rows.heads or t.stride(0) == 0 for t in starts)
     return OwnRows(
         replace(rows, counts=tuple(torch.where(own, counts, 0) for counts in rows.counts)),

@@ -30,6 +30,7 @@ from cutlass import Constexpr, Int32, Int64, const_expr
 
 from flash_attn.cute import barrier
 from flash_attn.cute.block_sparsity import BlockSparseTensors, BlockSparseTensorsTorch
+from flash_attn.cute.lists.entries import LISTS, ORDERS, STARTS
 
 
 class HalfLists(BlockSparseTensors):
@@ -117,17 +118,6 @@ def entry_at(place: Int32, mask_count: Int32, mask_idx: cute.Tensor, full_idx: c
     return entry
 
 
-LISTS = (
-    "mask_block_cnt",
-    "mask_block_idx",
-    "full_block_cnt",
-    "full_block_idx",
-    "dq_write_order",
-    "dq_write_order_full",
-)
-STARTS = ("cu_block_idx_offsets", "cu_full_block_idx_offsets")
-
-
 @dataclass(frozen=True)
 class ListHeads:
     """`count`: heads that the lists have once normalised. `group`: query heads that share one of them.
@@ -168,7 +158,7 @@ def _given_heads(tensors: BlockSparseTensorsTorch) -> int:
     """
     counts = tensors.mask_block_cnt
     head_dim = 0 if counts is not None and counts.ndim == 2 else 1
-    given = (getattr(tensors, name) for name in LISTS)
+    given = (getattr(tensors, name) for name in (*LISTS, *ORDERS))
     return max((t.shape[head_dim] for t in given if t is not None and t.ndim > 1), default=1)
 
 
@@ -178,7 +168,7 @@ def lists_by_query_head(tensors: Optional[BlockSparseTensors], group: int) -> Op
         return tensors
     head_dim = 0 if cute.rank(tensors.mask_block_cnt.shape) == 2 else 1
     # Starts of ragged rows have heads too; those of stacked lists have none.
-    lists = {name: getattr(tensors, name) for name in (*LISTS, *STARTS)}
+    lists = {name: getattr(tensors, name) for name in (*LISTS, *ORDERS, *STARTS)}
     with_heads = {name: t for name, t in lists.items() if t is not None and cute.rank(t.shape) > 1}
     return tensors._replace(**{name: _spread(t, head_dim, group) for name, t in with_heads.items()})
 

@@ -54,16 +54,7 @@ BACKWARD: dict[int, tuple[BackwardTile, ...]] = {
 
 # The same for kernels without dq. Their keys and values stay, nothing is staged for memory, and dS goes from registers
 # into dK's product: there is room for a second CTA, or for more stages of queries.
-WITHOUT_DQ: dict[int, tuple[BackwardTile, ...]] = {
-    64: (
-        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
-        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
-    ),
-    128: (
-        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
-        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
-    ),
-}
+WITHOUT_DQ: dict[int, tuple[BackwardTile, ...]] = {64: BACKWARD[64], 128: BACKWARD[64]}
 
 
 def backward_tile(

@@ -10,15 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from flash_attn.cute.lists.entries import FlatEntries, Rows, distinct_lists, fields, flat_entries, narrow
+from flash_attn.cute.lists.entries import (
+    KINDS,
+    LISTS,
+    ORDERS,
+    FlatEntries,
+    Rows,
+    distinct_lists,
+    fields,
+    flat_entries,
+    narrow,
+)
 from flash_attn.cute.lists.write_order import as_launch_order, ranks
-
-NAMES = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-ORDERS = ("dq_write_order", "dq_write_order_full")
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Side:
         sequence, block: [N], the sequence that a row belongs to, and its number there.
         across: int64 [N], how many blocks there are for a row to list; `columns` is the largest, `sequences` how many
             sequences there are.
-        starts: the field that says where rows start, of each kind; None where rows cannot start in a wrong place.
+        starts: of packed sequences, the field that says where rows start, of each kind.
     """
 
     name: str
@@ -49,7 +57,10 @@ class Side:
     block_size: tuple[int, int]
     sequences: int = 1
     starts: tuple[str, ...] | None = None
-    packed: bool = False
+
+    @property
+    def packed(self) -> bool:
+        return self.starts is not None
 
     @property
     def words(self) -> tuple[str, str]:
@@ -63,7 +74,7 @@ class Side:
 
     def rooms(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """The fields of each kind, and how many entries rows have room for, [N]."""
-        for cnt, idx, _ in zip(NAMES[::2], NAMES[1::2], self.rows.counts):
+        for (_, cnt, idx, *_), _ in zip(KINDS, self.rows.counts):
             own = getattr(self.given, idx)
             flat = own.ndim < getattr(self.given, cnt).ndim + 1
             yield cnt, idx, self.across if flat else self.across.clamp(max=own.shape[-1])
@@ -80,12 +91,12 @@ class Side:
         """``forward mask_block_idx[b, h, row, place]``, from the row's number over all heads."""
         head, row = divmod(row, self.rows.N)
         (B, H), given = self.heads, getattr(self.given, tensor).shape
-        b, h = (
-            (0, head * H // self.rows.heads) if self.packed else (head // H * given[0] // B, head % H * given[1] // H)
-        )
+        b, h = 0, head * H // self.rows.heads
+        if not self.packed:
+            b, h = head // H * given[0] // B, head % H * given[1] // H
         return f"{self.name} {tensor}[{b}, {h}, {int(self.block[row])}" + ("]" if place is None else f", {place}]")
 
-    def entry(self, row: int, place: int, full: int, mask_count: int, names: Sequence[str] = NAMES[1::2]) -> str:
+    def entry(self, row: int, place: int, full: int, mask_count: int, names: Sequence[str] = LISTS[1::2]) -> str:
         stored = 0 if self.merged else full
         return self.at(names[stored], row, place - mask_count * stored)
 
@@ -206,7 +217,7 @@ def _check_shapes(
     rows, columns = blocks
     heads = sorted({1, *heads})
     batches = sorted({1, batch_size or lists.mask_block_cnt.shape[0]})
-    for tensor_name in (*NAMES, *ORDERS):
+    for tensor_name in (*LISTS, *ORDERS):
         tensor = getattr(lists, tensor_name, None)
         if tensor is None:
             continue
@@ -224,7 +235,7 @@ def _check_shapes(
         if tensor.ndim == 4 and tensor.shape[3] > most:
             raise ValueError(f"{what}, expected a width of at most {most}: a row cannot list more blocks")
     ordered = getattr(lists, ORDERS[0], None) is not None
-    for cnt, idx, order in zip(NAMES[::2], NAMES[1::2], ORDERS, strict=True):
+    for _, cnt, idx, order, _ in KINDS:
         counts, indices, locks = (getattr(lists, field, None) for field in (cnt, idx, order))
         if (counts is None) != (indices is None):
             raise ValueError(f"{name} {cnt} and {idx} must be given together")
@@ -259,7 +270,7 @@ def check_sides(
     entries = [side.entries(None, total) for side, total in zip(sides, listed, strict=True)]
     checks = [check for side, flat in zip(sides, entries, strict=True) for check in _indices(side, flat, ascending)]
     if len(sides) == 2 and sides[0].block_size == sides[1].block_size:
-        checks.append(_transposed(*sides, *entries))
+        checks += _transposed(sides, entries)
     if sides and sides[-1].locks is not None:
         checks.append(_locks(sides[-1], listed[-1], order))
     _raise_first(checks, [])
@@ -297,68 +308,53 @@ def _counts(side: Side) -> Iterator[_Check]:
 def _indices(side: Side, flat: FlatEntries, ascending: bool) -> Iterator[_Check]:
     """Range, duplicates, and order within rows."""
     row_word, column_word = side.words
-    where, across = _where(flat), side.of(side.across, flat.row)
-    sequence = side.of(side.sequence, flat.row)
-    bad = flat.listed & ((flat.block < 0) | (flat.block >= across))
-    yield _Check(
-        _first(bad, sequence, *where, flat.block, across),
-        lambda *at: f"{side.entry(*at[:4])} = {at[4]}, expected a {column_word} of 0 .. {at[5] - 1}",
-        side.packed,
-    )
+    across, listed = side.of(side.across, flat.row), flat.listed
+    yield _wrong_entry(
+        side, flat, listed & ((flat.block < 0) | (flat.block >= across)), (across,),
+        lambda across: f", expected a {column_word} of 0 .. {across - 1}",
+    )  # fmt: skip
     number = torch.arange(flat.row.numel(), device=flat.row.device)
     key = flat.row.long() * side.columns + flat.block.clamp(0, side.columns - 1)
-    ordered, source = torch.where(flat.listed, key, -1 - number).sort(stable=True)
-    before, after = source[:-1], source[1:]
-    second = [t[after] for t in (sequence, *where, flat.block, side.of(side.block, flat.row))]
-    yield _Check(
-        _first(ordered.diff() == 0, *second, *(t[before] for t in where)),
-        lambda *at: (
-            f"{side.entry(*at[:4])} = {at[4]} is listed twice for {row_word} {at[5]}, also in {side.entry(*at[6:])}"
-        ),
-        side.packed,
-    )
+    ordered, source = torch.where(listed, key, -1 - number).sort(stable=True)
+    earlier = torch.full_like(number, -1)  # place of the same block in the same row
+    earlier[source[1:]] = torch.where(ordered.diff() == 0, source[:-1], -1)
+    yield _wrong_entry(
+        side, flat, earlier >= 0, (side.of(side.block, flat.row), *(t[earlier] for t in _where(flat))),
+        lambda row, *where: f" is listed twice for {row_word} {row}, also in {side.entry(*where)}",
+    )  # fmt: skip
     if ascending:
-        same = (flat.row.diff() == 0) & (flat.is_full[1:] == flat.is_full[:-1]) & flat.listed[1:]
-        falls = same & (flat.block.diff() < 0)
-        yield _Check(
-            _first(falls, *(t[1:] for t in (sequence, *where, flat.block)), flat.block[:-1]),
-            lambda *at: f"{side.entry(*at[:4])} = {at[4]} comes after {at[5]}, expected rising indices",
-            side.packed,
-        )
+        same = (flat.row == flat.row.roll(1)) & (flat.is_full == flat.is_full.roll(1)) & listed
+        before = flat.block.roll(1)
+        yield _wrong_entry(
+            side, flat, same & (flat.block < before) & (number > 0), (before,),
+            lambda before: f" comes after {before}, expected rising indices",
+        )  # fmt: skip
 
 
-def _transposed(forward: Side, backward: Side, there: FlatEntries, back: FlatEntries) -> _Check:
-    """Both directions sorted by (head, query block, key block, kind): where they first differ, one lacks an entry."""
-    S, M, N = forward.sequences, backward.columns, forward.columns
-    past = forward.rows.heads * S * M * N * 2
-    size = max(there.row.numel(), back.row.numel()) + 1
-    columns = []
-    for side, flat in ((forward, there), (backward, back)):
+def _transposed(sides: list[Side], entries: list[FlatEntries]) -> Iterator[_Check]:
+    """Each entry is one of the other direction too, of the same kind."""
+    (forward, backward), keys = sides, []
+    M, N = backward.columns, forward.columns
+    for side, flat in zip(sides, entries, strict=True):
         head = torch.div(flat.row, max(side.rows.N, 1), rounding_mode="floor").long()
-        row, block = side.of(side.block, flat.row), flat.block.clamp(0, side.columns - 1)
-        m, n = (row, block) if side is forward else (block, row)
-        key = (((head * S + side.of(side.sequence, flat.row)) * M + m) * N + n) * 2 + flat.is_full
-        key, source = torch.where(flat.listed, key, past).sort(stable=True)
-        numbers = (key, *(t[source] for t in (*_where(flat), block, row)))
-        # Neither list ends before the other: what is missing at an end compares as well.
-        columns.append([torch.nn.functional.pad(t.long(), (0, size - key.numel()), value=past) for t in numbers])
+        pair = side.of(side.block, flat.row), flat.block.clamp(0, side.columns - 1)
+        m, n = pair if side is forward else reversed(pair)
+        key = (((head * side.sequences + side.of(side.sequence, flat.row)) * M + m) * N + n) * 2 + flat.is_full
+        keys.append(torch.where(flat.listed, key, -1))
 
-    def message(*numbers: int) -> str:
-        (key, *at), (other_key, *other_at) = numbers[:7], numbers[7:]
-        side, against = (forward, backward) if key < other_key else (backward, forward)
-        *at, block, row = at if key < other_key else other_at
-        entry, full = f"{side.entry(*at)} = {block}", at[2]
-        kind, other_kind = ("full", "mask") if full else ("mask", "full")
-        if key // 2 == other_key // 2:
-            return f"{entry} is a {kind} block, but a {other_kind} block in the {against.name} lists"
+    def said(against: Side, block: int, row: int, full: int, of_other_kind: int) -> str:
+        if of_other_kind:
+            kind, other_kind = ("full", "mask") if full else ("mask", "full")
+            return f" is a {kind} block, but a {other_kind} block in the {against.name} lists"
         return (
-            f"{entry} is not in the {against.name} lists: {against.words[0]} {block} lacks {against.words[1]} {row}; "
-            f"backward lists must be the transpose of forward lists"
+            f" is not in the {against.name} lists: {against.words[0]} {block} lacks {against.words[1]} {row}; backward "
+            "lists must be the transpose of forward lists"
         )
 
-    keys = columns[0][0], columns[1][0]
-    sequence = torch.minimum(*keys) // max(2 * M * N, 1) % S
-    return _Check(_first(keys[0] != keys[1], sequence, *columns[0], *columns[1]), message, forward.packed)
+    for side, flat, key, against, others in zip(sides, entries, keys, sides[::-1], keys[::-1], strict=True):
+        there, of_other_kind = (torch.isin(k, others) for k in (key, key ^ 1))
+        columns = flat.block, side.of(side.block, flat.row), flat.is_full, of_other_kind
+        yield _wrong_entry(side, flat, flat.listed & ~there, columns, partial(said, against))
 
 
 def _locks(side: Side, listed: int, order: torch.Tensor | None) -> _Check:
@@ -374,19 +370,17 @@ def _locks(side: Side, listed: int, order: torch.Tensor | None) -> _Check:
         by_lock = lock.sort(stable=True).indices
         names = ("row", "place", "block", "is_full", "listed")
         flat, lock = replace(flat, **{name: getattr(flat, name)[by_lock] for name in names}), lock[by_lock]
-    sequence = side.of(side.sequence, flat.row)
-    of_all = replace(flat, block=sequence * side.columns + flat.block)
+    of_all = replace(flat, block=side.of(side.sequence, flat.row) * side.columns + flat.block)
     expected = ranks(of_all, side.sequences * side.columns)
     rule = (
         "key blocks add to a query block in the order of their launch, or the GPU hangs"
         if known
         else "the lock values of a query block are 0, 1, 2, ..., each once"
     )
-    return _Check(
-        _first(flat.listed & (lock != expected), sequence, *_where(flat), lock, flat.block, expected),
-        lambda *at: f"{side.entry(*at[:4], ORDERS)} = {at[4]} for query block {at[5]}, expected {at[6]}: {rule}",
-        side.packed,
-    )
+    return _wrong_entry(
+        side, flat, flat.listed & (lock != expected), (flat.block, expected),
+        lambda block, expected: f" for query block {block}, expected {expected}: {rule}", names=ORDERS, value=lock,
+    )  # fmt: skip
 
 
 def _coverage(
@@ -418,6 +412,25 @@ def _coverage(
             f"and attends to all of them"
         ),
         packed=False,
+    )
+
+
+def _wrong_entry(
+    side: Side,
+    flat: FlatEntries,
+    bad: torch.Tensor,
+    columns: Sequence[torch.Tensor],
+    said: Callable[..., str],
+    *,
+    names: Sequence[str] = LISTS[1::2],
+    value: torch.Tensor | None = None,
+) -> _Check:
+    """The first entry that is bad. `said`: what is wrong with it, of what the columns hold there."""
+    numbers = side.of(side.sequence, flat.row), *_where(flat), flat.block if value is None else value
+    return _Check(
+        _first(bad, *numbers, *columns),
+        lambda *at: f"{side.entry(*at[:4], names)} = {at[4]}{said(*at[5:])}",
+        side.packed,
     )
 
 

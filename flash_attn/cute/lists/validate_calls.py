@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn.cute.lists.csr import OFFSETS, distinct_heads, is_packed, packed_rows
+from flash_attn.cute.lists.csr import is_packed, packed_rows, starts_of
+from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS
 from flash_attn.cute.lists.formats import BACKWARD, FORWARD, Direction, Packing, fit, packing
 from flash_attn.cute.lists.rows import ListHeads
-from flash_attn.cute.lists.validate import NAMES, ORDERS, Side, check_sides, padded_sides, spread
+from flash_attn.cute.lists.validate import Side, check_sides, padded_sides, spread
 from flash_attn.cute.lists.validate_plan import check_items
 from flash_attn.cute.runtime.call_options import edges
 
@@ -180,21 +181,20 @@ def _packed_side(
     )  # fmt: skip
     blocks = [[-(-length[side] // lists.block_size[side]) for length in lengths] for side in (own, 1 - own)]
     _check_room(direction, fitted, blocks[0])
-    fitted = distinct_heads(fitted)
     rows, device = packed_rows(fitted, rows_before=field), fitted.mask_block_cnt.device
     needed, across = (torch.tensor(of, device=device).index_select(0, rows.sequence) for of in blocks)
     counts = tuple(torch.where(rows.block < needed, counts, 0) for counts in rows.rows.counts)
-    offsets = [OFFSETS[0], OFFSETS[0] if lists.cu_full_block_idx_offsets is None else OFFSETS[1]]
     return Side(
         "forward" if direction is FORWARD else "backward", lists, replace(rows.rows, counts=counts),
         (1, rows.rows.heads), rows.locks, rows.sequence, rows.block, across, columns=max(blocks[1]),
-        block_size=tuple(lists.block_size), sequences=len(lengths), starts=tuple(offsets), packed=True,
+        block_size=tuple(lists.block_size), sequences=len(lengths),
+        starts=tuple(starts_of(lists, kind) for kind in KINDS),
     )  # fmt: skip
 
 
 def _compact(direction: Direction, lists: Any, batch: int) -> Any:
     """Padded lists as compact ones of `batch` sequences."""
-    given = {name: getattr(lists, name) for name in (*NAMES, *ORDERS) if getattr(lists, name) is not None}
+    given = {name: getattr(lists, name) for name in (*LISTS, *ORDERS) if getattr(lists, name) is not None}
     flat = {name: t.expand(batch, *t.shape[1:]).transpose(0, 1).flatten(1, 2) for name, t in given.items()}
     rows = lists.mask_block_cnt.shape[2]
     before = torch.arange(batch + 1, device=lists.mask_block_cnt.device) * rows

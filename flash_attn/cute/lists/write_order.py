@@ -22,11 +22,11 @@ import torch
 from flash_attn.cute.lists.entries import (
     DistinctLists,
     FlatEntries,
+    check_lists,
     distinct_lists,
     fields,
     flat_entries,
     narrow,
-    padded_lists,
     scatter,
     tensor,
 )
@@ -90,7 +90,7 @@ def compute_dq_write_order(
     Raises:
         ValueError: `spt` and `order` are both given, or a shape does not fit.
     """
-    padded_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx))
+    check_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx))
     order = as_launch_order(spt, order, bwd_mask_cnt.shape[2], bwd_mask_cnt.device)
     lists = distinct_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx), order)
     M, N = fwd_mask_idx.shape[2], bwd_mask_idx.shape[2]
@@ -132,7 +132,7 @@ def merged_walk(
     Raises:
         ValueError: the sort's keys would pass 63 bits (give `num_q_blocks`), or a shape does not fit.
     """
-    padded_lists(fields(lists))
+    check_lists(fields(lists))
     N, M = lists.mask_block_cnt.shape[2], MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
     launch = as_launch_order(False, order, N, lists.mask_block_cnt.device)
     locks = [t for t in (lists.dq_write_order, lists.dq_write_order_full) if t is not None and order is None]

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.kernels.block_topk import split_fp16
 from nsa_layer.kernels.block_topk.query_tiles import tile_to_batch
-from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.kernels.launch import launch
 
 Tensor = torch.Tensor
 
@@ -43,11 +43,12 @@ class PooledQueries:
 
     Args:
         own: pool a tile's own queries, not those up to its first.
-        packed: queries are [total, Hq, D] with cu_seqlens.
     """
 
-    def __init__(self, dtype: torch.dtype, D: int, *, own: bool, packed: bool) -> None:
-        self.dtype, self.D, self.own, self.packed = DTYPES[dtype], D, own, packed
+    shapes = "B T Hq D", "B blocks Hkv D", "starts", "tiles Hq D", "tiles Hq", "keys Hkv D", "keys Hkv"
+
+    def __init__(self, D: int, own: bool) -> None:
+        self.own = own
         self.lanes = D // split_fp16.VECTOR
         self.heads = ROW // self.lanes
 
@@ -64,7 +65,7 @@ class PooledQueries:
         q_tile: Int32,
         stream: cuda.CUstream,
     ):
-        if const_expr(self.packed):
+        if const_expr(mCu is not None):
             mQ, mK = [cute.make_tensor(t.iterator, cute.prepend(t.layout, cute.make_layout(1))) for t in (mQ, mK)]
         head_groups = cute.ceil_div(mQ.shape[2], self.heads)
         key_rows = mK.shape[0] * mK.shape[1] * mK.shape[2]
@@ -105,7 +106,7 @@ class PooledQueries:
         lane, h = column % self.lanes, head_group * self.heads + column // self.lanes
         Hq = mQ.shape[2]
         readable = cutlass.min(h, Hq - 1)
-        if const_expr(self.packed):
+        if const_expr(mCu is not None):
             sequence, tile, _ = tile_to_batch(mCu, q_tile, 1, row)
             sequence = cutlass.max(sequence, 0)
             b, base, T = Int32(0), mCu[sequence], mCu[sequence + 1] - mCu[sequence]
@@ -145,8 +146,8 @@ class PooledQueries:
                 mScale[row, h] = scale
 
     def load(self, mQ: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32) -> cute.Tensor:
-        atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), self.dtype, num_bits_per_copy=128, invariant=True)
-        loaded = cute.make_rmem_tensor((split_fp16.VECTOR,), self.dtype)
+        atom = cute.make_copy_atom(cute.nvgpu.CopyG2ROp(), mQ.element_type, num_bits_per_copy=128, invariant=True)
+        loaded = cute.make_rmem_tensor((split_fp16.VECTOR,), mQ.element_type)
         cute.copy(atom, cute.local_tile(mQ[b, token, h, None], (split_fp16.VECTOR,), (lane,)), loaded)
         return loaded
 
@@ -187,31 +188,11 @@ def pooled_queries(
         _empty_split_rows(k_mean.numel() // (k_mean.shape[-2] * D), k_mean.shape[-2], D, q),
     )
     if tiles:
-        key = (q.dtype, D, own, cu_seqlens is not None)
-        arguments = (q, k_mean, cu_seqlens, means.rows, means.scale, keys.rows, keys.scale, q_tile)
-        launch("pooled_queries", key, lambda: _compile(*key), *arguments)
+        made = (means.rows, means.scale, keys.rows, keys.scale)
+        launch("pooled_queries", PooledQueries, (D, own), q, k_mean, cu_seqlens, *made, q_tile)
     return means, keys
 
 
 def _empty_split_rows(R: int, H: int, D: int, like: Tensor) -> SplitRows:
     rows = torch.empty(R, H, 2 * D, dtype=torch.float16, device=like.device)
     return SplitRows(rows, torch.empty(R, H, dtype=torch.float32, device=like.device))
-
-
-def _compile(dtype: torch.dtype, D: int, own: bool, packed: bool) -> object:
-    def rows(*dtypes_and_sizes: object) -> tuple[object, object]:
-        R, H = cute.sym_int(), cute.sym_int()
-        return fake_tensor(torch.float16, (R, H, 2 * D)), fake_tensor(torch.float32, (R, H), align=4)
-
-    lead = 1 if packed else 2
-    return cute.compile(
-        PooledQueries(dtype, D, own=own, packed=packed),
-        fake_tensor(dtype, (*(cute.sym_int() for _ in range(lead + 1)), D)),
-        fake_tensor(torch.float32, (*(cute.sym_int() for _ in range(lead + 1)), D)),
-        fake_tensor(torch.int32, (cute.sym_int(),), align=4) if packed else None,
-        *rows(),
-        *rows(),
-        Int32(1),
-        fake_stream(),
-        options=OPTIONS,
-    )

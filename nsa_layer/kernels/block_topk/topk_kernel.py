@@ -34,7 +34,7 @@ from nsa_layer.kernels.block_topk.split_fp16_gemm import (
 )
 from nsa_layer.kernels.block_topk.topk_epilogue import room_of, write_block_list
 from nsa_layer.kernels.block_topk.topk_spec import ROWS, TopKSpec
-from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.kernels.launch import launch
 from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
 
 Tensor = torch.Tensor
@@ -49,6 +49,11 @@ KEYS_IN_L2 = 32 << 20  # bytes
 
 class BlockTopK:
     """One launch of `block_topk`."""
+
+    shapes = (
+        *("tiles Hq D", "tiles Hq", "keys Hkv D", "keys Hkv", "starts", "starts"),
+        *("batch lists list_tiles n", "batch lists list_tiles"),
+    )
 
     def __init__(self, spec: TopKSpec) -> None:
         self.spec = spec
@@ -365,8 +370,8 @@ def block_topk(
         heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)
         more = (config.block_size // config.stride, float(softmax_scale), heads_first)
         rows = (queries.rows, queries.scale, keys.rows, keys.scale)
-        arguments = (*rows, cu_seqlens, cu_blocks, indices, counts, *numbers, *more)
-        launch("block_topk", (spec,), lambda: _compile(spec), *arguments)
+        tensors = (*rows, cu_seqlens, cu_blocks, indices, counts)
+        launch("block_topk", BlockTopK, (spec,), *tensors, *numbers, *more)
     return (indices.squeeze(0), counts.squeeze(0)) if packed else (indices, counts)
 
 
@@ -375,28 +380,3 @@ def _extents(lengths: tuple[int, ...], q_tile: int, tiles_a_cta: int) -> tuple[i
     """(query tiles of all sequences, CTAs a head that take them, tokens of the longest sequence)."""
     tiles = [-(-T // q_tile) for T in lengths]
     return sum(tiles), sum(-(-M // tiles_a_cta) for M in tiles), max(lengths, default=0)
-
-
-def _compile(spec: TopKSpec) -> object:
-    def split_rows() -> tuple[object, object]:
-        R, H = cute.sym_int(), cute.sym_int()
-        return fake_tensor(torch.float16, (R, H, 2 * spec.D)), fake_tensor(torch.float32, (R, H), align=4)
-
-    def starts() -> object:
-        return fake_tensor(torch.int32, (cute.sym_int(),), align=4) if spec.packed else None
-
-    lists = tuple(cute.sym_int() for _ in range(3))
-    return cute.compile(
-        BlockTopK(spec),
-        *split_rows(),
-        *split_rows(),
-        starts(),
-        starts(),
-        fake_tensor(torch.int32, (*lists, cute.sym_int()), align=4),
-        fake_tensor(torch.int32, lists, align=4),
-        *(Int32(1) for _ in range(6)),
-        Float32(1.0),
-        Int32(1),
-        fake_stream(),
-        options=OPTIONS,
-    )

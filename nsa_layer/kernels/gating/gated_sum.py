@@ -13,7 +13,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr
 
-from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.kernels.launch import DTYPES, launch
 from nsa_layer.support import check_rows
 
 LOG2_E = 1.4426950408889634
@@ -60,8 +60,9 @@ class Rows:
 class GatedSum:
     """The kernel of `gated_sum`; without mW and mGates all gates are 1/3."""
 
-    def __init__(self, dtype: torch.dtype, rows: Rows) -> None:
-        self.dtype = DTYPES[dtype]
+    shapes = "B T H D", "H 3 D", "B T H 3 *", *["B T H D"] * 4, "B T H 3 *"
+
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
     @cute.jit
@@ -120,9 +121,9 @@ class GatedSum:
                 else:
                     g = [Float32(EQUAL_SHARE)] * 3
                 total = weighted(g, rO[s])
-                rOut = cute.make_rmem_tensor((rows.vector,), self.dtype)
+                rOut = cute.make_rmem_tensor((rows.vector,), mO.element_type)
                 for c in cutlass.range_constexpr(rows.vector):
-                    rOut[c] = total[c].to(self.dtype)
+                    rOut[c] = total[c].to(mO.element_type)
                 if tokens[s] < T:
                     cute.autovec_copy(rOut, vector_of(mO, b, tokens[s], h, lane, rows))
                     if const_expr(mG is not None):
@@ -233,33 +234,8 @@ def gated_sum(
     q = q if gate_weight is not None else None
     gate_weight, gates = readable_weight(gate_weight), readable_gates(gates)
     rows = forward_rows(D, Hq, weighed=gate_weight is not None)
-    key = (o.dtype, o.dim(), rows, *(None if t is None else t.dtype for t in (gate_weight, gates)))
-    launch("gated_sum", key, lambda: _compile(*key), q, gate_weight, gates, o_cmp, o_slc, o_swa, o, g)
+    launch("gated_sum", GatedSum, (rows,), q, gate_weight, gates, o_cmp, o_slc, o_swa, o, g)
     return o, g
-
-
-def _compile(
-    dtype: torch.dtype, rank: int, rows: Rows, weight_dtype: torch.dtype | None, gates_dtype: torch.dtype | None
-) -> object:
-    Hq, D = cute.sym_int(divisibility=rows.heads), rows.D
-    tokens = [cute.sym_int() for _ in range(rank - 2)]
-    row = (*tokens, Hq, D)
-    weighted, given = weight_dtype is not None, gates_dtype is not None
-    return cute.compile(
-        GatedSum(dtype, rows),
-        fake_tensor(dtype, row) if weighted else None,
-        fake_tensor(weight_dtype, (Hq, 3, D)) if weighted else None,
-        fake_gates(gates_dtype, (*tokens, Hq, 3)) if given else None,
-        *(fake_tensor(dtype, row) for _ in range(4)),
-        fake_gates(torch.float32, (*tokens, Hq, 3)) if weighted or given else None,
-        fake_stream(),
-        options=OPTIONS,
-    )
-
-
-def fake_gates(dtype: torch.dtype, shape: tuple[object, ...]) -> cute.runtime.Tensor:
-    """Gates to compile for, with any strides."""
-    return cute.runtime.make_fake_tensor(DTYPES[dtype], shape, stride=tuple(cute.sym_int64() for _ in shape))
 
 
 def forward_rows(D: int, Hq: int, *, weighed: bool) -> Rows:

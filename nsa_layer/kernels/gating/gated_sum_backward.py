@@ -34,7 +34,6 @@ from nsa_layer.kernels.gating.gated_sum import (
     Rows,
     batched,
     dot,
-    fake_gates,
     heads_of_cta,
     load_weight,
     numbers,
@@ -44,7 +43,7 @@ from nsa_layer.kernels.gating.gated_sum import (
     vector_of,
 )
 from nsa_layer.kernels.gating.reduce_partials import reduce_partials
-from nsa_layer.kernels.launch import DTYPES, OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.kernels.launch import DTYPES, launch
 from nsa_layer.kernels.varlen_rows import sequence_of
 from nsa_layer.support import check_rows
 
@@ -77,10 +76,14 @@ class GateGradients:
 class GatedSumBackward:
     """The kernel of `gated_sum_backward`; mW and mdGates are None as in its forward."""
 
-    def __init__(self, dtype: torch.dtype, rows: Rows, tile_m: int) -> None:
-        self.dtype = DTYPES[dtype]
-        self.rows = rows
-        self.tile_m = tile_m
+    shapes = (
+        *(["B T H D"] * 4 + ["B H T"] * 3 + ["2 B H padded @16"] * 3),
+        *("B T H 3", "B T H D", "H 3 D", "B T H D", "sums H 3 D", "B T H 3 *"),
+        *(["B T H D"] * 3 + ["starts"]),
+    )
+
+    def __init__(self, rows: Rows, tile_m: int) -> None:
+        self.rows, self.tile_m = rows, tile_m
         # A tile's numbers in shared memory, by token, head, branch and stage: padded, or a warp's meet in one bank.
         branch = (rows.tile + 1) * rows.heads + 7
         self.strides = (1, rows.tile + 1, branch, 3 * branch)
@@ -133,7 +136,7 @@ class GatedSumBackward:
     @cute.kernel
     def kernel(self, tensors: tuple, ctas: Int32):
         mdO, branches, lses, stat, dpsums, lse_log2s, mG, mQ, mW, mdQ, mSums, mdGates, mdOs, mCuSeqlens = tensors
-        rows = self.rows
+        rows, dtype = self.rows, mdO.element_type
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         B, T, Hq, _ = mdO.shape
@@ -149,7 +152,7 @@ class GatedSumBackward:
         smem = cutlass.utils.SmemAllocator()
         # Rows on their way: a thread's own share of some steps, which no other thread reads.
         in_ring = cute.make_layout((rows.vector, rows.threads, len(read), rows.at_once))
-        sRing = smem.allocate_tensor(self.dtype, in_ring, byte_alignment=128)
+        sRing = smem.allocate_tensor(dtype, in_ring, byte_alignment=128)
         in_tile = cute.make_layout((rows.tile, rows.heads, 3, 2), stride=self.strides)
         sDelta = smem.allocate_tensor(Float32, cute.select(in_tile, [0, 1, 2]), byte_alignment=16)
         sG = smem.allocate_tensor(Float32, in_tile, byte_alignment=16) if const_expr(mG is not None) else None
@@ -186,7 +189,7 @@ class GatedSumBackward:
                 cute.arch.cp_async_wait_group(rows.at_once - 2)
                 loaded = []
                 for k in cutlass.range_constexpr(len(read)):
-                    r = cute.make_rmem_tensor((rows.vector,), self.dtype)
+                    r = cute.make_rmem_tensor((rows.vector,), dtype)
                     cute.autovec_copy(sRing[None, tidx, k, at], r)
                     loaded.append(r)
                 ahead = step + rows.at_once - 1
@@ -212,15 +215,15 @@ class GatedSumBackward:
                         Float32(cutlass.select_(token < T, d * x * (1.0 - x), Float32(0.0))) for d, x in zip(deltas, g)
                     ]
                     q, rW = numbers(loaded[4]), load_weight(sW, head, lane, rows)
-                    rdQ = cute.make_rmem_tensor((rows.vector,), self.dtype)
+                    rdQ = cute.make_rmem_tensor((rows.vector,), dtype)
                     for c in cutlass.range_constexpr(rows.vector):
-                        rdQ[c] = dot(d_logits, [w[c] for w in rW]).to(self.dtype)
+                        rdQ[c] = dot(d_logits, [w[c] for w in rW]).to(dtype)
                         for i in cutlass.range_constexpr(3):
                             rSums[c, i] = cute.math.fma(d_logits[i], q[c], rSums[c, i])
                     if token < T:
                         cute.autovec_copy(rdQ, vector_of(mdQ, b, token, h, lane, rows))
                 if const_expr(mdOs is not None):
-                    rdOs = [scaled(x, do, self.dtype) for x in g]
+                    rdOs = [scaled(x, do, dtype) for x in g]
                     sent = [row_sum(dot(numbers(d), numbers(r)), rows) for d, r in zip(rdOs, rO)]
                     if token < T:
                         for i in cutlass.range_constexpr(3):
@@ -272,9 +275,8 @@ class GatedSumBackward:
         at: Int32 | int,
     ):
         """Issue the loads of a thread's share of a step; past the end, of the last row."""
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL), self.dtype, num_bits_per_copy=128
-        )
+        op = cpasync.CopyG2SOp(cache_mode=cute.nvgpu.LoadCacheMode.GLOBAL)
+        atom = cute.make_copy_atom(op, read[0].element_type, num_bits_per_copy=128)
         token = cutlass.min(token, read[0].shape[1] - 1)
         for k in cutlass.range_constexpr(len(read)):
             cute.copy(atom, vector_of(read[k], b, token, h, lane, self.rows), sRing[None, tidx, k, at])
@@ -375,7 +377,7 @@ def gated_sum_backward(
     """
     Hq, D = do.shape[-2:]
     check_rows("o_cmp", o_cmp.dtype, o_cmp.shape[-1])
-    packed, weighed, given = cu_seqlens is not None, gate_weight is not None, gates is not None
+    weighed, given = gate_weight is not None, gates is not None
     rows = backward_rows(D, Hq)
     tiles, ctas = _split(do, rows, weighed)
 
@@ -392,10 +394,10 @@ def gated_sum_backward(
     do_branches = tuple(torch.empty(do.shape, **new) for _ in range(3)) if given else None
 
     g = g if weighed or given else None
-    key = (do.dtype, rows, tile_m, packed, *(None if t is None else t.dtype for t in (weight, d_gates)))
     branches = (o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa, *stats)
     made = (dq, sums, d_gates, *(do_branches or (None, None, None)))
-    launch("gated_sum_backward", key, lambda: _compile(*key), do, *branches, g, q, weight, *made, cu_seqlens, ctas)
+    tensors = (do, *branches, g, q, weight, *made, cu_seqlens)
+    launch("gated_sum_backward", GatedSumBackward, (rows, tile_m), *tensors, ctas)
     d_weight = reduce_partials(sums, weight.dtype).to(gate_weight.dtype) if weighed else None
     d_gates = d_gates.to(gates.dtype) if given else None
     dpsum, lse_log2 = zip(*(both.unbind(0) for both in stats))
@@ -429,39 +431,3 @@ def _padded_shape(do: Tensor, tile_m: int, cu_seqlens: Tensor | None) -> tuple[i
         return B, Hq, -(-T // tile_m) * tile_m
     total, Hq, _ = do.shape
     return Hq, (total + cu_seqlens.shape[0] * tile_m - 1) // tile_m * tile_m
-
-
-def _compile(
-    dtype: torch.dtype,
-    rows: Rows,
-    tile_m: int,
-    packed: bool,
-    weight_dtype: torch.dtype | None,
-    gates_dtype: torch.dtype | None,
-) -> object:
-    Hq, D, padded = cute.sym_int(divisibility=rows.heads), rows.D, cute.sym_int()
-    batch, T = (() if packed else (cute.sym_int(),)), cute.sym_int()
-    weighed, given = weight_dtype is not None, gates_dtype is not None
-
-    def row() -> cute.runtime.Tensor:
-        return fake_tensor(dtype, (*batch, T, Hq, D))
-
-    fp32, gate = torch.float32, (*batch, T, Hq, 3)
-    return cute.compile(
-        GatedSumBackward(dtype, rows, tile_m),
-        row(),
-        *(row() for _ in range(3)),
-        *(fake_tensor(fp32, (*batch, Hq, T), align=4) for _ in range(3)),
-        *(fake_tensor(fp32, (2, *batch, Hq, padded)) for _ in range(3)),
-        fake_tensor(fp32, gate, align=4) if weighed or given else None,
-        row() if weighed else None,
-        fake_tensor(weight_dtype, (Hq, 3, D)) if weighed else None,
-        row() if weighed else None,
-        fake_tensor(fp32, (cute.sym_int(), Hq, 3, D)) if weighed else None,
-        fake_gates(gates_dtype, gate) if given else None,
-        *(row() if given else None for _ in range(3)),
-        fake_tensor(torch.int32, (cute.sym_int(),), align=4) if packed else None,
-        Int32(1),
-        fake_stream(),
-        options=OPTIONS,
-    )

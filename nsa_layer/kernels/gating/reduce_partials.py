@@ -6,12 +6,13 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32
 
-from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
+from nsa_layer.kernels.launch import launch
 
 
 class ReducePartials:
     """``out[c] = sum_n sums[n, c]``: a CTA adds 32 columns, each of its warps every 32nd row."""
 
+    shapes = "sums columns @16", "columns @16"
     columns = 32
     parts = 32
     at_once = 8
@@ -55,11 +56,5 @@ def reduce_partials(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(sums.shape[1:], dtype=dtype, device=sums.device)
     if out.numel() % ReducePartials.columns:
         raise ValueError(f"sums must be of a multiple of {ReducePartials.columns} columns, got {out.numel()}")
-    launch("reduce_partials", (dtype,), lambda: _compile(dtype), sums.view(sums.shape[0], -1), out.view(-1))
+    launch("reduce_partials", ReducePartials, (), sums.view(sums.shape[0], -1), out.view(-1))
     return out
-
-
-def _compile(dtype: torch.dtype) -> object:
-    columns = cute.sym_int()
-    sums, out = fake_tensor(torch.float32, (cute.sym_int(), columns)), fake_tensor(dtype, (columns,))
-    return cute.compile(ReducePartials(), sums, out, fake_stream(), options=OPTIONS)

@@ -2,10 +2,8 @@
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Int32, const_expr
 
-from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
 from nsa_layer.kernels.varlen_rows import sequence_of
 
 WARPS = 4
@@ -18,8 +16,10 @@ class BlocksToTiles:
     list, they stand behind all that is.
     """
 
-    def __init__(self, *, causal: bool, q_tile: int, kv_tile: int, parts: int, packed: bool) -> None:
-        self.causal, self.q_tile, self.kv_tile, self.parts, self.packed = causal, q_tile, kv_tile, parts, packed
+    shapes = "B H M n", "starts", "starts", "B H M", "B H M width"
+
+    def __init__(self, causal: bool, q_tile: int, kv_tile: int, parts: int) -> None:
+        self.causal, self.q_tile, self.kv_tile, self.parts = causal, q_tile, kv_tile, parts
 
     @cute.jit
     def __call__(
@@ -44,7 +44,7 @@ class BlocksToTiles:
         batch, head, tile = cta // chunks // H, cta // chunks % H, cta % chunks * WARPS + warp
         if tile < lists.shape[2]:
             m, end = tile, rows
-            if const_expr(self.packed):
+            if const_expr(cu_tiles is not None):
                 sequence = sequence_of(cu_tiles, tile)
                 m, end = tile - cu_tiles[sequence], cu_rows[sequence + 1] - cu_rows[sequence]
             if const_expr(self.causal):
@@ -58,43 +58,3 @@ class BlocksToTiles:
             count = cute.arch.warp_redux_sync(count, "add")
             if lane == 0:
                 counts[batch, head, tile] = count
-
-
-def blocks_to_tiles(
-    lists: torch.Tensor,
-    rows: int,
-    *,
-    causal: bool,
-    q_tile: int,
-    kv_tile: int,
-    parts: int,
-    cu_tiles: torch.Tensor | None = None,
-    cu_rows: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(counts [B, H, M], key tiles [B, H, M, width]) of blocks [B, H, M, n] that have `parts` key tiles each.
-
-    The width is ``n * parts``, or `rows` if that is less: the last block may reach past the sequence's end, and
-    attention refuses lists with more room than the sequence has tiles.
-
-    Args:
-        rows: key tiles of a sequence; packed ([1, H, all M, n]) they come from `cu_tiles` and `cu_rows`.
-    """
-
-    def compile_kernel():
-        B, H, M = cute.sym_int(), cute.sym_int(), cute.sym_int()
-        fake = [
-            fake_tensor(torch.int32, (B, H, M, cute.sym_int()), align=4),
-            *(None if t is None else fake_tensor(torch.int32, (cute.sym_int(),), align=4) for t in (cu_tiles, cu_rows)),
-            fake_tensor(torch.int32, (B, H, M), align=4),
-            fake_tensor(torch.int32, (B, H, M, cute.sym_int()), align=4),
-        ]
-        return cute.compile(BlocksToTiles(**options), *fake, Int32(0), fake_stream(), options=OPTIONS)
-
-    options = dict(causal=causal, q_tile=q_tile, kv_tile=kv_tile, parts=parts, packed=cu_tiles is not None)
-    counts = torch.empty(lists.shape[:3], dtype=torch.int32, device=lists.device)
-    width = lists.shape[3] * parts
-    if cu_tiles is None:
-        width = min(width, rows)  # tiles ascend: those that do not fit are past the end
-    tiles = torch.empty(*lists.shape[:3], width, dtype=torch.int32, device=lists.device)
-    launch("blocks_to_tiles", tuple(options.values()), compile_kernel, lists, cu_tiles, cu_rows, counts, tiles, rows)
-    return counts, tiles

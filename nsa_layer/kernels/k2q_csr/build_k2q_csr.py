@@ -10,12 +10,10 @@ more query tiles there are: 0.4 GB out of the L2 for a million tokens and 8 head
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Int32, Int64, Uint32, const_expr
 
 from flash_attn.cute.utils import warp_prefix_sum
 from nsa_layer.kernels.k2q_csr.prefix_sums import num_items
-from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
 from nsa_layer.kernels.varlen_rows import sequence_of
 
 THREADS = 512
@@ -26,36 +24,33 @@ FILLERS = 1024  # CTAs, at most, that fill a plan's unused room
 
 
 class BuildK2qCsr:
-    """Row counts of the transposed lists; with `fills` their entries and plan items.
+    """Row counts of the transposed lists; where their `starts` are given, entries and `plan` items instead.
+
+    As many entries as `lists` has places is room enough. The bitmap has room for `rows_a_cta` rows of `words_a_row`.
 
     Args:
         words: of the bitmap.
-        packed: sequences stand one after the other.
         parts: key tiles of a block.
         quads: lists can be read four entries at a time.
         q_heads_per_list: query heads that have the same list.
-        longest: entries of a plan item at most; 0: an item for every row.
-        planned: write plan items.
+        longest: entries of a plan item at most.
     """
 
     def __init__(
         self,
-        *,
         words: int,
-        packed: bool,
         causal: bool,
         q_tile: int,
         kv_tile: int,
         parts: int,
         quads: bool,
-        fills: bool = False,
-        q_heads_per_list: int = 1,
-        longest: int = 0,
-        planned: bool = False,
+        q_heads_per_list: int,
+        longest: int,
     ) -> None:
-        self.words, self.packed, self.causal = words, packed, causal
-        self.q_tile, self.kv_tile, self.parts, self.quads = q_tile, kv_tile, parts, quads
-        self.fills, self.q_heads_per_list, self.longest, self.planned = fills, q_heads_per_list, longest, planned
+        self.words, self.causal, self.q_tile, self.kv_tile, self.parts = words, causal, q_tile, kv_tile, parts
+        self.quads, self.q_heads_per_list, self.longest = quads, q_heads_per_list, longest
+        lists = "batch H M n @16" if quads else "batch H M n"
+        self.shapes = lists, "starts", "starts", "H rows", "H rows", "items", "nnz", "plan 8 @32"
 
     @cute.jit
     def __call__(
@@ -100,7 +95,7 @@ class BuildK2qCsr:
         # The query tiles that may list a tile of this CTA's: with `causal` none that end before the first one.
         tile, last_tile = Int32(0), lists.shape[2]
         n_first = first
-        if const_expr(self.packed):
+        if const_expr(cu_tiles is not None):
             first_sequence = sequence_of(cu_rows, first)
             n_first -= cu_rows[first_sequence]
             tile, last_tile = cu_tiles[first_sequence], cu_tiles[sequence_of(cu_rows, end - 1) + 1]
@@ -108,7 +103,7 @@ class BuildK2qCsr:
             tile += n_first * self.kv_tile // self.q_tile
         for at in cutlass.range(tile + tidx, last_tile, THREADS):
             m, origin, stop = at, first, end
-            if const_expr(self.packed):
+            if const_expr(cu_tiles is not None):
                 sequence = sequence_of(cu_tiles, at)
                 before = cu_rows[sequence]
                 m -= cu_tiles[sequence]
@@ -120,7 +115,7 @@ class BuildK2qCsr:
         for row in cutlass.range(first + warp, end, WARPS):
             bits = cute.domain_offset((row - first) * words_a_row, bitmap)
             place = batch * own_rows + row
-            if const_expr(not self.fills):
+            if const_expr(starts is None):
                 count = Int32(0)
                 for w in cutlass.range(lane, words_a_row, 32):
                     count += Int32(cute.arch.popc(Uint32(bits[w])))
@@ -129,18 +124,18 @@ class BuildK2qCsr:
                     counts[head, place] = count
             else:
                 sequence, n, first_row, rows = batch, row, batch * own_rows, own_rows
-                if const_expr(self.packed):
+                if const_expr(cu_tiles is not None):
                     sequence = sequence_of(cu_rows, row)
                     first_row = cu_rows[sequence]
                     n, rows = row - first_row, cu_rows[sequence + 1] - first_row
                 start = Int64(starts[head, place])
                 self.read_bits(bits, cute.domain_offset(start, entries), words_a_row, lane)
-                if const_expr(self.planned):
+                if const_expr(plan is not None):
                     segment_of_row = head * counts.shape[1] + first_row
                     self.write_items(
                         plan, counts, items_before, segment_of_row, rows, sequence, head, n, place, start, lane
                     )
-        if const_expr(self.planned):
+        if const_expr(plan is not None):
             # Fill the plan's unused room with empty items.
             items = items_before[items_before.shape[0] - 1] * self.q_heads_per_list
             fillers = cutlass.min(cute.arch.grid_dim()[0], FILLERS)
@@ -230,45 +225,3 @@ class BuildK2qCsr:
             )
             for field in cutlass.range_constexpr(ITEM):
                 plan[at, field] = item[field]
-
-
-def build_k2q_csr(
-    lists: torch.Tensor,
-    cu_tiles: torch.Tensor | None,
-    cu_rows: torch.Tensor | None,
-    counts: torch.Tensor,
-    starts: torch.Tensor | None,
-    items_before: torch.Tensor | None,
-    entries: torch.Tensor | None,
-    plan: torch.Tensor | None,
-    rows_a_cta: int,
-    words_a_row: int,
-    **options: int | bool,
-) -> None:
-    """Fill `counts`; with ``fills=True`` read them and fill `entries` and `plan` (see the kernel).
-
-    As many entries as `lists` has places is room enough. A CTA's bitmap, of ``words``, has to have room for
-    `rows_a_cta` rows of `words_a_row`.
-    """
-    options["quads"] = not any(x % 4 for x in (lists.shape[3], lists.storage_offset(), *lists.stride()[:3]))
-
-    def compile_kernel():
-        heads, rows = cute.sym_int(), cute.sym_int()
-        align = 16 if options["quads"] else 4
-        shapes = [
-            (cu_tiles, torch.int32, (cute.sym_int(),)),
-            (cu_rows, torch.int32, (cute.sym_int(),)),
-            (counts, torch.int32, (heads, rows)),
-            (starts, torch.int64, (heads, rows)),
-            (items_before, torch.int32, (cute.sym_int(),)),
-            (entries, torch.int32, (cute.sym_int(),)),
-        ]
-        fake = [
-            fake_tensor(torch.int32, (cute.sym_int(), heads, cute.sym_int(), cute.sym_int()), align=align),
-            *(None if t is None else fake_tensor(dtype, shape, align=dtype.itemsize) for t, dtype, shape in shapes),
-            None if plan is None else fake_tensor(torch.int32, (cute.sym_int(), ITEM), align=32),
-        ]
-        return cute.compile(BuildK2qCsr(**options), *fake, Int32(1), Int32(1), fake_stream(), options=OPTIONS)
-
-    tensors = (lists, cu_tiles, cu_rows, counts, starts, items_before, entries, plan)
-    launch("build_k2q_csr", tuple(options.items()), compile_kernel, *tensors, rows_a_cta, words_a_row)

@@ -11,9 +11,10 @@ import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import LONGEST
-from nsa_layer.kernels.k2q_csr.blocks_to_tiles import blocks_to_tiles
-from nsa_layer.kernels.k2q_csr.build_k2q_csr import FEW_WORDS, ITEM, MANY_WORDS, WARPS, build_k2q_csr
-from nsa_layer.kernels.k2q_csr.prefix_sums import row_starts
+from nsa_layer.kernels.k2q_csr.blocks_to_tiles import BlocksToTiles
+from nsa_layer.kernels.k2q_csr.build_k2q_csr import FEW_WORDS, ITEM, MANY_WORDS, WARPS, BuildK2qCsr
+from nsa_layer.kernels.k2q_csr.prefix_sums import RowStarts
+from nsa_layer.kernels.launch import launch
 
 CTAS = 264  # two for each multiprocessor of an H200: with fewer some idle, with more the lists are read more often
 
@@ -43,13 +44,17 @@ def forward_lists(
         kv_tile: the kernel's key tile, which divides `block_size`.
         cu_tiles, cu_rows: packed: int32 [sequences + 1], query tiles and key tiles before each sequence.
     """
-    parts = block_size // kv_tile
+    parts, rows = block_size // kv_tile, -(-T // kv_tile)
     if parts > 1:
-        lists = block_indices if cu_tiles is None else block_indices.unsqueeze(0)
-        tiles = dict(causal=causal, q_tile=q_tile, kv_tile=kv_tile, parts=parts, cu_tiles=cu_tiles, cu_rows=cu_rows)
-        block_counts, block_indices = blocks_to_tiles(lists, -(-T // kv_tile), **tiles)
-        if cu_tiles is not None:
-            block_counts, block_indices = block_counts.squeeze(0), block_indices.squeeze(0)
+        # The last block may reach past the end, and attention refuses lists with more room than a sequence has tiles.
+        # Tiles ascend: those that do not fit are past the end.
+        width = block_indices.shape[-1] * parts
+        tiles = block_indices.new_empty(*block_indices.shape[:-1], width if cu_tiles is not None else min(width, rows))
+        block_counts = torch.empty_like(block_counts)
+        lists = [t if cu_tiles is None else t.unsqueeze(0) for t in (block_indices, block_counts, tiles)]
+        static = (causal, q_tile, kv_tile, parts)
+        launch("blocks_to_tiles", BlocksToTiles, static, lists[0], cu_tiles, cu_rows, *lists[1:], rows)
+        block_indices = tiles
     size = (q_tile, kv_tile)
     return BlockSparseTensorsTorch(block_counts, block_indices, block_size=size, cu_total_m_blocks=cu_tiles)
 
@@ -98,13 +103,13 @@ def backward_lists(
     words = -(-T // (32 * q_tile))
     rows_a_cta = min(max(WARPS, -(-rows * Hkv // CTAS)), rows, MANY_WORDS // words)
     read, sizes = (lists, cu_tiles, cu_rows if packed else None, counts), (rows_a_cta, words)
-    static = dict(words=FEW_WORDS if rows_a_cta * words <= FEW_WORDS else MANY_WORDS, packed=packed, causal=causal)
-    static |= dict(q_tile=q_tile, kv_tile=kv_tile, parts=parts)
-    build_k2q_csr(*read, *(None,) * 4, *sizes, **static)
+    room = FEW_WORDS if rows_a_cta * words <= FEW_WORDS else MANY_WORDS
+    quads = not any(x % 4 for x in (width, lists.storage_offset(), *lists.stride()[:3]))
+    static = (room, causal, q_tile, kv_tile, parts, quads, q_heads_per_list, longest)
+    launch("build_k2q_csr", BuildK2qCsr, static, *read, *(None,) * 4, *sizes)
     filled = None if packed else cu_rows
-    row_starts(counts, starts, items_before, cu_rows=filled, rows_a_sequence=rows // B, longest=longest)
-    static |= dict(fills=True, q_heads_per_list=q_heads_per_list, longest=longest, planned=planned)
-    build_k2q_csr(*read, starts, items_before, entries, plan, *sizes, **static)
+    launch("row_starts", RowStarts, (longest,), counts, starts, items_before, filled, rows // B)
+    launch("build_k2q_csr", BuildK2qCsr, static, *read, starts, items_before, entries, plan, *sizes)
     return BlockSparseTensorsTorch(
         counts,
         entries,

@@ -6,11 +6,9 @@ tokens are one step, those of a million sixteen. More CTAs would have to wait fo
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Int32, Int64, const_expr
 
 from flash_attn.cute.utils import warp_prefix_sum
-from nsa_layer.kernels.launch import OPTIONS, fake_stream, fake_tensor, launch
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -39,6 +37,8 @@ class RowStarts:
     longest: entries of an item at most; 0: a row is one item, whatever it lists.
     """
 
+    shapes = "H rows", "H rows", "items", "starts"
+
     def __init__(self, longest: int) -> None:
         self.longest = longest
 
@@ -48,7 +48,7 @@ class RowStarts:
         counts: cute.Tensor,  # [H, rows], contiguous like starts
         starts: cute.Tensor,
         items_before: cute.Tensor,  # [H * rows + 1]
-        cu_rows: cute.Tensor | None,  # [B + 1] of a batch of equal length, written; None: packed
+        cu_rows: cute.Tensor | None,  # [B + 1], filled with multiples of `rows_a_sequence`; None: packed
         rows_a_sequence: Int32,
         stream,
     ):
@@ -97,33 +97,3 @@ class RowStarts:
 def num_items(count: Int32, longest: int) -> Int32:
     """Plan items of a row with `count` entries."""
     return Int32(1) if longest == 0 else (count + (longest - 1)) // longest
-
-
-def row_starts(
-    counts: torch.Tensor,
-    starts: torch.Tensor,
-    items_before: torch.Tensor,
-    *,
-    cu_rows: torch.Tensor | None,
-    rows_a_sequence: int,
-    longest: int,
-) -> None:
-    """Fill `starts` int64 [H, rows] and `items_before` int32 [H * rows + 1] from counts int32 [H, rows].
-
-    Args:
-        cu_rows: int32 [B + 1], filled with multiples of `rows_a_sequence`; None: left alone.
-        longest: entries of a plan item at most; 0: an item for every row.
-    """
-
-    def compile_kernel():
-        rows, heads = cute.sym_int(), cute.sym_int()
-        fake = [
-            fake_tensor(torch.int32, (heads, rows), align=4),
-            fake_tensor(torch.int64, (heads, rows), align=8),
-            fake_tensor(torch.int32, (cute.sym_int(),), align=4),
-            None if cu_rows is None else fake_tensor(torch.int32, (cute.sym_int(),), align=4),
-        ]
-        return cute.compile(RowStarts(longest), *fake, Int32(0), fake_stream(), options=OPTIONS)
-
-    key = (longest, cu_rows is None)
-    launch("row_starts", key, compile_kernel, counts, starts, items_before, cu_rows, rows_a_sequence)

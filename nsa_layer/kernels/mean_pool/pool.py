@@ -15,7 +15,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.call_spec import mean_scale
-from nsa_layer.kernels.launch import OPTIONS, fake_stream, launch
+from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.mean_pool.segments import (
     IN_FLIGHT,
     RESIDENT,
@@ -30,8 +30,6 @@ from nsa_layer.kernels.mean_pool.segments import (
 )
 from nsa_layer.kernels.varlen_rows import (
     divided,
-    fake_rows,
-    fake_starts,
     find_sequence,
     head_rows,
     place_of_cta,
@@ -46,6 +44,8 @@ Tensor = torch.Tensor
 
 class PoolKernel:
     """Means of blocks; ``key`` and ``value`` have one plan each, since D and Dv may differ."""
+
+    shapes = "B T H D", "B T H D", *["B blocks H D"] * 3, "starts", "starts"
 
     def __init__(self, pooling: Pooling, D: int, Dv: int):
         self.pooling = pooling
@@ -160,8 +160,10 @@ class PoolKernel:
 class UnpoolKernel:
     """Gradients of tokens from those of block means: the sum over a token's blocks, over the block size."""
 
-    def __init__(self, pooling: Pooling):
-        self.pooling = pooling
+    shapes = "B blocks H D", "B blocks H D", "B T H D", "B T H D", "starts", "starts"
+
+    def __init__(self, pooling: Pooling, D: int, Dv: int):
+        self.pooling, self.D, self.Dv = pooling, D, Dv
         self.size = max(m for m in divisors(pooling.d) if m <= RUN)
         # All groups of a tile have a segment, of D = 128 and of D = 64.
         self.tokens = self.size * max(1, RUN // self.size) * (THREADS // (64 // VECTOR))
@@ -195,15 +197,15 @@ class UnpoolKernel:
             tile -= start // self.tokens + s
         place = (start, end, row, rows)
         if is_value == 0:
-            self.scatter(head_rows(mdKMean, batch, head), head_rows(mdK, batch, head), tile, place)
+            self.scatter(head_rows(mdKMean, batch, head), head_rows(mdK, batch, head), tile, place, self.D)
         else:
-            self.scatter(head_rows(mdVMean, batch, head), head_rows(mdV, batch, head), tile, place)
+            self.scatter(head_rows(mdVMean, batch, head), head_rows(mdV, batch, head), tile, place, self.Dv)
 
     @cute.jit
-    def scatter(self, d_mean: cute.Tensor, dx: cute.Tensor, tile: Int32, place: tuple):
+    def scatter(self, d_mean: cute.Tensor, dx: cute.Tensor, tile: Int32, place: tuple, D: cutlass.Constexpr[int]):
         """d_mean: [Tc, D], dx: [T, D]; place: the sequence's tokens from start to end, its blocks from row on."""
         start, end, row, rows = place
-        lanes, scale = dx.shape[1] // VECTOR, mean_scale(self.pooling.overlap)
+        lanes, scale = D // VECTOR, mean_scale(self.pooling.overlap)
         groups = THREADS // lanes
         tidx, _, _ = cute.arch.thread_idx()
         group, lane = tidx // lanes, tidx % lanes
@@ -255,21 +257,20 @@ def pool(
     Raises:
         NotImplementedError: a dtype or head dimension has no kernel.
     """
-    packed = cu_seqlens is not None
     D, Dv = k.shape[-1], v.shape[-1]
     check_rows("k and v", k.dtype, D, Dv)
     if len(k_dtypes) not in (1, 2):
         raise ValueError(f"k_dtypes must be one or two dtypes, got {k_dtypes}")
     if out is None:
-        blocks = (total_blocks,) if packed else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
+        blocks = (total_blocks,) if k.dim() == 3 else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
         k_means = tuple([k.new_empty((*blocks, *k.shape[-2:]), dtype=dtype) for dtype in k_dtypes])
         out = k_means, v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
     k_means, v_mean = out
     if v_mean.shape[-3] == 0:
         return out
-    key = (block_size, stride, k.dtype, k_dtypes, v_dtype, D, Dv, packed)
     too = k_means[1] if len(k_means) == 2 else None
-    launch("pool", key, lambda: _compile_pool(*key), k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks)
+    static = (Pooling(block_size, stride), D, Dv)
+    launch("pool", PoolKernel, static, k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks)
     return out
 
 
@@ -298,54 +299,12 @@ def unpool(
     Raises:
         NotImplementedError: a dtype or head dimension has no kernel.
     """
-    packed = cu_seqlens is not None
     D, Dv = like_k.shape[-1], like_v.shape[-1]
     check_rows("k and v", like_k.dtype, D, Dv)
     dk = like_k.new_empty(like_k.shape) if out_k is None else out_k
     dv = like_v.new_empty(like_v.shape) if out_v is None else out_v
     if dk_cmp.shape[-3] == 0:
         return dk.zero_(), dv.zero_()
-    key = (block_size, stride, dk_cmp.dtype, dv_cmp.dtype, dk.dtype, dv.dtype, D, Dv, packed)
-    launch("unpool", key, lambda: _compile_unpool(*key), dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)
+    static = (Pooling(block_size, stride), D, Dv)
+    launch("unpool", UnpoolKernel, static, dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)
     return dk, dv
-
-
-def _compile_pool(
-    block_size: int,
-    stride: int,
-    dtype: torch.dtype,
-    k_dtypes: tuple[torch.dtype, ...],
-    v_dtype: torch.dtype,
-    D: int,
-    Dv: int,
-    packed: bool,
-):
-    k_means = [fake_rows(k_dtype, D, packed) for k_dtype in k_dtypes]
-    return cute.compile(
-        PoolKernel(Pooling(block_size, stride), D, Dv),
-        fake_rows(dtype, D, packed),
-        fake_rows(dtype, Dv, packed),
-        k_means[0],
-        k_means[1] if len(k_means) == 2 else None,
-        fake_rows(v_dtype, Dv, packed),
-        *fake_starts(packed),
-        fake_stream(),
-        options=OPTIONS,
-    )
-
-
-def _compile_unpool(
-    block_size: int,
-    stride: int,
-    dk_cmp: torch.dtype,
-    dv_cmp: torch.dtype,
-    dk: torch.dtype,
-    dv: torch.dtype,
-    D: int,
-    Dv: int,
-    packed: bool,
-):
-    tensors = [fake_rows(*of, packed) for of in ((dk_cmp, D), (dv_cmp, Dv), (dk, D), (dv, Dv))]
-    return cute.compile(
-        UnpoolKernel(Pooling(block_size, stride)), *tensors, *fake_starts(packed), fake_stream(), options=OPTIONS
-    )
