@@ -207,7 +207,7 @@ def lists_hold_the_choice(case: Case) -> None:
     M, N = some.shape[-2:]
     static = dict(config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
     lists = selected_lists(choice, T, **static)
-    mask, full = dense_of(lists.mask_cnt, lists.mask_idx, N), dense_of(lists.full_cnt, lists.full_idx, N)
+    mask, full = dense_of(*lists[:2], N), dense_of(*lists[2:4], N)
     assert not (mask & full).any(), "a tile is listed twice"
     assert not (full & ~everything).any(), "a tile that hides a pair is full"
     assert not (some & ~(mask | full)).any(), "a visible pair is in no listed tile"
@@ -216,9 +216,9 @@ def lists_hold_the_choice(case: Case) -> None:
     if T % tile_q == 0:
         assert not (everything & ~full).any(), "a tile that needs no mask has one"
     whole = selected_lists(choice, T, split=False, **static)
-    assert whole.full_cnt is None and dense_of(whole.mask_cnt, whole.mask_idx, N).equal(mask | full)
-    for cnt, idx, table in ((lists.mask_cnt, lists.mask_idx, mask), (lists.full_cnt, lists.full_idx, full)):
-        turned = transpose_lists(BlockSparseTensorsTorch(cnt, idx), N, width=M)
+    assert whole.full_block_cnt is None and dense_of(*whole[:2], N).equal(mask | full)
+    for tensors, table in ((lists[:2], mask), (lists[2:4], full)):
+        turned = transpose_lists(BlockSparseTensorsTorch(*tensors), N, width=M)
         assert dense_of(turned.mask_block_cnt, turned.mask_block_idx, M).equal(table.mT)
     bitmap = block_bitmap(choice, T, config=config, tile_q=tile_q)
     assert bitmap.dtype == torch.int32 and bitmap.shape[2] * config.q_tile >= M * tile_q, "the last tile reads past it"
