@@ -14,7 +14,7 @@ import pytest
 import torch
 
 SOFTCAP = 3.0
-OPTIONS = ("score_mod", "softcap", "sink", "seqused")
+OPTIONS = ("score_mod", "softcap", "sink", "seqused")  # and "seqused_q", for kernels that are not run
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Case:
     )
     plan: int = 0  # entries of an item, at most, on SM90; 0 for no plan
     per_group: bool = False  # an item is of all query heads of a key/value head
+    dtype: str = "bfloat16"
     seed: int = 0
 
     def __str__(self) -> str:
@@ -76,14 +77,14 @@ class Inputs:
 
 
 def make_inputs(case: Case) -> Inputs:
-    """Unit normal bf16 tensors on the GPU, from the case's seed; fake ones under FakeTensorMode."""
+    """Unit normal tensors on the GPU, from the case's seed; fake ones under FakeTensorMode."""
 
     def tensor(which: int, heads: int, width: int) -> torch.Tensor:
         if case.packed:
             shape = (sum(pair[which] for pair in case.packed), heads, width)
         else:
             shape = (case.B, case.lengths[0][which], heads, width)
-        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        return torch.randn(shape, dtype=getattr(torch, case.dtype), device="cuda")
 
     torch.manual_seed(case.seed)
     Dv = case.Dv or case.D
@@ -147,6 +148,8 @@ def _masks(case: Case, x: Inputs) -> dict[str, Any]:
         given |= dict(zip(("compress_factor", "compress_offset"), case.compress))
     if case.option == "seqused":
         given["seqused_k"] = torch.tensor(case.used, dtype=torch.int32, device="cuda")
+    if case.option == "seqused_q":
+        given["seqused_q"] = torch.empty(len(case.lengths), dtype=torch.int32, device="cuda")
     options = {"score_mod": ("score_mod", double), "softcap": ("softcap", SOFTCAP), "sink": ("learnable_sink", x.sink)}
     given |= dict([options[case.option]] if case.option in options else [])
     if x.cu_seqlens is not None:

@@ -19,7 +19,6 @@ MANY = tuple((i * 7 % 50, i * 11 % 140) for i in range(400))
 SM90 = [
     Case(T_q=512, T_k=512),
     Case(D=128, causal=True),
-    Case(D=128, **LONG, causal=True, deterministic=True),
     Case(T_q=500, T_k=600, window=(None, 40), mask_mod="thirds"),
     Case(T_q=1500, T_k=700, window=(100, None), deterministic=True),
     Case(T_q=500, T_k=1200, Hq=8, window=(299, 0), deterministic=True),
@@ -28,7 +27,6 @@ SM90 = [
     Case(D=128, window=(20, 2**31 - 1)),
     Case(D=128, window=(2**40, None)),
     Case(D=128, T_k=500, causal=True, mask_mod="keyed"),
-    Case(D=128, **LONG, Hq=8, window=(100, 50)),
     Case(D=128, T_q=1200, T_k=500, Hq=6, window=(299, 0)),
     Case(D=128, **LONG, Hq=2, window=(200, 0)),
     Case(D=128, **LONG, Hq=8, window=(200, None)),
@@ -58,7 +56,6 @@ SM90 = [
     Case(D=96, **LONG, window=(200, 30), lists="both", list_heads=2, block=(128, 64)),
     Case(D=96, **LONG, Hq=8, mask_mod="keyed", lists="no full", deterministic=True),
     Case(D=96, **LONG, causal=True, lists="both", block=(64, 128)),
-    Case(D=96, **LONG, window=(200, 0), lists="both"),
     Case(D=128, T_q=700, T_k=640, Hq=8, causal=True, lists="both", list_heads=2, pack_gqa=True),
     Case(D=128, T_q=1, Hkv=1, lists="full", plan=1),
     Case(D=128, **LONG, Hq=8, Hkv=1, causal=True, lists="no full", block=(128, 64)),
@@ -82,7 +79,6 @@ SM90 = [
     Case(D=128, T_q=700, T_k=65, lists="both", block=(128, 64)),
     Case(D=128, **LONG, Hkv=4, causal=True, lists="both", deterministic=True, launch="right to left"),
     Case(D=128, T_q=700, causal=True, mask_mod="keyed", lists="both"),
-    Case(D=128, **LONG, window=(100, 100), mask_mod="thirds", lists="both"),
     Case(D=128, **LONG, Hq=8, causal=True, lists="both", list_heads=2, pack_gqa=False),
     Case(D=192, Dv=128, **LONG, Hkv=4, causal=True, lists="both", block=(256, 96)),
     Case(D=192, Dv=128, **LONG, Hkv=4, lists="both", block=(64, 96)),
@@ -99,9 +95,7 @@ SM90 = [
     Case(Hkv=4, packed=PACK, mask_mod="thirds", lists="both", form="ragged", list_heads=4),
     Case(packed=PACK, lists="both", form="compact", q_tiles=3),
     Case(packed=PACK, mask_mod="thirds", lists="both", form="stacked", list_heads=2, plan=2),
-    Case(Hkv=4, packed=PACK, mask_mod="thirds", lists="both", list_heads=4),
     Case(Hkv=4, packed=PACK, lists="both", form="compact", list_heads=4, deterministic=True, plan=2),
-    Case(Hkv=1, packed=PACK, causal=True, mask_mod="keyed", lists="both"),
     Case(Hkv=1, packed=PACK, causal=True, mask_mod="keyed", lists="both", form="compact"),
     Case(Hkv=1, packed=PACK, causal=True, mask_mod="keyed", lists="both", form="ragged"),
     Case(D=96, Hkv=4, packed=PACK, lists="no full", form="compact", block=(192, 128)),
@@ -109,7 +103,6 @@ SM90 = [
     Case(
         D=128, packed=PACK, causal=True, lists="both", form="ragged", deterministic=True, launch="right to left", plan=2
     ),
-    Case(D=128, Hkv=1, packed=PACK, window=(200, 0), lists="both", list_heads=4),
     Case(D=128, packed=PACK, lists="full", form="compact", q_tiles=2),
     Case(D=128, Hkv=4, packed=PACK, lists="both", q_tiles=3),
     Case(D=128, Hq=6, packed=PACK, window=(200, 0), lists="both", form="ragged", list_heads=2, block=(64, 128)),
@@ -133,7 +126,6 @@ SM90 = [
     Case(D=128, Hkv=1, packed=PACK, window=(200, 0), lists="both", form="stacked", list_heads=4),
     Case(D=128, Hkv=1, packed=PACK, window=(200, 0), lists="both", form="shared", list_heads=4),
     Case(D=128, packed=PACK, causal=True, lists="no full", form="ragged", block=(128, 64)),
-    Case(D=128, packed=PACK, window=(200, 10), lists="both", form="compact"),
 ]
 # What only tiles of 256 queries, pairs of CTAs, and lists of 64 queries on SM100 have.
 ONLY_SM100 = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from fa_cases import Case, Inputs
 from fa_lists import forward_lists
-from fa_reference import attention, visible
+from fa_reference import reference
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
 HALVES = dict(block=(128, 64), **LISTS)
@@ -40,27 +41,36 @@ def options(case: Case, x: Inputs) -> dict[str, Any]:
     return given
 
 
+def as_rows(
+    o: torch.Tensor, do: torch.Tensor, lse: torch.Tensor, lengths: Sequence[int], shape: tuple[int, ...], start: int,
+    fills: tuple[float, float] = (0.0, math.inf),
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dpsum and lse_log2 where calls of backward have them: `fills` in the rest of a tile, NaN where nothing is read.
+
+    lengths: of packed sequences of queries, or the one that all have.
+    """
+    dpsum = (o.double() * do.double()).sum(-1).movedim(-1, -2)
+    lse_log2 = torch.where(lse.isneginf(), 0.0, lse * math.log2(math.e))
+    sums = tuple(torch.full(shape, torch.nan, device=o.device) for _ in range(2))
+    for out, values, fill in zip(sums, (dpsum, lse_log2), fills):
+        begin = 0
+        for b, T in enumerate(lengths):
+            at = (begin + b * start) // start * start
+            out[..., at : at + -(-T // start) * start] = fill
+            out[..., at : at + T] = values[..., begin : begin + T]
+            begin += T
+    return sums
+
+
+def queries(case: Case) -> list[int]:
+    return [T_q for T_q, _ in case.packed] or [case.T_q]
+
+
 def row_sums(case: Case, x: Inputs, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """dpsum and lse_log2, exact; NaN where nothing may be read."""
-    o = attention(case, x, torch.float64)[0]
-    accum = layout(case, start)
-    sums = [torch.full((*accum.heads, accum.rows), torch.nan, device="cuda") for _ in range(2)]
-    begin_q = begin_k = 0
-    for b, (T_q, T_k) in enumerate(case.lengths):
-        if case.packed:
-            of_q, of_k = slice(begin_q, begin_q + T_q), slice(begin_k, begin_k + T_k)
-            q, k, do, out = x.q[of_q], x.k[of_k], x.do[of_q], o[of_q]
-            at, lead = (begin_q + b * start) // start * start, (slice(None),)
-        else:
-            q, k, do, out, at, lead = x.q[b], x.k[b], x.do[b], o[b], 0, (b, slice(None))
-        k = k.double().repeat_interleave(case.Hq // case.Hkv, 1)
-        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * case.D**-0.5
-        lse = scores.masked_fill(~visible(case, b, x, q.device), -torch.inf).logsumexp(-1)
-        lse = torch.where(lse.isneginf(), 0.0, lse * math.log2(math.e))
-        for whole, part in zip(sums, ((do.double() * out).sum(-1).T, lse)):
-            whole[(*lead, slice(at, at + T_q))] = part.float()
-        begin_q, begin_k = begin_q + T_q, begin_k + T_k
-    return tuple(sums)
+    """dpsum and lse_log2, exact."""
+    exact, accum = reference(case, x, torch.float64), layout(case, start)
+    shape = (*accum.heads, accum.rows)
+    return as_rows(exact["o"], x.do, exact["lse"], queries(case), shape, start, (torch.nan, torch.nan))
 
 
 def call(case: Case, x: Inputs, rows: tuple[torch.Tensor, torch.Tensor], lists: Any = None, **output: Any) -> None:

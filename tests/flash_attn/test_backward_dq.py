@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from fa_cases import Case, in_turn, make_inputs
-from fa_dq import HALVES, LENGTHS, LISTS, call, layout, rounded_sums, row_sums
+from fa_dq import HALVES, LENGTHS, LISTS, as_rows, call, layout, queries, rounded_sums, row_sums
 from fa_lists import forward_lists
 from fa_reference import assert_close, attention
 
@@ -91,19 +90,7 @@ def test_row_sums(case: Case, start: int) -> None:
     sums = tuple(torch.full((*accum.heads, accum.rows), torch.nan, device="cuda") for _ in range(2))
     dq, again = (torch.full_like(x.q, torch.nan) for _ in range(2))
     call(case, x, sums, dq=dq, start=start, out=o, lse=lse)
-    expected = tuple(torch.full_like(each, torch.nan) for each in sums)
-    dpsum = (o.double() * x.do.double()).sum(-1).movedim(-1, -2).float()
-    begin = 0
-    for b, (T_q, _) in enumerate(case.lengths):
-        at = (begin + b * start) // start * start if case.packed else 0
-        lead = ... if case.packed else b
-        tokens = slice(begin, begin + T_q) if case.packed else slice(None)
-        for whole, part, rest in zip(
-            expected, (dpsum, (lse * math.log2(math.e)).nan_to_num(neginf=0.0)), (0.0, math.inf)
-        ):
-            whole[lead][..., at : at + -(-T_q // start) * start] = rest
-            whole[lead][..., at : at + T_q] = part[lead][..., tokens]
-        begin += T_q if case.packed else 0
+    expected = as_rows(o, x.do, lse, queries(case), (*accum.heads, accum.rows), start)
     error = torch.finfo(torch.float32).eps * float((o.double().norm(dim=-1) * x.do.double().norm(dim=-1)).max())
     torch.testing.assert_close(sums[0], expected[0], atol=error, rtol=0, equal_nan=True)
     torch.testing.assert_close(sums[1], expected[1], equal_nan=True)

@@ -1,17 +1,17 @@
 """Deterministic block-sparse backward on SM90: same bits, in any launch order; orders that do not fit are refused."""
 
-import random
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, forward, make_inputs
+from fa_cases import Case, backward, make_inputs
 from fa_compile import Worker, built_kernels
-from fa_lists import backward_lists, forward_lists
-from fa_reference import assert_bits_repeat, assert_call_repeats
+from fa_lists import backward_lists
+from fa_reference import assert_bits_repeat
 
-from fuzz.blocks import lists_of_rows
+from fuzz.blocks import packed_lists
+from fuzz.case import Packed
 
 ORDERED = dict(T_q=700, T_k=700, deterministic=True)
 CASES = [
@@ -97,26 +97,14 @@ def test_one_walk_holds_both_kinds_by_lock_value() -> None:
 SHAPES = ((4, 3), (2, 0), (0, 2), (1, 5), (3, 3))
 
 
-def drawn(heads: int, shapes: tuple[tuple[int, int], ...]) -> dict[str, list]:
-    """[head][sequence][key block], blocks of queries in no order, as mask and as full ones."""
-    draw = random.Random(heads)
-    rows: dict[str, list] = {"mask": [], "full": []}
-    for _ in range(heads):
-        own = [[draw.sample(range(M), draw.randint(0, M)) for _ in range(N)] for M, N in shapes]
-        cuts = [[draw.randint(0, len(row)) for row in sequence] for sequence in own]
-        for kind, part in (("mask", lambda row, at: row[:at]), ("full", lambda row, at: row[at:])):
-            rows[kind].append([[*map(part, sequence, at)] for sequence, at in zip(own, cuts)])
-    return rows
-
-
-def formed(rows: dict[str, list], form: str, shapes: tuple[tuple[int, int], ...]) -> Any:
-    """Lists in a form, with lock values."""
+def formed(heads: int, form: str, shapes: tuple[tuple[int, int], ...]) -> Any:
+    """Backward lists in a form, with lock values."""
     from flash_attn.cute.block_lists import packed_write_order
 
-    across = [M for M, _ in shapes]
-    before = torch.tensor([0, *accumulate(across)])
-    lists = lists_of_rows(rows, form, across, "cu_total_n_blocks")
-    return packed_write_order(lists, num_q_blocks=max(across), cu_total_m_blocks=before)
+    _, lists = packed_lists(Packed(lengths=shapes, form=form, block=(1, 1), heads=heads, density=0.6))
+    queries = [M for M, _ in shapes]
+    before = torch.tensor([0, *accumulate(queries)])
+    return packed_write_order(lists, num_q_blocks=max(queries), cu_total_m_blocks=before)
 
 
 def assert_same_walk(mine: Any, other: Any) -> None:
@@ -138,8 +126,7 @@ def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt
     from flash_attn.cute.lists.deterministic_lists import prepare
 
     shapes = tuple((4, N) for _, N in SHAPES) if lengths == "one" else SHAPES
-    rows = drawn(heads, shapes)
-    stacked, ragged = (formed(rows, form, shapes)._replace(spt=spt) for form in ("stacked", "ragged"))
+    stacked, ragged = (formed(heads, form, shapes)._replace(spt=spt) for form in ("stacked", "ragged"))
     queries = torch.tensor([max(0, M * 128 - at) for at, (M, _) in enumerate(shapes)]).int()
     given: dict[str, Any] = dict(seqlen_q=512, block_q=128)
     if lengths == "one":
@@ -159,7 +146,7 @@ def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt
 def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
     from flash_attn.cute.lists.deterministic_lists import one_walk, prepare
 
-    lists = formed(drawn(1, SHAPES), "stacked", SHAPES)
+    lists = formed(1, "stacked", SHAPES)
     with pytest.raises(ValueError, match="cu_total_m_blocks is None: rows of stacked lists"):
         one_walk(lists, num_q_blocks=4)
     with pytest.raises(ValueError, match=r"cu_total_m_blocks has shape \(3,\), cu_total_n_blocks \(6,\)"):
@@ -182,29 +169,3 @@ REPEATED = [
 @pytest.mark.parametrize("case", REPEATED, ids=str)
 def test_bits_repeat_beside_other_work(case: Case) -> None:
     assert_bits_repeat(case, 100, beside_other_work=True)
-
-
-UNORDERED = dict(T_q=700, T_k=700, lists="both")
-TWO_PASSES = [
-    Case(D=128, causal=True, Hq=8, **UNORDERED),
-    Case(D=128, mask_mod="thirds", Hkv=4, block=(128, 64), **UNORDERED),
-    Case(D=96, list_heads=4, **UNORDERED),
-    Case(D=64, causal=True, Hkv=1, plan=3, **UNORDERED),
-    Case(D=64, window=(200, 0), packed=((300, 300), (0, 200), (700, 640)), lists="both", form="compact"),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", TWO_PASSES, ids=str)
-def test_bits_of_two_passes_repeat_beside_other_work(case: Case) -> None:
-    """As a user calls it: lists of both directions, no lock values."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    x = make_inputs(case)
-    o, lse = forward(case, x)
-    lists = dict(block_sparse_tensors=backward_lists(case), block_sparse_tensors_fwd=forward_lists(case))
-    assert_call_repeats(
-        lambda: _flash_attn_bwd(x.q, x.k, x.v, o, x.do, lse, deterministic=True, **_masks(case, x), **lists),
-        100,
-        beside_other_work=True,
-    )

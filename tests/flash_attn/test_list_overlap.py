@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, forward, in_turn, make_inputs
-from fa_compile import Worker, built_kernels
+from fa_cases import Case, forward, in_turn, make_inputs
+from fa_compile import Worker
 from fa_lists import forward_lists
+from fa_overlap import assert_same_bits, stages
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
 # A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.
@@ -45,13 +44,6 @@ CASES: list[tuple[Case, int]] = [
 ]
 
 
-def stages(case: Case) -> int:
-    """Stages of keys and values of the forward kernel of a case whose tiles overlap, else 0."""
-    with built_kernels("FlashAttentionForwardSm90") as kernels:
-        forward(case, make_inputs(case))
-    return kernels[0].num_stages if kernels[0].overlap_tiles else 0
-
-
 @pytest.mark.parametrize("case,expected", CASES, ids=str)
 def test_who_overlaps(case: Case, expected: int, compiler_sm90: Worker) -> None:
     assert compiler_sm90.trace(stages, case) == expected
@@ -67,15 +59,6 @@ def test_wide_rows_do_not(shape: tuple[int, ...]) -> None:
     both = BlockSparseTensorsTorch(counts, entries, counts, entries)
     assert overlapped_stages(tile, lists=both) == (2 if shape[-1] == 32 else 0)
     assert overlapped_stages(tile, lists=BlockSparseTensorsTorch(counts, entries)) == 2
-
-
-@contextmanager
-def one_cta_a_tile() -> Iterator[None]:
-    from flash_attn.cute import interface
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interface.persistence, "overlapped_stages", lambda *_, **__: 0)
-        yield
 
 
 @dataclass(frozen=True)
@@ -103,12 +86,12 @@ WALKS = [
 ]
 
 
-def random_call(walk: Walk) -> tuple[Inputs, Any, torch.Tensor]:
-    """Inputs, lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
+def random_call(walk: Walk, pack_gqa: bool) -> tuple[Case, Any, torch.Tensor]:
+    """A case, lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     torch.manual_seed(walk.T)
-    case = Case(D=walk.D, T_q=walk.T, T_k=walk.T, B=walk.B, Hq=walk.Hq, Hkv=walk.Hkv)
+    sizes = dict(D=walk.D, T_q=walk.T, T_k=walk.T, B=walk.B, Hq=walk.Hq, Hkv=walk.Hkv)
     M = -(-walk.T // 128)
     shape = (walk.B, walk.Hkv, M)
     empty = torch.rand(shape, device="cuda") < walk.empty
@@ -119,35 +102,20 @@ def random_call(walk: Walk) -> tuple[Inputs, Any, torch.Tensor]:
         return counts.int(), blocks.int()
 
     lists_ = BlockSparseTensorsTorch(*lists(), *lists(), block_size=(128, 128))
-    return make_inputs(case), lists_, (lists_.mask_block_cnt + lists_.full_block_cnt) == 0
+    case = Case(**sizes, causal=walk.causal, pack_gqa=pack_gqa)
+    return case, lists_, (lists_.mask_block_cnt + lists_.full_block_cnt) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("walk", "pack_gqa"), in_turn(WALKS, True, False), ids=str)
 def test_not_a_bit_depends_on_it(walk: Walk, pack_gqa: bool) -> None:
     """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    x, lists, empty = random_call(walk)
-
-    def call() -> tuple[torch.Tensor, torch.Tensor]:
-        o = torch.full_like(x.q, float("nan"))
-        lse = torch.full((walk.B, walk.Hq, walk.T), float("nan"), device="cuda")
-        options: dict[str, Any] = dict(causal=walk.causal, pack_gqa=pack_gqa, block_sparse_tensors=lists)
-        _flash_attn_fwd(x.q, x.k, x.v, out=o, lse=lse, **options)
-        return o, lse
-
-    with one_cta_a_tile():
-        expected = call()
-    assert expected[0].isfinite().all()
+    case, lists, empty = random_call(walk, pack_gqa)
+    x = make_inputs(case)
+    o, lse = assert_same_bits(lambda: forward(case, x, lists))
     group = walk.Hq // walk.Hkv
     unseen = empty.repeat_interleave(group, 1).repeat_interleave(128, 2)[..., : walk.T]
-    for _ in range(3):
-        o, lse = call()
-        assert torch.equal(o, expected[0])
-        assert torch.equal(lse, expected[1])
-        assert not o[unseen.transpose(1, 2)].any()
-        assert lse[unseen].eq(float("-inf")).all()
+    assert not o[unseen.transpose(1, 2)].any() and lse[unseen].isneginf().all()
 
 
 @pytest.mark.gpu

@@ -50,11 +50,6 @@ def test_another_number_of_heads_is_refused(compiler_sm90: Worker) -> None:
     assert error.value.kind == "ValueError"
 
 
-@pytest.mark.parametrize(("D", "block"), [(64, (64, 64)), (96, (256, 128)), (128, (64, 128)), (256, (256, 64))])
-def test_blocks_of_64_keys_and_of_64_to_256_queries(compiler_sm90: Worker, D: int, block: tuple[int, int]) -> None:
-    compiler_sm90.trace(compile_case, Case(D=D, lists="both", block=block))
-
-
 def compile_forward(case: Case) -> None:
     forward(case, make_inputs(case))
 

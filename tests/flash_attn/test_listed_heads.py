@@ -9,6 +9,7 @@ import pytest
 import torch
 from fa_cases import Case, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, WorkerError, built_kernels
+from fa_dq import as_rows, queries
 from fa_lists import backward_lists
 from test_two_pass_backward import without_dq
 
@@ -176,7 +177,7 @@ def test_groups_add_to_accumulators_of_the_caller(case: Case, groups: None) -> N
     _, *expected = without_dq(case, x, o, lse)
     options = _masks(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True)
     layout = backward_layout(x.q, x.k, x.v, **options)
-    rows = sums_of_rows(case, x, o, lse, layout)
+    rows = as_rows(o, x.do, lse, queries(case), layout.row_shape, layout.dq.start)
     dk, dv = zeroed(layout.dk, layout.dv, device=x.q.device)
     for _ in range(2):
         _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **options, shared=SharedBackward(layout, *rows, None, dk, dv))
@@ -184,23 +185,6 @@ def test_groups_add_to_accumulators_of_the_caller(case: Case, groups: None) -> N
     for accum, of, theirs, scale in ((dk, layout.dk, expected[0], case.D**-0.5), (dv, layout.dv, expected[1], 1.0)):
         ours = convert(accum, of, torch.empty_like(theirs), scale=scale / 2, cu_seqlens=cu_seqlens)
         assert apart(ours, theirs) < 0.01
-
-
-def sums_of_rows(
-    case: Case, x: Any, o: torch.Tensor, lse: torch.Tensor, layout: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dpsum and lse_log2 as shared calls take them."""
-    dpsum = torch.zeros(layout.row_shape, device=x.q.device)
-    lse_log2 = torch.full(layout.row_shape, torch.inf, device=x.q.device)
-    own = (o.float() * x.do.float()).sum(-1).mT
-    bits = torch.where(lse == -torch.inf, 0.0, lse * 1.4426950408889634)
-    at, start = 0, layout.dq.start
-    for b, (T_q, _) in enumerate(case.packed or (case.lengths[0],)):
-        to = (at + b * start) // start * start
-        dpsum[..., to : to + T_q] = own[..., at : at + T_q]
-        lse_log2[..., to : to + T_q] = bits[..., at : at + T_q]
-        at += T_q
-    return dpsum, lse_log2
 
 
 def shapes(rows: int, width: int, heads: int = 8) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fa_compile import Worker, WorkerError, built_kernels
+from fa_dq import as_rows
 
 LIST_BLOCK = 64
 WINDOW = 200
@@ -138,20 +139,7 @@ def shared_gradients(
 
 
 def row_sums(setup: Setup, layout: Any, do: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> Any:
-    """As the preprocess would write them; nothing else is ever written to."""
-    dpsum = (o.float() * do.float()).sum(-1).movedim(-1, -2)
-    logs = torch.where(lse.isneginf(), 0.0, lse * math.log2(math.e))
-    padded, begin = [], 0
-    for x, fill in ((dpsum, 0.0), (logs, math.inf)):
-        out = torch.full(layout.row_shape, torch.nan, device=x.device)
-        start, begin = layout.dq.start, 0
-        for b, length in enumerate(setup.lengths or [setup.T]):
-            at = (begin + b * start) // start * start
-            out[..., at : at + -(-length // start) * start] = fill
-            out[..., at : at + length] = x[..., begin : begin + length]
-            begin += length
-        padded.append(out)
-    return tuple(padded)
+    return as_rows(o, do, lse, setup.lengths or [setup.T], layout.row_shape, layout.dq.start)
 
 
 def compiled(setup: Setup) -> list[str]:

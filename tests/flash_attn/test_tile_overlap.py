@@ -1,113 +1,52 @@
-"""SM90 forward whose CTAs walk many tiles: when the kernels do, and that not a bit of the result depends on it."""
+"""SM90 forward of compressed-causal calls, whose CTAs walk many tiles: when they do, and that no bit depends on it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
-import torch
-from fa_compile import Worker, built_kernels
+from fa_cases import Case, forward, make_inputs
+from fa_compile import Worker
+from fa_overlap import assert_same_bits, stages
 
-OPTIONS = dict(causal=True, compress_factor=64, compress_offset=63)
-
-# What is asked for beside q, k, v and a factor of 64, and whether tiles overlap.
-CALLS: list[tuple[dict[str, object], bool]] = [
+CALL = Case(D=128, T_q=4096, T_k=67, Hq=8, compress=(64, 63))
+# What a call has beside that, and whether tiles overlap.
+CALLS: list[tuple[dict[str, Any], bool]] = [
     ({}, True),
     ({"Hkv": 1}, True),
     ({"Hkv": 8, "D": 64}, True),
     ({"D": 96}, True),
     ({"D": 112}, True),
     ({"pack_gqa": False}, True),
-    ({"sink": True}, True),
-    ({"seqused_k": True}, True),
-    ({"intra_wg_overlap": False}, True),
+    ({"option": "sink"}, True),
+    ({"option": "seqused"}, True),
+    ({"overlap": False}, True),
     ({"D": 256}, False),
     ({"Dv": 64}, False),
     ({"Hq": 5, "Hkv": 1}, False),
-    ({"compress_factor": 1}, False),
+    ({"compress": (1, 63)}, False),
     ({"mask_mod": "thirds"}, False),
-    ({"softcap": 10.0}, False),
-    ({"packed": True}, False),
-    ({"seqused_q": True}, False),
+    ({"option": "softcap"}, False),
+    ({"packed": ((1365, 22), (2731, 45))}, False),
+    ({"option": "seqused_q"}, False),
 ]
 
 
-def call(asked: dict[str, object], T: int = 4096) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward of two sequences of T queries: o and the log-sum-exp."""
-    from fa_mask_mods import MASK_MODS
-
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    asked = dict(asked)
-    Hq, Hkv, D = asked.pop("Hq", 8), asked.pop("Hkv", 2), asked.pop("D", 128)
-    Dv, keys = asked.pop("Dv", D), T // 64 + 3
-    packed = asked.pop("packed", False)
-    batch = () if packed else (2,)
-    q, k, v = (
-        torch.randn((*batch, *shape), dtype=torch.bfloat16, device="cuda")
-        for shape in ((T, Hq, D), (keys, Hkv, D), (keys, Hkv, Dv))
-    )
-    options = dict(OPTIONS, return_lse=True)
-    if packed:
-        options |= {"cu_seqlens_q": _int32(0, T // 3, T), "cu_seqlens_k": _int32(0, keys // 3, keys)}
-        options |= {"max_seqlen_q": T, "max_seqlen_k": keys}
-    if asked.pop("sink", False):
-        options["learnable_sink"] = torch.randn(Hq, dtype=torch.bfloat16, device="cuda")
-    for which, length in (("seqused_q", T // 2), ("seqused_k", keys // 2)):
-        if asked.pop(which, False):
-            options[which] = _int32(length, length + 1)
-    if "mask_mod" in asked:
-        options["mask_mod"] = MASK_MODS[asked.pop("mask_mod")][0]
-    o, lse, *_ = _flash_attn_fwd(q, k, v, **options | asked)
-    return o, lse
-
-
-def _int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def overlaps(asked: dict[str, object]) -> bool:
-    """Whether the tiles of a call's kernel overlap."""
-    with built_kernels("FlashAttentionForwardSm90") as kernels:
-        call(asked)
-    return kernels[0].overlap_tiles
-
-
-@pytest.mark.parametrize("asked,expected", CALLS, ids=lambda value: str(value))
-def test_who_overlaps(asked: dict[str, object], expected: bool, compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(overlaps, asked) == expected
+@pytest.mark.parametrize("asked,expected", CALLS, ids=str)
+def test_who_overlaps(asked: dict[str, Any], expected: bool, compiler_sm90: Worker) -> None:
+    assert bool(compiler_sm90.trace(stages, replace(CALL, **asked))) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("asked", [asked for asked, expected in CALLS if expected], ids=str)
-def test_not_a_bit_of_the_result_depends_on_it(asked: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute import interface
-
+def test_not_a_bit_of_the_result_depends_on_it(asked: dict[str, Any]) -> None:
     for T in (1, 1000, 16384):  # fewer tiles than multiprocessors, about as many, and many rounds
-        results = []
-        for overlap in (True, False, True, True):
-            with monkeypatch.context() as patch:
-                if not overlap:
-                    patch.setattr(interface.persistence, "overlapped_stages", lambda *_, **__: 0)
-                torch.manual_seed(T)
-                results.append(call(asked, T))
-        for o, lse in results[1:]:
-            assert o.isfinite().all()
-            assert torch.equal(o, results[0][0])
-            assert torch.equal(lse, results[0][1])
-
-
-@pytest.mark.gpu
-def test_every_tile_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    q = torch.randn(3, 10000, 8, 128, dtype=torch.bfloat16, device="cuda")
-    k, v = (torch.randn(3, 160, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    o, lse = torch.full_like(q, float("nan")), torch.full((3, 8, 10000), float("nan"), device="cuda")
-    _flash_attn_fwd(q, k, v, out=o, lse=lse, **OPTIONS)
-    assert o.isfinite().all()
-    assert not lse.isnan().any()
-    # Queries before the first block's last token see nothing.
-    assert not o[:, :63].any()
-    assert lse[..., :63].eq(float("-inf")).all()
+        case = replace(CALL, T_q=T, T_k=T // 64 + 3, seed=T, **asked)
+        x = make_inputs(case)
+        o, lse = assert_same_bits(lambda: forward(case, x))
+        # Queries before the first block's last token see nothing.
+        assert not o[:, :63].any() and (case.option == "sink" or lse[..., :63].isneginf().all())
 
 
 @pytest.mark.parametrize(

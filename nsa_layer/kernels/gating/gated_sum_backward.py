@@ -17,9 +17,7 @@ small launch adds the CTAs' sums in a fixed order.
 """
 
 import math
-import os
 from dataclasses import dataclass
-from functools import lru_cache
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -28,6 +26,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.kernels.gating.gated_sum import (
     EQUAL_SHARE,
     LOG2_E,
@@ -415,14 +414,8 @@ def _split(do: Tensor, rows: Rows, weighed: bool) -> tuple[int, int]:
     if not weighed:
         return tiles, tiles
     # Each CTA leaves partial sums: no more CTAs than run at a time.
-    resident = rows.resident * multiprocessors(do.device) // (do.shape[-2] // rows.heads)
+    resident = rows.resident * target_sm_count() // (do.shape[-2] // rows.heads)
     return tiles, min(tiles, max(1, resident))
-
-
-@lru_cache(maxsize=None)
-def multiprocessors(device: torch.device) -> int:
-    forced = os.environ.get("FLASH_ATTENTION_NUM_SMS")
-    return int(forced) if forced else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _padded_shape(do: Tensor, tile_m: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
