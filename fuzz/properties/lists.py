@@ -11,8 +11,7 @@ import torch
 
 from flash_attn.cute.block_lists import lists_from_blocks, lists_from_dense, transpose_lists
 from flash_attn.cute.lists.backward_plan import plan_backward
-from flash_attn.cute.lists.validate import validate_lists
-from flash_attn.cute.lists.validate_calls import validate_call
+from flash_attn.cute.lists.validate_calls import validate_call, validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
 from fuzz import strategies
 from fuzz.blocks import both_directions, launch_order, locks_of, table_of, tables
