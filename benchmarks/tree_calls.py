@@ -120,11 +120,10 @@ def selected(
         chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
     spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
     named = {"spec" if CallSpec.__name__ == "CallSpec" else "problem": spec}
+    named |= dict(cu_seqlens=cu_seqlens)
     if "packing" in signature(selected_branch.selected_sparsity).parameters:
         counts = (chosen >= 0).sum(-1, dtype=torch.int32)
-        named |= dict(packing=selected_branch.Packing.of(spec, q.device), block_counts=counts)
-    else:
-        named |= dict(cu_seqlens=cu_seqlens)
+        named = dict(spec=spec, packing=selected_branch.Packing.of(spec, q.device), block_counts=counts)
     made = [
         selected_branch.selected_sparsity(chosen, len(q), (HQ, HKV), **named, backward=backward).options()
         for backward in (False, True)

@@ -125,11 +125,9 @@ def compile_kernel(call: CallShape, name: str) -> float | None:
     return None if files[1] else time.perf_counter() - begin
 
 
-class _StandIn:
-    """Stands for a kernel that is never launched."""
-
-    def __call__(self, *arguments: object, **named: object) -> None:
-        raise RuntimeError("a stand-in was launched")
+def _stand_in(*arguments: object, **named: object) -> None:
+    """In place of a kernel that is never launched."""
+    raise RuntimeError("a stand-in was launched")
 
 
 @contextmanager
@@ -138,7 +136,7 @@ def _lookups(found: Found) -> Iterator[None]:
     from flash_attn.cute import cache_utils
     from nsa_layer.kernels import launch
 
-    kind, stand_in, placed = cache_utils.JITPersistentCache, _StandIn(), []
+    kind, placed = cache_utils.JITPersistentCache, []
     if not isinstance(cache_utils.get_jit_cache(), kind):
         raise RuntimeError("kernels are not kept on disk: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is off, or see above")
     looks_up = kind.__contains__
@@ -147,7 +145,7 @@ def _lookups(found: Found) -> Iterator[None]:
         if not found(cache, key, f"{cache.cache_path.name}/{cache._key_to_hash(key)}"):
             return looks_up(cache, key)
         if key not in cache.cache:
-            cache.cache[key] = stand_in
+            cache.cache[key] = _stand_in
             placed.append((cache, key))
         return True
 

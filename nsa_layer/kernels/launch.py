@@ -50,8 +50,7 @@ def launch(name: str, kernel: type, static: tuple[Hashable, ...], *arguments: ob
     entry = (name, first.device.index, first.dim(), static, *dtypes)  # GPUs may be of several architectures
     compiled = _compiled.get(entry)
     if compiled is None:
-        compiled = _load_or_compile(name, entry[2:], lambda: _compile(kernel(*static), arguments))
-        _compiled[entry] = compiled
+        compiled = _compiled[entry] = _load_or_compile(name, entry[2:], lambda: _compile(kernel(*static), arguments))
     if not _is_fake(first):
         compiled(*arguments)
 

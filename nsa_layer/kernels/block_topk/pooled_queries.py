@@ -183,10 +183,8 @@ def pooled_queries(
         Means with R = tiles, of one sequence after the other, and keys with R = B Tc.
     """
     D = q.shape[-1]
-    means, keys = (
-        _empty_split_rows(tiles, q.shape[-2], D, q),
-        _empty_split_rows(k_mean.numel() // (k_mean.shape[-2] * D), k_mean.shape[-2], D, q),
-    )
+    means = _empty_split_rows(tiles, q.shape[-2], D, q)
+    keys = _empty_split_rows(k_mean.shape[:-2].numel(), k_mean.shape[-2], D, q)
     if tiles:
         made = (means.rows, means.scale, keys.rows, keys.scale)
         launch("pooled_queries", PooledQueries, (D, own), q, k_mean, cu_seqlens, *made, q_tile)

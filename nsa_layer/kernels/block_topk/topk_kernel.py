@@ -354,8 +354,7 @@ def block_topk(
         numbers = (groups, T, config.block_size, config.q_tile, config.block_counts)
         heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)
         more = (config.block_size // config.stride, float(softmax_scale), heads_first)
-        rows = (queries.rows, queries.scale, keys.rows, keys.scale)
-        tensors = (*rows, cu_seqlens, cu_blocks, indices, counts)
+        tensors = (queries.rows, queries.scale, keys.rows, keys.scale, cu_seqlens, cu_blocks, indices, counts)
         launch("block_topk", BlockTopK, (spec,), *tensors, *numbers, *more)
     return (indices.squeeze(0), counts.squeeze(0)) if packed else (indices, counts)
 

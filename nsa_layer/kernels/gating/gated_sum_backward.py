@@ -373,7 +373,7 @@ def gated_sum_backward(
     Hq, D = do.shape[-2:]
     weighed, given = gate_weight is not None, gates is not None
     rows = backward_rows(D, Hq)
-    tiles, ctas = _split(do, rows, weighed)
+    ctas = _ctas_a_group(do, rows, weighed)
 
     new = dict(device=do.device, dtype=do.dtype)
     fp32 = dict(device=do.device, dtype=torch.float32)
@@ -402,15 +402,14 @@ def backward_rows(D: int, Hq: int) -> Rows:
     return Rows(D, heads_of_cta(Hq), at_once=3, steps=D // 4)
 
 
-def _split(do: Tensor, rows: Rows, weighed: bool) -> tuple[int, int]:
-    """(tiles of tokens, CTAs of each group of heads that share them)."""
-    batch, T = (do.shape[0], do.shape[1]) if do.dim() == 4 else (1, do.shape[0])
-    tiles = batch * -(-T // rows.tile)
+def _ctas_a_group(do: Tensor, rows: Rows, weighed: bool) -> int:
+    """CTAs of each group of heads, which share the tiles of tokens."""
+    tiles = do.shape[:-3].numel() * -(-do.shape[-3] // rows.tile)
     if not weighed:
-        return tiles, tiles
+        return tiles
     # Each CTA leaves partial sums: no more CTAs than run at a time.
     resident = rows.resident * target_sm_count() // (do.shape[-2] // rows.heads)
-    return tiles, min(tiles, max(1, resident))
+    return min(tiles, max(1, resident))
 
 
 def _padded_shape(do: Tensor, tile_m: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
