@@ -128,6 +128,12 @@ def plan(case: Blocks) -> None:
         options = sizes | dict(longest=case.longest)
         planned = plan_backward(backward, deterministic=deterministic, schedule=schedule, listed=bound, **options)
         validate_call(True, forward, planned, q, k)
+        if case.repeat:  # a group shares its list
+            of_groups = plan_backward(
+                backward, deterministic=deterministic, schedule=schedule, listed=bound, per_group=True, **options
+            )
+            assert bool(of_groups.plan_per_group) == (case.group > 1)
+            validate_call(True, forward, of_groups, q, k)
         dealt: Counter = Counter()
         for b, h, n, begin, end, _ in planned.plan.tolist():
             assert 0 <= begin <= end and (end - begin <= case.longest or case.group == 1), f"item {begin} .. {end}"
