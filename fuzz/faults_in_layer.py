@@ -129,7 +129,7 @@ def _bit(original: Callable) -> Callable:
     return lambda indices, T, **more: original(torch.where(indices >= 0, indices + 1, indices), T, **more)
 
 
-@fault("zero taken", "nsa_layer.config:_require_int", "options")
+@fault("zero taken", "nsa_layer.config:require_int", "options")
 def _zero(original: Callable) -> Callable:
     """Sizes of 0 pass."""
     return lambda name, value, *, least=None: original(name, value, least=None if least is None else least - 1)

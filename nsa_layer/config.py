@@ -42,11 +42,11 @@ class NSAConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "block_counts", "q_tile", "window_size"):
-            _require_int(name, getattr(self, name), least=1)
+            require_int(name, getattr(self, name), least=1)
         if self.block_stride is not None:
-            _require_int("block_stride", self.block_stride, least=1)
+            require_int("block_stride", self.block_stride, least=1)
         if self.compress_offset is not None:
-            _require_int("compress_offset", self.compress_offset, least=-LARGEST)
+            require_int("compress_offset", self.compress_offset, least=-LARGEST)
         for name in ("force_blocks", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -117,7 +117,8 @@ class NSAConfig:
         return cls(**values)
 
 
-def _require_int(name: str, value: object, *, least: int) -> None:
+def require_int(name: str, value: object, *, least: int) -> None:
+    """Raise TypeError or ValueError, naming the argument, unless it is an int from `least` to `LARGEST`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
     if value < least:

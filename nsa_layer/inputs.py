@@ -89,6 +89,17 @@ def refuse_nested(name: str, x: torch.Tensor) -> None:
         raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
 
 
+def check_starts(cu_seqlens: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless it is int32 [sequences + 1]; the numbers are not read."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
+    refuse_nested("cu_seqlens", cu_seqlens)
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
+
+
 def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool) -> None:
     dims = 3 if packed else 4
     layout = "packed [total, H, D], since cu_seqlens is given" if packed else "[B, T, H, D]"
@@ -147,13 +158,7 @@ def _check_lengths(cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: t
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen is for packed input, got {max_seqlen} without cu_seqlens")
         return None
-    if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
-    refuse_nested("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
+    check_starts(cu_seqlens)
     if cu_seqlens.device not in (q.device, torch.device("cpu")):
         raise ValueError(f"cu_seqlens must be on q's device {q.device} or on the CPU, got {cu_seqlens.device}")
     starts = cu_seqlens.tolist()

@@ -10,10 +10,10 @@ from torch import nn
 from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.call_spec import Aux
-from nsa_layer.config import LARGEST, NSAConfig
+from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import starts_on
-from nsa_layer.inputs import refuse_nested
+from nsa_layer.inputs import check_starts, refuse_nested
 
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
@@ -170,14 +170,8 @@ class NSAttention(nn.Module):
             raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
         if autocast.dtype_in_force(x.device) is None and x.dtype != weight.dtype:
             raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
-        if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
-            raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
         if cu_seqlens is not None:
-            refuse_nested("cu_seqlens", cu_seqlens)
-        if cu_seqlens is not None and (cu_seqlens.dim() != 1 or len(cu_seqlens) < 2):
-            raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
-        if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
-            raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
+            check_starts(cu_seqlens)
 
     def extra_repr(self) -> str:
         parts = [f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]
@@ -189,16 +183,11 @@ class NSAttention(nn.Module):
 
 
 def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, head_dim_v: int | None) -> None:
-    sizes = {"dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    optional = {"head_dim": head_dim, "head_dim_v": head_dim_v}
-    sizes |= {name: size for name, size in optional.items() if size is not None}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an int, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-        if size > LARGEST:
-            raise ValueError(f"{name} must be at most {LARGEST}, got {size}")
+    for name, size in dict(dim=dim, num_heads=num_heads, num_kv_heads=num_kv_heads).items():
+        require_int(name, size, least=1)
+    for name, size in dict(head_dim=head_dim, head_dim_v=head_dim_v).items():
+        if size is not None:
+            require_int(name, size, least=1)
     if num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads must divide num_heads, got {num_kv_heads} and {num_heads}")
     if head_dim is None and dim % num_heads:

@@ -10,7 +10,7 @@ recorded, allocated or launched. The innermost range counts; forward and backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 # compress: pooling, projections and the way back; choose: tile means, scores, top-n; lists: forward, backward, plan;
 # cmp, slc, swa: attention of each branch; gate: gates and weighted sum; convert: sums and roundings of gradients.
@@ -19,19 +19,7 @@ COMPONENTS = ("compress", "choose", "lists", "cmp", "slc", "swa", "gate", "conve
 Opener = Callable[[str], AbstractContextManager]
 
 
-class _Nothing:
-    """A range that is not observed."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()
+_NOTHING = nullcontext()
 # Of the process, not of a thread: autograd runs backward in a thread of its own.
 _opener: Opener | None = None
 

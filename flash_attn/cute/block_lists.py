@@ -27,7 +27,7 @@ from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.csr import packed_write_order
 from flash_attn.cute.lists.entries import distinct_lists, fields, flat_entries, scatter
 from flash_attn.cute.lists.formats import cu_total_blocks
-from flash_attn.cute.lists.validate import validate_lists
+from flash_attn.cute.lists.validate_calls import validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order
 
 __all__ = [

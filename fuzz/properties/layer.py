@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -29,9 +30,20 @@ def output(inputs: Inputs) -> torch.Tensor:
     return run("eager", inputs).o
 
 
-@holds("layer.is its definition", strategies.layer_cases, pr=30)
-def is_its_definition(case: Case) -> None:
-    assert_close_to_reference(case, "eager")
+def on_both(name: str, *drawn: object, **options: Any) -> Callable:
+    """Register a property of eager on a CPU, and of the kernels."""
+
+    def register(check: Callable[[Case, str, str], None]) -> Callable:
+        holds(name, lambda: strategies.layer_cases(*drawn), **options)(partial(check, backend="eager", device="cpu"))
+        holds(f"{name}, kernels", lambda: kernel_cases(), needs=GPU)(partial(check, backend="cute", device="cuda"))
+        return check
+
+    return register
+
+
+@on_both("layer.is its definition", pr=30)
+def is_its_definition(case: Case, backend: str, device: str) -> None:
+    assert_close_to_reference(case, backend, device)
 
 
 @holds(
@@ -68,7 +80,8 @@ def choice_is_the_oracles(case: Case) -> None:
     assert got.equal(expected), f"chosen {got.tolist()}, expected {expected.tolist()}"
 
 
-def assert_earlier_of_equals(case: Case, backend: str, device: str = "cpu") -> None:
+@on_both("layer.the earlier of equal blocks", (torch.float32, torch.bfloat16))
+def earlier_of_equals(case: Case, backend: str, device: str) -> None:
     """Queries of 0 rank all blocks alike, exactly so in any arithmetic: the choice is the oracle's, of the earlier."""
     inputs = make_inputs(case, device)
     inputs = replace(inputs, q=torch.zeros_like(inputs.q))
@@ -80,30 +93,20 @@ def assert_earlier_of_equals(case: Case, backend: str, device: str = "cpu") -> N
     assert got.equal(aux.block_indices), f"chosen {got.tolist()}, expected {aux.block_indices.tolist()}"
 
 
-@holds("layer.the earlier of equal blocks", lambda: strategies.layer_cases((torch.float32, torch.bfloat16)))
-def the_earlier_of_equal_blocks(case: Case) -> None:
-    assert_earlier_of_equals(case, "eager")
-
-
-@holds("layer.the earlier of equal blocks, kernels", lambda: kernel_cases(), needs=GPU)
-def the_earlier_of_equal_blocks_by_kernels(case: Case) -> None:
-    assert_earlier_of_equals(case, "cute", "cuda")
-
-
 def causal_only(case: Case) -> Case:
     """The nearest case that promises causality."""
     config = case.config.replace(compress_offset=max(case.config.offset, case.config.block_size - 1), rule="nsa")
     return replace(case, lengths=None, causal=True, config=config)
 
 
-@holds("layer.causality", strategies.layer_cases)
-def causality(case: Case) -> None:
+@on_both("layer.causality")
+def causality(case: Case, backend: str, device: str) -> None:
     """Later tokens change no bit, and get no gradient from earlier outputs."""
     case = causal_only(case)
     t = case.seed % case.T
-    for backend in ("eager", "reference"):
-        assert_forward_causal(case, backend, t)
-        assert_backward_causal(case, backend, t)
+    for each in {backend, "reference"} if device == "cpu" else {backend}:
+        assert_forward_causal(case, each, t, device)
+        assert_backward_causal(case, each, t, device)
 
 
 @holds("layer.prefixes", strategies.layer_cases)
@@ -153,7 +156,8 @@ def packed_is_one_at_a_time(case: Case) -> None:
         assert not choice.numel()
 
 
-def assert_apart(case: Case, backend: str, device: str = "cpu") -> None:
+@on_both("layer.neighbours")
+def neighbours(case: Case, backend: str, device: str) -> None:
     """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
     if case.lengths is None:
         case = replace(case, lengths=(case.T, 1 + case.seed % 30, case.T))
@@ -168,84 +172,6 @@ def assert_apart(case: Case, backend: str, device: str = "cpu") -> None:
             assert beside.equal(clean), f"d{name} of sequence {mine} has {int((beside != clean).sum())} other numbers"
         else:
             near(f"d{name}", beside, clean)
-
-
-@holds("layer.neighbours", strategies.layer_cases)
-def neighbours(case: Case) -> None:
-    assert_apart(case, "eager")
-
-
-@holds("layer.neighbours, kernels", lambda: kernel_cases(), needs=GPU)
-def neighbours_by_kernels(case: Case) -> None:
-    assert_apart(case, "cute", "cuda")
-
-
-@holds("layer.permutations", strategies.layer_cases)
-def permutations(case: Case) -> None:
-    """Batches, groups of heads, and the heads within a group may come in any order."""
-    draw = random.Random(case.seed)
-    case = replace(case, lengths=None)
-    inputs = make_inputs(case)
-    batches, groups, G = list(range(case.B)), list(range(case.Hkv)), case.Hq // case.Hkv
-    within = list(range(G))
-    for order in (batches, groups, within):
-        draw.shuffle(order)
-    heads = [g * G + i for g in groups for i in within]
-    moved = {name: getattr(inputs, name)[batches][:, :, heads] for name in ("q", "do")}
-    moved |= {name: getattr(inputs, name)[batches][:, :, groups] for name in ("k", "v")}
-    if inputs.gates is not None:
-        moved["gates"] = inputs.gates[batches][:, :, heads]
-    if inputs.gate_weight is not None:
-        moved["gate_weight"] = inputs.gate_weight[heads]
-    if case.compress_weights:
-        moved |= {name: getattr(inputs, name)[groups] for name in ("compress_k_weight", "compress_v_weight")}
-    torch.testing.assert_close(output(replace(inputs, **moved)), output(inputs)[batches][:, :, heads])
-
-
-@holds("layer.doubled key/value heads", strategies.layer_cases)
-def doubled_heads(case: Case) -> None:
-    """A list for every query head comes out the same with every key/value head given to each query head alone."""
-    config = case.config
-    sizes = {name: getattr(config, name) for name in ("block_size", "block_counts", "q_tile", "window_size")}
-    case = replace(case, config=NSAConfig.seed(**sizes))
-    inputs = make_inputs(case)
-    G = case.Hq // case.Hkv
-    repeated = {name: getattr(inputs, name).repeat_interleave(G, -2) for name in ("k", "v")}
-    if case.compress_weights:
-        names = ("compress_k_weight", "compress_v_weight")
-        repeated |= {name: getattr(inputs, name).repeat_interleave(G, 0) for name in names}
-    doubled = run("eager", replace(inputs, case=replace(case, Hkv=case.Hq), **repeated))
-    once = run("eager", inputs)
-    torch.testing.assert_close(doubled.o, once.o)
-    for name in ("k", "v"):
-        torch.testing.assert_close(doubled.grads[name].unflatten(-2, (case.Hkv, G)).sum(-2), once.grads[name])
-
-
-@holds("layer.linear in v and do", strategies.layer_cases)
-def linear(case: Case) -> None:
-    inputs = make_inputs(case)
-    other = make_inputs(replace(case, seed=case.seed + 1000))
-    both = output(replace(inputs, v=inputs.v + 3 * other.v))
-    torch.testing.assert_close(both, output(inputs) + 3 * output(replace(inputs, v=other.v)))
-    results = [run("eager", replace(inputs, do=do)).grads for do in (inputs.do, other.do, inputs.do + 3 * other.do)]
-    for name, grad in results[2].items():
-        torch.testing.assert_close(grad, results[0][name] + 3 * results[1][name])
-
-
-@holds("layer.rows of dS sum to 0", strategies.layer_cases)
-def rows_sum_to_0(case: Case) -> None:
-    """A vector added to all keys changes no softmax: the gradient of k sums to 0 over a sequence's tokens."""
-    if case.gate == "weight":
-        case = replace(case, gate="none")
-    case = replace(case, compress_weights=False)
-    inputs = make_inputs(case)
-    dk = run("eager", inputs).grads["k"]
-    size = float(dk.abs().max()) + 1e-9
-    for part in dk.split(case.lengths) if case.lengths else dk:
-        # Where blocks overlap, tokens count as often as they are in a block; each block's share still sums to dS's.
-        assert part.numel() == 0 or float(part.sum(0).abs().max()) < 1e-9 * max(1.0, size) * max(1, len(part)), (
-            f"dk sums to {part.sum(0).abs().max()}"
-        )
 
 
 def dense_of(cnt: torch.Tensor, idx: torch.Tensor, columns: int) -> torch.Tensor:
@@ -281,7 +207,7 @@ def lists_hold_the_choice(case: Case) -> None:
     M, N = some.shape[-2:]
     static = dict(config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
     lists = selected_lists(choice, T, **static)
-    mask, full = dense_of(lists.mask_cnt, lists.mask_idx, N), dense_of(lists.full_cnt, lists.full_idx, N)
+    mask, full = dense_of(*lists[:2], N), dense_of(*lists[2:4], N)
     assert not (mask & full).any(), "a tile is listed twice"
     assert not (full & ~everything).any(), "a tile that hides a pair is full"
     assert not (some & ~(mask | full)).any(), "a visible pair is in no listed tile"
@@ -290,9 +216,9 @@ def lists_hold_the_choice(case: Case) -> None:
     if T % tile_q == 0:
         assert not (everything & ~full).any(), "a tile that needs no mask has one"
     whole = selected_lists(choice, T, split=False, **static)
-    assert whole.full_cnt is None and dense_of(whole.mask_cnt, whole.mask_idx, N).equal(mask | full)
-    for cnt, idx, table in ((lists.mask_cnt, lists.mask_idx, mask), (lists.full_cnt, lists.full_idx, full)):
-        turned = transpose_lists(BlockSparseTensorsTorch(cnt, idx), N, width=M)
+    assert whole.full_block_cnt is None and dense_of(*whole[:2], N).equal(mask | full)
+    for tensors, table in ((lists[:2], mask), (lists[2:4], full)):
+        turned = transpose_lists(BlockSparseTensorsTorch(*tensors), N, width=M)
         assert dense_of(turned.mask_block_cnt, turned.mask_block_idx, M).equal(table.mT)
     bitmap = block_bitmap(choice, T, config=config, tile_q=tile_q)
     assert bitmap.dtype == torch.int32 and bitmap.shape[2] * config.q_tile >= M * tile_q, "the last tile reads past it"
@@ -323,19 +249,6 @@ def strides(case: Case) -> None:
 def hopper() -> bool:
     """True if a GPU is here whose kernels have a deterministic backward."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-
-
-@holds("layer.kernels are its definition", lambda: kernel_cases(), needs=GPU)
-def kernels_are_its_definition(case: Case) -> None:
-    assert_close_to_reference(case, "cute", "cuda")
-
-
-@holds("layer.kernels are causal", lambda: kernel_cases(), needs=GPU)
-def kernels_are_causal(case: Case) -> None:
-    case = causal_only(case)
-    t = case.seed % case.T
-    assert_forward_causal(case, "cute", t, "cuda")
-    assert_backward_causal(case, "cute", t, "cuda")
 
 
 @holds("layer.kernels give the same bits", lambda: kernel_cases(), needs=GPU)

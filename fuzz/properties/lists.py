@@ -11,8 +11,7 @@ import torch
 
 from flash_attn.cute.block_lists import lists_from_blocks, lists_from_dense, transpose_lists
 from flash_attn.cute.lists.backward_plan import plan_backward
-from flash_attn.cute.lists.validate import validate_lists
-from flash_attn.cute.lists.validate_calls import validate_call
+from flash_attn.cute.lists.validate_calls import validate_call, validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
 from fuzz import strategies
 from fuzz.blocks import both_directions, launch_order, locks_of, table_of, tables
@@ -129,11 +128,12 @@ def plan(case: Blocks) -> None:
         planned = plan_backward(backward, deterministic=deterministic, schedule=schedule, listed=bound, **options)
         validate_call(True, forward, planned, q, k)
         if case.repeat:  # a group shares its list
+            one = [lists._replace(**{n: t[:, :1] for n, t in tensors_of(lists)}) for lists in (forward, backward)]
             of_groups = plan_backward(
-                backward, deterministic=deterministic, schedule=schedule, listed=bound, per_group=True, **options
+                one[1], deterministic=deterministic, schedule=schedule, listed=bound, per_group=True, **options
             )
             assert bool(of_groups.plan_per_group) == (case.group > 1)
-            validate_call(True, forward, of_groups, q, k)
+            validate_call(True, one[0], of_groups, q, k)
         dealt: Counter = Counter()
         for b, h, n, begin, end, _ in planned.plan.tolist():
             assert 0 <= begin <= end and (end - begin <= case.longest or case.group == 1), f"item {begin} .. {end}"

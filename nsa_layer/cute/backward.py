@@ -102,7 +102,7 @@ def backward(
     with component("compress"):
         d_k_mean, dw_k = project_backward(dk_cmp, saved.k_mean, w_k)
         d_v_mean, dw_v = project_backward(dv_cmp, saved.v_mean, w_v)
-        unpool(d_k_mean, d_v_mean, like_k=k, like_v=v, out_k=dk, out_v=dv, **pooling_options(spec, packing))
+        unpool(d_k_mean, d_v_mean, dk, dv, **pooling_options(spec, packing))
     with component("convert"):
         sums.add_dk_dv(dk, dv, (stored_swa, stored_slc), cu_seqlens)
     return WeightGradients(gate.d_weight, gate.d_gates, dw_k, dw_v)

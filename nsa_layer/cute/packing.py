@@ -21,7 +21,7 @@ class Packing(NamedTuple):
     Attributes:
         cu_seqlens, cu_blocks, cu_tiles, cu_kv_tiles: of tokens, of compressed blocks, of the choice's query tiles, and
             of Hopper's key tiles.
-        total_blocks, total_tiles, total_kv_tiles: of all sequences.
+        total_blocks, total_kv_tiles: of all sequences.
         longest, longest_blocks: of one sequence, in tokens and in compressed blocks.
     """
 
@@ -30,7 +30,6 @@ class Packing(NamedTuple):
     cu_tiles: torch.Tensor
     cu_kv_tiles: torch.Tensor
     total_blocks: int
-    total_tiles: int
     total_kv_tiles: int
     longest: int
     longest_blocks: int
@@ -91,8 +90,8 @@ def _copied(numbers: tuple[int, ...], device: torch.device) -> _Copy:
 @lru_cache(maxsize=64)
 def _starts(
     lengths: tuple[int, ...], config: NSAConfig, device: torch.device
-) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """Starts of tokens, blocks and both kinds of tiles, together and one by one, and the totals of all but tokens."""
+) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, int]]:
+    """Starts of tokens, blocks and both kinds of tiles, together and one by one; totals of blocks and key tiles."""
     kv_tile = hopper_kv_tile(config.block_size)
     blocks, tiles = map(config.compressed_length, lengths), map(config.num_tiles, lengths)
     kv_tiles = (-(-length // kv_tile) for length in lengths)
@@ -103,7 +102,7 @@ def _starts(
     numbers[:, :size] = torch.tensor(starts, device="cpu")
     copy = _moved(numbers, device)
     # Not by indexing, which looks for the device: fake tensors have none.
-    return copy, copy.numbers.narrow(1, 0, size).unbind(), tuple(of[-1] for of in starts[1:])
+    return copy, copy.numbers.narrow(1, 0, size).unbind(), (starts[1][-1], starts[3][-1])
 
 
 def _moved(numbers: torch.Tensor, device: torch.device) -> _Copy:

@@ -14,13 +14,11 @@ from flash_attn.cute.bwd_sm90 import two_pass
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
-    BlockLists,
     block_bitmap,
     choices_of_sequences,
     joined_rows,
@@ -113,7 +111,7 @@ def selected_sparsity(
     # Blackwell's forward masks every tile where it is causal by itself: there a mask_mod leaves full tiles alone.
     hopper = _on_hopper(device)
     plain = exact and (hopper or not causal)
-    if block_indices.is_cuda and kernels_make_lists(config, tile, device):
+    if block_indices.is_cuda and exact and hopper:
         static = dict(block_size=config.block_size, q_tile=tile_q, kv_tile=kv_tile, causal=causal)
         if packing is not None:
             T, static = packing.longest, static | dict(cu_tiles=packing.cu_tiles, cu_rows=packing.cu_kv_tiles)
@@ -131,7 +129,7 @@ def selected_sparsity(
     if backward:
         tensors = _backward_tensors(lists, [tokens for _, tokens in sequences], heads, cu_seqlens)
     else:
-        tensors = _joined([_tensors(part) for part in lists], cu_seqlens)
+        tensors = _joined(lists, cu_seqlens)
     if plain:
         return Sparsity(tensors, causal)
     if exact and causal:
@@ -144,18 +142,8 @@ def selected_sparsity(
     return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
 
 
-def kernels_make_lists(config: NSAConfig, tile: tuple[int, int], device: torch.device) -> bool:
-    """True if `kernels.k2q_csr` makes the lists: on Hopper, for tiles without a mask."""
-    return config.q_tile % tile[0] == 0 and config.block_size % tile[1] == 0 and _on_hopper(device)
-
-
-def _tensors(lists: BlockLists) -> BlockSparseTensorsTorch:
-    fields = (lists.mask_cnt, lists.mask_idx, lists.full_cnt, lists.full_idx)
-    return BlockSparseTensorsTorch(*fields, block_size=lists.block_size)
-
-
 def _backward_tensors(
-    lists: list[BlockLists],
+    lists: list[BlockSparseTensorsTorch],
     lengths: list[int],
     heads: tuple[int, int],
     cu_seqlens: torch.Tensor | None,
@@ -165,11 +153,11 @@ def _backward_tensors(
     On Hopper a batch with GQA has a plan: a key block that every query chooses is work for many CTAs, not for one.
     """
     parts = [
-        transpose_lists(_tensors(forward), -(-tokens // forward.block_size[1]), width=forward.mask_cnt.shape[2])
+        transpose_lists(forward, -(-tokens // forward.block_size[1]), width=forward.mask_block_cnt.shape[2])
         for forward, tokens in zip(lists, lengths, strict=True)
     ]
-    (Hq, Hkv), (rows, width) = heads, lists[0].mask_idx.shape[2:]
-    if cu_seqlens is not None or Hq == Hkv or not _on_hopper(lists[0].mask_idx.device):
+    (Hq, Hkv), (rows, width) = heads, lists[0].mask_block_idx.shape[2:]
+    if cu_seqlens is not None or Hq == Hkv or not _on_hopper(parts[0].mask_block_idx.device):
         return _joined(parts, cu_seqlens, backward=True)
     # A row's mask and full tiles together are no more than either list has room for.
     return plan_backward(parts[0], listed=rows * width, num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=rows)

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from nsa_layer.config import NSAConfig
 from nsa_layer.support import KV_TILE
 
 WORD = 32  # bits in a word of the bitmap
-
-
-@dataclass(frozen=True)
-class BlockLists:
-    """Tiles to visit, row by row: those that need the mask and those that need none.
-
-    Forward, a row is a query tile and lists key/value tiles; backward it is the other way round.
-
-    Attributes:
-        mask_cnt, full_cnt: int32 [B, H, rows], entries in use.
-        mask_idx, full_idx: int32 [B, H, rows, width], ascending; what follows the entries in use is 0.
-        block_size: (queries, keys) of a tile.
-
-    Without full_cnt and full_idx, mask_idx lists all tiles.
-    """
-
-    mask_cnt: torch.Tensor
-    mask_idx: torch.Tensor
-    full_cnt: torch.Tensor | None
-    full_idx: torch.Tensor | None
-    block_size: tuple[int, int]
 
 
 def selected_lists(
@@ -44,7 +23,7 @@ def selected_lists(
     tile_q: int,
     kv_tile: int = KV_TILE,
     split: bool = True,
-) -> BlockLists:
+) -> BlockSparseTensorsTorch:
     """Tiles of `kv_tile` keys that hold a listed block, for query tiles of `tile_q`, a multiple of ``config.q_tile``.
 
     A tile needs no mask if all its blocks are listed for all its queries, none of its tokens comes after one of them,
@@ -52,7 +31,10 @@ def selected_lists(
 
     Args:
         block_indices: int32 [B, Hkv, M, n] as `choose_blocks` gives them.
-        split: tell the tiles that need the mask from those that need none.
+        split: tell the tiles that need the mask from those that need none; else all count as the former.
+
+    Returns:
+        int32 counts [B, Hkv, rows], and lists [B, Hkv, rows, width], ascending and filled up with 0.
     """
     l, merged = config.block_size, tile_q // config.q_tile
     indices = _pad_rows(block_indices, merged).unflatten(2, (-1, merged)).flatten(3)
@@ -73,11 +55,12 @@ def selected_lists(
     ids, blocks = (x[..., :N] for x in _count_runs(torch.where(absent, N, tiles).sort(-1).values))
     listed = ids < N
     if not split:
-        return BlockLists(*_compact(ids, listed), None, None, (tile_q, kv_tile))
+        return BlockSparseTensorsTorch(*_compact(ids, listed), block_size=(tile_q, kv_tile))
     last_token = (ids + 1) * kv_tile - 1
     in_sight = last_token <= first_query if causal else last_token < T
     full = listed & (blocks == blocks_per_tile) & in_sight
-    return BlockLists(*_compact(ids, listed & ~full), *_compact(ids, full), (tile_q, kv_tile))
+    mask, full = _compact(ids, listed & ~full), _compact(ids, full)
+    return BlockSparseTensorsTorch(*mask, *full, block_size=(tile_q, kv_tile))
 
 
 def choices_of_sequences(

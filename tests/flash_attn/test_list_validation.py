@@ -9,7 +9,7 @@ import torch
 
 from flash_attn.cute.block_lists import lists_from_blocks, lists_from_dense, transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.lists.validate import validate_lists
+from flash_attn.cute.lists.validate_calls import validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order
 
 # 5 query blocks of 128, 4 key blocks of 64; what is listed shows in the lists below.

@@ -18,7 +18,9 @@ from fuzz.kinds import FEW, KINDS, passes_by_room, two_passes
 
 WAYS: dict[str, Callable] = {
     "blocks": strategies.blocks,
+    "faults of blocks": lambda: strategies.blocks(faults=True),
     "packed": strategies.packed,
+    "faults of packed": lambda: strategies.packed(faults=True),
     "edges": strategies.edges,
     "windows": strategies.windows,
     "texts": strategies.texts,
@@ -58,18 +60,12 @@ def assert_reached(strategy: object, wanted: Iterable[str], counts: Counter, mos
 @pytest.mark.parametrize("name", WAYS)
 def test_claims_are_reached(name: str) -> None:
     (kind,), counts = drawn(WAYS[name]())
-    assert_reached(WAYS[name](), claims(kind), counts)
+    assert_reached(WAYS[name](), faults(kind) if "faults" in name else claims(kind), counts)
 
 
 def test_a_claim_that_nothing_reaches_fails() -> None:
     with pytest.raises(pytest.fail.Exception, match="never drawn: a claim"):
         assert_reached(strategies.texts(), ["a claim"], Counter(), most=50)
-
-
-@pytest.mark.parametrize("way", [strategies.blocks, strategies.packed])
-def test_every_fault_is_drawn(way: Callable) -> None:
-    (kind,), counts = drawn(way(faults=True))
-    assert_reached(way(faults=True), faults(kind), counts)
 
 
 def test_kernels_see_any_factor() -> None:

@@ -38,7 +38,7 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
 
     def choose(q, k_cmp, *, spec, packing):
         """The first blocks, for every tile."""
-        chosen = 2, 8 if packing is None else packing.total_tiles, 5
+        chosen = 2, 8 if packing is None else int(packing.cu_tiles[-1]), 5
         indices = torch.arange(5, dtype=torch.int32).expand(chosen)
         indices = indices.contiguous() if packing else indices[None].contiguous()
         return indices, torch.full(indices.shape[:-1], 5, dtype=torch.int32)

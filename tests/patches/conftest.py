@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 import subprocess
 import zipfile
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +84,6 @@ class Sandbox:
 
     root: Path
     wheels: Path
-    capsys: pytest.CaptureFixture
 
     @property
     def tree(self) -> Path:
@@ -89,11 +91,11 @@ class Sandbox:
 
     def run(self, *args: str, status: int = 0) -> str:
         """Run a command, expect an exit status, and return what it printed."""
-        self.capsys.readouterr()
-        found = main(["--repository", str(self.root), *args])
-        printed = self.capsys.readouterr()
-        assert found == status, printed.out + printed.err
-        return printed.out + printed.err
+        printed = io.StringIO()
+        with redirect_stdout(printed), redirect_stderr(printed):
+            found = main(["--repository", str(self.root), *args])
+        assert found == status, printed.getvalue()
+        return printed.getvalue()
 
     def git(self, *args: str) -> str:
         command = ["git", "-c", "user.name=Somebody", "-c", "user.email=somebody@localhost", *args]
@@ -116,43 +118,40 @@ class Sandbox:
     def patch(self, name: str) -> Path:
         return self.root / "patches" / f"{name}.patch"
 
-    def pin(self, path: Path, version: str) -> None:
-        """Write upstream.toml for a wheel."""
-        (self.root / "patches" / "upstream.toml").write_text(
-            f'distribution = "flash-attn-4"\nversion = "{version}"\n'
-            f'sha256 = "{digest(path.read_bytes())}"\nrelease = "1"\n'
-        )
 
-
-@pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Sandbox:
-    """A repository whose queue is empty."""
-    sandbox = Sandbox(tmp_path / "repository", tmp_path / "wheels", capsys)
-    wheel = make_wheel(sandbox.wheels, "1.0", MODULES)
-    monkeypatch.setenv(WHEEL_VARIABLE, str(sandbox.wheels))
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for the tests that `check --bite` runs
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and a repository with two patches, saved."""
+    folder = tmp_path_factory.mktemp("saved")
+    made = Sandbox(folder / "repository", folder / "wheels")
+    wheel = make_wheel(made.wheels, "1.0", MODULES)
     files = {
         "UPSTREAM.md": "<!-- written by `python -m patches save`: do not edit -->\n<!-- end -->\n",
         **{f"flash_attn/cute/{name}": text for name, text in OURS.items()},
         **{f"{name}/__init__.py": "" for name in PACKAGES},
         "tests/flash_attn/test_first.py": TEST,
+        "patches/upstream.toml": f'distribution = "flash-attn-4"\nversion = "1.0"\n'
+        f'sha256 = "{digest(wheel.read_bytes())}"\nrelease = "1"\n',
     }
     for name, text in files.items():
-        path = sandbox.root / name
+        path = made.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (sandbox.root / "patches").mkdir()
-    sandbox.pin(wheel, "1.0")
-    sandbox.run("tree")
-    return sandbox
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(WHEEL_VARIABLE, str(made.wheels))
+        made.run("tree")
+        made.edit("first.py", "range(limit)", "range(limit + 1)")
+        made.commit("Count the limit too")
+        made.edit("second.py", "return sum", "from flash_attn.cute import ours\n\n    assert ours.OURS\n    return sum")
+        made.commit("Call our own module")
+        made.run("save")
+    return folder
 
 
 @pytest.fixture
-def sandbox(empty: Sandbox) -> Sandbox:
-    """A repository with two patches, saved."""
-    empty.edit("first.py", "range(limit)", "range(limit + 1)")
-    empty.commit("Count the limit too")
-    empty.edit("second.py", "return sum", "from flash_attn.cute import ours\n\n    assert ours.OURS\n    return sum")
-    empty.commit("Call our own module")
-    empty.run("save")
-    return empty
+def sandbox(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sandbox:
+    """A copy of a test's own."""
+    folder = shutil.copytree(saved, tmp_path / "sandbox", symlinks=True)
+    monkeypatch.setenv(WHEEL_VARIABLE, str(folder / "wheels"))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # for the tests that `check --bite` runs
+    return Sandbox(folder / "repository", folder / "wheels")

@@ -119,25 +119,26 @@ def test_a_folder_with_something_else_in_it_is_left_alone(sandbox, tmp_path):
     assert "no git repository" in sandbox.run("save", str(tmp_path / "mine"), status=1)
 
 
-@pytest.mark.parametrize(
-    ("trailers", "message"),
-    [
-        ("\nReason: bugfix\nUpstream-Status: Pending\n", "found Reason, Upstream-Status"),
-        ("\nReason: whim\nUpstream-Status: Pending\nTest: tests/x.py\n", "Reason must be one of feature, hook, bugfix"),
-        ("\nReason: hook\nUpstream-Status: Sent\nTest: tests/x.py\n", "Upstream-Status must be Pending | Submitted"),
-        ("\nReason: hook\nUpstream-Status: Pending\nTest: x.py\n", "Test must name files below tests/"),
-        (
-            "\nReason: hook\nReason: hook\nUpstream-Status: Pending\nTest: tests/x.py\n",
-            "found Reason, Reason, Upstream-Status",
-        ),
-        ("\nReason: hook\nCause: hook\n", "found Reason, Cause"),
-    ],
-)
-def test_save_refuses_an_incomplete_header(sandbox, trailers, message):
+INCOMPLETE = [
+    ("\nReason: bugfix\nUpstream-Status: Pending\n", "found Reason, Upstream-Status"),
+    ("\nReason: whim\nUpstream-Status: Pending\nTest: tests/x.py\n", "Reason must be one of feature, hook, bugfix"),
+    ("\nReason: hook\nUpstream-Status: Sent\nTest: tests/x.py\n", "Upstream-Status must be Pending | Submitted"),
+    ("\nReason: hook\nUpstream-Status: Pending\nTest: x.py\n", "Test must name files below tests/"),
+    (
+        "\nReason: hook\nReason: hook\nUpstream-Status: Pending\nTest: tests/x.py\n",
+        "found Reason, Reason, Upstream-Status",
+    ),
+    ("\nReason: hook\nCause: hook\n", "found Reason, Cause"),
+]
+
+
+def test_save_refuses_an_incomplete_header(sandbox):
     before = snapshot(sandbox.root / "patches")
-    sandbox.edit("first.py", "result = []", "result = list()")
-    sandbox.commit("Make a list by name", trailers)
-    assert message in sandbox.run("save", status=1)
+    for trailers, message in INCOMPLETE:
+        sandbox.edit("first.py", "result = []", "result = list()")
+        sandbox.commit("Make a list by name", trailers)
+        assert message in sandbox.run("save", status=1)
+        sandbox.git("reset", "--quiet", "--hard", "HEAD~1")
     assert snapshot(sandbox.root / "patches") == before
 
 

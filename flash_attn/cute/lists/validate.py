@@ -21,8 +21,6 @@ from flash_attn.cute.lists.entries import (
     ORDERS,
     FlatEntries,
     Rows,
-    distinct_lists,
-    fields,
     flat_entries,
     narrow,
 )
@@ -61,6 +59,10 @@ class Side:
     @property
     def packed(self) -> bool:
         return self.starts is not None
+
+    @property
+    def prefix(self) -> str:
+        return "sequence {}, whose rows count from its start: " if self.packed else ""
 
     @property
     def words(self) -> tuple[str, str]:
@@ -105,143 +107,12 @@ class Side:
 class _Check:
     """Found on the device: [index of the first wrong entry or -1, numbers about it]; and what to say about it.
 
-    The first of the numbers is the sequence, named in `packed` lists.
+    The first of the numbers is the sequence, for the prefix.
     """
 
+    prefix: str
     found: torch.Tensor
     message: Callable[..., str]
-    packed: bool
-
-
-def validate_lists(
-    forward: Any,
-    backward: Any = None,
-    *,
-    seqlen_q: int,
-    seqlen_k: int,
-    num_heads: int,
-    num_heads_kv: int | None = None,
-    batch_size: int | None = None,
-    block_size: tuple[int, int] | None = None,
-    ascending: bool = False,
-    order: torch.Tensor | None = None,
-) -> None:
-    """Check counts, indices, duplicates, that `backward` is the transpose of `forward`, and its lock values.
-
-    Args:
-        forward, backward: with the fields of `BlockSparseTensorsTorch`; None: not checked.
-        num_heads: query heads; the lists' head dimension is that, 1, or `num_heads_kv`.
-        batch_size: None: any.
-        block_size: (queries, keys) of a block, where the lists do not say. Backward lists of another block size than
-            the forward lists' are not compared with them.
-        ascending: also ask for rising indices in every row.
-        order: key blocks in the order of their launch (see `compute_dq_write_order`), which the lock values have to
-            follow. None: it follows from ``backward.spt``; without that, they only have to be 0, 1, 2, ... for the key
-            blocks that list a query block, each once.
-
-    Raises:
-        ValueError: naming the tensor, and the first wrong entry by its place and value.
-        NotImplementedError: packed lists (``cu_total_m_blocks``).
-    """
-    lengths, heads = (seqlen_q, seqlen_k), (num_heads, num_heads_kv or 1)
-    sides = padded_sides(forward, backward, lengths, heads, batch_size, block_size, order=order)
-    check_sides(sides, ascending=ascending, order=order)
-
-
-def padded_sides(
-    forward: Any,
-    backward: Any,
-    lengths: tuple[int, int],
-    heads: tuple[int, int],
-    batch_size: int | None,
-    block_size: tuple[int, int] | None,
-    *,
-    order: torch.Tensor | None = None,
-    batch: int = 1,
-) -> list[Side]:
-    """Lists [B, H, rows, width] to check, without what is repeated in all of them.
-
-    Args:
-        lengths, heads: (queries, keys).
-        batch: sequences that need rows of their own, though they share lists.
-    """
-    sides, leads = [], [(batch, 1)]
-    for name, lists in (("forward", forward), ("backward", backward)):
-        if lists is None:
-            continue
-        size = getattr(lists, "block_size", None) or block_size
-        if size is None:
-            raise ValueError(f"{name} block_size is None: give block_size=(queries, keys)")
-        blocks = [-(-length // own) for length, own in zip(lengths, size, strict=True)]
-        N, columns = blocks if name == "forward" else reversed(blocks)
-        _check_shapes(
-            name, lists, (N, columns), heads, batch_size, f"seqlen_q={lengths[0]}, seqlen_k={lengths[1]}", size
-        )
-        orders = [t for t in (getattr(lists, o, None) for o in ORDERS if name == "backward") if t is not None]
-        own = distinct_lists(fields(lists), None, orders)
-        lead = tuple(own.mask_cnt.shape[:2])
-        block = torch.arange(N, device=own.mask_cnt.device)
-        locks = tuple(narrow(t, lead).flatten() for t in orders) or None
-        of_rows = dict(sequence=torch.zeros_like(block), block=block, across=torch.full_like(block, columns))
-        sides.append(Side(name, lists, own.rows(), lead, locks, **of_rows, columns=columns, block_size=tuple(size)))
-        leads.append(lead)
-    if order is not None and backward is not None:
-        leads.append(tuple(as_launch_order(False, order, sides[-1].rows.N, order.device).shape[:2]))
-    common = tuple(map(max, zip(*leads)))
-    return [spread(side, common) for side in sides]
-
-
-def spread(side: Side, heads: tuple[int, int]) -> Side:
-    """The side with the rows of so many batches and heads, which may share entries."""
-
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.view(*own, -1).repeat_interleave(heads[1] // own[1], dim=1)
-        return tensor.expand(heads[0], -1, -1).flatten(0, 1)
-
-    own = (1, side.rows.heads) if side.packed else side.heads
-    counts, starts = (tuple(map(wide, tensors)) for tensors in (side.rows.counts, side.rows.starts))
-    return replace(side, rows=Rows(counts, starts, side.rows.indices), heads=side.heads if side.packed else heads)
-
-
-def _check_shapes(
-    name: str,
-    lists: Any,
-    blocks: tuple[int, int],
-    heads: tuple[int, int],
-    batch_size: int | None,
-    lengths: str,
-    size: Any,
-) -> None:
-    if getattr(lists, "cu_total_m_blocks", None) is not None:
-        raise NotImplementedError(f"{name} cu_total_m_blocks is given: packed lists are not checked, only [B, H, rows]")
-    rows, columns = blocks
-    heads = sorted({1, *heads})
-    batches = sorted({1, batch_size or lists.mask_block_cnt.shape[0]})
-    for tensor_name in (*LISTS, *ORDERS):
-        tensor = getattr(lists, tensor_name, None)
-        if tensor is None:
-            continue
-        what = f"{name} {tensor_name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        if tensor.dtype != torch.int32 or tensor.ndim != (3 if tensor_name.endswith("cnt") else 4):
-            raise ValueError(f"{what}, expected int32 with dimensions [B, H, rows], and width where it holds a list")
-        if tensor.device != lists.mask_block_cnt.device:
-            raise ValueError(f"{what}, expected {lists.mask_block_cnt.device} like mask_block_cnt")
-        if tensor.shape[0] not in batches or tensor.shape[1] not in heads or tensor.shape[2] != rows:
-            raise ValueError(
-                f"{what}, expected B of {batches}, H of {heads} and {rows} rows, for {lengths} and "
-                f"block_size={tuple(size)}"
-            )
-        most = max(columns, 1)  # kernels want a dimension with stride 1, so lists of nothing are that wide too
-        if tensor.ndim == 4 and tensor.shape[3] > most:
-            raise ValueError(f"{what}, expected a width of at most {most}: a row cannot list more blocks")
-    ordered = getattr(lists, ORDERS[0], None) is not None
-    for _, cnt, idx, order, _ in KINDS:
-        counts, indices, locks = (getattr(lists, field, None) for field in (cnt, idx, order))
-        if (counts is None) != (indices is None):
-            raise ValueError(f"{name} {cnt} and {idx} must be given together")
-        shapes = [None if t is None else tuple(t.shape) for t in (locks, indices)]
-        if ordered and shapes[0] != shapes[1]:
-            raise ValueError(f"{name} {order} is {shapes[0]}, expected the shape of {idx}, {shapes[1]}")
 
 
 def check_sides(
@@ -286,22 +157,22 @@ def _counts(side: Side) -> Iterator[_Check]:
         counts, starts, size = side.rows.counts[at], side.rows.starts[at], side.rows.indices[at].numel()
         bad = (counts < 0) | (counts > room)
         yield _Check(
+            side.prefix,
             _first(bad.flatten(), sequence, row, counts.flatten(), side.of(room, row)),
             lambda row, count, room, cnt=cnt: (
                 f"{side.at(cnt, row)} = {count}, expected 0 .. {room}, which its row has room for"
             ),
-            side.packed,
         )
         if side.starts is None:
             continue
         bad = (counts > 0) & ((starts < 0) | (starts + counts > size))
         yield _Check(
+            side.prefix,
             _first(bad.flatten(), sequence, row, starts.flatten(), counts.flatten()),
             lambda row, start, count, at=at, idx=idx, size=size: (
                 f"{side.at(idx, row)} starts, by {side.starts[at]}, at place {start} with {count} entries, expected "
                 f"them within the {size} that there are"
             ),
-            side.packed,
         )
 
 
@@ -405,13 +276,13 @@ def _coverage(
     found = torch.zeros_like(low).scatter_add_(0, row, inside.long())
     number = torch.arange(low.numel(), device=low.device)
     return _Check(
-        _first(found < high - low + 1, of, of, number, side.of(side.block, number), found, low, high),
-        lambda b, number, row, found, low, high: (
-            f"sequence {b}: {side.name} lists name {found} of the {side.words[1]}s {low} .. {high} that the mask shows "
+        "sequence {}: ",
+        _first(found < high - low + 1, of, number, side.of(side.block, number), found, low, high),
+        lambda number, row, found, low, high: (
+            f"{side.name} lists name {found} of the {side.words[1]}s {low} .. {high} that the mask shows "
             f"{side.words[0]} {row} of head {number // side.rows.N % side.heads[1]}; the other direction has no lists "
             f"and attends to all of them"
         ),
-        packed=False,
     )
 
 
@@ -428,9 +299,9 @@ def _wrong_entry(
     """The first entry that is bad. `said`: what is wrong with it, of what the columns hold there."""
     numbers = side.of(side.sequence, flat.row), *_where(flat), flat.block if value is None else value
     return _Check(
+        side.prefix,
         _first(bad, *numbers, *columns),
         lambda *at: f"{side.entry(*at[:4], names)} = {at[4]}{said(*at[5:])}",
-        side.packed,
     )
 
 
@@ -454,6 +325,5 @@ def _raise_first(checks: list[_Check], totals: list[torch.Tensor]) -> list[int]:
     for check in checks:
         (at, sequence, *numbers), values = values[: check.found.numel()], values[check.found.numel() :]
         if at >= 0:
-            prefix = f"sequence {sequence}, whose rows count from its start: " if check.packed else ""
-            raise ValueError(prefix + check.message(*numbers))
+            raise ValueError(check.prefix.format(sequence) + check.message(*numbers))
     return values

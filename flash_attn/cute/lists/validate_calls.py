@@ -8,18 +8,20 @@ Waits for the device, so it does not go into a CUDA graph.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from flash_attn.cute.lists.backward_plan import check_items
 from flash_attn.cute.lists.csr import is_packed, packed_rows, starts_of
-from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS
+from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, Rows, distinct_lists, fields, narrow
 from flash_attn.cute.lists.formats import BACKWARD, FORWARD, Direction, Packing, fit, packing
 from flash_attn.cute.lists.rows import ListHeads
-from flash_attn.cute.lists.validate import Side, check_sides, padded_sides, spread
-from flash_attn.cute.lists.validate_plan import check_items
+from flash_attn.cute.lists.validate import Side, check_sides
+from flash_attn.cute.lists.write_order import as_launch_order
 from flash_attn.cute.runtime.call_options import edges
 
 
@@ -128,7 +130,7 @@ def validate_call(
     given = [lists for lists in (forward, backward) if lists is not None]
     if packed is None and not any(map(is_packed, given)):
         size = (_block("forward", forward, q.shape[1]), _block("backward", backward, k.shape[1]))
-        sides = padded_sides(forward, backward, lengths[0], heads, q.shape[0], size)
+        sides = _padded_sides(forward, backward, lengths[0], heads, q.shape[0], size)
         return check_sides(sides, window=window, lengths=lengths[:1])
     if any(lists.block_size is None for lists in given):
         raise ValueError("block_size is None: lists of packed sequences are checked with block_size=(queries, keys)")
@@ -139,13 +141,137 @@ def validate_call(
             if lists is not None:
                 longest[side] = max(longest[side], lists.mask_block_cnt.shape[2] * lists.block_size[side])
         batch = 1 if window is None else len(lengths)
-        sides = padded_sides(forward, backward, tuple(longest), heads, len(lengths), None, batch=batch)
+        sides = _padded_sides(forward, backward, tuple(longest), heads, len(lengths), None, batch=batch)
     else:
         both = ((FORWARD, forward), (BACKWARD, backward))
         sides = [_packed_side(d, lists, packed, lengths, heads) for d, lists in both if lists is not None]
         most = max(side.rows.heads for side in sides)
-        sides = [spread(side, (1, most)) for side in sides]
+        sides = [_spread(side, (1, most)) for side in sides]
     check_sides(sides, window=window, lengths=lengths)
+
+
+def validate_lists(
+    forward: Any,
+    backward: Any = None,
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    num_heads: int,
+    num_heads_kv: int | None = None,
+    batch_size: int | None = None,
+    block_size: tuple[int, int] | None = None,
+    ascending: bool = False,
+    order: torch.Tensor | None = None,
+) -> None:
+    """Check counts, indices, duplicates, that `backward` is the transpose of `forward`, and its lock values.
+
+    Args:
+        forward, backward: with the fields of `BlockSparseTensorsTorch`; None: not checked.
+        num_heads: query heads; the lists' head dimension is that, 1, or `num_heads_kv`.
+        batch_size: None: any.
+        block_size: (queries, keys) of a block, where the lists do not say. Backward lists of another block size than
+            the forward lists' are not compared with them.
+        ascending: also ask for rising indices in every row.
+        order: key blocks in the order of their launch (see `compute_dq_write_order`), which the lock values have to
+            follow. None: it follows from ``backward.spt``; without that, they only have to be 0, 1, 2, ... for the key
+            blocks that list a query block, each once.
+
+    Raises:
+        ValueError: naming the tensor, and the first wrong entry by its place and value.
+        NotImplementedError: packed lists (``cu_total_m_blocks``).
+    """
+    lengths, heads = (seqlen_q, seqlen_k), (num_heads, num_heads_kv or 1)
+    sides = _padded_sides(forward, backward, lengths, heads, batch_size, block_size, order=order)
+    check_sides(sides, ascending=ascending, order=order)
+
+
+def _padded_sides(
+    forward: Any,
+    backward: Any,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    batch_size: int | None,
+    block_size: tuple[int, int] | None,
+    *,
+    order: torch.Tensor | None = None,
+    batch: int = 1,
+) -> list[Side]:
+    """Lists [B, H, rows, width] to check, without what is repeated in all of them.
+
+    Args:
+        lengths, heads: (queries, keys).
+        batch: sequences that need rows of their own, though they share lists.
+    """
+    sides, leads = [], [(batch, 1)]
+    for name, lists in (("forward", forward), ("backward", backward)):
+        if lists is None:
+            continue
+        size = getattr(lists, "block_size", None) or block_size
+        if size is None:
+            raise ValueError(f"{name} block_size is None: give block_size=(queries, keys)")
+        N, columns = _check_shapes(name, lists, lengths, heads, batch_size, size)
+        orders = [t for t in (getattr(lists, o, None) for o in ORDERS if name == "backward") if t is not None]
+        own = distinct_lists(fields(lists), None, orders)
+        lead = tuple(own.mask_cnt.shape[:2])
+        block = torch.arange(N, device=own.mask_cnt.device)
+        locks = tuple(narrow(t, lead).flatten() for t in orders) or None
+        of_rows = dict(sequence=torch.zeros_like(block), block=block, across=torch.full_like(block, columns))
+        sides.append(Side(name, lists, own.rows(), lead, locks, **of_rows, columns=columns, block_size=tuple(size)))
+        leads.append(lead)
+    if order is not None and backward is not None:
+        leads.append(tuple(as_launch_order(False, order, sides[-1].rows.N, order.device).shape[:2]))
+    common = tuple(map(max, zip(*leads)))
+    return [_spread(side, common) for side in sides]
+
+
+def _spread(side: Side, heads: tuple[int, int]) -> Side:
+    """The side with the rows of so many batches and heads, which may share entries."""
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.view(*own, -1).repeat_interleave(heads[1] // own[1], dim=1)
+        return tensor.expand(heads[0], -1, -1).flatten(0, 1)
+
+    own = (1, side.rows.heads) if side.packed else side.heads
+    counts, starts = (tuple(map(wide, tensors)) for tensors in (side.rows.counts, side.rows.starts))
+    return replace(side, rows=Rows(counts, starts, side.rows.indices), heads=side.heads if side.packed else heads)
+
+
+def _check_shapes(
+    name: str, lists: Any, lengths: tuple[int, int], heads: tuple[int, int], batch_size: int | None, size: Sequence[int]
+) -> tuple[int, int]:
+    """Rows, and blocks that each can list."""
+    if getattr(lists, "cu_total_m_blocks", None) is not None:
+        raise NotImplementedError(f"{name} cu_total_m_blocks is given: packed lists are not checked, only [B, H, rows]")
+    blocks = [-(-length // own) for length, own in zip(lengths, size, strict=True)]
+    rows, columns = blocks if name == "forward" else reversed(blocks)
+    heads = sorted({1, *heads})
+    batches = sorted({1, batch_size or lists.mask_block_cnt.shape[0]})
+    for tensor_name in (*LISTS, *ORDERS):
+        tensor = getattr(lists, tensor_name, None)
+        if tensor is None:
+            continue
+        what = f"{name} {tensor_name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        if tensor.dtype != torch.int32 or tensor.ndim != (3 if tensor_name.endswith("cnt") else 4):
+            raise ValueError(f"{what}, expected int32 with dimensions [B, H, rows], and width where it holds a list")
+        if tensor.device != lists.mask_block_cnt.device:
+            raise ValueError(f"{what}, expected {lists.mask_block_cnt.device} like mask_block_cnt")
+        if tensor.shape[0] not in batches or tensor.shape[1] not in heads or tensor.shape[2] != rows:
+            raise ValueError(
+                f"{what}, expected B of {batches}, H of {heads} and {rows} rows, for seqlen_q={lengths[0]}, "
+                f"seqlen_k={lengths[1]} and block_size={tuple(size)}"
+            )
+        most = max(columns, 1)  # kernels want a dimension with stride 1, so lists of nothing are that wide too
+        if tensor.ndim == 4 and tensor.shape[3] > most:
+            raise ValueError(f"{what}, expected a width of at most {most}: a row cannot list more blocks")
+    ordered = getattr(lists, ORDERS[0], None) is not None
+    for _, cnt, idx, order, _ in KINDS:
+        counts, indices, locks = (getattr(lists, field, None) for field in (cnt, idx, order))
+        if (counts is None) != (indices is None):
+            raise ValueError(f"{name} {cnt} and {idx} must be given together")
+        shapes = [None if t is None else tuple(t.shape) for t in (locks, indices)]
+        if ordered and shapes[0] != shapes[1]:
+            raise ValueError(f"{name} {order} is {shapes[0]}, expected the shape of {idx}, {shapes[1]}")
+    return rows, columns
 
 
 def _lengths(packed: Packing | None, q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:

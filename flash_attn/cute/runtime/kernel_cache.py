@@ -35,19 +35,8 @@ COMPILER = tuple(f"nvidia-cutlass-dsl{part}" for part in ("", "-libs-base", "-li
 # Inlined into kernels, and editable where it is developed: its sources count, not its version.
 INLINED = ("quack",)
 # Of the DSL's settings those that change code. The architecture is in every kernel's own key.
-SETTINGS = tuple(
-    f"CUTE_DSL_{name}"
-    for name in (
-        "AUTO_M2S",
-        "COMPILER_BACKEND",
-        "COMPILER_OPT",
-        "DEBUG",
-        "ENABLE_ASSERTIONS",
-        "ENABLE_PYIR",
-        "LINEINFO",
-        "TOLERATE_M2M",
-    )
-)
+CHANGES_CODE = "AUTO_M2S COMPILER_BACKEND COMPILER_OPT DEBUG ENABLE_ASSERTIONS ENABLE_PYIR LINEINFO TOLERATE_M2M"
+SETTINGS = tuple(f"CUTE_DSL_{name}" for name in CHANGES_CODE.split())
 
 
 def is_enabled() -> bool:

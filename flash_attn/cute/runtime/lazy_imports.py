@@ -59,41 +59,32 @@ class Deferred:
 if os.environ.get("CUTE_DSL_PTXAS_PATH") is not None:
     import_compiler()
 
-FlashAttentionForwardSm80 = Deferred("flash_attn.cute.flash_fwd", "FlashAttentionForwardSm80")
-FlashAttentionForwardSm90 = Deferred("flash_attn.cute.flash_fwd_sm90", "FlashAttentionForwardSm90")
-FlashAttentionForwardSm100 = Deferred("flash_attn.cute.flash_fwd_sm100", "FlashAttentionForwardSm100")
-DescaleTensors = Deferred("flash_attn.cute.flash_fwd_sm100", "DescaleTensors")
-FlashAttentionForwardSm120 = Deferred("flash_attn.cute.flash_fwd_sm120", "FlashAttentionForwardSm120")
-FlashAttentionForwardCombine = Deferred("flash_attn.cute.flash_fwd_combine", "FlashAttentionForwardCombine")
-FlashAttentionBackwardPreprocess = Deferred("flash_attn.cute.flash_bwd_preprocess", "FlashAttentionBackwardPreprocess")
-FlashAttentionBackwardSm80 = Deferred("flash_attn.cute.flash_bwd", "FlashAttentionBackwardSm80")
-FlashAttentionBackwardSm90 = Deferred("flash_attn.cute.flash_bwd_sm90", "FlashAttentionBackwardSm90")
-FlashAttentionBackwardDqSm90 = Deferred("flash_attn.cute.bwd_dq_sm90.kernel", "FlashAttentionBackwardDqSm90")
-FlashAttentionBackwardSm100 = Deferred("flash_attn.cute.flash_bwd_sm100", "FlashAttentionBackwardSm100")
-FlashAttentionBackwardSm120 = Deferred("flash_attn.cute.flash_bwd_sm120", "FlashAttentionBackwardSm120")
-BlackwellFusedMultiHeadAttentionBackward = Deferred(
-    "flash_attn.cute.sm100_hd256_2cta_fmha_backward", "BlackwellFusedMultiHeadAttentionBackward"
-)
-FlashAttentionBackwardPostprocess = Deferred(
-    "flash_attn.cute.flash_bwd_postprocess", "FlashAttentionBackwardPostprocess"
-)
-LearnableSinkBwdTensors = Deferred("flash_attn.cute.flash_bwd_postprocess", "LearnableSinkBwdTensors")
-DSinkReduceKernel = Deferred("flash_attn.cute.flash_bwd_postprocess", "DSinkReduceKernel")
-FlashAttentionMLAForwardSm100 = Deferred("flash_attn.cute.flash_fwd_mla_sm100", "FlashAttentionMLAForwardSm100")
-FlashAttentionMLAForward1CtaSm100 = Deferred(
-    "flash_attn.cute.flash_fwd_mla_1cta_sm100", "FlashAttentionMLAForward1CtaSm100"
-)
-FlashAttentionMLAForward1CtaKb64Sm100 = Deferred(
-    "flash_attn.cute.flash_fwd_mla_1cta_kb64_sm100", "FlashAttentionMLAForward1CtaKb64Sm100"
-)
-FlashAttentionSparseMLABackwardSm100 = Deferred(
-    "flash_attn.cute.flash_bwd_mla_sm100", "FlashAttentionSparseMLABackwardSm100"
-)
-dQdQvGemmKernel = Deferred("flash_attn.cute.flash_bwd_mla_dq_dqv_sm100", "dQdQvGemmKernel")
-dQdQvGemmKernelH64 = Deferred("flash_attn.cute.flash_bwd_mla_dq_dqv_sm100_h64", "dQdQvGemmKernelH64")
-dKGemmKernel = Deferred("flash_attn.cute.flash_bwd_mla_dk_sm100", "dKGemmKernel")
-FlashPrepareScheduler = Deferred("flash_attn.cute.prepare_scheduler", "FlashPrepareScheduler")
-CuSeqlensToBlocksKernel = Deferred("flash_attn.cute.cu_blocks_kernel", "CuSeqlensToBlocksKernel")
-CuBlocksToBatchKernel = Deferred("flash_attn.cute.cu_blocks_kernel", "CuBlocksToBatchKernel")
-sparse_mla_qhead_tile = Deferred("flash_attn.cute.pack_gqa", "sparse_mla_qhead_tile")
+# By the module of flash_attn.cute that has them.
+NAMES = {
+    "flash_fwd": "FlashAttentionForwardSm80",
+    "flash_fwd_sm90": "FlashAttentionForwardSm90",
+    "flash_fwd_sm100": "FlashAttentionForwardSm100 DescaleTensors",
+    "flash_fwd_sm120": "FlashAttentionForwardSm120",
+    "flash_fwd_combine": "FlashAttentionForwardCombine",
+    "flash_bwd_preprocess": "FlashAttentionBackwardPreprocess",
+    "flash_bwd": "FlashAttentionBackwardSm80",
+    "flash_bwd_sm90": "FlashAttentionBackwardSm90",
+    "bwd_dq_sm90.kernel": "FlashAttentionBackwardDqSm90",
+    "flash_bwd_sm100": "FlashAttentionBackwardSm100",
+    "flash_bwd_sm120": "FlashAttentionBackwardSm120",
+    "sm100_hd256_2cta_fmha_backward": "BlackwellFusedMultiHeadAttentionBackward",
+    "flash_bwd_postprocess": "FlashAttentionBackwardPostprocess LearnableSinkBwdTensors DSinkReduceKernel",
+    "flash_fwd_mla_sm100": "FlashAttentionMLAForwardSm100",
+    "flash_fwd_mla_1cta_sm100": "FlashAttentionMLAForward1CtaSm100",
+    "flash_fwd_mla_1cta_kb64_sm100": "FlashAttentionMLAForward1CtaKb64Sm100",
+    "flash_bwd_mla_sm100": "FlashAttentionSparseMLABackwardSm100",
+    "flash_bwd_mla_dq_dqv_sm100": "dQdQvGemmKernel",
+    "flash_bwd_mla_dq_dqv_sm100_h64": "dQdQvGemmKernelH64",
+    "flash_bwd_mla_dk_sm100": "dKGemmKernel",
+    "prepare_scheduler": "FlashPrepareScheduler",
+    "cu_blocks_kernel": "CuSeqlensToBlocksKernel CuBlocksToBatchKernel",
+    "pack_gqa": "sparse_mla_qhead_tile",
+}
+for _module, _names in NAMES.items():
+    globals().update({name: Deferred(f"flash_attn.cute.{_module}", name) for name in _names.split()})
 fake_tensor = Deferred("quack.compile_utils", "make_fake_tensor")

@@ -17,9 +17,7 @@ small launch adds the CTAs' sums in a fixed order.
 """
 
 import math
-import os
 from dataclasses import dataclass
-from functools import lru_cache
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -28,6 +26,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.kernels.gating.gated_sum import (
     EQUAL_SHARE,
     LOG2_E,
@@ -45,7 +44,6 @@ from nsa_layer.kernels.gating.gated_sum import (
 from nsa_layer.kernels.gating.reduce_partials import reduce_partials
 from nsa_layer.kernels.launch import DTYPES, launch
 from nsa_layer.kernels.varlen_rows import sequence_of
-from nsa_layer.support import check_rows
 
 LOG2_EQUAL_SHARE = math.log2(EQUAL_SHARE)
 
@@ -371,12 +369,8 @@ def gated_sum_backward(
         tile_m: rows of a tile of attention's backward.
         cu_seqlens: int32 starts of the packed sequences, and the total.
         out: written and returned as dq, with `gate_weight`; heads and tokens may have any stride.
-
-    Raises:
-        NotImplementedError: another head dimension or dtype.
     """
     Hq, D = do.shape[-2:]
-    check_rows("o_cmp", o_cmp.dtype, o_cmp.shape[-1])
     weighed, given = gate_weight is not None, gates is not None
     rows = backward_rows(D, Hq)
     tiles, ctas = _split(do, rows, weighed)
@@ -415,14 +409,8 @@ def _split(do: Tensor, rows: Rows, weighed: bool) -> tuple[int, int]:
     if not weighed:
         return tiles, tiles
     # Each CTA leaves partial sums: no more CTAs than run at a time.
-    resident = rows.resident * multiprocessors(do.device) // (do.shape[-2] // rows.heads)
+    resident = rows.resident * target_sm_count() // (do.shape[-2] // rows.heads)
     return tiles, min(tiles, max(1, resident))
-
-
-@lru_cache(maxsize=None)
-def multiprocessors(device: torch.device) -> int:
-    forced = os.environ.get("FLASH_ATTENTION_NUM_SMS")
-    return int(forced) if forced else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _padded_shape(do: Tensor, tile_m: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:

@@ -30,14 +30,13 @@ from nsa_layer.kernels.mean_pool.segments import (
 )
 from nsa_layer.kernels.varlen_rows import (
     divided,
-    find_sequence,
     head_rows,
     place_of_cta,
     round_to,
+    sequence_of,
     tiles_and_batch,
     vector,
 )
-from nsa_layer.support import check_rows
 
 Tensor = torch.Tensor
 
@@ -81,7 +80,7 @@ class PoolKernel:
         batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
         if const_expr(mCuBlocks is not None):
-            s = find_sequence(mCuBlocks, tile, self.blocks)
+            s = sequence_of(mCuBlocks, tile, self.blocks)
             token, row = mCuSeqlens[s], mCuBlocks[s]
             rows = mCuBlocks[s + 1] - row
             tile -= row // self.blocks + s
@@ -191,7 +190,7 @@ class UnpoolKernel:
         start, row = Int32(0), Int32(0)
         end, rows = Int32(mdK.shape[cute.rank(mdK) - 3]), Int32(mdKMean.shape[cute.rank(mdKMean) - 3])
         if const_expr(mCuBlocks is not None):
-            s = find_sequence(mCuSeqlens, tile, self.tokens)
+            s = sequence_of(mCuSeqlens, tile, self.tokens)
             start, end, row = mCuSeqlens[s], mCuSeqlens[s + 1], mCuBlocks[s]
             rows = mCuBlocks[s + 1] - row
             tile -= start // self.tokens + s
@@ -240,7 +239,6 @@ def pool(
     cu_seqlens: Optional[Tensor] = None,
     cu_blocks: Optional[Tensor] = None,
     total_blocks: Optional[int] = None,
-    out: Optional[tuple[tuple[Tensor, ...], Tensor]] = None,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Means of the complete blocks of k and of v, summed in fp32 (`nsa_layer.compress.mean_pool`), in one launch.
 
@@ -249,62 +247,45 @@ def pool(
         k_dtypes: the means of k are written in each of them; one or two.
         cu_seqlens, cu_blocks: packed: int32 starts of each sequence's tokens, and of its blocks; read on the GPU.
         total_blocks: packed: ``cu_blocks[-1]``.
-        out: written and returned, if given; heads and rows may have any stride.
 
     Returns:
         The means of k, one tensor for each of `k_dtypes`, and those of v: [B, Tc, H, D], packed [total_blocks, H, D].
-
-    Raises:
-        NotImplementedError: a dtype or head dimension has no kernel.
     """
     D, Dv = k.shape[-1], v.shape[-1]
-    check_rows("k and v", k.dtype, D, Dv)
-    if len(k_dtypes) not in (1, 2):
-        raise ValueError(f"k_dtypes must be one or two dtypes, got {k_dtypes}")
-    if out is None:
-        blocks = (total_blocks,) if k.dim() == 3 else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
-        k_means = tuple([k.new_empty((*blocks, *k.shape[-2:]), dtype=dtype) for dtype in k_dtypes])
-        out = k_means, v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
-    k_means, v_mean = out
+    blocks = (total_blocks,) if k.dim() == 3 else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
+    k_means = tuple([k.new_empty((*blocks, *k.shape[-2:]), dtype=dtype) for dtype in k_dtypes])
+    v_mean = v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
     if v_mean.shape[-3] == 0:
-        return out
+        return k_means, v_mean
     too = k_means[1] if len(k_means) == 2 else None
     static = (Pooling(block_size, stride), D, Dv)
     launch("pool", PoolKernel, static, k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks)
-    return out
+    return k_means, v_mean
 
 
 def unpool(
     dk_cmp: Tensor,
     dv_cmp: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     *,
     block_size: int,
     stride: int,
-    like_k: Tensor,
-    like_v: Tensor,
     cu_seqlens: Optional[Tensor] = None,
     cu_blocks: Optional[Tensor] = None,
-    out_k: Optional[Tensor] = None,
-    out_v: Optional[Tensor] = None,
-) -> tuple[Tensor, Tensor]:
+) -> None:
     """Backward of `pool` in one launch: the gradient of every token, rounded once; 0 outside of complete blocks.
 
     Args:
         dk_cmp, dv_cmp: gradients of the means, [B, Tc, H, D] and [B, Tc, H, Dv], fp16, bf16 or fp32; packed:
             [total_blocks, H, ...].
-        like_k, like_v: tensors of k's and v's shape and dtype, of which nothing else is taken.
+        dk, dv: written, of k's and v's shape and dtype; heads and tokens may have any stride.
         cu_seqlens, cu_blocks: as in `pool`.
-        out_k, out_v: written and returned, if given; heads and tokens may have any stride.
-
-    Raises:
-        NotImplementedError: a dtype or head dimension has no kernel.
     """
-    D, Dv = like_k.shape[-1], like_v.shape[-1]
-    check_rows("k and v", like_k.dtype, D, Dv)
-    dk = like_k.new_empty(like_k.shape) if out_k is None else out_k
-    dv = like_v.new_empty(like_v.shape) if out_v is None else out_v
+    D, Dv = dk.shape[-1], dv.shape[-1]
     if dk_cmp.shape[-3] == 0:
-        return dk.zero_(), dv.zero_()
+        dk.zero_()
+        dv.zero_()
+        return
     static = (Pooling(block_size, stride), D, Dv)
     launch("unpool", UnpoolKernel, static, dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)
-    return dk, dv

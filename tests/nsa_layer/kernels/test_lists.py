@@ -133,7 +133,6 @@ def both_lists(case: Case, lists: torch.Tensor) -> tuple:
 def assert_right(case: Case) -> None:
     """Every row and item, in order, is that of PyTorch."""
     from flash_attn.cute.block_lists import transpose_lists
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.lists.backward_plan import plan_backward
 
     parts = choice(case)
@@ -148,9 +147,9 @@ def assert_right(case: Case) -> None:
         one = selected_lists(
             lists, T, config=case.config, causal=case.causal, tile_q=case.q_tile, kv_tile=case.kv_tile, split=False
         )
-        assert_rows(case, forward, one.mask_cnt[0], one.mask_idx[0], b)
+        assert_rows(case, forward, one.mask_block_cnt[0], one.mask_block_idx[0], b)
         N = -(-T // case.kv_tile)
-        tensors = transpose_lists(BlockSparseTensorsTorch(one.mask_cnt, one.mask_idx, block_size=one.block_size), N)
+        tensors = transpose_lists(one, N)
         sizes = dict(num_heads=Hq, num_heads_kv=Hkv, num_q_blocks=lists.shape[2], longest=case.longest)
         expected = plan_backward(tensors, **sizes)
         rows = int(backward.cu_total_n_blocks[b])

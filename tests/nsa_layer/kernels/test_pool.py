@@ -134,7 +134,8 @@ def trace_both(index: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         starts = {name: torch.empty(len(case.lengths) + 1, dtype=torch.int32, device="cuda") for name in names}
         total = {"total_blocks": case.blocks}
     k_means, v_mean = pool(k, v, k_dtypes=case.k_dtypes, v_dtype=case.dtype, **starts, **total, **case.options)
-    gradients = unpool(k_means[0], v_mean, like_k=k, like_v=v, **starts, **case.options)
+    gradients = torch.empty_like(k), torch.empty_like(v)
+    unpool(k_means[0], v_mean, *gradients, **starts, **case.options)
     return [(tuple(t.shape), t.dtype) for t in (*k_means, v_mean, *gradients)]
 
 
@@ -151,26 +152,12 @@ def test_kernels_are_traced(compiler: Worker, index: int) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "changes,named",
-    [(dict(dtype=torch.float32), "torch.float32"), (dict(D=96), "96 and 128"), (dict(Dv=192), "128 and 192")],
-    ids=["float32", "D", "Dv"],
-)
-def test_what_has_no_kernel_is_named(changes: dict, named: str) -> None:
-    case = replace(Case(), **changes)
-    k = torch.empty(1, 64, 1, case.D, dtype=case.dtype)
-    v = torch.empty(1, 64, 1, case.Dv, dtype=case.dtype)
-    with pytest.raises(NotImplementedError, match=named):
-        pool(k, v, k_dtypes=(torch.float32,), v_dtype=torch.float32, **case.options)
-    with pytest.raises(NotImplementedError, match=named):
-        unpool(k, v, like_k=k, like_v=v, **case.options)
-
-
 def test_without_a_complete_block_nothing_is_launched() -> None:
     k = torch.full((2, 5, 3, 64), float("nan"), dtype=torch.bfloat16)
     (k_mean,), v_mean = pool(k, k, k_dtypes=(torch.float32,), v_dtype=k.dtype, block_size=64, stride=64)
     assert k_mean.shape == v_mean.shape == (2, 0, 3, 64)
-    dk, dv = unpool(k_mean, v_mean, like_k=k, like_v=k, block_size=64, stride=64)
+    dk, dv = k.clone(), k.clone()
+    unpool(k_mean, v_mean, dk, dv, block_size=64, stride=64)
     assert torch.equal(dk, torch.zeros_like(k)) and torch.equal(dv, torch.zeros_like(k))
 
 
@@ -183,21 +170,18 @@ def filled(like: torch.Tensor) -> torch.Tensor:
 def test_means_are_the_definitions(case: Case) -> None:
     torch.manual_seed(0)
     k, v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
-    out = (
-        tuple(filled(case.tensor(case.D, dtype, case.blocks)) for dtype in case.k_dtypes),
-        filled(case.tensor(case.Dv, case.dtype, case.blocks)),
-    )
+    sizes = [(case.D, dtype) for dtype in case.k_dtypes] + [(case.Dv, case.dtype)]
+    poison = [filled(case.tensor(*of, case.blocks)) for of in sizes]
+    del poison
     static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **case.starts(), **case.options)
-    k_means, v_mean = pool(k, v, total_blocks=case.blocks, out=out, **static)
+    k_means, v_mean = pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
     # Products of a sum of l numbers of size one: fp32 rounding of that sum.
     torch.testing.assert_close(k_means[0].double(), case.means(k), rtol=1e-6, atol=1e-6, msg=lambda m: f"{case}: {m}")
     for other in k_means[1:]:
         assert torch.equal(other, k_means[0].to(other.dtype)), case
     half_ulp = torch.finfo(case.dtype).eps / 2
     torch.testing.assert_close(v_mean.double(), case.means(v), rtol=1.01 * half_ulp, atol=1e-6)
-    assert out[1] is v_mean
-    again = pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
-    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip((*again[0], again[1]), (*k_means, v_mean)))
+    assert all(means.is_contiguous() for means in (*k_means, v_mean))
 
 
 @pytest.mark.gpu
@@ -207,8 +191,8 @@ def test_gradients_are_the_definitions(case: Case) -> None:
     like_k, like_v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
     for dtype in (torch.float32, case.dtype):
         dk_cmp, dv_cmp = (case.tensor(D, dtype, case.blocks) for D in (case.D, case.Dv))
-        out = dict(out_k=filled(like_k), out_v=filled(like_v))
-        dk, dv = unpool(dk_cmp, dv_cmp, like_k=like_k, like_v=like_v, **out, **case.starts(), **case.options)
+        dk, dv = filled(like_k), filled(like_v)
+        unpool(dk_cmp, dv_cmp, dk, dv, **case.starts(), **case.options)
         half_ulp = torch.finfo(case.dtype).eps / 2
         for got, d_cmp, D in ((dk, dk_cmp, case.D), (dv, dv_cmp, case.Dv)):
             expected = case.gradients(d_cmp, D)
@@ -240,10 +224,11 @@ def test_means_and_gradients_are_as_exact_at_the_end_of_the_range(case: Case) ->
     assert torch.equal(k_rounded, k_mean.bfloat16())
     for dtype in (torch.float32, torch.bfloat16):
         d_mean = tensor(dtype, case.blocks)
-        static = dict(like_k=x, like_v=x, **case.starts(), **case.options)
-        expected, _ = unpool(d_mean, d_mean, **static)
-        for got in unpool(d_mean * large, d_mean * large, **static):
-            assert torch.equal(got, expected * large)
+        static = dict(**case.starts(), **case.options)
+        expected, *got = (torch.empty_like(x) for _ in range(3))
+        unpool(d_mean, d_mean, expected, torch.empty_like(x), **static)
+        unpool(d_mean * large, d_mean * large, *got, **static)
+        assert all(torch.equal(dx, expected * large) for dx in got)
 
 
 @pytest.mark.gpu
@@ -258,8 +243,8 @@ def test_rows_past_two_gigabytes() -> None:
     tail = T // 64 * 64 - 128
     expected = x[:, tail : tail + 128].double().unflatten(1, (-1, 64)).mean(2)
     torch.testing.assert_close(mean[:, -2:].double(), expected, rtol=1e-6, atol=1e-6)
-    out = dict(out_k=filled(x), out_v=torch.empty_like(x))
-    dx, _ = unpool(mean, mean, like_k=x, like_v=x, **out, **static)
+    dx = filled(x)
+    unpool(mean, mean, dx, torch.empty_like(x), **static)
     torch.testing.assert_close(
         dx[:, tail : tail + 128].float(), (mean[:, -2:] / 64).repeat_interleave(64, 1), rtol=1e-2, atol=0.0
     )
