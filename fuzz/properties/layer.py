@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -173,74 +172,6 @@ def neighbours(case: Case, backend: str, device: str) -> None:
             assert beside.equal(clean), f"d{name} of sequence {mine} has {int((beside != clean).sum())} other numbers"
         else:
             near(f"d{name}", beside, clean)
-
-
-@holds("layer.permutations", strategies.layer_cases)
-def permutations(case: Case) -> None:
-    """Batches, groups of heads, and the heads within a group may come in any order."""
-    draw = random.Random(case.seed)
-    case = replace(case, lengths=None)
-    inputs = make_inputs(case)
-    batches, groups, G = list(range(case.B)), list(range(case.Hkv)), case.Hq // case.Hkv
-    within = list(range(G))
-    for order in (batches, groups, within):
-        draw.shuffle(order)
-    heads = [g * G + i for g in groups for i in within]
-    moved = {name: getattr(inputs, name)[batches][:, :, heads] for name in ("q", "do")}
-    moved |= {name: getattr(inputs, name)[batches][:, :, groups] for name in ("k", "v")}
-    if inputs.gates is not None:
-        moved["gates"] = inputs.gates[batches][:, :, heads]
-    if inputs.gate_weight is not None:
-        moved["gate_weight"] = inputs.gate_weight[heads]
-    if case.compress_weights:
-        moved |= {name: getattr(inputs, name)[groups] for name in ("compress_k_weight", "compress_v_weight")}
-    torch.testing.assert_close(output(replace(inputs, **moved)), output(inputs)[batches][:, :, heads])
-
-
-@holds("layer.doubled key/value heads", strategies.layer_cases)
-def doubled_heads(case: Case) -> None:
-    """A list for every query head comes out the same with every key/value head given to each query head alone."""
-    config = case.config
-    sizes = {name: getattr(config, name) for name in ("block_size", "block_counts", "q_tile", "window_size")}
-    case = replace(case, config=NSAConfig.seed(**sizes))
-    inputs = make_inputs(case)
-    G = case.Hq // case.Hkv
-    repeated = {name: getattr(inputs, name).repeat_interleave(G, -2) for name in ("k", "v")}
-    if case.compress_weights:
-        names = ("compress_k_weight", "compress_v_weight")
-        repeated |= {name: getattr(inputs, name).repeat_interleave(G, 0) for name in names}
-    doubled = run("eager", replace(inputs, case=replace(case, Hkv=case.Hq), **repeated))
-    once = run("eager", inputs)
-    torch.testing.assert_close(doubled.o, once.o)
-    for name in ("k", "v"):
-        torch.testing.assert_close(doubled.grads[name].unflatten(-2, (case.Hkv, G)).sum(-2), once.grads[name])
-
-
-@holds("layer.linear in v and do", strategies.layer_cases)
-def linear(case: Case) -> None:
-    inputs = make_inputs(case)
-    other = make_inputs(replace(case, seed=case.seed + 1000))
-    both = output(replace(inputs, v=inputs.v + 3 * other.v))
-    torch.testing.assert_close(both, output(inputs) + 3 * output(replace(inputs, v=other.v)))
-    results = [run("eager", replace(inputs, do=do)).grads for do in (inputs.do, other.do, inputs.do + 3 * other.do)]
-    for name, grad in results[2].items():
-        torch.testing.assert_close(grad, results[0][name] + 3 * results[1][name])
-
-
-@holds("layer.rows of dS sum to 0", strategies.layer_cases)
-def rows_sum_to_0(case: Case) -> None:
-    """A vector added to all keys changes no softmax: the gradient of k sums to 0 over a sequence's tokens."""
-    if case.gate == "weight":
-        case = replace(case, gate="none")
-    case = replace(case, compress_weights=False)
-    inputs = make_inputs(case)
-    dk = run("eager", inputs).grads["k"]
-    size = float(dk.abs().max()) + 1e-9
-    for part in dk.split(case.lengths) if case.lengths else dk:
-        # Where blocks overlap, tokens count as often as they are in a block; each block's share still sums to dS's.
-        assert part.numel() == 0 or float(part.sum(0).abs().max()) < 1e-9 * max(1.0, size) * max(1, len(part)), (
-            f"dk sums to {part.sum(0).abs().max()}"
-        )
 
 
 def dense_of(cnt: torch.Tensor, idx: torch.Tensor, columns: int) -> torch.Tensor:

@@ -68,13 +68,7 @@ NSA = (
 PACKED = (
     ("cu_seqlens", TypeError, "cu_seqlens must be a torch.Tensor or None, got list", [0, T]),
     ("cu_seqlens", TypeError, "cu_seqlens must be int32, got torch.int64", lambda x: x.long()),
-    (
-        "cu_seqlens",
-        ValueError,
-        r"cu_seqlens must be \[sequences \+ 1\], got shape \(1",
-        lambda x: x[None],
-        lambda x: x[:1],
-    ),
+    ("cu_seqlens", ValueError, r"{} must be \[sequences \+ 1\], got shape \(1", lambda x: x[None], lambda x: x[:1]),
     ("cu_seqlens", ValueError, "cu_seqlens must start at 0, got 1", lambda x: x + 1, starts(1, T)),
     ("cu_seqlens", ValueError, r"cu_seqlens must not fall, got \[0, 12, ", starts(0, 12, 9, T), starts(0, 12, 11)),
     ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", lambda x: x.clamp(max=T - 1)),

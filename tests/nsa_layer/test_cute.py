@@ -57,13 +57,6 @@ def test_kernels(sizes: dict) -> None:
     assert_close_to_reference(case, "cute", "cuda")
 
 
-@pytest.mark.parametrize("T", [1, 100, 128])
-def test_one_list_of_one_tile(T: int) -> None:
-    """A bitmap of one word: the kernels need a second to tell its contiguous dimension."""
-    case = Case(T=T, Hq=4, Hkv=1, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=6, window_size=200))
-    assert_close_to_reference(case, "cute", "cuda")
-
-
 @pytest.mark.parametrize(
     "T,G,D,dtype",
     [
@@ -102,6 +95,8 @@ OPTIONS = [
     dict(Hq=6, Hkv=2, T=4000, config=NSAConfig(block_counts=7)),
     dict(lengths=tuple(range(40))),
     dict(T=40),
+    # A bitmap of one word: the kernels need a second to tell its contiguous dimension.
+    *(dict(T=T, Hkv=1, config=NSAConfig(block_counts=6, window_size=200)) for T in (1, 100, 128)),
     dict(Hq=4, Hkv=4, lengths=PACK),
     dict(Hq=8, Hkv=1, T=1500, dtype=torch.float16),
     dict(T=2000, config=SIX.replace(block_size=128)),

@@ -11,7 +11,6 @@ from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 SMALL = NSAConfig.seed(block_size=8, block_counts=3, q_tile=32, window_size=11)
-DEFAULT = NSAConfig.seed(block_counts=3, window_size=100)
 
 
 def seed_list(q: torch.Tensor, k_cmp: torch.Tensor, first: int, last: int, case: Case) -> list[int]:
@@ -62,12 +61,6 @@ def test_against_the_rule(backend: str, T: int, G: int) -> None:
 def test_packed(backend: str, G: int) -> None:
     case = Case(lengths=(100, 0, 1, 64, 39), Hq=2 * G, Hkv=2, D=4, dtype=torch.float64, config=SMALL)
     assert_the_seeds_choice(case, backend)
-
-
-@pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("T", [512, 600])
-def test_with_the_seeds_own_sizes(backend: str, T: int) -> None:
-    assert_the_seeds_choice(Case(T=T, Hq=2, Hkv=1, D=4, dtype=torch.float64, config=DEFAULT), backend)
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])

@@ -71,48 +71,43 @@ def test_a_gradient_that_is_wrong_at_one_token_is_found(name: str, tensor: str, 
     assert found[name].at == token
 
 
-def _changed(change) -> object:
+def other_row(o: torch.Tensor, aux: Aux) -> tuple:
+    return o * torch.where(torch.arange(o.shape[1]) == 222, 1.1, 1.0)[:, None, None].to(o.dtype), aux
+
+
+def not_a_number(o: torch.Tensor, aux: Aux) -> tuple:
+    return torch.where(torch.arange(o.shape[1])[:, None, None] == 7, torch.nan, o), aux
+
+
+def other_block(o: torch.Tensor, aux: Aux) -> tuple:
+    lists = aux.block_indices.clone()
+    lists[0, 1, 15, 0] = -1 if 0 not in lists[0, 1, 15].tolist() else 1
+    return o, replace(aux, block_indices=lists)
+
+
+def other_lse(o: torch.Tensor, aux: Aux) -> tuple:
+    lse = aux.lse_slc.clone()
+    lse[0, 2, 199] += 0.5
+    return o, replace(aux, lse_slc=lse)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "at"),
+    [(other_row, "o", 222), (not_a_number, "o", 7), (other_lse, "lse", 199), (other_block, "choice", None)],
+)
+def test_what_is_wrong_is_found(change, name: str, at: int | None) -> None:
     def attend(*args, return_aux: bool = False, **options):
         o, aux = nsa(*args, return_aux=True, **options)
         if return_aux:  # the call that is checked, not those that its row sums are made of
             o, aux = change(o, aux)
         return (o, aux) if return_aux else o
 
-    return attend
-
-
-def test_a_row_that_is_wrong_is_found() -> None:
-    def change(o: torch.Tensor, aux: Aux) -> tuple:
-        return o * torch.where(torch.arange(o.shape[1]) == 222, 1.1, 1.0)[:, None, None].to(o.dtype), aux
-
-    found = outcome(_changed(change), backward=False)
-    assert not found["o"].ok and found["o"].at == 222 and found["lse"].ok
-
-
-def test_a_list_or_an_lse_that_is_wrong_is_found() -> None:
-    def other_block(o: torch.Tensor, aux: Aux) -> tuple:
-        lists = aux.block_indices.clone()
-        row = lists[0, 1, 15].tolist()
-        lists[0, 1, 15, 0] = -1 if 0 not in row else 1
-        return o, replace(aux, block_indices=lists)
-
-    def other_lse(o: torch.Tensor, aux: Aux) -> tuple:
-        lse = aux.lse_slc.clone()
-        lse[0, 2, 199] += 0.5
-        return o, replace(aux, lse_slc=lse)
-
-    found = outcome(_changed(other_block), backward=False)
-    assert not found["choice"].ok and found["choice"].note
-    found = outcome(_changed(other_lse), backward=False)
-    assert not found["lse"].ok and found["lse"].at == 199 and found["o"].ok
-
-
-def test_nan_is_found() -> None:
-    def change(o: torch.Tensor, aux: Aux) -> tuple:
-        return torch.where(torch.arange(o.shape[1])[:, None, None] == 7, torch.nan, o), aux
-
-    found = outcome(_changed(change), backward=False)
-    assert not found["o"].ok and found["o"].error == float("inf")
+    found = outcome(attend, backward=False)
+    if name == "choice":
+        assert not found[name].ok and found[name].note
+        return
+    assert [verdict.name for verdict in found.values() if not verdict.ok] == [name] and found[name].at == at
+    assert change is not not_a_number or found[name].error == float("inf")
 
 
 def test_samples_cover_the_length_and_the_borders_of_32_bits() -> None:
