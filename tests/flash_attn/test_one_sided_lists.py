@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, in_turn, make_inputs, swept
+from fa_cases import Case, Inputs, attend, in_turn, make_inputs, swept
 from fa_compile import Worker
 from fa_lists import block, blocks, lists_of, on_gpu
 from fa_reference import assert_close, attention, visible
@@ -49,14 +49,8 @@ def lists_of_the_mask(case: Case, x: Inputs, side: str) -> Any:
 
 def call(case: Case, x: Inputs, side: str, leaves: list[torch.Tensor]) -> torch.Tensor:
     """The case's public function, with lists of one direction."""
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
-    given = _masks(case, x)
-    given["window_size"] = (given.pop("window_size_left"), given.pop("window_size_right"))
     argument = "block_sparse_tensors" if side == "forward" else "block_sparse_tensors_bwd"
-    attend = flash_attn_varlen_func if case.packed else flash_attn_func
-    given[argument] = lists_of_the_mask(case, x, side)
-    return attend(*leaves, **given, deterministic=case.deterministic)[0]
+    return attend(case, x, leaves, **{argument: lists_of_the_mask(case, x, side)})[0]
 
 
 def compiled(case: Case, side: str) -> list[tuple[int, ...]]:
