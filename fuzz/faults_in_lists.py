@@ -11,16 +11,10 @@ import torch
 from fuzz.mutations import fault, wrong_result
 
 
-@fault("classification off by one", "flash_attn.cute.compressed_causal.mask:keys_seen_by", "compress")
-def _seen(original: Callable) -> Callable:
-    """A row sees one key too many: its own tile is visited too late, or a masked pair goes without a mask."""
-    return lambda row, factor, offset: original(row, factor, offset) + (1 if row % 5 == 4 else 0)
-
-
-@wrong_result("first row off by one", "flash_attn.cute.compressed_causal.mask:first_row_seeing", "compress")
-def _first_row(row: int) -> int:
-    """Backward starts one query late for every key."""
-    return row + 1
+@wrong_result("first tile off by one", "flash_attn.cute.compressed_causal.schedule:first_query_tile", "compress")
+def _first_tile(tile: int) -> int:
+    """Backward starts one tile late for every key."""
+    return tile + 1
 
 
 @wrong_result("shares overlap", "flash_attn.cute.compressed_causal.schedule:query_shares", "compress")

@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 
 from flash_attn.cute.block_lists import lists_from_dense, lists_from_window
-from flash_attn.cute.compressed_causal.mask import (
-    CompressArgs,
-    compressed_query_tile_range,
-    compressed_tile_range,
-    first_row_seeing,
-    keys_seen_by,
-)
-from flash_attn.cute.compressed_causal.schedule import query_shares, unseen_query_tiles
+from flash_attn.cute.compressed_causal.mask import CompressArgs
+from flash_attn.cute.compressed_causal.schedule import first_query_tile, query_shares
 from fuzz import strategies
 from fuzz.blocks import pattern_table, table_of
 from fuzz.case import PATTERNS, Edge, Window
@@ -26,41 +20,15 @@ def near(numbers: list[int], limit: int) -> list[int]:
 
 @holds("compress.tiles", strategies.edges, pr=60)
 def tiles(case: Edge) -> None:
-    """Forward visits a tile iff one of its pairs is visible, without a mask iff all are; backward visits the same."""
-    shape = dict(tile_m=case.tile_m, tile_n=case.tile_n, seqlen_q=case.seqlen_q, seqlen_k=case.seqlen_k)
-    shape |= dict(factor=case.factor, offset=case.offset)
-    m_tiles, n_tiles = -(-case.seqlen_q * case.group // case.tile_m), -(-case.seqlen_k // case.tile_n)
-    edge = keys_seen_by(case.seqlen_q // 2, case.factor, case.offset) // case.tile_n
-    some_m = near([0, m_tiles - 1, m_tiles // 2], m_tiles)
-    for m in some_m:
-        begin, full_end, end = compressed_tile_range(m, **shape, qhead_per_kvhead=case.group)
-        assert 0 <= begin <= full_end <= end <= n_tiles, f"m tile {m}: {begin, full_end, end} of {n_tiles}"
-        first = m * case.tile_m // case.group
-        last = min(((m + 1) * case.tile_m - 1) // case.group, case.seqlen_q - 1)
-        for n in near([0, full_end, end, n_tiles - 1], n_tiles):
-            start, stop = n * case.tile_n, min((n + 1) * case.tile_n, case.seqlen_k)
-            some = start * case.factor + case.offset <= last
-            whole = (n + 1) * case.tile_n <= case.seqlen_k and (stop - 1) * case.factor + case.offset <= first
-            assert (begin <= n < end) == some, f"tile {m, n} is visited: {begin <= n < end}, has a visible pair: {some}"
-            assert (n < full_end) == (whole and some), f"tile {m, n} goes without a mask: {n < full_end}, may: {whole}"
-    for n in near([0, n_tiles - 1, edge], n_tiles):
-        begin, end = compressed_query_tile_range(n, **shape, qhead_per_kvhead=case.group)
-        for m in near([0, begin, end, m_tiles - 1], m_tiles):
-            forward = compressed_tile_range(m, **shape, qhead_per_kvhead=case.group)
-            visited = forward[0] <= n < forward[2]
-            assert (begin <= m < end) == visited, f"tile {m, n}: backward {begin <= m < end}, forward {visited}"
-
-
-@holds("compress.rows and keys", strategies.edges)
-def rows_and_keys(case: Edge) -> None:
-    """How many keys a row sees and the first row that sees a key are each other's inverse."""
-    for row in (0, case.seqlen_q // 2, case.seqlen_q - 1, -5):
-        seen = keys_seen_by(row, case.factor, case.offset)
-        assert seen == 0 or (seen - 1) * case.factor + case.offset <= row
-        assert seen * case.factor + case.offset > row
-    for key in (0, case.seqlen_k // 2, case.seqlen_k - 1):
-        row = first_row_seeing(key, case.factor, case.offset)
-        assert keys_seen_by(row, case.factor, case.offset) == key + 1
+    """Backward visits a query tile iff its last query sees the first key of the key tile."""
+    compress, m_tiles = CompressArgs(case.factor, case.offset), -(-case.seqlen_q // case.tile_m)
+    edge = max(case.seqlen_q // 2 - case.offset, 0) // case.factor
+    for n in near([0, case.seqlen_k // case.tile_n, edge // case.tile_n], -(-case.seqlen_k // case.tile_n)):
+        first = first_query_tile(compress, n * case.tile_n, case.seqlen_q, case.tile_m)
+        for m in near([0, first, m_tiles - 1], m_tiles):
+            last = min((m + 1) * case.tile_m, case.seqlen_q) - 1
+            sees = n * case.tile_n * case.factor + case.offset <= last
+            assert (m >= first) == sees, f"tile {m, n} is visited: {m >= first}, has a visible pair: {sees}"
 
 
 @holds("compress.shares", strategies.edges)
@@ -73,11 +41,6 @@ def shares(case: Edge) -> None:
     tiles = -(-sizes[0] // tile_m)
     end = plan.count * plan.tiles
     assert end - plan.tiles < tiles <= end, f"{plan} ends at tile {end} of {tiles}"
-    unseen = unseen_query_tiles(compress, *sizes)
-    for m in near([unseen, tiles - 1], tiles):
-        options = dict(tile_m=tile_m, tile_n=tile_n, seqlen_q=sizes[0], seqlen_k=sizes[1], **compress._asdict())
-        sees = compressed_tile_range(m, **options)[2] > 0
-        assert sees == (m >= unseen), f"query tile {m} sees keys: {sees}, but {unseen} are said to see none"
 
 
 def by_definition(mask: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

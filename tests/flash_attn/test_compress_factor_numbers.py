@@ -10,7 +10,7 @@ from fa_cases import OPTIONS, Case, _masks, in_turn, make_inputs
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
 from fa_reference import assert_bits_repeat, assert_case, assert_close, reference, results
 
-from flash_attn.cute.compressed_causal.mask import forced
+from flash_attn.cute.compressed_causal.mask import CompressArgs
 
 pytestmark = pytest.mark.gpu
 DETERMINISTIC = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.deterministic], ids=str)
@@ -38,14 +38,17 @@ def test_deterministic_repeats_its_bits(kind: Case) -> None:
 
 
 @DETERMINISTIC
-def test_forced_path_has_the_default_paths_bits(kind: Case) -> None:
+def test_compressed_path_has_the_default_paths_bits(kind: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """At (1, 0), with equal lengths, the compressed path computes what plain causal masking does."""
+    from flash_attn.cute import interface
+
     sizes = [dict(T_q=T, T_k=T) for T in (1, 100, 128, 500, 1000)]
     for more in [dict(packed=((100, 100), (513, 513), (1, 1)))] if kind.packed else sizes:
         case = replace(kind, compress=(1, 0), **more)
         x = make_inputs(case)
         plain = results(case, x)
-        with forced():
+        with monkeypatch.context() as patch:
+            patch.setattr(interface, "compression", lambda *_: CompressArgs(1, 0))
             compressed = results(case, x)
         assert all(plain[name].equal(compressed[name]) for name in plain), case
 

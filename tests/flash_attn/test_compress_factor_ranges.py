@@ -1,6 +1,4 @@
-"""Compressed-causal tile ranges and masks: the kernels' code against plain Python.
-
-Plain Python against the definition is a property of the fuzzer ("compress.tiles", "compress.rows and keys").
+"""Compressed-causal tile ranges and masks: the kernels' code against the definition.
 
 The kernels' code runs here on the CPU: BlockInfo and AttentionMask are traced into host functions, and
 the mask is asked thread by thread what it leaves of a tile.
@@ -14,13 +12,19 @@ import torch
 from fa_cases import in_turn
 from fa_compile import Worker
 
-from flash_attn.cute.compressed_causal.mask import compressed_query_tile_range, compressed_tile_range, keys_seen_by
+from flash_attn.cute.compressed_causal.mask import CompressArgs
+from flash_attn.cute.compressed_causal.schedule import first_query_tile
 
 PAIRS = [(factor, offset) for factor in (1, 2, 3, 5, 16) for offset in (-40, -3, 0, 1, factor - 1, factor + 4, 31)]
 TILES = [(4, 4), (8, 4), (4, 8), (6, 16)]
 GROUPS = [1, 2, 3, 8]
 LENGTHS_Q = [1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 33]
 LENGTHS_K = [1, 3, 4, 5, 8, 9, 15, 17, 33]
+
+
+def keys_seen_by(row: int, factor: int, offset: int) -> int:
+    """Number of keys j with j * factor + offset <= row, were there no end of the keys."""
+    return max((row - offset) // factor + 1, 0)
 
 
 def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> torch.Tensor:
@@ -89,13 +93,15 @@ def test_kernels_visit_these_ranges(
     got = compiler_sm90.run(kernel_ranges, table, tile_m, tile_n, group)
     for case, ranges in zip(table.tolist(), got.tolist()):
         seqlen_q, seqlen_k, factor, offset, m, n = case
-        at = dict(tile_m=tile_m, tile_n=tile_n, seqlen_q=seqlen_q, seqlen_k=seqlen_k, factor=factor, offset=offset)
-        begin, full_end, end = compressed_tile_range(m, **at, qhead_per_kvhead=group)
+        rows = (m * tile_m // group, min(((m + 1) * tile_m - 1) // group, seqlen_q - 1))
+        full, seen = (min(keys_seen_by(row, factor, offset), seqlen_k) for row in rows)
+        end = -(-seen // tile_n)
         n_min, n_max, n_masked, n_order, m_min, m_max = ranges
-        assert (n_min, n_max, n_order) == (begin, end, end), f"{at}, m tile {m}"
+        assert (n_min, n_max, n_order) == (0, end, end), case
         # The tile visited first gets a mask in any case: the keys may end in it.
-        assert min(n_masked, n_max - 1) == min(full_end, end - 1), f"{at}, m tile {m}"
-        assert (m_min, m_max) == compressed_query_tile_range(n, **at), f"{at}, n tile {n}"
+        assert min(n_masked, n_max - 1) == min(full // tile_n, end - 1), case
+        assert m_min == first_query_tile(CompressArgs(factor, offset), n * tile_n, seqlen_q, tile_m), case
+        assert m_max == -(-seqlen_q // tile_m), case
 
 
 KINDS = {"sm90": (128, 64), "sm90 swapped": (64, 128), "sm100": (128, 128), "sm100 backward": (128, 128)}

@@ -12,7 +12,7 @@ from fa_compress import FIXED, at_most_seen
 from fa_reference import assert_case, results
 
 from flash_attn.cute.compressed_causal import schedule as compress_schedule
-from flash_attn.cute.compressed_causal.mask import CompressArgs, compressed_query_tile_range
+from flash_attn.cute.compressed_causal.mask import CompressArgs
 from fuzz.canary import Guarded
 
 TILE_M, TILE_N = 4, 8
@@ -63,9 +63,9 @@ def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
 def test_every_seen_tile_has_one_writer_the_last_key_tile(compiler_sm90: Worker, share: int) -> None:
     cases, walks = [], []
     for at in shapes():
-        lengths = dict(zip(("seqlen_q", "seqlen_k", "factor", "offset"), at))
         for n in range(-(-at[1] // TILE_N)):
-            begin, end = compressed_query_tile_range(n, tile_m=TILE_M, tile_n=TILE_N, **lengths)
+            begin = compress_schedule.first_query_tile(CompressArgs(*at[2:]), n * TILE_N, at[0], TILE_M)
+            end = -(-at[0] // TILE_M)
             for first in range(0, -(-at[0] // TILE_M), share):
                 walks.append((at, n, max(begin, first), min(end, first + share)))
                 cases.append((*at, n, walks[-1][-1]))

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from flash_attn.cute.bwd_sm90.query_loop import QueryWalk, add_tile, load_queries, multiply_queries
+from flash_attn.cute.bwd_sm90.query_loop import QueryWalk, load_queries, multiply_queries
 
 
 @dataclass(frozen=True)
@@ -134,20 +134,16 @@ def multiply_listed_heads(
 @cute.jit
 def add_dq_heads(
     walk: HeadWalk,
-    staged: cute.Tensor,
+    add: Callable,
     accumulator: Callable,
     semaphore: Optional[cute.Tensor],
     first_key_tile: Callable,
     n_block: Int32,
-    parts: cutlass.Constexpr[int],
-    threads_per_part: cutlass.Constexpr[int],
-    part_bytes: cutlass.Constexpr[int],
 ):
-    """Add the dq of the walk's tiles to the accumulator in memory, as the warpgroups stage them.
+    """`query_loop.add_dq` for the walk's heads and tiles.
 
-    staged: [part size, parts] in shared memory. accumulator(head): [(part size, parts), query tiles]. semaphore:
-    [query tiles, 1, heads] counters, zero at launch; with them the key tiles from first_key_tile(m_block) on add to
-    a query tile in their order.
+    accumulator: of a head. semaphore: [query tiles, 1, heads]; with it the key tiles from first_key_tile(m_block) on
+    add to a query tile in their order.
     """
     for head in cutlass.range(walk.head, walk.head + walk.heads, unroll=1):
         of_head, counters = accumulator(head), None
@@ -158,4 +154,4 @@ def add_dq_heads(
             lock = Int32(0)
             if const_expr(semaphore is not None):
                 lock = n_block - first_key_tile(m_block)
-            add_tile(staged, of_head, counters, m_block, lock, parts, threads_per_part, part_bytes)
+            add(of_head, counters, m_block, lock)

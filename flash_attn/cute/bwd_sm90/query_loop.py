@@ -171,20 +171,12 @@ def multiply_queries(
 
 @cute.jit
 def add_dq(
-    walk: QueryWalk,
-    staged: cute.Tensor,
-    accumulator: cute.Tensor,
-    semaphore: Optional[cute.Tensor],
-    m_block_max: Int32,
-    parts: cutlass.Constexpr[int],
-    threads_per_part: cutlass.Constexpr[int],
-    part_bytes: cutlass.Constexpr[int],
+    walk: QueryWalk, add: Callable, accumulator: cute.Tensor, semaphore: Optional[cute.Tensor], m_block_max: Int32
 ):
     """Add the dq of the walk's tiles to the accumulator in memory, as the warpgroups stage them.
 
-    staged: [part size, parts] in shared memory. accumulator: [(part size, parts), query tiles].
-    semaphore: [query tiles, 1] counters, zero at launch; with them the tiles are added in the order
-    of their lock values.
+    add: `add_tile`, without what differs between tiles. accumulator: [(part size, parts), query tiles]. semaphore:
+    [query tiles, 1] counters, zero at launch; with them the tiles are added in the order of their lock values.
     """
     ordered = const_expr(semaphore is not None)
     coming, lock_coming = walk.entry(walk.begin), Int32(0)
@@ -196,21 +188,24 @@ def add_dq(
         if const_expr(ordered):
             lock_coming = walk.lock(tile + 1)
         if m_block < m_block_max:
-            add_tile(staged, accumulator, semaphore, m_block, lock, parts, threads_per_part, part_bytes)
+            add(accumulator, semaphore, m_block, lock)
 
 
 @cute.jit
 def add_tile(
     staged: cute.Tensor,
+    parts: cutlass.Constexpr[int],
+    threads_per_part: cutlass.Constexpr[int],
+    part_bytes: cutlass.Constexpr[int],
     accumulator: cute.Tensor,
     semaphore: Optional[cute.Tensor],
     m_block: Int32,
     lock: Int32,
-    parts: cutlass.Constexpr[int],
-    threads_per_part: cutlass.Constexpr[int],
-    part_bytes: cutlass.Constexpr[int],
 ):
-    """Add the dq of one query tile, as `add_dq` does: with a semaphore once `lock` others have added theirs."""
+    """Add the dq of one query tile, with a semaphore once `lock` others have added theirs.
+
+    staged: [part size, parts] in shared memory.
+    """
     ordered, lane = const_expr(semaphore is not None), cute.arch.lane_idx()
     for part in cutlass.range_constexpr(parts):
         if const_expr(not ordered):  # otherwise all adding has ended before

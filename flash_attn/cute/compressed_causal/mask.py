@@ -6,14 +6,12 @@ queries that are the last of a longer context. Everything follows from two funct
 offset): how many keys a row sees, and the first row that sees a key. Visible keys are a prefix of
 the keys and visible rows a suffix of the rows, so the tiles that a kernel has to visit are ranges.
 
-This module has them three times: as plain Python, as what the kernels trace, and as the checks of
-what a caller asks for. The kernels take factor and offset as run-time values: one compiled kernel
-serves them all, and the compile key says only that there are such values.
+The kernels take factor and offset as run-time values: one compiled kernel serves them all, and the compile key says
+only that there are such values.
 """
 
-from contextlib import contextmanager
 from numbers import Integral
-from typing import Iterator, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional
 
 import cutlass
 from cutlass import Int32, Int64
@@ -35,24 +33,6 @@ class CompressArgs(NamedTuple):
         return CompressArgs(Int32(self.factor), Int32(self.offset))
 
 
-_forced = False
-
-
-@contextmanager
-def forced() -> Iterator[None]:
-    """Within, causal attention takes the compressed path at (1, 0) too; for tests.
-
-    With equal lengths that is the same mask as causal's own. A process-wide switch: the autograd
-    engine runs backward in threads of its own.
-    """
-    global _forced
-    before, _forced = _forced, True
-    try:
-        yield
-    finally:
-        _forced = before
-
-
 def compression(causal: bool, factor: int, offset: int) -> Optional[CompressArgs]:
     """The arguments as the kernels take them; None for (1, 0), which is the path without compression.
 
@@ -67,7 +47,7 @@ def compression(causal: bool, factor: int, offset: int) -> Optional[CompressArgs
     if abs(offset) > MAX_OFFSET:
         raise ValueError(f"compress_offset has to be in -{MAX_OFFSET} .. {MAX_OFFSET}, got {offset}")
     if (factor, offset) == (1, 0):
-        return CompressArgs(1, 0) if _forced and causal else None
+        return None
     if not causal:
         raise ValueError(
             f"compress_factor={factor}, compress_offset={offset} need causal=True: they say where the "
@@ -102,67 +82,6 @@ def refuse_unsupported(compress: Optional[CompressArgs], arch: int, **asked: boo
             )
 
 
-def keys_seen_by(row: int, factor: int, offset: int) -> int:
-    """Number of keys that query `row` sees, were there no end of the keys: it sees 0 .. this - 1."""
-    return max((row - offset) // factor + 1, 0)
-
-
-def first_row_seeing(key: int, factor: int, offset: int) -> int:
-    """The first query that sees `key`; the later ones do too. Negative where even earlier ones would."""
-    return key * factor + offset
-
-
-def compressed_tile_range(
-    m_tile: int,
-    *,
-    tile_m: int,
-    tile_n: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    factor: int,
-    offset: int,
-    qhead_per_kvhead: int = 1,
-) -> Tuple[int, int, int]:
-    """The key tiles that forward visits for a tile of queries: (n_begin, n_full_end, n_end).
-
-    It visits n_begin .. n_end - 1, those and only those that hold a visible key of one of the tile's
-    rows. In n_begin .. n_full_end - 1 every row sees every key: no mask is applied. With
-    `qhead_per_kvhead` > 1 the heads of a group are packed: row r of all tiles is query
-    r // qhead_per_kvhead. Rows past the end of the queries do not count.
-    """
-    first = m_tile * tile_m // qhead_per_kvhead
-    last = min(((m_tile + 1) * tile_m - 1) // qhead_per_kvhead, seqlen_q - 1)
-    if first > last:
-        return 0, 0, 0
-    seen = min(keys_seen_by(last, factor, offset), seqlen_k)
-    seen_by_all = min(keys_seen_by(first, factor, offset), seqlen_k)
-    n_end = -(-seen // tile_n)
-    return 0, seen_by_all // tile_n, n_end
-
-
-def compressed_query_tile_range(
-    n_tile: int,
-    *,
-    tile_m: int,
-    tile_n: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    factor: int,
-    offset: int,
-    qhead_per_kvhead: int = 1,
-) -> Tuple[int, int]:
-    """The query tiles that backward visits for a tile of keys: (m_begin, m_end).
-
-    It visits m_begin .. m_end - 1: the transpose of compressed_tile_range. Empty (m_begin == m_end)
-    where no query sees any of the tile's keys.
-    """
-    m_end = -(-seqlen_q * qhead_per_kvhead // tile_m)
-    row = max(first_row_seeing(n_tile * tile_n, factor, offset), 0)
-    if row >= seqlen_q or n_tile * tile_n >= seqlen_k:
-        return m_end, m_end
-    return row * qhead_per_kvhead // tile_m, m_end
-
-
 class CompressedCausal(NamedTuple):
     """Factor and offset inside a kernel; BlockInfo and AttentionMask ask it for their limits."""
 
@@ -183,12 +102,17 @@ class CompressedCausal(NamedTuple):
         return Int32(self.divisor.divisor)
 
     def keys_seen_by(self, row: Int32) -> Int32:
-        """keys_seen_by, above: adding the factor before dividing adds 1, and keeps what a row before
-        the first visible key gives from being negative."""
+        """Number of keys that query `row` sees, were there no end of the keys: it sees 0 .. this - 1.
+
+        Adding the factor before dividing adds 1, and keeps what a row before the first visible key gives from being
+        negative.
+        """
         return cutlass.max(row - self.offset + self.factor, 0) // self.divisor
 
     def first_row_seeing(self, key: Int32, at_most: Int32) -> Int32:
-        """first_row_seeing, above, or `at_most` where that is less: keys may reach so far beyond
-        those that any row sees that their rows do not fit 32 bits."""
+        """The first query that sees `key`, negative where even earlier ones would, or `at_most` where that is less.
+
+        Keys may reach so far beyond those that any row sees that their rows do not fit 32 bits.
+        """
         row = Int64(key) * Int64(self.factor) + Int64(self.offset)
         return Int32(cutlass.min(row, Int64(at_most)))

@@ -14,7 +14,7 @@ from typing import NamedTuple, Optional, Tuple
 
 from cutlass import Int32
 
-from flash_attn.cute.compressed_causal.mask import CompressArgs, compressed_query_tile_range
+from flash_attn.cute.compressed_causal.mask import CompressArgs
 
 # Queries of a share at most: CTAs that walk it together drift apart, and have to stay within the L2.
 MOST_QUERIES = 8192
@@ -59,9 +59,8 @@ def query_shares(
     Shares are launched from the last to the first. They are as long as gives each multiprocessor `ROUNDS` of them,
     within what the L2 holds and what the start of a CTA is worth.
     """
-    tiles, lengths = -(-seqlen_q // tile_m), dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k, tile_m=tile_m, tile_n=tile_n)
-    begins = (compressed_query_tile_range(n, **lengths, **compress._asdict())[0] for n in range(-(-seqlen_k // tile_n)))
-    visited = sum(max(tiles - begin, 0) for begin in begins)
+    tiles = -(-seqlen_q // tile_m)
+    visited = sum(tiles - first_query_tile(compress, key, seqlen_q, tile_m) for key in range(0, seqlen_k, tile_n))
     share = max(LEAST_TILES, min(MOST_QUERIES // tile_m, visited * heads // (ROUNDS * num_sms)))
     return QueryShares(max(-(-tiles // share), 1), share)
 
@@ -71,7 +70,7 @@ def writes_first(compress: Optional[CompressArgs], plain: bool) -> bool:
     return compress is not None and compress.factor > 1 and plain
 
 
-def unseen_query_tiles(compress: CompressArgs, seqlen_q: int, seqlen_k: int, tile_m: int, tile_n: int) -> int:
-    """Number of query tiles, all of them before the others, that see no key at all."""
-    lengths = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    return compressed_query_tile_range(0, tile_m=tile_m, tile_n=tile_n, **lengths, **compress._asdict())[0]
+def first_query_tile(compress: CompressArgs, key: int, seqlen_q: int, tile_m: int) -> int:
+    """The first tile of queries of which one sees `key`, as all later ones do; the number of tiles where none does."""
+    row = max(key * compress.factor + compress.offset, 0)
+    return row // tile_m if row < seqlen_q else -(-seqlen_q // tile_m)

@@ -1,8 +1,6 @@
 """Masks of scores in forward over block lists, and in the dq pass: at edges only.
 
-`KeyMask` masks Hopper's steps of two blocks and the dq pass. `TailMask` is every other forward's, SM100's too. It masks
-the end of the keys in whichever entry of a list it is; Hopper's `walk_list` puts an `EndMask` or an `OpenStep` in its
-place where it can do without a branch inside a step.
+`KeyMask` masks Hopper's steps of two blocks and the dq pass. `TailMask` is every other forward's, SM100's too.
 
 **KeyMask**: the 64 queries of a warpgroup against a key block, in wgmma's registers of scores. A thread holds two rows,
 8 apart, and of every 8 columns two neighbouring ones. What hides keys from a row without asking a mask_mod (the end of
@@ -10,20 +8,20 @@ the keys, the causal edge, a window) is a range of keys for each row, so a row o
 one word. `sees_all` is the same for all threads of a warpgroup: a block that no edge runs through costs a comparison or
 two.
 
-**TailMask**: a list of key blocks may come in any order, so the block that the sequence ends in can be any entry,
-not only the one a kernel visits first. Which one it is shows in the block's number alone: the test
-is uniform over the CTA, and a block inside the sequence pays for nothing else.
+**TailMask**: a list of key blocks may come in any order, so the block that the sequence ends in can be any entry, not
+only the one a kernel visits first. Which one it is shows in the block's number alone: the test is uniform over the CTA,
+and a block inside the sequence pays for nothing else.
 
-**EndMask, OpenStep**: which blocks an edge runs through shows at run time alone. A branch inside a step, around its
-mask, stands between the products in flight and the softmax, and costs as much as masking every block: 6 to 10 % of the
-time, whether it is ever taken. So the code is there twice, and the branch is where nothing is in flight:
+A branch inside a step, around its mask, stands between the products in flight and the softmax, and costs as much as
+masking every block: 6 to 10 % of the time, whether it is ever taken. So Hopper's `walk_list` has the code twice, and
+the branch where nothing is in flight:
 
 - around the walk, where only the end of the keys could hide some of them (and a mask_mod): if all sequences are of one
   length, and it ends with a block, none is hidden;
-- around a step, where every block may have an edge: with causal, or a window.
+- around a step (`OpenStep`), where every block may have an edge: with causal, or a window.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Callable, Optional
 
@@ -157,18 +155,25 @@ def _register(column: Int32, width: cutlass.Constexpr[int]) -> Int32:
 class TailMask:
     """A kernel's mask function, called as before, for blocks in any order.
 
-    `mask_fn` is a partial of an AttentionMask's apply method, `mask` that AttentionMask. Where the
-    kernel asks for no sequence mask, the block that the sequence ends in (or that lies behind it)
-    gets one all the same.
+    Attributes:
+        mask_fn: a partial of an AttentionMask's apply method.
+        mask: that AttentionMask.
+        hides_end: whether the end of the keys is hidden in every block, or in none. None: in the block that the
+            sequence ends in (or that lies behind it), whatever the kernel asks for.
     """
 
     mask_fn: partial
     mask: object
+    hides_end: Optional[bool] = None
 
     def at_tail(self, n_block) -> Boolean:
         return (n_block + 1) * self.mask.tile_n > self.mask.seqlen_k
 
     def __call__(self, acc_S, n_block, mask_seqlen: bool, **options):
+        if self.hides_end is not None:
+            if self.hides_end or options.get("mask_mod") is not None:
+                self.mask_fn(acc_S, n_block=n_block, mask_seqlen=self.hides_end, **options)
+            return
         given = {**self.mask_fn.keywords, **options}
         # Causal and local masks compare with a limit anyway: taking the sequence's end into it is
         # cheaper than a branch. A mask_mod pays for every element, so it gets the branch.
@@ -204,40 +209,15 @@ def softmax_step_in_any_order(
     loading), so here the whole step is branched over, not only the mask.
     """
     masked = partial(mask_fn, check_q_boundary=check_q_boundary)
+    phases = (consumer_phase, corr_phase, sequence_phase)
     if const_expr(not allow_unmasked or check_q_boundary is not False):
-        consumer_phase, corr_phase, sequence_phase = softmax_step(
-            consumer_phase,
-            corr_phase,
-            sequence_phase,
-            n_block,
-            mask_fn=partial(masked, mask_seqlen=False),
-        )
+        phases = softmax_step(*phases, n_block, mask_fn=partial(masked, mask_seqlen=False))
     else:
         if mask_fn.at_tail(n_block):
-            consumer_phase, corr_phase, sequence_phase = softmax_step(
-                consumer_phase,
-                corr_phase,
-                sequence_phase,
-                n_block,
-                mask_fn=partial(masked, mask_seqlen=True),
-            )
+            phases = softmax_step(*phases, n_block, mask_fn=partial(masked, mask_seqlen=True))
         else:
-            consumer_phase, corr_phase, sequence_phase = softmax_step(
-                consumer_phase, corr_phase, sequence_phase, n_block, mask_fn=None
-            )
-    return consumer_phase, corr_phase, sequence_phase
-
-
-@dataclass(frozen=True)
-class EndMask:
-    """Called as a `TailMask`: hides the end of the keys in every block, or nowhere, and what a mask_mod hides."""
-
-    mask_fn: partial
-    hides_end: bool
-
-    def __call__(self, acc_S: cute.Tensor, n_block: Int32, mask_seqlen: bool, **options: Any) -> None:
-        if self.hides_end or options.get("mask_mod") is not None:
-            self.mask_fn(acc_S, n_block=n_block, mask_seqlen=self.hides_end, **options)
+            phases = softmax_step(*phases, n_block, mask_fn=None)
+    return phases
 
 
 @dataclass(frozen=True)
@@ -278,25 +258,18 @@ def walk_list(walk: Callable, step: Callable, state: Any, tail: TailMask, edges:
     Returns:
         the next state, and whether there was a block.
     """
-    if edges is None:
-        return _walk(partial(walk, mma_one_n_block=step), state, tail)
-    if edges.left is not None or edges.right is not None:
-        return _walk(partial(walk, mma_one_n_block=OpenStep(step, edges, tail.mask.tile_n)), state, tail)
-    seqlen, walk = edges.seqlen, partial(walk, mma_one_n_block=step)
-    if seqlen.has_cu_seqlens_k or seqlen.has_seqused_k:
-        return _walk(walk, state, tail)  # blocks past the end may be listed, for other sequences
-    whole = seqlen.seqlen_k % tail.mask.tile_n == 0
-    return _walk_of_two(whole, walk, state, *(EndMask(tail.mask_fn, hides_end) for hides_end in (False, True)))
-
-
-@cute.jit
-def _walk(walk: Callable, state: Any, mask: Callable):
-    state, _, found = walk(kv_consumer_state=state, mask_fn=mask)
+    if edges is not None and (edges.left is not None or edges.right is not None):
+        step = OpenStep(step, edges, tail.mask.tile_n)
+    elif edges is not None and not (edges.seqlen.has_cu_seqlens_k or edges.seqlen.has_seqused_k):
+        # All sequences are of one length: no list has blocks past this one's end that are for others.
+        whole, walk = edges.seqlen.seqlen_k % tail.mask.tile_n == 0, partial(walk, mma_one_n_block=step)
+        return _walk_of_two(whole, walk, state, replace(tail, hides_end=False), replace(tail, hides_end=True))
+    state, _, found = walk(mma_one_n_block=step, kv_consumer_state=state, mask_fn=tail)
     return state, found
 
 
 @cute.jit
-def _walk_of_two(whole: Boolean, walk: Callable, state: Any, open_mask: EndMask, mask: EndMask):
+def _walk_of_two(whole: Boolean, walk: Callable, state: Any, open_mask: TailMask, mask: TailMask):
     found = Boolean(False)
     if whole:
         state, _, found = walk(kv_consumer_state=state, mask_fn=open_mask)
