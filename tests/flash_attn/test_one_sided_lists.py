@@ -133,6 +133,18 @@ def test_lists_of_one_direction_name_what_the_mask_shows(
             check(less)
 
 
+@pytest.mark.parametrize("used", [(640, 640), (300, 640)], ids=str)
+def test_lists_of_one_direction_for_each_sequence_of_a_batch(used: tuple[int, int]) -> None:
+    """Positions count from the ends of the keys in use."""
+    seen = [seen_blocks(700, keys, (None, 0)) for keys in used]
+    listed = torch.stack([torch.nn.functional.pad(own, (0, 5 - own.shape[1])) for own in seen]).unsqueeze(1)
+    call, options = qk(2, 700, keys=640), dict(seqused_k=torch.tensor(used).int(), window=(None, 0))
+    validate_call(True, lists_from_blocks(listed, block_size=(BLOCK, BLOCK)), None, *call, **options)
+    listed[1, 0, 4, 2] = False
+    less = lists_from_blocks(listed, block_size=(BLOCK, BLOCK))
+    assert "sequence 1: forward lists name 4 of the key blocks 0 .. 4" in said(less, None, *call, **options)
+
+
 @pytest.mark.parametrize("form", PACKED)
 @pytest.mark.parametrize("backward", [False, True])
 def test_lists_of_one_direction_in_a_pack(form: str, backward: bool) -> None:
