@@ -11,6 +11,7 @@ from fa_cases import Case, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, WorkerError, built_kernels
 from fa_dq import as_rows, queries
 from fa_lists import backward_lists
+from fa_reference import assert_call_repeats
 from test_two_pass_backward import without_dq
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
@@ -121,9 +122,7 @@ def test_dk_and_dv_of_heads_one_by_one(
     o, lse = forward(case, x)
     _, *got = without_dq(case, x, o, lse, deterministic=deterministic)
     if deterministic:
-        for _ in range(20):
-            _, *again = without_dq(case, x, o, lse, deterministic=True)
-            assert all(map(torch.equal, got, again))
+        assert_call_repeats(lambda: without_dq(case, x, o, lse, deterministic=True)[1:], 20)
     monkeypatch.setattr(two_pass, "WALKS_GROUP", False)
     _, *expected = without_dq(replace(case, plan=0, per_group=False), x, o, lse)
     for ours, theirs in zip(got, expected, strict=True):
