@@ -71,25 +71,18 @@ def _missing(folders: list[Path]) -> ForkStatus:
     other = next((folder for folder in folders if (folder / "__init__.py").is_file()), None)
     if other is None:
         return ForkStatus("missing", detail="no flash_attn.cute on Python's path", remedy=INSTALL)
-    return ForkStatus(
-        "missing",
-        location=str(other),
-        detail=f"{other} is a flash_attn package of its own (FlashAttention-2), and holds no flash_attn.cute",
-        remedy="install the wheel (`pip install .` in a checkout of this repository), or uninstall flash-attn",
-    )
+    detail = f"{other} is a flash_attn package of its own (FlashAttention-2), and holds no flash_attn.cute"
+    remedy = "install the wheel (`pip install .` in a checkout of this repository), or uninstall flash-attn"
+    return ForkStatus("missing", location=str(other), detail=detail, remedy=remedy)
 
 
 def _stock(package: Path, folders: list[Path]) -> ForkStatus:
-    detail = f"{package} is not this repository's build"
+    detail, remedy = f"{package} is not this repository's build", INSTALL
     hidden = next((folder / "cute" for folder in folders if (folder / "cute" / "build_info.py").is_file()), None)
-    if hidden is None:
-        return ForkStatus("stock", location=str(package), detail=detail, remedy=INSTALL)
-    return ForkStatus(
-        "stock",
-        location=str(package),
-        detail=f"{detail}; it hides the one in {hidden}",
-        remedy=f"remove flash-attn-4 from {package.parent.parent}, then install this repository's build again",
-    )
+    if hidden is not None:
+        detail += f"; it hides the one in {hidden}"
+        remedy = f"remove flash-attn-4 from {package.parent.parent}, then install this repository's build again"
+    return ForkStatus("stock", location=str(package), detail=detail, remedy=remedy)
 
 
 def _constants(module: Path) -> dict[str, object]:

@@ -195,15 +195,8 @@ def attend(
     Returns:
         o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
     """
-    branches, lses, choice = attend_branches(
-        q,
-        k,
-        v,
-        spec=spec,
-        compress_k_weight=compress_k_weight,
-        compress_v_weight=compress_v_weight,
-        block_indices=block_indices,
-    )
+    weights = dict(compress_k_weight=compress_k_weight, compress_v_weight=compress_v_weight)
+    branches, lses, choice = attend_branches(q, k, v, spec=spec, **weights, block_indices=block_indices)
     g = gate_values(q, gate_weight, gates)
     o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches))
     return o.to(q.dtype), Aux(choice, g.detach(), *(lse.detach() for lse in lses))

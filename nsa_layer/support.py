@@ -112,15 +112,6 @@ def kernel_family(arch: int) -> int:
     return {9: 90, 10: 100}.get(arch // 10, arch)
 
 
-def check_rows(what: str, dtype: torch.dtype, *lengths: int) -> None:
-    """Raise NotImplementedError unless the layer's own kernels take rows of these lengths in this dtype."""
-    if dtype not in KERNEL_DTYPES or not ROW_LENGTHS.issuperset(lengths):
-        raise NotImplementedError(
-            f"{what} of {dtype} with head dimensions {' and '.join(map(str, lengths))}: the kernels take float16 and "
-            f"bfloat16, and {' and '.join(map(str, sorted(ROW_LENGTHS)))}"
-        )
-
-
 @lru_cache(maxsize=1024)
 def missing_feature(request: Request) -> str | None:
     """The first thing asked for that the kernels lack on this architecture, or None."""

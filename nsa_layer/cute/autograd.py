@@ -20,7 +20,7 @@ from nsa_layer.fork import require_patched
 require_patched()
 
 from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
-from nsa_layer.cute.backward import WeightGradients, backward  # noqa: E402
+from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Inputs, SavedForBackward, forward  # noqa: E402
 
 Tensor = torch.Tensor
@@ -103,7 +103,7 @@ def _gradients(
         query, key = _query_heads(q, k, first, end), (first, end)
         grads = _narrow(do, -2, query), _narrow(dq, -2, query), _narrow(dk, -2, key), _narrow(dv, -2, key)
         rest.append(backward(head_group(inputs, first, end), saved, *grads, spec=spec))
-    return dq, dk, dv, *_joined_weights(rest)
+    return dq, dk, dv, *(_joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0)))
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -145,11 +145,6 @@ def _joined_aux(parts: list[SavedForBackward], q: Tensor) -> tuple[Tensor, ...]:
     if g is None:
         g = q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
     return block_indices, g, *lses
-
-
-def _joined_weights(parts: list[WeightGradients]) -> tuple[Tensor | None, ...]:
-    gate_weight, gates, w_k, w_v = map(list, zip(*parts))
-    return _joined(gate_weight, 0), _joined(gates, -2), _joined(w_k, 0), _joined(w_v, 0)
 
 
 def _joined(parts: list[Tensor | None], dim: int) -> Tensor | None:

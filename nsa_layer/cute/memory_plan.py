@@ -14,7 +14,14 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 
-RECOMPUTE = ("auto", "none", "compressed", "all")
+EVERYTHING, NOTHING = (True, True, True), (False, False, False)
+# The outputs to save, of the compressed, the selected and the window branch: the first choice that fits.
+RECOMPUTE = {
+    "auto": (EVERYTHING, NOTHING),
+    "none": (EVERYTHING,),
+    "compressed": ((False, True, True),),
+    "all": (NOTHING,),
+}
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
 SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask the driver
 
@@ -44,7 +51,7 @@ class MemoryPolicy:
                 raise TypeError(f"budget must be an int or None, got {self.budget!r}")
             if self.budget < 0:
                 raise ValueError(f"budget must be at least 0 bytes, got {self.budget}")
-        if self.recompute not in RECOMPUTE:
+        if self.recompute not in list(RECOMPUTE):
             raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}")
 
 
@@ -134,13 +141,7 @@ def plan_memory(sizes: Sizes, policy: MemoryPolicy, device: torch.device) -> Mem
 
 @lru_cache(maxsize=256)
 def _plan_memory(sizes: Sizes, recompute: str, budget: int | None) -> MemoryPlan:
-    everything, nothing = (True, True, True), (False, False, False)
-    choices = {
-        "none": [everything],
-        "compressed": [(False, True, True)],
-        "all": [nothing],
-        "auto": [everything, nothing],
-    }[recompute if sizes.needs_grad else "all"]
+    choices = RECOMPUTE[recompute if sizes.needs_grad else "all"]
     for kept in choices:
         for count in range(1, sizes.Hkv + 1):
             heads = -(-sizes.Hkv // count)

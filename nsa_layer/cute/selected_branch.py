@@ -14,7 +14,6 @@ from flash_attn.cute.bwd_sm90 import two_pass
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.packing import Packing
@@ -112,7 +111,7 @@ def selected_sparsity(
     # Blackwell's forward masks every tile where it is causal by itself: there a mask_mod leaves full tiles alone.
     hopper = _on_hopper(device)
     plain = exact and (hopper or not causal)
-    if block_indices.is_cuda and kernels_make_lists(config, tile, device):
+    if block_indices.is_cuda and exact and hopper:
         static = dict(block_size=config.block_size, q_tile=tile_q, kv_tile=kv_tile, causal=causal)
         if packing is not None:
             T, static = packing.longest, static | dict(cu_tiles=packing.cu_tiles, cu_rows=packing.cu_kv_tiles)
@@ -141,11 +140,6 @@ def selected_sparsity(
         aux = joined_rows(bitmaps)[None], cu_total_blocks(cu_seqlens, tile_q) * (tile_q // config.q_tile)
     mask = selected_mask(config.block_size, config.q_tile, heads[0] // heads[1], causal, cu_seqlens is not None)
     return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
-
-
-def kernels_make_lists(config: NSAConfig, tile: tuple[int, int], device: torch.device) -> bool:
-    """True if `kernels.k2q_csr` makes the lists: on Hopper, for tiles without a mask."""
-    return config.q_tile % tile[0] == 0 and config.block_size % tile[1] == 0 and _on_hopper(device)
 
 
 def _backward_tensors(

@@ -23,12 +23,10 @@ def block_topk(q: Tensor, k_cmp: Tensor, *, spec: CallSpec, packing: Packing | N
     Returns:
         int32 [B, Hkv, M, n], ascending, padded with -1, and [B, Hkv, M]; packed [Hkv, all tiles, n], [Hkv, all tiles].
     """
-    config, scale = spec.config, spec.softmax_scale
-    covered = dict(G=q.shape[-2] // k_cmp.shape[-2], D=q.shape[-1], dtype=q.dtype, softmax_scale=scale)
-    if topk_kernel.unsupported(config, **covered) is not None:
+    if not topk_kernel.takes(spec.config, q.shape[-2] // k_cmp.shape[-2]):
         indices = _by_pytorch(q, k_cmp, spec, packing)
         return indices, (indices >= 0).sum(-1, dtype=torch.int32)
-    static = dict(config=config, causal=spec.causal, softmax_scale=scale)
+    static = dict(config=spec.config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     if packing is not None:
         static |= dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks, lengths=spec.lengths)
     return topk_kernel.block_topk(q, k_cmp, **static)

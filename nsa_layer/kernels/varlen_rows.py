@@ -9,29 +9,19 @@ from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 
 @cute.jit
-def find_sequence(starts: cute.Tensor, tile: Int32, size: cutlass.Constexpr[int]):
-    """The last sequence whose first tile is not after `tile`; starts: [sequences + 1]."""
+def sequence_of(starts: cute.Tensor, at: Int32, size: cutlass.Constexpr[Optional[int]] = None) -> Int32:
+    """The packed sequence of a row, or of a tile of `size` rows: the last that starts at or before it."""
     low, high = Int32(0), Int32(starts.shape[0] - 1)
     while high - low > 1:
         middle = (low + high) // 2
-        if starts[middle] // size + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@cute.jit
-def sequence_of(cu_rows: cute.Tensor, row: Int32) -> Int32:
-    """The packed sequence of a row: the last that starts at or before it."""
-    low, high = Int32(0), cu_rows.shape[0] - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if cu_rows[middle] <= row:
+        first = starts[middle]
+        if const_expr(size is not None):
+            first = first // size + middle
+        if first <= at:
             low = middle
         else:
             high = middle

@@ -97,30 +97,6 @@ def refused(case: Case, more: dict[str, bool]) -> None:
     without_dq(case, x, o, lse, **more)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("longest", [1, 3, None])
-def test_items_of_a_group_hold_every_entry_once(heads: int, longest: int | None, deterministic: bool) -> None:
-    from flash_attn.cute.lists.backward_plan import plan_backward
-
-    Hkv, N, M = 2, 5, 40
-    for seed in range(8):
-        _, lists = both_directions(Blocks(B=2, H=heads, M=M, N=N, full=0.5 if seed % 2 else None, seed=seed))
-        options = dict(num_heads=6, num_heads_kv=Hkv, num_q_blocks=M, longest=longest, per_group=True)
-        planned = plan_backward(lists, deterministic=deterministic, **options)
-        assert planned.plan_per_group
-        counts = lists.mask_block_cnt + (0 if lists.full_block_cnt is None else lists.full_block_cnt)
-        counts, items, before = counts.expand(2, Hkv, N), planned.plan.tolist(), {}
-        for b, h, n, begin, end, turn in items:
-            assert begin < end <= begin + (longest or 10)
-            assert (begin, turn) == before.get((b, h, n), (0, 0))
-            before[b, h, n] = end, turn + 1
-        listed = {(b, h, n): int(counts[b, h, n]) for b in range(2) for h in range(Hkv) for n in range(N)}
-        assert {row: end for row, (end, _) in before.items()} == {row: count for row, count in listed.items() if count}
-        bounded = plan_backward(lists, deterministic=deterministic, listed=N * M, **options).plan
-        assert bounded[: len(items)].tolist() == items and not bounded[len(items) :].any()
-
-
 def test_a_plan_for_groups_takes_two_passes() -> None:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.bwd_sm90.two_pass import takes

@@ -108,8 +108,7 @@ def seen_blocks(T_q: int, T_k: int, window: tuple[int | None, int | None]) -> to
     at, key = torch.arange(T_q)[:, None] + T_k - T_q, torch.arange(T_k)[None]
     left, right = (T_q + T_k if side is None else side for side in window)
     seen = (key >= at - left) & (key <= at + right)
-    tiled = torch.nn.functional.pad(seen, (0, -T_k % BLOCK, 0, -T_q % BLOCK))
-    return tiled.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+    return by_definition(seen, (BLOCK, BLOCK))[0]
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

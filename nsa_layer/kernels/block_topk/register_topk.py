@@ -6,6 +6,7 @@ complement. All entries of a list differ, so comparisons alone find the entry to
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import or_
 
 import cutlass
 import cutlass.cute as cute
@@ -73,27 +74,26 @@ def empty_topk(share: int, room: Int32) -> RegisterTopK:
     return best
 
 
-def least_of(entries: cute.Tensor) -> Int64:
-    values = [entries[s] for s in range(cute.size(entries))]
+def reduce_tree(combine: Callable, values: list) -> Int32 | Int64:
     while len(values) > 1:
-        pairs = [worse(a, b) for a, b in zip(values[::2], values[1::2])]
+        pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
         values = pairs + values[len(values) // 2 * 2 :]
-    return reduce_quad(worse, values[0])
+    return values[0]
+
+
+def least_of(entries: cute.Tensor) -> Int64:
+    return reduce_quad(worse, reduce_tree(worse, [entries[s] for s in range(cute.size(entries))]))
 
 
 def largest(values: list[Int32]) -> Int32:
-    while len(values) > 1:
-        pairs = [cutlass.max(a, b) for a, b in zip(values[::2], values[1::2])]
-        values = pairs + values[len(values) // 2 * 2 :]
-    return values[0]
+    return reduce_tree(cutlass.max, values)
 
 
 def index_of(values: list[Int32], value: Int32) -> Int32:
     """The first index of `value`, which the list has."""
     marks = [cutlass.select_(x == value, Int32(1 << i), Int32(0)) for i, x in enumerate(values)]
-    while len(marks) > 1:
-        marks = [a | b for a, b in zip(marks[::2], marks[1::2])] + marks[len(marks) // 2 * 2 :]
-    return cute.arch.popc((marks[0] & -marks[0]) - 1)
+    mark = reduce_tree(or_, marks)
+    return cute.arch.popc((mark & -mark) - 1)
 
 
 @cute.jit

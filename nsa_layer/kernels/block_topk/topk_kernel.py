@@ -35,7 +35,6 @@ from nsa_layer.kernels.block_topk.split_fp16_gemm import (
 from nsa_layer.kernels.block_topk.topk_epilogue import room_of, write_block_list
 from nsa_layer.kernels.block_topk.topk_spec import ROWS, TopKSpec
 from nsa_layer.kernels.launch import launch
-from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
 
 Tensor = torch.Tensor
 
@@ -313,17 +312,9 @@ class BlockTopK:
                     sLists[(warp_n * register_topk.QUAD + lane % 4) * spec.share + s, tile] = entry
 
 
-def unsupported(config: NSAConfig, *, G: int, D: int, dtype: torch.dtype, softmax_scale: float) -> str | None:
-    """The reason why `block_topk` does not take a call; None if it does."""
-    if D not in ROW_LENGTHS or dtype not in KERNEL_DTYPES:
-        return f"top-k for {dtype} with head dimension {D}"
-    if G > MOST_HEADS:
-        return f"top-k for more than {MOST_HEADS} query heads a group, got {G}"
-    if config.block_counts > MOST_BLOCKS:
-        return f"block_counts above {MOST_BLOCKS}, got {config.block_counts}"
-    if not softmax_scale > 0:
-        return f"top-k with a softmax_scale that is not positive, got {softmax_scale}"
-    return None
+def takes(config: NSAConfig, G: int) -> bool:
+    """True if `block_topk` takes a call with G query heads a group."""
+    return G <= MOST_HEADS and config.block_counts <= MOST_BLOCKS
 
 
 @torch.no_grad()
@@ -338,7 +329,7 @@ def block_topk(
     cu_blocks: Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks listed for each query tile, as `select.choose_blocks` defines them.
+    """The blocks listed for each query tile, as `select.choose_blocks` defines them, in calls that `takes` is true for.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
@@ -349,14 +340,8 @@ def block_topk(
     Returns:
         int32 [B, Hkv, M, n], ascending, padded with -1 (packed [Hkv, all tiles, n]), and the lists' lengths,
         [B, Hkv, M].
-
-    Raises:
-        NotImplementedError: a call that `unsupported` names.
     """
     Hq, D, Hkv = q.shape[-2], q.shape[-1], k_mean.shape[-2]
-    missing = unsupported(config, G=Hq // Hkv, D=D, dtype=q.dtype, softmax_scale=softmax_scale)
-    if missing is not None:
-        raise NotImplementedError(f"the kernels do not support {missing}")
     share, packed = -(-config.block_counts // register_topk.QUAD), lengths is not None
     spec = TopKSpec(D, Hq // Hkv, share, causal, config.force_blocks, packed)
     B = 1 if packed else q.shape[0]

@@ -14,7 +14,6 @@ import torch
 from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.kernels.launch import DTYPES, launch
-from nsa_layer.support import check_rows
 
 LOG2_E = 1.4426950408889634
 EQUAL_SHARE = 1.0 / 3.0
@@ -222,12 +221,8 @@ def gated_sum(
 
     Returns:
         o, as o_cmp, and the gates in fp32 [B, T, Hq, 3]; None for equal shares.
-
-    Raises:
-        NotImplementedError: another head dimension or dtype.
     """
     Hq, D = o_cmp.shape[-2:]
-    check_rows("o_cmp", o_cmp.dtype, D)
     o = torch.empty(o_cmp.shape, dtype=o_cmp.dtype, device=o_cmp.device) if out is None else out
     gated = gate_weight is not None or gates is not None
     g = torch.empty((*o.shape[:-1], 3), dtype=torch.float32, device=o.device) if gated else None

@@ -44,7 +44,6 @@ from nsa_layer.kernels.gating.gated_sum import (
 from nsa_layer.kernels.gating.reduce_partials import reduce_partials
 from nsa_layer.kernels.launch import DTYPES, launch
 from nsa_layer.kernels.varlen_rows import sequence_of
-from nsa_layer.support import check_rows
 
 LOG2_EQUAL_SHARE = math.log2(EQUAL_SHARE)
 
@@ -370,12 +369,8 @@ def gated_sum_backward(
         tile_m: rows of a tile of attention's backward.
         cu_seqlens: int32 starts of the packed sequences, and the total.
         out: written and returned as dq, with `gate_weight`; heads and tokens may have any stride.
-
-    Raises:
-        NotImplementedError: another head dimension or dtype.
     """
     Hq, D = do.shape[-2:]
-    check_rows("o_cmp", o_cmp.dtype, o_cmp.shape[-1])
     weighed, given = gate_weight is not None, gates is not None
     rows = backward_rows(D, Hq)
     tiles, ctas = _split(do, rows, weighed)

@@ -30,14 +30,13 @@ from nsa_layer.kernels.mean_pool.segments import (
 )
 from nsa_layer.kernels.varlen_rows import (
     divided,
-    find_sequence,
     head_rows,
     place_of_cta,
     round_to,
+    sequence_of,
     tiles_and_batch,
     vector,
 )
-from nsa_layer.support import check_rows
 
 Tensor = torch.Tensor
 
@@ -81,7 +80,7 @@ class PoolKernel:
         batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
         if const_expr(mCuBlocks is not None):
-            s = find_sequence(mCuBlocks, tile, self.blocks)
+            s = sequence_of(mCuBlocks, tile, self.blocks)
             token, row = mCuSeqlens[s], mCuBlocks[s]
             rows = mCuBlocks[s + 1] - row
             tile -= row // self.blocks + s
@@ -191,7 +190,7 @@ class UnpoolKernel:
         start, row = Int32(0), Int32(0)
         end, rows = Int32(mdK.shape[cute.rank(mdK) - 3]), Int32(mdKMean.shape[cute.rank(mdKMean) - 3])
         if const_expr(mCuBlocks is not None):
-            s = find_sequence(mCuSeqlens, tile, self.tokens)
+            s = sequence_of(mCuSeqlens, tile, self.tokens)
             start, end, row = mCuSeqlens[s], mCuSeqlens[s + 1], mCuBlocks[s]
             rows = mCuBlocks[s + 1] - row
             tile -= start // self.tokens + s
@@ -251,14 +250,8 @@ def pool(
 
     Returns:
         The means of k, one tensor for each of `k_dtypes`, and those of v: [B, Tc, H, D], packed [total_blocks, H, D].
-
-    Raises:
-        NotImplementedError: a dtype or head dimension has no kernel.
     """
     D, Dv = k.shape[-1], v.shape[-1]
-    check_rows("k and v", k.dtype, D, Dv)
-    if len(k_dtypes) not in (1, 2):
-        raise ValueError(f"k_dtypes must be one or two dtypes, got {k_dtypes}")
     blocks = (total_blocks,) if k.dim() == 3 else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
     k_means = tuple([k.new_empty((*blocks, *k.shape[-2:]), dtype=dtype) for dtype in k_dtypes])
     v_mean = v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
@@ -288,12 +281,8 @@ def unpool(
             [total_blocks, H, ...].
         dk, dv: written, of k's and v's shape and dtype; heads and tokens may have any stride.
         cu_seqlens, cu_blocks: as in `pool`.
-
-    Raises:
-        NotImplementedError: a dtype or head dimension has no kernel.
     """
     D, Dv = dk.shape[-1], dv.shape[-1]
-    check_rows("k and v", dk.dtype, D, Dv)
     if dk_cmp.shape[-3] == 0:
         dk.zero_()
         dv.zero_()

@@ -75,20 +75,12 @@ def test_kernels_are_traced(compiler: Worker, name: str) -> None:
     assert indices == (*lead, case.Hkv, tiles, width) and counts == indices[:-1]
 
 
-def test_says_what_it_does_not_cover() -> None:
+def test_what_it_does_not_take() -> None:
     pytest.importorskip("cutlass")
-    from nsa_layer.kernels.block_topk.topk_kernel import unsupported
+    from nsa_layer.kernels.block_topk.topk_kernel import takes
 
-    covered = dict(G=4, D=128, dtype=torch.bfloat16, softmax_scale=0.1)
-    assert unsupported(NSAConfig(), **covered) is None
-    for config, changes, said in [
-        (NSAConfig(), {"D": 96}, "dimension 96"),
-        (NSAConfig(), {"dtype": torch.float32}, "torch.float32"),
-        (NSAConfig(), {"G": 33}, "33"),
-        (NSAConfig(block_counts=65), {}, "block_counts"),
-        (NSAConfig(), {"softmax_scale": 0.0}, "softmax_scale"),
-    ]:
-        assert said in unsupported(config, **covered | changes)
+    assert takes(NSAConfig(block_counts=64), G=32)
+    assert not takes(NSAConfig(), G=33) and not takes(NSAConfig(block_counts=65), G=4)
 
 
 @pytest.fixture

@@ -152,21 +152,6 @@ def test_kernels_are_traced(compiler: Worker, index: int) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "changes,named",
-    [(dict(dtype=torch.float32), "torch.float32"), (dict(D=96), "96 and 128"), (dict(Dv=192), "128 and 192")],
-    ids=["float32", "D", "Dv"],
-)
-def test_what_has_no_kernel_is_named(changes: dict, named: str) -> None:
-    case = replace(Case(), **changes)
-    k = torch.empty(1, 64, 1, case.D, dtype=case.dtype)
-    v = torch.empty(1, 64, 1, case.Dv, dtype=case.dtype)
-    with pytest.raises(NotImplementedError, match=named):
-        pool(k, v, k_dtypes=(torch.float32,), v_dtype=torch.float32, **case.options)
-    with pytest.raises(NotImplementedError, match=named):
-        unpool(k, v, k, v, **case.options)
-
-
 def test_without_a_complete_block_nothing_is_launched() -> None:
     k = torch.full((2, 5, 3, 64), float("nan"), dtype=torch.bfloat16)
     (k_mean,), v_mean = pool(k, k, k_dtypes=(torch.float32,), v_dtype=k.dtype, block_size=64, stride=64)
