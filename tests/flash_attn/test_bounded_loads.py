@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, forward, make_inputs, swept
+from fa_cases import Case, Inputs, _masks, attend, forward, make_inputs, swept
 from fa_compile import Worker
 from fa_lists import backward_lists, forward_lists
 
@@ -175,15 +175,12 @@ def test_loads_of_mla(
 
 def attended(case: Case, x: Inputs, passes: int | None = None, **options: Any) -> dict[str, torch.Tensor]:
     """Output, log-sum-exp and gradients of the public function."""
-    from flash_attn.cute import flash_attn_varlen_func
-
-    given = _masks(case, x) | options
-    given["window_size"] = (given.pop("window_size_left"), given.pop("window_size_right"))
+    lists = {}
     if case.lists is not None:
         of_keys = backward_lists(case)._replace(passes=passes)
-        given |= dict(block_sparse_tensors=forward_lists(case), block_sparse_tensors_bwd=of_keys)
+        lists = dict(block_sparse_tensors=forward_lists(case), block_sparse_tensors_bwd=of_keys)
     leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-    o, lse = flash_attn_varlen_func(*leaves, **given, deterministic=case.deterministic, return_lse=True)
+    o, lse = attend(case, x, leaves, **lists, **options)
     return dict(zip(NAMES, (o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, x.do)), strict=True))
 
 

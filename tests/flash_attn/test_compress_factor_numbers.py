@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_cases import OPTIONS, Case, _masks, in_turn, make_inputs
+from fa_cases import OPTIONS, Case, attend, in_turn, make_inputs
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
 from fa_reference import assert_bits_repeat, assert_case, assert_close, reference, results
 
@@ -64,15 +64,12 @@ def test_later_tokens_change_no_bit(key: int) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_public_functions_and_their_gradients(packed: bool) -> None:
-    from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
-
     lengths = dict(packed=((300, 18),) * 2) if packed else dict(T_q=300, T_k=18)
     case = replace(FIXED, compress=(16, 31), **lengths)
     x = make_inputs(case)
     exact, plain = (reference(case, x, dtype) for dtype in (torch.float64, torch.bfloat16))
-    leaves, given = [t.requires_grad_() for t in (x.q, x.k, x.v)], _masks(case, x)
-    given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
-    o = (flash_attn_varlen_func if packed else flash_attn_func)(*leaves, **given)[0]
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
+    o, _ = attend(case, x, leaves)
     for name, mine in zip(("o", "dq", "dk", "dv"), (o, *torch.autograd.grad(o, leaves, x.do))):
         assert_close(name, mine, exact[name], plain[name])
 

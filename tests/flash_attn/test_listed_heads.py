@@ -13,9 +13,6 @@ from fa_dq import as_rows, queries
 from fa_lists import backward_lists
 from test_two_pass_backward import without_dq
 
-from fuzz.blocks import both_directions
-from fuzz.case import Blocks
-
 LISTED = dict(T_q=900, T_k=900, lists="both")
 PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both")
 CASES = [
@@ -105,13 +102,6 @@ def test_a_plan_for_groups_takes_two_passes() -> None:
     static = dict(arch=90, q=q, v=q, forward=lists, deterministic=False)
     assert takes(None, backward=lists._replace(plan_per_group=True), **static)
     assert not takes(None, backward=lists, **static)
-
-
-def test_groups_have_to_share_their_lists() -> None:
-    from flash_attn.cute.lists.backward_plan import plan_backward
-
-    with pytest.raises(ValueError, match="per_group=True with lists of 6 heads"):
-        plan_backward(both_directions(Blocks(H=6))[1], num_heads=6, num_heads_kv=2, num_q_blocks=6, per_group=True)
 
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
