@@ -7,7 +7,14 @@ block of keys. `BACKWARD` holds the tiles to take where the dense one does not f
 from typing import Any, Optional
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.bwd_dq_sm90.spec import STEP
+
+ROWS = 64  # queries of a warpgroup of SM90
+STEP = 128  # keys of a step of the dq pass, and of forward by `two_block_steps`
+
+
+def box_columns(head_dim: int) -> int:
+    """Head dimensions that one swizzled row of shared memory holds."""
+    return 64 if head_dim % 64 == 0 else 32
 
 DENSE_BLOCK = (128, 128)  # of lists that do not say what a block is
 
