@@ -35,58 +35,51 @@ def spoil(fault: str, forward: Any, backward: Any, seed: int) -> tuple[Any, Any]
     sides = [_copy(forward), _copy(backward)]
     at = {"entry lost in forward": 0, "entry lost in backward": 1, "another block in backward": 1}.get(fault)
     at = draw.randrange(2) if at is None else at
+    return tuple(sides) if _spoil(fault, sides, at, draw) else None
+
+
+def _spoil(fault: str, sides: list, at: int, draw: random.Random) -> bool:
     lists = sides[at]
     if fault in ("lock off by one", "locks swapped"):
-        spoilt = _spoil_locks(fault, sides[1], draw)
-        return tuple(sides) if spoilt else None
-    if fault == "int64":
-        sides[at] = lists._replace(mask_block_idx=lists.mask_block_idx.long())
-        return sides[0], sides[1]
-    if fault == "a row short":
-        cnt, idx = lists.mask_block_cnt[..., 1:], lists.mask_block_idx[..., 1:, :]
-        sides[at] = lists._replace(mask_block_cnt=cnt, mask_block_idx=idx)
-        return sides[0], sides[1]
-    if fault == "no block size":
-        sides[at] = lists._replace(block_size=None)
-        return sides[0], sides[1]
+        return _spoil_locks(fault, sides[1], draw)
     if fault in ("starts shifted", "starts cut"):
-        spoilt = _spoil_starts(fault, sides, at)
-        return tuple(sides) if spoilt else None
+        return _spoil_starts(fault, sides, at)
+    changes = {
+        "int64": lambda: dict(mask_block_idx=lists.mask_block_idx.long()),
+        "a row short": lambda: dict(
+            mask_block_cnt=lists.mask_block_cnt[..., 1:], mask_block_idx=lists.mask_block_idx[..., 1:, :]
+        ),
+        "no block size": lambda: dict(block_size=None),
+    }
+    if fault in changes:
+        sides[at] = lists._replace(**changes[fault]())
+        return True
     kind = draw.choice([k for k in ("mask", "full") if getattr(lists, f"{k}_block_cnt") is not None])
-    cnt, idx = getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")
-    if cnt.numel() == 0:
-        return None
-    if fault.startswith("count"):
+    cnt = getattr(lists, f"{kind}_block_cnt")
+    if fault.startswith("count") and cnt.numel():
         cnt.view(-1)[draw.randrange(cnt.numel())] = BIG if fault == "count too large" else -1 - draw.randrange(3)
-        return sides[0], sides[1]
-    return _spoil_entry(fault, sides, lists, kind, draw)
+        return True
+    return _spoil_entry(fault, lists, kind, draw)
 
 
-def _spoil_entry(fault: str, sides: list, lists: Any, kind: str, draw: random.Random) -> tuple[Any, Any] | None:
-    cnt, _idx = getattr(lists, f"{kind}_block_cnt"), getattr(lists, f"{kind}_block_idx")
+def _spoil_entry(fault: str, lists: Any, kind: str, draw: random.Random) -> bool:
+    cnt = getattr(lists, f"{kind}_block_cnt")
     used = cnt.flatten().nonzero().flatten().tolist()
-    if not used:
-        return None
-    row = draw.choice(used)
-    count = int(cnt.view(-1)[row])
-    entries = _row(lists, kind, row, count)
-    if entries is None:
-        return None
+    row = draw.choice(used) if used else 0
+    count = int(cnt.view(-1)[row]) if used else 0
+    entries = _row(lists, kind, row, count) if used else None
+    if entries is None or fault == "listed twice" and count < 2:
+        return False
+    place = draw.randrange(count)
     if fault.startswith("entry lost"):
         cnt.view(-1)[row] -= 1
-        return sides[0], sides[1]
-    if fault == "listed twice":
-        if count < 2:
-            return None
+    elif fault == "listed twice":
         entries[0] = int(entries[-1])
-        return sides[0], sides[1]
-    place = draw.randrange(count)
-    if fault == "another block in backward":
-        unlisted = sorted(set(range(int(entries.max()) + 2)) - set(entries.tolist()))
-        entries[place] = unlisted[0]
-        return sides[0], sides[1]
-    entries[place] = BIG if fault == "index past the end" else -1
-    return sides[0], sides[1]
+    elif fault == "another block in backward":
+        entries[place] = min(set(range(int(entries.max()) + 2)) - set(entries.tolist()))
+    else:
+        entries[place] = BIG if fault == "index past the end" else -1
+    return True
 
 
 def _row(lists: Any, kind: str, row: int, count: int) -> torch.Tensor | None:

@@ -85,7 +85,7 @@ def _past_the_end(original: Callable) -> Callable:
 
 @walk_in_kernels(
     "kernel: dq loses its last step",
-    "flash_attn.cute.bwd_dq_sm90.loads:KeyWalk.create",
+    "flash_attn.cute.fwd_sm90.loads:KeyWalk.create",
     "attention.is",
     shows=two_passes,
 )

@@ -127,6 +127,13 @@ def plan(case: Blocks) -> None:
         options = sizes | dict(longest=case.longest)
         planned = plan_backward(backward, deterministic=deterministic, schedule=schedule, listed=bound, **options)
         validate_call(True, forward, planned, q, k)
+        if case.repeat:  # a group shares its list
+            one = [lists._replace(**{n: t[:, :1] for n, t in tensors_of(lists)}) for lists in (forward, backward)]
+            of_groups = plan_backward(
+                one[1], deterministic=deterministic, schedule=schedule, listed=bound, per_group=True, **options
+            )
+            assert bool(of_groups.plan_per_group) == (case.group > 1)
+            validate_call(True, one[0], of_groups, q, k)
         dealt: Counter = Counter()
         for b, h, n, begin, end, _ in planned.plan.tolist():
             assert 0 <= begin <= end and (end - begin <= case.longest or case.group == 1), f"item {begin} .. {end}"

@@ -6,7 +6,7 @@ import torch
 
 from flash_attn.cute.block_lists import lists_from_dense, lists_from_window
 from flash_attn.cute.compressed_causal.mask import CompressArgs
-from flash_attn.cute.compressed_causal.schedule import first_query_tile, query_shares
+from flash_attn.cute.compressed_causal.schedule import LEAST_TILES, MOST_QUERIES, first_query_tile, query_shares
 from fuzz import strategies
 from fuzz.blocks import pattern_table, table_of
 from fuzz.case import PATTERNS, Edge, Window
@@ -38,6 +38,7 @@ def shares(case: Edge) -> None:
     tile_m, tile_n = max(case.tile_m, 64), max(case.tile_n, 64)
     sizes = (min(case.seqlen_q, 1 << 18), min(case.seqlen_k, 1 << 14), tile_m, tile_n)
     plan = query_shares(compress, *sizes, case.heads, case.num_sms)
+    assert LEAST_TILES <= plan.tiles <= MOST_QUERIES // tile_m, f"{plan} is too long or too short"
     tiles = -(-sizes[0] // tile_m)
     end = plan.count * plan.tiles
     assert end - plan.tiles < tiles <= end, f"{plan} ends at tile {end} of {tiles}"

@@ -185,6 +185,7 @@ ORDERED = (
             ("num_heads num_heads_kv", ValueError, "lists have 2 heads, expected 1, .*{}=3", 3),
             *not_a_size("num_q_blocks num_heads num_heads_kv"),
             *not_a_size("longest", optional=True),
+            ("per_group", ValueError, "per_group=True with lists of 2 heads", True),
             ("schedule", ValueError, "{} is .*, expected a permutation", torch.arange(4), torch.arange(5).float()),
             ("schedule", ValueError, "schedule has to be one of 'left to right'", "upwards", 3),
             ("schedule", ValueError, "schedule, sorted, has 1", torch.tensor([0, 1, 1, 3, 4]), torch.arange(5) + 1),

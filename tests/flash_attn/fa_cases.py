@@ -162,6 +162,15 @@ def _masks(case: Case, x: Inputs) -> dict[str, Any]:
     return given
 
 
+def attend(case: Case, x: Inputs, leaves: list[torch.Tensor], **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of the public function, for leaves in place of q, k and v; `more` has lists, if there are any."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    given = _masks(case, x) | dict(deterministic=case.deterministic, return_lse=True) | more
+    given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
+    return (flash_attn_varlen_func if case.packed else flash_attn_func)(*leaves, **given)
+
+
 def in_turn(cases: list[Case], *values: Any) -> list[tuple[Any, Any]]:
     """Each case with one of the values."""
     return [(case, values[i % len(values)]) for i, case in enumerate(cases)]

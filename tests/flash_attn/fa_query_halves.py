@@ -12,7 +12,7 @@ import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.query_halves import turn_of_add
-from fuzz.blocks import Rows, lists_of_rows
+from fuzz.blocks import Table, lists_of_rows, rows_of
 
 
 @dataclass(frozen=True)
@@ -28,53 +28,33 @@ class Drawn:
     with_full: bool = True
     seed: int = 0
 
-    def listed(self) -> list[list[dict[tuple[int, int], int]]]:
-        """{(query block, key block): 0 for mask, 1 for full} of each sequence's heads."""
-        draw = random.Random(self.seed)
-        same = self.form == "shared"
-        longest = tuple(max(each) for each in zip(*self.shapes))
+    def listed(self) -> list[tuple[Table, Table]]:
+        """Of each sequence, [H, query blocks, key blocks]: listed, and full."""
+        draw = torch.Generator().manual_seed(self.seed)
+        shared, longest = self.form == "shared", tuple(max(each) for each in zip(*self.shapes))
         found = []
-        for M, N in self.shapes if not same else (longest,) * len(self.shapes):
-            blocks = [
-                {
-                    (m, n): int(self.with_full and draw.random() < self.full)
-                    for m in range(M)
-                    for n in range(N)
-                    if draw.random() < self.density
-                }
-                for _ in range(self.H)
-            ]
-            found.append(found[0] if same and found else blocks)
-        return found
+        for shape in [longest] if shared else self.shapes:
+            chance, kind = (torch.rand(self.H, *shape, generator=draw) for _ in range(2))
+            listed = chance < self.density
+            found.append((listed, listed & (kind < self.full) & self.with_full))
+        return found * len(self.shapes) if shared else found
 
 
 def tensors(case: Drawn, backward: bool) -> BlockSparseTensorsTorch:
     """The drawn lists in their form, in no order, expanded to heads and sequences as the kernels' callers see them."""
-    draw, turn = random.Random(case.seed + 1), (lambda m, n: (n, m)) if backward else (lambda m, n: (m, n))
-    sizes = [turn(*shape) for shape in case.shapes]
-    if case.form == "shared":
-        sizes = [tuple(max(each) for each in zip(*sizes))] * len(sizes)
-    kinds: dict[str, Rows] = {}
-    for kind, name in enumerate(("mask", "full")[: 1 + case.with_full]):
-        kinds[name] = heads = []
-        for head in range(case.H):
-            heads.append([])
-            for of, (rows, _) in zip(case.listed(), sizes, strict=True):
-                table: list[list[int]] = [[] for _ in range(rows)]
-                for place, own in of[head].items():
-                    if own == kind:
-                        row, block = turn(*place)
-                        table[row].append(block)
-                for row in table:
-                    draw.shuffle(row)
-                heads[-1].append(table)
+    draw, given = random.Random(case.seed + 1), case.listed()[: 1 if case.form == "shared" else None]
+    own = {"mask": [listed & ~full for listed, full in given], "full": [full for _, full in given]}
+    kinds = {
+        name: [[rows_of(t[h].mT if backward else t[h], draw) for t in own[name]] for h in range(case.H)]
+        for name in ("mask", "full")[: 1 + case.with_full]
+    }
     padded, rows_before = case.form in ("padded", "shared"), "cu_total_n_blocks" if backward else "cu_total_m_blocks"
-    if case.form == "shared":
-        kinds = {name: [sequences[:1] for sequences in heads] for name, heads in kinds.items()}
-    form, across = "padded" if padded else case.form, [across for _, across in sizes]
-    lists = lists_of_rows(kinds, form, across, rows_before, block_size=(64 * case.factor, 128))
-    given = {n: t for n, t in lists._asdict().items() if isinstance(t, torch.Tensor)} if padded else {}
-    return lists._replace(**{n: t.expand(len(case.shapes), *t.shape[1:]) for n, t in given.items()})
+    across = [t.shape[1 if backward else 2] for t, _ in given]
+    lists = lists_of_rows(
+        kinds, "padded" if padded else case.form, across, rows_before, block_size=(64 * case.factor, 128)
+    )
+    of = {n: t for n, t in lists._asdict().items() if isinstance(t, torch.Tensor)} if padded else {}
+    return lists._replace(**{n: t.expand(len(case.shapes), *t.shape[1:]) for n, t in of.items()})
 
 
 def as_joined(case: Drawn, backward: bool) -> Any:
@@ -91,13 +71,13 @@ def as_joined(case: Drawn, backward: bool) -> Any:
 def expected(case: Drawn, backward: bool, asked: bool) -> dict[tuple[int, int, int, int, int], int]:
     """{(sequence, head, kind, row, block): halves}, one query half after the other."""
     table: dict[tuple[int, int, int, int, int], int] = {}
-    for sequence, heads in enumerate(case.listed()):
-        for head, blocks in enumerate(heads):
-            for (m, n), kind in blocks.items():
-                for half in range(m * case.factor, (m + 1) * case.factor):
-                    row, block = (n, half // 2) if backward else (half // 2, n)
-                    place = (sequence, head, kind if asked else 0, row, block)
-                    table[place] = table.get(place, 0) | 1 << half % 2
+    for sequence, (listed, full) in enumerate(case.listed()):
+        for head, m, n in listed.nonzero().tolist():
+            kind = int(full[head, m, n]) if asked else 0
+            for half in range(m * case.factor, (m + 1) * case.factor):
+                row, block = (n, half // 2) if backward else (half // 2, n)
+                place = (sequence, head, kind, row, block)
+                table[place] = table.get(place, 0) | 1 << half % 2
     return table
 
 

@@ -20,14 +20,6 @@ LISTED = Case(D=128, causal=True, T_q=900, T_k=900, lists="both")
 NO_LIMIT = (2**31 - 1, 2**31, 2**40)
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that get as far as the autograd function say so, and do no more."""
-    stand_in = SimpleNamespace(apply=lambda *args: "launched")
-    monkeypatch.setattr(interface, "FlashAttnFunc", stand_in)
-    monkeypatch.setattr(interface, "FlashAttnVarlenFunc", stand_in)
-
-
 def inputs() -> list[torch.Tensor]:
     return [torch.zeros(1, 512, 2, 64) for _ in "qkv"]
 

@@ -4,6 +4,7 @@ it, whose arithmetic runs here on integers that know their width."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import rows as list_rows
 from flash_attn.cute.lists.formats import as_ragged
-from fuzz.blocks import POISON, lists_of_rows
-from fuzz.case import FORMS
+from fuzz.blocks import packed_lists, packed_tables, rows_of
+from fuzz.case import FORMS, Packed
 
 
 class Int64(int):
@@ -76,45 +77,24 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(list_rows, "cute", SimpleNamespace(domain_offset=domain_offset))
 
 
-def lists_of(seed: int, per_head: bool) -> tuple[list[dict[str, Any]], list[int]]:
-    """Random lists [head][kind][sequence][row], and how wide each sequence is."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def some(limit: int) -> int:
-        return int(torch.randint(0, limit, (), generator=draw))
-
-    across, rows = [some(5) + 1 for _ in range(6)], [some(4) for _ in range(6)]
-    heads = []
-    for _ in range(3 if per_head else 1):
-        marks = [[torch.randint(0, 3, (width,), generator=draw) for _ in range(n)] for n, width in zip(rows, across)]
-        kinds = {}
-        for kind, mark in (("mask", 1), ("full", 2)):
-            kinds[kind] = [[(row == mark).nonzero()[:, 0].tolist() for row in sequence] for sequence in marks]
-        heads.append(kinds)
-    return heads, across
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
     for seed in range(20):
-        heads, across = lists_of(seed, per_head)
-        sequences = heads[0]["mask"]
-        before = torch.tensor([sum(map(len, sequences[:b])) for b in range(7)], dtype=torch.int32)
-        kinds_of_heads = {kind: [head[kind] for head in heads] for kind in ("mask", "full")}
-        lists = lists_of_rows(kinds_of_heads, form, across, "cu_total_m_blocks")
+        lengths = tuple((seed * b % 4, (seed + b) % 5 + 1) for b in range(6))
+        case = Packed(lengths=lengths, form=form, block=(1, 1), heads=3 if per_head else 1, density=0.6, seed=seed)
+        lists, tables = packed_lists(case)[0], packed_tables(case)
+        before, across = (torch.tensor([0, *accumulate(pair[side] for pair in lengths)]) for side in (0, 1))
         if form != "padded":
-            lists = as_ragged(lists, "cu_total_m_blocks", torch.tensor([0, *across]).cumsum(0))
-        tensors = SimpleNamespace(**{name: None if t is None else Held(t) for name, t in lists._asdict().items()})
-        for head, kinds in enumerate(heads):
-            for batch in range(len(across)):
-                for block in range(len(sequences[batch])):
-                    row = list_rows.find_row(tensors, Held(before), Int32(batch), Int32(head), Int32(block))
-                    for kind in ("mask", "full"):
-                        count = row.count(getattr(tensors, f"{kind}_block_cnt"))
-                        entries = row.entries(getattr(tensors, f"{kind}_block_idx"), full=kind == "full").of[:count]
-                        assert entries.tolist() == kinds[kind][batch][block]
-                        assert POISON not in entries
+            lists = as_ragged(lists, "cu_total_m_blocks", across)
+        tensors = SimpleNamespace(**{n: Held(t) if torch.is_tensor(t) else t for n, t in lists._asdict().items()})
+        for batch, (listed, full) in enumerate(tables):
+            for _, head, block in product(*map(range, listed.shape[:3])):
+                row = list_rows.find_row(tensors, Held(before.int()), Int32(batch), Int32(head), Int32(block))
+                for kind, table in (("mask", listed & ~full), ("full", full)):
+                    count = row.count(getattr(tensors, f"{kind}_block_cnt"))
+                    entries = row.entries(getattr(tensors, f"{kind}_block_idx"), full=kind == "full").of[:count]
+                    assert entries.tolist() == rows_of(table[0, head])[block]
 
 
 @pytest.mark.parametrize("rank", [2, 3])

@@ -80,23 +80,23 @@ def test_rising() -> None:
     assert message(forward, backward, ascending=True) == expected
 
 
-def test_backward_lacks_an_entry() -> None:
-    forward, backward = lists()
-    backward.mask_block_cnt[0, 2, 1] -= 1
-    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
-        "forward mask_block_idx[0, 2, 2, 0] = 1 is not in the backward lists: key block 1 lacks query block 2; "
-        "backward lists must be the transpose of forward lists"
-    )
+NOT_THERE = "is not in the {} lists: {}; backward lists must be the transpose of forward lists"
 
 
-def test_backward_has_one_more() -> None:
+@pytest.mark.parametrize(
+    ("block", "more", "expected"),
+    [
+        (1, -1, ("forward mask_block_idx[0, 2, 2, 0] = 1", "backward", "key block 1 lacks query block 2")),
+        (3, 1, ("backward mask_block_idx[0, 2, 3, 1] = 3", "forward", "query block 3 lacks key block 3")),
+    ],
+)
+def test_one_entry_less_or_more_in_backward(block: int, more: int, expected: tuple[str, str, str]) -> None:
     forward, backward = lists()
-    backward.mask_block_cnt[0, 2, 3] += 1
+    backward.mask_block_cnt[0, 2, block] += more
     backward.mask_block_idx[0, 2, 3, 1] = 3
-    assert message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None)) == (
-        "backward mask_block_idx[0, 2, 3, 1] = 3 is not in the forward lists: query block 3 lacks key block 3; "
-        "backward lists must be the transpose of forward lists"
-    )
+    place, side, lacking = expected
+    said = message(forward, backward._replace(dq_write_order=None, dq_write_order_full=None))
+    assert said == f"{place} {NOT_THERE.format(side, lacking)}"
 
 
 def test_full_for_mask() -> None:

@@ -11,10 +11,8 @@ from fa_cases import Case, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, WorkerError, built_kernels
 from fa_dq import as_rows, queries
 from fa_lists import backward_lists
+from fa_reference import assert_call_repeats
 from test_two_pass_backward import without_dq
-
-from fuzz.blocks import both_directions
-from fuzz.case import Blocks
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
 PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both")
@@ -97,30 +95,6 @@ def refused(case: Case, more: dict[str, bool]) -> None:
     without_dq(case, x, o, lse, **more)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.parametrize("longest", [1, 3, None])
-def test_items_of_a_group_hold_every_entry_once(heads: int, longest: int | None, deterministic: bool) -> None:
-    from flash_attn.cute.lists.backward_plan import plan_backward
-
-    Hkv, N, M = 2, 5, 40
-    for seed in range(8):
-        _, lists = both_directions(Blocks(B=2, H=heads, M=M, N=N, full=0.5 if seed % 2 else None, seed=seed))
-        options = dict(num_heads=6, num_heads_kv=Hkv, num_q_blocks=M, longest=longest, per_group=True)
-        planned = plan_backward(lists, deterministic=deterministic, **options)
-        assert planned.plan_per_group
-        counts = lists.mask_block_cnt + (0 if lists.full_block_cnt is None else lists.full_block_cnt)
-        counts, items, before = counts.expand(2, Hkv, N), planned.plan.tolist(), {}
-        for b, h, n, begin, end, turn in items:
-            assert begin < end <= begin + (longest or 10)
-            assert (begin, turn) == before.get((b, h, n), (0, 0))
-            before[b, h, n] = end, turn + 1
-        listed = {(b, h, n): int(counts[b, h, n]) for b in range(2) for h in range(Hkv) for n in range(N)}
-        assert {row: end for row, (end, _) in before.items()} == {row: count for row, count in listed.items() if count}
-        bounded = plan_backward(lists, deterministic=deterministic, listed=N * M, **options).plan
-        assert bounded[: len(items)].tolist() == items and not bounded[len(items) :].any()
-
-
 def test_a_plan_for_groups_takes_two_passes() -> None:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.bwd_sm90.two_pass import takes
@@ -129,13 +103,6 @@ def test_a_plan_for_groups_takes_two_passes() -> None:
     static = dict(arch=90, q=q, v=q, forward=lists, deterministic=False)
     assert takes(None, backward=lists._replace(plan_per_group=True), **static)
     assert not takes(None, backward=lists, **static)
-
-
-def test_groups_have_to_share_their_lists() -> None:
-    from flash_attn.cute.lists.backward_plan import plan_backward
-
-    with pytest.raises(ValueError, match="per_group=True with lists of 6 heads"):
-        plan_backward(both_directions(Blocks(H=6))[1], num_heads=6, num_heads_kv=2, num_q_blocks=6, per_group=True)
 
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -155,9 +122,7 @@ def test_dk_and_dv_of_heads_one_by_one(
     o, lse = forward(case, x)
     _, *got = without_dq(case, x, o, lse, deterministic=deterministic)
     if deterministic:
-        for _ in range(20):
-            _, *again = without_dq(case, x, o, lse, deterministic=True)
-            assert all(map(torch.equal, got, again))
+        assert_call_repeats(lambda: without_dq(case, x, o, lse, deterministic=True)[1:], 20)
     monkeypatch.setattr(two_pass, "WALKS_GROUP", False)
     _, *expected = without_dq(replace(case, plan=0, per_group=False), x, o, lse)
     for ours, theirs in zip(got, expected, strict=True):

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
+from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
 LISTS = BlockSparseTensorsTorch(torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 4, dtype=torch.int32))
+pytestmark = pytest.mark.usefixtures("launched")
 EACH = pytest.mark.parametrize("attend", [flash_attn_func, flash_attn_varlen_func])
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that get as far as the autograd function say so, and do no more."""
-    stand_in = SimpleNamespace(apply=lambda *args: "launched")
-    monkeypatch.setattr(interface, "FlashAttnFunc", stand_in)
-    monkeypatch.setattr(interface, "FlashAttnVarlenFunc", stand_in)
 
 
 def inputs(wanted: str = "") -> list[torch.Tensor]:

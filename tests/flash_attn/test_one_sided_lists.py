@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, in_turn, make_inputs, swept
+from fa_cases import Case, Inputs, attend, in_turn, make_inputs, swept
 from fa_compile import Worker
 from fa_lists import block, blocks, lists_of, on_gpu
 from fa_reference import assert_close, attention, visible
@@ -49,14 +49,8 @@ def lists_of_the_mask(case: Case, x: Inputs, side: str) -> Any:
 
 def call(case: Case, x: Inputs, side: str, leaves: list[torch.Tensor]) -> torch.Tensor:
     """The case's public function, with lists of one direction."""
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
-    given = _masks(case, x)
-    given["window_size"] = (given.pop("window_size_left"), given.pop("window_size_right"))
     argument = "block_sparse_tensors" if side == "forward" else "block_sparse_tensors_bwd"
-    attend = flash_attn_varlen_func if case.packed else flash_attn_func
-    given[argument] = lists_of_the_mask(case, x, side)
-    return attend(*leaves, **given, deterministic=case.deterministic)[0]
+    return attend(case, x, leaves, **{argument: lists_of_the_mask(case, x, side)})[0]
 
 
 def compiled(case: Case, side: str) -> list[tuple[int, ...]]:
@@ -108,8 +102,7 @@ def seen_blocks(T_q: int, T_k: int, window: tuple[int | None, int | None]) -> to
     at, key = torch.arange(T_q)[:, None] + T_k - T_q, torch.arange(T_k)[None]
     left, right = (T_q + T_k if side is None else side for side in window)
     seen = (key >= at - left) & (key <= at + right)
-    tiled = torch.nn.functional.pad(seen, (0, -T_k % BLOCK, 0, -T_q % BLOCK))
-    return tiled.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+    return by_definition(seen, (BLOCK, BLOCK))[0]
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -138,6 +131,18 @@ def test_lists_of_one_direction_name_what_the_mask_shows(
         word = "key block" if backward else "query block"
         with pytest.raises(ValueError, match=f"sequence 0: .* lists name .* {word} {row} of head 0"):
             check(less)
+
+
+@pytest.mark.parametrize("used", [(640, 640), (300, 640)], ids=str)
+def test_lists_of_one_direction_for_each_sequence_of_a_batch(used: tuple[int, int]) -> None:
+    """Positions count from the ends of the keys in use."""
+    seen = [seen_blocks(700, keys, (None, 0)) for keys in used]
+    listed = torch.stack([torch.nn.functional.pad(own, (0, 5 - own.shape[1])) for own in seen]).unsqueeze(1)
+    call, options = qk(2, 700, keys=640), dict(seqused_k=torch.tensor(used).int(), window=(None, 0))
+    validate_call(True, lists_from_blocks(listed, block_size=(BLOCK, BLOCK)), None, *call, **options)
+    listed[1, 0, 4, 2] = False
+    less = lists_from_blocks(listed, block_size=(BLOCK, BLOCK))
+    assert "sequence 1: forward lists name 4 of the key blocks 0 .. 4" in said(less, None, *call, **options)
 
 
 @pytest.mark.parametrize("form", PACKED)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fa_compile import Worker, WorkerError, built_kernels
 from fa_dq import as_rows
+from fa_lists import on_gpu
 
 LIST_BLOCK = 64
 WINDOW = 200
@@ -68,17 +69,7 @@ def lists(setup: Setup) -> tuple[Any, Any]:
         heads = dict(num_heads=setup.heads[0], num_heads_kv=setup.heads[1])
         if setup.heads[0] != setup.heads[1] or setup.deterministic:
             backward = plan_backward(backward, num_q_blocks=seen.shape[0], **heads, **order)
-    return tuple(x._replace(**{n: _on_gpu(v) for n, v in x._asdict().items()}) for x in (forward, backward))
-
-
-def _on_gpu(x: Any) -> Any:
-    from torch._guards import active_fake_mode
-
-    if not isinstance(x, torch.Tensor):
-        return x
-    if active_fake_mode() is not None:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-    return x.cuda()
+    return on_gpu(forward), on_gpu(backward)
 
 
 def calls(setup: Setup) -> list[tuple[dict, dict, bool]]:

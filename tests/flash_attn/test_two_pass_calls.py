@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, forward, in_turn, make_inputs, outputs
+from fa_cases import Case, Inputs, _masks, attend, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, built_kernels
 from fa_dq import call, rounded_sums, row_sums
 from fa_lists import backward_lists, forward_lists
@@ -239,16 +239,10 @@ def test_gradients(case: Case, deterministic: bool) -> None:
 @pytest.mark.parametrize("case", [CASES[1], CASES[2], PACKED[0]], ids=str)
 def test_autograd(case: Case) -> None:
     """Deterministic, with lists that have no order; stacked ones too."""
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-
     x = make_inputs(case)
-    masks = _masks(case, x)
-    masks["window_size"] = (masks.pop("window_size_left"), masks.pop("window_size_right"))
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v)]
-    o, _ = (flash_attn_varlen_func if case.packed else flash_attn_func)(
-        *leaves, **masks, deterministic=True, block_sparse_tensors=forward_lists(case),
-        block_sparse_tensors_bwd=backward_lists(case),
-    )  # fmt: skip
+    lists = dict(block_sparse_tensors=forward_lists(case), block_sparse_tensors_bwd=backward_lists(case))
+    o, _ = attend(case, x, leaves, deterministic=True, **lists)
     got = torch.autograd.grad(o, leaves, x.do, retain_graph=True)
     assert all(map(torch.equal, got, torch.autograd.grad(o, leaves, x.do)))
     compared(case, replace(x, q=x.q.detach(), k=x.k.detach(), v=x.v.detach()), got)

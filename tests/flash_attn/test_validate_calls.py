@@ -266,15 +266,6 @@ def test_plans_that_deal_out_an_entry_twice() -> None:
     assert said(forward, plan, *tensors).startswith("backward plan[1] = [0, 0, 0, 4, 7, ")
 
 
-def test_wrong_entry_behind_a_deterministic_plan() -> None:
-    forward, backward = both_directions(Blocks(B=1, H=4, M=6, N=5, density=0.7))
-    plan = plan_backward(backward, num_heads=4, num_heads_kv=2, num_q_blocks=6, deterministic=True)
-    tensors = qk(1, 700, keys=640)
-    validate_call(True, forward, plan, *tensors)
-    plan.dq_write_order[0, 0, 0, 0] += 1
-    assert "the lock values of a query block are 0, 1, 2" in said(forward, plan, *tensors)
-
-
 def test_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = both_directions(Blocks(B=1, H=4, M=6, N=5, density=1.0, full=0.0))
     forward.mask_block_idx[0, 0, 0, 0] = 99

@@ -13,7 +13,7 @@ that hold the row's scores, 16 bytes at a time.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import cutlass
 import cutlass.cute as cute
@@ -21,16 +21,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn.cute import utils
 from flash_attn.cute.bwd_dq_sm90.spec import THREADS
+from flash_attn.cute.fwd_sm90.loads import Place
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
-
-
-class Place(NamedTuple):
-    """A tile: its batch (packed: sequence), query head, and number in its sequence."""
-
-    batch: Int32
-    head: Int32
-    m_block: Int32
 
 
 def rows_of_head(tensor: cute.Tensor, place: Place, seqlen: SeqlenInfoQK, width: int = 1) -> cute.Tensor:

@@ -7,7 +7,7 @@ keeps dq in registers,
     S = q k^T,   P = exp2(S * scale * log2(e) - lse_log2),   dP = do v^T,   dS = P * (dP - dpsum),   dq += dS k.
 
 That is 3 matmuls for the 5 of backward, in place of one of them; dk and dv are left to another kernel. Steps have 128
-keys: of two blocks of 64 each one is loaded into its half of the stage (`loads`). `kernel` has the kernel.
+keys: of two blocks of 64 each one is loaded into its half of the stage (`fwd_sm90/loads`). `kernel` has the kernel.
 
 `dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; its docstring says how they lie. There a
 thread's part of dq lies in the order of its registers, so starting from it takes no shared memory: of the calls that
@@ -28,12 +28,13 @@ from flash_attn.cute.block_sparsity import (
     to_cute_block_sparse_tensors,
 )
 from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
-from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, ROWS, STEP, THREADS, TILE_M, DqSpec
+from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, DqSpec
 from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.cute_dsl_utils import get_aux_tensor_metadata, maybe_contiguous, to_cute_aux_tensor
 from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats
 from flash_attn.cute.lists.rows import ListHeads
+from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.runtime.call_options import edges
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90, fake_tensor
 from flash_attn.cute.runtime.own_device import on_own_device, target_sm_count

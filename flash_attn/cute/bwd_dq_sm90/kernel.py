@@ -25,12 +25,13 @@ from quack import layout_utils, sm90_utils
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensors
-from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput, Place, RowSums
-from flash_attn.cute.bwd_dq_sm90.loads import KeyWalk, TmaTensor, key_loader, query_loader
-from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, ROWS, STEP, THREADS, TILE_M, WARPGROUPS, DqSpec
+from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput, RowSums
+from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, WARPGROUPS, DqSpec
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
+from flash_attn.cute.fwd_sm90.loads import KeyWalk, Place, TmaTensor, key_loader, query_loader
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.lists.rows import lists_by_query_head
+from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.runtime.bounded_loads import bounded
 from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.seqlen_info import SeqlenInfoQK

@@ -9,11 +9,10 @@ import cutlass
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.lists.tiling import ROWS, STEP, box_columns
 
 WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
-ROWS = 64  # queries of a warpgroup
 TILE_M = WARPGROUPS * ROWS  # queries of a tile
-STEP = 128  # keys
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
 MOST_STAGES = 4
 
@@ -62,11 +61,6 @@ class DqSpec:
     def box(self) -> tuple[int, int]:
         """Keys and head dimensions of k or v that are loaded at a time."""
         return self.block_k, box_columns(self.head_dim)
-
-
-def box_columns(head_dim: int) -> int:
-    """Head dimensions that one swizzled row of shared memory holds."""
-    return 64 if head_dim % 64 == 0 else 32
 
 
 HEAD_DIMS = (64, 96, 128)

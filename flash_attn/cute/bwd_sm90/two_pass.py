@@ -9,7 +9,7 @@ In one pass a CTA stays on a block of keys and adds its parts of dq to fp32 memo
 are sparse, and what has to be put in order where bits have to repeat. The first of two passes is that kernel without
 dq: four products for five, nothing added to dq, none of its locks. The second one (`bwd_dq_sm90/interface`) stays on a
 block of queries, reads the lists of forward, and stores dq in its own dtype. Neither depends on an order of adds to dq,
-so deterministic lists need no lock values.
+so deterministic lists need no lock values. docs/block_sparsity.md has the times of both ways that the rule rests on.
 """
 
 import math
@@ -21,7 +21,6 @@ import torch
 
 from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
 from flash_attn.cute.bwd_dq_sm90.interface import ACCUM_TILE, backward_dq, lists_of_queries  # noqa: F401 - callers'
-from flash_attn.cute.bwd_dq_sm90.spec import ROWS
 from flash_attn.cute.fwd_sm90.persistence import room
 from flash_attn.cute.lists import tiling
 from flash_attn.cute.lists.rows import ListHeads
@@ -75,29 +74,6 @@ WALKS_GROUP: Optional[bool] = None  # what `walks_group` says; None: by its rule
 MOST_BLOCKS = 24  # that a row of forward lists has room for, up to which two passes by groups are faster than one
 FEW_BLOCKS = 8  # the same, up to which they are faster head by head too: with a plan, or with lists per query head
 LEAST_WALKS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
-
-
-def pays(block_k: int, deterministic: bool, room_of_rows: float) -> bool:
-    """True if two passes are faster, whatever CTAs loop over. room_of_rows: in blocks, of forward lists.
-
-    With dq, deterministic mode takes 1.2 to 3.2 times the time, and two passes are deterministic as they are. Else, the
-    time of two passes over that of one, by a plan where that is faster (H200, 65,536 tokens, 32 query heads, 8
-    key/value heads, D 128):
-
-        blocks of 64 keys: selected, 32       0.76
-                           random, 32         0.62
-        blocks of 128:     random, 3          0.74
-                           random, 5          0.79
-                           random, 10         0.94
-                           random, 16         1.03
-                           random causal, 8   0.97
-                           selected, 16       1.06
-                           window of 2,048    1.08
-
-    Where CTAs walk groups (`walks_group`) it is 0.66 for 5 random blocks of 128 a row, 0.88 for 10, 0.98 for 16, 1.07
-    for 26, and 1.1 to 1.15 for 51 and more. One pass waits for what it adds up in memory where rows are short.
-    """
-    return deterministic or block_k == 64 or room_of_rows <= FEW_BLOCKS
 
 
 def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
@@ -157,9 +133,10 @@ def takes(
     if passes is None:
         if given or reason is not None:
             return False
-        by_groups = room(forward) <= MOST_BLOCKS and walks_group(forward, backward, q, v)
-        block_k = (backward.block_size or tiling.DENSE_BLOCK)[1]
-        return backward.plan_per_group or by_groups or pays(block_k, deterministic, room(forward))
+        if deterministic or backward.plan_per_group or (backward.block_size or tiling.DENSE_BLOCK)[1] == 64:
+            return True
+        rows = room(forward)
+        return rows <= FEW_BLOCKS or (rows <= MOST_BLOCKS and walks_group(forward, backward, q, v))
     if given:
         raise ValueError(f"{given[0]} cannot be given together with passes=2")
     if reason is not None:
@@ -178,7 +155,7 @@ def _unsupported(arch: int, q: torch.Tensor, v: torch.Tensor, forward: Any, back
     if forward.block_size is None and head_dim <= OTHER_TILES:
         return f"lists without block_size at head dimension {head_dim}, where forward's tiles may be others"
     tile = tiling.backward_tile(head_dim, head_dim_v, 0, 0, backward, without_dq=True)
-    if tile is None or tile.m_block_size % ROWS:
+    if tile is None or tile.m_block_size % tiling.ROWS:
         return f"no tile for backward lists of blocks {backward.block_size}"
     return None
 
@@ -229,4 +206,4 @@ def rows_for_both(layout: BackwardLayout) -> BackwardLayout:
     Sequences start at multiples of the first pass's tile and of the second one's 64 rows, and dq lies as the second
     pass keeps it.
     """
-    return replace(layout, dq=replace(layout.dq, start=math.lcm(layout.dq.start, ROWS), tile=ACCUM_TILE))
+    return replace(layout, dq=replace(layout.dq, start=math.lcm(layout.dq.start, tiling.ROWS), tile=ACCUM_TILE))

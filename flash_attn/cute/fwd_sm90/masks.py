@@ -30,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from flash_attn.cute import utils
-from flash_attn.cute.bwd_dq_sm90.spec import ROWS
+from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.mask import call_mask_mod, r2p_bitmask_above, r2p_bitmask_below, sm90_col_to_r2p_idx
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.utils import AuxData

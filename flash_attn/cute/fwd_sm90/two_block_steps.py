@@ -2,7 +2,7 @@
 
 With a tile of 64 keys the first product reads as much of shared memory as it has time for, and every step's waiting and
 rescaling stands against half the arithmetic. So two blocks share a tile: each is loaded into its half, as in the dq
-pass, whose walk, loads and mask these are (`bwd_dq_sm90/loads`, `masks`). A block is masked only where an edge runs
+pass, whose walk, loads and mask these are (`loads`, `masks`). A block is masked only where an edge runs
 through it.
 
 What all of the loads, and all of the warpgroups, have to agree on is the walk. Everything between two steps is the
@@ -20,9 +20,9 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum
 from quack import layout_utils, sm90_utils
 
-from flash_attn.cute.bwd_dq_sm90.loads import KeyWalk, TmaTensor
-from flash_attn.cute.bwd_dq_sm90.spec import box_columns
+from flash_attn.cute.fwd_sm90.loads import KeyWalk, TmaTensor
 from flash_attn.cute.fwd_sm90.masks import KeyMask
+from flash_attn.cute.lists.tiling import box_columns
 
 
 def tma_of(load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, block_k: int, head_dim: int) -> TmaTensor:

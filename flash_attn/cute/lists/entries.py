@@ -57,12 +57,10 @@ def block_size(value: object) -> tuple[int, int]:
 
 def width(value: object) -> None:
     """Check the width of index lists: None, one number for mask and full lists, or two."""
-    if value is None:
-        return
     parts = list(value) if isinstance(value, (tuple, list)) else [value]
     if len(parts) > 2:
         raise ValueError(f"width has to be an int or two, of mask and full lists, got {value!r}")
-    for part in parts:
+    for part in parts if value is not None else ():
         integer("width", part)
 
 

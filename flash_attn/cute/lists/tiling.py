@@ -4,57 +4,39 @@ A kernel's tile of queries may be a part of a block of queries; on SM90 its tile
 block of keys. `BACKWARD` holds the tiles to take where the dense one does not fit.
 """
 
-from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.bwd_dq_sm90.spec import STEP
+
+ROWS = 64  # queries of a warpgroup of SM90
+STEP = 128  # keys of a step of the dq pass, and of forward by `two_block_steps`
 
 
-@dataclass(frozen=True)
-class BackwardTile:
-    """A configuration of SM90 backward: the fields of the interface's BwdConfig."""
-
-    m_block_size: int
-    n_block_size: int
-    num_stages_Q: int
-    num_stages_dO: int
-    num_stages_PdS: int
-    SdP_swapAB: bool
-    dKV_swapAB: bool
-    dQ_swapAB: bool
-    AtomLayoutMSdP: int
-    AtomLayoutNdKV: int
-    AtomLayoutMdQ: int
-    num_wg: int = 2
-    dQ_single_wg: bool = False
-    ctas_per_mp: int = 1
-
-
-def _tile(
-    m: int, n: int, stages: tuple[int, int, int], swap: tuple[int, int, int], atoms: tuple[int, int, int], **more
-):
-    return BackwardTile(m, n, *stages, *map(bool, swap), *atoms, **more)
-
+def box_columns(head_dim: int) -> int:
+    """Head dimensions that one swizzled row of shared memory holds."""
+    return 64 if head_dim % 64 == 0 else 32
 
 DENSE_BLOCK = (128, 128)  # of lists that do not say what a block is
+
+NARROW = dict(n_block_size=64, AtomLayoutNdKV=1, num_wg=1)
+NARROW_TWICE = NARROW | dict(ctas_per_mp=2)
+WIDE = dict(n_block_size=128, AtomLayoutNdKV=2)
 
 # By the largest head dimension, in the order of trying: the first whose tile fits the blocks is taken.
 # Blocks of 64 keys add twice as much to dq as blocks of 128, which bounds them whatever the tile: at head dimension 128
 # the best of ten tiles are within 2 % of each other, 1.3 times the time of 128-wide blocks a listed token; at 64, where
 # two CTAs to a multiprocessor are best, 1.1 times.
-BACKWARD: dict[int, tuple[BackwardTile, ...]] = {
-    64: (
-        _tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1, ctas_per_mp=2),
-        _tile(64, 128, (2, 2, 2), (1, 0, 0), (1, 2, 1)),
-    ),
-    128: (_tile(64, 64, (2, 2, 2), (1, 0, 0), (1, 1, 1), num_wg=1),),
-}
-
+BACKWARD: dict[int, tuple[dict[str, int], ...]] = {64: (NARROW_TWICE, WIDE), 128: (NARROW,)}
 
 # The same for kernels without dq. Their keys and values stay, nothing is staged for memory, and dS goes from registers
 # into dK's product: there is room for a second CTA, or for more stages of queries.
-WITHOUT_DQ: dict[int, tuple[BackwardTile, ...]] = {64: BACKWARD[64], 128: BACKWARD[64]}
+WITHOUT_DQ: dict[int, tuple[dict[str, int], ...]] = {64: (NARROW_TWICE, WIDE), 128: (NARROW_TWICE, WIDE)}
+
+# What all of them have in common.
+TILE: dict[str, int] = dict(
+    m_block_size=64, num_stages_Q=2, num_stages_dO=2, num_stages_PdS=2, SdP_swapAB=True, dKV_swapAB=False,
+    dQ_swapAB=False, AtomLayoutMSdP=1, AtomLayoutMdQ=1,
+)  # fmt: skip
 
 
 def backward_tile(
@@ -65,11 +47,13 @@ def backward_tile(
     tensors: Optional[BlockSparseTensorsTorch],
     *,
     without_dq: bool = False,
-) -> Optional[BackwardTile]:
-    """The tile for SM90 backward with these lists; None where dense_m x dense_n fits, or nothing does.
+) -> Any:
+    """The interface's BwdConfig for SM90 backward with these lists; None where dense_m x dense_n fits, or nothing does.
 
     Without dq a tile of the table is taken before the dense one.
     """
+    from flash_attn.cute import interface
+
     if tensors is None:
         return None
     block_q, block_k = tensors.block_size or (DENSE_BLOCK if without_dq else (dense_m, dense_n))
@@ -77,8 +61,9 @@ def backward_tile(
         return None
     for largest, tiles in (WITHOUT_DQ if without_dq else BACKWARD).items():
         if max(head_dim, head_dim_v) <= largest:
-            fitting = (t for t in tiles if block_q % t.m_block_size == 0 and block_k == t.n_block_size)
-            return next(fitting, None)
+            fitting = (t for t in tiles if block_q % TILE["m_block_size"] == 0 and block_k == t["n_block_size"])
+            tile = next(fitting, None)
+            return tile and interface.BwdConfig(**TILE, **tile)
     return None
 
 

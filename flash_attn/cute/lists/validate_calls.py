@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flash_attn.cute.lists.backward_plan import check_items
 from flash_attn.cute.lists.csr import is_packed, packed_rows, starts_of
 from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, Rows, distinct_lists, fields, narrow
-from flash_attn.cute.lists.formats import BACKWARD, FORWARD, Direction, Packing, fit, packing
+from flash_attn.cute.lists.formats import BACKWARD, FORWARD, Direction, Packing, fit
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.validate import Side, check_sides
 from flash_attn.cute.lists.write_order import as_launch_order
@@ -43,18 +43,13 @@ def require_lists_for_gradient(forward, backward, *inputs, mask_mod, causal, win
     Raises:
         ValueError: lists for one direction only, no mask, and one of `inputs` needs a gradient.
     """
-    if (forward is None) == (backward is None) or not _gradient_needed(inputs):
-        return None
-    if mask_mod is not None:
+    if (forward is None) == (backward is None) or mask_mod is not None or not _gradient_needed(inputs):
         return None
     window = edges(causal, window_size)
     if window != (None, None):
         return window
-    given, missing = (
-        ("block_sparse_tensors", "block_sparse_tensors_bwd")
-        if backward is None
-        else ("block_sparse_tensors_bwd", "block_sparse_tensors")
-    )
+    arguments = FORWARD.argument, BACKWARD.argument
+    given, missing = arguments if backward is None else reversed(arguments)
     raise ValueError(
         f"{missing} is None while {given} is given, nothing is masked and a gradient is needed: forward and backward "
         f"would attend to different blocks. Pass both (backward lists are the transpose: query blocks for each key "
@@ -125,13 +120,16 @@ def validate_call(
     heads = q.shape[-2], k.shape[-2]
     if backward is not None and backward.plan is not None:
         check_items(backward, *heads)
-    packed = packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, None)
-    lengths = _lengths(packed, q, k)
+    known = Packing((cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), (None, None))
+    packed = None if cu_seqlens_q is None and cu_seqlens_k is None else known
+    lengths = _lengths(known, q, k)
+    batch = 1 if window is None or len(set(lengths)) == 1 else len(lengths)
     given = [lists for lists in (forward, backward) if lists is not None]
     if packed is None and not any(map(is_packed, given)):
-        size = (_block("forward", forward, q.shape[1]), _block("backward", backward, k.shape[1]))
-        sides = _padded_sides(forward, backward, lengths[0], heads, q.shape[0], size)
-        return check_sides(sides, window=window, lengths=lengths[:1])
+        size = (_block(forward, q.shape[1]), _block(backward, k.shape[1]))
+        of_tensors = q.shape[1], k.shape[1]
+        sides = _padded_sides(forward, backward, of_tensors, heads, q.shape[0], size, batch=batch)
+        return check_sides(sides, window=window, lengths=lengths)
     if any(lists.block_size is None for lists in given):
         raise ValueError("block_size is None: lists of packed sequences are checked with block_size=(queries, keys)")
     if not any(map(is_packed, given)):
@@ -140,7 +138,6 @@ def validate_call(
         for side, lists in enumerate((forward, backward)):
             if lists is not None:
                 longest[side] = max(longest[side], lists.mask_block_cnt.shape[2] * lists.block_size[side])
-        batch = 1 if window is None else len(lengths)
         sides = _padded_sides(forward, backward, tuple(longest), heads, len(lengths), None, batch=batch)
     else:
         both = ((FORWARD, forward), (BACKWARD, backward))
@@ -274,17 +271,17 @@ def _check_shapes(
     return rows, columns
 
 
-def _lengths(packed: Packing | None, q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:
+def _lengths(known: Packing, q: torch.Tensor, k: torch.Tensor) -> list[tuple[int, int]]:
     """Queries and keys of each sequence."""
     sides = []
     for side, tensor in enumerate((q, k)):
-        lengths = None if packed is None else packed.lengths(side)
+        lengths = known.lengths(side)
         sides.append([tensor.shape[1]] * tensor.shape[0] if lengths is None else lengths.tolist())
     batch = max(map(len, sides))
     return list(zip(*(lengths * (batch // len(lengths)) for lengths in sides), strict=True))
 
 
-def _block(name: str, lists: Any, seqlen: int) -> int:
+def _block(lists: Any, seqlen: int) -> int:
     """The size that a row stands for, where the lists do not say; kernels' own sizes are tried."""
     rows = None if lists is None else lists.mask_block_cnt.shape[-1]
     return next((size for size in USUAL_BLOCKS if rows is None or -(-seqlen // size) == rows), USUAL_BLOCKS[0])

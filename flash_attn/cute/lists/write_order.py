@@ -34,7 +34,6 @@ from flash_attn.cute.lists.entries import (
 MOST_QUERY_BLOCKS = 1 << 20  # of one head, where the caller does not say how many there are
 
 OptionalTensor = torch.Tensor | None
-Pair = tuple[torch.Tensor, OptionalTensor]
 
 
 class CompactWalk(NamedTuple):
@@ -69,7 +68,7 @@ def compute_dq_write_order(
     *,
     order: OptionalTensor = None,
     listed: int | None = None,
-) -> Pair:
+) -> tuple[torch.Tensor, OptionalTensor]:
     """Lock values for deterministic backward: for each backward entry, the adds to its query block that come first.
 
     Backward lists may come in any order within a row. Of the forward lists only the shapes are used, as an upper bound

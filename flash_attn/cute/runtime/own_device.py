@@ -3,7 +3,7 @@
 import os
 from functools import lru_cache, wraps
 from itertools import chain
-from typing import Any, Callable, Iterable, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar
 
 import torch
 from cutlass.utils import HardwareInfo
@@ -21,7 +21,7 @@ def on_own_device(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = _device_of(chain(args, kwargs.values()))
+        device = next((x.device for x in chain(args, kwargs.values()) if isinstance(x, torch.Tensor)), None)
         if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
             return function(*args, **kwargs)
         if device.index == torch.cuda.current_device():
@@ -30,10 +30,6 @@ def on_own_device(function: Function) -> Function:
             return function(*args, **kwargs)
 
     return call
-
-
-def _device_of(arguments: Iterable[Any]) -> Optional[torch.device]:
-    return next((x.device for x in arguments if isinstance(x, torch.Tensor)), None)
 
 
 @lru_cache(maxsize=None)

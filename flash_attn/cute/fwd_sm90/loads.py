@@ -10,7 +10,7 @@ calls it once for the tile's queries, and for the keys of every step.
 """
 
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 import cutlass
 import cutlass.cute as cute
@@ -20,9 +20,8 @@ from quack import copy_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute.block_sparsity import BlockSparseTensors
-from flash_attn.cute.bwd_dq_sm90.epilogue import Place
-from flash_attn.cute.bwd_dq_sm90.spec import ROWS, STEP, WARPGROUPS
 from flash_attn.cute.lists.rows import entry_at, find_row
+from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
 NOWHERE = 1 << 30  # a key past the end of every sequence
@@ -78,20 +77,29 @@ class KeyWalk:
 TmaTensor = tuple[cute.CopyAtom, cute.Tensor]
 
 
+class Place(NamedTuple):
+    """A tile: its batch (packed: sequence), query head, and number in its sequence."""
+
+    batch: Int32
+    head: Int32
+    m_block: Int32
+
+
 def query_loader(
     tma: TmaTensor, staged: cute.Tensor, slots: pipeline_custom.PipelineTmaAsync, seqlen: SeqlenInfoQK, place: Place
 ) -> Callable[[Int32], None]:
     """For a tile of q or do, [T, D, Hq, B] (packed [total, D, Hq]): the rows of each warpgroup go into its slot."""
     atom, mX = tma
+    warpgroups = cute.size(staged, mode=[2])
     gX = seqlen.offset_batch_Q(mX, place.batch, dim=3)[None, None, place.head]
     gX = cute.local_tile(gX, (ROWS, mX.shape[1]), (None, 0))
     copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), gX, staged)
 
     def load(phase: Int32) -> None:
-        for part in range(WARPGROUPS):
+        for part in range(warpgroups):
             slots.producer_acquire_w_index_phase(Int32(part), phase)
             barrier = slots.sync_object_full.get_barrier(part)
-            copy(src_idx=place.m_block * WARPGROUPS + part, dst_idx=part, tma_bar_ptr=barrier)
+            copy(src_idx=place.m_block * warpgroups + part, dst_idx=part, tma_bar_ptr=barrier)
 
     return load
 
