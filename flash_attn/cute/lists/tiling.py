@@ -16,6 +16,7 @@ def box_columns(head_dim: int) -> int:
     """Head dimensions that one swizzled row of shared memory holds."""
     return 64 if head_dim % 64 == 0 else 32
 
+
 DENSE_BLOCK = (128, 128)  # of lists that do not say what a block is
 
 NARROW = dict(n_block_size=64, AtomLayoutNdKV=1, num_wg=1)
