@@ -70,7 +70,7 @@ def table(results: dict[int, dict[str, float]], way: str) -> str:
 
 
 def flops(T: int, factor: int, offset: int, way: str) -> float:
-    """Of the visible pairs alone: two products forward, five backward."""
+    """FLOP of the visible pairs alone: two products forward, five backward."""
     keys = T // factor
     t = torch.arange(T, dtype=torch.float64)
     visible = ((t - offset) / factor).floor().add(1).clamp(0, keys).sum().item()

@@ -86,7 +86,7 @@ def tiles(lists: Any) -> int:
 
 
 def tflop(number: float, block_k: int = BLOCK, head_dim: int = D) -> dict[str, float]:
-    """Of `number` tiles in every head: two products forward, five backward."""
+    """TFLOP of `number` tiles in every head: two products forward, five backward."""
     one = number * HQ * BLOCK * block_k * head_dim * 2 / 1e12
     return {"forward": 2 * one, "backward": 5 * one}
 

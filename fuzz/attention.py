@@ -58,7 +58,7 @@ def make(case: Attention, device: str = "cuda") -> Call:
 
 
 def token_table(case: Attention, generator: torch.Generator) -> torch.Tensor:
-    """Which pairs a mask_mod lets through, int32 [B, queries, keys]: a pattern, and chance past the sequences' ends."""
+    """Pairs that a mask_mod lets through, int32 [B, queries, keys]: a pattern, and chance past the sequences' ends."""
     longest = [max(pair[side] for pair in case.lengths) + PAST for side in (0, 1)]
     table = torch.rand(len(case.lengths), *longest, generator=generator) < case.density
     draw = random.Random(case.seed)
@@ -144,7 +144,7 @@ def _spare(case: Attention, listed: Table) -> int:
 
 
 def ordered_adds(case: Attention) -> bool:
-    """Whether backward lists, or their plan, bring lock values: in two passes they may."""
+    """True if backward lists, or their plan, bring lock values: in two passes they may."""
     return case.kind.deterministic and (case.locks or case.kind.passes != 2)
 
 
@@ -185,7 +185,7 @@ def _ordered(call: Call, lists: Any) -> Any:
 
 
 def options(call: Call) -> dict[str, Any]:
-    """What forward and backward take besides the tensors and the lists."""
+    """Arguments of forward and backward besides the tensors and the lists."""
     case, kind = call.case, call.case.kind
     given: dict[str, Any] = {"causal": kind.mask in ("causal", "compressed")}
     if kind.mask == "window":
@@ -243,7 +243,7 @@ def _straight(call: Call, both: dict[str, Any], forward: Any, backward: Any, tim
 
 
 def _passes(kind: Kind, forward: Any) -> dict[str, Any]:
-    """What lets backward take two passes, as autograd does; the unpatched package knows nothing of it."""
+    """The arguments that let backward take two passes, as autograd does; the unpatched package has none."""
     if forward is None or fork_status().kind == "stock":
         return {}
     return dict(block_sparse_tensors_fwd=forward, passes=kind.passes)
@@ -274,7 +274,7 @@ def public(call: Call, inputs: list[torch.Tensor], both: dict[str, Any], forward
 
 
 def visible(call: Call, b: int) -> torch.Tensor:
-    """Which keys each query of a sequence sees, bool [heads or 1, queries, keys]."""
+    """The keys that each query of a sequence sees, bool [heads or 1, queries, keys]."""
     case, kind, device = call.case, call.case.kind, call.q.device
     T_q, T_k = case.lengths[b]
     t, j = torch.arange(T_q, device=device)[:, None], torch.arange(T_k, device=device)[None, :]
@@ -346,7 +346,7 @@ def dense(
 
 
 def sequences(case: Attention, tensor: torch.Tensor, keys: bool) -> list[torch.Tensor]:
-    """Of a batch or a pack, [T, H, D] each."""
+    """The sequences of a batch or a pack, [T, H, D] each."""
     return list(tensor.split([pair[keys] for pair in case.lengths])) if case.kind.packed else list(tensor)
 
 
@@ -364,7 +364,7 @@ def alone(call: Call, b: int) -> Call:
 
 
 def rounded_terms(call: Call, name: str) -> float:
-    """What rounding o and the probabilities once can make of dq and dk, from the sizes of their terms.
+    """The error of dq and dk from rounding o and the probabilities once, by the sizes of their terms.
 
     A row that sees few keys has scores with next to no gradient: large terms cancel, each rounded. Plain PyTorch's own
     error is one draw of that, too small a sample where tensors are small. The roundings of D products add up as

@@ -17,7 +17,7 @@ Rows = list[list[list[list[int]]]]  # [head][sequence][row][entry]
 
 
 def pattern_table(name: str, M: int, N: int, density: float, draw: random.Random) -> torch.Tensor:
-    """Which of M x N blocks, or pairs of tokens, a pattern lists: bool [M, N]."""
+    """The blocks, of M x N, or pairs of tokens that a pattern lists: bool [M, N]."""
     chance = torch.rand(M, N, generator=torch.Generator().manual_seed(draw.randrange(1 << 32))) < density
     width, cuts = 1 + int(density * N), sorted({0, *(draw.randrange(N + 1) for _ in range(3))})
     long, prefix = draw.randrange(max(N, 1)), 1 + draw.randrange(max(N, 1))
@@ -144,7 +144,7 @@ def locks_of(listed: Table, order: list[int]) -> torch.Tensor:
 
 
 def packed_tables(case: Packed) -> list[tuple[Table, Table]]:
-    """Of each sequence, [1, heads, query blocks, key blocks]."""
+    """The table of each sequence, [1, heads, query blocks, key blocks]."""
     parts = []
     for b, (T_q, T_k) in enumerate(case.lengths):
         M, N = -(-T_q // case.block[0]), -(-T_k // case.block[1])

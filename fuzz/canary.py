@@ -45,7 +45,7 @@ class Guarded(TorchDispatchMode):
         return self._guard(result, zero=function in ZEROS, name=str(function))
 
     def _is_made(self, function: Any, result: Any) -> bool:
-        """Whether the operator made room for a result: none of its results shows an argument's memory."""
+        """True if the operator made room for a result: none of its results shows an argument's memory."""
         results = result if isinstance(result, (tuple, list)) else [result]
         tensors = [t for t in results if isinstance(t, torch.Tensor) and t.device.type == self.device and t.numel()]
         return bool(tensors) and all(returned.alias_info is None for returned in function._schema.returns)

@@ -1,4 +1,4 @@
-"""What is drawn: each kind of case as plain data, whose repr is an expression that makes it again.
+"""Each kind of drawn case as plain data, whose repr is an expression that makes it again.
 
 Tensors are never drawn. A case holds sizes, choices and a seed, from which its tensors are filled: so a failure is one
 line to paste, and hypothesis makes it smaller without touching what kernels are compiled for.
@@ -127,7 +127,7 @@ class Fields(Pasteable):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Kind(Pasteable):
-    """What attention kernels are compiled for.
+    """The options that attention kernels are compiled for.
 
     Attributes:
         mask: "none", "causal", "window", "compressed", or "table": a mask_mod that looks the pair up.

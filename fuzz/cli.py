@@ -36,7 +36,7 @@ SLICE = 1.0  # seconds with a property in search of a planted fault, from the fi
 
 @dataclass(frozen=True)
 class Profile:
-    """How long and how deep.
+    """Length and depth of a run.
 
     Attributes:
         minutes: unless said otherwise. passes: over all properties, at most; None: until the time is over.

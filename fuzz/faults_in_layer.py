@@ -57,7 +57,7 @@ def _forced(original: Callable) -> Callable:
 
 @fault("missing tail mask", "nsa_layer.eager:_selected_plan", "layer")
 def _tail(original: Callable) -> Callable:
-    """Where attention is not causal, the zeros behind the last key of a block are keys as well."""
+    """Not causal, the zeros behind the last key of a block are keys as well."""
 
     def wrong(q: Any, choice: Any, heads: int, parts: int, spec: Any) -> Any:
         plan = original(q, choice, heads, parts, spec)

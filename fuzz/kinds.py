@@ -1,4 +1,4 @@
-"""What kernels are compiled for: a small set in which every feature meets most others. Data is drawn, this is not."""
+"""The options that kernels are compiled for: a small fixed set in which every feature meets most others."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ FEW = 8  # blocks that a row of forward lists has room for, up to which two pass
 
 
 def two_passes(kind: Kind, room: float = math.inf) -> bool:
-    """Whether backward takes two passes on SM90: where it is asked to, or as the documentation says.
+    """True if backward takes two passes on SM90: where it is asked to, or as the documentation says.
 
     room: of a row of forward lists, where it holds as many blocks in every row.
     """
@@ -88,7 +88,7 @@ def two_passes(kind: Kind, room: float = math.inf) -> bool:
 
 
 def passes_by_room(kind: Kind) -> bool:
-    """Whether the room of forward lists decides, for no one says: few blocks take two passes, more take one."""
+    """True if the room of forward lists decides, for no one says: few blocks take two passes, more take one."""
     return two_passes(kind, FEW) != two_passes(kind)
 
 
@@ -111,7 +111,7 @@ def heads_of_a_cta(case: Attention, sms: int = 132) -> int:
 
 
 def in_stock(kind: Kind | None) -> bool:
-    """Whether the unpatched package has what this asks for, and gets it right where its faults are known."""
+    """True if the unpatched package has all that this asks for, and gets it right where its faults are known."""
     if kind is None:
         return True
     own = kind.packed or kind.deterministic or kind.plan or kind.passes is not None or kind.heads not in ("one", "q")

@@ -45,7 +45,7 @@ class Mutation:
     waits: bool = False
 
     def suits(self, kind: Kind | None) -> bool:
-        """Whether kernels may run with it: a wrong one that waits for its turn waits forever, and a plan reads on."""
+        """True if kernels may run with it: a wrong one that waits for its turn waits forever, and a plan reads on."""
         if kind is None:
             return True
         return self.shows(kind) and (self.waits or not (kind.deterministic or kind.plan))
@@ -119,7 +119,7 @@ def planted(name: str) -> Iterator[Mutation]:
 
 @contextmanager
 def _nothing_on_disk() -> Iterator[None]:
-    """What is compiled within stays out of the cache on disk, where others would find it; nothing comes from there."""
+    """Keep kernels compiled within out of the cache on disk, where others would find them; take none from there."""
     cache = sys.modules.get("flash_attn.cute.cache_utils")
     if cache is None:
         yield

@@ -26,7 +26,7 @@ class _Over(BaseException):
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to draw.
+    """The amount to draw.
 
     Attributes:
         examples, seconds: whichever ends first, counted from the end of the first example, which may have to compile.
@@ -56,7 +56,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What a run of one property saw."""
+    """The outcome of one property's run."""
 
     examples: int = 0
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""What all tests share: which of them run, and the run's pool of compiled kernels.
+"""Fixtures of all tests: the selection of those that run, and the run's pool of compiled kernels.
 
 `gpu` tests run where CUDA is, on a GPU that the kernels support. `SHARD=i/n` keeps the i-th of n parts.
 """

@@ -85,7 +85,7 @@ class AccumLayout:
 
     @cached_property
     def rows(self) -> int:
-        """Of a head."""
+        """Rows of a head."""
         spare = 0 if self.sequences is None else self.sequences * self.start
         return -(-(self.tokens + spare) // self.start) * self.start
 
@@ -114,7 +114,7 @@ class BackwardLayout:
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
-        """Of dpsum and lse_log2."""
+        """The shape of dpsum and lse_log2."""
         return (*self.dq.heads, self.dq.rows)
 
     def __hash__(self) -> int:

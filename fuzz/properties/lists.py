@@ -196,7 +196,7 @@ def order_of_rows(case: Blocks) -> None:
 
 
 def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[str, torch.Tensor]:
-    """What is made of lists on a device: a transpose, lock values, a walk, plans; as tensors of the CPU."""
+    """All that is made of lists on a device: a transpose, lock values, a walk, plans; as tensors of the CPU."""
     sides = [lists._replace(**{n: t.to(device) for n, t in tensors_of(lists)}) for lists in (forward, backward)]
     order = torch.tensor(launch_order(case, tables(case)[0]), device=device)
     sizes = dict(num_heads=case.H, num_heads_kv=case.H // case.group, num_q_blocks=case.M, longest=case.longest)

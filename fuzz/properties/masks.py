@@ -1,4 +1,4 @@
-"""Which tiles a mask makes the kernels visit, and which of them need no mask: arithmetic against definitions."""
+"""The tiles that a mask makes the kernels visit, and those that need no mask: arithmetic against definitions."""
 
 from __future__ import annotations
 

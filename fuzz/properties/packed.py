@@ -63,7 +63,7 @@ def wrong_ones_are_refused(case: Packed) -> None:
 
 
 def rows_of_backward(case: Packed) -> tuple[dict[str, Any], int]:
-    """What says how many blocks of queries there are, and a bound of the blocks that a head lists."""
+    """The arguments that give the number of query blocks, and a bound of the blocks that a head lists."""
     if case.form == "padded":
         raise Skip
     M, N = ([-(-pair[side] // case.block[side]) for pair in case.lengths] for side in (0, 1))

@@ -1,4 +1,4 @@
-"""What holds between one call of the kernels and another, whatever the right result is."""
+"""Relations between one call of the kernels and another, whatever the right result is."""
 
 from __future__ import annotations
 

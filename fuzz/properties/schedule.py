@@ -16,7 +16,7 @@ Item = tuple[list[tuple[object, int]], tuple[object, int]]  # locks to take in t
 
 
 def ends(items: list[Item], slots: int) -> bool:
-    """Whether work launched in this order ends, whatever its timing: nobody who can go on is ever held up by that."""
+    """True if work launched in this order ends, whatever its timing: nobody who can go on is ever held up by that."""
     released: dict[object, int] = {}
     waiting, running, done = list(reversed(items)), [], 0
     while waiting or running:

@@ -43,7 +43,7 @@ class _Watch(TorchDispatchMode):
 
 
 def complaint(call: WrongCall) -> str | None:
-    """What is wrong with how a wrong call is refused, or None."""
+    """The complaint about how a wrong call is refused, or None."""
     with ExitStack() as stack:
         device = call.table.device
         if device == "cuda" and not torch.cuda.is_available():

@@ -79,7 +79,7 @@ class Sizes:
 
     @classmethod
     def of(cls, q: torch.Tensor, v: torch.Tensor, *, spec: CallSpec, gated: bool, needs_grad: bool) -> Sizes:
-        """Of the tensors of a call: q [B, T, Hq, D] or [total, Hq, D], v alike."""
+        """The sizes of a call's tensors: q [B, T, Hq, D] or [total, Hq, D], v alike."""
         config, longest = spec.config, max(spec.lengths) if spec.lengths else q.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         static = (q.element_size(), config.stride, config.q_tile, config.list_width(longest))

@@ -18,7 +18,7 @@ STEP = 1 << 16  # tokens to which the longest call is found
 
 
 def input_bytes(shape: Shape) -> int:
-    """Of q, k and v, which are the caller's."""
+    """Bytes of q, k and v, which are the caller's."""
     return shape.B * shape.T * (shape.Hq * shape.D + shape.Hkv * (shape.D + shape.Dv)) * shape.dtype.itemsize
 
 

@@ -51,7 +51,7 @@ def find(times: Callable[[int], tuple[float, float] | None], *, low: int, high: 
 def crossovers(
     shape: Shape, options: Options, *, high: int, low: int = LOW, step: int = STEP, bench: type[Bench] = Bench
 ) -> list[Crossover]:
-    """Of the layer, gated and not, forward and forward+backward; every length is measured once for all of them."""
+    """Crossovers of the layer, gated and not, forward and forward+backward; each length is measured once for all."""
     measured: dict[int, dict[tuple[str, str], float]] = {}
     options = replace(options, error_rows=0)
 

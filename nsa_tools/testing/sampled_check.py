@@ -109,7 +109,7 @@ def forward_verdicts(shape: Shape, attend, inputs: dict[str, torch.Tensor], samp
 def _verdicts(
     shape: Shape, attend, inputs: dict[str, torch.Tensor], do: torch.Tensor | None, samples: Samples
 ) -> tuple[list[Verdict], tuple]:
-    """Of every checked sequence, and the call's peak bytes."""
+    """Verdicts of every checked sequence, and the call's peak bytes."""
     parts, found = list(_parts(shape)), []
     rows = [_sample(part.T, samples.rows, shape.Hq * shape.D, seed=2) for part in parts]
     keys = [_sample(part.T, samples.keys, shape.Hkv * shape.D, seed=3) for part in parts]

@@ -51,7 +51,7 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        """What a test is called: as in the source, defaults left out."""
+        """The test's name: as in the source, defaults left out."""
         given = ((field, getattr(self, field.name)) for field in fields(self))
         return f"Case({', '.join(f'{field.name}={value!r}' for field, value in given if value != field.default)})"
 

@@ -172,7 +172,7 @@ ONLY_SM100 = [
 
 
 def options(case: Case) -> set[tuple[str, object]]:
-    """What of a case decides which kernels it has, and which edges of them it meets."""
+    """The options of a case that decide its kernels and the edges of them that it meets."""
     found = {(field.name, getattr(case, field.name)) for field in fields(case)}
     others = ("T_q", "T_k", "B", "Hq", "Hkv", "packed", "window", "list_heads", "plan")
     found -= {(name, getattr(case, name)) for name in others}

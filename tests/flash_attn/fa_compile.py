@@ -37,7 +37,7 @@ def pool() -> dict[str, str]:
 
 
 class WorkerError(Exception):
-    """What a function raised in a worker: its type's name, and the traceback as the message."""
+    """An error raised in a worker: its type's name, and the traceback as the message."""
 
     def __init__(self, kind: str, said: str) -> None:
         super().__init__(f"{kind} in the worker\n{said}")

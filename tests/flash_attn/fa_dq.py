@@ -17,7 +17,7 @@ LENGTHS = ((100, 130), (0, 50), (600, 600), (1, 1), (64, 300))  # of packed quer
 
 
 def layout(case: Case, start: int = 64) -> Any:
-    """How the accumulator lies that other calls of backward would share."""
+    """The layout of the accumulator that other calls of backward would share."""
     from flash_attn.cute.shared_backward import AccumLayout, Tile
 
     tile = Tile(90, 64, 128, 1, False, False, 32, None)
@@ -82,7 +82,7 @@ def call(case: Case, x: Inputs, rows: tuple[torch.Tensor, torch.Tensor], lists: 
 
 
 def rounded_sums(case: Case, x: Inputs) -> float:
-    """What rounding dP and dpsum to fp32 can make of dq.
+    """The error of dq from rounding dP and dpsum to fp32.
 
     Both sum products of do with v. A row that sees one key has to get 0 for their difference, and gets what rounding
     leaves, while plain PyTorch, which rounds such sums to bf16 alike, may get 0.

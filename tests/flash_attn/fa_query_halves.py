@@ -29,7 +29,7 @@ class Drawn:
     seed: int = 0
 
     def listed(self) -> list[tuple[Table, Table]]:
-        """Of each sequence, [H, query blocks, key blocks]: listed, and full."""
+        """The blocks listed, and those full, of each sequence: [H, query blocks, key blocks]."""
         draw = torch.Generator().manual_seed(self.seed)
         shared, longest = self.form == "shared", tuple(max(each) for each in zip(*self.shapes))
         found = []
@@ -82,7 +82,7 @@ def expected(case: Drawn, backward: bool, asked: bool) -> dict[tuple[int, int, i
 
 
 def tiles(case: Drawn, sequence: int) -> int:
-    """Of 128 queries, that the sequence's rows of lists cover."""
+    """Tiles of 128 queries that the sequence's rows of lists cover."""
     rows = max(m for m, _ in case.shapes) if case.form == "shared" else case.shapes[sequence][0]
     return (rows * case.factor + 1) // 2
 
@@ -113,7 +113,7 @@ class Launched:
         return 1 + (self.groups - self._own(block)) * (self.spt and group == 0)
 
     def lock(self, value: int, cta: int, twice: bool) -> int:
-        """What a CTA waits for, by the formula in the kernel. twice: lock values are those of `turn_of_add`."""
+        """The value a CTA waits for, by the formula in the kernel. twice: lock values are those of `turn_of_add`."""
         block, group = divmod(cta, self.groups)
         group = self._own(block) - 1 - group if self.spt else group
         if twice:

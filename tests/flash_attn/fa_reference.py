@@ -1,4 +1,4 @@
-"""What the kernels have to compute: dense attention under the case's mask, in fp64, and the comparison."""
+"""The right results of a case, dense attention under its mask in fp64, and the comparison with the kernels'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_blackwell() -> bool:
 
 
 def visible(case: Case, batch: int, x: Inputs, device: torch.device) -> torch.Tensor:
-    """Which keys each query of one sequence sees, [heads or 1, queries, keys]."""
+    """The keys that each query of one sequence sees, [heads or 1, queries, keys]."""
     from fa_mask_mods import MASK_MODS
 
     T_q, T_k = case.lengths[batch]
@@ -65,7 +65,7 @@ def attention(case: Case, x: Inputs, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 
 def results(case: Case, x: Inputs) -> Tensors:
-    """What the kernels give."""
+    """The kernels' results."""
     o, lse = forward(case, x)
     return dict(zip(("o", "lse", "dq", "dk", "dv", "dsink"), (o, lse, *backward(case, x, o, lse))))
 

@@ -1,4 +1,4 @@
-"""What SM100's kernels walk, hide and wait for over lists of halves: their own functions, on the CPU by a worker."""
+"""The walk, masks and waits of SM100's kernels over lists of halves: their own functions, on the CPU by a worker."""
 
 from __future__ import annotations
 

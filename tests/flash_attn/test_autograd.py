@@ -1,4 +1,4 @@
-"""What autograd is promised: second derivatives raise, and what backward reads later is watched until then.
+"""Autograd's contract: second derivatives raise, and tensors that backward reads later are watched until then.
 
 But for tests on a GPU the kernels' place is taken by attention in plain PyTorch; the autograd functions are the real
 ones.

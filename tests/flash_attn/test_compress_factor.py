@@ -99,7 +99,7 @@ def test_compiles_with_a_mask_mod(compiler: Worker) -> None:
 
 
 def places_that_store_gradients(kind: Case) -> list[int]:
-    """How often backward's tracing came by the epilogue that stores dk and dv: plain causal, compressed."""
+    """Number of times that backward's tracing came by the epilogue that stores dk and dv: plain causal, compressed."""
     from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
     epilogue = FlashAttentionBackwardSm90.epilogue_dKV

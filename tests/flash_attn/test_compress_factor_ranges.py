@@ -28,7 +28,7 @@ def keys_seen_by(row: int, factor: int, offset: int) -> int:
 
 
 def kernel_ranges(cases: torch.Tensor, tile_m: int, tile_n: int, group: int) -> torch.Tensor:
-    """What BlockInfo says of (seqlen_q, seqlen_k, factor, offset, m tile, n tile); in a worker.
+    """BlockInfo's ranges for (seqlen_q, seqlen_k, factor, offset, m tile, n tile); in a worker.
 
     Forward's first and last tile and the end of those without a mask, the end that the order of
     deterministic writes counts from, and backward's first and last tile.
@@ -73,7 +73,7 @@ def small_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...
 
 
 def large_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...]]:
-    """Where 32 bits end: keys whose first row does not fit, long sequences, the largest pair."""
+    """Cases at the end of 32 bits: keys whose first row does not fit, long sequences, the largest pair."""
     lengths_q, lengths_k = [1 << 20, (1 << 27) - 1, (1 << 30) // group - 300], [1, 1 << 17, 1 << 24, 1 << 30]
     pairs = [(1, 0), (1, -(1 << 29)), (1000, 999), (4096, 1 << 29), (1 << 22, (1 << 22) - 1), (1 << 22, -(1 << 29))]
     for seqlen_q, seqlen_k, (factor, offset) in product(lengths_q, lengths_k, pairs):
@@ -108,7 +108,7 @@ KINDS = {"sm90": (128, 64), "sm90 swapped": (64, 128), "sm100": (128, 128), "sm1
 
 
 def kernel_masks(cases: torch.Tensor, kind: str, group: int) -> torch.Tensor:
-    """What AttentionMask leaves of a tile for (seqlen_q, seqlen_k, factor, offset, m tile, n tile); in a worker."""
+    """The part of a tile AttentionMask leaves for (seqlen_q, seqlen_k, factor, offset, m tile, n tile); in a worker."""
     import cutlass
     import cutlass.cute as cute
     import cutlass.utils.hopper_helpers as sm90_utils

@@ -1,4 +1,4 @@
-"""How SM90 cuts compressed-causal attention into CTAs: the plan, and that the kernels follow it to the same results."""
+"""SM90's split of compressed-causal attention into CTAs: the plan, and kernels that follow it to the same results."""
 
 import pytest
 import torch

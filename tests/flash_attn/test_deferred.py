@@ -1,4 +1,4 @@
-"""What is imported for a call: with its kernel in the cache on disk, nothing that only compiling needs."""
+"""Imports of a call: with its kernel in the cache on disk, nothing that only compiling needs."""
 
 from __future__ import annotations
 

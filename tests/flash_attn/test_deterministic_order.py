@@ -14,7 +14,7 @@ CASES = [
 
 
 def launched_from_the_right(case: Case) -> bool:
-    """What backward tells its tile scheduler."""
+    """The order that backward tells its tile scheduler."""
     from flash_attn.cute import flash_bwd_sm90
 
     asked = []

@@ -26,7 +26,7 @@ def shapes() -> Iterator[tuple[int, int, int, int]]:
 
 
 def seen(seqlen_q: int, seqlen_k: int, factor: int, offset: int) -> torch.Tensor:
-    """Which query tiles see anything of which key tiles, by definition."""
+    """The query tiles that see anything of a key tile, for each, by definition."""
     padded = torch.zeros(-(-seqlen_q // TILE_M) * TILE_M, -(-seqlen_k // TILE_N) * TILE_N, dtype=torch.bool)
     t, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
     padded[:seqlen_q, :seqlen_k] = j * factor + offset <= t
@@ -115,7 +115,7 @@ def test_later_keys_of_a_share_are_launched_first(compiler_sm90: Worker, shares:
 
 
 def kernels(deterministic: bool) -> tuple[bool, str]:
-    """Whether backward stores first, and the scheduler that it was traced with."""
+    """True if backward stores first, and the scheduler that it was traced with."""
     import cutlass.cute as cute
 
     from flash_attn.cute import flash_bwd_sm90, interface

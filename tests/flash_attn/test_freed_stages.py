@@ -22,7 +22,7 @@ WITH_DQ = [Case(D=128, causal=True), Case(**LISTED, block=(128, 64))]
 
 
 def steps(case: Case, dq: bool) -> list[str]:
-    """What is done with stages in the order of the code: "read", "sync", "barrier", "free"; in a worker."""
+    """The operations on stages in the order of the code: "read", "sync", "barrier", "free"; in a worker."""
     import cutlass.cute as cute
     from cutlass.pipeline import NamedBarrier
 

@@ -70,7 +70,7 @@ def test_rows_of_both_kernels_say_which_half_lists_a_block(compiler_sm100: Worke
 
 
 def stages(case: Case) -> tuple[int, tuple[int, int], bool]:
-    """Of the forward kernel: tiles of a CTA, what a tile's number is divided by, and whether lists are of halves."""
+    """The forward kernel's tiles of a CTA, divisor of a tile's number, and whether its lists are of halves."""
     from flash_attn.cute.lists import query_halves
 
     with built_kernels() as kernels:

@@ -30,7 +30,7 @@ CASES = [
 
 @contextmanager
 def one_multiprocessor() -> Iterator[None]:
-    """Where nothing is gained by many CTAs, however short the sequences."""
+    """A GPU on which nothing is gained by many CTAs, however short the sequences."""
     rule = two_pass.window_heads_per_cta
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(two_pass, "window_heads_per_cta", lambda *args, **named: rule(*args, **named | {"sms": 1}))
@@ -38,7 +38,7 @@ def one_multiprocessor() -> Iterator[None]:
 
 
 def compiled_heads(case: Case) -> int:
-    """How many heads a CTA of the backward kernel walks; in a worker."""
+    """The number of heads that a CTA of the backward kernel walks; in a worker."""
     with one_multiprocessor(), built_kernels("FlashAttentionBackwardSm90") as kernels:
         compile_case(case)
     return kernels[0].heads_per_cta

@@ -48,7 +48,7 @@ def test_kernels_are_kept_in_the_users_cache_folder_unless_told_otherwise(
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
-    """Whether kernels are kept in a folder, and so loaded from it."""
+    """A test of whether kernels are kept in a folder, and so loaded from it."""
     monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
 
     def kept(folder: Path) -> bool:

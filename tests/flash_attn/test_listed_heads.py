@@ -50,7 +50,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
-    """Of the kernel: heads a CTA walks, whether it stores dk and dv, whether it takes turns; in a worker."""
+    """The kernel's heads for a CTA, whether it stores dk and dv, and whether it takes turns; in a worker."""
     from flash_attn.cute.bwd_sm90 import two_pass
 
     x = make_inputs(case)

@@ -41,7 +41,7 @@ def test_dense_calls_keep_the_kernel_for_256(compiler_sm100: Worker) -> None:
 
 
 def refused(case: Case) -> str:
-    """What backward says before it makes a kernel."""
+    """Backward's error before it makes a kernel."""
     with pytest.raises(ValueError, match="SM100") as error, pytest.MonkeyPatch.context() as patch:
         from flash_attn.cute import interface
 

@@ -98,7 +98,7 @@ WINDOWS = [(None, 0), (200, 0), (130, 50), (None, 70), (90, None), (-20, 150), (
 
 
 def seen_blocks(T_q: int, T_k: int, window: tuple[int | None, int | None]) -> torch.Tensor:
-    """Which blocks of keys a block of queries sees something of, bool [M, N]: by a look at every pair."""
+    """The key blocks that a query block sees something of, bool [M, N]: by a look at every pair."""
     at, key = torch.arange(T_q)[:, None] + T_k - T_q, torch.arange(T_k)[None]
     left, right = (T_q + T_k if side is None else side for side in window)
     seen = (key >= at - left) & (key <= at + right)

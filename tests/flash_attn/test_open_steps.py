@@ -17,7 +17,7 @@ OPEN, MOD, MOD_AND_EDGES, EDGES = "open", "mod", "mod, edges", "edges"
 
 
 def masks(case: Case) -> Counter[str]:
-    """How often the code of a forward kernel has a step with which mask; in a worker."""
+    """The number of steps with each mask in the code of a forward kernel; in a worker."""
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90 as Forward
     from flash_attn.cute.mask import AttentionMask
 

@@ -119,7 +119,7 @@ def test_kernels_of_another_architecture_are_other_files(
 
 
 def refusal_after(arch: str | None, capability: tuple[int, int] | None) -> str | None:
-    """What a kernel that is not compiled yet is refused with once the environment, or the GPU, says another thing."""
+    """The error for a kernel that is not compiled yet, once the environment, or the GPU, says another thing."""
     from flash_attn.cute.runtime import own_device
 
     with pytest.MonkeyPatch.context() as patch:

@@ -48,7 +48,7 @@ def starts(lengths: list[int]) -> torch.Tensor:
 
 
 def listed(setup: Setup) -> torch.Tensor:
-    """Which blocks of LIST_BLOCK keys a tile of 128 queries sees: its own, the first, every third; [M, N]."""
+    """The blocks of LIST_BLOCK keys that a tile of 128 queries sees: its own, the first, every third; [M, N]."""
     M, N = -(-setup.T // 128), -(-setup.T // LIST_BLOCK)
     m, n = torch.arange(M)[:, None], torch.arange(N)[None]
     return (n <= 2 * m + 1) & ((n == 0) | (n >= 2 * m) | (n % 3 == 0))
@@ -134,7 +134,7 @@ def row_sums(setup: Setup, layout: Any, do: torch.Tensor, o: torch.Tensor, lse: 
 
 
 def compiled(setup: Setup) -> list[str]:
-    """What shared calls and conversions compile; in a worker."""
+    """The kernels that shared calls and conversions compile; in a worker."""
     from flash_attn.cute.shared_backward import aligned, backward_layout
 
     q, _, k, v, _, _ = tensors(setup)
@@ -200,7 +200,7 @@ def test_conversions_that_add_compile_for_blackwell(compiler_sm100: Worker, D: i
 
 
 def places(rows: int, threads: int, atoms: int, D: int) -> list[list[int]]:
-    """Where a kernel with such tiles leaves the elements of 128 rows: [row][column]; in a worker."""
+    """The places where a kernel with such tiles leaves the elements of 128 rows: [row][column]; in a worker."""
     import cutlass
     import cutlass.cute as cute
 

@@ -16,7 +16,7 @@ CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=Tr
 
 
 def turns(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Of each turn that the compiled kernel may pass on: heads of a group, flags in use, and the branches around it."""
+    """For each turn the compiled kernel may pass on: heads of a group, flags in use, and the branches around it."""
     from fa_compile import _operations_around
 
     from flash_attn.cute import flash_bwd_sm100, interface
@@ -73,7 +73,7 @@ def test_a_turn_is_waited_for_and_given_on(compiler_sm100: Worker, head: int, fl
 
 
 def test_some_heads_list_nothing() -> None:
-    """What the next test is about."""
+    """The case of the next test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fa_lists, "block", lambda case: (128, 128))
         listed, _ = fa_lists.tables(SHORT)[0]

@@ -49,7 +49,7 @@ def test_the_kernel_itself_refuses_pairs_over_an_odd_factor(compiler_sm100: Work
 
 
 def pairs(case: Case) -> list[bool]:
-    """Whether each backward kernel of the case uses pairs of CTAs."""
+    """For each backward kernel of the case, whether it uses pairs of CTAs."""
     with built_kernels("FlashAttentionBackwardSm100") as kernels:
         compile_case(case)
     return [kernel.use_2cta_instrs for kernel in kernels]

@@ -30,7 +30,7 @@ CASES += [
 
 
 def without_dq(case: Case, x: Any, o: torch.Tensor, lse: torch.Tensor, **more: Any) -> tuple[torch.Tensor | None, ...]:
-    """What backward returns for the case where it leaves dq out."""
+    """Backward's results for the case where it leaves dq out."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     options = _masks(case, x) | dict(block_sparse_tensors=backward_lists(case), without_dq=True) | more

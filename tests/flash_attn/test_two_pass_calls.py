@@ -60,7 +60,7 @@ def tables(block: tuple[int, int] | None = (128, 128), room: tuple[int, ...] = (
 
 
 def takes(passes: int | None = None, **changes: Any) -> bool:
-    """Whether a call on SM90 takes two passes: at head dimension 128, with default lists, and what `changes` says."""
+    """True if a call on SM90 takes two passes: at head dimension 128, with default lists, and `changes`."""
     from flash_attn.cute.bwd_sm90 import two_pass
 
     block, D = changes.pop("block", (128, 128)), changes.pop("D", 128)
@@ -176,7 +176,7 @@ def test_two_kernels_are_compiled(compiler_sm90: Worker, case: Case) -> None:
 
 
 def times_normalized(case: Case) -> int:
-    """How often a call in two passes brings forward lists into the kernel's form; in a worker."""
+    """The number of times that a call in two passes brings forward lists into the kernel's form; in a worker."""
     from unittest.mock import patch
 
     from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
@@ -199,7 +199,7 @@ def test_forward_lists_are_normalized_once(compiler_sm90: Worker, case: Case) ->
 
 
 def rows_of_layout(case: Case, without_dq: bool) -> Any:
-    """How a call's accumulators lie, and the same of a window call without lists."""
+    """The layout of a call's accumulators, and that of a window call without lists."""
     from flash_attn.cute.shared_backward import aligned, backward_layout
 
     x = make_inputs(case)

@@ -63,7 +63,7 @@ STARTS = [
 
 
 def said(kind: str, number: int) -> str | None:
-    """What a call says to one mistake; in a worker, which makes no kernel."""
+    """A call's error for one mistake; in a worker, which makes no kernel."""
     from flash_attn.cute import interface
 
     table, case = TABLES[kind]

@@ -91,7 +91,7 @@ def ordered_lists(block: tuple[int, int]) -> dict[str, Any]:
 
 
 class Context:
-    """What autograd hands to a function: PyTorch without CUDA has no autograd of tensors on a GPU."""
+    """Autograd's context for a function: PyTorch without CUDA has no autograd of tensors on a GPU."""
 
     needs_input_grad = (True,) * 64
 

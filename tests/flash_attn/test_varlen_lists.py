@@ -227,7 +227,7 @@ def _far(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
 
 
 def test_names_of_upstream() -> None:
-    """What upstream's open pull requests call the arguments and fields of packed lists."""
+    """Upstream's open pull requests have these names for the arguments and fields of packed lists."""
     arguments = inspect.signature(interface.flash_attn_varlen_func).parameters
     assert {"block_sparse_tensors", "block_sparse_tensors_bwd"} <= set(arguments)
     names = {

@@ -1,4 +1,4 @@
-"""What __version__ says of a build, of an installed copy and of a bare source tree."""
+"""The value of __version__ in a build, in an installed copy and in a bare source tree."""
 
 from __future__ import annotations
 

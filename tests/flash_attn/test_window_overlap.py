@@ -53,7 +53,7 @@ def test_who_overlaps(asked: dict[str, Any], expected: int, compiler_sm90: Worke
 
 
 def kernels_of(lefts: tuple[int, ...]) -> list[bool]:
-    """Of calls with these windows, the kernels that are compiled: whether tiles overlap."""
+    """The kernels that are compiled for calls with these windows: whether tiles overlap."""
     with built_kernels("FlashAttentionForwardSm90") as kernels:
         for left in lefts:
             case = replace(CALL, D=64, window=(left, 0))

@@ -1,4 +1,4 @@
-"""What a CTA of SM100 backward does with a turn that it has no use for, as a program for the CPU.
+"""The treatment of a turn that a CTA of SM100 backward has no use for, as a program for the CPU.
 
 Importing this imports the DSL, which looks at the architecture once a process.
 """

@@ -123,7 +123,7 @@ LISTED = [number for number, kind in enumerate(KINDS) if kind.lists]
 
 
 def right_lists(case: Attention) -> None:
-    """What kernels are given passes the check of lists: the transpose, lock values and plans among it."""
+    """Lists that kernels are given pass the check of lists: the transpose, lock values and plans among them."""
     call = attention.make(replace(case, spare=0), "cpu")  # the check takes no wider rows
     starts = {name: value for name, value in attention.options(call).items() if name.startswith("cu_seqlens")}
     validate_call(True, *(attention.lists_for(call, backward) for backward in (False, True)), call.q, call.k, **starts)
@@ -153,7 +153,7 @@ def test_rows_are_no_wider_than_there_are_blocks(pattern: str) -> None:
 
 
 def test_lists_made_on_a_device() -> None:
-    """What the GPU's are compared with: every kind of list, and nothing left on a device."""
+    """Lists that the GPU's are compared with: every kind, and nothing left on a device."""
     case = Blocks(M=3, N=4)
     made = made_from(*both_directions(case), case, "cpu")
     assert {name.split(",")[0] for name in made} == {"transposed", "locks", "walk", "plan", "deterministic plan"}

@@ -47,7 +47,7 @@ def drawn(strategy: object) -> tuple[set[type], Counter]:
 
 
 def assert_reached(strategy: object, wanted: Iterable[str], counts: Counter, most: int = 5_000) -> None:
-    """What the examples behind `counts` lack is looked for among more: which ones come first depends on the modules
+    """Features that the examples behind `counts` lack are looked for among more: the first ones depend on the modules
     that a process has loaded, whose constants hypothesis draws too."""
     for claim in sorted(set(wanted) - set(counts)):
         more = settings(quiet, max_examples=most, phases=[Phase.generate])  # no smaller one
@@ -82,7 +82,7 @@ def test_kernels_see_any_factor() -> None:
 
 
 def test_kinds_meet() -> None:
-    """What is compiled for covers each feature, and most pairs of mask and lists."""
+    """The options compiled for cover each feature, and most pairs of mask and lists."""
     for name, values in {
         "D": {64, 96, 128, 192, 256},
         "mask": {"none", "causal", "window", "compressed", "table"},
@@ -113,7 +113,7 @@ def test_kinds_meet() -> None:
 
 
 def test_two_passes_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fuzzing takes for two passes is what a call on SM90 takes: by its argument, or as the lists alone say."""
+    """Fuzzing expects two passes exactly where a call on SM90 takes them: by argument, or as the lists alone say."""
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
     for kind, blocks in itertools.product(KINDS, (1, FEW, FEW + 1)):
         if not kind.lists or kind.mask == "compressed":

@@ -67,7 +67,7 @@ def test_wrong_calls_are_refused(table: Table) -> None:
 
 @pytest.mark.parametrize("table", TWO_PASSES, ids=lambda table: table.function)
 def test_right_calls_of_two_passes_reach_a_kernel(table: Table) -> None:
-    """What the wrong ones are made from is not refused."""
+    """The calls that wrong ones are made from are not refused."""
     with fake_gpu(), no_kernels(), pytest.raises(RuntimeError, match="a kernel is compiled"):
         table.call(**table.good("cuda"))
 

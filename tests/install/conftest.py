@@ -83,7 +83,7 @@ class Environment:
         return done.stdout + done.stderr
 
     def inspect(self, cwd: Path, status: int = 0) -> tuple[dict, str]:
-        """What `inspect --require-patched` says of flash_attn.cute, and what it complains about."""
+        """The report of `inspect --require-patched` on flash_attn.cute, and its complaints."""
         done = self.run("-m", "nsa_layer", "inspect", "--require-patched", "--json", cwd=cwd, status=status)
         return json.loads(done.stdout)["flash_attn.cute"], done.stderr
 

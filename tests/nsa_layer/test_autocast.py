@@ -58,7 +58,7 @@ def assert_same_bits(got: Tensors, want: Tensors) -> None:
 @pytest.mark.parametrize("case", CASES, ids=repr)
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_inputs_are_cast(backend: str, case: Case, dtype: torch.dtype, half: torch.dtype) -> None:
-    """Where backward runs under autocast too, it multiplies nothing in half precision that forward did not."""
+    """Backward under autocast multiplies nothing in half precision that forward did not."""
     given, too = leaves(case, dtype), backend == "eager" and half == torch.bfloat16
     got = outcome(case, *given, backend, half, autocast=True, backward_too=too)
     want = outcome(case, *given, backend, half, autocast=False)
@@ -138,7 +138,7 @@ def test_autocast_of_another_kind_of_device() -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_the_layer_on_the_meta_device(enabled: bool) -> None:
-    """Of which there is no autocast."""
+    """The meta device has no autocast."""
     layer = NSAttention(48, num_heads=4, num_kv_heads=2, config=SMALL, compress_weights=True, device="meta")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
         out = layer(torch.empty(2, 90, 48, device="meta"))

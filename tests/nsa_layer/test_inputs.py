@@ -1,4 +1,4 @@
-"""What the checks of `nsa` take, and what they have to tell apart. What they refuse: `fuzz/wrong_calls/layer.py`."""
+"""Inputs that the checks of `nsa` take and have to tell apart. Refused ones are in `fuzz/wrong_calls/layer.py`."""
 
 from __future__ import annotations
 

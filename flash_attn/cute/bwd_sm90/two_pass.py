@@ -64,7 +64,7 @@ def window_heads_per_cta(
 
 
 def window_time(ctas: int, tiles: int, sms: int) -> float:
-    """Of so many CTAs that walk so many query tiles each, in query tiles."""
+    """Time of so many CTAs that walk so many query tiles each, in query tiles."""
     return -(-ctas // sms) * (AROUND_TILES + tiles)
 
 

@@ -73,11 +73,11 @@ class KeyMask:
         return place if self.packed == 1 else place // self.packed
 
     def query_head(self, r: int) -> Int32:
-        """Of the thread's r-th row."""
+        """The query head of the thread's r-th row."""
         return self.head if self.packed == 1 else self.head * self.packed + self._place(r) % self.packed
 
     def column(self, c: int) -> Int32:
-        """Of the thread's c-th register of a row, counted from the block's first key."""
+        """The column of the thread's c-th register of a row, counted from the block's first key."""
         return self.thread % 4 * 2 + (c // 2 * 8 + c % 2)
 
     @cute.jit

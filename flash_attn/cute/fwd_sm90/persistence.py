@@ -43,7 +43,7 @@ def has_short_rows(tensors: BlockSparseTensorsTorch) -> bool:
 
 
 class ForwardTile(NamedTuple):
-    """What a tile of SM90 forward takes of shared memory. packed_heads: query heads that share its rows."""
+    """Sizes of a tile of SM90 forward in shared memory. packed_heads: query heads that share its rows."""
 
     head_dim: int
     head_dim_v: int

@@ -69,7 +69,7 @@ def halves_at(
     mask: HalfEntries,
     full: HalfEntries | None,
 ) -> Int32:
-    """Of the entry at a place in a row: its mask blocks, then its full ones."""
+    """The halves that list the entry at a place in a row: its mask blocks, then its full ones."""
     halves = Int32(0)
     if const_expr(full is None):
         halves = mask.halves(place)

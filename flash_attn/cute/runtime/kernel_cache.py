@@ -44,7 +44,7 @@ def is_enabled() -> bool:
 
 
 def user_folder() -> Path:
-    """Of this user alone, and not emptied when the machine starts. A relative XDG_CACHE_HOME does not count."""
+    """The folder of this user alone, not emptied when the machine starts. A relative XDG_CACHE_HOME does not count."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / FOLDER
 

@@ -7,7 +7,7 @@ from cutlass import Boolean, Int32, const_expr
 
 @cute.jit
 def tile_to_batch(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr[int], number: Int32):
-    """Of groups of `group` tiles of `size` tokens, in order of sequences, each sequence's last one perhaps short.
+    """The sequence of each group of `group` tiles of `size` tokens, in order; a sequence's last group may be short.
 
     For all threads of a warp together. Returns the sequence that group `number` belongs to, -1 where there is no such
     group, the group's number in it, and how many tiles the sequences before it have.

@@ -34,7 +34,7 @@ def float_of(bits: Int32, *, loc=None, ip=None) -> Float32:
 
 
 def largest(share: list[Float32], lanes: int) -> Float32:
-    """Of the absolute values of a row that lies over `lanes` neighbouring threads."""
+    """The largest of the absolute values of a row that lies over `lanes` neighbouring threads."""
     top = Float32(0.0)
     for x in share:
         top = cute.arch.fmax(top, cute.arch.fmax(x, -x))

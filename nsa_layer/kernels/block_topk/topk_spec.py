@@ -37,7 +37,7 @@ class TopKSpec:
 
     @property
     def tiles(self) -> int:
-        """Of a CTA."""
+        """Tiles of a CTA."""
         return TILE // self.heads
 
     @property
@@ -51,7 +51,7 @@ class TopKSpec:
         return max(0, self.heads.bit_length() - 3)
 
     def tile_and_head(self, m: Int32, half: Int32, warp_m: Int32, q: Int32) -> tuple[Int32, Int32]:
-        """Of a CTA's row ``64 m + 16 warp_m + 8 half + q``: its tile in the CTA, and its head in the group."""
+        """For a CTA's row ``64 m + 16 warp_m + 8 half + q``: its tile in the CTA, and its head in the group."""
         heads, free = self.heads, 3 - self.lane_bits
         if heads == 1:
             return 64 * m + 16 * warp_m + 8 * half + q, Int32(0)

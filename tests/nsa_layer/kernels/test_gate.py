@@ -139,7 +139,7 @@ def in_tiles(case: Case, by_heads: torch.Tensor, fill: float) -> torch.Tensor:
 
 
 def assert_rows(case: Case, name: str, got: torch.Tensor, exact: torch.Tensor) -> None:
-    """Where NaN stands in `exact` anything may stand."""
+    """Anything may stand where `exact` has NaN."""
     assert got.shape == exact.shape and got.dtype == torch.float32, f"{name} of {case}: {got.shape}"
     owned = ~exact.isnan()
     got, exact = got[owned].double(), exact[owned].double()

@@ -89,7 +89,7 @@ def choice(case: Case, seed: int = 0) -> list[torch.Tensor]:
 
 
 def many_blocks(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
-    """What long lists look like: the first block, the tile's own, and others anywhere before; quick to draw."""
+    """Long lists: the first block, the tile's own, and others anywhere before; quick to draw."""
     M, n, own = config.num_tiles(T), config.list_width(T), config.q_tile // config.block_size
     last = torch.arange(1, M + 1).view(-1, 1) * own - 1
     drawn = (torch.rand(B, H, M, n, generator=generator) * (last + 1)).int()
