@@ -10,8 +10,8 @@ Each runs in a process of its own, one timing at a time, the others waiting. Sha
 key/value heads, D 128; the calls are those of tree_calls.py. Medians of CUDA-event timings, the host's part hidden;
 ratios are over the first folder; the largest difference of results, at every 61st token, is over the largest value.
 All trees hold their tensors at once: about 20 GiB each for the layer at 262,144 tokens. Two at 1,048,576 leave each
-other too little to keep what backward reads, and recompute it: run `bench` in one tree after the other there. Exits with 1 if a result is off
-by more than 2 %, or a process fails.
+other too little to keep what backward reads, and recompute it: run `bench` in one tree after the other there. Exits
+with 1 if a result is off by more than 2 %, or a process fails.
 """
 
 from __future__ import annotations

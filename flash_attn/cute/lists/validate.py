@@ -86,7 +86,7 @@ class Side:
         return replace(flat, block=flat.block >> 1, is_full=flat.block & 1 == 1) if self.merged else flat
 
     def of(self, values: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """The rows of x [N], counted over all heads."""
+        """``values`` [N], of which each head has a copy, at rows that are counted over all heads."""
         return values[row % max(self.rows.N, 1)]
 
     def at(self, tensor: str, row: int, place: int | None = None) -> str:
