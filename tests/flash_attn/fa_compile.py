@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,23 @@ class MaskCall:
 
 
 @contextmanager
+def noted(owner: Any, name: str, note: Callable[..., Any], found: list[Any] | None = None) -> Iterator[list[Any]]:
+    """What `note` says of the arguments of each call of `owner.name` in the body; added to `found` if that is given."""
+    found, original = [] if found is None else found, getattr(owner, name)
+
+    @wraps(original, updated=())
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        found.append(note(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    setattr(owner, name, noting)
+    try:
+        yield found
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
 def recorded_masks() -> Iterator[list[MaskCall]]:
     """Every mask that the kernels traced in the body put into their code."""
     from flash_attn.cute.mask import AttentionMask
@@ -151,28 +168,20 @@ def recorded_masks() -> Iterator[list[MaskCall]]:
     calls: list[MaskCall] = []
     with ExitStack() as undo:
         for name in ("apply_mask", "apply_mask_sm100", "apply_mask_sm100_transposed"):
-            original = getattr(AttentionMask, name)
-            undo.callback(setattr, AttentionMask, name, original)
-            setattr(AttentionMask, name, _recording(original, calls))
+            note = partial(_mask_call, inspect.signature(getattr(AttentionMask, name)))
+            undo.enter_context(noted(AttentionMask, name, note, calls))
         yield calls
 
 
-def _recording(original: Callable[..., None], calls: list[MaskCall]) -> Callable[..., None]:
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def apply(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        said = given.arguments
-        flags = (bool(said[flag]) for flag in ("mask_seqlen", "mask_causal", "mask_local"))
-        calls.append(MaskCall(*flags, said["mask_mod"] is not None, _operations_around()))
-        original(*args, **kwargs)
-
-    return apply
+def _mask_call(signature: inspect.Signature, *args: Any, **kwargs: Any) -> MaskCall:
+    given = signature.bind(*args, **kwargs)
+    given.apply_defaults()
+    said = given.arguments
+    flags = (bool(said[flag]) for flag in ("mask_seqlen", "mask_causal", "mask_local"))
+    return MaskCall(*flags, said["mask_mod"] is not None, operations_around())
 
 
-def _operations_around() -> tuple[str, ...]:
+def operations_around() -> tuple[str, ...]:
     from cutlass._mlir import ir
 
     names, operation = [], ir.InsertionPoint.current.block.owner

@@ -4,14 +4,14 @@ That plans are right is a property of the fuzzer ("lists.plan", "packed.plan"). 
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from fa_cases import Case, _masks, backward, forward, in_turn, make_inputs
-from fa_compile import Worker
+from fa_compile import Worker, noted
 from fa_lists import backward_lists, ordered_backward_lists
 from fa_reference import assert_bits_repeat
+from test_upstream_programs import dimensions
 
 PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
 CASES = [
@@ -43,33 +43,25 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
 
     in_use: not all queries that sequences have room for are there.
     """
-    from unittest.mock import patch
-
     from flash_attn.cute.interface import _flash_attn_bwd
     from flash_attn.cute.lists import deterministic_lists
-    from flash_attn.cute.lists import rows as list_rows
-
-    walked, entries, before = set(), list_rows.ListRow.entries, deterministic_lists.blocks_before
-
-    def recorded(self: Any, tensor: Any, full: bool = False) -> Any:
-        walked.add(len(tensor.shape))
-        return entries(self, tensor, full)
+    from flash_attn.cute.lists.rows import ListRow
 
     x, lse = make_inputs(case), torch.empty(case.Hq, sum(T for T, _ in case.packed), device="cuda")
     lists = ordered_backward_lists(case, spt=True)
     seqused_q = torch.empty_like(lists.cu_total_n_blocks.narrow(0, 1, len(case.packed))) if in_use else None
     with (
-        patch.object(list_rows.ListRow, "entries", recorded),
-        patch.object(deterministic_lists, "blocks_before", side_effect=before) as asked,
+        noted(ListRow, "entries", dimensions) as walked,
+        noted(deterministic_lists, "blocks_before", lambda lengths, *args, **options: lengths) as asked,
     ):
         _flash_attn_bwd(
             x.q, x.k, x.v, torch.empty_like(x.do), x.do, lse, **_masks(case, x), seqused_q=seqused_q,
             block_sparse_tensors=lists, deterministic=True,
         )  # fmt: skip
     if case.form == "stacked":
-        lengths = asked.call_args.args[0]
+        lengths = asked[-1]
         assert lengths.starts[0] is x.cu_seqlens[0] and lengths.used[0] is seqused_q
-    return walked
+    return set(walked)
 
 
 @pytest.mark.parametrize("case", ORDERED[1:], ids=str)

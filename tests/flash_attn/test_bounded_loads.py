@@ -6,17 +6,15 @@ Kernels load whole tiles, so the last one of a sequence reaches into the next. T
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, _masks, attend, forward, make_inputs, swept
-from fa_compile import Worker
+from fa_cases import Case, Inputs, _masks, attend, forward, make_inputs, outputs, swept
+from fa_compile import Worker, noted
 from fa_lists import backward_lists, forward_lists
 
 from fuzz.case import Attention, Kind
@@ -57,39 +55,30 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 
 
 @contextmanager
-def recorded_loads() -> Iterator[Counter[bool]]:
-    """Counts of the tensors that kernels traced in the body load by TMA: bounded by their sequence, and not."""
+def recorded_loads() -> Iterator[list[bool | None]]:
+    """Whether tensors that kernels traced in the body load by TMA are bounded by their sequence; None for stores."""
     import cutlass.cute as cute
     from cutlass.cute.nvgpu import cpasync
 
     from flash_attn.cute.runtime.bounded_loads import is_bounded
 
-    found: Counter[bool] = Counter()
+    def bounded(op: Any, tensor: Any, *args: Any, **options: Any) -> bool | None:
+        return is_bounded(tensor) if "G2S" in type(op).__name__ else None
 
-    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(make)
-        def noted(op: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if "G2S" in type(op).__name__:
-                found[is_bounded(tensor)] += 1
-            return make(op, tensor, *args, **kwargs)
-
-        return noted
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpasync, "make_tiled_tma_atom", noting(cpasync.make_tiled_tma_atom))
+    found: list[bool | None] = []
+    with ExitStack() as stack:
+        stack.enter_context(noted(cpasync, "make_tiled_tma_atom", bounded, found))
         for name in ("make_tiled_tma_atom_A", "make_tiled_tma_atom_B"):
-            patch.setattr(cute.nvgpu, name, noting(getattr(cute.nvgpu, name)))
+            stack.enter_context(noted(cute.nvgpu, name, bounded, found))
         yield found
 
 
 def loads(case: Case, passes: int | None = None) -> list[tuple[int, int]]:
     """(bounded, not bounded) of forward's kernel, and of backward's."""
     from flash_attn.cute import interface
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
     x = make_inputs(case)
-    o = torch.empty_like(x.do)
-    lse = o.new_empty((case.Hq, o.shape[0]) if case.packed else (case.B, case.Hq, case.T_q), dtype=torch.float32)
+    o, lse = outputs(case, x)
     more = {} if passes is None else dict(block_sparse_tensors_fwd=forward_lists(case), passes=passes)
 
     def derive() -> object:
@@ -100,11 +89,9 @@ def loads(case: Case, passes: int | None = None) -> list[tuple[int, int]]:
 
     results = []
     for call in (lambda: forward(case, x), derive):
-        with pytest.MonkeyPatch.context() as patch, recorded_loads() as found:
-            for function in (interface._flash_attn_fwd, interface._flash_attn_bwd, bwd_dq_interface._compiled):
-                patch.setattr(function, "compile_cache", {})
+        with recorded_loads() as found:
             call()
-        results.append((found[True], found[False]))
+        results.append((found.count(True), found.count(False)))
     return results
 
 
@@ -154,9 +141,8 @@ def mla_loads(heads: int, queries: int, one_cta: str) -> tuple[int, int]:
     starts = {f"cu_seqlens_{side}": tensor(3, dtype=torch.int32) for side in "qk"}
     with pytest.MonkeyPatch.context() as patch, recorded_loads() as found:
         patch.setenv("FLASH_ATTENTION_MLA_1CTA", one_cta)
-        patch.setattr(_flash_attn_fwd, "compile_cache", {})
         _flash_attn_fwd(q, k, v, qv=qv, **starts, max_seqlen_q=queries, max_seqlen_k=600, causal=True)
-    return found[True], found[False]
+    return found.count(True), found.count(False)
 
 
 @pytest.mark.parametrize(

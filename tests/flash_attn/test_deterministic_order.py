@@ -2,7 +2,7 @@
 
 import pytest
 from fa_cases import Case, compile_case
-from fa_compile import Worker
+from fa_compile import Worker, noted
 from fa_reference import assert_bits_repeat
 
 CASES = [
@@ -17,15 +17,8 @@ def launched_from_the_right(case: Case) -> bool:
     """The order that backward tells its tile scheduler."""
     from flash_attn.cute import flash_bwd_sm90
 
-    asked = []
-    arguments = flash_bwd_sm90.TileSchedulerArguments
-    flash_bwd_sm90.TileSchedulerArguments = lambda *args, **named: (
-        asked.append(named["lpt"]) or arguments(*args, **named)
-    )
-    try:
+    with noted(flash_bwd_sm90, "TileSchedulerArguments", lambda *args, **named: named["lpt"]) as asked:
         compile_case(case)
-    finally:
-        flash_bwd_sm90.TileSchedulerArguments = arguments
     (lpt,) = asked
     return lpt
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from fa_cases import Case, make_inputs
-from fa_compile import Worker
+from fa_compile import Worker, built_kernels, noted
 from fa_compress import FIXED, at_most_seen
 from fa_reference import assert_case, results
 
@@ -116,34 +117,25 @@ def test_later_keys_of_a_share_are_launched_first(compiler_sm90: Worker, shares:
 
 def kernels(deterministic: bool) -> tuple[bool, str]:
     """True if backward stores first, and the scheduler that it was traced with."""
-    import cutlass.cute as cute
-
     from flash_attn.cute import flash_bwd_sm90, interface
     from flash_attn.cute.bwd_sm90.accumulators import LastKeysFirstScheduler
 
-    interface._flash_attn_bwd.compile_cache.clear()
-    schedulers = (flash_bwd_sm90.SingleTileScheduler, LastKeysFirstScheduler)
-    compiled, orders, compile_, works = [], set(), cute.compile, [each.get_current_work for each in schedulers]
-    cute.compile = lambda kernel, *args, **keywords: (compiled.append(kernel), compile_(kernel, *args, **keywords))[1]
+    found: list[tuple[str, bool]] = []
 
-    def recorded(scheduler, **where):
-        if compiled and type(compiled[-1]).__name__ == "FlashAttentionBackwardSm90":
-            orders.add(isinstance(scheduler, LastKeysFirstScheduler))
-        return works[isinstance(scheduler, LastKeysFirstScheduler)](scheduler, **where)
+    def note(scheduler: Any, **where: Any) -> tuple[str, bool]:
+        return type(built[-1]).__name__ if built else "", isinstance(scheduler, LastKeysFirstScheduler)
 
-    for each in schedulers:
-        each.get_current_work = recorded
-    try:
-        q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-        k, v = (torch.empty(1, 64, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        lse, pair = torch.empty(1, 4, 4096, device="cuda"), dict(causal=True, compress_factor=64, compress_offset=63)
+    q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    k, v = (torch.empty(1, 64, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    lse, pair = torch.empty(1, 4, 4096, device="cuda"), dict(causal=True, compress_factor=64, compress_offset=63)
+    with (
+        built_kernels("FlashAttentionBackwardSm90", traced=True) as built,
+        noted(flash_bwd_sm90.SingleTileScheduler, "get_current_work", note, found),
+        noted(LastKeysFirstScheduler, "get_current_work", note, found),
+    ):
         interface._flash_attn_bwd(q, k, v, o, do, lse, deterministic=deterministic, **pair)
-    finally:
-        cute.compile = compile_
-        for each, work in zip(schedulers, works):
-            each.get_current_work = work
-    backward = next(x for x in compiled if type(x).__name__ == "FlashAttentionBackwardSm90")
-    return backward.writes_first, str(sorted(orders))
+    orders = {of_last for name, of_last in found if name == "FlashAttentionBackwardSm90"}
+    return built[0].writes_first, str(sorted(orders))
 
 
 def test_who_stores_first_is_launched_first(compiler_sm90: Worker) -> None:

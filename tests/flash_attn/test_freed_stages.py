@@ -7,13 +7,10 @@ products and shuffles, which all lanes take part in, order nothing in memory.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import wraps
-from typing import Any
 
 import pytest
-import torch
-from fa_cases import Case, backward, make_inputs
-from fa_compile import Worker
+from fa_cases import Case, backward, make_inputs, outputs
+from fa_compile import Worker, noted
 from test_two_pass_backward import without_dq
 
 LISTED = dict(T_q=500, T_k=500, D=128, causal=True, lists="both")
@@ -30,25 +27,16 @@ def steps(case: Case, dq: bool) -> list[str]:
 
     said: list[str] = []
 
-    def noting(what: str, original: Any) -> Any:
-        @wraps(original)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            said.append(what)
-            return original(*args, **kwargs)
-
-        return noted
-
     x = make_inputs(case)
-    o, lse = torch.empty_like(x.do), x.q.new_empty((case.B, case.Hq, case.T_q), dtype=torch.float32)
-    with ExitStack() as undo:
+    o, lse = outputs(case, x)
+    with ExitStack() as stack:
         for owner, name, what in (
             (flash_bwd_sm90.copy_utils, "load_s2r", "read"),
             (cute.arch, "sync_warp", "sync"),
             (NamedBarrier, "arrive_and_wait", "barrier"),
             (flash_bwd_sm90.pipeline.PipelineTmaAsync, "consumer_release", "free"),
         ):
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, noting(what, getattr(owner, name)))
+            stack.enter_context(noted(owner, name, lambda *args, what=what, **options: what, said))
         backward(case, x, o, lse) if dq else without_dq(case, x, o, lse)
     return said
 

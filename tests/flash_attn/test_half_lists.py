@@ -7,12 +7,11 @@ threads' own coordinates; the kernels are compiled.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from fa_cases import Case, backward, compile_case, forward, make_inputs
-from fa_compile import Worker, built_kernels
+from fa_compile import Worker, built_kernels, noted
 from fa_query_halves import Drawn, Launched, adds, assert_in_order, expected, tensors
 from fa_reference import assert_bits_repeat, assert_case, is_blackwell
 from half_walk import adds_by_kernel, hidden, walked_by_kernels
@@ -50,18 +49,11 @@ WALKED = [
 
 def rows_with_halves(case: Case) -> set[bool]:
     """Compile forward and backward: whether the rows that their warps find say which half lists a block."""
-    from flash_attn.cute.lists import rows as list_rows
+    from flash_attn.cute.lists.rows import ListRow
 
-    found, original = set(), list_rows.ListRow.blocks
-
-    def blocks(self: Any, *args: Any, **options: Any) -> Any:
-        found.add(self.has_halves)
-        return original(self, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(list_rows.ListRow, "blocks", blocks)
+    with noted(ListRow, "blocks", lambda row, *args, **options: row.has_halves) as found:
         compile_case(case)
-    return found
+    return set(found)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[5], PAIRED, TWICE[1]], ids=str)
@@ -89,15 +81,9 @@ def groups(case: Case) -> tuple[int, int]:
     """CTAs, or pairs of them, of a key block: as its lock values are made for, and in the backward kernel."""
     from flash_attn.cute.lists import query_halves
 
-    asked, original = [], query_halves.merged_backward
-
-    def merged(*args: Any, **options: Any) -> Any:
-        asked.append(options["groups"])
-        return original(*args, **options)
-
     x = make_inputs(case)
-    with pytest.MonkeyPatch.context() as patch, built_kernels("FlashAttentionBackwardSm100") as kernels:
-        patch.setattr(query_halves, "merged_backward", merged)
+    merges = noted(query_halves, "merged_backward", lambda *args, **options: options["groups"])
+    with merges as asked, built_kernels("FlashAttentionBackwardSm100") as kernels:
         backward(case, x, x.do, torch.empty(case.Hq, x.q.shape[-3], device="cuda").expand(*x.q.shape[:-3], -1, -1))
     (kernel,) = kernels
     return *asked, kernel.kv_subtile_factor // kernel.cta_group_size

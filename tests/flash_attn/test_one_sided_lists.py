@@ -13,7 +13,7 @@ from fa_cases import Case, Inputs, attend, in_turn, make_inputs, swept
 from fa_compile import Worker
 from fa_lists import block, blocks, lists_of, on_gpu
 from fa_reference import assert_close, attention, visible
-from test_upstream_programs import Context
+from test_upstream_programs import without_autograd
 from test_validate_calls import BLOCK, PACKED, packed_call, qk, said
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -55,24 +55,10 @@ def call(case: Case, x: Inputs, side: str, leaves: list[torch.Tensor]) -> torch.
 
 def compiled(case: Case, side: str) -> list[tuple[int, ...]]:
     """Shapes of the gradients; in a worker, whose PyTorch has no autograd of tensors on a GPU."""
-    from flash_attn.cute import interface
-
-    name = "FlashAttnVarlenFunc" if case.packed else "FlashAttnFunc"
-    function, context, x = getattr(interface, name), Context(), make_inputs(case)
-
-    class Applied:
-        @staticmethod
-        def apply(*args: Any) -> Any:
-            with torch.no_grad():
-                return function.forward(context, *args)
-
-    setattr(interface, name, Applied)
-    try:
+    x = make_inputs(case)
+    with without_autograd("FlashAttnVarlenFunc" if case.packed else "FlashAttnFunc") as derive:
         o = call(case, x, side, [t.requires_grad_() for t in (x.q, x.k, x.v)])
-    finally:
-        setattr(interface, name, function)
-    with torch.no_grad():
-        return [tuple(t.shape) for t in function.backward(context, torch.empty_like(o), None)[:3]]
+    return [tuple(t.shape) for t in derive(torch.empty_like(o), None)[:3]]
 
 
 @pytest.mark.parametrize("of", swept(in_turn(CASES, "backward", "forward"), 2), ids=str)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import fa_lists
 import pytest
 import torch
-from fa_cases import Case, backward, make_inputs
-from fa_compile import Worker
+from fa_cases import Case, backward, make_inputs, outputs
+from fa_compile import Worker, noted, operations_around
 
 SHORT = Case(D=64, T_q=100, T_k=700, lists="both", list_heads=4, deterministic=True)
 CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=True)
@@ -17,21 +16,11 @@ CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=Tr
 
 def turns(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
     """For each turn the compiled kernel may pass on: heads of a group, flags in use, and the branches around it."""
-    from fa_compile import _operations_around
-
-    from flash_attn.cute import flash_bwd_sm100, interface
-
-    found, original = [], flash_bwd_sm100.pass_turn
-
-    def record(semaphore: Any, thread: Any, tile: Any, head: Any, batch: Any, group: int, flags: int) -> None:
-        found.append((group, flags, _operations_around()[:1]))
-        original(semaphore, thread, tile, head, batch, group, flags)
+    from flash_attn.cute import flash_bwd_sm100
 
     x = make_inputs(case)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash_bwd_sm100, "pass_turn", record)
-        patch.setattr(interface._flash_attn_bwd, "compile_cache", {})
-        backward(case, x, x.do, torch.empty(case.B, case.Hq, case.T_q, device="cuda"))
+    with noted(flash_bwd_sm100, "pass_turn", lambda *args: (*args[-2:], operations_around()[:1])) as found:
+        backward(case, x, *outputs(case, x))
     return found
 
 

@@ -6,13 +6,16 @@ block of its sequence), and its function for the order of deterministic adds, ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker
+from fa_compile import Worker, noted
 
 LENGTHS = ((300, 300), (1, 129), (700, 640), (257, 900))
 HQ, HKV = 6, 2  # a group that no other test compiles, so that these are not in a worker's cache
@@ -104,24 +107,30 @@ class Context:
     def mark_non_differentiable(self, *tensors: torch.Tensor) -> None: ...
 
 
+@contextmanager
+def without_autograd(name: str) -> Iterator[Callable[..., tuple]]:
+    """In the body an autograd function of the interface is its forward alone; its backward for that call is given."""
+    from flash_attn.cute import interface
+
+    function, context = getattr(interface, name), Context()
+
+    def apply(*args: Any) -> Any:
+        with torch.no_grad():
+            return function.forward(context, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interface, name, SimpleNamespace(apply=apply))
+        yield torch.no_grad()(partial(function.backward, context))
+
+
+def dimensions(row: Any, tensor: Any, full: bool = False) -> int:
+    return len(tensor.shape)
+
+
 def compiled(lists: Callable[..., Any], D: int, block: tuple[int, int]) -> tuple[list[tuple], dict[str, set[int]]]:
     """Shapes and types of q's, k's and v's gradients, and the dimensions of the index lists that kernels walk."""
-    from flash_attn.cute import flash_attn_varlen_func, interface
-    from flash_attn.cute.lists import rows as list_rows
-
-    walked: dict[str, set[int]] = {"forward": set(), "backward": set()}
-    entries, function = list_rows.ListRow.entries, interface.FlashAttnVarlenFunc
-    direction, context = "forward", Context()
-
-    def recorded(self: Any, tensor: Any, full: bool = False) -> Any:
-        walked[direction].add(len(tensor.shape))
-        return entries(self, tensor, full)
-
-    class Applied:
-        @staticmethod
-        def apply(*args: Any) -> Any:
-            with torch.no_grad():
-                return function.forward(context, *args)
+    from flash_attn.cute import flash_attn_varlen_func
+    from flash_attn.cute.lists.rows import ListRow
 
     (total_q, total_k), (longest_q, longest_k) = (map(of, zip(*LENGTHS)) for of in (sum, max))
     q, k, v = (
@@ -129,8 +138,7 @@ def compiled(lists: Callable[..., Any], D: int, block: tuple[int, int]) -> tuple
         for T, H in ((total_q, HQ), (total_k, HKV), (total_k, HKV))
     )
     cu_seqlens_q, cu_seqlens_k = (before(lengths) for lengths in zip(*LENGTHS))
-    list_rows.ListRow.entries, interface.FlashAttnVarlenFunc = recorded, Applied
-    try:
+    with without_autograd("FlashAttnVarlenFunc") as derive, noted(ListRow, "entries", dimensions) as forwards:
         out, lse = flash_attn_varlen_func(
             q,
             k,
@@ -142,11 +150,9 @@ def compiled(lists: Callable[..., Any], D: int, block: tuple[int, int]) -> tuple
             causal=True,
             **lists(block),
         )
-        direction = "backward"
-        with torch.no_grad():
-            gradients = function.backward(context, torch.empty_like(out), None)[:3]
-    finally:
-        list_rows.ListRow.entries, interface.FlashAttnVarlenFunc = entries, function
+    with noted(ListRow, "entries", dimensions) as backwards:
+        gradients = derive(torch.empty_like(out), None)[:3]
+    walked = {"forward": set(forwards), "backward": set(backwards)}
     return [(tuple(t.shape), t.dtype) for t in gradients], walked
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, backward, forward, make_inputs, swept
-from fa_compile import Worker
+from fa_compile import Worker, noted
 from fa_lists import backward_lists, forward_lists
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -31,26 +31,18 @@ CASES = [
 
 def places(case: Case) -> dict[str, set[str]]:
     """Types that the kernels of a case find rows with: of starts, and of the strides that rows are multiplied with."""
-    found: dict[str, set[str]] = {"forward": set(), "backward": set()}
-    original = list_rows.ListRow.entries
 
-    def entries(self: Any, tensor: Any, full: bool = False) -> Any:
-        start = self.starts[full]
-        # Without a start the row is a coordinate.
-        of = tensor.stride[-2] if start is None else start
-        found[direction].add(type(of).__name__ if not hasattr(of, "dtype") else of.dtype.__name__)
-        return original(self, tensor, full)
+    def kind(row: Any, tensor: Any, full: bool = False) -> str:
+        start = row.starts[full]
+        of = tensor.stride[-2] if start is None else start  # without a start the row is a coordinate
+        return of.dtype.__name__ if hasattr(of, "dtype") else type(of).__name__
 
-    list_rows.ListRow.entries = entries
-    try:
-        x = make_inputs(case)
-        direction = "forward"
+    x = make_inputs(case)
+    with noted(list_rows.ListRow, "entries", kind) as forwards:
         o, lse = forward(case, x)
-        direction = "backward"
+    with noted(list_rows.ListRow, "entries", kind) as backwards:
         backward(case, x, o, lse)
-    finally:
-        list_rows.ListRow.entries = original
-    return found
+    return {"forward": set(forwards), "backward": set(backwards)}
 
 
 @pytest.mark.parametrize("case", swept(CASES, 2), ids=str)
