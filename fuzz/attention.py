@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuzz.blocks import Table, lists_of, locks_of, pack, pattern_table
+from fuzz.blocks import Table, each_tensor, lists_of, locks_of, pack, pattern_table
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Kind
 from fuzz.kinds import passes_by_room, two_passes
@@ -121,8 +121,7 @@ def lists_for(call: Call, backward: bool) -> Any:
         lists = _ordered(call, lists)
     if backward and kind.passes is not None:  # autograd has no argument for it
         lists = lists._replace(passes=kind.passes)
-    tensors = {name: t.to(call.q.device) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)}
-    return lists._replace(**tensors)
+    return each_tensor(lists, lambda t: t.to(call.q.device))
 
 
 def in_two_passes(case: Attention) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import accumulate, product
 from typing import Any
 
@@ -90,15 +91,14 @@ def both_directions(case: Blocks) -> tuple[Any, Any]:
         own = own if case.full is not None else [own[0], None]
         lists = lists_of(*own, draw, shuffle=case.shuffle, spare=case.spare)
         if case.repeat:
-            repeated = {n: t.expand(-1, case.H, *t.shape[2:]) for n, t in _given(lists).items()}
-            lists = lists._replace(**repeated)
+            lists = each_tensor(lists, lambda t: t.expand(-1, case.H, *t.shape[2:]))
         sides.append(lists)
     return sides[0], sides[1]
 
 
-def _given(lists: Any) -> dict[str, torch.Tensor]:
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    return {name: getattr(lists, name) for name in names if getattr(lists, name) is not None}
+def each_tensor(lists: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The lists with each of their tensors changed."""
+    return lists._replace(**{n: change(t) for n, t in lists._asdict().items() if isinstance(t, torch.Tensor)})
 
 
 def table_of(lists: Any, columns: int) -> tuple[Table, Table]:

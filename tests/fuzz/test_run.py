@@ -14,10 +14,9 @@ from fuzz import cli, pool, soak
 from fuzz.__main__ import main
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Blocks, Edge, Kind
-from fuzz.failures import parse_case, read_failure, write_failure
 from fuzz.pool import Job, Pool
 from fuzz.prop import SM90, SM100, Property, Skip, properties
-from fuzz.run import Budget, Failure, run_property
+from fuzz.run import Budget, Failure, parse_case, read_failure, run_property, write_failure
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case
 
@@ -201,11 +200,6 @@ def test_a_soak_says_what_came_out(
 def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
     assert soak.main(["--minutes", "0.03", "--device", "cpu"]) in (0, 2)
     assert "steps" in capsys.readouterr().out
-
-
-def test_profiles_are_bounded() -> None:
-    assert not cli.PROFILES["pr"].random and cli.PROFILES["pr"].passes == 1 and cli.PROFILES["pr"].minutes <= 1
-    assert all(profile.patience for profile in cli.PROFILES.values())
 
 
 def test_drawn_configurations_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
