@@ -29,7 +29,7 @@ class Table:
     Attributes:
         good: makes right arguments, all by name, on a device.
         rows: a value that is a lambda is called with the argument's right value.
-        device: "cpu", or "cuda": real where there is a GPU, else fake tensors.
+        device: "cpu", or "cuda": real where there is a GPU of the architecture, else fake tensors.
         first: whether nothing may be computed before the refusal.
     """
 
@@ -39,6 +39,7 @@ class Table:
     rows: tuple[Row, ...]
     device: str = "cpu"
     first: bool = True
+    arch: int = 90
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,9 @@ class WrongCall:
 
     def arguments(self, device: str) -> Arguments:
         given = self.table.good(device)
-        if isinstance(self.value, Together):
-            return given | self.value
         changes = isinstance(self.value, FunctionType) and self.value.__name__ == "<lambda>"
-        return given | {self.argument: self.value(given.get(self.argument)) if changes else self.value}
+        value = self.value(given.get(self.argument)) if changes else self.value
+        return given | (value if isinstance(value, Together) else {self.argument: value})
 
 
 def tables() -> Iterator[Table]:

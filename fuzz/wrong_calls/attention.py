@@ -14,7 +14,7 @@ from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 from flash_attn.cute.block_lists import compute_dq_write_order
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd
-from flash_attn.cute.lists.backward_plan import plan_backward
+from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
 from flash_attn.cute.lists.validate_calls import validate_call
 from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
 from fuzz.blocks import both_directions, each_tensor, packed_lists
@@ -50,10 +50,10 @@ def less(tensor: torch.Tensor, dim: int, by: int = 1) -> torch.Tensor:
     return tensor.narrow(dim, 0, tensor.shape[dim] - by)
 
 
-def qkv(device: str, packed: bool = False) -> dict[str, Any]:
+def qkv(device: str, packed: bool = False, D: int = D, Dv: int | None = None, Hkv: int = HKV) -> dict[str, Any]:
     starts = [[0, *accumulate(pair[side] for pair in LENGTHS)] for side in (0, 1)]
     leads = [(ends[-1],) for ends in starts] if packed else [(B, TQ), (B, TK)]
-    shapes = ((*leads[0], HQ, D), (*leads[1], HKV, D), (*leads[1], HKV, D))
+    shapes = ((*leads[0], HQ, D), (*leads[1], Hkv, D), (*leads[1], Hkv, Dv or D))
     given: dict[str, Any] = {n: torch.empty(s, dtype=torch.bfloat16, device=device) for n, s in zip("qkv", shapes)}
     if packed:
         for name, ends, side in zip("qk", starts, (0, 1), strict=True):
@@ -79,6 +79,7 @@ COMPRESSED = (
         Together(causal=False, compress_factor=1),
     ),
     ("window_size", NotImplementedError, "compress_factor=16, compress_offset=15 together with window_size", (100, 0)),
+    ("qv", NotImplementedError, "compress_factor=16, compress_offset=15 together with qv", lambda _: qkv("cuda")["q"]),
     *SCALE,
 )
 
@@ -134,7 +135,20 @@ FORWARD = (
     (BOTH[0], ValueError, "block size 100, which must", changed(block_size=(100, 128))),
     (BOTH[0], ValueError, r"sparse_block_size\[1\] to be a multiple", changed(block_size=(128, 100))),
     (BOTH[0], ValueError, "m-block dimension 3 does not match", changed(block_size=(256, 128))),
-)
+    (BOTH[0], ValueError, r"sparse_block_size\[1\].*multiple of tile_n=80",
+     lambda lists: Together(qkv("cuda", D=256), block_sparse_tensors=lists)),
+)  # fmt: skip
+FORWARD_SM100 = (
+    (BOTH[0], ValueError, "block size 96.*multiple of 64", changed(block_size=(96, 128))),
+    (BOTH[0], ValueError, r"sparse_block_size\[1\].*tile_n=128", changed(block_size=(128, 64))),
+    ("qv", NotImplementedError, "block sparsity is not supported with qv",
+     lambda _: Together(qkv("cuda", Dv=512), qv=torch.empty(B, TQ, HQ, 512, dtype=torch.bfloat16, device="cuda"))),
+)  # fmt: skip
+
+
+def unread(words: str) -> tuple[Row]:
+    """Lists for a kernel that reads none."""
+    return ((BOTH[0], NotImplementedError, words, lambda _: moved(SIDES[0], "cuda")),)
 
 
 def packed_rows(form: str) -> tuple[Row, ...]:
@@ -160,6 +174,8 @@ def packed_rows(form: str) -> tuple[Row, ...]:
             ("cu_block_idx_offsets|requires bl", changed(cu_block_idx_offsets=None)),
             ("cu_block_idx_offsets has to", changed(cu_block_idx_offsets=lambda t: less(t, -1, 2))),
             ("cu_block_idx_offsets must have dtype", changed(cu_block_idx_offsets=torch.Tensor.float)),
+            ("dq_write_order_full .*must be on the same device", changed(dq_write_order_full=torch.zeros(1, 1).int())),
+            ("spt requires dq_write_order to be provided", changed(spt=True)),
         )
     return tuple((BOTH[0], ValueError, *row) for row in every)
 
@@ -196,32 +212,52 @@ ORDERED = checked("cpu")["backward"]
 PLANNED = plan_backward(SIDES[1], num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M)
 
 
-def backward_call(device: str) -> dict[str, Any]:
-    given = qkv(device)
-    o = torch.empty_like(given["q"])
-    lse = torch.empty(B, HQ, TQ, dtype=torch.float32, device=device)
-    more = dict(out=o, dout=o, lse=lse, deterministic=True, block_sparse_tensors=moved(ORDERED, device))
-    return given | more
+def dense_backward(device: str, packed: bool = False, **sizes: int) -> dict[str, Any]:
+    given = qkv(device, packed, **sizes)
+    q, v = given["q"], given["v"]
+    o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=device)
+    return given | dict(out=o, dout=o, lse=torch.empty(*q.shape[:-3], HQ, q.shape[-3], device=device))
+
+
+def backward_call(device: str, **sizes: int) -> dict[str, Any]:
+    return dense_backward(device, **sizes) | dict(deterministic=True, block_sparse_tensors=moved(ORDERED, device))
+
+
+HEAD_DIMS = tuple(
+    ("q", NotImplementedError, f"multiples of 32, got head_dim={D}, head_dim_v={Dv}",
+     lambda q, sizes=dict(D=D, Dv=Dv): Together(dense_backward("cuda", packed=True, **sizes)))
+    for D, Dv in ((72, 72), (80, 80), (64, 80))
+)  # fmt: skip
+FEW_KEYS = tuple(
+    (BOTH[0], ValueError, f"SM100.*head_dim={D} requires 2CTA; .* even number of tile_n={block_k} tiles",
+     lambda lists, sizes=dict(D=D, Dv=Dv), block=(256, block_k): Together(
+         backward_call("cuda", **sizes), block_sparse_tensors=lists._replace(block_size=block)))
+    for D, Dv, block_k in ((192, 128, 128), (256, 256, 64))
+)  # fmt: skip
 
 
 def other_locks(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
     return changed(dq_write_order=change)
 
 
-BACKWARD = tuple(
+ORDER = tuple(
     (BOTH[0], ValueError, *row)
     for row in (
-        (
-            "deterministic .* requires dq_write_order in",
-            changed(dq_write_order=None, spt=None),
-            changed(dq_write_order=None),
-        ),
-        ("deterministic .* requires dq_write_order_full", changed(dq_write_order_full=None)),
+        ("requires dq_write_order in", changed(dq_write_order=None, spt=None)),
+        ("requires dq_write_order (in|to be provided)", changed(dq_write_order=None)),
+        ("requires dq_write_order_full", changed(dq_write_order_full=None)),
         ("deterministic block-sparse backward requires block_sparse_tensor.*spt", changed(spt=None)),
-        ("spt must be a bool when provided, got spt=1", changed(spt=1)),
-        ("dq_write_order must have dtype torch.int32, got torch.int64", other_locks(torch.Tensor.long)),
-        ("dq_write_order with shape", *(other_locks(lambda t, d=d: torch.cat([t, t], d)) for d in (-1, 2))),
+        ("spt must be a bool when provided", changed(spt=1)),
+        ("dq_write_order must have dtype torch.int32", other_locks(torch.Tensor.long)),
+        ("dq_write_order(_full)? with shape|cannot be expanded to expected shape",
+         *(other_locks(lambda t, d=d: torch.cat([t, t], d)) for d in (-1, 2)),
+         changed(dq_write_order_full=lambda t: less(t, -1))),
         ("dq_write_order must be on", other_locks(lambda t: torch.zeros(t.shape, dtype=torch.int32))),
+    )
+)  # fmt: skip
+BACKWARD = ORDER + tuple(
+    (BOTH[0], ValueError, *row)
+    for row in (
         ("needs a plan that was made with", lambda lists: moved(PLANNED, lists.mask_block_cnt.device.type)),
         (r"sparse_block_size\[0\] to be a multiple of", changed(block_size=(100, 128))),
         (r"expects sparse_block_size\[1\]=128", changed(block_size=(128, 96))),
@@ -250,8 +286,8 @@ CONVERT = (
 )
 
 
-def shared_call(device: str) -> dict[str, Any]:
-    given = qkv(device)
+def shared_call(device: str, **sizes: int) -> dict[str, Any]:
+    given = qkv(device, **sizes)
     layout = backward_layout(**given)
     rows = torch.empty(layout.row_shape, dtype=torch.float32, device=device)
     more = dict(out=None, lse=None, dout=torch.empty_like(given["q"]), shared=SharedBackward(layout, rows, rows))
@@ -269,7 +305,29 @@ SHARED = (
     ("shared", ValueError, "shared.dq is torch.float32", lambda x: x._replace(dq=x.dpsum)),
     ("shared", ValueError, "shared.dk and shared.dv: expected both or neither",
      lambda x: x._replace(dk=torch.empty_like(x.dpsum))),
+    ("dk", ValueError, "shared.dk: without GQA", lambda _: without_gqa()),
+    ("dlse", ValueError, "dlse cannot be given together with shared", torch.ones(1)),
 )  # fmt: skip
+
+
+def without_gqa() -> Together:
+    given = shared_call("cuda", Hkv=HQ)
+    accum = torch.empty(given["shared"].layout.dq.shape, dtype=torch.float32, device="cuda")
+    return Together(given, shared=given["shared"]._replace(dq=accum, dk=accum, dv=accum))
+
+
+PLAN_FORMS = (
+    torch.Tensor.long, torch.Tensor.float, lambda t: t[0], lambda t: t[:0], lambda t: t[:, :5],
+    lambda t: torch.cat([t, t[:, :2]], 1), lambda t: t.t().contiguous().t(), lambda t: t.to("meta"),
+)  # fmt: skip
+PLAN = (
+    ("lists", ValueError, r"plan is torch.* expected torch.int32 \[items, 6\] on cpu",
+     *(changed(plan=form) for form in PLAN_FORMS)),
+    ("arch", NotImplementedError, "plan on sm_1[012]0: only backward on SM90 follows a plan", 100, 110, 120),
+    ("packed_k", NotImplementedError, "a plan of padded lists for packed sequences", True),
+    ("batch", ValueError, "lists for 2 sequences, the call has 3", 3),
+)  # fmt: skip
+PLAN_SM100 = ((BOTH[0], NotImplementedError, "only backward on SM90 follows a plan", lambda _: moved(PLANNED, "cuda")),)
 TABLES = (
     Table("flash_attn_func, compressed", flash_attn_func, partial(compressed, packed=False), COMPRESSED, "cuda"),
     Table(
@@ -278,6 +336,18 @@ TABLES = (
     ),
     Table("flash_attn_func, a gradient with lists", flash_attn_func, one_sided, ONE_SIDED, "cuda"),
     Table("flash_attn_func, lists", flash_attn_func, with_lists, FORWARD, "cuda"),
+    Table("flash_attn_func, lists on sm_100", flash_attn_func, with_lists, FORWARD_SM100, "cuda", arch=100),
+    *(
+        Table(
+            f"flash_attn_func, lists on sm_{arch}", flash_attn_func, qkv,
+            unread(f"Block sparsity not supported on SM {arch // 10}.0: only kernels for"), "cuda", arch=arch,
+        )
+        for arch in (80, 120)
+    ),
+    Table(
+        "backward of flash_attn_func, lists on sm_120", _flash_attn_bwd, dense_backward,
+        unread("Block sparsity backward not supported on SM 12.0"), "cuda", arch=120,
+    ),
     *(
         Table(
             f"flash_attn_varlen_func, {form} lists", flash_attn_varlen_func, partial(with_lists, form=form),
@@ -287,7 +357,15 @@ TABLES = (
     ),
     Table("validate=True, paged keys", partial(validate_call, True), checked, NOT_CHECKED),
     Table("flash_attn_func, validate=True", flash_attn_func, public_checked, PUBLIC_CHECK),
+    Table("check_plan", check_plan, lambda device: dict(lists=PLANNED, arch=90, batch=B, packed_k=False), PLAN),
+    Table(
+        "backward of flash_attn_varlen_func", _flash_attn_bwd, partial(dense_backward, packed=True), HEAD_DIMS, "cuda"
+    ),
     Table("backward of flash_attn_func, deterministic", _flash_attn_bwd, backward_call, BACKWARD, "cuda"),
+    Table(
+        "backward of flash_attn_func, deterministic on sm_100", _flash_attn_bwd, backward_call,
+        (*ORDER, *FEW_KEYS, *PLAN_SM100), "cuda", arch=100,
+    ),
     Table("backward_layout", backward_layout, qkv, LAYOUT, "cuda"),
     Table("convert", convert, converted, CONVERT, "cuda"),
     Table("backward of flash_attn_func, shared", _flash_attn_bwd, shared_call, SHARED, "cuda"),

@@ -46,8 +46,8 @@ def complaint(call: WrongCall) -> str | None:
     """The complaint about how a wrong call is refused, or None."""
     with ExitStack() as stack:
         device = call.table.device
-        if device == "cuda" and not torch.cuda.is_available():
-            stack.enter_context(fake_gpu())
+        if device == "cuda" and not has_gpu(call.table.arch):
+            stack.enter_context(fake_gpu(call.table.arch))
         given = call.arguments(device)
         with unset_fake_temporarily():
             before = list(_copies(given))
@@ -97,15 +97,19 @@ def no_kernels() -> Iterator[None]:
         cute.compile = original
 
 
+def has_gpu(arch: int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == arch // 10
+
+
 @contextmanager
-def fake_gpu() -> Iterator[None]:
-    """Tensors of a Hopper GPU that have shapes and nothing in them."""
+def fake_gpu(arch: int = 90) -> Iterator[None]:
+    """Tensors of a GPU of the architecture that have shapes and nothing in them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from flash_attn.cute import interface
 
     original = interface._get_device_arch
-    interface._get_device_arch = lambda *args: 90
+    interface._get_device_arch = lambda *args: arch
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), patch.dict(os.environ, FLASH_ATTENTION_NUM_SMS="132"):
             yield

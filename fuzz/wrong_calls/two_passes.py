@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 from flash_attn.cute.interface import _flash_attn_bwd
+from flash_attn.cute.lists.backward_plan import plan_backward
+from fuzz.blocks import both_directions
+from fuzz.case import Blocks
 from fuzz.wrong_calls import NOT_A_BOOL, Table, Together, changed
-from fuzz.wrong_calls.attention import HQ, SIDES, B, moved, qkv, shapes
+from fuzz.wrong_calls.attention import HKV, HQ, SIDES, B, M, N, backward_call, moved, qkv, shapes
 
 NO_BLOCKS = "blocks of .* queries and .* keys: the dq pass takes multiples of 128"
 BAD_BLOCKS = [changed(block_size=size) for size in ((64, 128), (128, 96), (100, 128))]
@@ -21,6 +24,10 @@ def asked_for(device: str) -> dict[str, Any]:
     lists = [moved(each, device) for each in SIDES]
     names = ("block_sparse_tensors_fwd", "block_sparse_tensors")
     return given | dict(out=o, dout=o, lse=lse, passes=2) | dict(zip(names, lists, strict=True))
+
+
+ONE_LIST = both_directions(Blocks(B=B, H=1, M=M, N=N, pattern="full"))[1]
+OF_GROUPS = plan_backward(ONE_LIST, num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M, per_group=True)
 
 
 def without(device: str) -> dict[str, Any]:
@@ -53,8 +60,20 @@ WITHOUT = (
     ("dq", ValueError, "dq cannot be given together with without_dq=True", torch.empty(1)),
     ("learnable_sink", ValueError, "learnable_sink cannot be given together with without_dq=True", torch.zeros(HQ)),
     ("without_dq", *NOT_A_BOOL, 0),
-)
+    (BWD, ValueError, "lists for each of 4 query heads",
+     lambda lists: moved(SIDES[1]._replace(plan=OF_GROUPS.plan, plan_per_group=True), "cuda")),
+    (BWD, NotImplementedError, "one pass walks query heads one by one",
+     lambda lists: Together(block_sparse_tensors=moved(OF_GROUPS, "cuda"), without_dq=False)),
+)  # fmt: skip
 TABLES = (
     Table("backward of flash_attn_func, two passes", _flash_attn_bwd, asked_for, TWO, "cuda"),
     Table("backward of flash_attn_func, without dq", _flash_attn_bwd, without, WITHOUT, "cuda"),
+    Table(
+        "backward of flash_attn_func, without dq on sm_100",
+        _flash_attn_bwd,
+        backward_call,
+        (("without_dq", NotImplementedError, "on sm_100", True),),
+        "cuda",
+        arch=100,
+    ),
 )

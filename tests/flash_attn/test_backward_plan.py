@@ -1,21 +1,17 @@
-"""Backward by a plan, or in the order of lock values: what it refuses, and the kernel that follows them.
+"""Backward by a plan, or in the order of lock values: the kernel that follows them.
 
-That plans are right is a property of the fuzzer ("lists.plan", "packed.plan").
+That plans are right is a property of the fuzzer ("lists.plan", "packed.plan"). Refused ones: `fuzz/wrong_calls`.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, compile_case, forward, in_turn, make_inputs
-from fa_compile import Worker, WorkerError
+from fa_cases import Case, _masks, backward, forward, in_turn, make_inputs
+from fa_compile import Worker
 from fa_lists import backward_lists, ordered_backward_lists
 from fa_reference import assert_bits_repeat
-
-from fuzz.blocks import both_directions
-from fuzz.case import Blocks
 
 PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
 CASES = [
@@ -30,67 +26,6 @@ CASES += [
     Case(D=64, form="compact", deterministic=True, Hkv=4, list_heads=4, **PACK),
     Case(D=128, causal=True, form="stacked", list_heads=4, deterministic=True, launch="longest first", **PACK),
 ]
-
-
-def planned() -> Any:
-    from flash_attn.cute.lists.backward_plan import plan_backward
-
-    _, lists = both_directions(Blocks(B=2, M=7))
-    return plan_backward(lists, num_heads=6, num_heads_kv=2, num_q_blocks=7)
-
-
-def test_deterministic_backward_needs_a_deterministic_plan() -> None:
-    from flash_attn.cute.lists.deterministic_lists import prepare
-
-    plan = planned()
-    with pytest.raises(ValueError, match="deterministic=True needs a plan"):
-        prepare(plan, 90, True, seqlen_q=900, block_q=128)
-    assert prepare(plan, 90, False, seqlen_q=900, block_q=128) is plan
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda plan: plan.long(),
-        lambda plan: plan.float(),
-        lambda plan: plan[0],
-        lambda plan: plan[:0],
-        lambda plan: plan[:, :5],
-        lambda plan: torch.cat([plan, plan[:, :2]], 1),
-        lambda plan: plan.t().contiguous().t(),
-        lambda plan: plan.to("meta"),
-    ],
-)
-def test_a_plan_of_another_form_is_refused_without_a_look_into_it(
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    from flash_attn.cute.lists.backward_plan import check_plan
-
-    call = dict(arch=90, batch=2, packed_k=False)
-    lists = planned()
-    check_plan(lists, **call)
-    with pytest.raises(ValueError, match=r"plan is torch.* expected torch.int32 \[items, 6\] on cpu"):
-        check_plan(lists._replace(plan=change(lists.plan)), **call)
-
-
-def test_a_plan_that_a_call_cannot_follow_is_refused() -> None:
-    from flash_attn.cute.lists.backward_plan import check_plan
-
-    lists = planned()
-    for arch in (100, 110, 120):
-        with pytest.raises(NotImplementedError, match=f"plan on sm_{arch}: only backward on SM90 follows a plan"):
-            check_plan(lists, arch, batch=2, packed_k=False)
-        check_plan(lists._replace(plan=None), arch, batch=2, packed_k=False)
-    with pytest.raises(NotImplementedError, match="a plan of padded lists for packed sequences"):
-        check_plan(lists, 90, batch=2, packed_k=True)
-    with pytest.raises(ValueError, match="lists for 2 sequences, the call has 3"):
-        check_plan(lists, 90, batch=3, packed_k=False)
-
-
-def test_a_call_on_sm100_refuses_a_plan(compiler_sm100: Worker) -> None:
-    with pytest.raises(WorkerError, match="only backward on SM90 follows a plan") as refusal:
-        compiler_sm100.trace(compile_case, Case(D=64, T_q=700, T_k=700, lists="both", plan=1, Hkv=4))
-    assert refusal.value.kind == "NotImplementedError"
 
 
 # Without a plan, in one pass.

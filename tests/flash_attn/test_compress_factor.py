@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, compile_case
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker
 from fa_compress import FIXED, KINDS
 
 from flash_attn.cute.compressed_causal.mask import UNSUPPORTED, compression, refuse_unsupported
@@ -27,27 +27,6 @@ def test_unsupported_is_refused_by_name(feature: str) -> None:
     refuse_unsupported(None, arch, **asked)
     with pytest.raises(NotImplementedError, match=feature):
         refuse_unsupported(compression(True, 2, 1), arch, **asked)
-
-
-def refused(**options: Any) -> None:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    x = torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
-    _flash_attn_fwd(x, x, x, causal=True, compress_factor=4, **options)
-
-
-def refused_window() -> None:
-    refused(window_size_left=8)
-
-
-def refused_qv() -> None:
-    refused(qv=torch.empty(1, 16, 2, 64, dtype=torch.bfloat16, device="cuda"))
-
-
-@pytest.mark.parametrize("call", [refused_window, refused_qv])
-def test_calls_are_refused(compiler: Worker, call: Any) -> None:
-    with pytest.raises(WorkerError, match="NotImplementedError.*"):
-        compiler.trace(call)
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])

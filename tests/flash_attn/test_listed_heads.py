@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, forward, in_turn, make_inputs, outputs
-from fa_compile import Worker, WorkerError, built_kernels
+from fa_compile import Worker, built_kernels
 from fa_dq import as_rows, queries
 from fa_lists import backward_lists
 from fa_reference import assert_call_repeats
@@ -71,28 +71,6 @@ def test_what_is_compiled(case: Case, deterministic: bool, compiler_sm90: Worker
     stores = group == 1 or (case in CASES)
     expected = (walked, stores, deterministic and not stores)
     assert compiler_sm90.trace(compiled_kernel, case, deterministic) == expected
-
-
-@pytest.mark.parametrize(
-    ("case", "more", "kind", "said"),
-    [
-        (PLANNED[0], {"without_dq": False}, "NotImplementedError", "one pass walks query heads one by one"),
-        (PLANNED[0], {"swapped": True}, "ValueError", "lists for each of 4 query heads"),
-    ],
-)
-def test_refused(case: Case, more: dict[str, bool], kind: str, said: str, compiler_sm90: Worker) -> None:
-    with pytest.raises(WorkerError, match=said) as refusal:
-        compiler_sm90.trace(refused, case, more)
-    assert refusal.value.kind == kind
-
-
-def refused(case: Case, more: dict[str, bool]) -> None:
-    x = make_inputs(case)
-    o, lse = outputs(case, x)
-    if more.pop("swapped", False):
-        own = backward_lists(replace(case, plan=0, list_heads=case.Hq))
-        more = dict(block_sparse_tensors=own._replace(plan=backward_lists(case).plan, plan_per_group=True))
-    without_dq(case, x, o, lse, **more)
 
 
 def test_a_plan_for_groups_takes_two_passes() -> None:

@@ -15,6 +15,7 @@ from flash_attn.cute.block_lists import packed_write_order
 from flash_attn.cute.lists.backward_plan import plan_backward
 from fuzz.blocks import packed_lists
 from fuzz.case import Packed
+from fuzz.properties.packed import plan
 
 
 def backward(form: str, **more: Any) -> Any:
@@ -37,8 +38,9 @@ def test_lock_values_where_one_kind_has_a_list_for_all_heads() -> None:
 def test_a_start_may_pass_31_bits() -> None:
     lists = backward("ragged", full=None)
     starts = torch.arange(7)[None] + (5 << 32) + (1 << 31) * torch.tensor([0, 1] * 3 + [0])
-    plan = plan_backward(lists._replace(cu_block_idx_offsets=starts), num_heads=1, num_heads_kv=1, num_q_blocks=4).plan
-    low, high = plan[:, 6].long() & 0xFFFFFFFF, plan[:, 7].long()
+    lists = lists._replace(cu_block_idx_offsets=starts)
+    items = plan_backward(lists, num_heads=1, num_heads_kv=1, num_q_blocks=4).plan
+    low, high = items[:, 6].long() & 0xFFFFFFFF, items[:, 7].long()
     assert ((high << 32) | low).equal(starts[0])
 
 
@@ -55,3 +57,8 @@ def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
     given["cu_total_m_blocks"] = torch.tensor([0, 4, 6])
     one, many = (plan_backward(each, **given) for each in (lists, lists._replace(**repeated)))
     assert many.mask_block_idx.equal(one.mask_block_idx) and many.plan.equal(one.plan)
+
+
+@pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
+def test_a_pack_without_keys_has_a_plan_of_nothing(form: str) -> None:
+    plan(Packed(form=form, lengths=((5, 0), (0, 0), (3, 0))))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_compile import Worker, WorkerError, built_kernels
+from fa_compile import Worker, built_kernels
 from fa_dq import as_rows
 from fa_lists import on_gpu
 
@@ -248,26 +248,6 @@ def test_tiles_that_differ_have_patterns_of_their_own() -> None:
     tile = Tile(90, 64, 256, 1, False, False, 32, None)
     others = [tile._replace(rows=80, swapped=True), tile._replace(rows=128), tile._replace(arch=100)]
     assert len({each.pattern for each in (tile, *others)}) == 4
-
-
-def refused(named: str) -> None:
-    """A call that cannot be shared as it is asked to be; in a worker."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-    from flash_attn.cute.shared_backward import SharedBackward, backward_layout
-
-    q, do, k, v, _, _ = tensors(Setup(heads=(8, 2) if named == "dlse" else (4, 4)))
-    layout = backward_layout(q, k, v, causal=True)
-    row, dq = torch.empty(layout.row_shape, device="cuda"), torch.empty(layout.dq.shape, device="cuda")
-    more, options = (dict(), dict(dlse=row)) if named == "dlse" else (dict(dk=dq, dv=dq), dict())
-    shared = SharedBackward(layout, row, row, dq=dq, **more)
-    _flash_attn_bwd(q, k, v, None, do, None, causal=True, **options, shared=shared)
-
-
-@pytest.mark.parametrize("named", ["shared.dk: without GQA", "dlse"])
-def test_what_does_not_fit_is_named(compiler_sm90: Worker, named: str) -> None:
-    """Beside what the catalogue of wrong calls has."""
-    with pytest.raises(WorkerError, match=f"ValueError: {named}"):
-        compiler_sm90.trace(refused, named)
 
 
 GPU_SETUPS = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, _masks, backward, forward, in_turn, make_inputs, outputs
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker
 from fa_lists import backward_lists
 from fa_reference import assert_call_repeats
 
@@ -73,12 +73,6 @@ def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, case: Case, determinis
     # Keys, values, and two stages of queries and their gradients; two CTAs share 227 KiB.
     two_ctas = case.block == (128, 64)
     assert size <= (113 if two_ctas else 160) * 1024
-
-
-def test_refused_on_sm100(compiler_sm100: Worker) -> None:
-    with pytest.raises(WorkerError, match="on sm_100") as refusal:
-        compiler_sm100.trace(compiled_roles, CASES[0], False)
-    assert refusal.value.kind == "NotImplementedError"
 
 
 @pytest.mark.gpu

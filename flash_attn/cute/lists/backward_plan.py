@@ -119,9 +119,12 @@ def plan_backward(
     most = None if cut else pieces.numel()
     if cut and listed is not None:
         most = pieces.numel() + counts.shape[0] * planned * listed // longest
-    plan = _items(counts, pieces, order, planned // num_heads_kv, most)
-    if rows is not None:
-        plan = _of_sequences(plan, rows, lists, planned, stored=not cut)
+    if not counts.numel():  # no key blocks: one item of nothing
+        plan = torch.zeros(1, 6 if rows is None else 8, dtype=torch.int32, device=counts.device)
+    else:
+        plan = _items(counts, pieces, order, planned // num_heads_kv, most)
+        if rows is not None:
+            plan = _of_sequences(plan, rows, lists, planned, stored=not cut)
     return lists._replace(plan=plan, plan_per_group=per_group or None)
 
 
