@@ -60,6 +60,16 @@ def tables(case: Blocks) -> tuple[Table, Table]:
     return tuple(t.expand(case.B, case.H, case.M, case.N) for t in (listed, full))
 
 
+def tiles_of(visible: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks [..., M, N] in which a mask [..., queries, keys] lets something through, and everything."""
+    T_q, T_k = visible.shape[-2:]
+    padded = torch.nn.functional.pad(visible, (0, -T_k % block[1], 0, -T_q % block[0]))
+    # Past the end no key is visible, and no query exists: those neither need a block nor spoil a full one.
+    padded[..., T_q:, :] = padded[..., T_q - 1 : T_q, :]
+    blocks = padded.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
+
+
 def lists_of(listed: Table, full: Table | None, draw: random.Random, *, shuffle: bool = False, spare: int = 0) -> Any:
     """Lists of a table's rows, mask and full; what no one may read holds POISON."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch

@@ -15,6 +15,7 @@ from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from fuzz import strategies
 from fuzz.attention import laid_out
+from fuzz.blocks import tiles_of
 from fuzz.case import LAYOUTS
 from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
@@ -134,16 +135,6 @@ def dense_of(cnt: torch.Tensor, idx: torch.Tensor, columns: int) -> torch.Tensor
     return table
 
 
-def tiles_of(visible: torch.Tensor, tile_q: int, kv_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Visibility [..., T, K] as (any visible, all visible) per tile; past the end nothing is visible."""
-    T, K = visible.shape[-2:]
-    padded = torch.nn.functional.pad(visible, (0, -K % kv_tile, 0, -T % tile_q))
-    # Queries past the end do not exist: they neither need a tile nor spoil a full one.
-    padded[..., T:, :] = padded[..., T - 1 : T, :]
-    blocks = padded.unflatten(-1, (-1, kv_tile)).unflatten(-3, (-1, tile_q))
-    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
-
-
 @holds("layer.lists hold the choice", strategies.layer_cases, pr=20)
 def lists_hold_the_choice(case: Case) -> None:
     """Tiles, bitmap and full tiles made of a choice of blocks let through what the definition lets through."""
@@ -152,7 +143,7 @@ def lists_hold_the_choice(case: Case) -> None:
     choice = run("eager", make_inputs(case)).aux.block_indices
     tile_q, kv = config.q_tile * (1 + case.seed % 2), config.block_size * (1 + case.seed % 3)
     visible = torch.stack([reference.selected_mask(own, T, config=config, causal=case.causal) for own in choice])
-    some, everything = tiles_of(visible, tile_q, kv)
+    some, everything = tiles_of(visible, (tile_q, kv))
     M, N = some.shape[-2:]
     static = dict(config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
     lists = selected_lists(choice, T, **static)
