@@ -48,7 +48,7 @@ SIZES = dict(G=(1, 2, 4, 8, 16), T=(1, 63, 64, 65, 127, 300, 1000), D=(64, 128),
 PAIRS = covering([tuple(zip(SIZES, values)) for values in itertools.product(*SIZES.values())], 2)
 
 
-@pytest.mark.parametrize("sizes", map(dict, PAIRS), ids=str)
+@pytest.mark.parametrize("sizes", list(map(dict, PAIRS)), ids=str)
 def test_kernels(sizes: dict) -> None:
     """Sizes of which every two meet."""
     T, G = sizes["T"], sizes["G"]
