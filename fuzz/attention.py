@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from fuzz.blocks import Table, lists_of, locks_of, pack, pattern_table
+from fuzz.blocks import Table, each_tensor, lists_of, locks_of, pack, pattern_table
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Kind
 from fuzz.kinds import passes_by_room, two_passes
@@ -121,8 +121,7 @@ def lists_for(call: Call, backward: bool) -> Any:
         lists = _ordered(call, lists)
     if backward and kind.passes is not None:  # autograd has no argument for it
         lists = lists._replace(passes=kind.passes)
-    tensors = {name: t.to(call.q.device) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)}
-    return lists._replace(**tensors)
+    return each_tensor(lists, lambda t: t.to(call.q.device))
 
 
 def in_two_passes(case: Attention) -> bool:
@@ -348,19 +347,6 @@ def dense(
 def sequences(case: Attention, tensor: torch.Tensor, keys: bool) -> list[torch.Tensor]:
     """The sequences of a batch or a pack, [T, H, D] each."""
     return list(tensor.split([pair[keys] for pair in case.lengths])) if case.kind.packed else list(tensor)
-
-
-def alone(call: Call, b: int) -> Call:
-    """One sequence of a pack as a batch of its own."""
-    case = call.case
-    kind = replace(case.kind, packed=False, form="padded")
-    own = replace(case, kind=kind, lengths=(case.lengths[b],), layout="contiguous")
-    parts = [
-        sequences(case, t, keys)[b][None].contiguous()
-        for t, keys in ((call.q, 0), (call.k, 1), (call.v, 1), (call.do, 0))
-    ]
-    table = None if call.table is None else call.table[b : b + 1].contiguous()
-    return Call(own, *parts, table, None if call.blocks is None else call.blocks[b : b + 1])
 
 
 def rounded_terms(call: Call, name: str) -> float:

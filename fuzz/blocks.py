@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import accumulate, product
 from typing import Any
 
@@ -59,6 +60,16 @@ def tables(case: Blocks) -> tuple[Table, Table]:
     return tuple(t.expand(case.B, case.H, case.M, case.N) for t in (listed, full))
 
 
+def tiles_of(visible: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks [..., M, N] in which a mask [..., queries, keys] lets something through, and everything."""
+    T_q, T_k = visible.shape[-2:]
+    padded = torch.nn.functional.pad(visible, (0, -T_k % block[1], 0, -T_q % block[0]))
+    # Past the end no key is visible, and no query exists: those neither need a block nor spoil a full one.
+    padded[..., T_q:, :] = padded[..., T_q - 1 : T_q, :]
+    blocks = padded.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
+
+
 def lists_of(listed: Table, full: Table | None, draw: random.Random, *, shuffle: bool = False, spare: int = 0) -> Any:
     """Lists of a table's rows, mask and full; what no one may read holds POISON."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -90,15 +101,14 @@ def both_directions(case: Blocks) -> tuple[Any, Any]:
         own = own if case.full is not None else [own[0], None]
         lists = lists_of(*own, draw, shuffle=case.shuffle, spare=case.spare)
         if case.repeat:
-            repeated = {n: t.expand(-1, case.H, *t.shape[2:]) for n, t in _given(lists).items()}
-            lists = lists._replace(**repeated)
+            lists = each_tensor(lists, lambda t: t.expand(-1, case.H, *t.shape[2:]))
         sides.append(lists)
     return sides[0], sides[1]
 
 
-def _given(lists: Any) -> dict[str, torch.Tensor]:
-    names = ("mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx")
-    return {name: getattr(lists, name) for name in names if getattr(lists, name) is not None}
+def each_tensor(lists: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The lists with each of their tensors changed."""
+    return lists._replace(**{n: change(t) for n, t in lists._asdict().items() if isinstance(t, torch.Tensor)})
 
 
 def table_of(lists: Any, columns: int) -> tuple[Table, Table]:

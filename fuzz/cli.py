@@ -20,12 +20,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fuzz.case import Kind
-from fuzz.failures import parse_case, read_failure, write_failure
 from fuzz.kinds import in_stock
 from fuzz.mutations import Mutation, all_mutations, planted
 from fuzz.pool import Job, Pool, Tally
 from fuzz.prop import Property, on_this_machine, properties
-from fuzz.run import Budget, check_one
+from fuzz.run import Budget, check_one, parse_case, read_failure, write_failure
 from nsa_tools.report.tables import markdown
 
 PASSED, FAILED, NOTHING_RAN = 0, 1, 2

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fuzz.blocks import each_tensor
+
 FAULTS = (
     "count too large", "count negative", "index past the end", "index negative", "listed twice",
     "entry lost in backward", "entry lost in forward", "another block in backward", "lock off by one",
@@ -18,14 +20,8 @@ PACKED_FAULTS = (
 )  # fmt: skip
 # One direction alone shows these; the others only show beside the other direction, or need the lock values.
 LOCAL = (
-    "count too large",
-    "count negative",
-    "index past the end",
-    "index negative",
-    "listed twice",
-    "int64",
-    "a row short",
-)
+    "count too large", "count negative", "index past the end", "index negative", "listed twice", "int64", "a row short",
+)  # fmt: skip
 BIG = 1 << 15
 
 
@@ -127,8 +123,4 @@ def _spoil_starts(fault: str, sides: list, at: int) -> bool:
 
 def _copy(lists: Any) -> Any:
     """Without repeated strides, so that one place can be written."""
-    return lists._replace(**{n: t.clone(memory_format=torch.contiguous_format) for n, t in _tensors(lists)})
-
-
-def _tensors(lists: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, t) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)]
+    return each_tensor(lists, lambda t: t.clone(memory_format=torch.contiguous_format))

@@ -80,29 +80,6 @@ def _early(original: Callable) -> Callable:
     return wrong
 
 
-@fault("window one too short", "nsa_layer.eager:_window_plan", "layer")
-def _short(original: Callable) -> Callable:
-    """The sliding window lacks its oldest token."""
-
-    def wrong(q: Any, heads: int, spec: Any) -> Any:
-        config = spec.config.replace(window_size=max(1, spec.config.window_size - 1))
-        return original(q, heads, replace(spec, config=config))
-
-    return wrong
-
-
-@fault("mean over the wrong count", "nsa_layer.compress:mean_pool", "layer")
-def _mean(original: Callable) -> Callable:
-    """A block that overlaps others is divided by the stride."""
-    return lambda x, *, config: original(x, config=config) * (config.block_size / config.stride)
-
-
-@fault("gates exchanged", "nsa_layer.gate:weighted_sum", "layer")
-def _gates(original: Callable) -> Callable:
-    """The selected branch is weighed by the window's gate, and the other way round."""
-    return lambda g, o_cmp, o_slc, o_swa: original(g, o_cmp, o_swa, o_slc)
-
-
 @wrong_result("half a gradient", "nsa_layer.eager:_SparseAttention.backward", "layer")
 def _half(grads: Any) -> Any:
     """The gradient of the keys lacks its last one."""

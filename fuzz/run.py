@@ -1,8 +1,9 @@
-"""One property, drawn and checked for a while: how many examples, what they had, and the smallest one that failed."""
+"""One property, drawn and checked for a while; what the examples had, and the smallest failure, as a file too."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import time
 import traceback
@@ -12,12 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hypothesis
+import torch
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from fuzz import case as cases
 from fuzz.features import features
 from fuzz.prop import Property, Skip
+from nsa_layer import NSAConfig
+from nsa_tools.testing.cases import Case
 
 SHRINK_SECONDS = 20.0
+NAMES = {name: value for name, value in vars(cases).items() if isinstance(value, type)}
+NAMES |= {"Case": Case, "NSAConfig": NSAConfig, "torch": torch, "nan": float("nan"), "inf": float("inf")}
 
 
 class _Over(BaseException):
@@ -142,3 +149,37 @@ def check_one(prop: Property, case: object) -> Failure | None:
         took = time.monotonic() - started
         return Failure(prop.name, repr(case), f"{type(error).__name__}: {error}", traceback.format_exc(), took, 1)
     return None
+
+
+def parse_case(text: str) -> object:
+    """The case that a repr stands for."""
+    return eval(text, {"__builtins__": {}}, dict(NAMES))  # a file of one's own, which a replay runs anyway
+
+
+def write_failure(failure: Failure, folder: Path, mutation: str | None = None) -> Path:
+    """Write it, under a name that depends on the property and the case alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(f"{failure.property}{failure.case}".encode()).hexdigest()[:10]
+    slug = "".join(c if c.isalnum() else "-" for c in failure.property)
+    path = folder / f"{slug}-{digest}.txt"
+    planted = "" if mutation is None else f" --mutate {mutation}"
+    path.write_text(
+        f"property: {failure.property}\n"
+        f"case: {failure.case}\n"
+        f"replay: python -m fuzz --replay {path}{planted}\n\n"
+        f"{failure.error}\n\n{failure.trace}",
+        encoding="utf-8",
+    )
+    return path
+
+
+def read_failure(path: Path) -> tuple[str, str]:
+    """The property's name and the case's text."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        name, _, value = line.partition(": ")
+        if name in ("property", "case") and name not in found:
+            found[name] = value
+    if set(found) != {"property", "case"}:
+        raise ValueError(f"{path} is no failure file: expected lines 'property: ...' and 'case: ...'")
+    return found["property"], found["case"]

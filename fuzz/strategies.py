@@ -62,9 +62,9 @@ def packed(faults: bool = False) -> st.SearchStrategy[Packed]:
 
 
 @st.composite
-def edges(draw: st.DrawFn, large: bool = True) -> Edge:
+def edges(draw: st.DrawFn) -> Edge:
     """Tiles under compressed-causal masking, small ones and such as come near the end of 32 bits."""
-    big = large and draw(st.integers(0, 3)) == 0
+    big = draw(st.integers(0, 3)) == 0
     factor = draw(st.one_of(st.integers(1, 9), st.sampled_from((16, 64, 1000)), st.integers(1, 1 << 22 if big else 70)))
     lengths = st.integers(1, 1 << 24) if big else st.one_of(st.integers(1, 40), st.sampled_from((1, 4, 8, 33)))
     T = draw(lengths)
@@ -147,57 +147,49 @@ def texts() -> st.SearchStrategy[Texts]:
     return st.one_of(edited(), st.builds(Texts, old=whole, new=whole, other=st.none() | whole))
 
 
-def configs() -> st.SearchStrategy[NSAConfig]:
+@st.composite
+def configs(draw: st.DrawFn) -> NSAConfig:
     """Good configurations of small blocks."""
-
-    @st.composite
-    def config(draw: st.DrawFn) -> NSAConfig:
-        size = draw(st.sampled_from((4, 1, 6, 16)))
-        if draw(st.integers(0, 3)) == 3:
-            rule = dict(rule="seed", compress_offset=0, force_blocks=False)
-        else:
-            rule = dict(
-                block_stride=draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0])),
-                compress_offset=draw(st.none() | st.integers(-20, 40)),
-                force_blocks=draw(st.booleans()),
-            )
-        return NSAConfig(
-            block_size=size,
-            block_counts=draw(st.integers(1, 6)),
-            q_tile=draw(st.sampled_from([n for n in range(1, 33) if n % size == 0 or size % n == 0])),
-            window_size=draw(st.integers(1, 40)),
-            deterministic=draw(st.booleans()),
-            **rule,
+    size = draw(st.sampled_from((4, 1, 6, 16)))
+    if draw(st.integers(0, 3)) == 3:
+        rule = dict(rule="seed", compress_offset=0, force_blocks=False)
+    else:
+        rule = dict(
+            block_stride=draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0])),
+            compress_offset=draw(st.none() | st.integers(-20, 40)),
+            force_blocks=draw(st.booleans()),
         )
+    return NSAConfig(
+        block_size=size,
+        block_counts=draw(st.integers(1, 6)),
+        q_tile=draw(st.sampled_from([n for n in range(1, 33) if n % size == 0 or size % n == 0])),
+        window_size=draw(st.integers(1, 40)),
+        deterministic=draw(st.booleans()),
+        **rule,
+    )
 
-    return config()
 
-
-def layer_cases(dtypes: tuple[torch.dtype, ...] = (torch.float64,), **fixed: object) -> st.SearchStrategy[Case]:
+@st.composite
+def layer_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float64,), **fixed: object) -> Case:
     """Calls of the operator. In fp64, unless said otherwise: a wrong mask cannot hide behind rounding there."""
-
-    @st.composite
-    def case(draw: st.DrawFn) -> Case:
-        Hkv = draw(st.integers(1, 3))
-        lengths = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any).map(tuple)
-        options = dict(
-            B=draw(st.integers(1, 3)),
-            T=draw(st.one_of(st.integers(1, 90), st.sampled_from((1, 16, 32, 33)))),
-            Hq=Hkv * draw(st.integers(1, 4)),
-            Hkv=Hkv,
-            D=draw(st.integers(2, 9)),
-            Dv=draw(st.none() | st.integers(2, 9)),
-            dtype=draw(st.sampled_from(dtypes)),
-            config=draw(configs()),
-            causal=draw(st.booleans()),
-            lengths=draw(st.none() | lengths),
-            gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
-            compress_weights=draw(st.booleans()),
-            seed=draw(st.integers(0, 999)),
-        )
-        return Case(**(options | fixed))
-
-    return case()
+    Hkv = draw(st.integers(1, 3))
+    lengths = st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any).map(tuple)
+    options = dict(
+        B=draw(st.integers(1, 3)),
+        T=draw(st.one_of(st.integers(1, 90), st.sampled_from((1, 16, 32, 33)))),
+        Hq=Hkv * draw(st.integers(1, 4)),
+        Hkv=Hkv,
+        D=draw(st.integers(2, 9)),
+        Dv=draw(st.none() | st.integers(2, 9)),
+        dtype=draw(st.sampled_from(dtypes)),
+        config=draw(configs()),
+        causal=draw(st.booleans()),
+        lengths=draw(st.none() | lengths),
+        gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
+        compress_weights=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
+    )
+    return Case(**(options | fixed))
 
 
 def fields() -> st.SearchStrategy[Fields]:
@@ -213,49 +205,44 @@ def fields() -> st.SearchStrategy[Fields]:
     return st.builds(Fields, values=values)
 
 
-def attention(kind: Kind) -> st.SearchStrategy[Attention]:
+@st.composite
+def attention(draw: st.DrawFn, kind: Kind) -> Attention:
     """Data for kernels that are compiled for `kind`: nothing drawn here compiles anything anew, but that lists of few
     blocks take two passes where the kind leaves it to them."""
-
     without_locks = kind.passes == 2 and kind.deterministic
     by_room = passes_by_room(kind)
-
-    @st.composite
-    def call(draw: st.DrawFn) -> Attention:
-        length = st.one_of(st.integers(1, 700), st.sampled_from((1, 64, 127, 128, 129, 256, 513, 1000)))
-        if by_room:
-            length = st.one_of(length, st.integers(600, 1000))
-        if kind.packed:
-            some = st.one_of(st.integers(0, 400), st.sampled_from((0, 1, 128, 129)))
-            usual = st.lists(st.tuples(some, some), min_size=1, max_size=5)
-            tiny = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=8, max_size=40)
-            huge = st.just([(1, 1), (2000, 1500), (0, 7), (3, 0)])
-            lengths = draw(st.one_of(usual, usual, tiny, huge).filter(lambda x: all(map(sum, zip(*x)))).map(tuple))
-        else:
-            lengths = ((draw(length), draw(length)),) * draw(st.integers(2 if kind.expanded == "batch" else 1, 3))
-        factor = draw(st.one_of(st.sampled_from((16, 1, 2, 3, 7, 64)), st.integers(1, 300)))
-        offset = draw(st.one_of(st.sampled_from((factor - 1, 0, -1, 1)), st.integers(-300, 300)))
-        if (factor, offset) == (1, 0):
-            offset = 1  # that pair is plain causal
-        side = st.one_of(st.integers(0, 300), st.sampled_from((0, 127, 128, *PAST_32_BITS)))
-        sides = draw(st.sampled_from(("left", "right", "both")))
-        return Attention(
-            kind=kind,
-            lengths=lengths,
-            window=(draw(side) if sides != "right" else None, draw(side) if sides != "left" else None),
-            factor=factor,
-            offset=offset,
-            pattern=draw(st.sampled_from(PATTERNS)),
-            density=draw(st.sampled_from((0.4, 0.1, 0.8))),
-            full=draw(st.sampled_from((0.5, 0.0, 1.0))),
-            shuffle=draw(st.booleans()),
-            spare=draw(st.sampled_from((0, 3, 8) if by_room else (0, 0, 3))),
-            launch=draw(st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES)),
-            layout=draw(st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3])),
-            autograd=draw(st.booleans()),
-            locks=not without_locks or draw(st.booleans()),
-            scale=draw(st.sampled_from((1.0, 0.1, 4.0))),
-            seed=draw(SEEDS),
-        )
-
-    return call()
+    length = st.one_of(st.integers(1, 700), st.sampled_from((1, 64, 127, 128, 129, 256, 513, 1000)))
+    if by_room:
+        length = st.one_of(length, st.integers(600, 1000))
+    if kind.packed:
+        some = st.one_of(st.integers(0, 400), st.sampled_from((0, 1, 128, 129)))
+        usual = st.lists(st.tuples(some, some), min_size=1, max_size=5)
+        tiny = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=8, max_size=40)
+        huge = st.just([(1, 1), (2000, 1500), (0, 7), (3, 0)])
+        lengths = draw(st.one_of(usual, usual, tiny, huge).filter(lambda x: all(map(sum, zip(*x)))).map(tuple))
+    else:
+        lengths = ((draw(length), draw(length)),) * draw(st.integers(2 if kind.expanded == "batch" else 1, 3))
+    factor = draw(st.one_of(st.sampled_from((16, 1, 2, 3, 7, 64)), st.integers(1, 300)))
+    offset = draw(st.one_of(st.sampled_from((factor - 1, 0, -1, 1)), st.integers(-300, 300)))
+    if (factor, offset) == (1, 0):
+        offset = 1  # that pair is plain causal
+    side = st.one_of(st.integers(0, 300), st.sampled_from((0, 127, 128, *PAST_32_BITS)))
+    sides = draw(st.sampled_from(("left", "right", "both")))
+    return Attention(
+        kind=kind,
+        lengths=lengths,
+        window=(draw(side) if sides != "right" else None, draw(side) if sides != "left" else None),
+        factor=factor,
+        offset=offset,
+        pattern=draw(st.sampled_from(PATTERNS)),
+        density=draw(st.sampled_from((0.4, 0.1, 0.8))),
+        full=draw(st.sampled_from((0.5, 0.0, 1.0))),
+        shuffle=draw(st.booleans()),
+        spare=draw(st.sampled_from((0, 3, 8) if by_room else (0, 0, 3))),
+        launch=draw(st.sampled_from(LAUNCHES[:3] if not kind.plan else LAUNCHES)),
+        layout=draw(st.sampled_from(LAYOUTS if not kind.packed else LAYOUTS[:3])),
+        autograd=draw(st.booleans()),
+        locks=not without_locks or draw(st.booleans()),
+        scale=draw(st.sampled_from((1.0, 0.1, 4.0))),
+        seed=draw(SEEDS),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from fuzz import strategies
 from fuzz.attention import laid_out
+from fuzz.blocks import tiles_of
 from fuzz.case import LAYOUTS
 from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
@@ -24,10 +25,6 @@ from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to
 from nsa_tools.testing.cases import LSES, Case, Inputs, make_inputs, run, spoilt
 
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
-
-
-def output(inputs: Inputs) -> torch.Tensor:
-    return run("eager", inputs).o
 
 
 def on_both(name: str, *drawn: object, **options: Any) -> Callable:
@@ -109,53 +106,6 @@ def causality(case: Case, backend: str, device: str) -> None:
         assert_backward_causal(case, each, t, device)
 
 
-@holds("layer.prefixes", strategies.layer_cases)
-def prefixes(case: Case) -> None:
-    """Keys that no one sees change nothing: a prefix of the input gives the prefix of the output.
-
-    Where blocks are forced it has to end with a tile: fewer blocks are forced for a short last tile, and more chosen.
-    """
-    case = causal_only(case)
-    T = max(1, case.T - 1 - case.seed % 50)
-    if case.config.force_blocks and T > case.config.q_tile:
-        T -= T % case.config.q_tile
-    inputs = make_inputs(case)
-    names = [name for name in ("q", "k", "v", "do", "gates") if getattr(inputs, name) is not None]
-    prefix = replace(inputs, case=replace(case, T=T), **{name: getattr(inputs, name)[:, :T] for name in names})
-    torch.testing.assert_close(output(prefix), output(inputs)[:, :T])
-
-
-def one_at_a_time(inputs: Inputs) -> Iterator[Inputs]:
-    """The sequences of a pack that are not empty, as calls of their own with B = 1."""
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "do", "gates")}
-    start = 0
-    for length in inputs.case.lengths:
-        if length:
-            part = {name: x if x is None else x[None, start : start + length] for name, x in named.items()}
-            yield replace(inputs, **part, cu_seqlens=None, case=replace(inputs.case, B=1, T=length, lengths=None))
-        start += length
-
-
-@holds("layer.packed is one at a time", strategies.layer_cases)
-def packed_is_one_at_a_time(case: Case) -> None:
-    """Sequences of a pack never see each other: all that comes out, and all gradients, are those of each alone."""
-    if case.lengths is None:
-        case = replace(case, lengths=(case.T, 0, 1 + case.seed % 30))
-    inputs = make_inputs(case)
-    for backend in ("eager", "reference"):
-        whole, alone = run(backend, inputs), [run(backend, part) for part in one_at_a_time(inputs)]
-        for name, x in whole.tensors().items():
-            parts = [result.tensors()[name] for result in alone]
-            tokens = -1 if name in LSES else 0
-            expected = sum(parts) if name.endswith("_weight") else torch.cat([part[0] for part in parts], tokens)
-            torch.testing.assert_close(x, expected, msg=lambda said, name=name: f"{name} of {backend}: {said}")
-        choice = whole.aux.block_indices
-        for own in (result.aux.block_indices[0] for result in alone):
-            here, choice = choice.split((own.shape[1], choice.shape[1] - own.shape[1]), 1)
-            assert here[..., : own.shape[-1]].equal(own) and (here[..., own.shape[-1] :] == -1).all()
-        assert not choice.numel()
-
-
 @on_both("layer.neighbours")
 def neighbours(case: Case, backend: str, device: str) -> None:
     """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
@@ -185,16 +135,6 @@ def dense_of(cnt: torch.Tensor, idx: torch.Tensor, columns: int) -> torch.Tensor
     return table
 
 
-def tiles_of(visible: torch.Tensor, tile_q: int, kv_tile: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Visibility [..., T, K] as (any visible, all visible) per tile; past the end nothing is visible."""
-    T, K = visible.shape[-2:]
-    padded = torch.nn.functional.pad(visible, (0, -K % kv_tile, 0, -T % tile_q))
-    # Queries past the end do not exist: they neither need a tile nor spoil a full one.
-    padded[..., T:, :] = padded[..., T - 1 : T, :]
-    blocks = padded.unflatten(-1, (-1, kv_tile)).unflatten(-3, (-1, tile_q))
-    return blocks.any(-1).any(-2), blocks.all(-1).all(-2)
-
-
 @holds("layer.lists hold the choice", strategies.layer_cases, pr=20)
 def lists_hold_the_choice(case: Case) -> None:
     """Tiles, bitmap and full tiles made of a choice of blocks let through what the definition lets through."""
@@ -203,7 +143,7 @@ def lists_hold_the_choice(case: Case) -> None:
     choice = run("eager", make_inputs(case)).aux.block_indices
     tile_q, kv = config.q_tile * (1 + case.seed % 2), config.block_size * (1 + case.seed % 3)
     visible = torch.stack([reference.selected_mask(own, T, config=config, causal=case.causal) for own in choice])
-    some, everything = tiles_of(visible, tile_q, kv)
+    some, everything = tiles_of(visible, (tile_q, kv))
     M, N = some.shape[-2:]
     static = dict(config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
     lists = selected_lists(choice, T, **static)
@@ -269,31 +209,27 @@ def kernels_give_the_same_bits(case: Case) -> None:
                 assert x.equal(once[name]), f"{name} has {int((x != once[name]).sum())} other numbers in round {turn}"
 
 
-def kernel_cases() -> st.SearchStrategy[Case]:
+@st.composite
+def kernel_cases(draw: st.DrawFn) -> Case:
     """Few kinds of kernels, any data."""
-
-    @st.composite
-    def case(draw: st.DrawFn) -> Case:
-        config = NSAConfig(
-            block_size=draw(st.sampled_from((64, 128))),
-            block_counts=draw(st.integers(1, 12)),
-            window_size=draw(st.integers(1, 700)),
-            force_blocks=draw(st.booleans()),
-            deterministic=draw(st.booleans()) and hopper(),
-        )
-        lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4).filter(any).map(tuple)
-        return Case(
-            B=draw(st.integers(1, 2)),
-            T=draw(st.one_of(st.integers(1, 1500), st.sampled_from((1, 64, 128, 129)))),
-            Hq=draw(st.sampled_from((4, 2))) * 2,
-            Hkv=2,
-            D=draw(st.sampled_from((64, 128))),
-            dtype=torch.bfloat16,
-            config=config,
-            lengths=draw(st.none() | lengths),
-            gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
-            compress_weights=draw(st.booleans()),
-            seed=draw(st.integers(0, 999)),
-        )
-
-    return case()
+    config = NSAConfig(
+        block_size=draw(st.sampled_from((64, 128))),
+        block_counts=draw(st.integers(1, 12)),
+        window_size=draw(st.integers(1, 700)),
+        force_blocks=draw(st.booleans()),
+        deterministic=draw(st.booleans()) and hopper(),
+    )
+    lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4).filter(any).map(tuple)
+    return Case(
+        B=draw(st.integers(1, 2)),
+        T=draw(st.one_of(st.integers(1, 1500), st.sampled_from((1, 64, 128, 129)))),
+        Hq=draw(st.sampled_from((4, 2))) * 2,
+        Hkv=2,
+        D=draw(st.sampled_from((64, 128))),
+        dtype=torch.bfloat16,
+        config=config,
+        lengths=draw(st.none() | lengths),
+        gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
+        compress_weights=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
+    )

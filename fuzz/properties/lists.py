@@ -14,7 +14,7 @@ from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate_calls import validate_call, validate_lists
 from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
 from fuzz import strategies
-from fuzz.blocks import both_directions, launch_order, locks_of, table_of, tables
+from fuzz.blocks import both_directions, each_tensor, launch_order, locks_of, table_of, tables
 from fuzz.case import Blocks
 from fuzz.corrupt import LOCAL, spoil
 from fuzz.prop import GPU, Skip, holds
@@ -54,7 +54,11 @@ def transposed(case: Blocks) -> None:
     for width, most in ((None, None), (case.M, None), (case.M, bound)):
         turned = transpose_lists(forward, case.N, width=width, listed=most)
         same(turned, listed.mT, full.mT)
-        same(transpose_lists(turned, case.M), listed, full)
+        back = transpose_lists(turned, case.M)
+        same(back, listed, full)
+        # Of the same blocks in rows of another order, the same lists.
+        again = transpose_lists(back, case.N, width=width, listed=most)
+        assert all(one is other or one.equal(other) for one, other in zip(turned[:4], again[:4], strict=True))
     same(transpose_lists(backward, case.M), listed, full)
     validate_lists(forward, turned, seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H)
 
@@ -128,7 +132,7 @@ def plan(case: Blocks) -> None:
         planned = plan_backward(backward, deterministic=deterministic, schedule=schedule, listed=bound, **options)
         validate_call(True, forward, planned, q, k)
         if case.repeat:  # a group shares its list
-            one = [lists._replace(**{n: t[:, :1] for n, t in tensors_of(lists)}) for lists in (forward, backward)]
+            one = [each_tensor(lists, lambda t: t[:, :1]) for lists in (forward, backward)]
             of_groups = plan_backward(
                 one[1], deterministic=deterministic, schedule=schedule, listed=bound, per_group=True, **options
             )
@@ -184,20 +188,9 @@ def refused(forward: Any, backward: Any, **sizes: int) -> bool:
     return False
 
 
-@holds("lists.order of rows", strategies.blocks)
-def order_of_rows(case: Blocks) -> None:
-    """Rows in another order hold the same blocks: the transpose comes out the same."""
-    forward, _ = both_directions(case)
-    turned = transpose_lists(forward, case.N)
-    back = transpose_lists(turned, case.M)
-    again = transpose_lists(back, case.N)
-    for one, other in zip(turned[:4], again[:4], strict=True):
-        assert (one is None) == (other is None) and (one is None or one.equal(other))
-
-
 def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[str, torch.Tensor]:
     """All that is made of lists on a device: a transpose, lock values, a walk, plans; as tensors of the CPU."""
-    sides = [lists._replace(**{n: t.to(device) for n, t in tensors_of(lists)}) for lists in (forward, backward)]
+    sides = [each_tensor(lists, lambda t: t.to(device)) for lists in (forward, backward)]
     order = torch.tensor(launch_order(case, tables(case)[0]), device=device)
     sizes = dict(num_heads=case.H, num_heads_kv=case.H // case.group, num_q_blocks=case.M, longest=case.longest)
     walk = merged_walk(sides[1], order=order, num_q_blocks=case.M)
@@ -211,10 +204,6 @@ def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[st
     return {f"{name}, {i}": t.cpu() for name, x in made.items() for i, t in enumerate(x) if isinstance(t, torch.Tensor)}
 
 
-def tensors_of(lists: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, t) for name, t in lists._asdict().items() if isinstance(t, torch.Tensor)]
-
-
 @holds("lists.on a GPU", strategies.blocks, needs=GPU)
 def on_a_gpu(case: Blocks) -> None:
     """Lists on a GPU become what lists on a CPU become, to the last place; and pass the check there."""
@@ -223,5 +212,5 @@ def on_a_gpu(case: Blocks) -> None:
     assert set(here) == set(there)
     for name, x in here.items():
         assert x.equal(there[name]), f"{name}: {there[name].tolist()}, on a CPU {x.tolist()}"
-    moved = [lists._replace(**{n: t.cuda() for n, t in tensors_of(lists)}) for lists in (forward, backward)]
+    moved = [each_tensor(lists, torch.Tensor.cuda) for lists in (forward, backward)]
     validate_lists(*moved, seqlen_q=case.M * BLOCK, seqlen_k=case.N * BLOCK, num_heads=case.H, batch_size=case.B)

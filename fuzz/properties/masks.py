@@ -8,7 +8,7 @@ from flash_attn.cute.block_lists import lists_from_dense, lists_from_window
 from flash_attn.cute.compressed_causal.mask import CompressArgs
 from flash_attn.cute.compressed_causal.schedule import LEAST_TILES, MOST_QUERIES, first_query_tile, query_shares
 from fuzz import strategies
-from fuzz.blocks import pattern_table, table_of
+from fuzz.blocks import pattern_table, table_of, tiles_of
 from fuzz.case import PATTERNS, Edge, Window
 from fuzz.prop import holds
 
@@ -44,19 +44,6 @@ def shares(case: Edge) -> None:
     assert end - plan.tiles < tiles <= end, f"{plan} ends at tile {end} of {tiles}"
 
 
-def by_definition(mask: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks [M, N] in which a dense mask lets something through, and everything."""
-    (rows, columns), (T_q, T_k) = block, mask.shape
-    M, N = -(-T_q // rows), -(-T_k // columns)
-    listed, full = torch.zeros(2, M, N, dtype=torch.bool).unbind()
-    for m in range(M):
-        for n in range(N):
-            part = mask[m * rows : (m + 1) * rows, n * columns : (n + 1) * columns]
-            listed[m, n] = part.any()
-            full[m, n] = part.all() and (n + 1) * columns <= T_k
-    return listed, full & listed
-
-
 @holds("windows.lists", strategies.windows, pr=30)
 def window_lists(case: Window) -> None:
     """Blocks of a sliding window, aligned at the ends, are those of its dense mask."""
@@ -69,7 +56,7 @@ def window_lists(case: Window) -> None:
         mask &= key >= at - case.left
     if right not in (None, -1):
         mask &= key <= at + right
-    listed, full = by_definition(mask, case.block)
+    listed, full = tiles_of(mask, case.block)
     got = table_of(lists, listed.shape[1])
     assert got[0][0, 0].equal(listed), f"listed {got[0].int().tolist()}, expected {listed.int().tolist()}"
     extra = got[1][0, 0] & ~full
@@ -86,7 +73,7 @@ def dense_lists(case: Window) -> None:
 
     draw = random.Random(case.seed)
     mask = pattern_table(draw.choice(PATTERNS), case.seqlen_q, case.seqlen_k, draw.choice((0.1, 0.5, 0.95)), draw)
-    listed, full = by_definition(mask, case.block)
+    listed, full = tiles_of(mask, case.block)
     got = table_of(lists_from_dense(mask, case.block), listed.shape[1])
     assert got[0][0, 0].equal(listed), f"listed {got[0].int().tolist()}, expected {listed.int().tolist()}"
     assert got[1][0, 0].equal(full), f"full {got[1].int().tolist()}, expected {full.int().tolist()}"

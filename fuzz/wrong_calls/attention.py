@@ -17,7 +17,7 @@ from flash_attn.cute.interface import _flash_attn_bwd
 from flash_attn.cute.lists.backward_plan import check_plan, plan_backward
 from flash_attn.cute.lists.validate_calls import validate_call
 from flash_attn.cute.shared_backward import SharedBackward, backward_layout, convert
-from fuzz.blocks import both_directions, packed_lists
+from fuzz.blocks import both_directions, each_tensor, packed_lists
 from fuzz.case import FORMS, Blocks, Packed
 from fuzz.corrupt import FAULTS, spoil
 from fuzz.wrong_calls import NO_SCALES, Row, Table, Together, changed
@@ -36,9 +36,7 @@ PACKED_SIDES = {
 
 
 def moved(lists: Lists, device: str) -> Lists:
-    if device == "cpu":
-        return lists
-    return lists._replace(**{n: _on(t, device) for n, t in lists._asdict().items() if isinstance(t, torch.Tensor)})
+    return lists if device == "cpu" else each_tensor(lists, partial(_on, device=device))
 
 
 def _on(tensor: torch.Tensor, device: str) -> torch.Tensor:

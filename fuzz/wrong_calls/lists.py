@@ -20,7 +20,6 @@ from flash_attn.cute.block_lists import (
     transpose_lists,
     validate_lists,
 )
-from flash_attn.cute.compressed_causal.mask import compression
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.write_order import merged_walk
 from fuzz.blocks import both_directions, packed_lists
@@ -209,16 +208,6 @@ ORDERED = (
         ),
     ),
 )  # fmt: skip
-COMPRESSION = (
-    ("factor", ValueError, "compress_factor has to be an int, got", 4.0, "4", None, True),
-    ("factor", ValueError, "compress_factor has to be in 1 .. 4194304, got", 0, -1, 1 << 23),
-    ("offset", ValueError, "compress_offset has to be an int, got", 0.5, "0", None, True),
-    ("offset", ValueError, "compress_offset has to be in -536870912 .. 536870912, got", 1 << 30, -(1 << 30)),
-    ("factor", ValueError, "compress_factor=.*, compress_offset=.* need causal=True", Together(causal=False)),
-    ("offset", ValueError, "compress_factor=1, compress_offset=.* need causal=True", Together(causal=False, factor=1)),
-)
-
-
 SIDES = ("forward", "backward")
 NOT_THOSE = "(forward|backward) mask_block_(cnt|idx) is torch.int32 .*, expected"
 CHECK = (
@@ -228,6 +217,5 @@ CHECK = (
 TABLES = (
     *MADE,
     *ORDERED,
-    Table("compression", compression, lambda device: dict(causal=True, factor=4, offset=3), COMPRESSION),
     Table("validate_lists", validate_lists, lambda device: dict(zip(SIDES, sides())) | SIZES, CHECK),
 )

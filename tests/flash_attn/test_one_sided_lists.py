@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.lists.validate_calls import validate_call
-from fuzz.properties.masks import by_definition
+from fuzz.blocks import tiles_of
 
 FIXED = dict(T_q=700, T_k=900)
 PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)))
@@ -41,7 +41,7 @@ def lists_of_the_mask(case: Case, x: Inputs, side: str) -> Any:
     with unset_fake_temporarily():
         for batch, shape in enumerate(zip(blocks(case, 0), blocks(case, 1))):
             seen = visible(case, batch, x, torch.device("cpu"))[0]
-            some, whole = by_definition(seen, block(case)) if min(shape) else torch.zeros(2, *shape).bool()
+            some, whole = tiles_of(seen, block(case)) if min(shape) else torch.zeros(2, *shape).bool()
             found.append((some[None], whole[None]))
         lists = lists_of(replace(case, lists="both"), found, side == "backward")
     return on_gpu(lists)
@@ -88,7 +88,7 @@ def seen_blocks(T_q: int, T_k: int, window: tuple[int | None, int | None]) -> to
     at, key = torch.arange(T_q)[:, None] + T_k - T_q, torch.arange(T_k)[None]
     left, right = (T_q + T_k if side is None else side for side in window)
     seen = (key >= at - left) & (key <= at + right)
-    return by_definition(seen, (BLOCK, BLOCK))[0]
+    return tiles_of(seen, (BLOCK, BLOCK))[0]
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

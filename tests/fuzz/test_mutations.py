@@ -13,11 +13,10 @@ import pytest
 
 from fuzz import attention
 from fuzz.case import Attention, Kind
-from fuzz.failures import parse_case
 from fuzz.kinds import KINDS
 from fuzz.mutations import all_mutations, planted
 from fuzz.prop import GPU, properties
-from fuzz.run import Budget, check_one, run_property
+from fuzz.run import Budget, check_one, parse_case, run_property
 
 ALL = all_mutations()
 HANGS = "codec hangs"  # for the watchdog, see test_pool

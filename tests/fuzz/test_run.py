@@ -14,10 +14,9 @@ from fuzz import cli, pool, soak
 from fuzz.__main__ import main
 from fuzz.canary import Guarded, untouched
 from fuzz.case import Attention, Blocks, Edge, Kind
-from fuzz.failures import parse_case, read_failure, write_failure
 from fuzz.pool import Job, Pool
 from fuzz.prop import SM90, SM100, Property, Skip, properties
-from fuzz.run import Budget, Failure, run_property
+from fuzz.run import Budget, Failure, parse_case, read_failure, run_property, write_failure
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case
 
@@ -151,7 +150,7 @@ def test_changed_inputs_are_noticed() -> None:
 
 
 def test_growth() -> None:
-    steady = soak.Sample(0, 100, 5, 8, 2)
+    steady = soak.Sample(0, 100, 5, 8)
     samples = [replace(steady, at=10.0 * i, host=100 + 0.5 * i, live=5 + 50 * (i == 4)) for i in range(20)]
     assert soak.growth(samples, "host") == pytest.approx(3.0) and soak.growth(samples, "live") == 0
 
@@ -173,39 +172,23 @@ def test_a_soak_has_steps_of_every_kind_first() -> None:
     assert next(trainer._first, None) is None
 
 
-def test_files_of_the_cache_late_in_a_soak() -> None:
-    """Kernels may be compiled as long as more than a quarter of the time is left."""
-    samples = [soak.Sample(at, 100, 5, 8, files) for at, files in ((0, 63), (50, 414), (70, 460), (80, 460), (99, 460))]
-    assert soak.late_files(samples, 100) == 0
-    assert soak.late_files([*samples, replace(samples[-1], at=100, files=461)], 100) == 1
-    growing = [replace(samples[0], at=float(at), files=at) for at in range(100)]
-    assert soak.late_files(growing, 100) == 24
-    assert soak.late_files([replace(samples[0], at=90), replace(samples[0], at=95, files=64)], 100) == 1
-
-
 @pytest.mark.parametrize(
-    ("late", "said", "code"), [(0, "", 0), (1, "", 1), (0, "NaN after a step", 1), (0, soak.INTERRUPTED, 2)]
+    ("grown", "said", "code"), [(0, "", 0), (0.1, "", 1), (0, "NaN after a step", 1), (0, soak.INTERRUPTED, 2)]
 )
 def test_a_soak_says_what_came_out(
-    late: int, said: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    grown: float, said: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    steady = [soak.Sample(float(at), 100, 5, 8, min(at, 70) + late * (at > 90)) for at in range(0, 100, 5)]
-    monkeypatch.setattr(soak, "soak", lambda *given: (20, steady, said))
+    samples = [soak.Sample(float(at), 100 + grown * at, 5, 8) for at in range(0, 100, 5)]
+    monkeypatch.setattr(soak, "soak", lambda *given: (20, samples, said))
     assert soak.main(["--minutes", str(100 / 60), "--device", "cpu"]) == code
     shown = capsys.readouterr().out
-    grown = f"host +0.00, live +0.00, reserved +0.00; cache files in the last quarter +{late}"
-    assert (grown in shown) == (said in ("", soak.INTERRUPTED))
+    assert (f"host +{60 * grown:.2f}, live +0.00, reserved +0.00" in shown) == (said in ("", soak.INTERRUPTED))
     assert (f"{said} after 95 of 100 s" if code == 2 else said) in shown
 
 
 def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
     assert soak.main(["--minutes", "0.03", "--device", "cpu"]) in (0, 2)
     assert "steps" in capsys.readouterr().out
-
-
-def test_profiles_are_bounded() -> None:
-    assert not cli.PROFILES["pr"].random and cli.PROFILES["pr"].passes == 1 and cli.PROFILES["pr"].minutes <= 1
-    assert all(profile.patience for profile in cli.PROFILES.values())
 
 
 def test_drawn_configurations_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

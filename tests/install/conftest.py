@@ -24,17 +24,9 @@ from patches.wheel import WHEEL_VARIABLE, fetch
 
 ROOT = repository()
 CHECKOUT = (
-    "patches",
-    "flash_attn",
-    *PACKAGES,
-    "tests",
-    "setup.py",
-    "pyproject.toml",
-    "MANIFEST.in",
-    "LICENSE",
-    "README.md",
+    "patches", "flash_attn", *PACKAGES, "tests", "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md",
     "UPSTREAM.md",
-)
+)  # fmt: skip
 ADDED = ("nsa_tools/__init__.py", "flash_attn/cute/a_package/__init__.py", "flash_attn/cute/a_package/module.py")
 LEFT_OUT = ("flash_attn", *PACKAGES, "__editable__", "matplotlib", "safetensors", "tabulate", "tqdm")
 

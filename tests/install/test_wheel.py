@@ -63,22 +63,12 @@ def test_the_wheel_replaces_a_stock_copy_and_works_from_everywhere(
     assert printed == [load_pin(ROOT).local_version, "flash_attn.cute.interface"]
 
 
-def test_a_wrong_hash_stops_the_build(environment, checkout, upstream_wheel, tmp_path):
-    wrong = tmp_path / "wrong" / upstream_wheel.name
-    wrong.parent.mkdir()
-    wrong.write_bytes(upstream_wheel.read_bytes() + b"\0")
-    printed = environment.pip(checkout, status=1, **{WHEEL_VARIABLE: str(wrong)})
-    assert f"sha256 expected {load_pin(ROOT).sha256}" in printed
-    assert "sha256 found" in printed and "Remedy: set FLASH_ATTN_NSA_UPSTREAM_WHEEL" in printed
-    assert "Traceback" not in printed
-
-
 def test_without_a_network_the_wheel_has_to_be_given(environment, checkout, upstream_wheel, tmp_path):
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     offline["XDG_CACHE_HOME"] = str(tmp_path / "cache")
     printed = environment.pip(checkout, status=1, **offline, **{WHEEL_VARIABLE: ""})
     assert "pip could not download flash-attn-4==" in printed
-    assert "Remedy: without a network, set FLASH_ATTN_NSA_UPSTREAM_WHEEL" in printed
+    assert "Remedy: without a network, set FLASH_ATTN_NSA_UPSTREAM_WHEEL" in printed and "Traceback" not in printed
     environment.pip(checkout, **offline, **{WHEEL_VARIABLE: str(upstream_wheel)})
     assert environment.inspect(tmp_path)[0]["kind"] == "patched"
 

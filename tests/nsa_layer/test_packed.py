@@ -1,7 +1,4 @@
-"""The starts of packed sequences may lie, and change, as they like.
-
-That a pack gives what its sequences give one at a time is a property of `fuzz/properties/layer.py`.
-"""
+"""The starts of packed sequences may lie, and change, as they like. The numbers: `fuzz/properties/layer.py`."""
 
 from __future__ import annotations
 

@@ -61,13 +61,6 @@ def test_scores_depend_on_the_distance_only_however_late(start: int, dtype: torc
     torch.testing.assert_close(scores(start), scores(0), rtol=0, atol=2e-6 if dtype == torch.float32 else 0.05)
 
 
-def test_fp64_input_is_turned_in_fp64() -> None:
-    rope = RotaryEmbedding(8)
-    expected = torch.tensor([exact(1000, i, 8, 10_000.0) for i in range(4)], dtype=torch.float64)
-    got = torch.stack([x[0] for x in turned(rope, [1000], torch.float64, "cpu")], -1)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_rounds_no_angle(dtype: torch.dtype) -> None:
     q, rope, late = torch.randn(1, 3, 2, 64), RotaryEmbedding(64), torch.tensor([5, 10**6, 2**24])

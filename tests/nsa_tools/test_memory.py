@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,33 +60,44 @@ def test_the_longest_that_fits_grows_with_the_memory(capsys: pytest.CaptureFixtu
     assert found("--total=139", "--dtype=bf16") == longest != found("--total=139", "--dtype=fp32")
 
 
-def test_parts_are_measured_as_they_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An allocator of numbers: forward keeps 5 beside o and takes 7 more for a while, backward 11 beside gradients."""
-    held, peak = 1000, 1000
+class Allocator:
+    """A GPU's memory in bytes, in use and at most, which is what a test says."""
 
-    def allocate(size: int, *, kept: int) -> None:
-        nonlocal held, peak
-        peak, held = max(peak, held + size), held + kept
+    def __init__(self) -> None:
+        self.held = self.most = 1000
+
+    def take(self, size: int) -> None:
+        self.held += size
+        self.most = max(self.most, self.held)
+
+    def reset(self) -> None:
+        self.most = self.held
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    made = Allocator()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: made.held)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: made.most)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
+    return made
+
+
+def test_parts_are_measured_as_they_are_predicted(allocator: Allocator) -> None:
+    """Forward keeps 5 beside o and takes 7 more for a while, backward 11 beside gradients."""
 
     class Attend(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-            allocate(x.nbytes + 5 + 7, kept=x.nbytes + 5)
+            allocator.take(x.nbytes + 5 + 7), allocator.take(-7)
             return x.clone()
 
         @staticmethod
         def backward(ctx, do: torch.Tensor) -> torch.Tensor:
-            allocate(do.nbytes + 11, kept=do.nbytes)
+            allocator.take(do.nbytes + 11), allocator.take(-11)
             return do.clone()
 
-    def reset() -> None:
-        nonlocal peak
-        peak = held
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     calls = object.__new__(call_memory.RepeatedCall)
     calls.shape, calls.inputs = SHAPE, {"x": torch.zeros(3, requires_grad=True)}
     calls.attend = lambda x: Attend.apply(x)
@@ -154,29 +164,15 @@ def test_peak_bytes_counts_tensors_alive_at_once() -> None:
         peak_bytes(call, "meta")
 
 
-def test_a_peak_is_that_of_the_component_that_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = SimpleNamespace(now=100, most=100)
-
-    def take(size: int) -> None:
-        allocator.now += size
-        allocator.most = max(allocator.most, allocator.now)
-
-    def reset() -> None:
-        allocator.most = allocator.now
-
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocator.most)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocator.now)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-
+def test_a_peak_is_that_of_the_component_that_was_open(allocator: Allocator) -> None:
     def call() -> None:
-        take(10)
+        allocator.take(10)
         with component("slc"):
-            take(50), take(-50)
+            allocator.take(50), allocator.take(-50)
             with component("convert"):
-                take(30)
-            take(5)
-        take(-40)
+                allocator.take(30)
+            allocator.take(5)
+        allocator.take(-40)
 
     assert peaks_by_component(call) == {"other": 45, "slc": 60, "convert": 40}
     with observed(lambda name: None):  # nothing is watched any more

@@ -26,11 +26,6 @@ def round_trip(old: str, new: str, **others: str) -> list[str]:
     return script
 
 
-@pytest.mark.parametrize(("old", "new"), [("", "\n"), ("a", "a\n"), ("a\n", "a"), ("a\r\nb\r\n", "a\r\nc\r\n")])
-def test_ends_of_lines_come_back(old: str, new: str):
-    round_trip(old, new)
-
-
 def test_moved_and_indented_code_is_named_not_quoted():
     head, tail = OLD.split("\n\n\n")
     indented = "\n".join("    " + line if line else line for line in head.split("\n"))
