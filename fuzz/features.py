@@ -38,6 +38,10 @@ def _one_of(word: str, names: Iterable[str], own: str) -> Features:
     return {f"{word} {name}": name == own for name in names}
 
 
+def _either(name: str, other: str, has: bool) -> Features:
+    return {name: has, other: not has}
+
+
 def _blocks(c: Blocks) -> Features:
     own = _one_of("pattern", PATTERNS, c.pattern) | _one_of("launch", LAUNCHES, c.launch)
     return own | _one_of("fault:", FAULTS, c.fault) | {
@@ -45,14 +49,10 @@ def _blocks(c: Blocks) -> Features:
         "nothing full": c.full == 0.0,
         "all full": c.full == 1.0,
         "some full": c.full not in (None, 0.0, 1.0),
-        "rows in no order": c.shuffle,
-        "rising rows": not c.shuffle,
-        "wide rows": c.spare > 0,
-        "compact rows": c.spare == 0,
-        "repeated lists": c.repeat,
-        "lists of their own": not c.repeat,
-        "grouped heads": c.group > 1,
-        "heads alone": c.group == 1,
+        **_either("rows in no order", "rising rows", c.shuffle),
+        **_either("wide rows", "compact rows", c.spare > 0),
+        **_either("repeated lists", "lists of their own", c.repeat),
+        **_either("grouped heads", "heads alone", c.group > 1),
         "one slot": c.slots == 1,
         "a slot for all": c.slots >= max(2, c.B * c.H * c.N),
         "some slots": 1 < c.slots < c.B * c.H * c.N,
@@ -91,20 +91,16 @@ def _edge(c: Edge) -> Features:
 def _window(c: Window) -> Features:
     left, right = c.left not in (None, -1), c.right not in (None, -1) or c.causal
     return {
-        "no limit to the left": not left,
-        "a limit to the left": left,
-        "no limit to the right": not right,
-        "a limit to the right": right,
+        **_either("a limit to the left", "no limit to the left", left),
+        **_either("a limit to the right", "no limit to the right", right),
         "causal": c.causal,
-        "fewer keys": c.seqlen_k < c.seqlen_q,
-        "as many keys, or more": c.seqlen_k >= c.seqlen_q,
+        **_either("fewer keys", "as many keys, or more", c.seqlen_k < c.seqlen_q),
     }
 
 
 def _texts(c: Texts) -> Features:
     return {
-        "the same text": c.old == c.new,
-        "another text": c.old != c.new,
+        **_either("the same text", "another text", c.old == c.new),
         "an empty text": not c.old or not c.new,
         "another file at hand": c.other is not None,
         "carriage returns": "\r" in c.old + c.new,
@@ -113,16 +109,14 @@ def _texts(c: Texts) -> Features:
 
 def _fields(c: Fields) -> Features:
     given = {name: name in c.values for name in ("block_size", "block_stride", "rule")}
-    return given | {"nothing given": not c.values, "something given": bool(c.values)}
+    return given | _either("something given", "nothing given", bool(c.values))
 
 
 def _layer(c: Case) -> Features:
     config = c.config
     return _one_of("gate", GATES, c.gate) | _one_of("rule", ("nsa", "seed"), config.rule) | {
-        "causal": c.causal,
-        "not causal": not c.causal,
-        "packed": c.lengths is not None,
-        "a batch": c.lengths is None,
+        **_either("causal", "not causal", c.causal),
+        **_either("packed", "a batch", c.lengths is not None),
         "an empty sequence": c.lengths is not None and 0 in c.lengths,
         "no complete block": c.T < config.block_size and c.lengths is None,
         "one token": c.T == 1,
@@ -144,8 +138,7 @@ def _attention(c: Attention) -> Features:
     own |= {f"mask {kind.mask}": True, f"lists {kind.form}": listed, f"deterministic, {c.launch}": kind.deterministic}
     return own | {
         "no lists": not listed,
-        "autograd": c.autograd,
-        "no autograd": not c.autograd,
+        **_either("autograd", "no autograd", c.autograd),
         "rows in no order": listed and c.shuffle,
         "rising rows": listed and not c.shuffle,
         "wide rows": listed and c.spare > 0,
@@ -160,8 +153,7 @@ def _attention(c: Attention) -> Features:
         "one token": (1, 1) in c.lengths or c.lengths[0][0] == 1,
         "many tiny sequences": len(c.lengths) > 5,
         "one huge sequence": max(map(max, c.lengths)) >= 1500,
-        "fewer keys": c.lengths[0][1] < c.lengths[0][0],
-        "as many keys, or more": c.lengths[0][1] >= c.lengths[0][0],
+        **_either("fewer keys", "as many keys, or more", c.lengths[0][1] < c.lengths[0][0]),
     }
 
 

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from choices import random_choice  # noqa: E402
 from fa_compile import Worker  # noqa: E402
 
+from fuzz.blocks import each_tensor  # noqa: E402
 from nsa_layer.compile_ahead import _Unlinked  # noqa: E402
 from nsa_layer.config import NSAConfig  # noqa: E402
 from nsa_layer.cute.torch_block_lists import selected_lists  # noqa: E402
@@ -136,7 +137,7 @@ def assert_right(case: Case) -> None:
     from flash_attn.cute.lists.backward_plan import plan_backward
 
     parts = choice(case)
-    forward, backward = (to_cpu(lists) for lists in made(case, parts))
+    forward, backward = (each_tensor(lists, torch.Tensor.cpu) for lists in made(case, parts))
     Hq, Hkv = case.heads
     planned = Hq > Hkv
     assert (backward.plan is not None) == planned
@@ -193,10 +194,6 @@ def assert_launch(backward, items: torch.Tensor, heads: tuple[int, int]) -> None
         key = b, h * Hkv // Hq, n
         assert turn == launched.get(key, 0)
         launched[key] = turn + 1
-
-
-def to_cpu(lists):
-    return lists._replace(**{k: t.cpu() for k, t in lists._asdict().items() if isinstance(t, torch.Tensor)})
 
 
 def trace_lists(fields_of_case: dict) -> None:
