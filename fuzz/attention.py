@@ -101,13 +101,14 @@ def lists_for(call: Call, backward: bool) -> Any:
         return None
     case, kind = call.case, call.case.kind
     turned = [tuple(t.mT if backward else t for t in pair) for pair in call.blocks]
-    draw, size = random.Random(case.seed), (kind.block_q, kind.block_k)
+    draw, size, spt = random.Random(case.seed), (kind.block_q, kind.block_k), case.launch == "right to left"
     if kind.packed:
         before = ("cu_total_m_blocks", "cu_total_n_blocks")[backward]
         ordered = backward and ordered_adds(case) and not kind.plan
-        locks = [locks_of(listed, launched(case, listed)).mT for listed, _ in call.blocks] if ordered else None
+        launch = slice(None, None, -1 if spt else 1)
+        locks = [locks_of(listed, range(listed.shape[3])[launch]).mT for listed, _ in call.blocks] if ordered else None
         lists = pack(turned, kind.form, before, size, has_full=kind.full_lists, locks=locks)
-        lists = lists._replace(spt=case.launch == "right to left") if ordered else lists
+        lists = lists._replace(spt=spt) if ordered else lists
     else:
         one = slice(0, 1) if kind.heads == "all" else slice(None)
         listed, full = (torch.cat(parts[one]) for parts in zip(*turned, strict=True))
@@ -165,12 +166,6 @@ def _planned(call: Call, lists: Any) -> Any:
         longest=1 + call.case.seed % 5,
         **(dict(cu_total_m_blocks=torch.tensor([0, *accumulate(queries)])) if kind.form == "stacked" else {}),
     )
-
-
-def launched(case: Attention, listed: Table) -> list[int]:
-    """The key blocks in the order of their launch, without a plan."""
-    order = list(range(listed.shape[3]))
-    return order[::-1] if case.launch == "right to left" else order
 
 
 def _ordered(call: Call, lists: Any) -> Any:

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,13 +141,3 @@ def built_wheel(tmp_path_factory: pytest.TempPathFactory, upstream_wheel: Path) 
         check=True,
     )
     return next((folder / "dist").glob("*.whl"))
-
-
-@pytest.fixture
-def unpack(environment: Environment) -> Callable[[Path], None]:
-    """Put a wheel's files into the environment behind pip's back, as another installer would."""
-
-    def put(wheel: Path) -> None:
-        shutil.unpack_archive(wheel, environment.site_packages, "zip")
-
-    return put

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 
 from patches.materialise import load_pin, load_queue, repository
@@ -32,13 +33,13 @@ def test_it_works_from_the_root_and_from_elsewhere(environment, checkout, tmp_pa
     assert refused.stderr == "bench needs the tools extra: pip install 'flash-attn-4[tools]'\n"
 
 
-def test_it_replaces_a_stock_copy_and_hides_behind_a_later_one(environment, checkout, upstream_wheel, unpack, tmp_path):
+def test_it_replaces_a_stock_copy_and_hides_behind_a_later_one(environment, checkout, upstream_wheel, tmp_path):
     environment.pip(upstream_wheel)
     found, complaint = environment.inspect(checkout, status=1)
     assert found["kind"] == "stock" and "remedy: install this repository's build" in complaint
     environment.pip("--editable", checkout)
     assert environment.inspect(tmp_path)[0]["kind"] == "patched"
-    unpack(upstream_wheel)
+    shutil.unpack_archive(upstream_wheel, environment.site_packages, "zip")  # as another installer would, not pip
     for cwd in (checkout, tmp_path):
         found, complaint = environment.inspect(cwd, status=1)
         assert found["kind"] == "stock"

@@ -303,22 +303,6 @@ def test_committed_results_are_readable() -> None:
         assert document["environment"]["gpu"], file
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["--graph"], "--graph needs a GPU"),
-        (["--repeats=0"], "--repeats must be more than 0"),
-        (["--crossover", "--variants", "nsa"], "--crossover needs dense"),
-        (["--packed=2", "--batch=2"], "--packed is for sequences without a batch"),
-        (["--packed=5000"], "packed sequences must be"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(
-    extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in refused(bench.main, [*TINY, *extra], capsys)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("extra", [[], ["--graph"], ["--packed=5"]])
 def test_every_row_is_measured_on_a_gpu(extra: list[str], tmp_path: Path) -> None:

@@ -131,6 +131,39 @@ def test_bad_arguments_are_named(run: Run, change: str, message: str, capsys: py
     assert message in refused(run, [*TINY, change], capsys)
 
 
+UNFIT = {
+    bench.main: {
+        "--graph": "--graph needs a GPU",
+        "--repeats=0": "--repeats must be more than 0",
+        "--crossover --variants nsa": "--crossover needs dense",
+        "--packed=2 --batch=2": "--packed is for sequences without a batch",
+        "--packed=5000": "packed sequences must be",
+    },
+    compile.main: {
+        "--only D=77 causal=True": "no call for sm_90 has D=77 causal=True",
+        "--only colour=red": "'colour=red' is not FIELD=VALUE with a field of Shape",
+        "--jobs=0": "--jobs must be at least 1",
+        "--shape=B": "--shape needs --seqlen",
+        "--seqlen=1K --all": "--all is for calls that cover the options",
+        "--seqlen=1K --head-dim=96": "the kernels do not support head dimension (96, 96)",
+        "--seqlen=1K --deterministic": "sm_100: the kernels do not support deterministic backward",
+        "--seqlen=1K --kv-heads=3": "--kv-heads must divide --heads",
+    },
+    memory.main: {
+        "--components": "--components needs a GPU",
+        "--allocators": "--allocators needs a GPU",
+        "--longest": "--longest without a GPU",
+        "--budget=-1": "budget must be at least 0",
+    },
+}
+
+
+@pytest.mark.parametrize(("run", "options"), [(run, options) for run, of in UNFIT.items() for options in of])
+def test_options_that_do_not_fit_are_refused(run: Run, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    call = [] if run is compile.main else TINY
+    assert UNFIT[run][options] in refused(run, [*call, *options.split()], capsys)
+
+
 @pytest.mark.parametrize(
     ("run", "option"),
     [

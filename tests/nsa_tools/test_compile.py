@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import refused
 
 from nsa_layer.compile_ahead import ENVIRONMENT
 from nsa_tools.commands import compile
@@ -57,23 +56,6 @@ def test_failure_is_an_outcome_and_not_the_end(cache: Path, capsys: pytest.Captu
     compiled, cached = (replace(outcomes[0], error=None, seconds=seconds) for seconds in (1.25, None))
     line = compile.summary([*outcomes, compiled, cached]).splitlines()[-1]
     assert [cell.strip() for cell in line.strip("|").split("|")] == ["sm_90a", "fwd", "1", "1", "1", "1.2"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--only", "D=77", "causal=True"], "no call for sm_90 has D=77 causal=True"),
-        (["--only", "colour=red"], "'colour=red' is not FIELD=VALUE with a field of Shape"),
-        (["--jobs=0"], "--jobs must be at least 1"),
-        (["--shape=B"], "--shape needs --seqlen"),
-        (["--seqlen=1K", "--all"], "--all is for calls that cover the options"),
-        (["--seqlen=1K", "--head-dim=96"], "the kernels do not support head dimension (96, 96)"),
-        (["--seqlen=1K", "--deterministic"], "sm_100: the kernels do not support deterministic backward"),
-        (["--seqlen=1K", "--kv-heads=3"], "--kv-heads must divide --heads"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refused(compile.main, argv, capsys)
 
 
 def test_without_a_cache_there_is_nowhere_to_put_kernels(

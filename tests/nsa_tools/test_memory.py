@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import TINY, refused
+from command_line import TINY
 
 from nsa_layer import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy
@@ -177,21 +177,6 @@ def test_a_peak_is_that_of_the_component_that_was_open(allocator: Allocator) -> 
     assert peaks_by_component(call) == {"other": 45, "slc": 60, "convert": 40}
     with observed(lambda name: None):  # nothing is watched any more
         pass
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["--components"], "--components needs a GPU"),
-        (["--allocators"], "--allocators needs a GPU"),
-        (["--longest"], "--longest without a GPU"),
-        (["--budget=-1"], "budget must be at least 0"),
-    ],
-)
-def test_options_that_need_a_gpu_are_refused(
-    extra: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert message in refused(memory.main, [*TINY, *extra], capsys)
 
 
 @pytest.mark.gpu

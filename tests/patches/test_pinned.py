@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from contextlib import closing
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import pytest
 
 from patches.__main__ import main
 from patches.digest import overlay_files
-from patches.materialise import apply_patch, checked_overlay, load_pin, load_queue, patched_files, repository
-from patches.wheel import WHEEL_VARIABLE, fetch, licence_files, package_files
+from patches.materialise import checked_overlay, load_pin, load_queue, patched_files, repository
+from patches.wheel import fetch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "flash_attn"))
 
@@ -91,24 +90,3 @@ def test_kernels_compile_from_the_exported_files(exported, monkeypatch):
         sm90.trace(attend, {}, 512, (128, 128), 1)
         sm100.trace(attend, {}, 512, (128, 128))
         sm90.run(attend, {}, 512, (128, 128), 2)
-
-
-@pytest.mark.sweep
-def test_the_pin_moves_to_a_version_that_took_a_patch(wheel, copy, tmp_path, monkeypatch, capsys):
-    queue = load_queue(ROOT)
-    files = apply_patch(package_files(wheel), queue[0])
-    touched = {edit.path for patch in queue for edit in patch.edits}
-    files = {name: data if name in touched else data + b"# later\n" for name, data in files.items()}
-    version = load_pin(ROOT).version + ".post1"
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    (wheels / wheel.name).write_bytes(wheel.read_bytes())
-    with zipfile.ZipFile(wheels / f"flash_attn_4-{version}-py3-none-any.whl", "w") as archive:
-        for name, data in files.items():
-            archive.writestr(name, data)
-        for name, data in licence_files(wheel).items():
-            archive.writestr(f"flash_attn_4-{version}.dist-info/licenses/{name}", data)
-    monkeypatch.setenv(WHEEL_VARIABLE, str(wheels))
-    assert main(["--repository", str(copy), "rebase", version]) == 0
-    assert f"taken by upstream, dropped: {queue[0].header.subject}" in capsys.readouterr().out
-    assert [patch.header.slug for patch in load_queue(copy)] == [patch.header.slug for patch in queue[1:]]
