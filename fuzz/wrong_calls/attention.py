@@ -168,7 +168,18 @@ def packed_rows(form: str) -> tuple[Row, ...]:
             ("mask_block_cnt with shape", changed(mask_block_cnt=lambda t: less(t, 0))),
         )
     if form == "compact":
-        every += (("mask_block_idx with shape", changed(mask_block_idx=lambda t: less(t, 1))),)
+        every += (
+            ("mask_block_idx with shape", changed(mask_block_idx=lambda t: less(t, 1))),
+            ("full_block_idx has 2 dimensions", changed(full_block_idx=lambda t: t.select(1, 0))),
+            (
+                "dq_write_order with .* expanded to expected",
+                lambda lists: lists._replace(dq_write_order=lists.mask_block_idx.repeat(1, 1, 2)),
+            ),
+            (
+                "mask_block_idx.*contiguous in its last dimension",
+                changed(mask_block_idx=lambda t: t.as_strided(t.shape, (t.stride(0), 1, t.shape[1]))),
+            ),
+        )
     if form in ("stacked", "ragged"):
         every += (
             ("cu_block_idx_offsets|requires bl", changed(cu_block_idx_offsets=None)),

@@ -99,6 +99,14 @@ def assert_right(case: Case, x: Inputs, got: Tensors) -> None:
         raise AssertionError(f"{case}: {error}") from None
 
 
+def assert_alike(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    """Up to two roundings to bf16."""
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.isfinite().all()
+        apart = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+        assert apart < 0.01, f"{apart:.2g} of the largest value"
+
+
 def assert_bits_repeat(case: Case, runs: int, beside_other_work: bool = False) -> None:
     """Backward gives the same bits, `runs` times."""
     x = make_inputs(case)

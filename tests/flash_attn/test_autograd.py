@@ -72,17 +72,6 @@ def made_for(attend: Callable) -> list[Tensor]:
 
 
 @EACH
-def test_hessian_vector_products(attend: Callable) -> None:
-    q, k, v = made_for(attend)
-    ask = (lambda q: attend(q, k.detach(), v.detach())[0].square().sum(), q.detach(), torch.ones_like(q))
-    for product in (torch.autograd.functional.hvp, torch.autograd.functional.vhp):
-        with pytest.raises(RuntimeError, match=ONCE):
-            product(*ask)
-    with pytest.raises(RuntimeError, match=ONCE):
-        torch.autograd.functional.hessian(*ask[:2])
-
-
-@EACH
 @pytest.mark.parametrize("wanted", range(3))
 @pytest.mark.parametrize("of", range(3))
 def test_a_penalty_on_a_gradient(attend: Callable, of: int, wanted: int) -> None:

@@ -60,27 +60,23 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777, 0o720, 0o2775])
-def test_a_folder_that_others_may_write_to_is_not_used(kept: Callable[[Path], bool], tmp_path: Path, mode: int) -> None:
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    kept: Callable[[Path], bool], tmp_path: Path, inner: bool, mode: int
+) -> None:
+    """Nor one with such a folder in it."""
     folder = tmp_path / "kernels"
     assert kept(folder)
-    folder.chmod(mode)
-    with pytest.warns(RuntimeWarning, match=f"others may write to {folder}.*`chmod go-w {folder}` mends it"):
+    open_folder = next(folder.glob("*/some")) if inner else folder
+    open_folder.chmod(mode)
+    with pytest.warns(RuntimeWarning, match=f"others may write to {open_folder}.*`chmod go-w {open_folder}` mends it"):
         assert not kept(folder)
-    folder.chmod(0o755)
+    open_folder.chmod(0o755)
     assert kept(folder), "others may read"
 
 
-def test_nor_is_a_folder_in_it_that_others_may_write_to(kept: Callable[[Path], bool], tmp_path: Path) -> None:
-    folder = tmp_path / "kernels"
-    assert kept(folder)
-    (inner,) = folder.glob("*/some")
-    inner.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match=f"`chmod go-w {inner}` mends it"):
-        assert not kept(folder)
-
-
 @pytest.mark.parametrize("of", ["another", "root", "one"])
-def test_nor_is_another_users(
+def test_another_users_folder_is_not_used(
     kept: Callable[[Path], bool], tmp_path: Path, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root could do anything anyway: what an image has been built with may be read."""
@@ -186,17 +182,11 @@ def test_another_compiler_is_another_cache(monkeypatch: pytest.MonkeyPatch) -> N
             assert kernel_cache.dependencies() != before, name
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_not_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)
-    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(file / "below"))
+def test_a_folder_that_cannot_be_written_is_said_and_not_an_error(kept: Callable[[Path], bool], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="compiled kernels are not kept"):
-        assert type(cache_utils.get_jit_cache("some")) is cache_utils.JITCache
-    monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_DIR", str(tmp_path / "folder"))
-    assert isinstance(cache_utils.get_jit_cache("some"), cache_utils.JITPersistentCache)
+        assert not kept(tmp_path / "file" / "below")
+    assert kept(tmp_path / "folder")
 
 
 def test_a_folder_that_fails_later_costs_a_call_its_time_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

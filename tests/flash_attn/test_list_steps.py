@@ -110,16 +110,3 @@ def _joined(lists: Any) -> torch.Tensor:
     place = torch.where(at < first, at, at - first + mask.shape[-1]).clamp(max=at.shape[-1] - 1)
     most = int((lists.mask_block_cnt + lists.full_block_cnt).max())
     return both.gather(-1, place)[..., :most].contiguous()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_a_step_of_two_is_two_steps_of_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute.lists import tiling
-
-    x = make_inputs(case)
-    o, lse = forward(case, x)
-    monkeypatch.setattr(tiling, "STEPS", {})
-    alone, lse_alone = forward(case, x)
-    assert (o.float() - alone.float()).abs().max() < 2e-2
-    assert (lse - lse_alone).abs().nan_to_num(0.0).max() < 1e-4

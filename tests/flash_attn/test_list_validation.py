@@ -131,15 +131,6 @@ def test_locks() -> None:
     )
 
 
-@pytest.mark.parametrize("value", [-1, 0, 3])
-@pytest.mark.parametrize("spt", [None, False])
-def test_lock_values_too_small_and_too_large(value: int, spt: bool | None) -> None:
-    forward, backward = lists()
-    assert backward.dq_write_order[0, 1, 1, 1] == 1
-    backward.dq_write_order[0, 1, 1, 1] = value
-    assert "dq_write_order" in message(forward, backward._replace(spt=spt))
-
-
 def test_locks_follow_the_launch() -> None:
     forward, backward = lists()
     right_to_left = compute_dq_write_order(*forward[:4], *backward[:4], spt=True)

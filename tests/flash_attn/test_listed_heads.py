@@ -11,7 +11,7 @@ from fa_cases import Case, forward, in_turn, make_inputs, outputs
 from fa_compile import Worker, built_kernels
 from fa_dq import as_rows, queries
 from fa_lists import backward_lists
-from fa_reference import assert_call_repeats
+from fa_reference import assert_alike, assert_call_repeats
 from test_two_pass_backward import without_dq
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
@@ -83,12 +83,6 @@ def test_a_plan_for_groups_takes_two_passes() -> None:
     assert not takes(None, backward=lists, **static)
 
 
-def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, of the largest value."""
-    assert ours.isfinite().all()
-    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "deterministic"), in_turn(CASES + PLANNED, False, True), ids=str)
 def test_dk_and_dv_of_heads_one_by_one(
@@ -103,8 +97,7 @@ def test_dk_and_dv_of_heads_one_by_one(
         assert_call_repeats(lambda: without_dq(case, x, o, lse, deterministic=True)[1:], 20)
     monkeypatch.setattr(two_pass, "WALKS_GROUP", False)
     _, *expected = without_dq(replace(case, plan=0, per_group=False), x, o, lse)
-    for ours, theirs in zip(got, expected, strict=True):
-        assert apart(ours, theirs) < 0.01  # two roundings to bf16
+    assert_alike(got, expected)
 
 
 @pytest.mark.gpu
@@ -125,9 +118,9 @@ def test_groups_add_to_accumulators_of_the_caller(case: Case, groups: None) -> N
     for _ in range(2):
         _flash_attn_bwd(x.q, x.k, x.v, None, x.do, None, **options, shared=SharedBackward(layout, *rows, None, dk, dv))
     cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens[1]
-    for accum, of, theirs, scale in ((dk, layout.dk, expected[0], case.D**-0.5), (dv, layout.dv, expected[1], 1.0)):
-        ours = convert(accum, of, torch.empty_like(theirs), scale=scale / 2, cu_seqlens=cu_seqlens)
-        assert apart(ours, theirs) < 0.01
+    parts = zip((dk, dv), (layout.dk, layout.dv), expected, (case.D**-0.5 / 2, 1 / 2))
+    got = [convert(accum, of, torch.empty_like(t), scale=scale, cu_seqlens=cu_seqlens) for accum, of, t, scale in parts]
+    assert_alike(got, expected)
 
 
 def shapes(rows: int, width: int, heads: int = 8) -> Any:

@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fa_cases import Case, compile_case, make_inputs
-from fa_compile import Worker
+from fa_compile import Worker, WorkerError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 CAPABILITIES = {0: (9, 0), 1: (10, 0), 2: (9, 0)}
 
 
-class Gpus:
-    """Three GPUs of two architectures, as far as host code asks for them."""
-
-    def __init__(self) -> None:
-        self.current = 0
-
-    def device(self, device: torch.device) -> Gpus:
-        self.entered = device.index
-        return self
-
-    def __enter__(self) -> None:
-        self.before, self.current = self.current, self.entered
-
-    def __exit__(self, *_: object) -> None:
-        self.current = self.before
-
-
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Three GPUs of two architectures, as far as host code asks for them."""
     from flash_attn.cute.runtime import own_device
 
-    gpus = Gpus()
+    gpus = SimpleNamespace(current=0)
+
+    @contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        before, gpus.current = gpus.current, device.index
+        yield
+        gpus.current = before
+
     monkeypatch.delenv("FLASH_ATTENTION_ARCH", raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.current)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: CAPABILITIES[index])
-    monkeypatch.setattr(torch.cuda, "device", gpus.device)
+    monkeypatch.setattr(torch.cuda, "device", entered)
     own_device.arch_of_gpu.cache_clear()
     yield gpus
     own_device.arch_of_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("index", CAPABILITIES)
-def test_a_call_asks_the_gpu_of_its_tensors(gpus: Gpus, index: int) -> None:
+def test_a_call_asks_the_gpu_of_its_tensors(gpus: SimpleNamespace, index: int) -> None:
     from flash_attn.cute.interface import _get_device_arch
     from flash_attn.cute.runtime.own_device import on_own_device
 
@@ -65,7 +57,9 @@ def test_a_call_asks_the_gpu_of_its_tensors(gpus: Gpus, index: int) -> None:
     assert call("no GPU's", q=torch.empty(2)) == (0, 90)
 
 
-def test_attention_and_its_backward_ask_the_gpu_of_their_tensors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_and_its_backward_ask_the_gpu_of_their_tensors(
+    gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from flash_attn.cute import interface
     from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
@@ -89,7 +83,7 @@ def test_attention_and_its_backward_ask_the_gpu_of_their_tensors(gpus: Gpus, mon
                 call()
 
 
-def test_the_environment_is_asked_at_every_call(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_asked_at_every_call(gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     from flash_attn.cute.interface import _get_device_arch
 
     assert _get_device_arch() == 90
@@ -102,7 +96,7 @@ def test_the_environment_is_asked_at_every_call(gpus: Gpus, monkeypatch: pytest.
 
 
 def test_kernels_of_another_architecture_are_other_files(
-    gpus: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Not every kernel's own key says what it is for."""
     from flash_attn.cute import cache_utils
@@ -155,25 +149,18 @@ def test_what_the_compiler_makes_no_code_for_is_refused(compiler: Worker) -> Non
         assert compiler.trace(refusal_after, *given) is None, given
 
 
-def change_of_mind() -> list[str]:
-    """Calls for sm_90, then for sm_100, then for sm_90 again."""
-    os.environ["FLASH_ATTENTION_ARCH"] = "sm_90"
-    said = []
-    for arch in ("sm_90", "sm_100", "sm_90"):
-        os.environ["FLASH_ATTENTION_ARCH"] = arch
-        try:
-            compile_case(Case(D=96, causal=True))
-        except NotImplementedError as error:
-            said.append(str(error))
-        else:
-            said.append("")
-    return said
+def compile_for(arch: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASH_ATTENTION_ARCH", arch)
+        compile_case(Case(D=96, causal=True))
 
 
 def test_a_changed_architecture_is_refused_before_anything_is_compiled(compiler_sm90: Worker) -> None:
-    before, changed, after = compiler_sm90.trace(change_of_mind)
-    assert "a kernel for sm_100 in a process that compiles for sm_90a" in changed
-    assert before == after == ""
+    compiler_sm90.trace(compile_for, "sm_90")
+    with pytest.raises(WorkerError, match="a kernel for sm_100 in a process that compiles for sm_90a") as refusal:
+        compiler_sm90.trace(compile_for, "sm_100")
+    assert refusal.value.kind == "NotImplementedError"
+    compiler_sm90.trace(compile_for, "sm_90")
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from fa_cases import Case, Inputs, _masks, attend, forward, in_turn, make_inputs
 from fa_compile import Worker, built_kernels
 from fa_dq import call, rounded_sums, row_sums
 from fa_lists import backward_lists, forward_lists
-from fa_reference import assert_call_repeats, assert_close, attention
+from fa_reference import assert_alike, assert_call_repeats, assert_close, attention
 
 LISTED = dict(T_q=900, T_k=900, lists="both")
 HALVES = dict(block=(128, 64), **LISTED)
@@ -262,7 +262,7 @@ def test_what_else_reaches_both_passes(given: str) -> None:
         more = {given: values[given]}
     expected = [t.clone() for t in gradients(case, x, o, lse, **more, passes=1)]
     got = gradients(case, x, o, lse, **more, passes=2)
-    same(expected, got)
+    assert_alike(got, expected)
     assert given != "dq" or got[0] is more["dq"]
 
 
@@ -279,15 +279,7 @@ def test_keys_in_use() -> None:
     kept = (torch.arange(900, device="cuda") < used[:, None])[..., None, None]
     for of in (one, two):
         of[1:] = [torch.where(kept, t, 0) for t in of[1:]]
-    same(one, two)
-
-
-def same(expected: Any, got: Any) -> None:
-    """Up to two roundings to bf16."""
-    for ours, theirs in zip(got, expected, strict=True):
-        assert ours.isfinite().all()
-        apart = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
-        assert apart < 0.01, f"{apart:.2g} of the largest value"
+    assert_alike(two, one)
 
 
 @pytest.mark.gpu

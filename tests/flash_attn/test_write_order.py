@@ -91,12 +91,6 @@ def walked(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) ->
     return walk.mask_block_cnt, walk.mask_block_idx, walk.dq_write_order
 
 
-def test_lock_values_in_the_lists_are_used() -> None:
-    forward, backward = both_directions(Blocks(seed=4))
-    locks = compute_dq_write_order(*arguments(forward, backward))
-    assert_equal(walked(backward, locks), walked(backward))
-
-
 @pytest.mark.parametrize("batch,head", [(2, 3), (1, 3), (2, 1)])
 def test_repeated_lists_are_computed_once(batch: int, head: int) -> None:
     """Heads and batches that share a list share its lock values, as views that repeat them."""
@@ -181,22 +175,6 @@ def test_large_numbers() -> None:
     _, entries, locks = walked(BlockSparseTensorsTorch(cnt, idx))
     assert locks[0, 0].tolist() == [[n, n] for n in range(N)]
     assert (entries[..., 0] == last * 2).all() and not entries[..., 1].any()
-
-
-MOST = 1 << 20
-
-
-def test_errors() -> None:
-    forward, backward = both_directions(Blocks())
-    given_lists = arguments(forward, backward)
-    with pytest.raises(ValueError, match="spt=True and order are both given"):
-        compute_dq_write_order(*given_lists, spt=True, order=torch.arange(5))
-    with pytest.raises(ValueError, match=r"order has shape \(4,\), expected .* with N = 5"):
-        compute_dq_write_order(*given_lists, order=torch.arange(4))
-    with pytest.raises(ValueError, match="full_block_cnt and full_block_idx must be given together"):
-        merged_walk(backward._replace(full_block_cnt=None))
-    with pytest.raises(ValueError, match="makes keys past 63 bits"):
-        walked(backward, num_q_blocks=1 << 60)
 
 
 @pytest.mark.parametrize("repeated", [False, True])
