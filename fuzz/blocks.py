@@ -12,7 +12,6 @@ import torch
 from fuzz.case import Blocks, Packed
 
 POISON = -7  # stands where nothing may be read
-ENTRIES = ("mask_block_idx", "full_block_idx")
 Table = torch.Tensor  # bool [B, H, M, N]
 Rows = list[list[list[list[int]]]]  # [head][sequence][row][entry]
 

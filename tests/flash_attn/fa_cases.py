@@ -110,12 +110,14 @@ def outputs(case: Case, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 def forward(case: Case, x: Inputs, lists: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse, from the kernel; `lists` in place of the case's own."""
-    from fa_lists import forward_lists
-
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    if case.lists is not None and lists is None:  # the plain package has no lists of ours
+        from fa_lists import forward_lists
+
+        lists = forward_lists(case)
     o, lse, *_ = _flash_attn_fwd(
-        x.q, x.k, x.v, **_masks(case, x), block_sparse_tensors=lists or forward_lists(case),
+        x.q, x.k, x.v, **_masks(case, x), block_sparse_tensors=lists,
         intra_wg_overlap=case.overlap, pack_gqa=case.pack_gqa, return_lse=True,
     )  # fmt: skip
     return o, lse
@@ -123,13 +125,16 @@ def forward(case: Case, x: Inputs, lists: Any = None) -> tuple[torch.Tensor, tor
 
 def backward(case: Case, x: Inputs, o: torch.Tensor, lse: torch.Tensor, lists: Any = None) -> tuple[torch.Tensor, ...]:
     """dq, dk and dv, from the kernel; `lists` in place of the case's own."""
-    from fa_lists import backward_lists
     from fa_mask_mods import double_bwd
 
     from flash_attn.cute.interface import _flash_attn_bwd
 
+    if case.lists is not None and lists is None:
+        from fa_lists import backward_lists
+
+        lists = backward_lists(case)
     return _flash_attn_bwd(
-        x.q, x.k, x.v, o, x.do, lse, **_masks(case, x), block_sparse_tensors=lists or backward_lists(case),
+        x.q, x.k, x.v, o, x.do, lse, **_masks(case, x), block_sparse_tensors=lists,
         deterministic=case.deterministic, **({"score_mod_bwd": double_bwd} if case.option == "score_mod" else {}),
     )  # fmt: skip
 

@@ -145,7 +145,7 @@ class MaskCall:
 
 @contextmanager
 def noted(owner: Any, name: str, note: Callable[..., Any], found: list[Any] | None = None) -> Iterator[list[Any]]:
-    """What `note` says of the arguments of each call of `owner.name` in the body; added to `found` if that is given."""
+    """Notes of the arguments of each call of `owner.name` in the body; added to `found` if that is given."""
     found, original = [] if found is None else found, getattr(owner, name)
 
     @wraps(original, updated=())

@@ -56,7 +56,7 @@ NAMES = ("o", "lse", "dq", "dk", "dv")
 
 @contextmanager
 def recorded_loads() -> Iterator[list[bool | None]]:
-    """Whether tensors that kernels traced in the body load by TMA are bounded by their sequence; None for stores."""
+    """For tensors that kernels traced in the body load by TMA, whether their sequence bounds them; None for stores."""
     import cutlass.cute as cute
     from cutlass.cute.nvgpu import cpasync
 

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from fa_cases import Case, backward, compile_case, forward, make_inputs
+from fa_cases import Case, backward, compile_case, forward, make_inputs, swept
 from fa_compile import Worker, built_kernels, noted
 from fa_query_halves import Drawn, Launched, adds, assert_in_order, expected, tensors
 from fa_reference import assert_bits_repeat, assert_case, is_blackwell
@@ -56,7 +56,7 @@ def rows_with_halves(case: Case) -> set[bool]:
     return set(found)
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[5], PAIRED, TWICE[1]], ids=str)
+@pytest.mark.parametrize("case", swept([CASES[0], PAIRED, CASES[5], TWICE[1]], 2), ids=str)
 def test_rows_of_both_kernels_say_which_half_lists_a_block(compiler_sm100: Worker, case: Case) -> None:
     assert compiler_sm100.trace(rows_with_halves, case) == {True}
 

@@ -120,8 +120,6 @@ def test_inputs_of_several_dtypes() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o = nsa(**mixed, config=SMALL)
     assert torch.equal(o, nsa(**{name: x.bfloat16() for name, x in mixed.items()}, config=SMALL))
-    with pytest.raises(TypeError, match="k must have q's dtype"):
-        nsa(**mixed, config=SMALL)
 
 
 def test_autocast_of_another_kind_of_device() -> None:

@@ -19,11 +19,6 @@ def test_the_largest_integers_are_no_limit(field: str, backend: str) -> None:
     torch.testing.assert_close(largest, all_of_it)
 
 
-def test_positions_are_refused() -> None:
-    with pytest.raises(TypeError):
-        NSAConfig(64)
-
-
 def test_frozen_hashable_and_round_trip() -> None:
     config = NSAConfig(block_size=32, block_stride=16, compress_offset=-5)
     with pytest.raises(FrozenInstanceError):
