@@ -262,6 +262,7 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[2]))  # for `fuzz`, behind the packages under test
     # Under its own name too: what test files import, and what is pickled, has to be this module.
     sys.modules["fa_compile"] = sys.modules["__main__"]
     MaskCall.__module__ = "fa_compile"
