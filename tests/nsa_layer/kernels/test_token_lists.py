@@ -1,0 +1,220 @@
+"""Unions by query tile and tokens by key block, made by kernels, against the same out of dense masks, in PyTorch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "flash_attn"))
+
+from fa_compile import Worker  # noqa: E402
+
+from nsa_layer.compile_ahead import _Unlinked  # noqa: E402
+from nsa_layer.kernels.token_lists import pairs_by_block as pairs_module  # noqa: E402
+from nsa_layer.kernels.token_lists.pairs_by_block import most_partials, pairs_by_block  # noqa: E402
+from nsa_layer.kernels.token_lists.union_lists import tokens_of_tile, union_lists, words_of_entry  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Case:
+    """`lengths`: packed sequences; one number: a batch of two of that length. `kind`: how lists are drawn."""
+
+    lengths: tuple[int, ...] = (1000,)
+    heads: int = 2
+    G: int = 4
+    n: int = 16
+    block_size: int = 64
+    causal: bool = True
+    kind: str = "random"
+    cap: int = 50
+
+    def __str__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return str(given).replace(" ", "")
+
+    @property
+    def packed(self) -> bool:
+        return len(self.lengths) > 1
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        return self.lengths if self.packed else self.lengths * 2
+
+
+PACK = (300, 0, 1, 128, 2000, 0)
+STATIC = [
+    dict(G=1, heads=3),
+    dict(G=2, n=4, block_size=128),
+    dict(G=3, n=33, causal=False),
+    dict(G=4, kind="equal"),
+    dict(G=8, n=1, kind="near"),
+    dict(G=16, kind="near"),
+    dict(G=160, n=4, block_size=128, causal=False),
+    dict(G=1, n=33, block_size=256, kind="near"),
+]
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4096, 8193)
+CASES = [
+    *(Case((T,), **STATIC[(i + j) % len(STATIC)]) for i, T in enumerate(LENGTHS) for j in (0, 3, 6)),
+    *(Case(PACK, **static) for static in STATIC),
+    Case((8193,), cap=1),
+    Case((40_000, 30_000), G=16, kind="near", cap=2048, heads=1),
+    Case((70_000,), G=1, heads=1, cap=2048, causal=False),  # unions too long for one round
+]
+
+
+def draw(case: Case) -> list[torch.Tensor]:
+    """Each sequence's lists [T, heads, n]: -1, blocks twice, and with "random" numbers outside of the sequence."""
+    generator, lists = torch.Generator().manual_seed(0), []
+    for T in case.sequences:
+        shape, own = (T, case.heads, case.n), torch.arange(T).view(-1, 1, 1) // case.block_size
+        blocks = torch.randint(-1, -(-T // case.block_size) + 2, shape, generator=generator)
+        if case.kind == "near":
+            blocks = (own - torch.randint(0, 2 * case.n, shape, generator=generator)).clamp(min=-1)
+            blocks[..., 0] = 0
+        elif case.kind == "equal":
+            blocks = blocks[:1].expand(shape)
+        else:
+            blocks = torch.where(torch.rand(shape, generator=generator) < 0.01, 2**31 - 1, blocks)
+        lists.append(blocks.int())
+    return lists
+
+
+def chosen(case: Case, lists: torch.Tensor) -> torch.Tensor:
+    """[T, heads, blocks]: the token lists the block."""
+    T = lists.shape[0]
+    N = -(-T // case.block_size)
+    valid = (lists >= 0) & (lists < N)
+    if case.causal:
+        valid &= lists * case.block_size <= torch.arange(T).view(-1, 1, 1)
+    listed = torch.zeros(T, case.heads, N + 1, dtype=torch.bool)
+    return listed.scatter_(2, torch.where(valid, lists, N).long(), True)[..., :N]
+
+
+def made(case: Case, lists: list[torch.Tensor]):
+    """Both results; memory that the kernels leave alone is poisoned beforehand, and no stride is 1."""
+    given = torch.cat(lists) if case.packed else torch.stack(lists)
+    given = torch.stack([given, torch.zeros_like(given)], dim=-1)[..., 0]
+    device = given.device
+    packing = ({}, {})
+    if case.packed:
+        cu = [
+            torch.tensor([*accumulate(of, initial=0)], dtype=torch.int32, device="cpu").to(device)
+            for of in (case.lengths, tiles_of(case), blocks_of(case))
+        ]
+        packing = (
+            dict(cu_seqlens=cu[0], cu_tiles=cu[1], tiles=sum(tiles_of(case)) + 1, max_seqlen=max(case.lengths)),
+            dict(cu_seqlens=cu[0], cu_blocks=cu[2], blocks=sum(blocks_of(case))),
+        )
+    for _ in range(2):
+        poison = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]
+        del poison
+        static = dict(block_size=case.block_size, causal=case.causal)
+        unions = union_lists(given, G=case.G, **static, **packing[0])
+        pairs = pairs_by_block(given, cap=case.cap, **static, **packing[1])
+    return unions, pairs
+
+
+def tiles_of(case: Case) -> list[int]:
+    return [-(-T * case.G // 128) for T in case.sequences]
+
+
+def blocks_of(case: Case) -> list[int]:
+    return [-(-T // case.block_size) for T in case.sequences]
+
+
+def assert_union(case: Case, listed: torch.Tensor, found: list[torch.Tensor]) -> None:
+    """One sequence's unions: counts [H, M], blocks [H, M, R], bits [H, M, R, W]."""
+    T, parts, tile = listed.shape[0], case.block_size // 64, torch.arange(found[0].shape[1])
+    entries = listed.repeat_interleave(parts, dim=2)[..., : -(-T // 64)]
+    first, last = tile * 128 // case.G, ((tile * 128 + 127) // case.G).clamp(max=T - 1)
+    tokens = first.unsqueeze(1) + torch.arange(tokens_of_tile(case.G))
+    seen = entries[tokens.clamp(max=T - 1)] & (tokens <= last.unsqueeze(1)).view(*tokens.shape, 1, 1)
+    if case.causal:
+        seen &= (torch.arange(entries.shape[2]) * 64 <= last.unsqueeze(1)).view(len(tile), 1, 1, -1)
+    seen = seen.permute(2, 0, 3, 1)  # [H, M, entries, tokens of a tile]
+    union = seen.any(-1)
+    counts, blocks, bits = found
+    assert torch.equal(counts, union.sum(-1).int())
+    used = torch.arange(blocks.shape[-1]) < counts.unsqueeze(-1)
+    assert torch.equal(blocks[used], union.nonzero()[:, -1].int())
+    assert bits.shape[-1] == words_of_entry(case.G)
+    shifts = torch.arange(bits.shape[-1] * 32)
+    assert torch.equal((bits[used].repeat_interleave(32, -1) >> shifts % 32) & 1 == 1, pad(seen[union], len(shifts)))
+
+
+def pad(x: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def assert_pairs(case: Case, listed: list[torch.Tensor], pairs) -> None:
+    """Rows, items and partials, of all sequences."""
+    by_block = [x.permute(1, 2, 0) for x in listed]  # [H, blocks, T]
+    if case.packed:
+        longest = max(case.lengths)
+        by_block = [torch.cat([pad(x, longest) for x in by_block], dim=1)]
+    counts = torch.cat([x.sum(-1).flatten() for x in by_block])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    assert torch.equal(pairs.starts, starts.int())
+    assert torch.equal(pairs.tokens[: starts[-1]], torch.cat([x.nonzero()[:, -1] for x in by_block]).int())
+    items, row_items, partials = [], [0], 0
+    for row, (count, start) in enumerate(zip(counts.tolist(), starts.tolist())):
+        pieces = max(1, -(-count // case.cap))
+        length = -(-count // pieces)
+        ends = [start + min(count, i * length) for i in range(pieces + 1)]
+        items += [(row, ends[i], ends[i + 1], partials + i if pieces > 1 else -1) for i in range(pieces)]
+        partials += pieces if pieces > 1 else 0
+        row_items.append(len(items))
+    assert pairs.item_count.item() == len(items) <= len(pairs.items)
+    assert torch.equal(pairs.items[: len(items)], torch.tensor(items, dtype=torch.int32))
+    assert pairs.row_items.tolist() == row_items
+    assert partials <= most_partials(int(starts[-1]), case.cap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_lists_are_those_of_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs_module, "ROOMS", (1024,))  # the longest cases take two ranges of blocks
+    lists = draw(case)
+    unions, pairs = (type(of)(*(x.cpu() for x in of)) for of in made(case, [x.cuda() for x in lists]))
+    listed = [chosen(case, of) for of in lists]
+    for b, (first, end) in enumerate(zip(accumulate(tiles_of(case), initial=0), accumulate(tiles_of(case)))):
+        if case.sequences[b]:
+            assert_union(case, listed[b], [x[:, first:end] if case.packed else x[b] for x in unions])
+    if case.packed:
+        assert not unions[0][:, sum(tiles_of(case)) :].any()
+    assert_pairs(case, listed, pairs)
+
+
+def trace_lists(fields_of_case: dict) -> None:
+    """In a compiling worker: everything that `made` launches."""
+    case = Case(**fields_of_case)
+    with _Unlinked():
+        made(case, [torch.empty(T, case.heads, case.n, dtype=torch.int32, device="cuda") for T in case.sequences])
+
+
+@pytest.mark.parametrize("case", [CASES[0], Case(PACK, G=3, n=33, causal=False)], ids=str)
+def test_kernels_are_traced(compiler: Worker, case: Case) -> None:
+    compiler.trace(trace_lists, asdict(case))
+
+
+def test_tokens_of_a_tile() -> None:
+    for G in (*range(1, 140), 160, 256, 300):
+        tiles = [range(128 * i // G, (128 * i + 127) // G + 1) for i in range(G // math.gcd(128, G))]
+        assert (G, tokens_of_tile(G)) == (G, max(map(len, tiles)))
+        assert tokens_of_tile(G) <= 32 * words_of_entry(G)
+
+
+def test_what_is_refused() -> None:
+    lists = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="multiple of 64, got 96"):
+        union_lists(lists, G=4, block_size=96, causal=True)
+    with pytest.raises(ValueError, match="524288 blocks of 64, got 40000000 tokens"):
+        union_lists(lists.expand(1, 40_000_000, 1, 16), G=4, block_size=64, causal=True)
+    with pytest.raises(ValueError, match="entries, got 2560000000: pass fewer heads"):
+        pairs_by_block(lists.expand(1, 40_000_000, 4, 16), block_size=64, causal=True, cap=64)
