@@ -118,6 +118,8 @@ def selected(
     config = NSAConfig()
     with torch.no_grad():
         chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
+        if chosen.shape[0] != HKV:  # [tiles, Hkv, n]; trees of before have the heads in front, as the kernels do
+            chosen = chosen.transpose(0, 1).contiguous()
     spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
     named = {"spec" if CallSpec.__name__ == "CallSpec" else "problem": spec}
     named |= dict(cu_seqlens=cu_seqlens)

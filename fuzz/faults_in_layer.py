@@ -55,6 +55,34 @@ def _forced(original: Callable) -> Callable:
     return wrong
 
 
+@fault("overlap counted once", "nsa_layer.select:_in_blocks", "layer.is its")
+def _overlap(original: Callable) -> Callable:
+    """A compressed key counts only for the block in which it starts."""
+
+    def wrong(p: Any, T: int, config: Any) -> Any:
+        return original(p, T, config.replace(compress_size=config.stride))
+
+    return wrong
+
+
+@fault("pair lost", "nsa_layer.token_attention:_Items.total", "layer.is its")
+def _pair(original: Callable) -> Callable:
+    """The last block of a token's list is not summed."""
+
+    def wrong(items: Any, x: Any) -> Any:
+        rows = x.flatten(0, 1)
+        listed = rows[items.place.view(items.tokens, items.n)[:, :-1]]
+        return listed.sum(1)
+
+    return wrong
+
+
+@fault("token sees on", "nsa_layer.token_attention:_Items.__init__", "layer.causality", "layer.is its")
+def _sees_on(original: Callable) -> Callable:
+    """A token sees the token after it where its own block is listed."""
+    return lambda items, choice, begin, N, static: original(items, choice, begin + 1, N, static)
+
+
 @fault("missing tail mask", "nsa_layer.eager:_selected_plan", "layer")
 def _tail(original: Callable) -> Callable:
     """Not causal, the zeros behind the last key of a block are keys as well."""

@@ -108,7 +108,7 @@ def _texts(c: Texts) -> Features:
 
 
 def _fields(c: Fields) -> Features:
-    given = {name: name in c.values for name in ("block_size", "block_stride", "rule")}
+    given = {name: name in c.values for name in ("block_size", "compress_size", "compress_stride", "rule")}
     return given | _either("something given", "nothing given", bool(c.values))
 
 
@@ -118,10 +118,12 @@ def _layer(c: Case) -> Features:
         **_either("causal", "not causal", c.causal),
         **_either("packed", "a batch", c.lengths is not None),
         "an empty sequence": c.lengths is not None and 0 in c.lengths,
-        "no complete block": c.T < config.block_size and c.lengths is None,
+        "no complete block": c.T < config.span and c.lengths is None,
         "one token": c.T == 1,
-        "overlapping blocks": config.stride < config.block_size,
-        "an offset that leaks": config.offset < config.block_size - 1,
+        "overlapping blocks": config.stride < config.span,
+        "an offset that leaks": config.offset < config.span - 1,
+        **_either("a list for each token", "a list for a tile", config.by_token),
+        "compressed blocks of another size": config.span != config.block_size,
         "nothing forced": not config.force_blocks,
         "tiles smaller than blocks": config.q_tile < config.block_size,
         "compression weights": c.compress_weights,

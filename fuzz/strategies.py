@@ -148,15 +148,24 @@ def configs(draw: st.DrawFn) -> NSAConfig:
     if draw(st.integers(0, 3)) == 3:
         rule = dict(rule="seed", compress_offset=0, force_blocks=False)
     else:
+        stride = draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
         rule = dict(
-            block_stride=draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0])),
+            compress_stride=stride,
             compress_offset=draw(st.none() | st.integers(-20, 40)),
             force_blocks=draw(st.booleans()),
         )
+    wider = draw(st.booleans())
+    tiles = [n for n in (2, 4, 8, 16, 32) if n % size == 0 or size % n == 0]
+    if tiles and wider:
+        q_tile = draw(st.sampled_from(tiles))
+    else:
+        q_tile = 1
+        if rule.get("compress_stride"):
+            rule["compress_size"] = rule["compress_stride"] * draw(st.integers(1, 6))
     return NSAConfig(
         block_size=size,
         block_counts=draw(st.integers(1, 6)),
-        q_tile=draw(st.sampled_from([n for n in range(1, 33) if n % size == 0 or size % n == 0])),
+        q_tile=q_tile,
         window_size=draw(st.integers(1, 40)),
         deterministic=draw(st.booleans()),
         **rule,
@@ -191,8 +200,9 @@ def fields() -> st.SearchStrategy[Fields]:
     sizes = st.one_of(st.sampled_from((1, 2, 16, 64, 128, 512)), st.integers(-2, 300))
     odd = st.sampled_from((None, True, 1.0, "64", (), 0, -1, 1 << 40, float("nan")))
     good = {
-        "block_size": sizes, "block_stride": st.none() | sizes, "block_counts": sizes, "q_tile": sizes,
-        "window_size": sizes, "compress_offset": st.none() | st.integers(-200, 200), "force_blocks": st.booleans(),
+        "block_size": sizes, "compress_size": st.none() | sizes, "compress_stride": st.none() | sizes,
+        "block_counts": sizes, "q_tile": sizes, "window_size": sizes,
+        "compress_offset": st.none() | st.integers(-200, 200), "force_blocks": st.booleans(),
         "deterministic": st.booleans(), "rule": st.sampled_from(("nsa", "seed", "")),
     }  # fmt: skip
     values = st.fixed_dictionaries({}, optional={name: own | odd for name, own in good.items()})

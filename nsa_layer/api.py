@@ -72,7 +72,7 @@ def nsa(
             kernels a transform of torch.func.
         RuntimeError: a second derivative is asked for.
 
-    Source: arXiv:2502.11089; blocks are selected per query tile, see the README.
+    Source: arXiv:2502.11089; for differences see the README.
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")

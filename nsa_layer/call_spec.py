@@ -31,9 +31,9 @@ class Aux:
     """Auxiliary results of `nsa`, without gradients.
 
     Attributes:
-        block_indices: int32 [B, Hs, M, n], Hs = Hkv (Hq with ``rule="seed"``): the chosen blocks of each query
-            tile, ascending, padded with -1. Packed: [Hs, tiles of all sequences in order, n], blocks counted from each
-            sequence's start.
+        block_indices: int32 [B, M, Hs, n], Hs = Hkv (Hq with ``rule="seed"``): the chosen blocks of each query
+            tile (of each token with ``q_tile=1``), ascending, padded with -1. Packed: [tiles of all sequences in order,
+            Hs, n], blocks counted from each sequence's start.
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
             sees no key.

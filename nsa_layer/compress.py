@@ -10,15 +10,15 @@ from nsa_layer.derivatives import product
 
 
 def mean_pool(x: torch.Tensor, *, config: NSAConfig) -> torch.Tensor:
-    """Means of `block_size` tokens every `stride` tokens, over complete blocks only.
+    """Means of `config.span` tokens every `config.stride` tokens, over complete blocks only.
 
     Args:
         x: [B, T, H, D].
 
     Returns:
-        [B, Tc, H, D] in fp32 (fp64 for fp64 input); ``Tc = (T - block_size) // stride + 1``, 0 when T < block_size.
+        [B, Tc, H, D] in fp32 (fp64 for fp64 input); ``Tc = (T - span) // stride + 1``, 0 when T < span.
     """
-    l, d = config.block_size, config.stride
+    l, d = config.span, config.stride
     Tc = config.compressed_length(x.shape[1])
     if Tc == 0:
         # A product with x keeps the graph connected: the gradient is zero, not missing.

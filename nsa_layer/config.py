@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 RULES = ("nsa", "seed")
 LARGEST = 2**31 - 1  # positions are int32
+WIDEST_TILE = 256
+RENAMED = {"block_stride": "compress_stride"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,14 +15,17 @@ class NSAConfig:
     """Static options of Native Sparse Attention (arXiv:2502.11089); the values are checked at once.
 
     Attributes:
-        block_size: tokens in a block, ``l``; of compression and of selection.
-        block_stride: tokens between the starts of compressed blocks, ``d``; a divisor of ``block_size``, which is what
-            None stands for.
+        block_size: tokens in a block of selection, ``l'``.
+        compress_size: tokens in a block of compression, ``l``. None: ``block_size``, which it is for every ``q_tile``
+            above 1.
+        compress_stride: tokens between the starts of compressed blocks, ``d``; a divisor of ``compress_size``, which is
+            what None stands for, and of ``block_size``.
         block_counts: blocks listed per query tile, ``n``; forced blocks are listed even where there are more of them.
-        q_tile: queries that share one choice of blocks; a multiple or a divisor of ``block_size``.
+        q_tile: queries that share one choice of blocks: 1, each chooses for itself; or a power of two up to 256 that
+            is a multiple or a divisor of ``block_size``, an approximation.
         window_size: tokens that the sliding window sees, the query's own included, ``w``.
-        compress_offset: compressed key j is visible to query t iff ``j * block_stride + compress_offset <= t``.
-            None: ``block_size - 1``, the first value that is causal. Smaller ones leak the future.
+        compress_offset: compressed key j is visible to query t iff ``j * compress_stride + compress_offset <= t``.
+            None: ``compress_size - 1``, the first value that is causal. Smaller ones leak the future.
         force_blocks: always list block 0, the blocks of the tile's own tokens, and the block before them.
         deterministic: the same input gives the same bits twice, backward included.
         rule: how blocks are chosen. "nsa": causally, for each key/value head; "seed": as `NSAConfig.seed` has it.
@@ -31,7 +36,8 @@ class NSAConfig:
     """
 
     block_size: int = 64
-    block_stride: int | None = None
+    compress_size: int | None = None
+    compress_stride: int | None = None
     block_counts: int = 16
     q_tile: int = 128
     window_size: int = 512
@@ -43,8 +49,9 @@ class NSAConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "block_counts", "q_tile", "window_size"):
             require_int(name, getattr(self, name), least=1)
-        if self.block_stride is not None:
-            require_int("block_stride", self.block_stride, least=1)
+        for name in ("compress_size", "compress_stride"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), least=1)
         if self.compress_offset is not None:
             require_int("compress_offset", self.compress_offset, least=-LARGEST)
         for name in ("force_blocks", "deterministic"):
@@ -52,10 +59,16 @@ class NSAConfig:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if self.rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
-        if self.block_size % self.stride:
-            raise ValueError(
-                f"block_stride must divide block_size, got block_stride={self.stride}, block_size={self.block_size}"
-            )
+        for name, size in (("compress_size", self.span), ("block_size", self.block_size)):
+            if size % self.stride:
+                raise ValueError(
+                    f"compress_stride must divide {name}, got compress_stride={self.stride}, {name}={size}"
+                )
+        self._check_tile()
+
+    def _check_tile(self) -> None:
+        if self.q_tile > WIDEST_TILE or self.q_tile & (self.q_tile - 1):
+            raise ValueError(f"q_tile must be 1 or a power of two up to {WIDEST_TILE}, got {self.q_tile}")
         if self.q_tile % self.block_size and self.block_size % self.q_tile:
             raise ValueError(
                 f"q_tile must be a multiple or a divisor of block_size, got q_tile={self.q_tile}, "
@@ -63,23 +76,38 @@ class NSAConfig:
             )
         if self.rule == "seed" and (self.stride, self.offset, self.force_blocks) != (self.block_size, 0, False):
             raise ValueError(
-                "rule='seed' needs block_stride=block_size, compress_offset=0 and force_blocks=False, got "
+                "rule='seed' needs compress_stride=block_size, compress_offset=0 and force_blocks=False, got "
                 f"{self.stride}, {self.offset} and {self.force_blocks}"
             )
+        if self.span != self.block_size and not self.by_token:
+            raise ValueError(
+                f"compress_size other than block_size needs q_tile=1 and rule='nsa', got compress_size={self.span}, "
+                f"block_size={self.block_size}, q_tile={self.q_tile}, rule={self.rule!r}"
+            )
+
+    @property
+    def span(self) -> int:
+        """Tokens in a block of compression, ``l``."""
+        return self.block_size if self.compress_size is None else self.compress_size
 
     @property
     def stride(self) -> int:
         """Tokens between the starts of compressed blocks, ``d``."""
-        return self.block_size if self.block_stride is None else self.block_stride
+        return self.span if self.compress_stride is None else self.compress_stride
 
     @property
     def offset(self) -> int:
         """The compressed-causal offset in force."""
-        return self.block_size - 1 if self.compress_offset is None else self.compress_offset
+        return self.span - 1 if self.compress_offset is None else self.compress_offset
+
+    @property
+    def by_token(self) -> bool:
+        """True if each query chooses its own blocks, by the compressed branch's probabilities."""
+        return self.q_tile == 1 and self.rule == "nsa"
 
     def compressed_length(self, T: int) -> int:
         """Compressed keys of T tokens: complete blocks only."""
-        return max(0, (T - self.block_size) // self.stride + 1)
+        return max(0, (T - self.span) // self.stride + 1)
 
     def num_blocks(self, T: int) -> int:
         """Selection blocks of T tokens, a short last one included."""
@@ -100,6 +128,11 @@ class NSAConfig:
         return replace(self, **changes)
 
     @classmethod
+    def paper(cls, **changes: object) -> NSAConfig:
+        """The sizes of arXiv:2502.11089: means of 32 tokens every 16, and 16 blocks of 64 for each token."""
+        return cls(**(dict(compress_size=32, compress_stride=16, q_tile=1) | changes))
+
+    @classmethod
     def seed(cls, **changes: object) -> NSAConfig:
         """The operator of the public block-sparse NSA seed, for comparison with it; it leaks the future.
 
@@ -110,7 +143,11 @@ class NSAConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> NSAConfig:
-        """The inverse of ``dataclasses.asdict``; an unknown key is a ValueError."""
+        """The inverse of ``dataclasses.asdict``, old names of fields included; an unknown key is a ValueError."""
+        for old in RENAMED.keys() & values.keys():
+            if RENAMED[old] in values:
+                raise ValueError(f"{old} is the old name of {RENAMED[old]}, got both")
+        values = {RENAMED.get(name, name): value for name, value in values.items()}
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")

@@ -2,7 +2,8 @@
 
 The branches differ only in the keys that a chunk of queries reads and the mask inside it; `_SparseAttention` loops over
 the chunks, and backward recomputes the probabilities from the saved LSE. Chunks come in order and every key has one
-place in a chunk, so that the same input gives the same bits twice.
+place in a chunk, so that the same input gives the same bits twice. Where each token has its own list of blocks,
+`token_attention` takes the selected branch.
 
 On a CPU, fp16 and bf16 are computed in fp32 and rounded at the end: CPUs multiply fp32 faster.
 """
@@ -21,7 +22,8 @@ from nsa_layer.compress import compress
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.profiler_ranges import component
-from nsa_layer.select import choose_blocks
+from nsa_layer.select import choose_blocks, choose_blocks_by_token
+from nsa_layer.token_attention import Static, TokenAttention
 
 # Scores held at once, over all heads. A CPU wants a chunk to stay in its cache, a GPU wants few launches.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
@@ -220,7 +222,7 @@ def attend(
         branches = [torch.cat(parts, dim=1)[0] for parts in zip(*(r[0] for r in results), strict=True)]
         lses = [torch.cat(parts, dim=2)[0] for parts in zip(*(r[1] for r in results), strict=True)]
         width = spec.config.list_width(max(spec.lengths))
-        choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=2)[0]
+        choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=1)[0]
     with component("gate"):
         g = gate_values(q, gate_weight, gates)
         o = weighted_sum(g, *branches).to(q.dtype)
@@ -242,26 +244,47 @@ def _attend_batch(
     with component("compress"):
         k_cmp = compress(k, compress_k_weight, config=config)
         v_cmp = compress(v, compress_v_weight, config=config)
-    with component("choose"):
-        choice = choose_blocks(q, k_cmp, config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     # Attention reads them as the kernels do, rounded to the dtype of the inputs.
-    k_cmp, v_cmp = (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
+    unrounded, (k_cmp, v_cmp) = k_cmp, (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
+    Hkv, T, G = k.shape[2], q.shape[1], q.shape[2] // k.shape[2]
+    by_group, keys, values = _fold(q, Hkv, 1), _heads_first(k_cmp), _heads_first(v_cmp)
+    cmp = _SparseAttention.apply(by_group, keys, values, None, _compressed_plan(q, k_cmp.shape[1], G, spec))
+    static = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
+    with component("choose"):
+        if config.by_token:
+            choice = choose_blocks_by_token(q, k_cmp, _unfold(cmp[1], T).mT, **static)
+        else:
+            choice = choose_blocks(q, unrounded, **static)
+    k, v = _heads_first(k), _heads_first(v)
+    slc = _attend_selected(q, k, v, choice, spec)
+    swa = _SparseAttention.apply(by_group, k, v, None, _window_plan(q, G, spec))
+    results = [(_unfold(o, T), _unfold(lse, T).mT.contiguous()) for o, lse in (cmp, slc, swa)]
+    return [o for o, _ in results], [lse for _, lse in results], choice.transpose(1, 2)
 
-    G = q.shape[2] // k.shape[2]
-    parts = choice.shape[1] // k.shape[2]
-    by_group, by_list = _fold(q, k.shape[2], 1), _fold(q, k.shape[2], parts)
-    k, v, k_cmp, v_cmp = (x.transpose(1, 2).contiguous() for x in (k, v, k_cmp, v_cmp))
-    spare = (config.num_blocks(k.shape[2]) + 1) * config.block_size - k.shape[2]
-    k_blocks, v_blocks = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
-    results = [
-        _SparseAttention.apply(by_group, k_cmp, v_cmp, None, _compressed_plan(q, k_cmp.shape[2], G, spec)),
-        _SparseAttention.apply(
-            by_list, k_blocks, v_blocks, choice, _selected_plan(q, choice.shape[-1], G // parts, parts, spec)
-        ),
-        _SparseAttention.apply(by_group, k, v, None, _window_plan(q, G, spec)),
-    ]
-    T = q.shape[1]
-    return [_unfold(o, T) for o, _ in results], [_unfold(lse, T).mT.contiguous() for _, lse in results], choice
+
+def _attend_selected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, spec: CallSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [B, Hkv, parts, T * R, Dv] and the LSE [B, Hkv, parts, T * R].
+
+    Args:
+        q: [B, T, Hq, D]; k, v: [B, Hkv, T, D or Dv].
+        choice: int32 [B, Hs, M, n]; parts = Hs / Hkv lists for the query heads of a group.
+    """
+    config, (T, Hq), Hkv = spec.config, q.shape[1:3], k.shape[1]
+    parts, size = choice.shape[1] // Hkv, config.block_size
+    # The padding of a list names the block of zeros behind the last one, which no query sees.
+    spare = (config.num_blocks(T) + 1) * size - T
+    k, v = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
+    rows = _fold(q, Hkv, parts)
+    if config.q_tile > 1:
+        plan = _selected_plan(q, choice.shape[-1], Hq // (Hkv * parts), parts, spec)
+        return _SparseAttention.apply(rows, k, v, choice, plan)
+    shape, rows = rows.shape[:-1], rows.unflatten(3, (T, -1)).flatten(0, 2)
+    k, v = (x.unflatten(2, (-1, size)).repeat_interleave(parts, dim=1).flatten(0, 1) for x in (k, v))
+    static = Static(T, size, spec.causal, spec.softmax_scale)
+    o, lse = TokenAttention.apply(rows, k, v, choice.flatten(0, 1), static)
+    return o.view(*shape, -1), lse.view(shape)
 
 
 def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, spec: CallSpec) -> _Plan:
@@ -333,6 +356,11 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda:
         return torch.bmm(a.flatten(0, 2), b.flatten(0, 2), out_dtype=acc).unflatten(0, a.shape[:3])
     return (a @ b).to(acc)
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """[B, T, H, D] -> [B, H, T, D]"""
+    return x.transpose(1, 2).contiguous()
 
 
 def _fold(x: torch.Tensor, Hkv: int, parts: int) -> torch.Tensor:

@@ -20,10 +20,10 @@ class SelectionScores:
     """Scores and roles of the blocks of one sequence, from which blocks are selected.
 
     Attributes:
-        values: [Hs, M, blocks] in the accumulation dtype, -inf where a block is no candidate; Hs = Hkv, Hq with
+        values: [M, Hs, blocks] in the accumulation dtype, -inf where a block is no candidate; Hs = Hkv, Hq with
             ``rule="seed"``.
-        candidates: [M, blocks], complete blocks that a tile may choose.
-        forced: [M, blocks], blocks that a tile lists in any case.
+        candidates: [M, 1, blocks], complete blocks that a tile may choose.
+        forced: [M, 1, blocks], blocks that a tile lists in any case.
     """
 
     values: torch.Tensor
@@ -41,7 +41,7 @@ def compress(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig)
     Returns:
         [Tc, Hkv, D] in the accumulation dtype, not rounded to the input's.
     """
-    l = config.block_size
+    l = config.span
     x = x.to(accumulation_dtype(x.dtype)) / mean_scale(l)
     compressed = x.unfold(0, l, config.stride).sum(-1) / (l / mean_scale(l)) if x.shape[0] >= l else x[:0]
     return compressed if weight is None else torch.einsum("thd,hde->the", compressed, weight.to(compressed.dtype))
@@ -73,7 +73,8 @@ def selection_scores(
 
     Args:
         q: [T, Hq, D].
-        k_cmp: [Tc, Hkv, D] as `compress` returns it: projected, not rounded.
+        k_cmp: [Tc, Hkv, D]; for each token's own choice the keys of the compressed branch, rounded, otherwise as
+            `compress` returns them: projected, not rounded.
     """
     T, size = q.shape[0], config.block_size
     start = torch.arange(config.num_blocks(T), device=q.device) * size
@@ -85,19 +86,59 @@ def selection_scores(
     own = (start + size > first) & (start <= last)
     before_own = first // size - 1 == start // size
     forced = (own | before_own | (start == 0)) & config.force_blocks
+    candidates, forced = candidates.unsqueeze(1), forced.unsqueeze(1)
+    if config.by_token:
+        static = dict(blocks=len(start), config=config, causal=causal, softmax_scale=softmax_scale)
+        values = token_importance(q, k_cmp, first[:, 0], **static)
+        return SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced)
 
     group = q.shape[1] // k_cmp.shape[1]
     # The one compressed key that lies wholly inside a block starts where the block does; a short last one has none.
     keys = k_cmp[:: size // config.stride].repeat_interleave(group, dim=1)
-    dots = torch.einsum("mhd,nhd->hmn", tile_query(q, config=config, causal=causal), keys) * softmax_scale
+    dots = torch.einsum("mhd,nhd->mhn", tile_query(q, config=config, causal=causal), keys) * softmax_scale
     values = F.pad(dots, (0, len(start) - len(keys)))
     if config.rule == "nsa":
-        values = values.masked_fill(~candidates, -torch.inf).softmax(-1).unflatten(0, (-1, group)).sum(1)
+        values = values.masked_fill(~candidates, -torch.inf).softmax(-1).unflatten(1, (-1, group)).sum(2)
     return SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced)
 
 
+def token_importance(
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    t: torch.Tensor,
+    *,
+    blocks: int,
+    config: NSAConfig,
+    causal: bool,
+    softmax_scale: float,
+) -> torch.Tensor:
+    """Importance of every block for some tokens and each key/value head, equation 9 of arXiv:2502.11089.
+
+    The probabilities of the compressed keys, each times the strides of ``config.stride`` tokens in which the key's
+    tokens and the block's overlap, summed over the query heads of the group.
+
+    Args:
+        q: [R, Hq, D], the queries of the tokens t [R].
+        k_cmp: [Tc, Hkv, D], as the compressed branch reads them.
+
+    Returns:
+        [R, Hkv, blocks] in the accumulation dtype.
+    """
+    group, dtype = q.shape[1] // k_cmp.shape[1], accumulation_dtype(q.dtype)
+    keys = k_cmp.to(dtype).repeat_interleave(group, dim=1)
+    scores = torch.einsum("thd,ihd->thi", q.to(dtype), keys) * softmax_scale
+    start = torch.arange(len(k_cmp), device=q.device) * config.stride
+    hidden = (start + config.offset > t[:, None, None]) & causal
+    # A token that sees no compressed key has 0 / 0 in every place, all of which are hidden.
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0).unflatten(1, (-1, group)).sum(2)
+    importance = p.new_zeros(*p.shape[:2], blocks)
+    for covered in range(0, config.span, config.stride):
+        importance = importance.index_add(-1, (start + covered) // config.block_size, p)
+    return importance
+
+
 def choose_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> torch.Tensor:
-    """Forced blocks, then the best of the others while there is room: int32 [Hs, M, width], ascending, then -1."""
+    """Forced blocks, then the best of the others while there is room: int32 [M, Hs, width], ascending, then -1."""
     forced = scores.forced.expand(scores.values.shape)
     eligible = forced | scores.candidates
     rank = scores.values.masked_fill(forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -117,11 +158,12 @@ def compressed_mask(T: int, Tc: int, *, config: NSAConfig, causal: bool, device:
 
 
 def selected_mask(block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> torch.Tensor:
-    """Mask of the keys that each query sees through its tile's list [Hs, M, n]: bool [Hs, T, T]."""
+    """Mask of the keys that each query sees through its tile's list [M, Hs, n]: bool [Hs, T, T]."""
     token = torch.arange(T, device=block_indices.device)
-    blocks = torch.arange(config.num_blocks(T), device=block_indices.device)
-    listed = torch.stack([(tiles[..., None] == blocks).any(-2) for tiles in block_indices])
-    visible = listed[:, token // config.q_tile][:, :, token // config.block_size]
+    N = config.num_blocks(T)
+    listed = block_indices.new_zeros(*block_indices.shape[:2], N + 1, dtype=torch.bool)
+    listed = listed.scatter(-1, block_indices.long().where(block_indices >= 0, N), True)
+    visible = listed[token // config.q_tile].transpose(0, 1)[:, :, token // config.block_size]
     return visible & (token <= token[:, None]) if causal else visible
 
 
@@ -224,7 +266,7 @@ def attend_branches(
     if block_indices is None:
         choices = [None] * len(sequences)
     elif packed:
-        choices = block_indices.split([spec.config.num_tiles(length) for length in spec.lengths], dim=1)
+        choices = block_indices.split([spec.config.num_tiles(length) for length in spec.lengths])
     else:
         choices = block_indices.unbind()
     results = [
@@ -234,7 +276,7 @@ def attend_branches(
     branches, lses, choices = zip(*results, strict=True)
     branches = [(torch.cat if packed else torch.stack)(o) for o in zip(*branches, strict=True)]
     lses = [torch.cat(lse, dim=-1) if packed else torch.stack(lse) for lse in zip(*lses, strict=True)]
-    return branches, lses, torch.cat(choices, dim=1) if packed else torch.stack(choices)
+    return branches, lses, (torch.cat if packed else torch.stack)(choices)
 
 
 def _attend_sequence(
@@ -247,17 +289,18 @@ def _attend_sequence(
     block_indices: torch.Tensor | None,
     width: int,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The branches' outputs and LSEs, and the choice of blocks [Hs, M, width], for one sequence [T, H, D]."""
+    """The branches' outputs and LSEs, and the choice of blocks [M, Hs, width], for one sequence [T, H, D]."""
     config, causal, T = spec.config, spec.causal, q.shape[0]
     if T == 0:
         heads = q.shape[1] if config.rule == "seed" else k.shape[1]
         lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
         nothing = q.new_empty((0, q.shape[1], v.shape[2]))
-        return [nothing] * 3, [lse] * 3, q.new_empty((heads, 0, width), dtype=torch.int32)
+        return [nothing] * 3, [lse] * 3, q.new_empty((0, heads, width), dtype=torch.int32)
     k_cmp = compress(k, compress_k_weight, config=config)
     v_cmp = compress(v, compress_v_weight, config=config)
     if block_indices is None:
-        scores = selection_scores(q, k_cmp, config=config, causal=causal, softmax_scale=spec.softmax_scale)
+        scoring = k_cmp.to(k.dtype) if config.by_token else k_cmp
+        scores = selection_scores(q, scoring, config=config, causal=causal, softmax_scale=spec.softmax_scale)
         block_indices = choose_blocks(scores, config=config, width=width)
     static = dict(config=config, causal=causal)
     masked = (

@@ -66,18 +66,20 @@ FEATURES = (
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
     Feature("block_size that divides 128 or is a multiple of it", lambda r: _tiles_fit(r.config)),
     Feature("any other block_size", lambda r: not _tiles_fit(r.config), ()),
-    Feature("q_tile a multiple of 128", lambda r: r.config.q_tile % 128 == 0),
-    Feature("any other q_tile", lambda r: r.config.q_tile % 128 != 0, ()),
+    Feature("compress_size other than block_size", lambda r: r.config.span != r.config.block_size, ()),
+    Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
+    Feature("q_tile 1", lambda r: r.config.q_tile == 1, ()),
+    Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128, ()),
     Feature(
-        "compress_offset 0 with block_stride 1",
-        lambda r: (r.config.stride, r.config.offset) == (1, 0) and r.config.block_size > 1,
+        "compress_offset 0 with compress_stride 1",
+        lambda r: (r.config.stride, r.config.offset) == (1, 0) and r.config.span > 1,
         (),
     ),
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
     Feature("packed sequences", lambda r: False),
-    Feature("any group size, block_stride, not causal", lambda r: False),
+    Feature("any group size, compress_stride, not causal", lambda r: False),
 )
 
 

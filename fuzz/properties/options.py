@@ -21,10 +21,12 @@ def good_or_named(case: Fields) -> None:
     except (TypeError, ValueError) as error:
         assert NAMES & set(str(error).replace("=", " ").replace(",", " ").split()), f"names no field: {error}"
         return
-    for name in ("block_size", "stride", "block_counts", "q_tile", "window_size"):
+    for name in ("block_size", "span", "stride", "block_counts", "q_tile", "window_size"):
         value = getattr(config, name)
         assert type(value) is int and value >= 1, f"{name}={value!r} was taken"
-    assert config.block_size % config.stride == 0
+    assert config.block_size % config.stride == config.span % config.stride == 0
+    assert config.span == config.block_size or config.by_token
+    assert config.q_tile in (1, 2, 4, 8, 16, 32, 64, 128, 256)
     assert config.q_tile % config.block_size == 0 or config.block_size % config.q_tile == 0
     assert config.rule in ("nsa", "seed")
     assert all(type(getattr(config, name)) is bool for name in ("force_blocks", "deterministic"))
@@ -32,7 +34,7 @@ def good_or_named(case: Fields) -> None:
     assert hash(config) == hash(config.replace())
     for T in (1, config.block_size, 1000):
         assert 0 <= config.list_width(T) <= config.num_blocks(T)
-        assert config.compressed_length(T) * config.stride <= T + config.block_size
+        assert config.compressed_length(T) * config.stride <= T + config.span
 
 
 @holds("patches.text comes back", strategies.texts, pr=200)

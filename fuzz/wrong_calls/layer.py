@@ -86,13 +86,33 @@ POLICY = (
 SIZES = "block_size block_counts q_tile window_size"
 OF_CONFIG = (
     *not_a_size(SIZES),
-    *not_a_size("block_stride", optional=True),
-    (f"{SIZES} block_stride", TypeError, "{} must be an int, got nan", NAN),
-    (f"{SIZES} block_stride compress_offset", ValueError, "{} must be at most 2147483647, got", 2**31, 10**30),
-    ("block_stride", ValueError, "block_stride must divide block_size, got", 5, 32),
+    *not_a_size("compress_size compress_stride", optional=True),
+    (f"{SIZES} compress_size compress_stride", TypeError, "{} must be an int, got nan", NAN),
+    (
+        f"{SIZES} compress_size compress_stride compress_offset",
+        ValueError,
+        "{} must be at most 2147483647, got",
+        2**31,
+        10**30,
+    ),
+    ("compress_stride", ValueError, "compress_stride must divide compress_size, got", 5, 32),
+    ("compress_size", ValueError, "compress_stride must divide compress_size, got", 4, 12),
+    ("compress_size", ValueError, "compress_size other than block_size needs q_tile=1 and rule='nsa', got", 8, 32, 24),
+    (
+        "compress_size",
+        ValueError,
+        "compress_stride must divide block_size, got .*=3, block_size=16",
+        Together(compress_size=6, compress_stride=3, q_tile=1),
+    ),
     ("compress_offset", TypeError, "compress_offset must be an int, got", 1.5, "1", True, NAN),
     ("compress_offset", ValueError, "compress_offset must be at least -2147483647, got", -(10**30)),
-    ("q_tile", ValueError, "q_tile must be a multiple or a divisor of block_size, got q_tile=24, block_size=16", 24),
+    ("q_tile", ValueError, "q_tile must be 1 or a power of two up to 256, got", 24, 3, 384, 512),
+    (
+        "block_size",
+        ValueError,
+        "q_tile must be a multiple or a divisor of block_size, got q_tile=32, block_size=24",
+        24,
+    ),
     ("force_blocks deterministic", *NOT_A_BOOL, NAN),
     ("rule", ValueError, "rule must be one of 'nsa', 'seed', got", "logit", None, 1, NAN),
     ("rule", ValueError, "rule='seed' needs .* force_blocks=False, got .* True", "seed"),
@@ -103,9 +123,16 @@ FROM_DICT = (
     ("values", ValueError, "unknown NSAConfig fields: a, block_sizes", {"block_sizes": 64, "a": 1, "q_tile": 64}),
     ("values", ValueError, "unknown NSAConfig fields: importance, per_head, tile_query", lambda x: x | OLD),
     ("values", ValueError, "block_size must be at least 1", {"block_size": 0}),
+    (
+        "values",
+        ValueError,
+        "block_stride is the old name of compress_stride, got both",
+        {"block_stride": 16, "compress_stride": 16},
+    ),
 )
 SEED = (
-    ("block_stride", ValueError, "rule='seed' needs block_stride=block_size, compress_offset=0 and force_bl", 32),
+    ("compress_stride", ValueError, "rule='seed' needs compress_stride=block_size, compress_offset=0 and force_bl", 32),
+    ("compress_size", ValueError, "rule='seed' needs", 32),
     ("compress_offset", ValueError, "rule='seed' needs", None),
     ("force_blocks", ValueError, "rule='seed' needs", True),
 )
@@ -166,7 +193,7 @@ ROTATED = (
     ("q", ValueError, "q must have head dimension 8, got 6", torch.zeros(1, 4, 2, 6)),
     ("k", ValueError, "k must have head dimension 8, got 10", torch.zeros(1, 4, 1, 10)),
 )
-GOOD_CONFIG = dict(block_size=16, block_stride=8, block_counts=4, q_tile=32, window_size=8)
+GOOD_CONFIG = dict(block_size=16, compress_stride=8, block_counts=4, q_tile=32, window_size=8)
 TABLES = (
     Table("nsa", nsa, batch, NSA),
     Table("nsa, packed", nsa, packed, PACKED),

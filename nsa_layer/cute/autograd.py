@@ -144,7 +144,7 @@ def _joined_aux(parts: list[SavedForBackward], q: Tensor) -> tuple[Tensor, ...]:
     g = _joined([part.g for part in parts], -2)
     if g is None:
         g = q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
-    return block_indices, g, *lses
+    return block_indices.transpose(-3, -2), g, *lses
 
 
 def _joined(parts: list[Tensor | None], dim: int) -> Tensor | None:

@@ -8,7 +8,7 @@ from nsa_layer.cute.packing import Packing
 
 def pooling_options(spec: CallSpec, packing: Packing | None) -> dict:
     """Options of `pool` and `unpool`."""
-    options = dict(block_size=spec.config.block_size, stride=spec.config.stride)
+    options = dict(block_size=spec.config.span, stride=spec.config.stride)
     return options if packing is None else options | dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks)
 
 

@@ -70,7 +70,7 @@ class Sizes:
     D: int
     Dv: int
     itemsize: int
-    block_stride: int
+    compress_stride: int
     q_tile: int
     list_width: int
     gated: bool = True
@@ -109,7 +109,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     """
     tokens, e, G = sizes.tokens, sizes.itemsize, sizes.Hq // sizes.Hkv
     query_heads, rows = heads * G, tokens * sizes.Hq
-    blocks = tokens // sizes.block_stride
+    blocks = tokens // sizes.compress_stride
     tiles = -(-tokens // sizes.q_tile)
     branch = tokens * query_heads * sizes.Dv * e
     row_numbers = tokens * query_heads * 4

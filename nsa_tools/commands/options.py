@@ -94,7 +94,8 @@ def add_shape_options(parser: argparse._ActionsContainer, *, seqlen: list[int] |
     add("--deterministic", "of NSAConfig", action="store_true")
     for name in CONFIG_OPTIONS:
         add("--" + name.replace("_", "-"), "of NSAConfig", type=int, default=getattr(DEFAULTS, name))
-    add("--block-stride", "of NSAConfig (default: --block-size)", type=int)
+    add("--compress-size", "of NSAConfig (default: --block-size)", type=int)
+    add("--compress-stride", "of NSAConfig (default: --compress-size)", type=int)
     add("--budget", "of MemoryPolicy, in GiB (default: what is free)", type=float, metavar="GIB")
     add("--recompute", "of MemoryPolicy", choices=RECOMPUTE, default="auto")
     add("--mode", "both: backward too", choices=("forward", "both"), default="both")
@@ -111,7 +112,8 @@ def shapes(given: argparse.Namespace) -> list[Shape]:
     Raises:
         ValueError: a size does not fit, or there is no such device.
     """
-    config = NSAConfig(**{name: getattr(given, name) for name in (*CONFIG_OPTIONS, "block_stride", "deterministic")})
+    named = (*CONFIG_OPTIONS, "compress_size", "compress_stride", "deterministic")
+    config = NSAConfig(**{name: getattr(given, name) for name in named})
     device = usable_device(given.device)
     dtype = getattr(torch, DTYPES[given.dtype or ("fp32" if device.type == "cpu" else "bf16")])
     own = (given.heads, given.kv_heads)

@@ -25,7 +25,7 @@ def compressed_visible(queries: torch.Tensor, T: int, *, config: NSAConfig) -> t
         seen = (ends + config.offset <= queries[:, None]).to(torch.int32)
         # +1 where a block starts and -1 behind its end: the running sum counts the blocks over each token.
         covered.index_add_(1, ends, seen)
-        covered.index_add_(1, ends + config.block_size, -seen)
+        covered.index_add_(1, ends + config.span, -seen)
     return covered.cumsum(1)[:, :T] > 0
 
 
@@ -56,7 +56,7 @@ def visibility_figure(model: ByteModel, tokens: torch.Tensor, *, config: NSAConf
     model.eval()
     model(tokens[None], seen=layers)
     shown = sorted({0, len(layers) - 1})
-    heads = range(min(2, layers[0].block_indices.shape[1]))
+    heads = range(min(2, layers[0].block_indices.shape[2]))
     panels = 2 + len(heads)
     figure = new_figure(3.1 * panels, 3.5 * len(shown) + 0.4)
     grid = figure.subplots(len(shown), panels, squeeze=False)
@@ -76,9 +76,9 @@ def _draw_layer(row: object, aux: Aux, name: str, heads: range, T: int, config: 
     queries = torch.linspace(0, T - 1, min(T, PIXELS), dtype=torch.float64).long()
     lists = aux.block_indices[0].cpu()
     gates = dict(zip(BRANCHES, aux.gates[0].float().mean((0, 1)).tolist()))
-    panels = [("compressed", f", means of {config.block_size}", compressed_visible(queries, T, config=config))]
+    panels = [("compressed", f", means of {config.span}", compressed_visible(queries, T, config=config))]
     panels += [
-        ("selected", f", list of head {head}", selected_visible(queries, T, lists[head], config=config))
+        ("selected", f", list of head {head}", selected_visible(queries, T, lists[:, head], config=config))
         for head in heads
     ]
     panels += [("sliding window", "", window_visible(queries, T, config=config))]

@@ -99,11 +99,14 @@ def work(shape: Shape) -> dict[tuple[str, str], Work]:
     kv_cmp, rows = blocks * s.Hkv * (s.D + s.Dv) * e, tokens * s.Hq * FP32
     lists = tiles * s.Hkv * config.list_width(max(lengths)) * 4
     scores = sum(config.num_tiles(length) * config.num_blocks(length) for length in lengths) * s.Hq * s.D
+    pairs, scored = visible_pairs(s), blocks * s.Hkv * s.D * FP32
+    if config.by_token:  # one more product of the compressed branch, with its rounded keys and its log-sum-exp
+        scores, scored = 2 * pairs["cmp"] * s.Hq * s.D, blocks * s.Hkv * s.D * e + rows
     keys = {"cmp": kv_cmp, "slc": kv, "swa": kv}
     found = {
         ("compress", "forward"): Work(kv + kv_cmp + blocks * s.Hkv * s.D * FP32),
         ("compress", "backward"): Work(kv + kv_cmp),
-        ("choose", "forward"): Work(q + blocks * s.Hkv * s.D * FP32 + lists, scores),
+        ("choose", "forward"): Work(q + scored + lists, scores),
         ("lists", "forward"): Work(2 * lists),
         ("lists", "backward"): Work(2 * lists),
         ("gate", "forward"): Work(4 * o + gated * q),
@@ -111,7 +114,7 @@ def work(shape: Shape) -> dict[tuple[str, str], Work]:
         # Of dk and dv: the last call that adds to dq can round it.
         ("convert", "backward"): Work(kv / e * (FP32 + e)),
     }
-    for name, count in visible_pairs(s).items():
+    for name, count in pairs.items():
         found[name, "forward"] = Work(q + o + keys[name] + rows, 2 * count * s.Hq * (s.D + s.Dv))
         found[name, "backward"] = Work(2 * q + o + 2 * keys[name] + 2 * rows, 2 * count * s.Hq * (3 * s.D + 2 * s.Dv))
     return {(name, way): work for (name, way), work in found.items() if s.backward or way == "forward"}

@@ -67,16 +67,19 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
         if len(q) == 0:
             continue
         k_cmp = reference.compress(k, exact.compress_k_weight, config=config)
+        if config.by_token:
+            k_cmp = k_cmp.to(case.dtype).to(k.dtype)
         scale = case.spec.softmax_scale
         scores = reference.selection_scores(q, k_cmp, config=config, causal=case.causal, softmax_scale=scale)
         own = reference.choose_blocks(scores, config=config, width=width)
-        given = block_indices[:, tiles] if packed else block_indices[number]
+        given = block_indices[tiles] if packed else block_indices[number]
         assert given.shape == own.shape, f"block_indices of sequence {number}: {given.shape}, {own.shape}\n{case!r}"
         # How far rounding may move a dot product.
-        asking = reference.tile_query(q, config=config, causal=case.causal)
-        size = scale * asking.norm(dim=-1).max() * (k_cmp.norm(dim=-1).max() if len(k_cmp) else 0)
+        asking = q if config.by_token else reference.tile_query(q, config=config, causal=case.causal)
         eps = torch.finfo(accumulation_dtype(case.dtype)).eps
-        error = 8 * eps * float(size)
+        error = rounding_of_scores(asking, k_cmp, scale, eps)
+        if config.by_token:
+            error += rounding_of_keys(asking, k_cmp, scale, case.dtype)
         if config.rule == "seed":
             allowed = torch.full_like(scores.values, 2 * error)
         else:  # it moves by a part of itself: by its logits' errors, and rounding of its own
@@ -84,10 +87,26 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
         assert_sequence_choice(f"{case!r}, sequence {number}", given, own, scores, allowed)
 
 
+def rounding_of_scores(asking: torch.Tensor, k_cmp: torch.Tensor, scale: float, eps: float) -> float:
+    """How far rounding of its terms and sums may move a score of queries [.., D] and keys [.., D]."""
+    return 8 * eps * scale * float(asking.norm(dim=-1).max() * k_cmp.norm(dim=-1).max()) if k_cmp.numel() else 0.0
+
+
+def rounding_of_keys(asking: torch.Tensor, k_cmp: torch.Tensor, scale: float, dtype: torch.dtype) -> float:
+    """How far a score moves where an element of a compressed key is rounded the other way.
+
+    Means are taken in the accumulation dtype in any order, so that one near the middle of two numbers of `dtype` may
+    become either.
+    """
+    if k_cmp.numel() == 0 or accumulation_dtype(dtype) == dtype:
+        return 0.0
+    return torch.finfo(dtype).eps * scale * float(asking.abs().max() * k_cmp.abs().max())
+
+
 def assert_sequence_choice(
     where: str, given: torch.Tensor, own: torch.Tensor, scores: reference.SelectionScores, allowed: torch.Tensor
 ) -> None:
-    """Lists [Hs, M, n] are the reference's own but for blocks whose score is within `allowed` of the last one in."""
+    """Lists [M, Hs, n] are the reference's own but for blocks whose score is within `allowed` of the last one in."""
     blocks = torch.arange(scores.values.shape[-1], device=given.device)
     listed, expected = ((x[..., None] == blocks).any(-2) for x in (given, own))
     sorted_again = torch.where(listed, blocks, len(blocks)).sort(-1).values[..., : given.shape[-1]]
@@ -104,7 +123,7 @@ def assert_sequence_choice(
     near = differ & ((scores.values - worst).abs() <= allowed)
     far = (differ & ~near).nonzero()
     assert not len(far), (
-        f"[head, tile, block] {far[0].tolist()} should {'' if expected[tuple(far[0])] else 'not '}be listed: "
+        f"[tile, head, block] {far[0].tolist()} should {'' if expected[tuple(far[0])] else 'not '}be listed: "
         f"score {scores.values[tuple(far[0])]:.9g}, the last one in has {worst[tuple(far[0][:2])].item():.9g}: {where}"
     )
 
@@ -234,7 +253,7 @@ def assert_forward_causal(case: Case, backend: Backend, t: int, device: torch.de
     before, after = run(backend, inputs), run(backend, replace(inputs, **changed))
     tiles = t // case.config.q_tile + 1
     kept = {"o": (before.o[:, : t + 1], after.o[:, : t + 1])}
-    kept["block_indices"] = tuple(r.aux.block_indices[:, :, :tiles] for r in (before, after))
+    kept["block_indices"] = tuple(r.aux.block_indices[:, :tiles] for r in (before, after))
     kept |= {name: tuple(getattr(r.aux, name)[..., : t + 1] for r in (before, after)) for name in LSES}
     for name, (old, new) in kept.items():
         differ = (old != new).nonzero()

@@ -17,6 +17,7 @@ import torch
 from nsa_layer import reference
 from nsa_layer.call_spec import accumulation_dtype
 from nsa_layer.config import NSAConfig
+from nsa_tools.testing.assertions import rounding_of_keys, rounding_of_scores
 
 ELEMENTS = 1 << 25  # of a chunk's largest matrix
 BRANCHES = ("cmp", "slc", "swa")
@@ -28,7 +29,7 @@ class Sequence:
 
     Attributes:
         q, k, v, do: [T, Hq, D], [T, Hkv, D], [T, Hkv, Dv], [T, Hq, Dv]; do is None where only forward is checked.
-        block_indices: int32 [Hkv, M, n], as `Aux` has them.
+        block_indices: int32 [M, Hkv, n], as `Aux` has them.
         gate_weight: [Hq, 3, D], or None for 1/3 each.
     """
 
@@ -97,10 +98,10 @@ class Keys:
 
 def compressed(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig, dtype: torch.dtype) -> torch.Tensor:
     """`reference.compress` of one head, [T, D] -> [Tc, D], in chunks of tokens."""
-    Tc, step = config.compressed_length(len(x)), max(1, ELEMENTS // (config.block_size * x.shape[1]))
+    Tc, step = config.compressed_length(len(x)), max(1, ELEMENTS // (config.span * x.shape[1]))
     parts = []
     for begin in range(0, Tc, step):
-        tokens = x[begin * config.stride : (min(begin + step, Tc) - 1) * config.stride + config.block_size]
+        tokens = x[begin * config.stride : (min(begin + step, Tc) - 1) * config.stride + config.span]
         parts.append(reference.compress(tokens[:, None].to(dtype), None, config=config)[:, 0])
     means = torch.cat(parts) if parts else x[:0].to(accumulation_dtype(dtype))
     return means if weight is None else means @ weight.to(means.dtype)
@@ -186,7 +187,7 @@ def _compressed_visible(t: torch.Tensor, Tc: int, config: NSAConfig) -> torch.Te
 
 
 def _selected_keys(s: Sequence, head: int, t: torch.Tensor, dtype: torch.dtype) -> tuple:
-    blocks = s.block_indices[head, t // s.config.q_tile].long()  # [R, n]
+    blocks = s.block_indices[t // s.config.q_tile, head].long()  # [R, n]
     inside = torch.arange(s.config.block_size, device=t.device)
     position = (blocks[..., None] * s.config.block_size + inside).flatten(1)
     visible = (blocks >= 0).repeat_interleave(s.config.block_size, dim=1) & (position <= t[:, None])
@@ -214,6 +215,10 @@ def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.Se
     candidates = start + l - 1 <= first
     own = (start + l > first) & (start <= last)
     forced = (own | (first // l - 1 == start // l) | (start == 0)) & config.force_blocks
+    candidates, forced = candidates.unsqueeze(1), forced.unsqueeze(1)
+    if config.by_token:
+        values, allowed = _token_scores(s, tiles, N)
+        return reference.SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced), allowed
     asked = [slice(max(0, t - config.q_tile + 1), t + 1) for t in first[:, 0].tolist()]
     asking = torch.stack([s.q[queries].double().mean(0) for queries in asked])  # [m, Hq, D]
     values, allowed = [], []
@@ -221,16 +226,30 @@ def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.Se
     for head in range(s.k.shape[1]):
         weight = None if s.compress_k_weight is None else s.compress_k_weight[head]
         keys = compressed(s.k[:, head], weight, config=config, dtype=torch.float64)[:: l // config.stride]
-        mine = asking[:, s.queries(head)].movedim(0, 1)  # [G, m, D]
+        mine = asking[:, s.queries(head)]  # [m, G, D]
         score = torch.full((*mine.shape[:2], N), 0.0, dtype=torch.float64, device=keys.device)
         score[..., : len(keys)] = mine @ keys.mT * s.softmax_scale
-        error = (
-            8 * eps * s.softmax_scale * float(mine.norm(dim=-1).max() * (keys.norm(dim=-1).max() if len(keys) else 0))
-        )
-        score = score.masked_fill(~candidates, -torch.inf).softmax(-1).sum(0)
-        values.append(score.masked_fill(~candidates, -torch.inf))
+        error = rounding_of_scores(mine, keys, s.softmax_scale, eps)
+        score = score.masked_fill(~candidates, -torch.inf).softmax(-1).sum(1)
+        values.append(score.masked_fill(~candidates[:, 0], -torch.inf))
         allowed.append((2 * error + 8 * eps) * score + torch.finfo(torch.float32).tiny)
-    return reference.SelectionScores(torch.stack(values), candidates, forced), torch.stack(allowed)
+    return reference.SelectionScores(torch.stack(values, dim=1), candidates, forced), torch.stack(allowed, dim=1)
+
+
+def _token_scores(s: Sequence, tokens: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance [m, Hkv, blocks] of every block for some tokens, and how far rounding may move it."""
+    config, dtype, values, allowed = s.config, s.q.dtype, [], []
+    eps = torch.finfo(accumulation_dtype(dtype)).eps
+    static = dict(blocks=blocks, config=config, causal=True, softmax_scale=s.softmax_scale)
+    for head in range(s.k.shape[1]):
+        weight = None if s.compress_k_weight is None else s.compress_k_weight[head]
+        keys = compressed(s.k[:, head], weight, config=config, dtype=torch.float64).to(dtype).double()
+        asking = s.q[tokens, s.queries(head)].double()
+        values.append(reference.token_importance(asking, keys[:, None], tokens, **static)[:, 0])
+        error = rounding_of_scores(asking, keys, s.softmax_scale, eps)
+        error += rounding_of_keys(asking, keys, s.softmax_scale, dtype)
+        allowed.append((2 * error + 8 * eps) * values[-1] + torch.finfo(torch.float32).tiny)
+    return torch.stack(values, dim=1), torch.stack(allowed, dim=1)
 
 
 def keys(
@@ -257,7 +276,7 @@ class _KeyPass:
         config, device = s.config, tokens.device
         Tc = config.compressed_length(len(s.q))
         # Token t is in the compressed keys (t - l) // d + 1 .. t // d, as far as there are such.
-        reach = config.block_size // config.stride
+        reach = config.span // config.stride
         blocks = tokens[:, None] // config.stride - torch.arange(reach, device=device)
         self.held = (blocks >= 0) & (blocks < Tc)
         self.blocks = blocks.clamp(0, max(0, Tc - 1))
@@ -268,7 +287,7 @@ class _KeyPass:
     def _compressed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """The sampled compressed keys [K * reach, D]."""
         config = self.s.config
-        inside = torch.arange(config.block_size, device=x.device)
+        inside = torch.arange(config.span, device=x.device)
         position = (self.blocks.flatten()[:, None] * config.stride + inside).clamp(max=len(x) - 1)
         mean = reference.mean(x[position].to(self.acc), 1)
         return (mean if weight is None else mean @ weight.to(self.acc)).to(self.dtype)
@@ -301,7 +320,7 @@ class _KeyPass:
         blocks = self.blocks.flatten()
         yield self.of_blocks, blocks * config.stride + config.offset <= t[:, None]
         later = self.tokens <= t[:, None]
-        tiles = s.block_indices[self.head, begin // tile : (end - 1) // tile + 1]
+        tiles = s.block_indices[begin // tile : (end - 1) // tile + 1, self.head]
         own = (self.tokens // config.block_size).to(tiles.dtype)
         listed = (tiles[..., None] == own).any(1)[t // tile - begin // tile]  # [rows, K]
         yield self.of_tokens, listed & later
@@ -332,7 +351,7 @@ class _KeyPass:
         if weight is not None:
             of_block = of_block @ weight.to(self.acc).mT
         each = of_block.unflatten(0, self.blocks.shape).masked_fill(~self.held[..., None], 0)
-        return result + (each.sum(1) / self.s.config.block_size).to(self.dtype)
+        return result + (each.sum(1) / self.s.config.span).to(self.dtype)
 
     def _noise(self, total: list) -> torch.Tensor:
         return self._gradient([branch[2] for branch in total], self.weights[0]).abs().amax(1)

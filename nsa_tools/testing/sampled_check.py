@@ -90,8 +90,8 @@ class _Part:
         return x[self.batch] if self.batch is not None else x.narrow(dim, self.first, self.T)
 
     def lists(self, block_indices: torch.Tensor, tiles: int) -> torch.Tensor:
-        """[Hkv, M, n]"""
-        return block_indices[self.batch] if self.batch is not None else block_indices.narrow(1, self.first_tile, tiles)
+        """[M, Hkv, n]"""
+        return block_indices[self.batch] if self.batch is not None else block_indices.narrow(0, self.first_tile, tiles)
 
 
 def check(shape: Shape, backend: str, *, samples: Samples = Samples(), attend=nsa) -> Report:
@@ -214,11 +214,11 @@ def _judge(
 
 
 def _judge_choice(sequence: row_oracle.Sequence, part: _Part, count: int) -> Verdict:
-    M, n = sequence.block_indices.shape[1:]
+    M, _, n = sequence.block_indices.shape
     tiles = _sample(M, count, 1, seed=4).to(sequence.q.device)
     scores, allowed = row_oracle.choice_scores(sequence, tiles)
     own = reference.choose_blocks(scores, config=sequence.config, width=n)
-    given, note = sequence.block_indices[:, tiles], ""
+    given, note = sequence.block_indices[tiles], ""
     try:
         assert_sequence_choice("sampled tiles", given, own, scores, allowed)
     except AssertionError as error:

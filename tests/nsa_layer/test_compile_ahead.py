@@ -51,7 +51,7 @@ def asked(call):
 """
 NAMED = """
 for more in ({}, dict(T=40), dict(Hkv=4), dict(config=NSAConfig(block_size=32)), dict(config=NSAConfig(block_size=256)),
-             dict(config=NSAConfig(deterministic=True, block_stride=16)), dict(policy=MemoryPolicy(budget=0)),
+             dict(config=NSAConfig(deterministic=True, compress_stride=16)), dict(policy=MemoryPolicy(budget=0)),
              dict(causal=False)):
     for gate, projected, backward in (("weight", False, True), ("none", True, True), ("given", False, False)):
         call = shape(**more, gate=gate, projected=projected, backward=backward)

@@ -20,7 +20,7 @@ def test_the_largest_integers_are_no_limit(field: str, backend: str) -> None:
 
 
 def test_frozen_hashable_and_round_trip() -> None:
-    config = NSAConfig(block_size=32, block_stride=16, compress_offset=-5)
+    config = NSAConfig(block_size=32, compress_size=48, compress_stride=16, compress_offset=-5, q_tile=1)
     with pytest.raises(FrozenInstanceError):
         config.block_size = 64
     assert NSAConfig.from_dict(asdict(config)) == config
@@ -31,7 +31,18 @@ def test_frozen_hashable_and_round_trip() -> None:
 
 def test_defaults_that_follow_the_block_size() -> None:
     assert (NSAConfig(block_size=32).stride, NSAConfig(block_size=32).offset) == (32, 31)
-    assert (NSAConfig(block_stride=16).stride, NSAConfig(compress_offset=0).offset) == (16, 0)
+    assert (NSAConfig(compress_stride=16).stride, NSAConfig(compress_offset=0).offset) == (16, 0)
+    paper = NSAConfig.paper()
+    assert (paper.span, paper.stride, paper.offset, paper.block_size, paper.by_token) == (32, 16, 31, 64, True)
+    assert NSAConfig(compress_size=32, q_tile=1).stride == 32 and not NSAConfig.seed(q_tile=1).by_token
+
+
+def test_dictionaries_of_before_compression_had_a_size_are_read() -> None:
+    old = dict(block_size=32, block_stride=16, block_counts=8, q_tile=64, window_size=128, compress_offset=None)
+    old |= dict(force_blocks=True, deterministic=False, rule="nsa")
+    config = NSAConfig.from_dict(old)
+    assert (config.span, config.stride, config.compress_size) == (32, 16, None)
+    assert config == NSAConfig(block_size=32, compress_stride=16, block_counts=8, q_tile=64, window_size=128)
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
@@ -40,11 +51,15 @@ def test_counts(size: int, stride: int) -> None:
     """Lengths in blocks, counted rather than computed."""
     if size % stride:
         return
-    config = NSAConfig(block_size=size, block_stride=stride, q_tile=4, block_counts=2)
+    config = NSAConfig(block_size=size, compress_stride=stride, q_tile=4, block_counts=2)
+    apart = config.replace(compress_size=3 * stride, q_tile=1)
     for T in range(1, 70):
         assert config.compressed_length(T) == len([s for s in range(0, T, stride) if s + size <= T])
+        assert apart.compressed_length(T) == len([s for s in range(0, T, stride) if s + 3 * stride <= T])
+        assert apart.num_tiles(T) == T
         assert config.num_blocks(T) == len(range(0, T, size))
         assert config.num_tiles(T) == len(range(0, T, 4))
         assert config.list_width(T) <= config.num_blocks(T)
     assert config.list_width(10**6) == max(2, max(1, 4 // size) + 2)
     assert config.replace(force_blocks=False).list_width(10**6) == 2
+    assert apart.list_width(10**6) == 3

@@ -78,7 +78,7 @@ PACK, SIX = (300, 1, 0, 513, 64, 129), NSAConfig(block_counts=6)
 DETERMINISTIC = SIX.replace(deterministic=True)
 OPTIONS = [
     dict(config=NSAConfig(block_size=16, block_counts=20)),
-    dict(config=NSAConfig(block_size=32, block_stride=16)),
+    dict(config=NSAConfig(block_size=32, compress_stride=16)),
     dict(config=NSAConfig(block_size=128, block_counts=4)),
     dict(config=NSAConfig(block_size=256, block_counts=3)),
     dict(T=890, config=NSAConfig(block_size=256)),
@@ -141,7 +141,7 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
     T, config = 2048, NSAConfig(block_size=block_size, block_counts=4)
     case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
     inputs = make_inputs(case, "cuda")
-    q, chosen = inputs.q, run("cute", inputs).aux.block_indices
+    q, chosen = inputs.q, run("cute", inputs).aux.block_indices.transpose(1, 2).contiguous()
     given = dict(spec=case.spec, block_counts=(chosen >= 0).sum(-1, dtype=torch.int32))
     forward, backward = (
         selected_branch.selected_sparsity(chosen, T, (4, 2), **given, backward=b) for b in (False, True)

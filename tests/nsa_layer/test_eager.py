@@ -42,7 +42,7 @@ FEW_NUMBERS = [
     replace(FEW, config=TINY.replace(compress_offset=-6), seed=428),
     Case(B=3, T=1, D=2, dtype=torch.float16, config=TINY.replace(block_counts=6), causal=False, compress_weights=True,
          seed=2),
-    Case(T=4, Hq=3, Hkv=1, D=5, dtype=torch.float16, config=NSAConfig(block_size=4, q_tile=20, window_size=33),
+    Case(T=4, Hq=3, Hkv=1, D=5, dtype=torch.float16, config=NSAConfig(block_size=4, q_tile=16, window_size=33),
          gate="cmp", compress_weights=True, seed=759),
 ]  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_on_a_gpu(dtype: torch.dtype, T: int) -> None:
     case = Case(T=T, Hq=2, Hkv=1, D=64, dtype=dtype, compress_weights=True)
     assert_close_to_reference(case, "eager", "cuda")
     if T == 1000:
-        for config in (NSAConfig.seed(), NSAConfig(block_stride=16), NSAConfig(q_tile=32)):
+        for config in (NSAConfig.seed(), NSAConfig(compress_stride=16), NSAConfig(q_tile=32)):
             assert_close_to_reference(replace(case, config=config), "eager", "cuda")
         assert_close_to_reference(replace(case, lengths=(300, 0, 1, 699), Hq=8), "eager", "cuda")
         assert_close_to_reference(replace(case, causal=False, Hq=8, B=2), "eager", "cuda")

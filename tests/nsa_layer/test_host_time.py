@@ -60,7 +60,9 @@ def test_a_warm_call_asks_nothing_of_the_dsl(monkeypatch: pytest.MonkeyPatch) ->
         _flash_attn_fwd(q, k, k, causal=True)
 
 
-@pytest.mark.parametrize("config", [NSAConfig(), NSAConfig(block_size=64, block_stride=16), NSAConfig(block_size=32)])
+@pytest.mark.parametrize(
+    "config", [NSAConfig(), NSAConfig(block_size=64, compress_stride=16), NSAConfig(block_size=32)]
+)
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
     packing = Packing.of(CallSpec(config, True, 1.0, lengths), torch.device("cpu"))

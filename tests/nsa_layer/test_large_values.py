@@ -20,7 +20,7 @@ POOLINGS = [(1, 1), (64, 64), (64, 8), (7, 7), (12, 3)]
 
 def config_of(pooling: tuple[int, int]) -> NSAConfig:
     l, d = pooling
-    return NSAConfig(block_size=l, block_stride=d, q_tile=l)
+    return NSAConfig(block_size=l, compress_stride=d, q_tile=l & -l)
 
 
 def of_size_one(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

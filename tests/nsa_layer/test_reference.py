@@ -19,7 +19,7 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
     """The keys that query t sees in each branch, by the words of the definition; blocks: the list of its tile."""
     config, T = case.config, case.T
     tokens = [s for j in blocks.tolist() if j >= 0 for s in range(j * config.block_size, (j + 1) * config.block_size)]
-    compressed = range((T - config.block_size) // config.stride + 1) if T >= config.block_size else range(0)
+    compressed = range((T - config.span) // config.stride + 1) if T >= config.span else range(0)
     w = config.window_size
     if case.causal:
         return {
@@ -39,8 +39,10 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
     "config",
     [
         TINY,
-        TINY.replace(block_stride=2),
+        TINY.replace(compress_stride=2),
         TINY.replace(q_tile=2),
+        TINY.replace(q_tile=1),
+        TINY.replace(q_tile=1, compress_size=6, compress_stride=2),
         NSAConfig.seed(block_size=4, block_counts=3, q_tile=8, window_size=5),
         TINY.replace(compress_offset=-6, force_blocks=False),
         TINY.replace(window_size=1),
@@ -50,7 +52,7 @@ def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
     case = Case(T=23, Hq=4, Hkv=2, D=3, Dv=2, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
     inputs = make_inputs(case)
     o, aux = reference.attend(**inputs.tensors(), spec=case.spec)
-    size, stride = config.block_size, config.stride
+    size, stride = config.span, config.stride
     for h in range(case.Hq):
         kv = h // 2
         k, v = inputs.k[0, :, kv], inputs.v[0, :, kv]
@@ -59,7 +61,7 @@ def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
         v_cmp = torch.stack([v[s : s + size].sum(0) / size @ inputs.compress_v_weight[kv] for s in starts])
         for t in range(case.T):
             q = inputs.q[0, t, h]
-            blocks = aux.block_indices[0, h if config.rule == "seed" else kv, t // config.q_tile]
+            blocks = aux.block_indices[0, t // config.q_tile, h if config.rule == "seed" else kv]
             total = torch.zeros(case.Dv, dtype=torch.float64)
             for i, (branch, seen) in enumerate(literal_keys(case, blocks, t).items()):
                 keys, values = (k_cmp, v_cmp) if branch == "cmp" else (k, v)
@@ -77,7 +79,7 @@ def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
     [
         Case(T=11, Hq=2, Hkv=1, D=3, Dv=2, compress_weights=True),
         Case(T=11, Hq=2, Hkv=1, D=3, Dv=2, compress_weights=True, gate="given", causal=False),
-        Case(T=10, Hq=2, Hkv=2, D=2, config=TINY.replace(block_stride=2), compress_weights=True),
+        Case(T=10, Hq=2, Hkv=2, D=2, config=TINY.replace(compress_stride=2), compress_weights=True),
         Case(lengths=(3, 0, 6), Hq=2, Hkv=1, D=2, compress_weights=True, gate="none"),
         Case(T=9, Hq=2, Hkv=1, D=2, config=NSAConfig.seed(block_size=2, q_tile=4, block_counts=2, window_size=3)),
     ],
@@ -114,7 +116,7 @@ def test_rows_that_see_nothing() -> None:
 def test_a_given_choice_is_used() -> None:
     case = Case(T=16, Hq=1, Hkv=1, D=2, dtype=torch.float64, config=TINY, gate="slc")
     inputs = make_inputs(case)
-    choice = torch.tensor([[[[0, -1, -1], [3, -1, -1]]]], dtype=torch.int32)
+    choice = torch.tensor([[[[0, -1, -1]], [[3, -1, -1]]]], dtype=torch.int32)
     got = run(partial(reference.attend, block_indices=choice), inputs)
     assert torch.equal(got.aux.block_indices, choice)
     # Token 8 sees none of block 3, which holds tokens 12 .. 15; token 12 sees itself alone.

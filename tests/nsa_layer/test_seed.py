@@ -24,14 +24,14 @@ def assert_the_seeds_choice(case: Case, backend: str) -> None:
     """A list for every query head and tile; what is attended to is that of every rule, as `test_reference` has it."""
     inputs = make_inputs(case)
     choice, size = run(backend, inputs).aux.block_indices, case.config.block_size
-    assert choice.shape[-3] == case.Hq
+    assert choice.shape[-2] == case.Hq
     for own, q, k in zip(choice, inputs.q, inputs.k, strict=True):
         T, tile = len(q), case.config.q_tile
         k_cmp = k[: T // size * size].unflatten(0, (-1, size)).mean(1)
         for h in range(case.Hq):
             mine = q[:, h], k_cmp[:, h // (case.Hq // case.Hkv)]
             expected = [seed_list(*mine, t, min(t + tile, T) - 1, case) for t in range(0, T, tile)]
-            assert [[j for j in row if j >= 0] for row in own[h].tolist()] == expected
+            assert [[j for j in row if j >= 0] for row in own[:, h].tolist()] == expected
 
 
 def test_what_it_says() -> None:

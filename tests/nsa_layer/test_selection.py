@@ -58,8 +58,8 @@ def assert_oracle_choice(case: Case, backend: str) -> None:
     inputs = make_inputs(case)
     choice = run(backend, inputs).aux.block_indices[0]
     for kv in range(case.Hkv):
-        for tile in range(choice.shape[1]):
-            got, expected = choice[kv, tile].tolist(), oracle_list(inputs, kv, tile)
+        for tile in range(choice.shape[0]):
+            got, expected = choice[tile, kv].tolist(), oracle_list(inputs, kv, tile)
             assert got == expected + [-1] * (len(got) - len(expected)), f"head {kv}, tile {tile}: {case!r}"
 
 
@@ -75,7 +75,7 @@ EXACT = Case(T=150, Hq=2, Hkv=2, D=16, config=SMALL, integers=True)
         {},
         {"q_tile": 4},
         {"q_tile": 32, "block_counts": 2},
-        {"block_stride": 2},
+        {"compress_stride": 2},
         {"force_blocks": False, "block_counts": 3},
         {"block_counts": 1},
         {"block_counts": 1000},
@@ -91,7 +91,7 @@ def test_exact_scores(causal: bool, changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("changes", [{}, {"block_stride": 4}, {"force_blocks": False, "block_counts": 18}], ids=repr)
+@pytest.mark.parametrize("changes", [{}, {"compress_stride": 4}, {"force_blocks": False, "block_counts": 18}], ids=repr)
 def test_softmax_scores(backend: str, changes: dict[str, object]) -> None:
     """Real scores, no ties: heads of a group with very different softmaxes are summed after them.
 
@@ -107,9 +107,9 @@ def test_a_wrong_choice_is_seen() -> None:
     """The helper that the tests of every backend use refuses what it should."""
     inputs = make_inputs(Case(T=150, config=SMALL, seed=1))
     choice = run("reference", inputs).aux.block_indices
-    assert choice[0, 0, -1].tolist()[0] == 0 and choice.shape[-1] == 5
+    assert choice[0, -1, 0].tolist()[0] == 0 and choice.shape[-1] == 5
     assert_same_choice(inputs, choice)
-    chosen = set(choice[0, 0, -1].tolist())
+    chosen = set(choice[0, -1, 0].tolist())
     other = next(j for j in range(1, 17) if j not in chosen)
     free = next(j for j in sorted(chosen) if j not in (0, 17, 18))
     wrong = {
@@ -120,6 +120,6 @@ def test_a_wrong_choice_is_seen() -> None:
     }
     for message, blocks in wrong.items():
         changed = choice.clone()
-        changed[0, 0, -1] = torch.tensor(blocks)
+        changed[0, -1, 0] = torch.tensor(blocks)
         with pytest.raises(AssertionError, match=message):
             assert_same_choice(inputs, changed)

@@ -81,7 +81,7 @@ def not_a_number(o: torch.Tensor, aux: Aux) -> tuple:
 
 def other_block(o: torch.Tensor, aux: Aux) -> tuple:
     lists = aux.block_indices.clone()
-    lists[0, 1, 15, 0] = -1 if 0 not in lists[0, 1, 15].tolist() else 1
+    lists[0, 15, 1, 0] = -1 if 0 not in lists[0, 15, 1].tolist() else 1
     return o, replace(aux, block_indices=lists)
 
 

@@ -73,7 +73,7 @@ def test_sampling_ignores_what_stands_behind() -> None:
 
 
 def test_pictures_show_the_definition() -> None:
-    settings = NSAConfig(block_size=4, block_stride=2, block_counts=2, q_tile=8, window_size=3)
+    settings = NSAConfig(block_size=4, compress_stride=2, block_counts=2, q_tile=8, window_size=3)
     T, queries = 19, torch.arange(19)
     lists = torch.tensor([[0, -1], [0, 1], [2, 4]])
     compressed, selected = torch.zeros(T, T, dtype=torch.bool), torch.zeros(T, T, dtype=torch.bool)

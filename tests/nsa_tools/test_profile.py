@@ -76,9 +76,9 @@ def test_the_host_clock_leaves_out_components_inside_a_component() -> None:
 
 
 @pytest.mark.parametrize("T", [1, 7, 8, 100, 129])
-@pytest.mark.parametrize(("stride", "q_tile"), [(8, 16), (4, 16), (8, 4)])
+@pytest.mark.parametrize(("stride", "q_tile"), [(8, 16), (4, 16), (8, 4), (4, 1)])
 def test_pairs_are_those_that_the_masks_show(T: int, stride: int, q_tile: int) -> None:
-    config = NSAConfig(block_size=8, block_stride=stride, block_counts=6, q_tile=q_tile, window_size=11)
+    config = NSAConfig(block_size=8, compress_stride=stride, block_counts=6, q_tile=q_tile, window_size=11)
     shape = Shape(B=1, T=T, Hq=1, Hkv=1, D=8, Dv=8, dtype=torch.float32, device="cpu", config=config)
     q, k = torch.randn(2, T, 1, 8).unbind()
     static = dict(config=config, causal=True)

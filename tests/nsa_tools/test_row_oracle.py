@@ -13,11 +13,14 @@ from nsa_tools.testing.assertions import assert_sequence_choice
 from nsa_tools.testing.cases import Case, Inputs, Result, make_inputs, run
 
 SMALL = dict(block_size=8, block_counts=4, q_tile=16, window_size=11)
+BY_TOKEN = dict(q_tile=1, compress_size=12, compress_stride=4)
 CASES = {
     "gated": Case(T=150, config=NSAConfig(**SMALL)),
     "equal shares": Case(T=150, config=NSAConfig(**SMALL), gate="none"),
-    "overlap, projections": Case(T=131, config=NSAConfig(**SMALL, block_stride=4), compress_weights=True, Dv=8),
+    "overlap, projections": Case(T=131, config=NSAConfig(**SMALL, compress_stride=4), compress_weights=True, Dv=8),
     "offset": Case(T=64, config=NSAConfig(**SMALL, compress_offset=3), Hq=3, Hkv=3),
+    "by token": Case(T=150, config=NSAConfig(**SMALL | dict(q_tile=1))),
+    "by token, other sizes": Case(T=131, config=NSAConfig(**SMALL | BY_TOKEN), compress_weights=True),
     "no block": Case(T=5, config=NSAConfig(**SMALL)),
     "one token": Case(T=1, config=NSAConfig(**SMALL), Hq=2, Hkv=1),
 }
@@ -97,7 +100,7 @@ def test_in_half_precision_it_errs_as_the_reference_does(name: str) -> None:
         assert expected / 1.2 <= error <= 1.4 * expected, (name, error, expected)
 
 
-@pytest.mark.parametrize("name", ["gated", "overlap, projections", "no block", "one token"])
+@pytest.mark.parametrize("name", ["gated", "overlap, projections", "by token, other sizes", "no block", "one token"])
 def test_the_choice_of_some_tiles_is_checked(name: str) -> None:
     case = CASES[name]
     inputs, result, _ = truth(case)
@@ -105,7 +108,7 @@ def test_the_choice_of_some_tiles_is_checked(name: str) -> None:
     tiles = torch.arange(case.config.num_tiles(case.T)).flip(0)[:4]
     scores, allowed = row_oracle.choice_scores(sequence, tiles)
     own = reference.choose_blocks(scores, config=case.config, width=case.config.list_width(case.T))
-    assert torch.equal(own, sequence.block_indices[:, tiles])
+    assert torch.equal(own, sequence.block_indices[tiles])
     wrong = own.clone()
     listed = int((wrong[0, 0] >= 0).sum())
     wrong[0, 0, listed - 1] = -1

@@ -1,0 +1,208 @@
+"""Attention of every token to its own list of blocks, in plain PyTorch: exact pairs, grouped by key block.
+
+A token with G query heads makes few rows for a list of many keys, so keys are not gathered for tokens, but tokens for
+blocks: the pairs (token, listed block) of a chunk of tokens are sorted by block and dealt into items of `ITEM` pairs of
+one block, whose scores are one small product each. A token's scores lie in as many items as its list is long; maxima
+and sums go from pairs to tokens and back. Shapes depend on sizes alone, so nothing waits for a GPU, and every sum has a
+fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nsa_layer.call_spec import accumulation_dtype, mean_scale
+from nsa_layer.derivatives import ReverseMode, first_derivatives
+from nsa_layer.profiler_ranges import component
+
+ITEM = 32  # pairs of an item
+CPU_PAIRS, GPU_PAIRS = 1 << 14, 1 << 18  # of a chunk
+
+
+@dataclass(frozen=True)
+class Static:
+    """Sizes and options of a call; T tokens, of which k and v hold as many whole blocks as ``blocks``."""
+
+    T: int
+    size: int
+    causal: bool
+    softmax_scale: float
+
+
+class _Items:
+    """The pairs of tokens ``begin .. end - 1`` with the blocks of their lists, in items of one block each.
+
+    Args:
+        choice: int64 [T', n], blocks in 0 .. N, where N stands for none.
+        N: blocks; k and v have one more, which no token sees.
+    """
+
+    def __init__(self, choice: torch.Tensor, begin: int, N: int, static: Static) -> None:
+        (tokens, n), device = choice.shape, choice.device
+        self.tokens, self.n = tokens, n
+        pairs = tokens * n
+        block, order = choice.flatten().sort(stable=True)
+        starts = torch.searchsorted(block, torch.arange(N + 2, device=device))
+        ends = ((starts.diff() + (ITEM - 1)) // ITEM).cumsum(0)
+        # On a device that would have to be waited for, as many items as there can be.
+        count = int(ends[-1]) if device.type == "cpu" else min(pairs, pairs // ITEM + N + 1)
+        # Items of block j are ends[j - 1] .. ends[j] - 1; those behind the last one hold no pair.
+        self.block = torch.searchsorted(ends, torch.arange(count, device=device), right=True).clamp_(max=N)
+        first = ends * ITEM
+        first = torch.cat([first.new_zeros(1), first[:-1]]) - starts[:-1]
+        place = first[block] + torch.arange(pairs, device=device)
+        self.place = torch.empty_like(place).scatter_(0, order, place)  # of each pair, [tokens * n]
+        # Places without a pair are of a token behind the last one.
+        self.token = place.new_full((count * ITEM,), tokens).scatter_(0, place, order // n)
+        # One past the last key that a pair's token sees, counted from the block's start.
+        last = self.token + (begin + 1) if static.causal else torch.full_like(self.token, static.T)
+        self.seen = last - (self.block * static.size).repeat_interleave(ITEM)
+        self.size, self.edges = static.size, None
+        if device.type == "cpu":  # few pairs hide a key; a GPU would have to be waited for to know which
+            self.edges = (self.seen < self.size).nonzero().squeeze(1)
+            self.seen = self.seen[self.edges]
+
+    def of_tokens(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
+        """[tokens, G, ...] -> [items, ITEM, G, ...], the rows of each pair's token."""
+        x = torch.cat([x, x.new_full((1, *x.shape[1:]), fill)])
+        return _rows(x.flatten(1), self.token).view(-1, ITEM, *x.shape[1:])
+
+    def of_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """[N + 1, size, D] -> [items, size, D]"""
+        return _rows(x.flatten(1), self.block).view(-1, *x.shape[1:])
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """[items, ITEM, G] -> [tokens, G], the largest of a token's pairs."""
+        return _rows(x.flatten(0, 1), self.place).view(self.tokens, self.n, -1).amax(1)
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """[items, ITEM, G, ...] -> [tokens, G, ...], the sum over a token's pairs."""
+        summed = F.embedding_bag(self.place.view(self.tokens, self.n), x.flatten(0, 1).flatten(1), mode="sum")
+        return summed.view(self.tokens, *x.shape[2:])
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        """[items, ITEM, G, D] x [items, size, D] -> [items, ITEM, G, size], -inf for hidden keys."""
+        scores = _product(q, k.mT, scale)
+        pairs, seen = scores.flatten(0, 1), self.seen[:, None, None]
+        hidden = torch.arange(self.size, device=q.device) >= seen
+        if self.edges is None:
+            pairs.masked_fill_(hidden, -torch.inf)
+        else:
+            pairs[self.edges] = pairs[self.edges].masked_fill_(hidden, -torch.inf)
+        return scores
+
+
+def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x[index] of x [rows, columns], by the fastest of PyTorch's ways."""
+    return x.gather(0, index[:, None].expand(-1, x.shape[1]))
+
+
+def _product(rows: torch.Tensor, matrix: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """``scale`` times [items, ITEM, G, D] x [items, D, E] -> [items, ITEM, G, E] in the accumulation dtype."""
+    return _dot(rows.flatten(1, 2), matrix, scale).unflatten(1, rows.shape[1:3])
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    acc = accumulation_dtype(a.dtype)
+    if a.dtype == acc:
+        return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+    return (torch.bmm(a, b, out_dtype=acc) if a.is_cuda else (a @ b).to(acc)).mul_(scale)
+
+
+class TokenAttention(ReverseMode):
+    """Attention of q [R, T, G, D] over the blocks that choice [R, T, n] lists of k [R, N + 1, size, D] and v.
+
+    R are batch and key/value heads. Gives o [R, T, G, Dv] in q's dtype and the LSE [R, T, G]; a row that sees no key
+    gives 0 and -inf.
+    """
+
+    @staticmethod
+    def forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, static: Static
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        o = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+        # A sum of p * v is above its mean. fp16 has no range for smaller v, and no v that would need them.
+        scale = 1 if v.dtype == torch.float16 else mean_scale(choice.shape[-1] * static.size)
+        with component("slc"):
+            for r, own, items in _chunks(choice, k.shape[1] - 1, static):
+                scores = items.scores(items.of_tokens(q[r, own]), items.of_blocks(k[r]), static.softmax_scale)
+                top = items.largest(scores.amax(-1))
+                top = top.masked_fill_(top == -torch.inf, 0)
+                p = scores.sub_(items.of_tokens(top).unsqueeze(-1)).exp_()
+                total = items.total(p.sum(-1))
+                weighted = items.total(_product(p.to(v.dtype), items.of_blocks(v[r] / scale)))
+                o[r, own] = weighted.div_(total.masked_fill(total == 0, 1).unsqueeze(-1) / scale)
+                lse[r, own] = total.log_().add_(top)
+        return o, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        *tensors, ctx.static = inputs
+        lse = output[1]
+        ctx.save_for_backward(*tensors, lse)
+        ctx.mark_non_differentiable(lse)
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
+        gradients = first_derivatives("eager", TokenAttention.gradients, do, *ctx.saved_tensors, ctx.static)
+        return *gradients, None, None
+
+    @staticmethod
+    def gradients(
+        do: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        choice: torch.Tensor,
+        lse: torch.Tensor,
+        static: Static,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv; those of keys are summed in the accumulation dtype."""
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        with component("slc"):
+            for r, own, items in _chunks(choice, k.shape[1] - 1, static):
+                q_i, do_i, k_i, v_i = (
+                    *map(items.of_tokens, (q[r, own], do[r, own])),
+                    *map(items.of_blocks, (k[r], v[r])),
+                )
+                p = items.scores(q_i, k_i, static.softmax_scale)
+                p = p.sub_(items.of_tokens(lse[r, own]).unsqueeze(-1)).exp_()
+                _add(dv[r], items.block, p.to(q.dtype), do_i)
+                dp = _product(do_i, v_i.mT)
+                delta = items.total((p * dp).sum(-1))
+                ds = dp.sub_(items.of_tokens(delta).unsqueeze(-1)).mul_(p).mul_(static.softmax_scale).to(q.dtype)
+                dq[r, own] = items.total(_product(ds, k_i))
+                _add(dk[r], items.block, ds, q_i)
+        return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add(total: torch.Tensor, block: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add the items' ``weights.mT @ rows`` to [N + 1, size, D], items of a block one after the other."""
+    made = _dot(weights.flatten(1, 2).mT, rows.flatten(1, 2)).flatten(1)
+    total = total.flatten(1)
+    if total.is_cuda:  # sorted there, and so in order
+        total.index_put_((block,), made, accumulate=True)
+    else:
+        total.index_add_(0, block, made)
+
+
+def _chunks(choice: torch.Tensor, N: int, static: Static) -> Iterator[tuple[int, slice, _Items]]:
+    """Sequence and head, tokens, and their items."""
+    R, T, n = choice.shape
+    # With fewer pairs than a few items for each block most places were empty.
+    pairs = max(CPU_PAIRS if choice.device.type == "cpu" else GPU_PAIRS, 4 * ITEM * N)
+    step = max(1, pairs // n)
+    for r in range(R):
+        index = choice[r].long()
+        index = index.where(index >= 0, N)
+        for begin in range(0, T, step):
+            own = slice(begin, min(begin + step, T))
+            yield r, own, _Items(index[own], begin, N, static)
