@@ -80,7 +80,7 @@ def _pair(original: Callable) -> Callable:
 @fault("token sees on", "nsa_layer.token_attention:_Items.__init__", "layer.causality", "layer.is its")
 def _sees_on(original: Callable) -> Callable:
     """A token sees the token after it where its own block is listed."""
-    return lambda items, choice, begin, N, static: original(items, choice, begin + 1, N, static)
+    return lambda items, choice, limit, N, static: original(items, choice, limit + 1, N, static)
 
 
 @fault("missing tail mask", "nsa_layer.eager:_selected_plan", "layer")

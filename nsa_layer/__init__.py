@@ -4,5 +4,6 @@ from nsa_layer.api import nsa
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.module import NSAttention
+from nsa_layer.selected import selected_attention
 
-__all__ = ["MemoryPolicy", "NSAConfig", "NSAttention", "nsa"]
+__all__ = ["MemoryPolicy", "NSAConfig", "NSAttention", "nsa", "selected_attention"]

@@ -29,6 +29,7 @@ def nsa(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     causal: bool = True,
+    block_indices: torch.Tensor | None = None,
     backend: str | None = None,
     memory: MemoryPolicy = MemoryPolicy(),
     return_aux: bool = False,
@@ -58,6 +59,10 @@ def nsa(
             a CUDA graph.
         max_seqlen: an upper bound of the packed lengths, in tokens; only checked.
         causal: False lets every query see the whole sequence.
+        block_indices: int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]: the blocks of each tile of
+            ``config.q_tile`` queries, in place of a choice, nothing added; Hs = Hkv, or Hq for a list of each query
+            head. Any strides and order, counted from each sequence's start; -1 is padding, a block named twice counts
+            once. Read by checks on a CPU only: on a GPU other numbers are undefined behaviour.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
             kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
         memory: the kernels' memory budget and recomputation; other backends ignore it.
@@ -78,19 +83,21 @@ def nsa(
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
     tensors = (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight)
     if backend != "reference":
-        refuse_transforms(*tensors, cu_seqlens)
+        refuse_transforms(*tensors, cu_seqlens, block_indices)
     q, k, v, *weights = autocast.cast(*tensors)
-    spec = check_inputs(Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal))
+    rest = (softmax_scale, cu_seqlens, max_seqlen, causal, block_indices)
+    spec = check_inputs(Arguments(q, k, v, config, *weights, *rest))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad)
+    choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad, lists=block_indices is not None)
     spec = determinism.in_force(spec, choose)
     name = choose(config=spec.config)
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
-    kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
+    kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux)
+    more = kernels if name == "cute" else dict(block_indices=block_indices)
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
     given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens)
     with autocast.off(q.device):
-        o, aux = implementation.attend(q, k, v, **given, **kernels)
+        o, aux = implementation.attend(q, k, v, **given, **more)
     return (o, aux) if return_aux else o

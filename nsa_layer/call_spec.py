@@ -26,6 +26,25 @@ class CallSpec:
     lengths: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True)
+class ListSpec:
+    """The static side of a call of `selected_attention`.
+
+    Attributes:
+        block_size: tokens in a block.
+        q_tile: queries that share a list.
+        causal: queries see no later token.
+        softmax_scale: factor of q . k.
+        lengths: (queries, keys) of each packed sequence, or None for a batch.
+    """
+
+    block_size: int
+    q_tile: int
+    causal: bool
+    softmax_scale: float
+    lengths: tuple[tuple[int, int], ...] | None = None
+
+
 @dataclass
 class Aux:
     """Auxiliary results of `nsa`, without gradients.

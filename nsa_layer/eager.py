@@ -22,8 +22,8 @@ from nsa_layer.compress import compress
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.profiler_ranges import component
-from nsa_layer.select import choose_blocks, choose_blocks_by_token
-from nsa_layer.token_attention import Static, TokenAttention
+from nsa_layer.select import choose_blocks, choose_blocks_by_token, sorted_lists
+from nsa_layer.token_attention import attend_lists
 
 # Scores held at once, over all heads. A CPU wants a chunk to stay in its cache, a GPU wants few launches.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
@@ -202,6 +202,7 @@ def attend(
     compress_k_weight: torch.Tensor | None = None,
     compress_v_weight: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Aux]:
     """The operator; arguments as `nsa` has checked them.
 
@@ -210,19 +211,25 @@ def attend(
     """
     weights = (compress_k_weight, compress_v_weight)
     if spec.lengths is None:
-        branches, lses, choice = _attend_batch(q, k, v, spec, *weights)
+        branches, lses, choice = _attend_batch(q, k, v, spec, *weights, block_indices)
     else:
         # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
         sequences = zip(*(x.split(spec.lengths) for x in (q, k, v)), strict=True)
+        given = [None] * len(spec.lengths)
+        if block_indices is not None:
+            given = block_indices.unsqueeze(0).split([spec.config.num_tiles(length) for length in spec.lengths], dim=1)
         results = [
-            _attend_batch(*(x.unsqueeze(0) for x in sequence), spec, *weights)
-            for sequence in sequences
+            _attend_batch(*(x.unsqueeze(0) for x in sequence), spec, *weights, lists)
+            for sequence, lists in zip(sequences, given, strict=True)
             if len(sequence[0])
         ]
         branches = [torch.cat(parts, dim=1)[0] for parts in zip(*(r[0] for r in results), strict=True)]
         lses = [torch.cat(parts, dim=2)[0] for parts in zip(*(r[1] for r in results), strict=True)]
         width = spec.config.list_width(max(spec.lengths))
-        choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=1)[0]
+        if block_indices is None:
+            choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=1)[0]
+    if block_indices is not None:
+        choice = block_indices
     with component("gate"):
         g = gate_values(q, gate_weight, gates)
         o = weighted_sum(g, *branches).to(q.dtype)
@@ -236,6 +243,7 @@ def _attend_batch(
     spec: CallSpec,
     compress_k_weight: torch.Tensor | None,
     compress_v_weight: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """For sequences of one length: the branches' outputs [B, T, Hq, Dv], their LSEs [B, Hq, T], the chosen blocks."""
     config, dtype = spec.config, q.dtype
@@ -251,40 +259,39 @@ def _attend_batch(
     cmp = _SparseAttention.apply(by_group, keys, values, None, _compressed_plan(q, k_cmp.shape[1], G, spec))
     static = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     with component("choose"):
-        if config.by_token:
+        if block_indices is not None:
+            # By tile, no list is longer than the blocks up to the tile's end.
+            last = torch.arange(1, config.num_tiles(T) + 1, device=q.device) * config.q_tile - 1
+            end = last // config.block_size + 1 if spec.causal else None
+            choice = sorted_lists(block_indices.transpose(1, 2), config.num_blocks(T), end)
+        elif config.by_token:
             choice = choose_blocks_by_token(q, k_cmp, _unfold(cmp[1], T).mT, **static)
         else:
             choice = choose_blocks(q, unrounded, **static)
     k, v = _heads_first(k), _heads_first(v)
     slc = _attend_selected(q, k, v, choice, spec)
     swa = _SparseAttention.apply(by_group, k, v, None, _window_plan(q, G, spec))
-    results = [(_unfold(o, T), _unfold(lse, T).mT.contiguous()) for o, lse in (cmp, slc, swa)]
-    return [o for o, _ in results], [lse for _, lse in results], choice.transpose(1, 2)
+    cmp, swa = ([_unfold(x, T) for x in branch] for branch in (cmp, swa))
+    outputs, lses = zip(cmp, slc, swa)
+    return list(outputs), [lse.mT.contiguous() for lse in lses], choice.transpose(1, 2)
 
 
 def _attend_selected(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, spec: CallSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o [B, Hkv, parts, T * R, Dv] and the LSE [B, Hkv, parts, T * R].
-
-    Args:
-        q: [B, T, Hq, D]; k, v: [B, Hkv, T, D or Dv].
-        choice: int32 [B, Hs, M, n]; parts = Hs / Hkv lists for the query heads of a group.
-    """
+    """q [B, T, Hq, D], k, v [B, Hkv, T, D or Dv], choice [B, Hs, M, n] -> o [B, T, Hq, Dv] and the LSE [B, T, Hq]."""
     config, (T, Hq), Hkv = spec.config, q.shape[1:3], k.shape[1]
-    parts, size = choice.shape[1] // Hkv, config.block_size
+    if config.q_tile == 1:
+        limit = torch.arange(1, T + 1, device=q.device) if spec.causal else torch.full((T,), T, device=q.device)
+        limit, size = limit.expand(len(q), T), config.block_size
+        return attend_lists(q, k, v, choice, limit, size=size, softmax_scale=spec.softmax_scale)
+    parts = choice.shape[1] // Hkv
     # The padding of a list names the block of zeros behind the last one, which no query sees.
-    spare = (config.num_blocks(T) + 1) * size - T
+    spare = (config.num_blocks(T) + 1) * config.block_size - T
     k, v = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
-    rows = _fold(q, Hkv, parts)
-    if config.q_tile > 1:
-        plan = _selected_plan(q, choice.shape[-1], Hq // (Hkv * parts), parts, spec)
-        return _SparseAttention.apply(rows, k, v, choice, plan)
-    shape, rows = rows.shape[:-1], rows.unflatten(3, (T, -1)).flatten(0, 2)
-    k, v = (x.unflatten(2, (-1, size)).repeat_interleave(parts, dim=1).flatten(0, 1) for x in (k, v))
-    static = Static(T, size, spec.causal, spec.softmax_scale)
-    o, lse = TokenAttention.apply(rows, k, v, choice.flatten(0, 1), static)
-    return o.view(*shape, -1), lse.view(shape)
+    plan = _selected_plan(q, choice.shape[-1], Hq // (Hkv * parts), parts, spec)
+    results = _SparseAttention.apply(_fold(q, Hkv, parts), k, v, choice, plan)
+    return tuple(_unfold(x, T) for x in results)
 
 
 def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, spec: CallSpec) -> _Plan:

@@ -33,6 +33,7 @@ class Arguments(NamedTuple):
     cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
     causal: bool
+    block_indices: torch.Tensor | None = None
 
 
 def check_inputs(given: Arguments) -> CallSpec:
@@ -40,9 +41,9 @@ def check_inputs(given: Arguments) -> CallSpec:
 
     Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none.
     """
-    if given.cu_seqlens is not None:
+    if given.cu_seqlens is not None or given.block_indices is not None:
         return _check(given)
-    q, k, v, config, *weights, softmax_scale, _, max_seqlen, causal = given
+    q, k, v, config, *weights, softmax_scale, _, max_seqlen, causal, _ = given
     try:
         seen = (
             *[(t.shape, t.dtype, t.device, t.stride(-1)) for t in (q, k, v, *weights) if t is not None],
@@ -61,12 +62,12 @@ def check_inputs(given: Arguments) -> CallSpec:
 
 
 def _check(given: Arguments) -> CallSpec:
-    q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal = given
+    q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal, block_indices = given
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {causal!r}")
-    _check_qkv(q, k, v, packed=cu_seqlens is not None)
+    check_qkv(q, k, v, packed=cu_seqlens is not None)
     Hq, D, Hkv, Dv = q.shape[-2], q.shape[-1], k.shape[-2], v.shape[-1]
     if given.gates is not None and given.gate_weight is not None:
         raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
@@ -80,7 +81,44 @@ def _check(given: Arguments) -> CallSpec:
         if tensor is not None:
             _check_weight(name, tensor, shape, q)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q)
-    return CallSpec(config, causal, _check_scale(softmax_scale, D), lengths)
+    if block_indices is not None:
+        tiles = [config.num_tiles(T) for T in lengths or q.shape[1:2]]
+        blocks = [config.num_blocks(T) for T in lengths or q.shape[1:2]]
+        check_lists(block_indices, q, Hkv, tiles, blocks, packed=lengths is not None)
+    return CallSpec(config, causal, check_scale(softmax_scale, D), lengths)
+
+
+def check_lists(
+    block_indices: torch.Tensor, q: torch.Tensor, Hkv: int, tiles: list[int], blocks: list[int], *, packed: bool
+) -> None:
+    """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n], of blocks that exist.
+
+    The numbers are read on a CPU only.
+
+    Args:
+        tiles, blocks: of each packed sequence, or of each sequence of a batch: one number.
+    """
+    name = "block_indices"
+    if not isinstance(block_indices, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(block_indices).__name__}")
+    refuse_nested(name, block_indices)
+    if block_indices.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {block_indices.dtype}")
+    if block_indices.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {block_indices.device}")
+    lead = (sum(tiles),) if packed else (q.shape[0], *tiles)
+    heads, shape = (Hkv, q.shape[-2]), tuple(block_indices.shape)
+    if shape[:-2] != lead or len(shape) < 2 or shape[-2] not in heads or shape[-1] == 0:
+        said = ", ".join(map(str, lead))
+        raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
+    if block_indices.device.type == "cpu" and block_indices.numel():
+        most = torch.tensor(blocks).repeat_interleave(torch.tensor(tiles))[:, None, None]
+        wrong = ((block_indices < -1) | (block_indices >= most)).nonzero()
+        if len(wrong):
+            at = wrong[0].tolist()
+            raise ValueError(
+                f"{name} must be -1 or a block of the sequence, got {int(block_indices[tuple(at)])} at {at}"
+            )
 
 
 def refuse_nested(name: str, x: torch.Tensor) -> None:
@@ -89,18 +127,23 @@ def refuse_nested(name: str, x: torch.Tensor) -> None:
         raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
 
 
-def check_starts(cu_seqlens: torch.Tensor) -> None:
+def check_starts(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
     """Raise TypeError or ValueError unless it is int32 [sequences + 1]; the numbers are not read."""
     if not isinstance(cu_seqlens, torch.Tensor):
-        raise TypeError(f"cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
-    refuse_nested("cu_seqlens", cu_seqlens)
+        raise TypeError(f"{name} must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
+    refuse_nested(name, cu_seqlens)
     if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
+        raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
+        raise ValueError(f"{name} must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
 
 
-def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool) -> None:
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool, same_length: bool = True) -> None:
+    """Raise TypeError or ValueError unless shapes, dtypes, devices and strides are those that `nsa` takes.
+
+    Args:
+        same_length: k has as many tokens as q.
+    """
     dims = 3 if packed else 4
     layout = "packed [total, H, D], since cu_seqlens is given" if packed else "[B, T, H, D]"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -119,7 +162,9 @@ def _check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: boo
             raise ValueError(f"{name} must have no empty dimension, got shape {tuple(tensor.shape)}")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got stride {tensor.stride(-1)}")
-    if k.shape[:-2] != q.shape[:-2]:
+    if not same_length and k.shape[:-3] != q.shape[:-3]:
+        raise ValueError(f"k must have q's batch of {q.shape[0]}, got {k.shape[0]}")
+    if same_length and k.shape[:-2] != q.shape[:-2]:
         raise ValueError(f"k must have q's leading dimensions {tuple(q.shape[:-2])}, got {tuple(k.shape[:-2])}")
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(f"v must have k's leading dimensions {tuple(k.shape[:-1])}, got {tuple(v.shape[:-1])}")
@@ -141,7 +186,8 @@ def _check_weight(name: str, tensor: torch.Tensor, shape: tuple[int, ...], q: to
         raise ValueError(f"{name} must be on q's device {q.device}, got {tensor.device}")
 
 
-def _check_scale(softmax_scale: float | None, D: int) -> float:
+def check_scale(softmax_scale: float | None, D: int) -> float:
+    """The scale in force; TypeError or ValueError where it is none."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(D)
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
@@ -158,17 +204,23 @@ def _check_lengths(cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: t
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen is for packed input, got {max_seqlen} without cu_seqlens")
         return None
-    check_starts(cu_seqlens)
-    if cu_seqlens.device not in (q.device, torch.device("cpu")):
-        raise ValueError(f"cu_seqlens must be on q's device {q.device} or on the CPU, got {cu_seqlens.device}")
+    lengths = check_lengths(cu_seqlens, q, "cu_seqlens", "q")
+    if max_seqlen is not None and max_seqlen < max(lengths):
+        raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
+    return lengths
+
+
+def check_lengths(cu_seqlens: torch.Tensor, x: torch.Tensor, name: str, of: str) -> tuple[int, ...]:
+    """The lengths of the sequences that are packed in x [total, ...]; TypeError or ValueError where they are not."""
+    check_starts(cu_seqlens, name)
+    if cu_seqlens.device not in (x.device, torch.device("cpu")):
+        raise ValueError(f"{name} must be on q's device {x.device} or on the CPU, got {cu_seqlens.device}")
     starts = cu_seqlens.tolist()
     lengths = tuple(end - start for start, end in zip(starts, starts[1:]))
     if starts[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {starts[0]}")
+        raise ValueError(f"{name} must start at 0, got {starts[0]}")
     if min(lengths) < 0:
-        raise ValueError(f"cu_seqlens must not fall, got {starts}")
-    if starts[-1] != q.shape[0]:
-        raise ValueError(f"cu_seqlens must end at the {q.shape[0]} tokens of q, got {starts[-1]}")
-    if max_seqlen is not None and max_seqlen < max(lengths):
-        raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
+        raise ValueError(f"{name} must not fall, got {starts}")
+    if starts[-1] != x.shape[0]:
+        raise ValueError(f"{name} must end at the {x.shape[0]} tokens of {of}, got {starts[-1]}")
     return lengths

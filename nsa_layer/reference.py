@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype, mean_scale
+from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
 
 
@@ -159,12 +159,18 @@ def compressed_mask(T: int, Tc: int, *, config: NSAConfig, causal: bool, device:
 
 def selected_mask(block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> torch.Tensor:
     """Mask of the keys that each query sees through its tile's list [M, Hs, n]: bool [Hs, T, T]."""
-    token = torch.arange(T, device=block_indices.device)
-    N = config.num_blocks(T)
+    visible = listed_mask(block_indices, T, T, q_tile=config.q_tile, block_size=config.block_size)
+    return visible.tril() if causal else visible
+
+
+def listed_mask(block_indices: torch.Tensor, T: int, S: int, *, q_tile: int, block_size: int) -> torch.Tensor:
+    """Mask of the keys of the blocks listed for each query's tile, -1 and what lies outside aside: bool [Hs, T, S]."""
+    N = -(-S // block_size)
+    inside = (block_indices >= 0) & (block_indices < N)
     listed = block_indices.new_zeros(*block_indices.shape[:2], N + 1, dtype=torch.bool)
-    listed = listed.scatter(-1, block_indices.long().where(block_indices >= 0, N), True)
-    visible = listed[token // config.q_tile].transpose(0, 1)[:, :, token // config.block_size]
-    return visible & (token <= token[:, None]) if causal else visible
+    listed = listed.scatter(-1, block_indices.long().where(inside, N), True)
+    query, key = (torch.arange(length, device=listed.device) for length in (T, S))
+    return listed[query // q_tile].transpose(0, 1)[:, :, key // block_size]
 
 
 def window_mask(T: int, *, config: NSAConfig, causal: bool, device: torch.device) -> torch.Tensor:
@@ -232,7 +238,7 @@ def attend(
         gate_weight: [Hq, 3, D]; gates: [B, T, Hq, 3], packed [total, Hq, 3]; neither: 1/3 for each branch.
         compress_k_weight: [Hkv, D, D]; compress_v_weight: [Hkv, Dv, Dv].
         cu_seqlens: not read, ``spec.lengths`` says the same.
-        block_indices: a choice of blocks in the layout of `Aux`, used in place of the reference's own.
+        block_indices: lists as `nsa` takes them, used in place of the reference's own choice.
 
     Returns:
         o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
@@ -295,7 +301,8 @@ def _attend_sequence(
         heads = q.shape[1] if config.rule == "seed" else k.shape[1]
         lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
         nothing = q.new_empty((0, q.shape[1], v.shape[2]))
-        return [nothing] * 3, [lse] * 3, q.new_empty((0, heads, width), dtype=torch.int32)
+        none = q.new_empty((0, heads, width), dtype=torch.int32)
+        return [nothing] * 3, [lse] * 3, none if block_indices is None else block_indices
     k_cmp = compress(k, compress_k_weight, config=config)
     v_cmp = compress(v, compress_v_weight, config=config)
     if block_indices is None:
@@ -310,3 +317,38 @@ def _attend_sequence(
     )
     results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
     return [o for o, _ in results], [lse for _, lse in results], block_indices
+
+
+def attend_selected(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_indices: torch.Tensor,
+    offset: torch.Tensor,
+    *,
+    spec: ListSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to listed blocks alone; arguments as `selected_attention` has checked them.
+
+    Args:
+        offset: int64 [sequences], the position of the first query of each among its keys.
+
+    Returns:
+        o [B, T, Hq, Dv] and the LSE [B, Hq, T], packed [total, Hq, Dv] and [Hq, total]; the LSE is differentiable.
+    """
+    packed = spec.lengths is not None
+    if packed:
+        of_q, of_k = zip(*spec.lengths)
+        lists = block_indices.split([-(-T // spec.q_tile) for T in of_q])
+        sequences = zip(q.split(of_q), k.split(of_k), v.split(of_k), lists, offset, strict=True)
+    else:
+        sequences = zip(q, k, v, block_indices, offset, strict=True)
+    results = []
+    for q_i, k_i, v_i, own, first in sequences:
+        T, S = len(q_i), len(k_i)
+        position = torch.arange(T, device=q.device)[:, None] + first
+        visible = listed_mask(own, T, S, q_tile=spec.q_tile, block_size=spec.block_size)
+        visible = visible & ((torch.arange(S, device=q.device) <= position) | (not spec.causal))
+        results.append(attention(q_i, k_i, v_i, visible, softmax_scale=spec.softmax_scale))
+    o, lse = zip(*results)
+    return (torch.cat(o), torch.cat(lse, dim=1)) if packed else (torch.stack(o), torch.stack(lse))

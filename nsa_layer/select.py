@@ -105,6 +105,21 @@ def _in_blocks(p: torch.Tensor, T: int, config: NSAConfig) -> torch.Tensor:
     return sum(strides[..., first:end:in_block] for first in range(in_block))
 
 
+def sorted_lists(index: torch.Tensor, N: int, end: torch.Tensor | None = None) -> torch.Tensor:
+    """Lists of the caller's as `choose_blocks` would give them: ascending, each block once, padded with -1.
+
+    Args:
+        index: int32 [B, Hs, M, n], in any order.
+        N: blocks of the sequence.
+        end: int64 [M], one past the last block that a tile may list; None: N.
+    """
+    most = N if end is None else end[:, None].clamp(max=N)
+    index = index.where((index >= 0) & (index < most), N).sort(-1).values
+    index[..., 1:] = index[..., 1:].where(index.diff() > 0, N)
+    index = index.sort(-1).values
+    return index.where(index < N, -1)
+
+
 def tile_queries(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.Tensor:
     """The pooled query of each tile: [B, T, Hq, D] -> [B, M, Hq, D] in fp32 (fp64 for fp64)."""
     B, T, Hq, D = q.shape

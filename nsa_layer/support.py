@@ -36,6 +36,7 @@ class Request:
     Dv: int
     config: NSAConfig
     needs_grad: bool
+    lists: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ FEATURES = (
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
+    Feature("block_indices", lambda r: r.lists, ()),
     Feature("packed sequences", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
 )
@@ -135,10 +137,14 @@ def choose_backend(
     Dv: int,
     config: NSAConfig,
     needs_grad: bool,
+    lists: bool = False,
 ) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
     A GPU with kernels that lack something asked for is an error too: nothing slower takes over without being named.
+
+    Args:
+        lists: the blocks are the caller's.
 
     Raises:
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
@@ -155,7 +161,7 @@ def choose_backend(
     arch = device_arch(device.index)
     if backend is None and kernel_family(arch) not in ARCHITECTURES:
         return "eager"
-    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad))
+    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists))
     if missing is not None:
         raise NotImplementedError(
             f"sm_{arch}: the kernels do not support {missing} (dtype={dtype}, D={D}, Dv={Dv}, {config}); "

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import accumulation_dtype, mean_scale
+from nsa_layer.call_spec import ListSpec, accumulation_dtype, mean_scale
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.profiler_ranges import component
+from nsa_layer.select import sorted_lists
 
 ITEM = 32  # pairs of an item
 CPU_PAIRS, GPU_PAIRS = 1 << 14, 1 << 18  # of a chunk
@@ -26,23 +27,100 @@ CPU_PAIRS, GPU_PAIRS = 1 << 14, 1 << 18  # of a chunk
 
 @dataclass(frozen=True)
 class Static:
-    """Sizes and options of a call; T tokens, of which k and v hold as many whole blocks as ``blocks``."""
+    """Tokens of a block, and the factor of q . k."""
 
-    T: int
     size: int
-    causal: bool
     softmax_scale: float
 
 
-class _Items:
-    """The pairs of tokens ``begin .. end - 1`` with the blocks of their lists, in items of one block each.
+def attend_selected(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_indices: torch.Tensor,
+    offset: torch.Tensor,
+    *,
+    spec: ListSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o [B, T, Hq, Dv] and the LSE [B, Hq, T], packed [total, Hq, Dv] and [Hq, total]; arguments as
+    `selected_attention` has checked them, offset int64 [sequences]."""
+    if spec.lengths is None:
+        return _attend_batch(q, k, v, block_indices, offset, spec)
+    of_q, of_k = zip(*spec.lengths)
+    tiles = [-(-T // spec.q_tile) for T in of_q]
+    lists, offsets = block_indices.split(tiles), offset.split(1)
+    sequences = zip(q.split(of_q), k.split(of_k), v.split(of_k), lists, strict=True)
+    results = [
+        _attend_batch(*(x.unsqueeze(0) for x in sequence), at, spec)
+        for sequence, at in zip(sequences, offsets, strict=True)
+        if len(sequence[0])
+    ]
+    o, lse = zip(*results)
+    return torch.cat(o, dim=1)[0], torch.cat(lse, dim=2)[0]
+
+
+def _attend_batch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, offset: torch.Tensor, spec: ListSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    T, S, dtype = q.shape[1], k.shape[1], q.dtype
+    if q.device.type == "cpu":
+        q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
+    end = (
+        offset[:, None] + torch.arange(1, T + 1, device=q.device)
+        if spec.causal
+        else torch.full_like(offset, S)[:, None]
+    )
+    choice = sorted_lists(lists.transpose(1, 2), -(-S // spec.block_size))
+    choice = choice.repeat_interleave(spec.q_tile, dim=2)[:, :, :T]
+    static = dict(size=spec.block_size, softmax_scale=spec.softmax_scale)
+    k, v = (x.transpose(1, 2) for x in (k, v))
+    o, lse = attend_lists(q, k, v, choice, end.clamp(max=S).expand(-1, T), **static)
+    return o.to(dtype), lse.mT.contiguous()
+
+
+def attend_lists(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    choice: torch.Tensor,
+    limit: torch.Tensor,
+    *,
+    size: int,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every token to the keys below its limit in the blocks of its list.
 
     Args:
-        choice: int64 [T', n], blocks in 0 .. N, where N stands for none.
+        q: [B, T, Hq, D].
+        k: [B, Hkv, S, D]; v: [B, Hkv, S, Dv].
+        choice: int32 [B, Hs, T, n], Hs = Hkv or Hq; in any order, each block once, -1 is padding.
+        limit: int64 [B, T], one past the last key that a token may see, at most S.
+        size: tokens of a block.
+
+    Returns:
+        o [B, T, Hq, Dv] in q's dtype and the LSE [B, T, Hq]; a row that sees no key gives 0 and -inf.
+    """
+    B, (Hkv, S), Hs = len(q), k.shape[1:3], choice.shape[1]
+    # The padding of a list names the block of zeros behind the last one.
+    spare = (-(-S // size) + 1) * size - S
+    k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(2, (-1, size)) for x in (k, v))
+    k, v = (x.repeat_interleave(Hs // Hkv, dim=1).flatten(0, 1) for x in (k, v))
+    rows = q.unflatten(2, (Hs, -1)).transpose(1, 2).flatten(0, 1)
+    limit = limit.repeat_interleave(Hs, dim=0)
+    o, lse = TokenAttention.apply(rows, k, v, choice.flatten(0, 1), limit, Static(size, softmax_scale))
+    return tuple(x.unflatten(0, (B, Hs)).transpose(1, 2).flatten(2, 3) for x in (o, lse))
+
+
+class _Items:
+    """The pairs of some tokens with the blocks of their lists, in items of one block each.
+
+    Args:
+        choice: int64 [tokens, n], blocks in 0 .. N, where N stands for none.
+        limit: [tokens], one past the last key that a token sees.
         N: blocks; k and v have one more, which no token sees.
     """
 
-    def __init__(self, choice: torch.Tensor, begin: int, N: int, static: Static) -> None:
+    def __init__(self, choice: torch.Tensor, limit: torch.Tensor, N: int, static: Static) -> None:
         (tokens, n), device = choice.shape, choice.device
         self.tokens, self.n = tokens, n
         pairs = tokens * n
@@ -59,9 +137,9 @@ class _Items:
         self.place = torch.empty_like(place).scatter_(0, order, place)  # of each pair, [tokens * n]
         # Places without a pair are of a token behind the last one.
         self.token = place.new_full((count * ITEM,), tokens).scatter_(0, place, order // n)
-        # One past the last key that a pair's token sees, counted from the block's start.
-        last = self.token + (begin + 1) if static.causal else torch.full_like(self.token, static.T)
-        self.seen = last - (self.block * static.size).repeat_interleave(ITEM)
+        # Keys of the block that a pair's token sees: all, where a place has no pair.
+        limit = torch.cat([limit, limit.new_full((1,), (N + 1) * static.size)])
+        self.seen = limit[self.token] - (self.block * static.size).repeat_interleave(ITEM)
         self.size, self.edges = static.size, None
         if device.type == "cpu":  # few pairs hide a key; a GPU would have to be waited for to know which
             self.edges = (self.seen < self.size).nonzero().squeeze(1)
@@ -115,7 +193,8 @@ def _dot(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 
 
 class TokenAttention(ReverseMode):
-    """Attention of q [R, T, G, D] over the blocks that choice [R, T, n] lists of k [R, N + 1, size, D] and v.
+    """Attention of q [R, T, G, D] over the blocks that choice [R, T, n] lists of k [R, N + 1, size, D] and v, to keys
+    below limit [R, T].
 
     R are batch and key/value heads. Gives o [R, T, G, Dv] in q's dtype and the LSE [R, T, G]; a row that sees no key
     gives 0 and -inf.
@@ -123,14 +202,14 @@ class TokenAttention(ReverseMode):
 
     @staticmethod
     def forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, static: Static
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, limit: torch.Tensor, static: Static
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
         # A sum of p * v is above its mean. fp16 has no range for smaller v, and no v that would need them.
         scale = 1 if v.dtype == torch.float16 else mean_scale(choice.shape[-1] * static.size)
         with component("slc"):
-            for r, own, items in _chunks(choice, k.shape[1] - 1, static):
+            for r, own, items in _chunks(choice, limit, k.shape[1] - 1, static):
                 scores = items.scores(items.of_tokens(q[r, own]), items.of_blocks(k[r]), static.softmax_scale)
                 top = items.largest(scores.amax(-1))
                 top = top.masked_fill_(top == -torch.inf, 0)
@@ -151,7 +230,7 @@ class TokenAttention(ReverseMode):
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
         gradients = first_derivatives("eager", TokenAttention.gradients, do, *ctx.saved_tensors, ctx.static)
-        return *gradients, None, None
+        return *gradients, None, None, None
 
     @staticmethod
     def gradients(
@@ -160,6 +239,7 @@ class TokenAttention(ReverseMode):
         k: torch.Tensor,
         v: torch.Tensor,
         choice: torch.Tensor,
+        limit: torch.Tensor,
         lse: torch.Tensor,
         static: Static,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -168,7 +248,7 @@ class TokenAttention(ReverseMode):
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         with component("slc"):
-            for r, own, items in _chunks(choice, k.shape[1] - 1, static):
+            for r, own, items in _chunks(choice, limit, k.shape[1] - 1, static):
                 q_i, do_i, k_i, v_i = (
                     *map(items.of_tokens, (q[r, own], do[r, own])),
                     *map(items.of_blocks, (k[r], v[r])),
@@ -194,7 +274,7 @@ def _add(total: torch.Tensor, block: torch.Tensor, weights: torch.Tensor, rows: 
         total.index_add_(0, block, made)
 
 
-def _chunks(choice: torch.Tensor, N: int, static: Static) -> Iterator[tuple[int, slice, _Items]]:
+def _chunks(choice: torch.Tensor, limit: torch.Tensor, N: int, static: Static) -> Iterator[tuple[int, slice, _Items]]:
     """Sequence and head, tokens, and their items."""
     R, T, n = choice.shape
     # With fewer pairs than a few items for each block most places were empty.
@@ -205,4 +285,4 @@ def _chunks(choice: torch.Tensor, N: int, static: Static) -> Iterator[tuple[int,
         index = index.where(index >= 0, N)
         for begin in range(0, T, step):
             own = slice(begin, min(begin + step, T))
-            yield r, own, _Items(index[own], begin, N, static)
+            yield r, own, _Items(index[own], limit[r, own], N, static)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fuzz.wrong_calls import NO_SCALES, NO_TENSORS, NOT_A_BOOL, NOT_A_TENSOR, Table, Together, not_a_size
-from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa
+from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa, selected_attention
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case
 
@@ -28,6 +28,17 @@ def packed(device: str) -> dict[str, Any]:
 
 def starts(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def listed(device: str) -> dict[str, Any]:
+    shapes = dict(q=(B, T, HQ, D), k=(B, 30, HKV, D), v=(B, 30, HKV, DV))
+    lists = torch.zeros(B, T, HKV, 2, dtype=torch.int32, device=device)
+    return {name: torch.randn(x, device=device) for name, x in shapes.items()} | dict(block_indices=lists, block_size=4)
+
+
+def listed_packed(device: str) -> dict[str, Any]:
+    given = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in listed(device).items()}
+    return given | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
 
 
 WEIGHTS = "gate_weight gates compress_k_weight compress_v_weight"
@@ -61,6 +72,15 @@ NSA = (
     ("max_seqlen", ValueError, "max_seqlen is for packed input, got 20 without cu_seqlens", T),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got 20.0", 20.0),
     ("causal", *NOT_A_BOOL),
+    ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
+    ("block_indices", TypeError, "block_indices must be int32, got", torch.zeros(B, 3, HKV, 2).long()),
+    ("block_indices", ValueError, r"block_indices must have shape \(2, 3, 2 or 4, n\) with n >= 1, got",
+     torch.zeros(B, 3, 3, 2).int(), torch.zeros(B, HKV, 3, 2).int(), torch.zeros(B, 3, HKV, 0).int(),
+     torch.zeros(3, HKV, 2).int(), torch.zeros(B, 20, HKV, 2).int()),
+    ("block_indices", ValueError, r"block_indices must be -1 or a block of the sequence, got -?\d+ at \[0, 0, 0, 0\]",
+     torch.full((B, 3, HKV, 2), 5).int(), torch.full((B, 3, HKV, 2), -2).int()),
+    ("block_indices", ValueError, "block_indices must be on q's device cpu, got meta",
+     torch.zeros(B, 3, HKV, 2, device="meta").int()),
     ("backend", ValueError, "backend must be None or one of 'cute', 'eager', 'reference', got", "triton", 3, ["eager"]),
     ("backend", ValueError, "backend='cute' needs tensors on a GPU, got cpu", "cute"),
     ("memory", TypeError, "memory must be a MemoryPolicy, got", None, {"budget": 1}, 1 << 30, MemoryPolicy),
@@ -77,6 +97,40 @@ PACKED = (
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got", 20.0, "20", True),
     ("q", ValueError, r"q must be packed \[total, H, D\]", lambda x: x[None]),
     ("k", ValueError, r"k must have q's leading dimensions \(20,\)", lambda x: x[:-1]),
+    ("block_indices", ValueError, r"block_indices must have shape \(3, 2 or 4, n\)", torch.zeros(1, 3, 2, 2).int()),
+    ("block_indices", ValueError, r"must be -1 or a block of the sequence, got 2 at \[0, 0, 0\]",
+     torch.full((3, 2, 1), 2).int()),
+)  # fmt: skip
+LISTED = (
+    ("q k v", *NOT_A_TENSOR, None),
+    ("q k v", ValueError, r"{} must be \[B, T, H, D\], got . dimensions", lambda x: x[0], lambda x: x[None]),
+    ("k", ValueError, "k must have q's batch of 2, got 1", lambda x: x[:1]),
+    ("v", ValueError, r"v must have k's leading dimensions \(2, 30, 2\)", lambda x: x[:, :-1]),
+    ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double()),
+    ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, None),
+    ("block_indices", TypeError, "block_indices must be int32, got", lambda x: x.long()),
+    ("block_indices", ValueError, "block_indices must have a list for each query, 20, .*, got 7", lambda x: x[:, :7]),
+    ("block_indices", ValueError, r"block_indices must have shape \(2, 20, 2 or 4, n\)", lambda x: x[:, :, :1]),
+    ("block_indices", ValueError, "block_indices must be -1 or a block of the sequence, got 8", lambda x: x + 8),
+    *not_a_size("block_size"),
+    ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
+    ("causal deterministic return_lse", *NOT_A_BOOL),
+    ("cu_seqlens", ValueError, r"q must be packed \[total, H, D\]", starts(0, T)),
+    ("cu_seqlens_k", ValueError, "cu_seqlens_k is for packed input", starts(0, T)),
+    ("q_offset", TypeError, "q_offset must be an int", 1.0, "1", True),
+    ("q_offset", TypeError, "q_offset must be int32, got torch.int64", torch.zeros(B).long()),
+    ("q_offset", ValueError, "q_offset must be at least 0, got -1", -1, torch.tensor([0, -1]).int()),
+    ("q_offset", ValueError, r"q_offset must have shape \(2,\), got", torch.zeros(1).int(), torch.zeros(B, 1).int()),
+    ("k", ValueError, "k must have at least as many tokens as q where q_offset is None, got 2 fewer",
+     Together(k=torch.zeros(B, 18, HKV, D), v=torch.zeros(B, 18, HKV, DV))),
+    ("backend", ValueError, "backend='cute' needs tensors on a GPU, got cpu", "cute"),
+)  # fmt: skip
+LISTED_PACKED = (
+    ("cu_seqlens_k", TypeError, "cu_seqlens_k must be int32, got torch.int64", lambda x: x.long()),
+    ("cu_seqlens_k", ValueError, "cu_seqlens_k must end at the 30 tokens of k, got 29", starts(0, 9, 29)),
+    ("cu_seqlens_k", ValueError, "cu_seqlens_k must have cu_seqlens's 2 sequences, got 3", starts(0, 9, 9, 30)),
+    ("cu_seqlens_k", ValueError, r"k must have q's leading dimensions \(20,\)", None),
+    ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", starts(0, 5, 19)),
 )
 POLICY = (
     ("budget", TypeError, "budget must be an int or None, got", 1e9, "1 GB", True),
@@ -197,6 +251,8 @@ GOOD_CONFIG = dict(block_size=16, compress_stride=8, block_counts=4, q_tile=32, 
 TABLES = (
     Table("nsa", nsa, batch, NSA),
     Table("nsa, packed", nsa, packed, PACKED),
+    Table("selected_attention", selected_attention, listed, LISTED),
+    Table("selected_attention, packed", selected_attention, listed_packed, LISTED_PACKED),
     Table("MemoryPolicy", MemoryPolicy, lambda device: dict(budget=1 << 30, recompute="all"), POLICY),
     Table("NSAConfig", NSAConfig, lambda device: GOOD_CONFIG, OF_CONFIG),
     Table("NSAConfig.replace", NSAConfig(**GOOD_CONFIG).replace, lambda device: {}, OF_CONFIG),

@@ -1,0 +1,139 @@
+"""`selected_attention`: the selected branch alone, over the caller's own lists of blocks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import torch
+
+from nsa_layer import autocast, support
+from nsa_layer.call_spec import ListSpec
+from nsa_layer.config import WIDEST_TILE, NSAConfig, require_int
+from nsa_layer.derivatives import refuse_transforms
+from nsa_layer.inputs import check_lengths, check_lists, check_qkv, check_scale, refuse_nested
+
+Tensor = torch.Tensor
+
+
+# The kernels have no such call yet: `support.FEATURES` refuses it.
+IMPLEMENTATIONS = {"eager": "nsa_layer.token_attention", "reference": "nsa_layer.reference"}
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    *,
+    block_size: int,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    q_offset: Tensor | int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of every query to the blocks of keys that its list names.
+
+    Differentiable in q, k and v: once, by reverse mode; the reference any number of times. Autocast as for `nsa`.
+
+    Args:
+        q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens``.
+        k: [B, S, Hkv, D], or packed [total_k, Hkv, D]; Hkv divides Hq.
+        v: [B, S, Hkv, Dv], or packed [total_k, Hkv, Dv].
+        block_indices: int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]; M is T for a list of each query,
+            or the number of tiles of 2, 4, .. 256 queries. Hs = Hkv, or Hq for a list of each query head. Any strides
+            and order; block j is keys ``j * block_size`` to ``(j + 1) * block_size - 1`` of its sequence; -1 is
+            padding, a block named twice counts once. Read by checks on a CPU only: on a GPU other numbers are
+            undefined behaviour.
+        block_size: keys in a block; the last one may be short.
+        cu_seqlens: int32 [sequences + 1], starts of the packed queries and their total, on q's device or the CPU.
+        cu_seqlens_k: the same for keys; None: ``cu_seqlens``.
+        q_offset: position of each sequence's first query among its keys: int32 [B] or [sequences] on q's device, or an
+            int for all. None: the queries are the last ones, ``S - T``.
+        softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
+        causal: query i sees no key after position ``q_offset + i``.
+        deterministic: the same input gives the same bits twice, backward included.
+        return_lse: also return the log-sum-exp, which carries no gradient.
+        backend: as for `nsa`.
+
+    Returns:
+        o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; a query that sees no key gives 0. With ``return_lse`` a pair
+        (o, lse): natural, [B, Hq, T] or [Hq, total], -inf where a query sees no key.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
+        NotImplementedError: the backend does not do this on this architecture; or vmap or forward mode.
+        RuntimeError: a second derivative is asked for.
+    """
+    if backend != "reference":
+        refuse_transforms(q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_offset)
+    q, k, v = autocast.cast(q, k, v)
+    for name, value in dict(causal=causal, deterministic=deterministic, return_lse=return_lse).items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+    require_int("block_size", block_size, least=1)
+    if cu_seqlens is None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
+    packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
+    check_qkv(q, k, v, packed=packed, same_length=not apart)
+    lengths = None
+    if packed:
+        of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q")
+        of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k") if apart else of_q
+        if len(of_k) != len(of_q):
+            raise ValueError(f"cu_seqlens_k must have cu_seqlens's {len(of_q)} sequences, got {len(of_k)}")
+        lengths = tuple(zip(of_q, of_k))
+    pairs = lengths or ((q.shape[1], k.shape[1]),)
+    q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
+    tiles, blocks = [-(-T // q_tile) for T, _ in pairs], [-(-S // block_size) for _, S in pairs]
+    check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=packed)
+    offset = _offsets(q_offset, q, pairs, causal)
+    spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
+    name = support.choose_backend(backend, **sizes, **asked, lists=True)
+    with autocast.off(q.device):
+        o, lse = import_module(IMPLEMENTATIONS[name]).attend_selected(q, k, v, block_indices, offset, spec=spec)
+    return (o, lse.detach()) if return_lse else o
+
+
+def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:
+    """The queries that share a list, by the number of lists: the smallest that fits."""
+    if not isinstance(block_indices, Tensor) or block_indices.is_nested or block_indices.dim() < 2 + (not packed):
+        return 1  # refused by what checks the rest of it
+    given, tile = block_indices.shape[0 if packed else 1], 1
+    while tile <= WIDEST_TILE:
+        if sum(-(-T // tile) for T in lengths) == given:
+            return tile
+        tile *= 2
+    raise ValueError(
+        f"block_indices must have a list for each query, {sum(lengths)}, or for each tile of 2, 4, .. {WIDEST_TILE} "
+        f"queries, got {given} lists"
+    )
+
+
+def _offsets(q_offset: Tensor | int | None, q: Tensor, pairs: tuple[tuple[int, int], ...], causal: bool) -> Tensor:
+    """int64 [B], packed [sequences], on q's device."""
+    count = len(pairs) if q.dim() == 3 else q.shape[0]
+    if isinstance(q_offset, Tensor):
+        refuse_nested("q_offset", q_offset)
+        if q_offset.dtype != torch.int32:
+            raise TypeError(f"q_offset must be int32, got {q_offset.dtype}")
+        if tuple(q_offset.shape) != (count,):
+            raise ValueError(f"q_offset must have shape ({count},), got {tuple(q_offset.shape)}")
+        if q_offset.device != q.device:
+            raise ValueError(f"q_offset must be on q's device {q.device}, got {q_offset.device}")
+        if q_offset.device.type == "cpu" and q_offset.min() < 0:
+            raise ValueError(f"q_offset must be at least 0, got {int(q_offset.min())}")
+        return q_offset.long()
+    if q_offset is not None:
+        require_int("q_offset", q_offset, least=0)
+        return torch.full((count,), q_offset, device=q.device)
+    behind = [S - T for T, S in pairs]
+    if causal and min(behind) < 0:
+        raise ValueError(f"k must have at least as many tokens as q where q_offset is None, got {-min(behind)} fewer")
+    return torch.tensor(behind, device=q.device) if q.dim() == 3 else torch.full((count,), behind[0], device=q.device)
