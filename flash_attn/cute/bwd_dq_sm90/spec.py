@@ -78,6 +78,8 @@ def unsupported(
         return f"q is {dtype}: the dq pass takes float16 and bfloat16"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
         return f"head dimensions {head_dim} and {head_dim_v}: the dq pass takes equal ones of {HEAD_DIMS}"
+    if lists.mask_block_bits is not None:
+        return "mask_block_bits: the dq pass reads lists without bits"
     block_q, block_k = lists.block_size or (TILE_M, STEP)
     if block_q % TILE_M or block_k not in (STEP // 2, STEP):
         return (

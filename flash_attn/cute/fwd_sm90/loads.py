@@ -4,6 +4,7 @@ All warps of a CTA walk the same blocks in the same order: mask blocks from the 
 full ones. A step of the walk is `STEP` keys: one block of 128, or two of 64 that need not be neighbours.
 Where two do not come out even, the last step's second block is missing: its half of the step is loaded
 with the first block once more, so that nothing undefined is multiplied, and hidden by the mask.
+Lists of `BIT_ROWS` rows of packed heads have a bit for each of their tokens beside an entry (`KeyMask.hide_rows`).
 
 Tiles of q and do go to a warpgroup, blocks of k and v to their part of a stage. A caller binds a loader to a tile, and
 calls it once for the tile's queries, and for the keys of every step.
@@ -36,12 +37,19 @@ class KeyWalk:
     mask_idx: cute.Tensor
     full_idx: Optional[cute.Tensor]
     block_k: int
+    bits: Optional[cute.Tensor] = None  # [entries, words]
+    words_per_entry: int = 0
 
     @staticmethod
-    def create(tensors: BlockSparseTensors, batch: Int32, head: Int32, block: Int32, block_k: int) -> "KeyWalk":
-        """block: of queries, in its sequence."""
+    def create(
+        tensors: BlockSparseTensors, batch: Int32, head: Int32, block: Int32, block_k: int, words_per_entry: int = 0
+    ) -> "KeyWalk":
+        """block: of queries, in its sequence. words_per_entry: of `mask_block_bits`; with them all are mask blocks."""
         row = find_row(tensors, tensors.cu_total_m_blocks, batch, head, block)
         mask_count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
+        if words_per_entry:
+            bits = row.bits(tensors.mask_block_bits)
+            return KeyWalk(mask_count, mask_count, mask_idx, None, block_k, bits, words_per_entry)
         if tensors.full_block_cnt is None:
             return KeyWalk(mask_count, mask_count, mask_idx, None, block_k)
         count = mask_count + row.count(tensors.full_block_cnt)
@@ -59,12 +67,26 @@ class KeyWalk:
     @cute.jit
     def entry(self, step: Int32, part: cutlass.Constexpr[int]) -> Int32:
         """2 * block + is_full for a part of a step; past the walk's end, for its last block."""
-        place = cutlass.min(step * self.parts + part, self.count - 1)
-        return entry_at(place, self.mask_count, self.mask_idx, self.full_idx)
+        return entry_at(self._place(step, part), self.mask_count, self.mask_idx, self.full_idx)
+
+    def _place(self, step: Int32, part: int) -> Int32:
+        return cutlass.min(step * self.parts + part, self.count - 1)
 
     def entries(self, step: Int32) -> tuple[Int32, ...]:
         """`entry` for all parts of a step."""
         return tuple(self.entry(step, part) for part in range(self.parts))
+
+    def words(self, step: Int32, part: int) -> tuple[Int32, ...]:
+        """Bits of a part of a step, `words_per_entry` of them; past the walk's end, of its last block.
+
+        Bit j % 32 of word j // 32 says that the j-th token with rows in the tile lists the block.
+        """
+        place = self._place(step, part)
+        return tuple(self.bits[place, word] for word in range(self.words_per_entry))
+
+    def all_words(self, step: Int32) -> tuple[tuple[Int32, ...], ...]:
+        """`words` for all parts of a step."""
+        return tuple(self.words(step, part) for part in range(self.parts))
 
     def first_key(self, entry: Int32, step: Int32, part: int) -> Int32:
         """The part's first key in the sequence; `NOWHERE` for a block that is missing."""

@@ -30,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from flash_attn.cute import utils
-from flash_attn.cute.lists.tiling import ROWS
+from flash_attn.cute.lists.tiling import BIT_ROWS, ROWS
 from flash_attn.cute.mask import call_mask_mod, r2p_bitmask_above, r2p_bitmask_below, sm90_col_to_r2p_idx
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.utils import AuxData
@@ -109,6 +109,34 @@ class KeyMask:
                 self._ask(scores, key, at // 4, width // 4)
         if not self.sees_all(key, width):
             self._hide_past_edges(scores, key, at // 4, width)
+
+    @cute.jit
+    def hide_rows(
+        self, scores: cute.Tensor, words: tuple[Int32, ...], at: cutlass.Constexpr[int], width: cutlass.Constexpr[int]
+    ) -> None:
+        """Set to -inf a block's scores in the rows whose token does not list it.
+
+        Args:
+            scores, at, width: as in `hide`.
+            words: of the block (`KeyWalk.words`), for a tile of `BIT_ROWS` rows.
+        """
+        listed = [self._listed(words, r) for r in range(ROWS_OF_THREAD)]
+        if not (listed[0] & listed[1]):  # a warp whose rows all list the block passes by
+            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                for c in cutlass.range_constexpr(at // 4, (at + width) // 4):
+                    scores[r, c] = scores[r, c] if listed[r] else -Float32.inf
+
+    def _token(self, query: Int32) -> Int32:
+        """The query's place among the tokens that have rows in the tile."""
+        return query - self._query(self.first // BIT_ROWS * BIT_ROWS)
+
+    def _listed(self, words: tuple[Int32, ...], r: int) -> Boolean:
+        """True if the token of the thread's r-th row lists the block."""
+        token = self._token(self.row(r))
+        word = words[0]
+        for i in range(1, len(words)):
+            word = Int32(cutlass.select_(token >= 32 * i, words[i], word))
+        return (word >> (token & 31)) & 1 == 1
 
     @cute.jit
     def _hide_past_edges(

@@ -58,6 +58,7 @@ class StepMask:
     walk: KeyWalk
     mask: KeyMask
     entries: tuple[Int32, ...]
+    words: tuple[tuple[Int32, ...], ...]
     step: Int32
 
     def __call__(self, acc_S: cute.Tensor, n_block: Int32, mask_seqlen: bool = True) -> None:
@@ -65,6 +66,8 @@ class StepMask:
         for part, entry in enumerate(self.entries):
             key = self.walk.first_key(entry, self.step, part)
             self.mask.hide(scores, key, entry & 1 == 0, part * width, width)
+            if self.walk.words_per_entry:
+                self.mask.hide_rows(scores, self.words[part], part * width, width)
 
 
 @cute.jit
@@ -90,17 +93,17 @@ def compute_steps(
     adds = Boolean(False)
     if walk.count > 0:
         step_mask = partial(StepMask, walk, mask)
-        entries = walk.entries(Int32(0))
-        coming = walk.entries(Int32(1))
-        state = first_step(n_block=Int32(0), kv_consumer_state=state, mask_fn=step_mask(entries, Int32(0)))
+        entries, words = walk.entries(Int32(0)), walk.all_words(Int32(0))
+        coming, coming_words = walk.entries(Int32(1)), walk.all_words(Int32(1))
+        state = first_step(n_block=Int32(0), kv_consumer_state=state, mask_fn=step_mask(entries, words, Int32(0)))
         for step in cutlass.range(1, walk.steps, unroll=1):
-            entries = coming
-            coming = walk.entries(step + 1)
+            entries, words = coming, coming_words
+            coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
             state = one_step(
                 state,
                 n_block=step,
                 mma_pv_fn=partial(add_product, zero_init=not adds),
-                mask_fn=step_mask(entries, step),
+                mask_fn=step_mask(entries, words, step),
             )
             adds = Boolean(True)
         state = last_product(kv_consumer_state=state, zero_init=not adds)

@@ -88,7 +88,9 @@ def bool_table(name: str, value: object) -> torch.Tensor:
 
 
 def fields(lists: Any) -> tuple[Any, Any, Any, Any]:
-    """Counts and indices, mask and full, of what has the fields of BlockSparseTensorsTorch."""
+    """Counts and indices, mask and full, of what has the fields of BlockSparseTensorsTorch, and no bits."""
+    if getattr(lists, "mask_block_bits", None) is not None:
+        raise NotImplementedError("mask_block_bits: only SM90 forward reads lists with a bit for each token")
     try:
         return tuple(getattr(lists, name) for name in LISTS)
     except AttributeError:

@@ -115,6 +115,8 @@ def fit(
         fitted |= _fit_pair(name, tensors, kind, form, (*lead, rows))
     for kind in KINDS:
         fitted[kind.order] = _fit_order(name, kind.order, getattr(tensors, kind.order), fitted[kind.idx])
+    if tensors.mask_block_bits is not None:
+        fitted["mask_block_bits"] = tensors.mask_block_bits.expand(*fitted["mask_block_idx"].shape, -1)
     if tensors.spt is not None and not isinstance(tensors.spt, bool):
         raise ValueError(f"spt must be a bool when provided: {name}.spt is {tensors.spt!r}")
     if tensors.spt is not None and tensors.dq_write_order is None:
@@ -176,6 +178,9 @@ def as_ragged(
     Raises:
         ValueError: stacked lists, and `across` is None.
     """
+    if tensors.mask_block_bits is not None:
+        idx, bits = tensors.mask_block_idx.contiguous(), tensors.mask_block_bits.contiguous().flatten(0, -2)
+        tensors = tensors._replace(mask_block_idx=idx, mask_block_bits=bits)
     if tensors.mask_block_idx.ndim == 1:
         return tensors
     first = _stacked_starts(tensors, rows_before, across) if tensors.mask_block_idx.ndim == 2 else None
@@ -208,8 +213,9 @@ def _starts(idx: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
 
 def _addressable(tensors: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     """Flat entries as if they were no longer than a kernel's shapes can say, which nothing reads: places are int64."""
-    given = {name: getattr(tensors, name) for kind in KINDS for name in (kind.idx, kind.order)}
-    longer = {name: t for name, t in given.items() if t is not None and t.numel() > MOST_IN_SHAPE}
+    fields = (*(name for kind in KINDS for name in (kind.idx, kind.order)), "mask_block_bits")
+    given = {name: getattr(tensors, name) for name in fields}
+    longer = {name: t for name, t in given.items() if t is not None and t.shape[0] > MOST_IN_SHAPE}
     return (
         tensors._replace(**{name: t.narrow(0, 0, MOST_IN_SHAPE) for name, t in longer.items()}) if longer else tensors
     )
@@ -261,6 +267,7 @@ def launch_arguments(tensors: BlockSparseTensorsTorch | None):
         tensors.cu_total_n_blocks,
         tensors.cu_full_block_idx_offsets,
         tensors.plan,
+        tensors.mask_block_bits,
     )
 
 

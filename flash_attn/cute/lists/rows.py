@@ -77,6 +77,11 @@ class ListRow:
         start = self.starts[full]
         return tensor[(*self.place, None)] if start is None else cute.domain_offset(start, tensor)
 
+    def bits(self, tensor: cute.Tensor) -> cute.Tensor:
+        """The row of mask_block_bits, [entries, words]."""
+        start = self.starts[0]
+        return tensor[(*self.place, None, None)] if start is None else cute.domain_offset((start, 0), tensor)
+
     def blocks(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor | HalfEntries:
         """The row of mask_block_idx or full_block_idx; its items are blocks."""
         entries = self.entries(tensor, full)

@@ -9,6 +9,7 @@ from typing import Any, Optional
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
 ROWS = 64  # queries of a warpgroup of SM90
+BIT_ROWS = 128  # rows of packed heads to a list with `mask_block_bits`
 STEP = 128  # keys of a step of the dq pass, and of forward by `two_block_steps`
 
 

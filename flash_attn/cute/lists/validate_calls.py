@@ -19,6 +19,7 @@ from flash_attn.cute.lists.backward_plan import check_items
 from flash_attn.cute.lists.csr import is_packed, packed_rows, starts_of
 from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, Rows, distinct_lists, fields, narrow
 from flash_attn.cute.lists.formats import BACKWARD, FORWARD, Direction, Packing, fit
+from flash_attn.cute.lists.query_bits import has_bits, refuse_bits
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.validate import Side, check_sides
 from flash_attn.cute.lists.write_order import as_launch_order
@@ -42,7 +43,10 @@ def require_lists_for_gradient(forward, backward, *inputs, mask_mod, causal, win
 
     Raises:
         ValueError: lists for one direction only, no mask, and one of `inputs` needs a gradient.
+        NotImplementedError: lists with bits, and one of `inputs` needs a gradient.
     """
+    if _gradient_needed(inputs):
+        refuse_bits("backward: call under torch.no_grad(), or compute the gradient apart", forward, backward)
     if (forward is None) == (backward is None) or mask_mod is not None or not _gradient_needed(inputs):
         return None
     window = edges(causal, window_size)
@@ -64,14 +68,21 @@ USUAL_BLOCKS = (128, 256, 64, 192)
 OptionalTensor = torch.Tensor | None
 
 
-def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = False) -> None:
+def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = False, forward: Any = None) -> None:
     """Refuse the lists of a call (or None) to kernels that do not read them, some of which would say nothing.
 
     What upstream asserts is in its words: programs match on them.
 
+    Args:
+        forward: the lists of the forward pass, in a backward call that has them.
+
     Raises:
-        NotImplementedError: another architecture than SM90, SM100 and SM110, or `qv`.
+        NotImplementedError: another architecture than SM90, SM100 and SM110, or `qv`, or bits that are not read.
     """
+    if backward:
+        refuse_bits("backward", lists, forward)
+    elif arch // 10 != 9:
+        refuse_bits(f"kernels for sm_{arch}, only by forward for SM 9.0", lists)
     if lists is None:
         return
     if arch // 10 not in READ_BY:
@@ -107,15 +118,16 @@ def validate_call(
 
     Raises:
         ValueError: naming the first wrong entry, see `validate_lists`; the sequence too, where sequences are packed.
-        NotImplementedError: `requested`, and the keys lie in pages.
+        NotImplementedError: `requested`, and the keys lie in pages, or the lists have bits.
     """
     if not (requested or os.environ.get(ALWAYS) == "1") or (forward is None and backward is None):
         return
     if isinstance(q, FakeTensor):  # a kernel is being compiled, there are no lists
         return
-    if page_table is not None:
+    if page_table is not None or has_bits(forward):
         if requested:
-            raise NotImplementedError("validate=True with page_table: lists over paged keys are not checked")
+            what = "mask_block_bits: lists with bits" if page_table is None else "page_table: lists over paged keys"
+            raise NotImplementedError(f"validate=True with {what} are not checked")
         return
     heads = q.shape[-2], k.shape[-2]
     if backward is not None and backward.plan is not None:

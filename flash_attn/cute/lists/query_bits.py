@@ -1,0 +1,118 @@
+"""Forward lists of tiles of packed heads, whose entries have a bit for each token: unions of the tokens' own lists.
+
+With `BlockSparseTensorsTorch.mask_block_bits` each token has block lists of its own, and neighbours share the loads of
+what they list together. The query heads of a key/value head are packed: row r of a sequence is of token r // G and head
+r % G. A row of lists belongs to `BIT_ROWS` of these rows, tile i to rows BIT_ROWS * i and following. Its entries are
+mask blocks of `BIT_KEYS` keys, those that any of its tokens lists. Bit j % 32 of word j // 32 beside an entry says that
+token BIT_ROWS * i // G + j does: 1 word is enough for G >= 4, 2 for G = 2 and 3, 4 for G = 1. Causal and window hide
+further keys, as they do without bits.
+
+    counts [B, Hkv, tiles], entries [B, Hkv, tiles, n], bits [B, Hkv, tiles, n, words]
+
+Packed sequences take the other forms of `formats` too, with bits of the entries' shape and one dimension more;
+cu_total_m_blocks then counts tiles of rows. SM90 forward reads such lists; everything else refuses them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import torch
+
+from flash_attn.cute.lists.tiling import BIT_ROWS, STEP
+
+BIT_KEYS = STEP // 2  # keys of a block
+WORDS = (1, 2, 4)
+
+
+def words_for(heads: int) -> int:
+    """Words of bits that an entry needs at least, with `heads` query heads to a key/value head."""
+    tokens = (heads - gcd(BIT_ROWS, heads) + BIT_ROWS - 1) // heads + 1  # where the first one has fewest rows
+    return next(n for n in WORDS if tokens <= 32 * n)
+
+
+def has_bits(lists: Any) -> bool:
+    """True if `lists` (or None) have `mask_block_bits`."""
+    return getattr(lists, "mask_block_bits", None) is not None
+
+
+def refuse_bits(what: str, *lists: Any) -> None:
+    """Refuse lists with bits where only those without are read; `what` names the reader."""
+    if any(map(has_bits, lists)):
+        raise NotImplementedError(f"mask_block_bits: lists with a bit for each token are not read by {what}")
+
+
+def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bool]:
+    """A forward call's lists, which say what a block is, and whether heads are packed.
+
+    Args:
+        heads: `ListHeads` of the lists. group: query heads to a key/value head.
+
+    Raises:
+        ValueError: lists of other blocks, with full blocks, for each query head, or without room for all tokens' bits.
+    """
+    bits, idx = lists.mask_block_bits, lists.mask_block_idx
+    name = "block_sparse_tensors.mask_block_bits"
+    if lists.block_size not in (None, (BIT_ROWS, BIT_KEYS)):
+        raise ValueError(
+            f"block_size is {lists.block_size}: {name} belongs to lists of ({BIT_ROWS} rows of packed heads, "
+            f"{BIT_KEYS} keys)"
+        )
+    if lists.full_block_cnt is not None or lists.full_block_idx is not None:
+        raise ValueError(f"full_block_cnt and full_block_idx have to be None with {name}: every entry is a mask block")
+    if group > 1 and not (pack_gqa and heads.packable):
+        raise ValueError(
+            f"{name} needs packed heads and one list for each key/value head: pack_gqa is {pack_gqa}, and the lists "
+            f"have {heads.count} heads for {group} query heads to a key/value head"
+        )
+    if bits.dtype != torch.int32 or bits.shape[:-1] != idx.shape or bits.shape[-1] not in WORDS:
+        raise ValueError(
+            f"{name} is {bits.dtype} {tuple(bits.shape)}, expected int32 of mask_block_idx's shape {tuple(idx.shape)} "
+            f"and a dimension of 1, 2 or 4 words"
+        )
+    if bits.shape[-1] < words_for(group):
+        raise ValueError(
+            f"{name} has {bits.shape[-1]} words an entry, but {BIT_ROWS} rows of {group} packed heads need "
+            f"{words_for(group)}"
+        )
+    if bits.device != idx.device:
+        raise ValueError(f"{name} is on {bits.device}, mask_block_idx on {idx.device}")
+    return lists._replace(block_size=(BIT_ROWS, BIT_KEYS)), group > 1
+
+
+def forward_config(lists: Any, *, group: int, seqlen_q: int | None, packed: Any, **given: Any) -> Any:
+    """`normalize_block_sparse_config` for lists with bits, whose rows are `group` times as many as queries."""
+    from flash_attn.cute.block_sparsity import get_block_sparse_broadcast_pattern, normalize_block_sparse_config
+
+    if packed is not None and packed.longest[0] is not None:
+        packed = replace(packed, longest=(packed.longest[0] * group, packed.longest[1]))
+    rows = None if seqlen_q is None else seqlen_q * group
+    config = normalize_block_sparse_config(lists, seqlen_q=rows, packed=packed, **given)
+    if config.tensors.mask_block_bits is None:
+        idx, bits = config.tensors.mask_block_idx, lists.mask_block_bits
+        if bits.stride(-1) != 1:
+            bits = bits.contiguous()
+        tensors = config.tensors._replace(mask_block_bits=bits.expand(*idx.shape, -1))
+        config = config._replace(tensors=tensors)
+    return config._replace(broadcast_pattern=get_block_sparse_broadcast_pattern(config.tensors))
+
+
+def words(lists: Any, list_parts: int) -> int:
+    """Words of bits that SM90 forward reads beside an entry; 0 without bits.
+
+    Args:
+        list_parts: of `tiling.forward_parts`.
+
+    Raises:
+        NotImplementedError: the call takes steps of its own tile, which has no masks for single rows.
+    """
+    if not has_bits(lists):
+        return 0
+    if not list_parts:
+        raise NotImplementedError(
+            "mask_block_bits: SM90 forward reads them where q, k and v have head dimension 64, 96 or 128, without "
+            "score_mod, softcap, page_table or compress_factor"
+        )
+    return lists.mask_block_bits.shape[-1]

@@ -1,0 +1,217 @@
+"""SM90 forward over unions of the tokens' own lists, with a bit for each token: forms, refusals, kernels, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fa_bits import TokenCase, dense, listed_blocks, union_lists
+from fa_compile import Worker, WorkerError, built_kernels
+
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.lists import formats, query_bits
+from flash_attn.cute.lists.rows import ListHeads
+from fuzz.attention import assert_close
+from fuzz.canary import Guarded
+
+LENGTHS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
+PACK = ((0, 0), (1, 1), (129, 129), (500, 700), (63, 63), (64, 200))
+
+
+def attend(case: TokenCase, x: tuple[torch.Tensor, ...], lists: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    if case.form is not None:
+        cu = [torch.tensor(starts, dtype=torch.int32, device="cuda") for starts in case.starts]
+        longest = [max(pair[side] for pair in case.lengths) for side in (0, 1)]
+        options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*cu, *longest)))
+    o, lse, *_ = _flash_attn_fwd(*x, causal=case.causal, block_sparse_tensors=lists, return_lse=True, **options)
+    return o, lse
+
+
+def tensors(case: TokenCase) -> tuple[torch.Tensor, ...]:
+    """q, k and v, packed or of as many batches as there are lengths."""
+    torch.manual_seed(case.seed)
+    Hq, starts = case.G * case.Hkv, case.starts
+    shapes = [((starts[0][-1] if side == 0 else starts[1][-1]), heads, case.D)
+              for side, heads in ((0, Hq), (1, case.Hkv), (1, case.Hkv))]  # fmt: skip
+    x = tuple(torch.randn(shape, device="cuda").to(case.dtype) for shape in shapes)
+    return x if case.form is not None else tuple(t.unflatten(0, (len(case.lengths), -1)) for t in x)
+
+
+def lists_of_fakes(case: TokenCase) -> BlockSparseTensorsTorch:
+    """Lists without values, on the GPU there is not."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        lists = union_lists(case, listed_blocks(case, "cpu"))
+    return lists._replace(**{
+        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+        for name, t in lists._asdict().items() if torch.is_tensor(t)
+    })  # fmt: skip
+
+
+def compiled(case: TokenCase, options: dict[str, Any]) -> None:
+    attend(case, tensors(case), lists_of_fakes(case), **options)
+
+
+def kernels_of(case: TokenCase) -> list[tuple[int, int, int, bool]]:
+    with built_kernels("FlashAttentionForwardSm90") as kernels:
+        compiled(case, {})
+    return [(kernel.tile_m, kernel.list_parts, kernel.list_words, kernel.pack_gqa) for kernel in kernels]
+
+
+@pytest.mark.parametrize("G, words, form", [(4, 1, None), (2, 2, None), (1, 4, "ragged"), (160, 1, "padded")])
+def test_a_tile_has_128_rows_and_a_bit_for_each_token(
+    compiler_sm90: Worker, G: int, words: int, form: str | None
+) -> None:
+    case = TokenCase(G=G, D=64 if form else 128, form=form)
+    assert compiler_sm90.trace(kernels_of, case) == [(128, 2, words, G > 1)]
+
+
+@pytest.mark.parametrize("case", [TokenCase(), TokenCase(PACK, G=3, D=64, form="stacked", causal=False)], ids=str)
+def test_kernels_compile(compiler_sm90: Worker, case: TokenCase) -> None:
+    """Heads that divide a tile come by TMA, others by cp.async."""
+    compiler_sm90.run(compiled, case, {})
+
+
+def test_words_hold_all_tokens_of_a_tile() -> None:
+    for G in range(1, 300):
+        most = max((128 * i + 127) // G - 128 * i // G + 1 for i in range(G))
+        words = query_bits.words_for(G)
+        assert words in (1, 2, 4) and most <= 32 * words and (words == 1 or most > 16 * words)
+
+
+@pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_ragged_lists_keep_the_bits_beside_their_entries(form: str, shared: bool) -> None:
+    """shared: one list for both heads, so that entries of heads are 0 apart."""
+    case = TokenCase(((70, 70), (130, 200), (1, 1)), G=3, form=form, Hkv=1 if shared else 2)
+    lists = union_lists(case, listed_blocks(case, "cpu"))
+    cu = tuple(torch.tensor(starts, dtype=torch.int32) for starts in case.starts)
+    packing = formats.packing(*cu, None, None, 130, 200)
+    fitted = formats.fit(
+        lists, formats.FORWARD, packing, batch=3, heads=2, block_size=(128, 64), across=200, on_gpu=False
+    )
+    plain = union_lists(TokenCase(case.lengths, G=3, form="compact", Hkv=case.Hkv), listed_blocks(case, "cpu"))
+    for head in range(2):
+        of = 0 if shared else head
+        for row, count in enumerate(fitted.mask_block_cnt[head].tolist()):
+            assert count == plain.mask_block_cnt[of, row]
+            entries = slice(start := int(fitted.cu_block_idx_offsets[head, row]), start + count)
+            assert fitted.mask_block_idx[entries].equal(plain.mask_block_idx[of, row, :count])
+            assert fitted.mask_block_bits[entries].equal(plain.mask_block_bits[of, row, :count])
+
+
+@pytest.fixture
+def lists() -> BlockSparseTensorsTorch:
+    return union_lists(TokenCase(), listed_blocks(TokenCase(), "cpu"))
+
+
+@pytest.mark.parametrize(
+    "change, pack_gqa, said",
+    [
+        (lambda x: dict(block_size=(128, 128)), True, r"block_size is \(128, 128\)"),
+        (lambda x: dict(full_block_cnt=x.mask_block_cnt, full_block_idx=x.mask_block_idx), True, "have to be None"),
+        (lambda x: {}, False, "pack_gqa is False"),
+        (lambda x: dict(mask_block_bits=x.mask_block_bits[..., 0]), True, "int32 of mask_block_idx's shape"),
+        (lambda x: dict(mask_block_bits=x.mask_block_bits.long()), True, "is torch.int64"),
+        (lambda x: dict(mask_block_bits=x.mask_block_bits.expand(-1, -1, -1, -1, 3)), True, "1, 2 or 4 words"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(
+    lists: BlockSparseTensorsTorch, change: Callable[[Any], dict[str, Any]], pack_gqa: bool, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        query_bits.of_rows(lists._replace(**change(lists)), ListHeads.of(lists, 32, 2), 16, pack_gqa)
+
+
+def test_lists_without_room_for_all_tokens_are_refused(lists: BlockSparseTensorsTorch) -> None:
+    with pytest.raises(ValueError, match="1 words an entry, but 128 rows of 2 packed heads need 2"):
+        query_bits.of_rows(lists, ListHeads.of(lists, 4, 2), 2, True)
+    with pytest.raises(ValueError, match="one list for each key/value head"):
+        query_bits.of_rows(lists, ListHeads.of(lists, 2, 1), 2, True)
+
+
+def backward(case: TokenCase, forward: bool) -> None:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    (q, k, v), lists = tensors(case), lists_of_fakes(case)
+    given = dict(block_sparse_tensors_fwd=lists) if forward else dict(block_sparse_tensors=lists)
+    _flash_attn_bwd(q, k, v, q, q, q.new_empty(1, q.shape[2], q.shape[1], dtype=torch.float32), **given)
+
+
+def test_calls_that_read_no_bits_are_refused(compiler_sm90: Worker, compiler_sm100: Worker) -> None:
+    refused = [
+        (compiler_sm100, compiled, TokenCase(), {}),
+        (compiler_sm90, compiled, TokenCase(), dict(softcap=20.0)),
+        (compiler_sm90, compiled, TokenCase(D=192), {}),
+        (compiler_sm90, backward, TokenCase(), False),
+        (compiler_sm90, backward, TokenCase(), True),
+    ]
+    for worker, *call in refused:
+        with pytest.raises(WorkerError, match="mask_block_bits") as caught:
+            worker.trace(*call)
+        assert caught.value.kind == "NotImplementedError"
+
+
+def test_autograd_and_list_tools_refuse_bits(launched: None, lists: BlockSparseTensorsTorch) -> None:
+    from flash_attn.cute.block_lists import transpose_lists
+    from flash_attn.cute.interface import flash_attn_func
+
+    q, k = torch.zeros(1, 300, 32, 128, requires_grad=True), torch.zeros(1, 300, 2, 128)
+    with pytest.raises(NotImplementedError, match="mask_block_bits.*backward"):
+        flash_attn_func(q, k, k, block_sparse_tensors=lists)
+    with torch.no_grad():
+        assert flash_attn_func(q, k, k, block_sparse_tensors=lists) == "launched"
+        with pytest.raises(NotImplementedError, match="mask_block_bits"):
+            flash_attn_func(q, k, k, block_sparse_tensors=lists, validate=True)
+    with pytest.raises(NotImplementedError, match="mask_block_bits"):
+        transpose_lists(lists, 5)
+
+
+def assert_right(case: TokenCase) -> None:
+    """Forward on the GPU, within twice the error of plain PyTorch in the same dtype, sequence by sequence."""
+    x, tables = tensors(case), listed_blocks(case, "cuda")
+    lists = union_lists(case, tables)
+    with Guarded("cuda") as guard:
+        o, lse = attend(case, x, lists)
+        torch.cuda.synchronize()
+    guard.check()
+    for b, table in enumerate(tables):
+        (q, q_end), (k, k_end) = ((of[b], of[b + 1]) for of in case.starts)
+        spans = ((q, q_end), (k, k_end), (k, k_end), (q, q_end))
+        parts = [t[b] if case.form is None else t[slice(*span)] for t, span in zip((*x, o), spans, strict=True)]
+        of_lse = lse[b] if case.form is None else lse[:, q:q_end]
+        exact, rough = (dense(case, *parts[:3], table, dtype) for dtype in (torch.float64, case.dtype))
+        assert_close(f"{case}: o of sequence {b}", parts[3], exact[0], rough[0])
+        assert of_lse.isneginf().equal(exact[1].isneginf()), f"{case}: lse of sequence {b} is -inf in the wrong rows"
+        some = ~exact[1].isneginf()
+        torch.testing.assert_close(of_lse[some].double(), exact[1][some], rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("G", [1, 2, 3, 4, 8, 16, 160])
+def test_tokens_attend_to_their_own_lists(G: int) -> None:
+    for T in LENGTHS if G < 100 else LENGTHS[:-2]:
+        assert_right(TokenCase(((T, T),), G=G, Hkv=1 if T > 4000 else 2, n=16 if T > 4000 else 4, seed=T))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        TokenCase(((300, 700),) * 2, D=64, causal=False, dtype=torch.float16),
+        TokenCase(((1000, 1000),), words=4),
+        TokenCase(((1000, 1000),), G=12, D=96, causal=False),
+        TokenCase(PACK, G=4, form="padded"),
+        TokenCase(PACK, G=3, form="compact"),
+        TokenCase(PACK, G=1, form="stacked", D=64),
+        TokenCase(PACK, G=16, form="ragged", causal=False),
+    ],
+    ids=str,
+)
+def test_packed_and_other_calls(case: TokenCase) -> None:
+    assert_right(case)
