@@ -115,13 +115,14 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None
     assert largest_4 < 2048 * 2048 // 100
 
 
+BY_TOKEN = NSAConfig.paper(deterministic=True)
 SAME_BITS = [
     ("cpu", Case(B=2, T=300, config=SMALL.replace(deterministic=True), compress_weights=True)),
     ("cpu", Case(B=2, T=300, config=SMALL.replace(deterministic=True), compress_weights=True, dtype=torch.bfloat16)),
     ("cpu", Case(lengths=(90, 31), config=NSAConfig(deterministic=True))),
     *(
         pytest.param("cuda", Case(B=2, T=3000, Hq=8, D=64, dtype=torch.bfloat16, config=config), marks=pytest.mark.gpu)
-        for config in (NSAConfig(deterministic=True), NSAConfig.seed(deterministic=True))
+        for config in (NSAConfig(deterministic=True), NSAConfig.seed(deterministic=True), BY_TOKEN)
     ),
 ]
 
