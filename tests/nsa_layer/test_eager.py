@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_layer import NSAConfig, eager, select
+from nsa_layer import NSAConfig, eager, select, token_attention
 from nsa_layer.call_spec import Aux
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -85,9 +85,9 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def footprint(T: int, packed: bool) -> tuple[int, int]:
+def footprint(T: int, packed: bool, q_tile: int) -> tuple[int, int]:
     """Elements of the largest tensor of a forward and backward, and of all that forward keeps for backward."""
-    case = Case(T=T, Hq=2, Hkv=1, D=4, config=SMALL, compress_weights=True)
+    case = Case(T=T, Hq=2, Hkv=1, D=4, config=SMALL.replace(q_tile=q_tile), compress_weights=True)
     if packed:  # more sequences, not longer ones
         case = replace(case, lengths=(64,) * (T // 64))
     inputs = make_inputs(case)
@@ -102,17 +102,20 @@ def footprint(T: int, packed: bool) -> tuple[int, int]:
     return mode.largest, sum(kept.values())
 
 
+@pytest.mark.parametrize(("q_tile", "share"), [(32, 100), (1, 10)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch, packed: bool, q_tile: int, share: int) -> None:
     # Small against T, so that what grows is seen.
     monkeypatch.setattr(eager, "CPU_CHUNK", 1 << 12)
     monkeypatch.setattr(select, "SCORE_BUDGET", 1 << 12)
-    largest, kept = footprint(512, packed)
-    largest_4, kept_4 = footprint(2048, packed)
+    monkeypatch.setattr(select, "CPU_SCORE_BUDGET", 1 << 12)
+    monkeypatch.setattr(token_attention, "CPU_PAIRS", 1 << 7)
+    largest, kept = footprint(512, packed, q_tile)
+    largest_4, kept_4 = footprint(2048, packed, q_tile)
     assert largest_4 <= 4.1 * largest
     assert kept_4 <= 4.1 * kept
     # Far from one score for each pair of tokens, in any branch.
-    assert largest_4 < 2048 * 2048 // 100
+    assert largest_4 < 2048 * 2048 // share
 
 
 BY_TOKEN = NSAConfig.paper(deterministic=True)

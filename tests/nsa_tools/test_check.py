@@ -43,6 +43,20 @@ def outcome(attend=nsa, **changes: object) -> dict[str, Verdict]:
     return {v.name: v for v in report.verdicts}
 
 
+def test_a_choice_by_token_passes_and_its_neighbours_does_not() -> None:
+    config = CONFIG.replace(q_tile=1, compress_size=4, compress_stride=2)
+
+    def attend(*args, return_aux: bool = False, **options):
+        o, aux = nsa(*args, return_aux=True, **options)
+        aux = replace(aux, block_indices=aux.block_indices.roll(1, 1))
+        return (o, aux) if return_aux else o
+
+    for dtype in (torch.bfloat16, torch.float32):
+        found = outcome(config=config, dtype=dtype)
+        assert all(verdict.ok for verdict in found.values()), found
+    assert not outcome(attend, config=config, backward=False)["choice"].ok
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_right_calls_pass(dtype: torch.dtype, gated: bool) -> None:
