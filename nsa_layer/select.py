@@ -13,6 +13,7 @@ from nsa_layer.config import NSAConfig
 
 # Elements of the score matrix held at once; scores are computed for as many query tiles as fit.
 SCORE_BUDGET, CPU_SCORE_BUDGET = 1 << 26, 1 << 19
+NO_BLOCK = (1 << 32) - (1 << 63)
 
 
 @torch.no_grad()
@@ -180,16 +181,16 @@ def _list_blocks(
         eligible = (candidate & ~forced)[:, :Nc]
         best, rank = torch.topk(_tie_broken(scores, eligible), wanted, dim=-1)
         room = (config.block_counts - forced.sum(1, keepdim=True)).clamp(min=0)
-        taken = (best >= 0) & (torch.arange(wanted, device=scores.device) < room)
+        taken = (best >= NO_BLOCK) & (torch.arange(wanted, device=scores.device) < room)
         listed.scatter_(-1, rank, taken | listed.gather(-1, rank))
     # Listed block j sorts as j, any other as N: the first n are the list, in order.
-    order = torch.where(listed, torch.arange(N, device=scores.device), N)
+    order = torch.arange(N, dtype=torch.int32, device=scores.device).where(listed, N)
     order = torch.topk(order, n, dim=-1, largest=False, sorted=True).values
-    return torch.where(order < N, order, -1).to(torch.int32)
+    return order.masked_fill(order == N, -1)
 
 
 def _tie_broken(scores: torch.Tensor, eligible: torch.Tensor) -> torch.Tensor:
-    """int64 keys that order as (score, earlier block first) and are all different; -1 where not eligible.
+    """int64 keys that order as (score, earlier block first) and are all different; below `NO_BLOCK` if not eligible.
 
     `torch.topk` promises nothing about equal values. The score's bits, made monotone, go above the block number. fp64
     scores are compared as fp64 would be, by rank, since 64 bits leave no room for the block number.
@@ -200,8 +201,8 @@ def _tie_broken(scores: torch.Tensor, eligible: torch.Tensor) -> torch.Tensor:
         monotone = torch.empty_like(order).scatter_(
             -1, order, torch.arange(Nc, 0, -1, device=order.device).expand_as(order)
         )
-        return torch.where(eligible, monotone, -1)
+        return monotone.masked_fill(~eligible, torch.iinfo(torch.int64).min)
     bits = (scores + 0.0).view(torch.int32)  # -0.0 and 0.0 are equal
-    monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64) + (1 << 31)
-    block = torch.arange(Nc, device=scores.device)
-    return torch.where(eligible, (monotone << 31) | (Nc - 1 - block), -1)
+    high = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(~eligible, torch.iinfo(torch.int32).min)
+    low = torch.arange(Nc - 1, -1, -1, dtype=torch.int32, device=scores.device)
+    return torch.stack((low.expand_as(high), high), dim=-1).view(torch.int64).squeeze(-1)
