@@ -102,6 +102,25 @@ def causality(case: Case, backend: str, device: str) -> None:
         assert_backward_causal(case, each, t, device)
 
 
+@holds("layer.lists of the caller's", strategies.layer_cases)
+def lists_of_the_caller(case: Case) -> None:
+    """Any order, padding anywhere, blocks named twice, for each head or for each query head: what is listed is seen."""
+    config, generator = case.config, torch.Generator().manual_seed(case.seed)
+    Hs, n = (case.Hkv, case.Hq)[case.seed % 2], 1 + case.seed % 5
+    lengths = case.lengths or (case.T,)
+    each = [
+        torch.randint(-1, config.num_blocks(T), (config.num_tiles(T), Hs, n), generator=generator) if T else None
+        for T in lengths
+    ]
+    lists = torch.cat([x for x in each if x is not None]).int()
+    if case.lengths is None:
+        lists = lists.expand(case.B, *lists.shape)
+    inputs = make_inputs(case)
+    once, other = (run(backend, inputs, block_indices=lists).tensors() for backend in ("eager", "reference"))
+    for name, x in once.items():
+        torch.testing.assert_close(x, other[name], msg=lambda said, name=name: f"{name}: {said}")
+
+
 @on_both("layer.neighbours")
 def neighbours(case: Case, backend: str, device: str) -> None:
     """NaN, inf or huge numbers in other sequences change no bit of an output, or of a deterministic gradient."""
