@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from fa_compile import MULTIPROCESSORS, Worker
-
-
-@pytest.fixture(scope="session")
-def _workers() -> Iterator[Callable[[str], Worker]]:
-    workers: dict[str, Worker] = {}
-
-    def of(arch: str) -> Worker:
-        if arch not in workers:
-            workers[arch] = Worker(arch)
-        return workers[arch]
-
-    yield of
-    for worker in workers.values():
-        worker.close()
-
+from fa_compile import MULTIPROCESSORS, Worker, shared_worker
 
 # Under xdist a group stays on one worker: an architecture's kernels are imported once, not twice.
 ARCHITECTURES = [pytest.param(arch, marks=pytest.mark.xdist_group(arch)) for arch in MULTIPROCESSORS]
 
 
 @pytest.fixture(params=ARCHITECTURES)
-def compiler(request: pytest.FixtureRequest, _workers: Callable[[str], Worker]) -> Worker:
+def compiler(request: pytest.FixtureRequest) -> Worker:
     """A worker for each architecture in turn."""
-    return _workers(request.param)
+    return shared_worker(request.param)
 
 
 @pytest.fixture
-def compiler_sm90(_workers: Callable[[str], Worker]) -> Worker:
-    return _workers("sm_90")
+def compiler_sm90() -> Worker:
+    return shared_worker("sm_90")
 
 
 @pytest.fixture
-def compiler_sm100(_workers: Callable[[str], Worker]) -> Worker:
-    return _workers("sm_100")
+def compiler_sm100() -> Worker:
+    return shared_worker("sm_100")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ under FakeTensorMode: tensors have shapes and no memory, so kernels are compiled
 
 from __future__ import annotations
 
-import gc
+import atexit
 import importlib.util
 import inspect
 import os
@@ -16,11 +16,12 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 MULTIPROCESSORS = {"sm_90": 132, "sm_100": 148}
 
@@ -45,7 +46,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """Processes that compile for `arch`, and one that only traces; each begins with the first request for it.
+    """A process that compiles and traces for `arch`; it begins with the first request.
 
     Kernels are compiled into the test run's pool, and come from there when they are asked for again; not pooled: each
     is compiled.
@@ -60,26 +61,24 @@ class Worker:
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        self._compiling = _Process(environment | (pool() if pooled else {}))
-        self._tracing = _Process(environment | {"CUTE_DSL_DRYRUN": "1"})
+        self._process = _Process(environment | (pool() if pooled else {}))
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a module-level function of a test file, with kernels compiled to machine code.
 
         What looks at the tracing of kernels asks `trace`: a kernel out of the pool is not traced.
         """
-        return self._compiling.ask(function, args)
+        return self._process.ask(function, args)
 
     def trace(self, function: Callable[..., Any], *args: Any) -> Any:
         """The same for what only looks at how kernels are built: they end as IR, in a sixth of the time.
 
         Every kernel that the function asks for is traced, also those of requests before.
         """
-        return self._tracing.ask(function, args)
+        return self._process.ask(function, args, traced=True)
 
     def close(self) -> None:
-        self._compiling.close()
-        self._tracing.close()
+        self._process.close()
 
 
 class _Process:
@@ -87,11 +86,11 @@ class _Process:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def ask(self, function: Callable[..., Any], args: tuple[Any, ...], traced: bool = False) -> Any:
         if self._process is None:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe, env=self._environment)
-        request = (inspect.getsourcefile(function), function.__qualname__, args)
+        request = (inspect.getsourcefile(function), function.__qualname__, args, traced)
         try:
             pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
@@ -107,6 +106,15 @@ class _Process:
         if self._process is not None:
             self._process.stdin.close()
             self._process.wait()
+            self._process = None
+
+
+@cache
+def shared_worker(arch: str) -> Worker:
+    """The worker for an architecture of all tests of this process; it ends with the process."""
+    worker = Worker(arch)
+    atexit.register(worker.close)
+    return worker
 
 
 @contextmanager
@@ -193,22 +201,22 @@ def operations_around() -> tuple[str, ...]:
 
 @contextmanager
 def recorded_grids() -> Iterator[list[tuple[int | None, ...]]]:
-    """The grids of all launches that are traced in the body; None for a dimension that each call decides."""
-    from cutlass.base_dsl.dsl import BaseDSL
+    """The grids of all launches that are traced in the body; None for a dimension that each call decides.
+
+    Only host functions are traced: kernels are launched without their code.
+    """
+    from cutlass.cutlass_dsl.cutlass import KernelLauncher
 
     grids: list[tuple[int | None, ...]] = []
-    original = BaseDSL.LaunchConfig.__post_init__
 
-    def recording(config: Any) -> None:
-        original(config)
-        sizes = (getattr(size, "value", size) for size in config.grid)
+    def launch(kernel: Any, *args: Any, **options: Any) -> None:
+        kernel._launched = True
+        kernel.dsl._preprocess_launch_config_args(args, options)
+        sizes = (getattr(size, "value", size) for size in kernel.dsl.LaunchConfig(*args, **options).grid)
         grids.append(tuple(size if isinstance(size, int) else None for size in sizes))
 
-    BaseDSL.LaunchConfig.__post_init__ = recording
-    try:
+    with patch.object(KernelLauncher, "launch", launch):
         yield grids
-    finally:
-        BaseDSL.LaunchConfig.__post_init__ = original
 
 
 def _load(path: str) -> Any:
@@ -221,19 +229,33 @@ def _load(path: str) -> Any:
     return sys.modules[name]
 
 
-def _kernel_caches() -> list[Any]:
-    """Every cache of compiled kernels that this process has, or will have."""
-    from flash_attn.cute.cache_utils import JITCache
+@contextmanager
+def _only_traced() -> Iterator[None]:
+    """Kernels end as IR, and none comes from a cache or stays in one: each request to trace traces what it asks for."""
+    from cutlass.cutlass_dsl import CuTeDSL
 
-    caches = [thing for thing in gc.get_objects() if type(thing) is JITCache]
-    original = JITCache.__init__
+    from flash_attn.cute.cache_utils import JITCache, JITPersistentCache
 
-    def init(self: Any) -> None:
-        original(self)
-        caches.append(self)
+    traced: dict[tuple[Any, Any], Any] = {}
+    own = {
+        "__contains__": lambda cache, key: (cache, key) in traced,
+        "__getitem__": lambda cache, key: traced[cache, key],
+        "__setitem__": lambda cache, key, kernel: traced.update({(cache, key): kernel}),
+        "clear": lambda cache: traced.clear(),
+    }
+    with ExitStack() as undo:
+        undo.enter_context(patch.object(CuTeDSL._get_dsl().envar, "dryrun", True))
+        for cache in (JITCache, JITPersistentCache):
+            undo.enter_context(patch.multiple(cache, **own))
+        _forget()
+        undo.callback(_forget)
+        yield
 
-    JITCache.__init__ = init
-    return caches
+
+def _forget() -> None:
+    """Kernels that the layer keeps in memory, in front of the caches."""
+    if launch := sys.modules.get("nsa_layer.kernels.launch"):
+        launch.forget()
 
 
 def _serve() -> None:
@@ -242,18 +264,13 @@ def _serve() -> None:
     os.dup2(2, 1)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    caches: list[Any] = []
     while True:
         try:
-            path, name, args = pickle.load(sys.stdin.buffer)
+            path, name, args, traced = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            if os.environ.get("CUTE_DSL_DRYRUN"):  # each request to trace is one, whatever was traced before
-                caches = caches or _kernel_caches()
-                for cache in caches:
-                    cache.clear()
-            with FakeTensorMode():
+            with _only_traced() if traced else nullcontext(), FakeTensorMode():
                 answer = (True, getattr(_load(path), name)(*args))
         except Exception as error:
             answer = (False, (type(error).__name__, traceback.format_exc()))

@@ -6,12 +6,10 @@ compiles every case.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from fa_cases import Case, compile_case
 from fa_catalogue import ONLY_SM100, SM90, covering
-from fa_compile import Worker
+from fa_compile import shared_worker
 from fa_reference import assert_case, is_blackwell
 
 ALIKE = [case for case in SM90 if case.block is None and not case.plan and case.q_tiles == 1]  # on both architectures
@@ -34,13 +32,13 @@ def to_trace(arch: str) -> list:
 
 
 @pytest.mark.parametrize(("arch", "case"), [*to_compile("sm_90"), *to_compile("sm_100")])
-def test_compiles(_workers: Callable[[str], Worker], arch: str, case: Case) -> None:
-    _workers(arch).run(compile_case, case)
+def test_compiles(arch: str, case: Case) -> None:
+    shared_worker(arch).run(compile_case, case)
 
 
 @pytest.mark.parametrize(("arch", "case"), [*to_trace("sm_90"), *to_trace("sm_100")])
-def test_traces(_workers: Callable[[str], Worker], arch: str, case: Case) -> None:
-    _workers(arch).trace(compile_case, case)
+def test_traces(arch: str, case: Case) -> None:
+    shared_worker(arch).trace(compile_case, case)
 
 
 def test_few_cases_have_most_pairs_of_options() -> None:

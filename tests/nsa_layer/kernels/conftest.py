@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "flash_attn"))
 
-from fa_compile import MULTIPROCESSORS, Worker  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def _kernel_workers() -> Iterator[Callable[[str], Worker]]:
-    workers: dict[str, Worker] = {}
-    yield lambda arch: workers.setdefault(arch, Worker(arch))
-    for worker in workers.values():
-        worker.close()
+from fa_compile import MULTIPROCESSORS, Worker, shared_worker  # noqa: E402
 
 
 @pytest.fixture(params=[pytest.param(arch, marks=pytest.mark.xdist_group(arch)) for arch in MULTIPROCESSORS])
-def compiler(request: pytest.FixtureRequest, _kernel_workers: Callable[[str], Worker]) -> Worker:
+def compiler(request: pytest.FixtureRequest) -> Worker:
     """A worker for each architecture in turn."""
-    return _kernel_workers(request.param)
+    return shared_worker(request.param)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

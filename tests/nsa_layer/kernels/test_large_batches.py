@@ -3,12 +3,11 @@
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from fa_compile import Worker, recorded_grids
+from fa_compile import recorded_grids, shared_worker
 
 from nsa_layer import NSAConfig, nsa
 from nsa_layer.compile_ahead import make_call
@@ -29,8 +28,8 @@ def grids_of_calls(arch: int) -> list[tuple[str, list[tuple[int | None, ...]]]]:
 
 
 @pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.sweep)])
-def test_only_the_first_dimension_of_a_grid_grows(_kernel_workers: Callable[[str], Worker], arch: int) -> None:
-    found = _kernel_workers(f"sm_{arch}").trace(grids_of_calls, arch)
+def test_only_the_first_dimension_of_a_grid_grows(arch: int) -> None:
+    found = shared_worker(f"sm_{arch}").trace(grids_of_calls, arch)
     assert sum(len(grids) for _, grids in found) > 30
     for call, grids in found:
         assert all(None not in grid[1:] for grid in grids), call

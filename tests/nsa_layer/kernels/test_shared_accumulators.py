@@ -3,11 +3,9 @@
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from fa_compile import Worker
+from fa_compile import shared_worker
 
 from nsa_layer import NSAConfig
 
@@ -56,7 +54,7 @@ ON_BLACKWELL = [(dict(D=64), (1, 1, 128)), ({}, (2, 1, 128)), (dict(lengths=PACK
 
 
 @pytest.mark.parametrize(("arch", "cases"), [("sm_90", ON_HOPPER), ("sm_100", ON_BLACKWELL)])
-def test_branches_share_accumulators(_kernel_workers: Callable[[str], Worker], arch: str, cases: list) -> None:
+def test_branches_share_accumulators(arch: str, cases: list) -> None:
     """All where the kernels pair CTAs alike, and none of dk without GQA, where each call stores its own."""
-    found = [_kernel_workers(arch).run(accumulators, changes) for changes, _ in cases]
+    found = [shared_worker(arch).run(accumulators, changes) for changes, _ in cases]
     assert found == [expected for _, expected in cases]
