@@ -200,23 +200,30 @@ def operations_around() -> tuple[str, ...]:
 
 
 @contextmanager
-def recorded_grids() -> Iterator[list[tuple[int | None, ...]]]:
-    """The grids of all launches that are traced in the body; None for a dimension that each call decides.
-
-    Only host functions are traced: kernels are launched without their code.
-    """
+def only_hosts() -> Iterator[list[Any]]:
+    """Kernels are launched without their code: host functions alone are traced. The configurations of all launches."""
     from cutlass.cutlass_dsl.cutlass import KernelLauncher
 
-    grids: list[tuple[int | None, ...]] = []
+    launches: list[Any] = []
 
     def launch(kernel: Any, *args: Any, **options: Any) -> None:
         kernel._launched = True
         kernel.dsl._preprocess_launch_config_args(args, options)
-        sizes = (getattr(size, "value", size) for size in kernel.dsl.LaunchConfig(*args, **options).grid)
-        grids.append(tuple(size if isinstance(size, int) else None for size in sizes))
+        launches.append(kernel.dsl.LaunchConfig(*args, **options))
 
     with patch.object(KernelLauncher, "launch", launch):
+        yield launches
+
+
+@contextmanager
+def recorded_grids() -> Iterator[list[tuple[int | None, ...]]]:
+    """The grids of all launches that are traced in the body, without the kernels; None for what each call decides."""
+    grids: list[tuple[int | None, ...]] = []
+    with only_hosts() as launches:
         yield grids
+    for config in launches:
+        sizes = (getattr(size, "value", size) for size in config.grid)
+        grids.append(tuple(size if isinstance(size, int) else None for size in sizes))
 
 
 def _load(path: str) -> Any:

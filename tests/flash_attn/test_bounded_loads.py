@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, Inputs, _masks, attend, forward, make_inputs, outputs, swept
-from fa_compile import Worker, noted, recorded_grids
+from fa_compile import Worker, noted, only_hosts
 from fa_lists import backward_lists, forward_lists
 
 from fuzz.case import Attention, Kind
@@ -70,7 +70,7 @@ def recorded_loads() -> Iterator[list[bool | None]]:
         stack.enter_context(noted(cpasync, "make_tiled_tma_atom", bounded, found))
         for name in ("make_tiled_tma_atom_A", "make_tiled_tma_atom_B"):
             stack.enter_context(noted(cute.nvgpu, name, bounded, found))
-        stack.enter_context(recorded_grids())  # atoms are made where kernels are launched
+        stack.enter_context(only_hosts())  # atoms are made where kernels are launched
         yield found
 
 

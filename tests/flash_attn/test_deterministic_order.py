@@ -2,7 +2,7 @@
 
 import pytest
 from fa_cases import Case, compile_case
-from fa_compile import Worker, noted
+from fa_compile import Worker, noted, only_hosts
 from fa_reference import assert_bits_repeat
 
 CASES = [
@@ -17,7 +17,8 @@ def launched_from_the_right(case: Case) -> bool:
     """The order that backward tells its tile scheduler."""
     from flash_attn.cute import flash_bwd_sm90
 
-    with noted(flash_bwd_sm90, "TileSchedulerArguments", lambda *args, **named: named["lpt"]) as asked:
+    asked: list[bool] = []
+    with only_hosts(), noted(flash_bwd_sm90, "TileSchedulerArguments", lambda *args, **named: named["lpt"], asked):
         compile_case(case)
     (lpt,) = asked
     return lpt

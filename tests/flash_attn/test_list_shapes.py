@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 from fa_cases import Case, compile_case
-from fa_compile import Worker
+from fa_compile import Worker, only_hosts
 
 
 def list_layouts(case: Case) -> dict[str, set[tuple]]:
     """Shapes of the counts that forward and backward kernels index, static numbers as they are and None for others."""
-    from flash_attn.cute import interface
     from flash_attn.cute.lists import rows as list_rows
 
     seen: dict[str, set[tuple]] = {}
@@ -27,11 +26,9 @@ def list_layouts(case: Case) -> dict[str, set[tuple]]:
 
         return by_query_head
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, only_hosts():
         for name in ("flash_fwd_sm90", "flash_fwd_sm100", "flash_bwd_sm90", "flash_bwd_sm100"):
             patch.setattr(f"flash_attn.cute.{name}.lists_by_query_head", looked_at(name[6:9]))
-        interface._flash_attn_fwd.compile_cache.clear()
-        interface._flash_attn_bwd.compile_cache.clear()
         compile_case(case)
     return seen
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fa_cases import Case, forward, in_turn, make_inputs, outputs
-from fa_compile import Worker, built_kernels
+from fa_compile import Worker, built_kernels, only_hosts
 from fa_dq import as_rows, queries
 from fa_lists import backward_lists
 from fa_reference import assert_alike, assert_call_repeats
@@ -55,7 +55,8 @@ def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
 
     x = make_inputs(case)
     o, lse = outputs(case, x)
-    with pytest.MonkeyPatch.context() as patch, built_kernels("FlashAttentionBackwardSm90", traced=True) as kernels:
+    built = built_kernels("FlashAttentionBackwardSm90", traced=True)
+    with pytest.MonkeyPatch.context() as patch, only_hosts(), built as kernels:
         patch.setattr(two_pass, "WALKS_GROUP", True)
         without_dq(case, x, o, lse, deterministic=deterministic)
     (kernel,) = kernels
