@@ -92,9 +92,10 @@ class Bench:
 
     def _measured(self, shape: Shape, names: tuple[str, ...], once: set[str]) -> list[Row]:
         size = shape.B * shape.T * shape.Hq * shape.D * shape.dtype.itemsize
+        sets = sets_past_l2(size) if shape.device.startswith("cuda") else 2
         rows = {name: {way: self._row(shape, name, way) for way in self.options.directions(shape)} for name in names}
         try:
-            made = self.make(shape, self.options.backend, sets=sets_past_l2(size))
+            made = self.make(shape, self.options.backend, sets=sets)
         except Exception as error:
             for name in rows:
                 _fail(rows[name], rows[name], error)

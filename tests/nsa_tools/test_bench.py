@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from nsa_layer import NSAConfig
 from nsa_tools.commands import bench
-from nsa_tools.measure import crossover, first_call
+from nsa_tools.measure import bench_run, crossover, first_call
 from nsa_tools.measure.bench_run import Bench, Options
 from nsa_tools.measure.timed_calls import Variant, is_out_of_memory
 from nsa_tools.report import bench_chart, bench_tables
@@ -48,8 +48,9 @@ def rows(file: Path) -> list[dict]:
 
 @pytest.mark.parametrize("extra", [["--packed", "4"], ["--mode", "forward"]])
 def test_every_variant_and_direction_is_a_row_with_every_key(
-    extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(bench_run, "HOST_CALLS", (2, 2))
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
     paths = ["--json", str(file), f"--chart={picture}"]
     assert bench.main([*TINY, "--seqlen", "64", "100", "--repeats=2", *extra, *paths]) == 0

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from nsa_layer import NSAConfig, module, nsa
 from nsa_tools.commands.demo import main
-from nsa_tools.demo import run, train
+from nsa_tools.demo import report, run, train, visibility
 from nsa_tools.demo.data import training_batch
 from nsa_tools.demo.demo_config import DemoConfig
 from nsa_tools.demo.interrupt import StopRequest
@@ -43,6 +43,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files without a picture in them, which takes longer than such a run: `finished` has those that are looked at."""
+    for file in (report, visibility):
+        monkeypatch.setattr(file, "to_png", lambda figure: b"")
 
 
 @pytest.fixture(scope="module")
