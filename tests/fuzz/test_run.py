@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,12 @@ def skipped(case: Edge) -> None:
 
 
 CASES = st.builds(Edge, seqlen_q=st.integers(0, 1000))
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers begin as copies of this process: properties without a GPU need no imports of their own."""
+    monkeypatch.setattr(pool, "SPAWN", multiprocessing.get_context("fork"))
 
 
 def test_the_smallest_case_is_reported() -> None:
@@ -82,7 +89,7 @@ def test_cases_can_be_pasted(case: object, tmp_path: Path) -> None:
     assert f"--replay {path}" in path.read_text()
 
 
-def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_exit_codes(forked: None, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = ("--folder", str(tmp_path), "--workers", "1")
     assert cli.main(["--profile", "pr", "--only", "options", *folder]) == 0
     said = capsys.readouterr()
@@ -104,7 +111,7 @@ def test_commands_without_work(capsys: pytest.CaptureFixture) -> None:
     assert "attention.is its definition" in capsys.readouterr().out
 
 
-def test_a_hang_becomes_a_report(tmp_path: Path) -> None:
+def test_a_hang_becomes_a_report(forked: None, tmp_path: Path) -> None:
     prop = properties()["patches.text comes back"]
     jobs = iter([Job(prop, 0, Budget(examples=500, seconds=60))])
     hunt = Pool(1, tmp_path, patience=2, mutation="codec hangs", stop=lambda tally: bool(tally.failures))
@@ -114,7 +121,7 @@ def test_a_hang_becomes_a_report(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_says_what_came_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     class Interrupted(Pool):
         def _watch(self, until: float) -> None:

@@ -53,7 +53,13 @@ ON_HOPPER = [
 ON_BLACKWELL = [(dict(D=64), (1, 1, 128)), ({}, (2, 1, 128)), (dict(lengths=PACKED), (2, 2, 128))]
 
 
-@pytest.mark.parametrize(("arch", "cases"), [("sm_90", ON_HOPPER), ("sm_100", ON_BLACKWELL)])
+@pytest.mark.parametrize(
+    ("arch", "cases"),
+    [
+        pytest.param(arch, cases, marks=pytest.mark.xdist_group(arch))
+        for arch, cases in (("sm_90", ON_HOPPER), ("sm_100", ON_BLACKWELL))
+    ],
+)
 def test_branches_share_accumulators(arch: str, cases: list) -> None:
     """All where the kernels pair CTAs alike, and none of dk without GQA, where each call stores its own."""
     found = [shared_worker(arch).run(accumulators, changes) for changes, _ in cases]
