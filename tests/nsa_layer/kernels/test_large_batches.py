@@ -24,13 +24,8 @@ def grids_of_calls(arch: int) -> list[tuple[str, list[tuple[int | None, ...]]]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [
-        pytest.param(90, marks=pytest.mark.xdist_group("sm_90")),
-        pytest.param(100, marks=[pytest.mark.xdist_group("sm_100"), pytest.mark.sweep]),
-    ],
-)
+@pytest.mark.xdist_group("sm_90")
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.sweep)])
 def test_only_the_first_dimension_of_a_grid_grows(arch: int) -> None:
     found = shared_worker(f"sm_{arch}").trace(grids_of_calls, arch)
     assert sum(len(grids) for _, grids in found) > 30
