@@ -8,6 +8,7 @@ under FakeTensorMode: tensors have shapes and no memory, so kernels are compiled
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import inspect
 import os
@@ -250,19 +251,19 @@ def _only_traced() -> Iterator[None]:
         "__setitem__": lambda cache, key, kernel: traced.update({(cache, key): kernel}),
         "clear": lambda cache: traced.clear(),
     }
+
+    def forget() -> None:
+        """Kernels that the layer keeps in front of the caches."""
+        if launch := sys.modules.get("nsa_layer.kernels.launch"):
+            launch.forget()
+
     with ExitStack() as undo:
         undo.enter_context(patch.object(CuTeDSL._get_dsl().envar, "dryrun", True))
-        for cache in (JITCache, JITPersistentCache):
-            undo.enter_context(patch.multiple(cache, **own))
-        _forget()
-        undo.callback(_forget)
+        for kind in (JITCache, JITPersistentCache):
+            undo.enter_context(patch.multiple(kind, **own))
+        forget()
+        undo.callback(forget)
         yield
-
-
-def _forget() -> None:
-    """Kernels that the layer keeps in memory, in front of the caches."""
-    if launch := sys.modules.get("nsa_layer.kernels.launch"):
-        launch.forget()
 
 
 def _serve() -> None:
@@ -283,6 +284,8 @@ def _serve() -> None:
             answer = (False, (type(error).__name__, traceback.format_exc()))
         pickle.dump(answer, answers)
         answers.flush()
+        if not gc.get_freeze_count():
+            gc.freeze()  # what was imported stays: no collection has to look at it
 
 
 if __name__ == "__main__":

@@ -18,18 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fa_cases import Case, compile_case
+from fa_cases import Case, compile_case, swept
 from fa_compile import Worker
 
 PACKED = Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4)
 WINDOW = Case(window=(64, 0))
-CASES = [
-    Case(window=(4096, 0)),
-    *(
-        pytest.param(case, marks=pytest.mark.sweep)
-        for case in (Case(D=96, window=(4096, 0)), Case(D=128, causal=True), PACKED, WINDOW)
-    ),
-]
+CASES = swept([Case(window=(4096, 0)), Case(D=96, window=(4096, 0)), Case(D=128, causal=True), PACKED, WINDOW], 5)
 BOUNDED = "loads end where a packed sequence does"
 OUR_OWN = {
     ("sm_90", PACKED): {"FlashAttentionForwardSm90": BOUNDED, "FlashAttentionBackwardSm90": BOUNDED},

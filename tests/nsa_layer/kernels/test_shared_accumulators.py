@@ -3,9 +3,8 @@
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
 
-import pytest
 import torch
-from fa_compile import shared_worker
+from fa_compile import Worker
 
 from nsa_layer import NSAConfig
 
@@ -53,14 +52,8 @@ ON_HOPPER = [
 ON_BLACKWELL = [(dict(D=64), (1, 1, 128)), ({}, (2, 1, 128)), (dict(lengths=PACKED), (2, 2, 128))]
 
 
-@pytest.mark.parametrize(
-    ("arch", "cases"),
-    [
-        pytest.param(arch, cases, marks=pytest.mark.xdist_group(arch))
-        for arch, cases in (("sm_90", ON_HOPPER), ("sm_100", ON_BLACKWELL))
-    ],
-)
-def test_branches_share_accumulators(arch: str, cases: list) -> None:
+def test_branches_share_accumulators(compiler: Worker) -> None:
     """All where the kernels pair CTAs alike, and none of dk without GQA, where each call stores its own."""
-    found = [shared_worker(arch).run(accumulators, changes) for changes, _ in cases]
+    cases = ON_HOPPER if compiler.arch == "sm_90" else ON_BLACKWELL
+    found = [compiler.run(accumulators, changes) for changes, _ in cases]
     assert found == [expected for _, expected in cases]
