@@ -1,0 +1,129 @@
+"""Where a warpgroup's 64 keys of dk and dv go: rounded to memory, or as a partial sum; and the kernel that adds those.
+
+Both kernels keep a tile in wgmma's registers: of every 8 columns a thread holds 2 in 2 rows. A partial sum keeps their
+order, by 8 columns, then by thread, then by register, and is read and written 16 bytes at a time. In rounded rows the
+threads of a quad exchange pairs of columns to do the same.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from flash_attn.cute import utils
+from flash_attn.cute.bwd_dkdv_sm90.items import ItemList
+from flash_attn.cute.bwd_dkdv_sm90.spec import THREADS, DkdvSpec
+from flash_attn.cute.bwd_dq_sm90.epilogue import exchanged
+from flash_attn.cute.lists.tiling import ROWS
+
+ROWS_OF_THREAD = 2
+
+
+def partial_sum(partials: cute.Tensor, index: Int32, which: int | Int32, thread: Int32, columns: int) -> cute.Tensor:
+    """A thread's registers of one partial sum of dk (0) or dv (1): [4, columns / 8].
+
+    partials: fp32, one after the other.
+    """
+    begin = partials.iterator + ((Int64(index) * 2 + which) * (ROWS * columns) + thread * 4)
+    return cute.make_tensor(begin.align(16), cute.make_layout((4, columns // 8), stride=(1, 4 * THREADS)))
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """64 rows of dk or dv, to a warpgroup.
+
+    Attributes:
+        out: [S, D], of a sequence and head.
+        first: the first of the rows.
+        end: rows from here on are not there.
+        thread: of the warpgroup.
+        add: what is held is added before rounding.
+    """
+
+    out: cute.Tensor
+    first: Int32
+    end: Int32
+    thread: Int32
+    add: cutlass.Constexpr[bool]
+
+    def row(self, r: int) -> Int32:
+        """The thread's r-th row."""
+        return self.first + self.thread // 32 * 16 + self.thread % 32 // 4 + 8 * r
+
+    def _vector(self, r: int, fours: int | Int32) -> cute.Tensor:
+        """The thread's 8 columns of 32 in its r-th row."""
+        return cute.local_tile(self.out[self.row(r), None], (8,), (4 * fours + self.thread % 4,))
+
+    @cute.jit
+    def write(self, acc: cute.Tensor, scale: Float32, begin: int | Int32 = 0):
+        """Round ``scale * acc``; of its columns the first is the 32 * begin-th."""
+        lane, dtype = self.thread % 4, self.out.element_type
+        count = cute.size(acc) // 16  # of 32 columns
+        acc.store(acc.load() * scale)
+        if const_expr(self.add):
+            values = cute.make_tensor(acc.iterator, cute.make_layout((2, ROWS_OF_THREAD, 4 * count)))
+            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                held = cute.make_rmem_tensor((8, count), dtype)
+                held.fill(0.0)
+                if self.row(r) < self.end:
+                    for fours in cutlass.range_constexpr(count):
+                        cute.autovec_copy(self._vector(r, begin + fours), held[None, fours])
+                words = cute.recast_tensor(held, Int32)
+                for fours in cutlass.range_constexpr(count):
+                    for i, word in enumerate(exchanged([words[i, fours] for i in range(4)], lane)):
+                        words[i, fours] = word
+                values[None, r, None].store(
+                    values[None, r, None].load() + cute.make_tensor(held.iterator, (2, 4 * count)).load().to(Float32)
+                )
+        pairs = self._pairs(utils.cvt_f16(acc, dtype))
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            for fours in cutlass.range_constexpr(count):
+                vector = cute.make_rmem_tensor((8,), dtype)
+                four = cute.recast_tensor(vector, Int32)
+                for i, word in enumerate(exchanged([pairs[r, 4 * fours + i] for i in range(4)], lane)):
+                    four[i] = word
+                if self.row(r) < self.end:
+                    cute.autovec_copy(vector, self._vector(r, begin + fours))
+
+    def _pairs(self, fragment: cute.Tensor) -> cute.Tensor:
+        """Registers of two neighbouring columns: [2 rows, columns / 8]."""
+        words = cute.recast_tensor(fragment, Int32)
+        return cute.make_tensor(words.iterator, cute.make_layout((ROWS_OF_THREAD, cute.size(words) // 2)))
+
+
+@cute.kernel
+def add_partial_sums(
+    outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],  # dk, dv, partial sums
+    softmax_scale: Float32,
+    pairs: tuple[cute.Tensor, ...],  # these two are what an `ItemList` is made of
+    lengths: tuple[Int32, Int32, Optional[cute.Tensor], Optional[cute.Tensor]],
+    spec: cutlass.Constexpr[DkdvSpec],
+):
+    """Adds the partial sums of each row that has several items, in their order.
+
+    A CTA takes 32 columns of 64 keys, its first warpgroup dk, its second dv.
+    """
+    items = ItemList.create(pairs, lengths, spec)
+    index, columns, _ = cute.arch.block_idx()
+    row, part = index // spec.parts, index % spec.parts
+    first, end = items.row_items[row], items.row_items[row + 1]
+    if end - first > 1:
+        tidx, _, _ = cute.arch.thread_idx()
+        which = cute.arch.make_warp_uniform(tidx // THREADS)
+        thread = tidx % THREADS
+        batch, head, first_key = items.place(row, part)
+        seqlen = items.lengths(batch)
+        acc = cute.make_rmem_tensor((4, 4), Float32)
+        acc.fill(0.0)
+        number = items.items[first, 3]
+        for i in cutlass.range(end - first, unroll=4):
+            added = partial_sum(outputs[2], (number + i) * spec.parts + part, which, thread, spec.head_dim)
+            loaded = cute.make_rmem_tensor((4, 4), Float32)
+            cute.autovec_copy(cute.local_tile(added, (4, 4), (0, columns)), loaded)
+            acc.store(acc.load() + loaded.load())
+        for i, scale in enumerate((softmax_scale, Float32(1.0))):
+            if which == i:
+                rows = seqlen.offset_batch_K(outputs[i], batch, dim=3)[None, None, head]
+                KeyRows(rows, first_key, seqlen.seqlen_k, thread, spec.add).write(acc, scale, columns)

@@ -1,0 +1,351 @@
+"""The kernel of `bwd_dkdv_sm90/interface`: two warpgroups that multiply, each for items of its own, and their loaders.
+
+    a load warp   for its warpgroup: k and v of an item, q and do of its tokens, a box of the group's heads at a time
+    another one   lse_log2, dpsum and position of the same rows
+    warpgroups    S^T = k q^T and dP^T = v do^T; P and dS stay in registers as first operands of dv and dk
+
+A row of a tile of 64 is a (token, head) pair. The products of one warpgroup go on while the other does arithmetic, or
+ends an item and begins the next: they share nothing, and drift apart by themselves.
+"""
+
+import math
+from functools import partial
+from typing import Callable, Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.pipeline import PipelineUserType, pipeline_init_arrive, pipeline_init_wait
+from cutlass.utils import LayoutEnum
+from quack import layout_utils, sm90_utils
+
+from flash_attn.cute import pipeline as pipeline_custom
+from flash_attn.cute import utils
+from flash_attn.cute.bwd_dkdv_sm90.epilogue import ROWS_OF_THREAD, KeyRows, add_partial_sums, partial_sum
+from flash_attn.cute.bwd_dkdv_sm90.items import DRAWS, Dealer, Item, ItemList
+from flash_attn.cute.bwd_dkdv_sm90.loads import SUMS, WARP, Loader
+from flash_attn.cute.bwd_dkdv_sm90.spec import DTYPES, THREADS, WARPGROUPS, DkdvSpec
+from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
+from flash_attn.cute.fwd_sm90.loads import TmaTensor
+from flash_attn.cute.lists.tiling import ROWS
+from flash_attn.cute.runtime.own_device import target_sm_count
+
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # together as many as at the launch, 3 * 168
+
+
+class FlashAttentionBackwardDkdvSm90:
+    """The kernel for one `DkdvSpec`."""
+
+    def __init__(self, spec: DkdvSpec) -> None:
+        self.spec = spec
+        self.dtype = DTYPES[spec.dtype]
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,  # [B, T, Hq, D], or packed [total, Hq, D]
+        mK: cute.Tensor,  # [B, S, Hkv, D], or packed [total, Hkv, D]
+        mV: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSElog2: cute.Tensor,  # fp32 [B, Hq, rows], or packed [Hq, rows]
+        mdPsum: cute.Tensor,
+        mDK: cute.Tensor,  # like k
+        mDV: cute.Tensor,
+        mTokens: cute.Tensor,  # these three as in `KeyPairs`
+        mItems: cute.Tensor,
+        mRowItems: cute.Tensor,
+        mCounter: cute.Tensor,  # int32 [1], 0
+        mPartials: cute.Tensor,  # fp32 [partial sums * parts * 2 * 64 * D]
+        softmax_scale: Float32,
+        mCuSeqlensQ: cute.Tensor | None,
+        mCuSeqlensK: cute.Tensor | None,
+        mCuBlocks: cute.Tensor | None,
+        stream: cuda.CUstream,
+    ):
+        spec = self.spec
+        mQ, mK, mV, mdO, mDK, mDV = [assume_tensor_aligned(t) for t in (mQ, mK, mV, mdO, mDK, mDV)]
+        mQ, mdO = [layout_utils.select(t, [1, 2, 0] if const_expr(spec.packed) else [2, 3, 1, 0]) for t in (mQ, mdO)]
+        by_token = [0, 2, 1] if const_expr(spec.packed) else [1, 3, 2, 0]
+        mK, mV, mDK, mDV = [layout_utils.select(t, by_token) for t in (mK, mV, mDK, mDV)]
+
+        layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
+        sK_layout = layout((ROWS, spec.head_dim), WARPGROUPS)
+        sQ_layout = layout((ROWS, spec.head_dim), WARPGROUPS * spec.stages)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        key_box, query_box = (ROWS, spec.head_dim), (spec.heads, spec.columns)
+        swizzled = cute.make_composed_layout(
+            sQ_layout.inner, 0, cute.make_layout(query_box, stride=(spec.columns, 1))
+        )  # fmt: skip
+        tma_q, tma_do = [cpasync.make_tiled_tma_atom(load, t, swizzled, query_box) for t in (mQ, mdO)]
+        tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, layout(key_box), key_box) for t in (mK, mV)]
+
+        batch = mK.shape[3] if const_expr(not spec.packed) else Int32(1)
+        grid = cutlass.min(cute.ceil_div(mItems.shape[0] * spec.parts, WARPGROUPS), target_sm_count())
+        pairs = (mItems, mTokens, mRowItems, mCuBlocks, mK.shape[2], batch)
+        lengths = (mQ.shape[2], mK.shape[0], mCuSeqlensQ, mCuSeqlensK)
+        self.kernel(
+            (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum), (mDK, mDV, mPartials),
+            (softmax_scale, Float32(softmax_scale * math.log2(math.e))), pairs, lengths, mCounter,
+            (sQ_layout, sK_layout),
+        ).launch(
+            grid=[grid, 1, 1], block=[(WARPGROUPS + 1) * THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        )  # fmt: skip
+        add_partial_sums((mDK, mDV, mPartials), softmax_scale, pairs, lengths, spec).launch(
+            grid=[(mRowItems.shape[0] - 1) * spec.parts, spec.head_dim // 32, 1],
+            block=[2 * THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma: tuple[TmaTensor, ...],  # of q, do, k and v
+        sums: tuple[cute.Tensor, cute.Tensor],  # lse_log2, dpsum
+        outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],  # dk, dv, partial sums
+        scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
+        pairs: tuple[cute.Tensor, ...],  # what `ItemList` is made of, but for the lengths
+        lengths: tuple[Int32, Int32, Optional[cute.Tensor], Optional[cute.Tensor]],
+        counter: cute.Tensor,
+        layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],  # of q and do, of k and v in shared memory
+    ):
+        spec = self.spec
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == 0:
+            for atom, _ in tma:
+                cpasync.prefetch_descriptor(atom)
+        smem = cutlass.utils.SmemAllocator()
+        tiles = WARPGROUPS * spec.stages
+        counts = (tiles, tiles, WARPGROUPS, WARPGROUPS, tiles)  # of q, do, k, v, row sums
+        barriers = smem.allocate_array(cutlass.Int64, 2 * (sum(counts) + DRAWS * WARPGROUPS))
+        staged, plain = [], []
+        for i in (0, 0, 1, 1):
+            memory = smem.allocate_array(self.dtype, cute.cosize(layouts[i].outer), byte_alignment=1024)
+            plain.append(memory)
+            swizzled = cute.recast_ptr(memory, layouts[i].inner, dtype=self.dtype)
+            staged.append(cute.make_tensor(swizzled, layouts[i].outer))
+        row_sums = smem.allocate_tensor(Float32, cute.make_layout((ROWS, SUMS, tiles)), byte_alignment=16)
+        drawn = smem.allocate_tensor(Int32, cute.make_layout(DRAWS * WARPGROUPS), byte_alignment=4)
+        warps = THREADS // WARP
+        row_bytes = spec.head_dim * self.dtype.width // 8
+        group_of = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+        pipelines, at = [], 0
+        for count, rows in zip(counts[:4], (spec.slots * spec.heads, spec.slots * spec.heads, ROWS, ROWS)):
+            pipelines.append(
+                pipeline_custom.PipelineTmaAsync.create(
+                    barrier_storage=barriers + at,
+                    num_stages=count,
+                    producer_group=group_of(1),
+                    consumer_group=group_of(warps),
+                    tx_count=rows * row_bytes,
+                    defer_sync=True,
+                )
+            )
+            at += 2 * count
+        pipelines.append(
+            pipeline_custom.PipelineAsync.create(
+                barrier_storage=barriers + at,
+                num_stages=tiles,
+                producer_group=group_of(WARP),
+                consumer_group=group_of(warps),
+                elect_one_release=True,
+                syncwarp_before_release=False,
+                defer_sync=True,
+            )
+        )
+        draws = pipeline_custom.PipelineAsync.create(
+            barrier_storage=barriers + (at + 2 * tiles),
+            num_stages=DRAWS * WARPGROUPS,
+            producer_group=group_of(1),
+            consumer_group=group_of(1 + warps),
+            elect_one_commit=True,
+            elect_one_release=True,
+            defer_sync=True,
+        )
+        pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        tidx, _, _ = cute.arch.thread_idx()
+        if const_expr(spec.slots * spec.heads < ROWS):
+            for memory in plain[:2]:
+                words = cute.make_tensor(
+                    cute.recast_ptr(memory, dtype=Int32), cute.make_layout(tiles * ROWS * spec.head_dim // 2)
+                )
+                for i in cutlass.range(tidx, cute.size(words), (WARPGROUPS + 1) * THREADS, unroll=1):
+                    words[i] = 0
+            cute.arch.fence_view_async_shared()
+        items = ItemList.create(pairs, lengths, spec)
+        pipeline_init_wait(cluster_shape_mn=(1, 1))
+        if const_expr(spec.slots * spec.heads < ROWS):
+            cute.arch.sync_threads()
+
+        if warp_idx < warps:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            loader = Loader(spec, items, Dealer(counter, drawn, draws, warp_idx // 2))
+            if warp_idx % 2 == 0:
+                loader.load_tiles(tma, staged, plain, pipelines)
+            else:
+                loader.load_sums(sums, row_sums, pipelines[4])
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            dealer = Dealer(counter, drawn, draws, cute.arch.make_warp_uniform(tidx // THREADS) - 1)
+            self.multiply(staged, row_sums, pipelines, outputs, scales, items, dealer, tidx % THREADS)
+
+    @cute.jit
+    def multiply(
+        self,
+        staged: list[cute.Tensor],
+        row_sums: cute.Tensor,
+        pipelines: list[pipeline_custom.PipelineTmaAsync],
+        outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        scales: tuple[Float32, Float32],
+        items: ItemList,
+        dealer: Dealer,
+        thread: Int32,
+    ):
+        """A warpgroup: its items."""
+        spec, group = self.spec, dealer.group
+        sQ, sdO, sK, sV = staged
+        pipeline_q, pipeline_do, pipeline_k, pipeline_v, pipeline_sums = pipelines
+
+        k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+        mma = partial(hopper.make_trivial_tiled_mma, self.dtype, self.dtype, k_major)
+        mma_s = mma(k_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, ROWS))
+        mma_dk = mma(
+            mn_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, spec.head_dim),
+            a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        thread_s, thread_dk = mma_s.get_slice(0), mma_dk.get_slice(0)
+        shape_s, shape_dk = (ROWS, ROWS, spec.head_dim), (ROWS, spec.head_dim, ROWS)
+        _, tSrK, tSrQ = sm90_utils.partition_fragment_ABC(thread_s, shape_s, sK, sQ)
+        _, tSrV, tSrdO = sm90_utils.partition_fragment_ABC(thread_s, shape_s, sV, sdO)
+        of_rows = partial(sm90_utils.partition_fragment_ABC, thread_dk, shape_dk, None)
+        acc_dK, tdKrdS, tdKrQ = of_rows(layout_utils.transpose_view(sQ))
+        acc_dV, tdVrP, tdVrdO = of_rows(layout_utils.transpose_view(sdO))
+        scores = partial(sm90_utils.gemm_zero_init, mma_s, shape_s[:2], tSrK, tSrQ, A_idx=group)
+        dprobabilities = partial(sm90_utils.gemm_zero_init, mma_s, shape_s[:2], tSrV, tSrdO, A_idx=group)
+        add_dk = partial(sm90_utils.gemm_w_idx, mma_dk, acc_dK, tdKrdS, tdKrQ, zero_init=False)
+        add_dv = partial(sm90_utils.gemm_w_idx, mma_dk, acc_dV, tdVrP, tdVrdO, zero_init=False, wg_wait=-1)
+
+        turn = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
+        state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
+        phase = Int32(0)  # of k and v
+        # Not the compiler's constant 0: it would share that one's register with the flags that make scores start anew,
+        # lose sight of those, and keep old scores in registers.
+        zero = scales[0] * 0.0
+        index = dealer.first()
+        while index < items.count():
+            item = items.item(index)
+            acc_dK.fill(zero)
+            acc_dV.fill(zero)
+            if item.tiles > 0:
+                finish = partial(
+                    self.finish_tile, row_sums=row_sums, pipeline_sums=pipeline_sums, first_key=item.first_key,
+                    thread=thread, scale_log2=scales[1], tdVrP=tdVrP, tdKrdS=tdKrdS, add_dv=add_dv,
+                )  # fmt: skip
+                slot = group * spec.stages + state.index
+                pipeline_k.consumer_wait_w_index_phase(group, phase)
+                pipeline_q.consumer_wait_w_index_phase(slot, state.phase)
+                acc_S = scores(B_idx=slot)
+                pipeline_v.consumer_wait_w_index_phase(group, phase)
+                pipeline_do.consumer_wait_w_index_phase(slot, state.phase)
+                acc_dP = dprobabilities(B_idx=slot)
+                finish(acc_S, acc_dP, slot, state.phase)
+                for _ in cutlass.range(1, item.tiles, unroll=1):
+                    before = group * spec.stages + state.index
+                    state.advance()
+                    slot = group * spec.stages + state.index
+                    add_dk(B_idx=before, wg_wait=-1)
+                    pipeline_q.consumer_wait_w_index_phase(slot, state.phase)
+                    acc_S = scores(B_idx=slot)
+                    warpgroup.wait_group(1)
+                    for each in (pipeline_q, pipeline_do, pipeline_sums):
+                        each.consumer_release_w_index(before)
+                    pipeline_do.consumer_wait_w_index_phase(slot, state.phase)
+                    acc_dP = dprobabilities(B_idx=slot)
+                    finish(acc_S, acc_dP, slot, state.phase)
+                pipeline_k.consumer_release_w_index(group)
+                pipeline_v.consumer_release_w_index(group)
+                phase ^= 1
+                slot = group * spec.stages + state.index
+                add_dk(B_idx=slot, wg_wait=0)
+                for each in (pipeline_q, pipeline_do, pipeline_sums):
+                    each.consumer_release_w_index(slot)
+                state.advance()
+            # Asked for anew, as registers are scarce before.
+            self.write(items.item(index), outputs, (acc_dK, acc_dV), scales[0], thread)
+            index = dealer.follow(turn.index, turn.phase)
+            turn.advance()
+
+    @cute.jit
+    def finish_tile(
+        self,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        slot: Int32,
+        sums_phase: Int32,
+        row_sums: cute.Tensor,
+        pipeline_sums: pipeline_custom.PipelineAsync,
+        first_key: Int32,
+        thread: Int32,
+        scale_log2: Float32,
+        tdVrP: cute.Tensor,
+        tdKrdS: cute.Tensor,
+        add_dv: Callable,
+    ):
+        """From the products in flight, S and then dP, to P, whose product with do then is, and to dS."""
+        S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
+        lane = thread % WARP
+        pair = partial(self.pair_of_columns, row_sums, slot, lane % 4)
+        warpgroup.wait_group(1)
+        pipeline_sums.consumer_wait_w_index_phase(slot, sums_phase)
+        if const_expr(self.spec.causal):
+            positions = cute.make_tensor(cute.recast_ptr(row_sums.iterator, dtype=Int32), row_sums.layout)
+            if positions[0, 2, slot] < first_key + (ROWS - 1):
+                key = first_key + thread // WARP * 16 + lane // 4
+                for i in cutlass.range_constexpr(ROWS // 8):
+                    tokens = cute.recast_tensor(pair(2, i), Int32)
+                    for e in cutlass.range_constexpr(2):
+                        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                            hidden = key + 8 * r > tokens[e]
+                            S[r, 2 * i + e] = -Float32.inf if hidden else S[r, 2 * i + e]
+        for i in cutlass.range_constexpr(ROWS // 8):
+            lse = pair(0, i)
+            for e in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                    S[r, 2 * i + e] = cute.math.exp2(S[r, 2 * i + e] * scale_log2 - lse[e], fastmath=True)
+        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdVrP)
+        add_dv(B_idx=slot)
+        warpgroup.wait_group(1)
+        for i in cutlass.range_constexpr(ROWS // 8):
+            dpsum = pair(1, i)
+            for e in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                    S[r, 2 * i + e] = S[r, 2 * i + e] * (dP[r, 2 * i + e] - dpsum[e])
+        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdKrdS)
+        warpgroup.wait_group(0)
+
+    def pair_of_columns(self, row_sums: cute.Tensor, slot: Int32, quad: Int32, which: int, i: int) -> cute.Tensor:
+        """One of the row sums, of the thread's two columns of S^T of the i-th 8."""
+        found = cute.make_rmem_tensor((2,), Float32)
+        cute.autovec_copy(cute.local_tile(row_sums[None, which, slot], (2,), (4 * i + quad,)), found)
+        return found
+
+    @cute.jit
+    def write(
+        self,
+        item: Item,
+        outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        sums: tuple[cute.Tensor, cute.Tensor],
+        softmax_scale: Float32,
+        thread: Int32,
+    ):
+        spec = self.spec
+        if item.partial < 0:
+            for out, acc, scale in zip(outputs[:2], sums, (softmax_scale, Float32(1.0))):
+                rows = item.seqlen.offset_batch_K(out, item.batch, dim=3)[None, None, item.head]
+                KeyRows(rows, item.first_key, item.seqlen.seqlen_k, thread, spec.add).write(acc, scale)
+        else:
+            for which, acc in enumerate(sums):
+                registers = cute.make_tensor(acc.iterator, cute.make_layout((4, spec.head_dim // 8)))
+                cute.autovec_copy(registers, partial_sum(outputs[2], item.partial, which, thread, spec.head_dim))

@@ -1,0 +1,109 @@
+"""Options of the dk and dv pass's kernels, the pairs that it walks, and the calls that it can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import cutlass
+import torch
+
+from flash_attn.cute.lists.tiling import ROWS, box_columns
+
+WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
+SHARED_MEMORY = 224 * 1024  # bytes for tiles
+MOST_STAGES = 4
+HEAD_DIMS = (64, 128)
+
+DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
+
+Tensor = torch.Tensor
+
+
+class KeyPairs(NamedTuple):
+    """The (token, key block) pairs of lists by token, by block, and how they are dealt out.
+
+    A row is a block of keys of a key/value head: row (b * Hkv + h) * N + block of sequence b, which has N blocks; where
+    sequences are packed, row h * N + cu_blocks[b] + block, N blocks in all, or more. A row's pairs are one item, also
+    where it has none, or several where they are many, which add up through partial sums.
+
+    Attributes:
+        tokens: int32 [pairs], or longer; the tokens that list a row's block: positions in their sequence, ascending.
+        items: int32 [bound, 4], in the order of rows: an item's row, its first pair, the one after its last, and the
+            number of its partial sum, or -1 where it is the row's only item. Those of a row follow each other.
+        row_items: int32 [rows + 1], items before each row.
+        partials: bound of the number of partial sums.
+        block_size: keys of a block, a multiple of 64.
+        cu_blocks: int32 [sequences + 1], blocks before each packed sequence.
+    """
+
+    tokens: Tensor
+    items: Tensor
+    row_items: Tensor
+    partials: int
+    block_size: int = ROWS
+    cu_blocks: Optional[Tensor] = None
+
+
+@dataclass(frozen=True)
+class DkdvSpec:
+    """Options that the kernels are compiled for; hashable.
+
+    Attributes:
+        group: query heads of a key/value head.
+        parts: tiles of 64 keys in a block.
+        causal: whether a token sees keys up to its own position only.
+        packed: whether sequences are packed.
+        add: whether what dk and dv hold is added before rounding.
+        start: rows that sequences of dpsum and lse_log2 start at multiples of.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    parts: int
+    causal: bool
+    packed: bool
+    add: bool
+    start: int
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a token that are loaded at a time."""
+        return next(n for n in range(min(self.group, ROWS), 0, -1) if self.group % n == 0)
+
+    @property
+    def slices(self) -> int:
+        """Loads that a token's heads take."""
+        return self.group // self.heads
+
+    @property
+    def slots(self) -> int:
+        """Loads that fill a tile of 64 rows, or all but a few of them."""
+        return ROWS // self.heads
+
+    @property
+    def stages(self) -> int:
+        """Tiles of q and do in shared memory, of each warpgroup, beside k and v."""
+        tile = 2 * WARPGROUPS * ROWS * self.head_dim * 2
+        return min(MOST_STAGES, SHARED_MEMORY // tile - 1)
+
+    @property
+    def columns(self) -> int:
+        """Head dimensions that are loaded at a time."""
+        return box_columns(self.head_dim)
+
+
+def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: int) -> Optional[str]:
+    """Why `backward_dkdv` cannot do a call, or None."""
+    if arch // 10 != 9:
+        return f"sm_{arch}: the dk and dv pass by token is for sm_90"
+    if dtype not in DTYPES:
+        return f"q is {dtype}: the dk and dv pass by token takes float16 and bfloat16"
+    if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
+        return (
+            f"head dimensions {head_dim} and {head_dim_v}: the dk and dv pass by token takes equal ones of {HEAD_DIMS}"
+        )
+    if block_size % ROWS:
+        return f"blocks of {block_size} keys: the dk and dv pass by token takes multiples of {ROWS}"
+    return None

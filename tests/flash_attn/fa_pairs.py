@@ -1,0 +1,167 @@
+"""Lists by token of a case, their pairs by key block as the dk and dv pass takes them, and what that has to give."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from fa_dq import as_rows
+
+from fuzz.attention import Tensors, dense
+
+
+@dataclass(frozen=True)
+class TokenCase:
+    """A call with lists by token.
+
+    Attributes:
+        lengths: tokens of the sequences: of a batch if `packed` is not set.
+        n: entries of a list; some are padding, and some are there twice.
+        cap: tokens of an item at most.
+    """
+
+    lengths: tuple[int, ...]
+    G: int
+    D: int = 128
+    Hkv: int = 1
+    n: int = 4
+    block: int = 64
+    cap: int = 4096
+    causal: bool = True
+    packed: bool = False
+    add: bool = False
+    dtype: str = "bfloat16"
+    start: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """q, do [B, T, Hq, D], packed [total, Hq, D]; k, v; lists of each sequence, [T, Hkv, n]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    do: torch.Tensor
+    lists: list[torch.Tensor]
+
+
+def make_inputs(case: TokenCase, device: str = "cuda") -> TokenInputs:
+    generator = torch.Generator().manual_seed(case.seed)
+    tokens = (sum(case.lengths),) if case.packed else (len(case.lengths), case.lengths[0])
+
+    def draw(heads: int) -> torch.Tensor:
+        x = torch.randn(*tokens, heads, case.D, generator=generator)
+        return x.to(getattr(torch, case.dtype)).to(device)
+
+    return TokenInputs(
+        draw(case.G * case.Hkv), draw(case.Hkv), draw(case.Hkv), draw(case.G * case.Hkv),
+        [draw_lists(case, T, generator).to(device) for T in case.lengths],
+    )  # fmt: skip
+
+
+def draw_lists(case: TokenCase, T: int, generator: torch.Generator) -> torch.Tensor:
+    """Block 0, for causal ones the token's own, and others at random, in any order; int32 [T, Hkv, n]."""
+    N, own = -(-T // case.block), torch.arange(T)[:, None] // case.block
+    last = own if case.causal else torch.full_like(own, N - 1)
+    drawn = (torch.rand(T, case.Hkv, case.n, generator=generator) * (last[..., None] + 1)).int()
+    drawn[torch.rand(drawn.shape, generator=generator) < 0.2] = -1
+    drawn[..., 0] = own
+    drawn[..., -1] = 0
+    order = torch.rand(drawn.shape, generator=generator).argsort(-1)
+    return drawn.gather(-1, order)
+
+
+def blocks_of(case: TokenCase) -> list[int]:
+    return [-(-T // case.block) for T in case.lengths]
+
+
+def pairs_of(case: TokenCase, lists: list[torch.Tensor]) -> Any:
+    """`KeyPairs` of the lists."""
+
+    device, counts = lists[0].device, blocks_of(case)
+    before = [0, *accumulate(counts)]
+    blocks = before[-1] if case.packed else counts[0]
+    rows, positions = [], []
+    for b, listed in enumerate(lists):
+        T, H, n = listed.shape
+        token, head = torch.arange(T, device=device)[:, None, None], torch.arange(H, device=device)[:, None]
+        first = (head * blocks + before[b]) if case.packed else (b * H + head) * blocks
+        kept = (listed >= 0) & (listed < counts[b])
+        if case.causal:
+            kept &= listed * case.block <= token
+        rows.append((first + listed)[kept].long())
+        positions.append(token.expand_as(listed)[kept].long())
+    room = 1 << 40
+    pairs = torch.unique(torch.cat(rows) * room + torch.cat(positions))  # ascending
+    row_pairs = torch.bincount(pairs // room, minlength=blocks * case.Hkv * (1 if case.packed else len(lists)))
+    return deal(pairs % room, row_pairs, case, None if not case.packed else before)
+
+
+def deal(tokens: torch.Tensor, row_pairs: torch.Tensor, case: TokenCase, cu_blocks: list[int] | None) -> Any:
+    """Rows as items of at most `cap` pairs; what lies past the last is never read."""
+    from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
+
+    items, row_items, partials, begin = [], [0], 0, 0
+    for row, count in enumerate(row_pairs.tolist()):
+        pieces = max(1, -(-count // case.cap))
+        length = -(-count // pieces)
+        for i in range(pieces):
+            piece = min(i * length, count), min((i + 1) * length, count)
+            items.append((row, begin + piece[0], begin + piece[1], partials + i if pieces > 1 else -1))
+        partials += pieces if pieces > 1 else 0
+        begin += count
+        row_items.append(len(items))
+    items += [(1 << 30,) * 4] * 3
+    tensors = (torch.tensor(x, dtype=torch.int32, device=tokens.device) for x in (items, row_items))
+    cu = None if cu_blocks is None else torch.tensor(cu_blocks, dtype=torch.int32, device=tokens.device)
+    return KeyPairs(tokens.int(), *tensors, partials, case.block, cu)
+
+
+def visible(case: TokenCase, listed: torch.Tensor) -> torch.Tensor:
+    """The keys that each query of one sequence sees, [heads, queries, keys]."""
+    T, N, device = listed.shape[0], -(-listed.shape[0] // case.block), listed.device
+    table = torch.zeros(*listed.shape[:2], N + 1, dtype=torch.bool, device=device)
+    table.scatter_(2, listed.long().where((listed >= 0) & (listed < N), N), True)
+    at = torch.arange(T, device=device)
+    shown = table[..., :N].repeat_interleave(case.block, -1)[..., :T].transpose(0, 1)
+    if case.causal:
+        shown = shown & (at[None] <= at[:, None])
+    return shown.repeat_interleave(case.G, 0)
+
+
+def reference(case: TokenCase, x: TokenInputs, dtype: torch.dtype) -> Tensors:
+    lengths = tuple((T, T) for T in case.lengths)
+    return dense(
+        (x.q, x.k, x.v), x.do, lambda b: visible(case, x.lists[b]), dtype, lengths=lengths if case.packed else None
+    )
+
+
+def row_sums(case: TokenCase, exact: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """dpsum and lse_log2, NaN where nothing is to be read."""
+    spare = len(case.lengths) * case.start if case.packed else 0
+    lengths = case.lengths if case.packed else case.lengths[:1]
+    rows = -(-(sum(lengths) + spare) // case.start) * case.start
+    shape = (*(() if case.packed else (len(case.lengths),)), case.G * case.Hkv, rows)
+    return as_rows(exact["o"], exact["do"], exact["lse"], lengths, shape, case.start, (math.nan, math.nan))
+
+
+def call(case: TokenCase, x: TokenInputs, rows: tuple[torch.Tensor, torch.Tensor], dk: torch.Tensor, dv: torch.Tensor):
+    from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
+
+    cu = None
+    if case.packed:
+        cu = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=x.q.device)
+    backward_dkdv(
+        x.q, x.k, x.v, x.do, rows[1], rows[0], pairs_of(case, x.lists), dk=dk, dv=dv, causal=case.causal, add=case.add,
+        cu_seqlens_q=cu, cu_seqlens_k=cu, start=case.start,
+    )  # fmt: skip
+
+
+def rounded_sums(case: TokenCase, x: TokenInputs) -> float:
+    """The error of dk from rounding dP and dpsum to fp32: of the group's rows that see one key, as in `fa_dq`."""
+    rows, values = (float(t.double().norm(dim=-1).max()) for t in (x.do, x.v))
+    return case.G * torch.finfo(torch.float32).eps * rows * values * float(x.q.abs().max()) * case.D**-0.5
