@@ -1,0 +1,20 @@
+"""Block selection by token: which key blocks each token and key/value head attends to, in one launch.
+
+The compressed branch's probabilities are made anew from its log-sum-exp, and never written to memory. A CTA is one
+warpgroup that holds the queries of a few neighbouring tokens, all heads of a group, and streams compressed keys past
+them, 64 at a time, first to last:
+
+1. Products of keys with queries, so that a thread's scores of a key are those of all heads of a few tokens: the sum of
+   ``exp(s - lse)`` over a group needs no other thread (`kernel`).
+2. The sums change hands through shared memory: each warp gets all keys of some tokens (`step_values`), and weighs
+   those that overlap a block.
+3. Every lane keeps the few best scores it has seen. The least of those, over the lanes that share a token, bounds the
+   token's n-th best from below: what does not reach it is dropped, the rest goes to the lane's candidates in shared
+   memory (`candidates`). While that goes on, the next products run.
+4. A full list of candidates is pruned, and at the end ranked exactly: score, then earlier block. Forced blocks are
+   merged by rank, and the list is written ascending (`token_list`).
+
+A score depends on its token, group and key alone, and the order of ranks is total: so the choice is the same bits in
+whatever tile a token falls, and later tokens take no part in it. `spec` says what the kernel is compiled for. Source:
+section 3.3 of arXiv:2502.11089, equations 8 to 10.
+"""

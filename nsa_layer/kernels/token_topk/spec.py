@@ -1,0 +1,125 @@
+"""Static options of the kernel, and how tokens, heads, keys and blocks lie over its threads."""
+
+from dataclasses import dataclass
+
+KEYS = 64  # compressed keys of a step
+MOST_COLUMNS = 128  # (token, head) pairs of a CTA
+STAGES = 2  # of keys in shared memory
+THREADS, WARPS, WARP = 128, 4, 32
+QUAD = 4  # lanes that share a key's scores
+MOST_HEADS = MOST_COLUMNS  # of a group
+MOST_BLOCKS = 64  # of a list
+CHUNK = 16  # blocks that a lane looks at together
+SPARE = 12  # candidates a lane has room for, beyond its share of the best and a chunk
+
+
+@dataclass(frozen=True)
+class TokenTopKSpec:
+    """Static options of the kernel.
+
+    Attributes:
+        n: blocks of a list, the forced ones included.
+        block_size, size, stride, offset: tokens of a block and of a compressed key, tokens between the starts of
+            compressed keys, and the offset of their mask.
+    """
+
+    D: int
+    G: int
+    n: int
+    causal: bool
+    force: bool
+    packed: bool
+    block_size: int
+    size: int
+    stride: int
+    offset: int
+
+    @property
+    def columns(self) -> int:
+        """(token, head) pairs of a CTA; fewer for small groups, whose many lists need room in shared memory."""
+        return MOST_COLUMNS if self.G > 3 else MOST_COLUMNS // 2
+
+    @property
+    def own_columns(self) -> int:
+        """Those of a thread."""
+        return self.columns // QUAD
+
+    @property
+    def share(self) -> int:
+        """Lanes that a key's scores of one token lie over."""
+        return -(-self.G // self.own_columns) if self.G <= 2 * self.own_columns else QUAD
+
+    @property
+    def heads(self) -> int:
+        """Heads of a token in one thread."""
+        return -(-self.G // self.share)
+
+    @property
+    def tokens_a_warp(self) -> int:
+        """Tokens whose lists a warp keeps."""
+        return self.own_columns // self.heads if self.share == 1 else 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a CTA."""
+        return QUAD // self.share * self.tokens_a_warp
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that keep a token's candidates."""
+        return WARP >> (self.tokens_a_warp - 1).bit_length()
+
+    @property
+    def keys_a_block(self) -> int:
+        """Compressed keys that start in a block."""
+        return self.block_size // self.stride
+
+    @property
+    def halo(self) -> int:
+        """Compressed keys that start before a block and reach into it."""
+        return self.size // self.stride - 1
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Strides in which the keys from ``block * keys_a_block - halo`` on overlap the block."""
+        r, m = self.keys_a_block, self.halo + 1
+        starts = range(-self.halo, r)
+        return tuple(min(start + m, r) - max(start, 0) for start in starts)
+
+    @property
+    def blocks_a_step(self) -> int:
+        return (KEYS - self.halo) // self.keys_a_block
+
+    @property
+    def values(self) -> int:
+        """Blocks of a step that a lane looks at for its token."""
+        return -(-self.blocks_a_step // self.lanes)
+
+    @property
+    def most_room(self) -> int:
+        """The most entries of any list that are left for candidates, where there are candidates."""
+        forced = 0 if not self.force else 3 if self.causal else 1
+        return max(0, self.n - forced)
+
+    @property
+    def depth(self) -> int:
+        """Best scores that a lane keeps, so that all of a token's together are at least `most_room`."""
+        return max(1, -(-self.most_room // self.lanes))
+
+    @property
+    def capacity(self) -> int:
+        """Candidates that a lane has room for."""
+        return -(-(self.depth + SPARE) // 4) * 4 + CHUNK
+
+    @property
+    def token_words(self) -> int:
+        """Distance in shared memory from a token's keys to the next one's of the same warp, clear of bank conflicts."""
+        if len(self.weights) > 1:
+            return KEYS + 1
+        return KEYS + (4 * self.lanes if self.lanes < 8 else 0)
+
+    @property
+    def warp_words(self) -> int:
+        """The same from one warp's tokens to the next one's."""
+        words = self.tokens_a_warp * self.token_words
+        return words + (8 - words) % WARP
