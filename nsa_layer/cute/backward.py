@@ -38,21 +38,23 @@ def backward(
     k_cmp, v_cmp, scale, deterministic = saved.k_cmp, saved.v_cmp, spec.softmax_scale, spec.config.deterministic
     cu_seqlens = None if packing is None else packing.cu_seqlens
     of_cmp, of_swa, fixed = compressed_options(spec, packing), window_options(spec, packing), dict(softmax_scale=scale)
-    # dk and dv of the selected branch take lists by key tile; so does dq, unless a pass of its own is faster.
-    split_dq = use_split_dq(q, v, spec)
+    by_token = spec.config.by_token
+    # By tile, dk and dv of the selected branch take lists by key tile; so does dq, unless a pass of its own is faster.
+    split_dq = by_token or use_split_dq(q, v, spec)
+    by_key = by_query = None
     with component("lists"):
         selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
         static = dict(spec=spec, packing=packing, block_counts=saved.block_counts)
-        by_key = selected_sparsity(*selection, backward=True, **static)
-        by_query = None
+        if not by_token:
+            by_key = selected_sparsity(*selection, backward=True, **static)
         if split_dq or saved.o_slc is None:
             by_query = selected_sparsity(*selection, backward=False, **static)
-    of_slc = selected_options(by_key, packing) | (dict(without_dq=True) if split_dq else {})
-    cmp, swa, slc = (
-        BranchCall(*keys, options | dict(deterministic=deterministic))
-        for keys, options in (((k_cmp, v_cmp), of_cmp), ((k, v), of_swa), ((k, v), of_slc))
-    )
-    layouts = backward_layouts(q, (cmp, swa, slc) if k_cmp.shape[-3] else (swa, slc), key=spec)
+    keys, options = [(k_cmp, v_cmp), (k, v)], [of_cmp, of_swa]
+    if by_key is not None:
+        keys.append((k, v))
+        options.append(selected_options(by_key, packing) | (dict(without_dq=True) if split_dq else {}))
+    calls = [BranchCall(*kv, of | dict(deterministic=deterministic)) for kv, of in zip(keys, options)]
+    layouts = backward_layouts(q, tuple(calls if k_cmp.shape[-3] else calls[1:]), key=spec)
 
     # Outputs that were not saved: the same launches, the same bits.
     o_cmp, o_slc, o_swa = saved.o_cmp, saved.o_slc, saved.o_swa
@@ -73,7 +75,7 @@ def backward(
     # Equal and sigmoid gates are in lse_log2: all branches get the same do.
     do_cmp, do_slc, do_swa = gate.do_branches or (do, do, do)
     rows_cmp, rows_slc, rows_swa = zip(gate.dpsum, gate.lse_log2)
-    sums = GradAccumulators(layouts, q.device, softmax_scale=scale)
+    sums = GradAccumulators(layouts, q.device, softmax_scale=scale, token_calls=len(calls) - 1)
 
     def launch(call: BranchCall, do: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
         """Add to the accumulators; returns dk and dv where the call stores them instead."""
@@ -83,15 +85,18 @@ def backward(
     dk_cmp = dv_cmp = None
     with component("cmp"):
         if k_cmp.shape[-3]:
-            dk_cmp, dv_cmp = launch(cmp, do_cmp, rows_cmp)
+            dk_cmp, dv_cmp = launch(calls[0], do_cmp, rows_cmp)
         if dk_cmp is None:
             dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
             sums.write_compressed(dk_cmp, dv_cmp, of_cmp.get("cu_seqlens_k"))
     with component("swa"):
-        stored_swa = launch(swa, do_swa, rows_swa)
-    with component("slc"):
-        stored_slc = launch(slc, do_slc, rows_slc)
-    accum = sums.take_dq(layouts.calls[-1]) if split_dq else None
+        stored = [launch(calls[1], do_swa, rows_swa)]
+    accum = None
+    if not by_token:
+        with component("slc"):
+            stored.append(launch(calls[2], do_slc, rows_slc))
+        if split_dq:
+            accum = sums.take_dq(layouts.calls[-1])
     with component("convert"):
         add = sums.write_dq(dq, cu_seqlens, add=gate_weight is not None)
     if split_dq:
@@ -104,5 +109,11 @@ def backward(
         d_v_mean, dw_v = project_backward(dv_cmp, saved.v_mean, w_v)
         unpool(d_k_mean, d_v_mean, dk, dv, **pooling_options(spec, packing))
     with component("convert"):
-        sums.add_dk_dv(dk, dv, (stored_swa, stored_slc), cu_seqlens)
+        sums.add_dk_dv(dk, dv, stored, cu_seqlens)
+    if by_token:
+        with component("lists"):
+            pairs = token_pairs(saved.block_indices, q.shape[-3], spec=spec, packing=packing)
+        with component("slc"):
+            into = dict(dk=dk, dv=dv, add=True, start=layouts.calls[-1].dq.start)
+            backward_dkdv(q, k, v, do_slc, *rows_slc, pairs, **fixed, **into, **pair_options(spec, packing))
     return WeightGradients(gate.d_weight, gate.d_gates, dw_k, dw_v)

@@ -12,7 +12,7 @@ from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import selected_options, selected_sparsity
-from nsa_layer.cute.topk_dispatch import block_topk
+from nsa_layer.cute.topk_dispatch import block_topk, token_topk
 from nsa_layer.kernels.gating.gated_sum import gated_sum
 from nsa_layer.kernels.mean_pool.pool import pool
 from nsa_layer.profiler_ranges import component
@@ -37,7 +37,8 @@ class SavedForBackward(NamedTuple):
     """Tensors that a group's forward leaves to its backward.
 
     Attributes:
-        block_indices, block_counts: the selection, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B.
+        block_indices, block_counts: the selection, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B. By token
+            [B, T, Hkv, n], packed [total, Hkv, n], and None.
         k_cmp, v_cmp: compressed keys and values as attention takes them.
         k_mean, v_mean: the means of their blocks in fp32 where these are projected, else None.
         o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
@@ -46,7 +47,7 @@ class SavedForBackward(NamedTuple):
     """
 
     block_indices: Tensor
-    block_counts: Tensor
+    block_counts: Tensor | None
     k_cmp: Tensor
     v_cmp: Tensor
     k_mean: Tensor | None
@@ -81,11 +82,14 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
         k_cmp = k_rounded[0] if k_rounded else k_scored.to(k.dtype)
         v_cmp = project(v_mean, w_v).to(v.dtype)
         means = None if w_k is None else k_mean, None if w_v is None else v_mean
-    with component("choose"):
-        indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
-    del k_scored, k_mean, v_mean
     with component("cmp"):
         o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
+    with component("choose"):
+        if spec.config.by_token:
+            indices, counts = token_topk(q, k_cmp, lse_cmp, spec=spec, packing=packing), None
+        else:
+            indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
+    del k_scored, k_mean, v_mean
     with component("lists"):
         lists = dict(spec=spec, packing=packing, block_counts=counts)
         sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)

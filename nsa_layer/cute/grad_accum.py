@@ -66,13 +66,15 @@ class GradAccumulators:
     Without GQA calls have no accumulators of dk and dv: each stores its own.
     """
 
-    def __init__(self, layouts: Layouts, device: torch.device, *, softmax_scale: float) -> None:
+    def __init__(self, layouts: Layouts, device: torch.device, *, softmax_scale: float, token_calls: int) -> None:
+        """token_calls: how many calls, the last ones, are over the tokens."""
         self._scale, self._device, self._waiting = softmax_scale, device, list(layouts.calls)
+        self._token_calls = token_calls
         # Compressed keys have dk and dv of their own; calls over the same tokens share where theirs are laid out alike.
         owners: dict[Hashable, BackwardLayout] = {}
         for left, layout in zip(range(len(layouts.calls), 0, -1), layouts.calls):
             if layout.dk is not None:
-                owners[left <= 2, layout.dk.place] = layout
+                owners[left <= token_calls, layout.dk.place] = layout
         flags = layouts.calls[0].flags
         wanted = [part for layout in owners.values() for part in (layout.dk, layout.dv)]
         zeros = iter(zeroed(*wanted, *([flags] if flags else []), device=device))
@@ -89,7 +91,7 @@ class GradAccumulators:
             dpsum, lse_log2: of the call's branch, as `gated_sum_backward` gives them.
             with_dq: False for a call that leaves dq out.
         """
-        of_tokens, layout = len(self._waiting) <= 2, self._waiting.pop(0)
+        of_tokens, layout = len(self._waiting) <= self._token_calls, self._waiting.pop(0)
         dk, dv = (None, None) if layout.dk is None else self._dk_dv[of_tokens, layout.dk.place][:2]
         if not with_dq:
             return SharedBackward(layout, dpsum, lse_log2, None, dk, dv)
@@ -117,7 +119,7 @@ class GradAccumulators:
         self._convert(False, dk, dv, cu_seqlens, add=False)
 
     def add_dk_dv(
-        self, dk: Tensor, dv: Tensor, stored: tuple[tuple[Tensor | None, ...], ...], cu_seqlens: Tensor | None
+        self, dk: Tensor, dv: Tensor, stored: list[tuple[Tensor | None, ...]], cu_seqlens: Tensor | None
     ) -> None:
         """Add to dk and dv those of the calls over the tokens: from the accumulators, or as the calls stored them."""
         self._convert(True, dk, dv, cu_seqlens, add=True)
