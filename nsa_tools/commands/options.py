@@ -13,7 +13,7 @@ import torch
 from nsa_layer import support
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import RECOMPUTE, MemoryPolicy
-from nsa_tools.shape import DTYPES, Shape, long_tailed, usable_device
+from nsa_tools.shape import DATA, DTYPES, Shape, long_tailed, usable_device
 
 DEFAULTS = NSAConfig()
 CONFIG_OPTIONS = ("block_size", "block_counts", "q_tile", "window_size")
@@ -87,6 +87,7 @@ def add_shape_options(parser: argparse._ActionsContainer, *, seqlen: list[int] |
         add("--dtype", "default: bf16 on a GPU, else fp32", choices=DTYPES)
         add("--device", "where to run", default=device)
         add("--backend", "cute, eager or reference (default: what `nsa` takes)")
+        add("--data", "inputs: q and k change slowly along the sequence, or not", choices=DATA, default=DATA[0])
         add("--json", "also write what was found to this file", type=output_file)
     else:
         add("--dtype", "of q, k and v", choices=("fp16", "bf16"), default="bf16")
@@ -131,6 +132,7 @@ def shapes(given: argparse.Namespace) -> list[Shape]:
     what = dict(backward=given.mode == "both", gate="none" if getattr(given, "ungated", False) else "weight")
     what |= dict(projected=getattr(given, "compress_weights", False))
     policy = MemoryPolicy(budget=budget, recompute=given.recompute)
+    what |= dict(data=getattr(given, "data", "random"))
     static = dict(dtype=dtype, device=given.device, config=config, policy=policy, **sizes, **what)
     lengths = {T: None if given.packed is None else long_tailed(T, given.packed) for T in given.seqlen}
     return [Shape(T=T, lengths=lengths[T], **static) for T in given.seqlen]

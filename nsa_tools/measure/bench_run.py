@@ -34,6 +34,8 @@ PROBE_TOKENS = 16384  # where the time of dense attention is guessed from
 HOST_CALLS = 100, 3  # whose host time is taken at most, and at least
 HOST_MS = 200.0  # as many as take so long on the GPU in between: the first ones find the host's own caches cold
 
+UNION_TILES = 1024  # tiles whose unions are counted
+
 ByVariant = dict[str, dict[str, Row]]  # by variant and direction
 
 
@@ -166,6 +168,8 @@ class Bench:
         worst = max((v for v in verdicts if v.name.split()[0] == "o"), key=lambda v: v.of_limit)
         wrong = [v.name for v in verdicts if not v.ok]
         found = dict(error=worst.error, eager_error=worst.eager_error, of_limit=worst.of_limit)
+        if shape.config.by_token:
+            found |= dict(union=union(attend(**variant.sets[0], return_aux=True)[1].block_indices, shape))
         return replace(row, **found, detail=f"WRONG: {', '.join(wrong)}" if wrong else None)
 
     def _dense_seconds(self, shape: Shape) -> float:
@@ -203,6 +207,22 @@ class Bench:
     def _row(self, shape: Shape, variant: str, direction: str) -> Row:
         what = dict(variant=variant, direction=direction, graph=self.options.graph)
         return Row.of(shape, **what, status=FAILED, detail="not run")
+
+
+@torch.no_grad()
+def union(block_indices: torch.Tensor, shape: Shape) -> float:
+    """Blocks that the tokens of a tile of 128 rows list together, over those that one of them lists.
+
+    Args:
+        block_indices: [B, T, Hkv, n] or packed [total, Hkv, n], padded with -1; `UNION_TILES` tiles of it are read.
+    """
+    tokens = max(1, 128 // (shape.Hq // shape.Hkv))
+    lists = block_indices.flatten(0, -3)
+    lists = lists[: len(lists) // tokens * tokens].unflatten(0, (-1, tokens))
+    lists = lists[:: max(1, len(lists) // UNION_TILES)].transpose(1, 2)  # [tiles, Hkv, tokens, n]
+    together = lists.flatten(2).sort(-1).values
+    distinct = (together[..., 1:] != together[..., :-1]).sum(-1) + (together[..., 0] >= 0)
+    return (distinct.sum() / ((lists >= 0).sum() / tokens)).item()
 
 
 def _taken(timer: Timer, device: str) -> tuple[dict[str, float], int]:

@@ -24,7 +24,7 @@ def times(rows: Sequence[Row]) -> str:
 
 
 def notes(rows: Sequence[Row]) -> str:
-    """Host time, peak memory and error of each row that has one of them."""
+    """Host time, peak memory, error and union of each row that has one of them."""
     table = [
         [
             *_label(row),
@@ -32,13 +32,14 @@ def notes(rows: Sequence[Row]) -> str:
             _number(row.host_us, ".0f"),
             gib(row.peak_bytes, ".2f"),
             *_error(row),
+            _number(row.union, ".2f"),
             row.detail or "",
         ]
         for row in rows
         if row.host_us is not None or row.peak_bytes is not None or row.detail
     ]
     errors = ["max error of o", "eager's", "of its limit"]
-    header = ["T", "shape", "direction", "variant", "host, one call (us)", "peak (GiB)", *errors, ""]
+    header = ["T", "shape", "direction", "variant", "host, one call (us)", "peak (GiB)", *errors, "union", ""]
     return markdown(header, table, left=4) if table else ""
 
 

@@ -42,6 +42,8 @@ class Row:
         peak_bytes: the most that was allocated beyond the inputs.
         error, eager_error: largest error of o at sampled rows against fp64, the layer's and that of a straight
             implementation in the same dtype; `of_limit`: the worst row's error over what the tests allow.
+        union: blocks that the tokens of a kernel's tile list together over those that one of them lists; with lists by
+            token.
     """
 
     T: int
@@ -68,6 +70,7 @@ class Row:
     eager_error: float | None = None
     of_limit: float | None = None
     detail: str | None = None
+    union: float | None = None
 
     @classmethod
     def of(cls, shape: Shape, **values: object) -> Row:
@@ -165,7 +168,8 @@ def read_bench(path: Path) -> tuple[dict, list[Row], list[Crossover]]:
 
 def _made(kind: type, values: dict, path: Path):
     names = {field.name for field in fields(kind)}
-    if set(values) != names:
+    needed = names - {"union"}  # files of earlier versions have none
+    if not needed <= set(values) <= names:
         raise ValueError(f"{path}: a {kind.__name__} has other keys: {sorted(names ^ set(values))}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     if kind is Crossover:
