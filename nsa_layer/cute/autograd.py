@@ -57,7 +57,7 @@ def attend(
     plan = plan_memory(Sizes.of(q, v, spec=spec, gated=gated, needs_grad=needs_grad), memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     q, k, v = map(_readable, (q, k, v))
-    made = _Attend.apply(q, k, v, *weights, Packing.of(spec, q.device), spec, plan, return_aux)
+    made = _Attend.apply(q, k, v, *weights, Packing.of(spec, q.device, q.shape[-2] // k.shape[-2]), spec, plan, return_aux)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
 

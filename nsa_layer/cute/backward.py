@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call_spec import CallSpec
@@ -13,7 +14,7 @@ from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import Inputs, SavedForBackward, attend
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, backward_layouts
-from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, use_split_dq
+from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
 from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
 from nsa_layer.kernels.mean_pool.pool import unpool
 from nsa_layer.profiler_ranges import component
@@ -112,8 +113,9 @@ def backward(
         sums.add_dk_dv(dk, dv, stored, cu_seqlens)
     if by_token:
         with component("lists"):
-            pairs = token_pairs(saved.block_indices, q.shape[-3], spec=spec, packing=packing)
+            pairs = token_pairs(saved.block_indices, q.shape[-2] // k.shape[-2], spec=spec, packing=packing)
         with component("slc"):
             into = dict(dk=dk, dv=dv, add=True, start=layouts.calls[-1].dq.start)
-            backward_dkdv(q, k, v, do_slc, *rows_slc, pairs, **fixed, **into, **pair_options(spec, packing))
+            where = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+            backward_dkdv(q, k, v, do_slc, *rows_slc, pairs, **fixed, **into, **where)
     return WeightGradients(gate.d_weight, gate.d_gates, dw_k, dw_v)

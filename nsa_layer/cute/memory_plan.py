@@ -121,9 +121,16 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + tiles * sizes.Hkv * (sizes.list_width + 1) * 4
     accumulators = 4 * tokens * query_heads * sizes.D + 4 * tokens * heads * (sizes.D + sizes.Dv)
     lists = 64 * tiles * query_heads * sizes.list_width
+    forward_lists = 0
+    if sizes.q_tile == 1:
+        # No mean queries. Unions have an entry and its bits for each that a token lists, at most; pairs the token.
+        pairs = tokens * heads * sizes.list_width
+        choice, forward_lists = pairs * 4, pairs * 4 * (1 + words_of_entry(G))
+        partials = 2 * pairs * G // ROWS_OF_ITEM * KEYS * (sizes.D + sizes.Dv) * 4
+        lists = forward_lists + pairs * 4 + partials
     return {
         "saved": saved * sizes.needs_grad,
-        "forward": kept.count(False) * branch + 6 * row_numbers + compressed + choice,
+        "forward": kept.count(False) * branch + 6 * row_numbers + compressed + choice + forward_lists,
         "backward": (kept.count(False) * branch + 6 * row_numbers + accumulators + 2 * compressed + lists)
         * sizes.needs_grad,
         "outputs": rows * sizes.Dv * e,

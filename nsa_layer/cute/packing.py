@@ -12,6 +12,8 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.support import hopper_kv_tile
 
+ROWS_OF_TILE = 128
+
 
 class Packing(NamedTuple):
     """Starts are int32 [sequences + 1] on the GPU and end with the total.
@@ -19,9 +21,10 @@ class Packing(NamedTuple):
     Copies made from the lengths on the host: a caller may refill its ``cu_seqlens`` at any time.
 
     Attributes:
-        cu_seqlens, cu_blocks, cu_tiles, cu_kv_tiles: of tokens, of compressed blocks, of the choice's query tiles, and
-            of Hopper's key tiles.
-        total_blocks, total_kv_tiles: of all sequences.
+        cu_seqlens, cu_blocks, cu_tiles, cu_kv_tiles, cu_row_tiles: of tokens, of compressed blocks, of the choice's
+            query tiles, of Hopper's key tiles, and of tiles of 128 rows, where each token has a row for each head of a
+            group.
+        total_blocks, total_kv_tiles, total_row_tiles: of all sequences.
         longest, longest_blocks: of one sequence, in tokens and in compressed blocks.
     """
 
@@ -29,19 +32,22 @@ class Packing(NamedTuple):
     cu_blocks: torch.Tensor
     cu_tiles: torch.Tensor
     cu_kv_tiles: torch.Tensor
+    cu_row_tiles: torch.Tensor
     total_blocks: int
     total_kv_tiles: int
+    total_row_tiles: int
     longest: int
     longest_blocks: int
 
     @classmethod
-    def of(cls, spec: CallSpec, device: torch.device) -> Packing | None:
-        """The starts of a call, without a synchronisation; None for a batch of equal length."""
+    def of(cls, spec: CallSpec, device: torch.device, G: int = 1) -> Packing | None:
+        """The starts of a call with G query heads a group, without a synchronisation; None for a batch of equal length.
+        """
         if spec.lengths is None:
             return None
         config, longest = spec.config, max(spec.lengths)
         find = _starts if _are_lasting() else _starts.__wrapped__
-        copy, starts, totals = find(spec.lengths, config, device)
+        copy, starts, totals = find(spec.lengths, config, G, device)
         copy.ready()
         return cls(*starts, *totals, longest, config.compressed_length(longest))
 
@@ -89,20 +95,21 @@ def _copied(numbers: tuple[int, ...], device: torch.device) -> _Copy:
 
 @lru_cache(maxsize=64)
 def _starts(
-    lengths: tuple[int, ...], config: NSAConfig, device: torch.device
-) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, int]]:
-    """Starts of tokens, blocks and both kinds of tiles, together and one by one; totals of blocks and key tiles."""
+    lengths: tuple[int, ...], config: NSAConfig, G: int, device: torch.device
+) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, int, int]]:
+    """Starts of tokens, blocks and all kinds of tiles, together and one by one; totals of blocks, key and row tiles."""
     kv_tile = hopper_kv_tile(config.block_size)
     blocks, tiles = map(config.compressed_length, lengths), map(config.num_tiles, lengths)
     kv_tiles = (-(-length // kv_tile) for length in lengths)
-    starts = [list(accumulate(counts, initial=0)) for counts in (lengths, blocks, tiles, kv_tiles)]
+    row_tiles = (-(-length * G // ROWS_OF_TILE) for length in lengths)
+    starts = [list(accumulate(counts, initial=0)) for counts in (lengths, blocks, tiles, kv_tiles, row_tiles)]
     size = len(lengths) + 1
     # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.
     numbers = torch.zeros(len(starts), -(-size // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:, :size] = torch.tensor(starts, device="cpu")
     copy = _moved(numbers, device)
     # Not by indexing, which looks for the device: fake tensors have none.
-    return copy, copy.numbers.narrow(1, 0, size).unbind(), (starts[1][-1], starts[3][-1])
+    return copy, copy.numbers.narrow(1, 0, size).unbind(), (starts[1][-1], starts[3][-1], starts[4][-1])
 
 
 def _moved(numbers: torch.Tensor, device: torch.device) -> _Copy:

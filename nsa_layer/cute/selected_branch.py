@@ -16,7 +16,7 @@ from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.packing import ROWS_OF_TILE, Packing
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
     block_bitmap,
@@ -25,7 +25,11 @@ from nsa_layer.cute.torch_block_lists import (
     selected_lists,
 )
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
+from nsa_layer.kernels.token_lists.pairs_by_block import Pairs, pairs_by_block
+from nsa_layer.kernels.token_lists.union_lists import KEYS, union_lists
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
+
+ROWS_OF_ITEM = 1 << 15  # of a plan's item of dk and dv, at most
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -68,16 +72,22 @@ def _on_hopper(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Sparsity of an attention call: the block lists, the mask inside of tiles, and the tensors that it reads."""
+    """Sparsity of an attention call: the block lists, the mask inside of tiles, and the tensors that it reads.
+
+    pack_gqa: the lists are those of tiles of packed heads.
+    """
 
     tensors: BlockSparseTensorsTorch
     causal: bool = False
+    pack_gqa: bool | None = None
     mask_mod: Callable | None = None
     aux_tensors: tuple[torch.Tensor, ...] = ()
 
     def options(self) -> dict:
         """The keyword arguments that the kernels take."""
         options: dict = dict(block_sparse_tensors=self.tensors, causal=self.causal)
+        if self.pack_gqa is not None:
+            options["pack_gqa"] = self.pack_gqa
         if self.mask_mod is not None:
             options |= dict(mask_mod=self.mask_mod, aux_tensors=list(self.aux_tensors) or None)
         return options
@@ -96,7 +106,8 @@ def selected_sparsity(
     """Lists and mask of T queries that attend to the tokens of the listed blocks.
 
     Args:
-        block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n].
+        block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n]. By token [B, T, Hkv, n], packed
+            [total, Hkv, n], which has no lists by key tile: `token_pairs`.
         T: tokens of a sequence; not read where they are packed.
         heads: (Hq, Hkv).
         backward: lists by key tile, not by query tile.
@@ -104,6 +115,8 @@ def selected_sparsity(
             lists need them.
     """
     config, causal, device = spec.config, spec.causal, block_indices.device
+    if config.by_token:
+        return Sparsity(_unions(block_indices, heads[0] // heads[1], spec, packing), causal, pack_gqa=True)
     tile = (backward_tile if backward else forward_tile)(device, config.block_size)
     tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
     # Tiles of listed blocks alone, the same for every query, need no mask but the causal one.
@@ -140,6 +153,35 @@ def selected_sparsity(
         aux = joined_rows(bitmaps)[None], cu_total_blocks(cu_seqlens, tile_q) * (tile_q // config.q_tile)
     mask = selected_mask(config.block_size, config.q_tile, heads[0] // heads[1], causal, cu_seqlens is not None)
     return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
+
+
+def _unions(block_indices: torch.Tensor, G: int, spec: CallSpec, packing: Packing | None) -> BlockSparseTensorsTorch:
+    """Forward lists of tiles of 128 rows, a row for each token and head of a group, with bits for each token."""
+    where = {}
+    if packing is not None:
+        where = dict(cu_seqlens=packing.cu_seqlens, cu_tiles=packing.cu_row_tiles, tiles=packing.total_row_tiles)
+        where |= dict(max_seqlen=packing.longest)
+    counts, blocks, bits = union_lists(
+        block_indices, G=G, block_size=spec.config.block_size, causal=spec.causal, **where
+    )
+    starts = None if packing is None else packing.cu_row_tiles
+    return BlockSparseTensorsTorch(
+        counts, blocks, block_size=(ROWS_OF_TILE, KEYS), cu_total_m_blocks=starts, mask_block_bits=bits
+    )
+
+
+def token_pairs(block_indices: torch.Tensor, G: int, *, spec: CallSpec, packing: Packing | None) -> Pairs:
+    """The tokens that list each block, for the kernel of dk and dv.
+
+    Args:
+        block_indices: int32 [B, T, Hkv, n], packed [total, Hkv, n].
+        G: query heads of a group.
+    """
+    where = {}
+    if packing is not None:
+        where = dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_kv_tiles, blocks=packing.total_kv_tiles)
+    cap = max(1, ROWS_OF_ITEM // G)
+    return pairs_by_block(block_indices, block_size=spec.config.block_size, causal=spec.causal, cap=cap, **where)
 
 
 def _backward_tensors(
@@ -183,5 +225,6 @@ def selected_options(sparsity: Sparsity, packing: Packing | None) -> dict:
 def dq_options(sparsity: Sparsity, packing: Packing | None) -> dict:
     """Options of the selected branch's dq pass, over the lists of forward."""
     options = selected_options(sparsity, packing)
-    options.pop("max_seqlen_k", None)
+    for name in ("max_seqlen_k", "pack_gqa"):
+        options.pop(name, None)
     return options | dict(lists=options.pop("block_sparse_tensors"))

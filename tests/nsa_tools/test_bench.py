@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from nsa_layer import NSAConfig
 from nsa_tools.commands import bench
 from nsa_tools.measure import bench_run, crossover, first_call
-from nsa_tools.measure.bench_run import Bench, Options
+from nsa_tools.measure.bench_run import Bench, Options, union
 from nsa_tools.measure.timed_calls import Variant, is_out_of_memory
 from nsa_tools.report import bench_chart, bench_tables
 from nsa_tools.report.figures import new_figure
@@ -314,3 +314,22 @@ def test_every_row_is_measured_on_a_gpu(extra: list[str], tmp_path: Path) -> Non
     assert {row["graph"] for row in found} == {"--graph" in extra}
     assert all(row["of_limit"] <= 1 for row in found if row["variant"] != "dense" and row["direction"] == "forward")
     assert all((row["peak_bytes"] is None) == row["graph"] for row in found)
+
+
+def test_smooth_inputs_change_slowly_and_have_unit_variance() -> None:
+    q = replace(SHAPE, T=4096, data="smooth").inputs()["q"].detach()[0]
+    drawn = replace(SHAPE, T=4096).inputs()["q"].detach()[0]
+
+    def alike(x: torch.Tensor, apart: int) -> float:
+        return (x[apart:] * x[:-apart]).mean().item()
+
+    assert abs(q.var().item() - 1) < 0.05
+    assert alike(q, 1) > 0.95 and alike(q, 4) > 0.9 and abs(alike(q, 100)) < 0.05
+    assert abs(alike(drawn, 1)) < 0.05
+
+
+def test_union_counts_the_blocks_of_a_tile_once() -> None:
+    shape = replace(SHAPE, T=128, Hq=64, Hkv=1)  # two tokens a tile
+    lists = torch.tensor([[0, 1, -1], [0, 2, 3]], dtype=torch.int32).repeat(64, 1).view(1, 128, 1, 3)
+    assert union(lists, shape) == pytest.approx(4 / 2.5)
+    assert union(lists[0], shape) == pytest.approx(4 / 2.5)
