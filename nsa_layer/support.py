@@ -67,9 +67,9 @@ FEATURES = (
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
     Feature("block_size that divides 128 or is a multiple of it", lambda r: _tiles_fit(r.config)),
     Feature("any other block_size", lambda r: not _tiles_fit(r.config), ()),
-    Feature("compress_size other than block_size", lambda r: r.config.span != r.config.block_size, ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
-    Feature("q_tile 1", lambda r: r.config.q_tile == 1, ()),
+    Feature("q_tile 1", lambda r: r.config.by_token, (90,)),
+    Feature("q_tile 1 with another block_size than 64", lambda r: r.config.by_token and r.config.block_size != 64, ()),
     Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128, ()),
     Feature(
         "compress_offset 0 with compress_stride 1",

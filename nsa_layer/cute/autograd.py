@@ -57,7 +57,8 @@ def attend(
     plan = plan_memory(Sizes.of(q, v, spec=spec, gated=gated, needs_grad=needs_grad), memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     q, k, v = map(_readable, (q, k, v))
-    made = _Attend.apply(q, k, v, *weights, Packing.of(spec, q.device, q.shape[-2] // k.shape[-2]), spec, plan, return_aux)
+    packing = Packing.of(spec, q.device, q.shape[-2] // k.shape[-2])
+    made = _Attend.apply(q, k, v, *weights, packing, spec, plan, return_aux)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
 
@@ -74,7 +75,7 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not return_aux:
             return o
-        aux = _joined_aux(parts, q)
+        aux = _joined_aux(parts, q, by_token=spec.config.by_token)
         ctx.mark_non_differentiable(*aux)
         return o, *aux
 
@@ -135,16 +136,17 @@ def _narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None
     return x.narrow(dim, heads[0], heads[1] - heads[0])
 
 
-def _joined_aux(parts: list[SavedForBackward], q: Tensor) -> tuple[Tensor, ...]:
+def _joined_aux(parts: list[SavedForBackward], q: Tensor, *, by_token: bool) -> tuple[Tensor, ...]:
     """`Aux`'s fields for all heads."""
     packed = q.dim() == 3
     heads_dim = 0 if packed else 1
-    block_indices = _joined([part.block_indices for part in parts], heads_dim)
+    block_indices = [part.block_indices for part in parts]
+    block_indices = _joined(block_indices, -2) if by_token else _joined(block_indices, heads_dim).transpose(-3, -2)
     lses = [_joined(list(lses), heads_dim) for lses in zip(*((p.lse_cmp, p.lse_slc, p.lse_swa) for p in parts))]
     g = _joined([part.g for part in parts], -2)
     if g is None:
         g = q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
-    return block_indices.transpose(-3, -2), g, *lses
+    return block_indices, g, *lses
 
 
 def _joined(parts: list[Tensor | None], dim: int) -> Tensor | None:

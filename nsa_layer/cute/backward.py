@@ -117,5 +117,5 @@ def backward(
         with component("slc"):
             into = dict(dk=dk, dv=dv, add=True, start=layouts.calls[-1].dq.start)
             where = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-            backward_dkdv(q, k, v, do_slc, *rows_slc, pairs, **fixed, **into, **where)
+            backward_dkdv(q, k, v, do_slc, *rows_slc[::-1], pairs, **fixed, **into, **where)
     return WeightGradients(gate.d_weight, gate.d_gates, dw_k, dw_v)

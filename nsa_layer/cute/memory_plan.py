@@ -23,6 +23,7 @@ RECOMPUTE = {
     "all": (NOTHING,),
 }
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
+ROWS_OF_ITEM = 1 << 15  # queries that add to one of the partial sums of dk and dv by token, at most
 SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask the driver
 
 
@@ -125,8 +126,8 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     if sizes.q_tile == 1:
         # No mean queries. Unions have an entry and its bits for each that a token lists, at most; pairs the token.
         pairs = tokens * heads * sizes.list_width
-        choice, forward_lists = pairs * 4, pairs * 4 * (1 + words_of_entry(G))
-        partials = 2 * pairs * G // ROWS_OF_ITEM * KEYS * (sizes.D + sizes.Dv) * 4
+        choice, forward_lists = pairs * 4, pairs * 4 * (1 + -(-4 // G))
+        partials = 2 * pairs * G // ROWS_OF_ITEM * 64 * (sizes.D + sizes.Dv) * 4
         lists = forward_lists + pairs * 4 + partials
     return {
         "saved": saved * sizes.needs_grad,

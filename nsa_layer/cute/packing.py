@@ -41,7 +41,10 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, spec: CallSpec, device: torch.device, G: int = 1) -> Packing | None:
-        """The starts of a call with G query heads a group, without a synchronisation; None for a batch of equal length.
+        """The starts of a call, without a synchronisation; None for a batch of equal length.
+
+        Args:
+            G: query heads of a group.
         """
         if spec.lengths is None:
             return None

@@ -10,12 +10,14 @@ import torch
 
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from flash_attn.cute.bwd_sm90 import two_pass
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
+from nsa_layer.cute.memory_plan import ROWS_OF_ITEM
 from nsa_layer.cute.packing import ROWS_OF_TILE, Packing
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
@@ -25,11 +27,9 @@ from nsa_layer.cute.torch_block_lists import (
     selected_lists,
 )
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
-from nsa_layer.kernels.token_lists.pairs_by_block import Pairs, pairs_by_block
+from nsa_layer.kernels.token_lists.pairs_by_block import most_partials, pairs_by_block
 from nsa_layer.kernels.token_lists.union_lists import KEYS, union_lists
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
-
-ROWS_OF_ITEM = 1 << 15  # of a plan's item of dk and dv, at most
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -170,7 +170,7 @@ def _unions(block_indices: torch.Tensor, G: int, spec: CallSpec, packing: Packin
     )
 
 
-def token_pairs(block_indices: torch.Tensor, G: int, *, spec: CallSpec, packing: Packing | None) -> Pairs:
+def token_pairs(block_indices: torch.Tensor, G: int, *, spec: CallSpec, packing: Packing | None) -> KeyPairs:
     """The tokens that list each block, for the kernel of dk and dv.
 
     Args:
@@ -180,8 +180,10 @@ def token_pairs(block_indices: torch.Tensor, G: int, *, spec: CallSpec, packing:
     where = {}
     if packing is not None:
         where = dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_kv_tiles, blocks=packing.total_kv_tiles)
-    cap = max(1, ROWS_OF_ITEM // G)
-    return pairs_by_block(block_indices, block_size=spec.config.block_size, causal=spec.causal, cap=cap, **where)
+    cap, block_size = max(1, ROWS_OF_ITEM // G), spec.config.block_size
+    pairs = pairs_by_block(block_indices, block_size=block_size, causal=spec.causal, cap=cap, **where)
+    partials = most_partials(block_indices.numel(), cap)
+    return KeyPairs(pairs.tokens, pairs.items, pairs.row_items, partials, block_size, where.get("cu_blocks"))
 
 
 def _backward_tensors(
