@@ -47,7 +47,8 @@ def whole_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 SIZES = dict(G=(1, 2, 4, 8, 16), T=(1, 63, 64, 65, 127, 300, 1000), D=(64, 128), dtype=DTYPES, packed=(False, True))
 PAIRS = covering([tuple(zip(SIZES, values)) for values in itertools.product(*SIZES.values())], 2)
 
-OF_TOKENS = SIZES | dict(G=(1, 2, 3, 4, 8, 16), causal=(True, False), paper=(False, True), gate=("weight", "given"))
+OF_TOKENS = dict(G=(1, 2, 3, 4, 8, 16), D=(64, 128), dtype=DTYPES, packed=(False, True))
+OF_TOKENS |= dict(causal=(True, False), paper=(False, True), gate=("weight", "given", "none"))
 BY_TOKEN = covering([tuple(zip(OF_TOKENS, values)) for values in itertools.product(*OF_TOKENS.values())], 2)
 
 
@@ -64,14 +65,15 @@ def test_kernels(sizes: dict) -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("sizes", list(map(dict, BY_TOKEN)), ids=str)
 def test_kernels_by_token(sizes: dict) -> None:
-    """Sizes of which every two meet, each token with a list of its own."""
-    T, G, paper = sizes["T"], sizes["G"], sizes["paper"]
+    """Options of which every two meet, each token with a list of its own, at every length."""
+    G, paper = sizes["G"], sizes["paper"]
     sizes_apart = dict(compress_size=32, compress_stride=16) if paper else {}
-    config = NSAConfig(q_tile=1, block_counts=5, window_size=100, deterministic=T % 2 == 1, **sizes_apart)
-    lengths = (T, 0, 70, T // 2 + 1) if sizes["packed"] else None
-    static = dict(lengths=lengths, config=config, causal=sizes["causal"], gate=sizes["gate"], compress_weights=paper)
-    case = Case(B=2, T=T, Hq=2 * G, Hkv=2, D=sizes["D"], dtype=sizes["dtype"], **static)
-    assert_close_to_reference(case, "cute", "cuda")
+    config = NSAConfig(q_tile=1, block_counts=5, window_size=100, **sizes_apart)
+    options = {name: sizes[name] for name in ("D", "dtype", "causal", "gate")} | dict(compress_weights=paper)
+    for T in SIZES["T"]:
+        lengths = (T, 0, 70, T // 2 + 1) if sizes["packed"] else None
+        case = Case(B=2, T=T, Hq=2 * G, Hkv=2, lengths=lengths, config=config, **options)
+        assert_close_to_reference(case, "cute", "cuda")
 
 
 @pytest.mark.parametrize(
