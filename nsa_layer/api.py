@@ -88,16 +88,17 @@ def nsa(
     rest = (softmax_scale, cu_seqlens, max_seqlen, causal, block_indices)
     spec = check_inputs(Arguments(q, k, v, config, *weights, *rest))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
+    lists = None if block_indices is None else "kv" if block_indices.shape[-2] == k.shape[-2] else "q"
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad, lists=block_indices is not None)
+    choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad, lists=lists)
     spec = determinism.in_force(spec, choose)
     name = choose(config=spec.config)
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
     kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux)
-    more = kernels if name == "cute" else dict(block_indices=block_indices)
+    more = kernels if name == "cute" else {}
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
-    given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens)
+    given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens, block_indices=block_indices)
     with autocast.off(q.device):
         o, aux = implementation.attend(q, k, v, **given, **more)
     return (o, aux) if return_aux else o

@@ -95,7 +95,7 @@ def selected_attention(
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    name = support.choose_backend(backend, **sizes, **asked, lists=True)
+    name = support.choose_backend(backend, **sizes, **asked, lists="alone")
     with autocast.off(q.device):
         o, lse = import_module(IMPLEMENTATIONS[name]).attend_selected(q, k, v, block_indices, offset, spec=spec)
     return (o, lse.detach()) if return_lse else o

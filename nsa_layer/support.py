@@ -36,7 +36,7 @@ class Request:
     Dv: int
     config: NSAConfig
     needs_grad: bool
-    lists: bool = False
+    lists: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,10 @@ FEATURES = (
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
-    Feature("block_indices", lambda r: r.lists, ()),
+    Feature("block_indices with q_tile 1", lambda r: r.lists == "kv" and r.config.by_token, (90,)),
+    Feature("block_indices with another q_tile", lambda r: r.lists == "kv" and not r.config.by_token, ()),
+    Feature("block_indices for each query head", lambda r: r.lists == "q", ()),
+    Feature("selected_attention", lambda r: r.lists == "alone", ()),
     Feature("packed sequences", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
 )
@@ -137,14 +140,14 @@ def choose_backend(
     Dv: int,
     config: NSAConfig,
     needs_grad: bool,
-    lists: bool = False,
+    lists: str | None = None,
 ) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
     A GPU with kernels that lack something asked for is an error too: nothing slower takes over without being named.
 
     Args:
-        lists: the blocks are the caller's.
+        lists: whose the caller's lists of blocks are: "kv" or "q" heads', "alone" for `selected_attention`; or None.
 
     Raises:
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.

@@ -38,6 +38,7 @@ def attend(
     compress_k_weight: Tensor | None,
     compress_v_weight: Tensor | None,
     cu_seqlens: Tensor | None,
+    block_indices: Tensor | None = None,
     memory: MemoryPolicy = MemoryPolicy(),
     needs_grad: bool = True,
     return_aux: bool = True,
@@ -58,14 +59,14 @@ def attend(
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     q, k, v = map(_readable, (q, k, v))
     packing = Packing.of(spec, q.device, q.shape[-2] // k.shape[-2])
-    made = _Attend.apply(q, k, v, *weights, packing, spec, plan, return_aux)
+    made = _Attend.apply(q, k, v, *weights, block_indices, packing, spec, plan, return_aux)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, packing, spec, plan, return_aux):
-        inputs = Inputs(q, k, v, gate_weight, gates, w_k, w_v, packing)
+    def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, block_indices, packing, spec, plan, return_aux):
+        inputs = Inputs(q, k, v, gate_weight, gates, w_k, w_v, block_indices, packing)
         o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
         for first, end in plan.groups:
             into = _narrow(o, -2, _query_heads(q, k, first, end))
@@ -82,9 +83,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, *_):
         if do is None:
-            return (None,) * 11
+            return (None,) * 12
         static = ctx.packing, ctx.spec, ctx.plan
-        return *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None, None, None, None
+        return *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), *[None] * 5
 
 
 def _gradients(
@@ -116,11 +117,12 @@ def _readable(x: Tensor) -> Tensor:
 
 def head_group(inputs: Inputs, first: int, end: int) -> Inputs:
     """The inputs of key/value heads `first` to `end` with their query heads."""
-    q, k, v, gate_weight, gates, w_k, w_v, packing = inputs
+    q, k, v, gate_weight, gates, w_k, w_v, block_indices, packing = inputs
     query, key = _query_heads(q, k, first, end), (first, end)
     tokens = _narrow(q, -2, query), _narrow(k, -2, key), _narrow(v, -2, key)
     gating = _narrow(gate_weight, 0, query), _narrow(gates, -2, query)
-    return Inputs(*tokens, *gating, _narrow(w_k, 0, key), _narrow(w_v, 0, key), packing)
+    weights = _narrow(w_k, 0, key), _narrow(w_v, 0, key)
+    return Inputs(*tokens, *gating, *weights, _narrow(block_indices, -2, key), packing)
 
 
 def _query_heads(q: Tensor, k: Tensor, first: int, end: int) -> tuple[int, int]:

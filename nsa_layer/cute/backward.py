@@ -35,7 +35,7 @@ def backward(
     inputs: Inputs, saved: SavedForBackward, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *, spec: CallSpec
 ) -> WeightGradients:
     """Write the gradients of the group's q, k and v to dq, dk and dv, and return those of the weights."""
-    q, k, v, gate_weight, gates, w_k, w_v, packing = inputs
+    q, k, v, gate_weight, gates, w_k, w_v, _, packing = inputs
     k_cmp, v_cmp, scale, deterministic = saved.k_cmp, saved.v_cmp, spec.softmax_scale, spec.config.deterministic
     cu_seqlens = None if packing is None else packing.cu_seqlens
     of_cmp, of_swa, fixed = compressed_options(spec, packing), window_options(spec, packing), dict(softmax_scale=scale)

@@ -30,6 +30,7 @@ class Inputs(NamedTuple):
     gates: Tensor | None
     w_k: Tensor | None
     w_v: Tensor | None
+    block_indices: Tensor | None
     packing: Packing | None
 
 
@@ -67,7 +68,7 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
     Args:
         kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
     """
-    q, k, v, gate_weight, gates, w_k, w_v, packing = inputs
+    q, k, v, gate_weight, gates, w_k, w_v, block_indices, packing = inputs
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     with component("swa"):
         o_swa, lse_swa = attend(q, k, v, spec, window_options(spec, packing))
@@ -85,8 +86,11 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
     with component("cmp"):
         o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
     with component("choose"):
-        if spec.config.by_token:
-            indices, counts = token_topk(q, k_cmp, lse_cmp, spec=spec, packing=packing), None
+        counts = None
+        if block_indices is not None:
+            indices = block_indices
+        elif spec.config.by_token:
+            indices = token_topk(q, k_cmp, lse_cmp, spec=spec, packing=packing)
         else:
             indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
     del k_scored, k_mean, v_mean

@@ -42,7 +42,9 @@ UNSUPPORTED = {
     "q_tile 2 to 64": dict(config=NSAConfig(q_tile=64)),
     "compress_offset 0 with compress_stride 1": dict(config=NSAConfig(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
-    "block_indices": dict(lists=True),
+    "block_indices with another q_tile": dict(lists="kv"),
+    "block_indices for each query head": dict(lists="q"),
+    "selected_attention": dict(lists="alone"),
     "deterministic backward": dict(config=NSAConfig(deterministic=True)),
 }
 ON_ONE = {"deterministic backward": 100}
