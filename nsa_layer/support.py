@@ -37,6 +37,7 @@ class Request:
     config: NSAConfig
     needs_grad: bool
     lists: bool = False
+    own_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ FEATURES = (
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
     Feature("block_indices", lambda r: r.lists, ()),
+    Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys, ()),
     Feature("packed sequences", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
 )
@@ -138,6 +140,7 @@ def choose_backend(
     config: NSAConfig,
     needs_grad: bool,
     lists: bool = False,
+    own_keys: bool = False,
 ) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
@@ -145,6 +148,7 @@ def choose_backend(
 
     Args:
         lists: the blocks are the caller's.
+        own_keys: so are keys or values of a branch.
 
     Raises:
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
@@ -161,7 +165,7 @@ def choose_backend(
     arch = device_arch(device.index)
     if backend is None and kernel_family(arch) not in ARCHITECTURES:
         return "eager"
-    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists))
+    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists, own_keys))
     if missing is not None:
         raise NotImplementedError(
             f"sm_{arch}: the kernels do not support {missing} (dtype={dtype}, D={D}, Dv={Dv}, {config}); "

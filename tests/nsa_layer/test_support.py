@@ -43,6 +43,7 @@ UNSUPPORTED = {
     "compress_offset 0 with compress_stride 1": dict(config=NSAConfig(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
     "block_indices": dict(lists=True),
+    "k_cmp, v_cmp, k_win, v_win": dict(own_keys=True),
     "deterministic backward": dict(config=NSAConfig(deterministic=True)),
 }
 ON_ONE = {"deterministic backward": 100}
