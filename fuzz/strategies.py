@@ -190,6 +190,7 @@ def layer_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float6
         lengths=draw(st.none() | lengths),
         gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
         compress_weights=draw(st.booleans()),
+        own_keys=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
     return Case(**(options | fixed))

@@ -8,7 +8,7 @@ from importlib import import_module
 import torch
 
 from nsa_layer import autocast, determinism, support
-from nsa_layer.call_spec import Aux
+from nsa_layer.call_spec import Aux, OwnKeys
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
@@ -30,14 +30,18 @@ def nsa(
     max_seqlen: int | None = None,
     causal: bool = True,
     block_indices: torch.Tensor | None = None,
+    k_cmp: torch.Tensor | None = None,
+    v_cmp: torch.Tensor | None = None,
+    k_win: torch.Tensor | None = None,
+    v_win: torch.Tensor | None = None,
     backend: str | None = None,
     memory: MemoryPolicy = MemoryPolicy(),
     return_aux: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Aux]:
     """Native Sparse Attention: compressed, selected and sliding-window attention, gated and summed.
 
-    Differentiable in q, k, v, gate_weight, gates and both compression weights: once, by reverse mode. The reference is
-    differentiable any number of times and in either mode.
+    Differentiable in q, k, v, gate_weight, gates, both compression weights and the branches' own keys and values: once,
+    by reverse mode. The reference is differentiable any number of times and in either mode.
 
     Under `torch.autocast` inputs are cast to the autocast dtype and nothing inside is, as by
     `scaled_dot_product_attention`.
@@ -63,6 +67,10 @@ def nsa(
             ``config.q_tile`` queries, in place of a choice, nothing added; Hs = Hkv, or Hq for a list of each query
             head. Any strides and order, counted from each sequence's start; -1 is padding, a block named twice counts
             once. Read by checks on a CPU only: on a GPU other numbers are undefined behaviour.
+        k_cmp: [B, Tc, Hkv, D], packed [sum of Tc, Hkv, D]: compressed keys that the caller made, by any network, in
+            place of means of k; Tc = ``config.compressed_length(T)`` of each sequence.
+        v_cmp: [B, Tc, Hkv, Dv] or [sum of Tc, Hkv, Dv], the same for v.
+        k_win: like k, v_win: like v: keys and values of the sliding window in place of k and v.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
             kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
         memory: the kernels' memory budget and recomputation; other backends ignore it.
@@ -81,22 +89,30 @@ def nsa(
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-    tensors = (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight)
+    tensors = (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight, k_cmp, v_cmp, k_win, v_win)
     if backend != "reference":
         refuse_transforms(*tensors, cu_seqlens, block_indices)
-    q, k, v, *weights = autocast.cast(*tensors)
-    rest = (softmax_scale, cu_seqlens, max_seqlen, causal, block_indices)
+    q, k, v, *cast = autocast.cast(*tensors)
+    weights, own = cast[:4], OwnKeys(*cast[4:])
+    rest = (softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own)
     spec = check_inputs(Arguments(q, k, v, config, *weights, *rest))
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *weights))
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *cast))
     lists = None if block_indices is None else "kv" if block_indices.shape[-2] == k.shape[-2] else "q"
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    choose = partial(support.choose_backend, backend, **sizes, needs_grad=needs_grad, lists=lists)
+    choose = partial(
+        support.choose_backend,
+        backend,
+        **sizes,
+        needs_grad=needs_grad,
+        lists=lists,
+        own_keys=any(x is not None for x in own),
+    )
     spec = determinism.in_force(spec, choose)
     name = choose(config=spec.config)
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
     kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux)
-    more = kernels if name == "cute" else {}
+    more = kernels if name == "cute" else own._asdict()
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
     given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens, block_indices=block_indices)
     with autocast.off(q.device):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +26,26 @@ class CallSpec:
     causal: bool
     softmax_scale: float
     lengths: tuple[int, ...] | None = None
+
+
+class OwnKeys(NamedTuple):
+    """Keys and values that the caller gives to a branch in place of those made of k and v; shapes as in `nsa`."""
+
+    k_cmp: torch.Tensor | None = None
+    v_cmp: torch.Tensor | None = None
+    k_win: torch.Tensor | None = None
+    v_win: torch.Tensor | None = None
+
+    def split(self, lengths: Sequence[int], *, config: NSAConfig) -> list[OwnKeys]:
+        """Those of each packed sequence."""
+        blocks = [config.compressed_length(length) for length in lengths]
+        sizes = (blocks, blocks, lengths, lengths)
+        parts = [[None] * len(lengths) if x is None else x.split(own) for x, own in zip(self, sizes, strict=True)]
+        return [OwnKeys(*part) for part in zip(*parts, strict=True)]
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> OwnKeys:
+        """Each one that there is, changed."""
+        return OwnKeys(*(None if x is None else change(x) for x in self))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype, mean_scale
+from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, accumulation_dtype, mean_scale
 from nsa_layer.compress import compress
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
@@ -201,6 +201,10 @@ def attend(
     gates: torch.Tensor | None = None,
     compress_k_weight: torch.Tensor | None = None,
     compress_v_weight: torch.Tensor | None = None,
+    k_cmp: torch.Tensor | None = None,
+    v_cmp: torch.Tensor | None = None,
+    k_win: torch.Tensor | None = None,
+    v_win: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Aux]:
@@ -209,18 +213,19 @@ def attend(
     The lengths of packed sequences are read from ``spec``, not from ``cu_seqlens``. Returns o, in the dtype of q,
     and `Aux`.
     """
-    weights = (compress_k_weight, compress_v_weight)
+    weights, own = (compress_k_weight, compress_v_weight), OwnKeys(k_cmp, v_cmp, k_win, v_win)
     if spec.lengths is None:
-        branches, lses, choice = _attend_batch(q, k, v, spec, *weights, block_indices)
+        branches, lses, choice = _attend_batch(q, k, v, own, spec, *weights, block_indices)
     else:
         # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
         sequences = zip(*(x.split(spec.lengths) for x in (q, k, v)), strict=True)
         given = [None] * len(spec.lengths)
         if block_indices is not None:
             given = block_indices.unsqueeze(0).split([spec.config.num_tiles(length) for length in spec.lengths], dim=1)
+        owned = own.split(spec.lengths, config=spec.config)
         results = [
-            _attend_batch(*(x.unsqueeze(0) for x in sequence), spec, *weights, lists)
-            for sequence, lists in zip(sequences, given, strict=True)
+            _attend_batch(*(x.unsqueeze(0) for x in sequence), mine.map(_alone), spec, *weights, lists)
+            for sequence, mine, lists in zip(sequences, owned, given, strict=True)
             if len(sequence[0])
         ]
         branches = [torch.cat(parts, dim=1)[0] for parts in zip(*(r[0] for r in results), strict=True)]
@@ -240,6 +245,7 @@ def _attend_batch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    own: OwnKeys,
     spec: CallSpec,
     compress_k_weight: torch.Tensor | None,
     compress_v_weight: torch.Tensor | None,
@@ -249,9 +255,10 @@ def _attend_batch(
     config, dtype = spec.config, q.dtype
     if q.device.type == "cpu":
         q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
+    k_win, v_win = (x if given is None else given.to(x.dtype) for x, given in ((k, own.k_win), (v, own.v_win)))
     with component("compress"):
-        k_cmp = compress(k, compress_k_weight, config=config)
-        v_cmp = compress(v, compress_v_weight, config=config)
+        k_cmp = compress(k, compress_k_weight, config=config) if own.k_cmp is None else own.k_cmp
+        v_cmp = compress(v, compress_v_weight, config=config) if own.v_cmp is None else own.v_cmp
     # Attention reads them as the kernels do, rounded to the dtype of the inputs.
     unrounded, (k_cmp, v_cmp) = k_cmp, (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
     Hkv, T, G = k.shape[2], q.shape[1], q.shape[2] // k.shape[2]
@@ -267,10 +274,10 @@ def _attend_batch(
         elif config.by_token:
             choice = choose_blocks_by_token(q, k_cmp, _unfold(cmp[1], T).mT, **static)
         else:
-            choice = choose_blocks(q, unrounded, **static)
-    k, v = _heads_first(k), _heads_first(v)
+            choice = choose_blocks(q, unrounded.to(accumulation_dtype(dtype)), **static)
+    k, v, k_win, v_win = map(_heads_first, (k, v, k_win, v_win))
     slc = _attend_selected(q, k, v, choice, spec)
-    swa = _SparseAttention.apply(by_group, k, v, None, _window_plan(q, G, spec))
+    swa = _SparseAttention.apply(by_group, k_win, v_win, None, _window_plan(q, G, spec))
     cmp, swa = ([_unfold(x, T) for x in branch] for branch in (cmp, swa))
     outputs, lses = zip(cmp, slc, swa)
     return list(outputs), [lse.mT.contiguous() for lse in lses], choice.transpose(1, 2)
@@ -363,6 +370,11 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_cuda:
         return torch.bmm(a.flatten(0, 2), b.flatten(0, 2), out_dtype=acc).unflatten(0, a.shape[:3])
     return (a @ b).to(acc)
+
+
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    """[T, ...] -> [1, T, ...]"""
+    return x.unsqueeze(0)
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, OwnKeys
 from nsa_layer.config import NSAConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -34,6 +34,7 @@ class Arguments(NamedTuple):
     max_seqlen: int | None
     causal: bool
     block_indices: torch.Tensor | None = None
+    own: OwnKeys = OwnKeys()
 
 
 def check_inputs(given: Arguments) -> CallSpec:
@@ -43,11 +44,11 @@ def check_inputs(given: Arguments) -> CallSpec:
     """
     if given.cu_seqlens is not None or given.block_indices is not None:
         return _check(given)
-    q, k, v, config, *weights, softmax_scale, _, max_seqlen, causal, _ = given
+    q, k, v, config, *weights, softmax_scale, _, max_seqlen, causal, _, own = given
     try:
         seen = (
-            *[(t.shape, t.dtype, t.device, t.stride(-1)) for t in (q, k, v, *weights) if t is not None],
-            *[t is None for t in weights],
+            *[(t.shape, t.dtype, t.device, t.stride(-1)) for t in (q, k, v, *weights, *own) if t is not None],
+            *[t is None for t in (*weights, *own)],
             *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
         )
         spec = _passed.get(seen)
@@ -62,7 +63,7 @@ def check_inputs(given: Arguments) -> CallSpec:
 
 
 def _check(given: Arguments) -> CallSpec:
-    q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal, block_indices = given
+    q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own = given
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     if not isinstance(causal, bool):
@@ -81,11 +82,29 @@ def _check(given: Arguments) -> CallSpec:
         if tensor is not None:
             _check_weight(name, tensor, shape, q)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q)
+    _check_own_keys(own, given, lengths)
     if block_indices is not None:
         tiles = [config.num_tiles(T) for T in lengths or q.shape[1:2]]
         blocks = [config.num_blocks(T) for T in lengths or q.shape[1:2]]
         check_lists(block_indices, q, Hkv, tiles, blocks, packed=lengths is not None)
     return CallSpec(config, causal, check_scale(softmax_scale, D), lengths)
+
+
+def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | None) -> None:
+    q, k, v, count = given.q, given.k, given.v, given.config.compressed_length
+    lead = (sum(map(count, lengths)),) if lengths is not None else (q.shape[0], count(q.shape[1]))
+    shapes = OwnKeys((*lead, *k.shape[-2:]), (*lead, *v.shape[-2:]), tuple(k.shape), tuple(v.shape))
+    for name, x, shape in zip(OwnKeys._fields, own, shapes, strict=True):
+        if x is None:
+            continue
+        _check_weight(name, x, shape, q)
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got stride {x.stride(-1)}")
+    for weight, key in (("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
+        if getattr(given, weight) is not None and getattr(own, key) is not None:
+            raise ValueError(f"{weight} and {key} exclude each other, got both; project before, or pass one")
 
 
 def check_lists(

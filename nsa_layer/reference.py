@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype, mean_scale
+from nsa_layer.call_spec import Aux, CallSpec, ListSpec, OwnKeys, accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
 
 
@@ -228,6 +228,10 @@ def attend(
     gates: torch.Tensor | None = None,
     compress_k_weight: torch.Tensor | None = None,
     compress_v_weight: torch.Tensor | None = None,
+    k_cmp: torch.Tensor | None = None,
+    v_cmp: torch.Tensor | None = None,
+    k_win: torch.Tensor | None = None,
+    v_win: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Aux]:
@@ -237,6 +241,7 @@ def attend(
         q: [B, T, Hq, D], k: [B, T, Hkv, D], v: [B, T, Hkv, Dv]; packed: the same without B, with ``spec.lengths``.
         gate_weight: [Hq, 3, D]; gates: [B, T, Hq, 3], packed [total, Hq, 3]; neither: 1/3 for each branch.
         compress_k_weight: [Hkv, D, D]; compress_v_weight: [Hkv, Dv, Dv].
+        k_cmp, v_cmp: [B, Tc, Hkv, D or Dv], packed [sum of Tc, ...]; k_win, v_win: like k and v; None: made of k and v.
         cu_seqlens: not read, ``spec.lengths`` says the same.
         block_indices: lists as `nsa` takes them, used in place of the reference's own choice.
 
@@ -244,7 +249,8 @@ def attend(
         o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
     """
     weights = dict(compress_k_weight=compress_k_weight, compress_v_weight=compress_v_weight)
-    branches, lses, choice = attend_branches(q, k, v, spec=spec, **weights, block_indices=block_indices)
+    own = OwnKeys(k_cmp, v_cmp, k_win, v_win)
+    branches, lses, choice = attend_branches(q, k, v, spec=spec, **weights, own=own, block_indices=block_indices)
     g = gate_values(q, gate_weight, gates)
     o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches))
     return o.to(q.dtype), Aux(choice, g.detach(), *(lse.detach() for lse in lses))
@@ -258,6 +264,7 @@ def attend_branches(
     spec: CallSpec,
     compress_k_weight: torch.Tensor | None = None,
     compress_v_weight: torch.Tensor | None = None,
+    own: OwnKeys = OwnKeys(),
     block_indices: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """The three branches before the gate; arguments as for `attend`.
@@ -275,9 +282,11 @@ def attend_branches(
         choices = block_indices.split([spec.config.num_tiles(length) for length in spec.lengths])
     else:
         choices = block_indices.unbind()
+    weights = (compress_k_weight, compress_v_weight)
+    owned = own.split(spec.lengths, config=spec.config) if packed else [own.map(lambda x: x[b]) for b in range(len(q))]
     results = [
-        _attend_sequence(*sequence, spec, compress_k_weight, compress_v_weight, choice, width)
-        for sequence, choice in zip(sequences, choices, strict=True)
+        _attend_sequence(*sequence, mine, spec, *weights, choice, width)
+        for sequence, mine, choice in zip(sequences, owned, choices, strict=True)
     ]
     branches, lses, choices = zip(*results, strict=True)
     branches = [(torch.cat if packed else torch.stack)(o) for o in zip(*branches, strict=True)]
@@ -289,6 +298,7 @@ def _attend_sequence(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    own: OwnKeys,
     spec: CallSpec,
     compress_k_weight: torch.Tensor | None,
     compress_v_weight: torch.Tensor | None,
@@ -303,17 +313,18 @@ def _attend_sequence(
         nothing = q.new_empty((0, q.shape[1], v.shape[2]))
         none = q.new_empty((0, heads, width), dtype=torch.int32)
         return [nothing] * 3, [lse] * 3, none if block_indices is None else block_indices
-    k_cmp = compress(k, compress_k_weight, config=config)
-    v_cmp = compress(v, compress_v_weight, config=config)
+    k_cmp = compress(k, compress_k_weight, config=config) if own.k_cmp is None else own.k_cmp
+    v_cmp = compress(v, compress_v_weight, config=config) if own.v_cmp is None else own.v_cmp
+    k_win, v_win = k if own.k_win is None else own.k_win, v if own.v_win is None else own.v_win
     if block_indices is None:
-        scoring = k_cmp.to(k.dtype) if config.by_token else k_cmp
+        scoring = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
         scores = selection_scores(q, scoring, config=config, causal=causal, softmax_scale=spec.softmax_scale)
         block_indices = choose_blocks(scores, config=config, width=width)
     static = dict(config=config, causal=causal)
     masked = (
         (k_cmp.to(k.dtype), v_cmp.to(v.dtype), compressed_mask(T, k_cmp.shape[0], **static, device=q.device)),
         (k, v, selected_mask(block_indices, T, **static)),
-        (k, v, window_mask(T, **static, device=q.device)),
+        (k_win, v_win, window_mask(T, **static, device=q.device)),
     )
     results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
     return [o for o, _ in results], [lse for _, lse in results], block_indices

@@ -37,6 +37,7 @@ class Request:
     config: NSAConfig
     needs_grad: bool
     lists: str | None = None
+    own_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ FEATURES = (
     Feature("block_indices with another q_tile", lambda r: r.lists == "kv" and not r.config.by_token, ()),
     Feature("block_indices for each query head", lambda r: r.lists == "q", ()),
     Feature("selected_attention", lambda r: r.lists == "alone", ()),
+    Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys, ()),
     Feature("packed sequences", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
 )
@@ -141,6 +143,7 @@ def choose_backend(
     config: NSAConfig,
     needs_grad: bool,
     lists: str | None = None,
+    own_keys: bool = False,
 ) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
@@ -148,6 +151,7 @@ def choose_backend(
 
     Args:
         lists: whose the caller's lists of blocks are: "kv" or "q" heads', "alone" for `selected_attention`; or None.
+        own_keys: keys or values of a branch are the caller's.
 
     Raises:
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
@@ -164,7 +168,7 @@ def choose_backend(
     arch = device_arch(device.index)
     if backend is None and kernel_family(arch) not in ARCHITECTURES:
         return "eager"
-    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists))
+    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists, own_keys))
     if missing is not None:
         raise NotImplementedError(
             f"sm_{arch}: the kernels do not support {missing} (dtype={dtype}, D={D}, Dv={Dv}, {config}); "

@@ -41,6 +41,7 @@ def listed_packed(device: str) -> dict[str, Any]:
     return given | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
 
 
+OWN = "k_cmp v_cmp k_win v_win"
 WEIGHTS = "gate_weight gates compress_k_weight compress_v_weight"
 NSA = (
     ("q k v", *NOT_A_TENSOR, None),
@@ -72,6 +73,17 @@ NSA = (
     ("max_seqlen", ValueError, "max_seqlen is for packed input, got 20 without cu_seqlens", T),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got 20.0", 20.0),
     ("causal", *NOT_A_BOOL),
+    (OWN, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
+    (OWN, TypeError, "{} must be of a floating-point dtype", torch.ones(B, T, HKV, D, dtype=torch.int32)),
+    (OWN, ValueError, r"{} must have shape \(2, ", torch.zeros(B, T, HKV, D + 1), torch.zeros(T, HKV, D)),
+    ("k_cmp v_cmp", ValueError, r"{} must have shape \(2, 5, 2, ", torch.zeros(B, 6, HKV, D)),
+    ("k_win", TypeError, "k_win must have q's dtype torch.float32, got", torch.zeros(B, T, HKV, D).double()),
+    ("k_win", ValueError, "k_win must be on q's device cpu, got meta", torch.zeros(B, T, HKV, D, device="meta")),
+    ("k_win", ValueError, "k_win must be contiguous in its last", torch.zeros(B, T, D, HKV).mT),
+    ("k_cmp", ValueError, "compress_k_weight and k_cmp exclude each other",
+     Together(k_cmp=torch.zeros(B, 5, HKV, D), compress_k_weight=torch.zeros(HKV, D, D))),
+    ("v_cmp", ValueError, "compress_v_weight and v_cmp exclude each other",
+     Together(v_cmp=torch.zeros(B, 5, HKV, DV), compress_v_weight=torch.zeros(HKV, DV, DV))),
     ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
     ("block_indices", TypeError, "block_indices must be int32, got", torch.zeros(B, 3, HKV, 2).long()),
     ("block_indices", ValueError, r"block_indices must have shape \(2, 3, 2 or 4, n\) with n >= 1, got",

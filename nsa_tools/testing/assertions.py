@@ -63,10 +63,13 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
         f"block_indices must be int32 with {width} entries a list, got {block_indices.dtype} "
         f"{tuple(block_indices.shape)}\n{case!r}"
     )
+    given_keys = exact.compressed_keys()
     for number, (q, k, tiles) in enumerate(exact.sequences()):
         if len(q) == 0:
             continue
-        k_cmp = reference.compress(k, exact.compress_k_weight, config=config)
+        k_cmp = given_keys[number]
+        if k_cmp is None:
+            k_cmp = reference.compress(k, exact.compress_k_weight, config=config)
         if config.by_token:
             k_cmp = k_cmp.to(case.dtype).to(k.dtype)
         scale = case.spec.softmax_scale
@@ -137,7 +140,7 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
     backward below, for independent errors e of three times that size.
     """
     case, exact = inputs.case, inputs.to(torch.float64)
-    wanted = {name: getattr(exact, name) for name in ("q", "k", "compress_k_weight")}
+    wanted = {name: getattr(exact, name) for name in ("q", "k", "compress_k_weight", "k_cmp", "k_win")}
     wanted = {name: x.detach().requires_grad_() for name, x in wanted.items() if x is not None}
     exact = replace(exact, **wanted)
     branches, lses, _ = reference.attend_branches(
@@ -147,6 +150,7 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
         spec=case.spec,
         compress_k_weight=exact.compress_k_weight,
         compress_v_weight=exact.compress_v_weight,
+        own=exact.own_keys,
         block_indices=block_indices,
     )
     g = reference.gate_values(exact.q, exact.gate_weight, exact.gates).detach()
@@ -156,9 +160,9 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
         size = (exact.do * g[..., i, None] * o_i.detach()).norm(dim=-1).mT
         sign = torch.randint(0, 2, size.shape, generator=generator).to(size) * 2 - 1
         moved = moved + (lse.masked_fill(lse == -torch.inf, 0) * size * sign).sum()
-    grads = torch.autograd.grad(moved, list(wanted.values()))
+    grads = torch.autograd.grad(moved, list(wanted.values()), allow_unused=True, materialize_grads=True)
     eps = torch.finfo(case.dtype).eps
-    return {f"d{name}": eps * float(grad.abs().max()) for name, grad in zip(wanted, grads, strict=True)}
+    return {f"d{name}": eps * float(grad.abs().max()) for name, grad in zip(wanted, grads, strict=True) if grad.numel()}
 
 
 def _moved_by_rounding(backend: Backend, inputs: Inputs, truth: Result) -> dict[str, float]:
@@ -244,7 +248,7 @@ def assert_forward_causal(case: Case, backend: Backend, t: int, device: torch.de
     """
     inputs, other = make_inputs(case, device), make_inputs(replace(case, seed=case.seed + 1), device)
     changed = {}
-    for name in ("q", "k", "v", "gates"):
+    for name in ("q", "k", "v", "gates", "k_win", "v_win"):
         x = getattr(inputs, name)
         if x is not None:
             # Large, so that other blocks are chosen wherever later tokens have a say.
@@ -270,7 +274,9 @@ def assert_backward_causal(case: Case, backend: Backend, t: int, device: torch.d
     do = inputs.do.clone()
     do[:, t + 1 :] = 0
     grads = run(backend, replace(inputs, do=do)).grads
-    for name in ("q", "k", "v", "gates"):
+    later = dict.fromkeys(("q", "k", "v", "gates", "k_win", "v_win"), t + 1)
+    later |= dict.fromkeys(("k_cmp", "v_cmp"), max(0, (t - case.config.offset) // case.config.stride + 1))
+    for name, first in later.items():
         if name in grads:
-            differ = (grads[name][:, t + 1 :] != 0).nonzero()
+            differ = (grads[name][:, first:] != 0).nonzero()
             assert not len(differ), f"d{name}{differ[0].tolist()} after {t} is not 0\n{case!r}"

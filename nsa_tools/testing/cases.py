@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.call_spec import Aux, CallSpec, OwnKeys
 from nsa_layer.config import NSAConfig
 
-DIFFERENTIABLE = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+OWN_KEYS = OwnKeys._fields
+DIFFERENTIABLE = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OWN_KEYS)
 BRANCHES = ("cmp", "slc", "swa")
 LSES = ("lse_cmp", "lse_slc", "lse_swa")
 
@@ -27,6 +28,8 @@ class Case:
         lengths: lengths of packed sequences, in place of B and T.
         gate: "weight", "given", "none", or the branch that alone counts: "cmp", "slc" or "swa".
         compress_weights: whether both compression weights are given.
+        own_keys: whether the compressed and the window branch are given keys and values of their own, in place of the
+            compression weights.
         seed: the inputs are drawn from it alone.
         integers: inputs are small integers, so that scores of blocks are exact in fp32.
     """
@@ -43,6 +46,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     gate: str = "weight"
     compress_weights: bool = False
+    own_keys: bool = False
     seed: int = 0
     integers: bool = False
 
@@ -72,6 +76,10 @@ class Inputs:
     gates: torch.Tensor | None = None
     compress_k_weight: torch.Tensor | None = None
     compress_v_weight: torch.Tensor | None = None
+    k_cmp: torch.Tensor | None = None
+    v_cmp: torch.Tensor | None = None
+    k_win: torch.Tensor | None = None
+    v_win: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
 
     def tensors(self, *others: str) -> dict[str, torch.Tensor]:
@@ -82,6 +90,16 @@ class Inputs:
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same values in another dtype."""
         return replace(self, **{name: x.to(dtype) for name, x in self.tensors("do").items()})
+
+    @property
+    def own_keys(self) -> OwnKeys:
+        return OwnKeys(*(getattr(self, name) for name in OWN_KEYS))
+
+    def compressed_keys(self) -> list[torch.Tensor | None]:
+        """k_cmp [Tc, Hkv, D] of each sequence; None where none is given."""
+        if self.case.lengths is not None:
+            return [own.k_cmp for own in self.own_keys.split(self.case.lengths, config=self.case.config)]
+        return [None] * len(self.q) if self.k_cmp is None else list(self.k_cmp)
 
     def sequences(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
         """q and k [T, H, D] of each sequence, and where its tiles stand in a packed choice of blocks."""
@@ -128,20 +146,20 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     elif case.gate in BRANCHES:
         one = torch.tensor([float(branch == case.gate) for branch in BRANCHES])
         given["gates"] = one.expand(*tokens, case.Hq, 3).contiguous().to(device, case.dtype)
-    if case.compress_weights:
+    if case.compress_weights and not case.own_keys:
         given["compress_k_weight"] = draw(case.Hkv, D, D, scale=D**-0.5)
         given["compress_v_weight"] = draw(case.Hkv, Dv, Dv, scale=Dv**-0.5)
     if case.lengths is not None:
         starts = torch.tensor([0, *case.lengths]).cumsum(0)
         given["cu_seqlens"] = starts.to(device, torch.int32)
-    return Inputs(
-        case,
-        draw(*tokens, case.Hq, D),
-        draw(*tokens, case.Hkv, D),
-        draw(*tokens, case.Hkv, Dv),
-        draw(*tokens, case.Hq, Dv),
-        **given,
-    )
+    heads = ((case.Hq, D), (case.Hkv, D), (case.Hkv, Dv), (case.Hq, Dv))
+    drawn = [draw(*tokens, *size) for size in heads]
+    if case.own_keys:
+        count = case.config.compressed_length
+        blocks = (case.B, count(case.T)) if case.lengths is None else (sum(map(count, case.lengths)),)
+        leads = (blocks, blocks, tokens, tokens)
+        given |= {name: draw(*lead, case.Hkv, n) for name, lead, n in zip(OWN_KEYS, leads, (D, Dv, D, Dv))}
+    return Inputs(case, *drawn, **given)
 
 
 def spoilt(inputs: Inputs, value: float, kept: Collection[int]) -> Inputs:
@@ -162,7 +180,7 @@ def run(backend: Backend, inputs: Inputs, **options: object) -> Result:
         static = dict(config=case.config, causal=case.causal, backend=backend, return_aux=True)
         o, aux = nsa(**leaves, cu_seqlens=inputs.cu_seqlens, **static, **options)
     else:
-        given = dict.fromkeys(DIFFERENTIABLE) | leaves
+        given = dict.fromkeys(name for name in DIFFERENTIABLE if name not in OWN_KEYS) | leaves
         o, aux = backend(**given, cu_seqlens=inputs.cu_seqlens, spec=case.spec, **options)
     grads = torch.autograd.grad(o, list(leaves.values()), inputs.do)
     return Result(o.detach(), aux, dict(zip(leaves, grads, strict=True)))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import struct
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from fa_cases import Case, make_inputs, swept
 from fa_compile import Worker, WorkerError
+from fa_cubin import cubins, frames
 from fa_dq import HALVES, LENGTHS, LISTS, call, layout
 
 SPILLS = [
@@ -27,12 +24,7 @@ SPILLS = [
 
 
 def stack_bytes(case: Case, output: str) -> list[int]:
-    """The stack frames of a case's kernel, which hold what did not fit its registers; in a worker."""
-    import tempfile
-
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
-
-    bwd_dq_interface._compiled.compile_cache.clear()
+    """The stack frames of a case's kernel; in a worker."""
     x = make_inputs(case)
     rows = tuple(torch.empty(*layout(case).heads, layout(case).rows, device="cuda") for _ in range(2))
     accum = torch.empty(layout(case).shape, device="cuda")
@@ -44,33 +36,7 @@ def stack_bytes(case: Case, output: str) -> list[int]:
         "accum, add": dict(accum=accum, add=True),
         "sums": dict(accum=accum, out=torch.empty_like(x.q), lse=torch.empty(natural, device="cuda")),
     }[output]
-    with tempfile.TemporaryDirectory() as dumps, pytest.MonkeyPatch.context() as patch:
-        import cutlass.cute as cute
-
-        compile_ = cute.compile
-
-        def kept(*args: Any, options: str) -> Any:
-            return compile_(*args, options=f"{options} --keep-cubin --dump-dir {dumps}")
-
-        patch.setattr(cute, "compile", kept)
-        call(case, x, rows, dq=dq, **written)
-        return [size for path in Path(dumps).rglob("*.cubin") for size in frames(path.read_bytes())]
-
-
-def frames(cubin: bytes) -> list[int]:
-    """Bytes of stack of every function in an ELF file: attribute 0x11 in the sections of type 0x70000000."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count = struct.unpack_from("<HH", cubin, 58)
-    found = []
-    for i in range(count):
-        _, kind, _, _, at, length = struct.unpack_from("<IIQQQQ", cubin, table + size * i)
-        end = at + length
-        while kind == 0x70000000 and at < end:
-            form, attribute, value = struct.unpack_from("<BBH", cubin, at)
-            if (form, attribute) == (4, 0x11):
-                found.append(struct.unpack_from("<I", cubin, at + 8)[0])
-            at += 4 + (value if form == 4 else 0)
-    return found
+    return [size for cubin in cubins(lambda: call(case, x, rows, dq=dq, **written)) for size in frames(cubin)]
 
 
 @pytest.mark.parametrize("spilled", swept(SPILLS), ids=str)

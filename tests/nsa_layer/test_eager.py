@@ -28,6 +28,9 @@ def cases() -> Iterator[Case]:
         for dtype in (DTYPES[n % 4], DTYPES[(n + 1) % 4]):
             yield Case(T=127, Hq=2 * G, Hkv=2, D=16, dtype=dtype, config=SMALL, compress_weights=True, seed=G)
     yield Case(T=600, config=NSAConfig.seed(block_size=32, block_counts=4, window_size=64))
+    for dtype, config in zip(DTYPES, (SMALL, SMALL.replace(q_tile=1), SMALL, NSAConfig.paper())):
+        yield Case(B=2, T=127, D=16, Dv=12, dtype=dtype, config=config, own_keys=True)
+        yield Case(lengths=(40, 0, 3, 90), D=16, dtype=dtype, config=config, own_keys=True, gate="given")
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=repr)

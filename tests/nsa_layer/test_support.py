@@ -45,6 +45,7 @@ UNSUPPORTED = {
     "block_indices with another q_tile": dict(lists="kv"),
     "block_indices for each query head": dict(lists="q"),
     "selected_attention": dict(lists="alone"),
+    "k_cmp, v_cmp, k_win, v_win": dict(own_keys=True),
     "deterministic backward": dict(config=NSAConfig(deterministic=True)),
 }
 ON_ONE = {"deterministic backward": 100}

@@ -21,16 +21,19 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn.cute import utils
 from flash_attn.cute.bwd_dq_sm90.spec import THREADS
-from flash_attn.cute.fwd_sm90.loads import Place
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
-from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
 
-def rows_of_head(tensor: cute.Tensor, place: Place, seqlen: SeqlenInfoQK, width: int = 1) -> cute.Tensor:
-    """fp32 of a sequence and head, `width` to a row, from the sequence's first row on."""
-    if not seqlen.has_cu_seqlens_q:
-        return tensor[place.batch, place.head, None]
-    return cute.domain_offset((Int64(seqlen.padded_offset_q) * width,), tensor[place.head, None])
+def rows_of_head(tensor: cute.Tensor, mask: KeyMask, head: Int32, width: int = 1) -> cute.Tensor:
+    """fp32 of a sequence and query head, `width` to a row, from the sequence's first row on."""
+    if not mask.seqlen.has_cu_seqlens_q:
+        return tensor[mask.batch, head, None]
+    return cute.domain_offset((Int64(mask.seqlen.padded_offset_q) * width,), tensor[head, None])
+
+
+def vector_of_row(tensor: cute.Tensor, mask: KeyMask, r: int, fours: int) -> cute.Tensor:
+    """The thread's 8 of 32 columns in its r-th row of a sequence, [T, D, Hq]."""
+    return cute.local_tile(tensor[mask.row(r), None, mask.query_head(r)], (8,), (4 * fours + mask.thread % 4,))
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,6 @@ class DqOutput:
     onto_dq: cutlass.Constexpr[bool]
     head_dim: cutlass.Constexpr[int]
     softmax_scale: Float32
-    place: Place
     mask: KeyMask
 
     @cute.jit
@@ -63,7 +65,7 @@ class DqOutput:
 
     def _accumulator(self) -> cute.Tensor:
         """The thread's part of the warpgroup's rows, in the order of the registers: [4, D / 8]."""
-        rows = rows_of_head(self.accum, self.place, self.mask.seqlen, width=self.head_dim)
+        rows = rows_of_head(self.accum, self.mask, self.mask.head, width=self.head_dim)
         begin = rows.iterator + (Int64(self.mask.first) * self.head_dim + self.mask.thread * 4)
         layout = cute.make_layout((4, self.head_dim // 8), stride=(1, 4 * THREADS))
         return cute.make_tensor(begin.align(16), layout)
@@ -71,7 +73,7 @@ class DqOutput:
     @cute.jit
     def write(self, acc_dQ: cute.Tensor):
         seqlen, lane = self.mask.seqlen, self.mask.thread % 4
-        dq = seqlen.offset_batch_Q(self.dq, self.place.batch, dim=3)[None, None, self.place.head]
+        dq = seqlen.offset_batch_Q(self.dq, self.mask.batch, dim=3)
         if const_expr(self.onto_dq):
             held = self._held(dq, acc_dQ)
             acc_dQ.store(acc_dQ.load() * self.softmax_scale + held.load().to(Float32))
@@ -85,7 +87,7 @@ class DqOutput:
                 for i, word in enumerate(exchanged([pairs[r, 4 * fours + i] for i in range(4)], lane)):
                     words[i] = word
                 if self.mask.row(r) < seqlen.seqlen_q:
-                    cute.autovec_copy(vector, self._vector(dq, r, fours))
+                    cute.autovec_copy(vector, vector_of_row(dq, self.mask, r, fours))
 
     @cute.jit
     def _held(self, dq: cute.Tensor, acc_dQ: cute.Tensor) -> cute.Tensor:
@@ -98,7 +100,7 @@ class DqOutput:
             if self.mask.row(r) < self.mask.seqlen.seqlen_q:
                 for fours in cutlass.range_constexpr(self.head_dim // 32):
                     vector = cute.make_rmem_tensor((8,), dq.element_type)
-                    cute.autovec_copy(self._vector(dq, r, fours), vector)
+                    cute.autovec_copy(vector_of_row(dq, self.mask, r, fours), vector)
                     words = cute.recast_tensor(vector, Int32)
                     for i in cutlass.range_constexpr(4):
                         pairs[r, 4 * fours + i] = words[i]
@@ -112,10 +114,6 @@ class DqOutput:
         """Registers of two neighbouring columns: [2 rows, D / 8]."""
         words = cute.recast_tensor(fragment, Int32)
         return cute.make_tensor(words.iterator, cute.make_layout((ROWS_OF_THREAD, self.head_dim // 8)))
-
-    def _vector(self, dq: cute.Tensor, r: int, fours: int) -> cute.Tensor:
-        """The thread's 8 columns of 32 in its r-th row."""
-        return cute.local_tile(dq[self.mask.row(r), None], (8,), (4 * fours + self.mask.thread % 4,))
 
 
 def exchanged(x: list[Int32], lane: Int32) -> list[Int32]:
@@ -150,26 +148,26 @@ class RowSums:
     lse: Optional[cute.Tensor]
     head_dim: cutlass.Constexpr[int]
     start: cutlass.Constexpr[int]
-    place: Place
     mask: KeyMask
 
     @cute.jit
     def of_thread(self) -> tuple[tuple[Float32, Float32], ...]:
         """Both of each of the thread's rows; +inf and 0, which make dS 0, past the end of the sequence."""
         mask, seqlen = self.mask, self.mask.seqlen
-        lse_log2, dpsum = [rows_of_head(t, self.place, seqlen) for t in (self.lse_log2, self.dpsum)]
+        heads = [mask.query_head(r) for r in range(ROWS_OF_THREAD)]
+        lse_log2, dpsum = [[rows_of_head(t, mask, head) for head in heads] for t in (self.lse_log2, self.dpsum)]
         found = cute.make_rmem_tensor((ROWS_OF_THREAD, 2), Float32)
         if const_expr(self.out is not None):
             self._compute(found)
             end = self._end()
             for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                 if mask.row(r) < end and mask.thread % 4 == 0:
-                    lse_log2[mask.row(r)], dpsum[mask.row(r)] = found[r, 0], found[r, 1]
+                    lse_log2[r][mask.row(r)], dpsum[r][mask.row(r)] = found[r, 0], found[r, 1]
         else:
             for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                 found[r, 0], found[r, 1] = Float32.inf, Float32(0.0)
                 if mask.row(r) < seqlen.seqlen_q:
-                    found[r, 0], found[r, 1] = lse_log2[mask.row(r)], dpsum[mask.row(r)]
+                    found[r, 0], found[r, 1] = lse_log2[r][mask.row(r)], dpsum[r][mask.row(r)]
         return tuple((found[r, 0], found[r, 1]) for r in range(ROWS_OF_THREAD))
 
     def _end(self) -> Int32:
@@ -181,21 +179,17 @@ class RowSums:
     @cute.jit
     def _compute(self, found: cute.Tensor):
         mask, seqlen = self.mask, self.mask.seqlen
-        o, do = [
-            seqlen.offset_batch_Q(t, self.place.batch, dim=3)[None, None, self.place.head]
-            for t in (self.out, self.dout)
-        ]
-        lse = seqlen.offset_batch_Q(self.lse, self.place.batch, dim=2)[None, self.place.head]
+        o, do = [seqlen.offset_batch_Q(t, mask.batch, dim=3) for t in (self.out, self.dout)]
+        lse = seqlen.offset_batch_Q(self.lse, mask.batch, dim=2)
         rows = cute.make_rmem_tensor((8, self.head_dim // 32, 2, ROWS_OF_THREAD), o.element_type)
         rows.fill(0)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             found[r, 0] = Float32.inf
             if mask.row(r) < seqlen.seqlen_q:
-                found[r, 0] = lse[mask.row(r)] * math.log2(math.e)
+                found[r, 0] = lse[mask.row(r), mask.query_head(r)] * math.log2(math.e)
                 for i, source in enumerate((o, do)):
                     for fours in cutlass.range_constexpr(self.head_dim // 32):
-                        vector = cute.local_tile(source[mask.row(r), None], (8,), (4 * fours + mask.thread % 4,))
-                        cute.autovec_copy(vector, rows[None, fours, i, r])
+                        cute.autovec_copy(vector_of_row(source, mask, r, fours), rows[None, fours, i, r])
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             products = rows[None, None, 0, r].load().to(Float32) * rows[None, None, 1, r].load().to(Float32)
             part = products.reduce(cute.ReductionOp.ADD, init_val=Float32(0.0), reduction_profile=0)

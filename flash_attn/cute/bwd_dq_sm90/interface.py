@@ -9,12 +9,16 @@ keeps dq in registers,
 That is 3 matmuls for the 5 of backward, in place of one of them; dk and dv are left to another kernel. Steps have 128
 keys: of two blocks of 64 each one is loaded into its half of the stage (`fwd_sm90/loads`). `kernel` has the kernel.
 
+Of lists with a bit for each token (`lists/query_bits`) a CTA takes one tile: 128 rows of (token, head) pairs of one
+key/value head. A row whose token does not list a block gets P = 0 there.
+
 `dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; its docstring says how they lie. There a
 thread's part of dq lies in the order of its registers, so starting from it takes no shared memory: of the calls that
 share an accumulator this one is the last, and rounds what it finds there with its own part.
 """
 
 import math
+from functools import partial
 from typing import Callable, NamedTuple, Optional
 
 import cutlass.cute as cute
@@ -32,7 +36,7 @@ from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, DqSpec
 from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.cute_dsl_utils import get_aux_tensor_metadata, maybe_contiguous, to_cute_aux_tensor
 from flash_attn.cute.fwd_sm90.persistence import has_short_rows
-from flash_attn.cute.lists import formats
+from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.runtime.call_options import edges
@@ -66,11 +70,16 @@ def lists_of_queries(
     Raises:
         ValueError: lists that do not fit the call.
     """
-    packed = cu_seqlens[0] is not None
-    return normalize_block_sparse_config(
+    packed, heads = cu_seqlens[0] is not None, ListHeads.of(lists, q.shape[-2], k.shape[-2])
+    normalize = normalize_block_sparse_config
+    if query_bits.has_bits(lists):
+        group = q.shape[-2] // k.shape[-2]
+        lists, _ = query_bits.of_rows(lists, heads, group, True)
+        normalize = partial(query_bits.forward_config, group=group)
+    return normalize(
         lists,
         batch_size=cu_seqlens[0].shape[0] - 1 if packed else q.shape[0],
-        num_head=ListHeads.of(lists, q.shape[-2], k.shape[-2]).count,
+        num_head=k.shape[-2] if query_bits.has_bits(lists) else heads.count,
         seqlen_q=q.shape[-3] if max_seqlen_q is None or not packed else max_seqlen_q,
         seqlen_k=k.shape[-3],
         block_size=(TILE_M, STEP if lists.block_size is None else lists.block_size[1]),
@@ -116,7 +125,8 @@ def backward_dq(
         q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
         k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
         dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`. Rows past a sequence's end are
-            not read. With ``out`` they are written: all rows of tiles of TILE_M queries, as that docstring wants them.
+            not read. With ``out`` they are written: all rows of tiles of TILE_M queries, as that docstring wants them;
+            of lists with bits, those of the queries.
         lists: forward lists, of every form that forward takes.
         dq: like q; contiguous in its last dimension. Rows past seqused_q are not written.
         softmax_scale: 1 / sqrt(D) unless given.
@@ -124,7 +134,8 @@ def backward_dq(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: int32, as forward's.
         max_seqlen_q: queries of the longest packed sequence, if known: checks that padded lists have rows for it.
         add: what dq holds is added before rounding, as `shared_backward.convert` does.
-        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; read.
+        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; read. Not with
+            bits: its rows are of one head.
         start: `AccumLayout.start` of dpsum, lse_log2 and accum: packed sequence b has its rows from
             (cu_seqlens_q[b] + b * start) // start * start on. A multiple of 64; with ``out`` 64 or 128.
         out: like q, forward's output: dpsum and lse_log2 are computed from it and ``lse``, and no preprocess is needed.
@@ -132,7 +143,8 @@ def backward_dq(
         normalized: what `lists_of_queries` made of ``lists`` for these tensors, if the caller has asked already.
 
     Raises:
-        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
+        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel, or
+            ``accum`` with bits.
         ValueError: lists that do not fit the call.
     """
     q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = map(
@@ -143,6 +155,9 @@ def backward_dq(
     if reason is not None:
         raise NotImplementedError(reason)
     packed = (cu_seqlens_q is not None, cu_seqlens_k is not None)
+    words = lists.mask_block_bits.shape[-1] if query_bits.has_bits(lists) else 0
+    if words and accum is not None:
+        raise NotImplementedError("accum with mask_block_bits: an accumulator's rows are of one head; see `add`")
     softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     left, right = edges(causal, window_size)
     heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
@@ -158,9 +173,9 @@ def backward_dq(
     spec = DqSpec(
         dtype=q.dtype,
         head_dim=q.shape[-1],
-        block_k=STEP if lists.block_size is None else lists.block_size[1],
+        block_k=query_bits.BIT_KEYS if words else STEP if lists.block_size is None else lists.block_size[1],
         group=q.shape[-2] // k.shape[-2],
-        list_group=heads.group,
+        list_group=1 if words else heads.group,
         subtiles=normalized.q_subtile_factor,
         edges=(left is not None, right is not None),
         packed=packed,
@@ -169,7 +184,8 @@ def backward_dq(
         onto_dq=add,
         sums=out is not None,
         start=start if packed[0] else ROWS,
-        stay=has_short_rows(lists),
+        words=words,
+        stay=words == 1 or has_short_rows(lists),  # with a word for all tokens of a tile, they are few: short unions
     )
     kernel = _compiled(spec, normalized, mask_mod, aux_tensors)
     if not is_fake_mode():

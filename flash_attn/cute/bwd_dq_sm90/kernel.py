@@ -4,8 +4,8 @@
     warpgroups    dS of the step before times k, and S of this step, in flight together; dP while S is awaited and
                   turned into P; then dS, which stays in registers as the first operand of dq
 
-The warpgroups issue their products in turn, so that one multiplies while the other does arithmetic. Both walk the same
-steps, so they take equally many turns.
+The warpgroups issue their products in turn, so that one multiplies while the other does arithmetic. `steps` has what a
+warpgroup does.
 """
 
 import math
@@ -23,13 +23,14 @@ from cutlass.utils import LayoutEnum
 from quack import layout_utils, sm90_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
-from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput, RowSums
+from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows, tma_of_rows
 from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, WARPGROUPS, DqSpec
+from flash_attn.cute.bwd_dq_sm90.steps import Products, WarpgroupSteps, pass_turn
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import KeyWalk, Place, TmaTensor, key_loader, query_loader
-from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
+from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.rows import lists_by_query_head
 from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.runtime.bounded_loads import bounded
@@ -38,7 +39,7 @@ from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.utils import AuxData
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-FIRST_TURN = 1  # named barriers of the warpgroups' turns
+K_MAJOR, MN_MAJOR = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
 
 
 class FlashAttentionBackwardDqSm90:
@@ -90,13 +91,13 @@ class FlashAttentionBackwardDqSm90:
         load = cpasync.CopyBulkTensorTileG2SOp()
         q_box = layout((ROWS, spec.head_dim))
         k_box = layout(spec.box, major_mode_size=spec.head_dim)
-        tma_q, tma_do = [cpasync.make_tiled_tma_atom(load, t, q_box, (ROWS, spec.head_dim)) for t in (mQ, mdO)]
+        tma_q, tma_do = [tma_of_rows(load, t, q_box, spec.packed_heads) for t in (mQ, mdO)]
         bounded_k, bounded_v = [bounded(t, mCuSeqlensK) for t in (mK, mV)]
         tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, k_box, spec.box) for t in (bounded_k, bounded_v)]
 
-        tiles = self.tiles_of_head(lists, mQ) * mQ.shape[2]
+        tiles = self.tiles_of_head(lists, mDQ) * (mDQ.shape[2] // spec.packed_heads)
         if const_expr(cute.rank(lists.mask_block_cnt) == 3):
-            tiles *= mQ.shape[3] if const_expr(not spec.packed[0]) else mCuSeqlensQ.shape[0] - 1
+            tiles *= mDQ.shape[3] if const_expr(not spec.packed[0]) else mCuSeqlensQ.shape[0] - 1
         grid = cutlass.min(tiles, target_sm_count()) if const_expr(spec.stay) else tiles
         self.kernel(
             (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum, mO, mdO if const_expr(mO is not None) else None, mLSE),
@@ -109,7 +110,7 @@ class FlashAttentionBackwardDqSm90:
     @cute.kernel
     def kernel(
         self,
-        tma: tuple[TmaTensor, ...],  # of q, do, k and v; so with all that follows that is for each of them
+        tma: tuple[TmaTensor, ...],  # of q, do, k and v, and so on below; for q and do see `tma_of_rows`
         sums: tuple[Optional[cute.Tensor], ...],  # lse_log2, dpsum, o, do, lse; the last three to compute them
         outputs: tuple[cute.Tensor, Optional[cute.Tensor]],  # dq, accumulator
         scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
@@ -124,7 +125,8 @@ class FlashAttentionBackwardDqSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for atom, _ in tma:
-                cpasync.prefetch_descriptor(atom)
+                if const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         smem = cutlass.utils.SmemAllocator()
         barriers = smem.allocate_array(cutlass.Int64, 2 * (2 * WARPGROUPS + 2 * spec.stages))
         staged = [
@@ -150,7 +152,7 @@ class FlashAttentionBackwardDqSm90:
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         lengths = partial(
             SeqlenInfoQK.create,
-            seqlen_q_static=tma[0][1].shape[0],
+            seqlen_q_static=outputs[0].shape[0],
             seqlen_k_static=tma[2][1].shape[0],
             mCuSeqlensQ=ends[0],
             mCuSeqlensK=ends[1],
@@ -159,7 +161,7 @@ class FlashAttentionBackwardDqSm90:
             tile_m=spec.start,
             tile_n=spec.block_k,
         )
-        place = partial(self.place, lists=lists, mQ=tma[0][1])
+        place = partial(self.place, lists=lists, mDQ=outputs[0])
         pipeline_init_wait(cluster_shape_mn=(1, 1))
 
         if warp_idx < warps:
@@ -169,26 +171,26 @@ class FlashAttentionBackwardDqSm90:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.multiply(
-                staged, pipelines, sums, outputs, scales, edges, lists, aux_data, lengths, place, tiles
+                tma[:2], staged, pipelines, sums, outputs, scales, edges, lists, aux_data, lengths, place, tiles
             )  # fmt: skip
 
-    def tiles_of_head(self, lists: BlockSparseTensors, mQ: cute.Tensor) -> Int32:
+    def tiles_of_head(self, lists: BlockSparseTensors, mDQ: cute.Tensor) -> Int32:
         """Query tiles of a batch's sequence, or where the lists of all sequences stand in a row, of all of them."""
         if const_expr(cute.rank(lists.mask_block_cnt) == 3 and not self.spec.packed[0]):
-            return cute.ceil_div(mQ.shape[0], TILE_M)
+            return cute.ceil_div(mDQ.shape[0] * self.spec.packed_heads, TILE_M)
         return cute.size(lists.mask_block_cnt, mode=[cute.rank(lists.mask_block_cnt) - 1]) * self.spec.subtiles
 
     @cute.jit
-    def place(self, index: Int32, lists: BlockSparseTensors, mQ: cute.Tensor) -> Place:
+    def place(self, index: Int32, lists: BlockSparseTensors, mDQ: cute.Tensor) -> Place:
         """The tile that comes in this place: neighbours in memory are neighbours in time, as they read the same keys.
 
         First the heads of a group, then the tiles of queries, the last first where few of the first ones' keys are
-        seen.
+        seen. With packed heads `head` is the key/value head.
         """
         spec = self.spec
-        across = self.tiles_of_head(lists, mQ)
-        heads_kv = mQ.shape[2] // spec.group
-        index, member = index // spec.group, index % spec.group
+        across = self.tiles_of_head(lists, mDQ)
+        heads_kv, members = mDQ.shape[2] // spec.group, spec.group // spec.packed_heads
+        index, member = index // members, index % members
         rest, m_block = index // across, index % across
         if const_expr(spec.edges[1]):
             m_block = across - 1 - m_block
@@ -205,14 +207,15 @@ class FlashAttentionBackwardDqSm90:
                     high = middle
             batch = low
             m_block -= Int32(before[batch]) * spec.subtiles
-        return Place(batch, head_kv * spec.group + member, m_block)
+        return Place(batch, head_kv * members + member, m_block)
 
     def visit(self, place: Place, lists: BlockSparseTensors, lengths: Callable) -> tuple[SeqlenInfoQK, KeyWalk, Int32]:
         """The lengths of a tile's sequence, the tile's walk, and how many steps that has: none past the end."""
         seqlen = lengths(place.batch)
         block = place.m_block // self.spec.subtiles
-        walk = KeyWalk.create(lists, place.batch, place.head, block, self.spec.block_k)
-        steps = cutlass.select_(place.m_block * TILE_M < seqlen.seqlen_q, walk.steps, Int32(0))
+        walk = KeyWalk.create(lists, place.batch, place.head, block, self.spec.block_k, self.spec.words)
+        rows = seqlen.seqlen_q * self.spec.packed_heads
+        steps = cutlass.select_(place.m_block * TILE_M < rows, walk.steps, Int32(0))
         return seqlen, walk, Int32(steps)
 
     @cute.jit
@@ -236,19 +239,23 @@ class FlashAttentionBackwardDqSm90:
             seqlen, walk, steps = self.visit(place, lists, lengths)
             if steps > 0:
                 of = list(zip(tma, staged, pipelines))
-                load_q, load_do = [query_loader(*each, seqlen, place) for each in of[:2]]
-                head_kv = place.head // self.spec.group
+                load_q = load_do = None
+                if const_expr(tma[0][0] is not None):
+                    load_q, load_do = [query_loader(*each, seqlen, place) for each in of[:2]]
+                head_kv = place.head // (self.spec.group // self.spec.packed_heads)
                 load_k, load_v = [key_loader(*each, seqlen, place.batch, head_kv, self.spec.box) for each in of[2:]]
                 coming = walk.entries(Int32(0))
                 for step in cutlass.range(steps, unroll=1):
                     entries = coming
                     coming = walk.entries(step + 1)
                     load_k(entries, state)
-                    if step == 0:
-                        load_q(phase)
+                    if const_expr(load_q is not None):
+                        if step == 0:
+                            load_q(phase)
                     load_v(entries, state)
-                    if step == 0:
-                        load_do(phase)
+                    if const_expr(load_do is not None):
+                        if step == 0:
+                            load_do(phase)
                     state.advance()
                 phase ^= 1
         pipelines[3].producer_tail(state)
@@ -256,6 +263,7 @@ class FlashAttentionBackwardDqSm90:
     @cute.jit
     def multiply(
         self,
+        queries: tuple[TmaTensor, TmaTensor],
         staged: list[cute.Tensor],
         pipelines: list[pipeline_custom.PipelineTmaAsync],
         sums: tuple[Optional[cute.Tensor], ...],
@@ -270,30 +278,15 @@ class FlashAttentionBackwardDqSm90:
     ):
         """A warpgroup: its rows of all tiles of the CTA."""
         spec = self.spec
-        sQ, sdO, sK, sV = staged
-        pipeline_q, pipeline_do, pipeline_k, pipeline_v = pipelines
         tidx, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(tidx // THREADS) - 1
         thread = tidx % THREADS
 
-        k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        mma = partial(hopper.make_trivial_tiled_mma, self.dtype, self.dtype, k_major)
-        mma_s = mma(k_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, STEP))
-        mma_dq = mma(
-            mn_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, spec.head_dim),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
-        thread_s, thread_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
-        shape_s = (ROWS, STEP, spec.head_dim)
-        _, tSrQ, tSrK = sm90_utils.partition_fragment_ABC(thread_s, shape_s, sQ, sK)
-        _, tSrdO, tSrV = sm90_utils.partition_fragment_ABC(thread_s, shape_s, sdO, sV)
-        shape_dq = (ROWS, spec.head_dim, STEP)
-        acc_dQ, tdQrdS, tdQrKt = sm90_utils.partition_fragment_ABC(
-            thread_dq, shape_dq, None, layout_utils.transpose_view(sK)
-        )
-        scores = partial(sm90_utils.gemm_zero_init, mma_s, shape_s[:2], tSrQ, tSrK, A_idx=group)
-        dprobabilities = partial(sm90_utils.gemm_zero_init, mma_s, shape_s[:2], tSrdO, tSrV, A_idx=group)
-        add_dq = partial(sm90_utils.gemm_w_idx, mma_dq, acc_dQ, tdQrdS, tdQrKt, zero_init=False)
+        mma_dq, acc_dQ = self.dq_product()
+        products = partial(self.products, staged, group, mma_dq, acc_dQ)
+        stage, block = products(STEP, None), None
+        if const_expr(spec.words > 0):
+            block = products(spec.block_k, stage.dS)
 
         if group == 1:
             pass_turn(group)
@@ -305,88 +298,67 @@ class FlashAttentionBackwardDqSm90:
             place = place_of(index)
             seqlen, walk, steps = self.visit(place, lists, lengths)
             first_row = place.m_block * TILE_M + group * ROWS
-            mask = KeyMask(seqlen, place.batch, place.head, first_row, thread, *edges, self.mask_mod, aux_data)
-            output = DqOutput(*outputs, spec.onto_dq, spec.head_dim, scales[0], place, mask)
+            mask = KeyMask(
+                seqlen, place.batch, place.head, first_row, thread, *edges, self.mask_mod, aux_data, spec.packed_heads
+            )  # fmt: skip
+            output = DqOutput(*outputs, spec.onto_dq, spec.head_dim, scales[0], mask)
             output.start(acc_dQ)
-            rows = RowSums(*sums, spec.head_dim, spec.start, place, mask).of_thread()
+            rows = RowSums(*sums, spec.head_dim, spec.start, mask).of_thread()
+            if const_expr(queries[0][0] is None):
+                sources = tuple(seqlen.offset_batch_Q(t, place.batch, dim=3) for _, t in queries)
+                load_rows(sources, tuple(t[None, None, group] for t in staged[:2]), mask, group)
             if steps > 0:
-                finish = partial(
-                    self.finish_step, tdQrdS=tdQrdS, pipeline_v=pipeline_v, walk=walk, mask=mask, rows=rows,
-                    scale_log2=scales[1],
+                tile = WarpgroupSteps(
+                    stage, block, tuple(pipelines), queries[0][0] is not None, group, phase, walk, mask, rows, scales[1]
                 )  # fmt: skip
-                coming = walk.entries(Int32(0))
-                pipeline_q.consumer_wait_w_index_phase(group, phase)
-                pipeline_k.consumer_wait(state)
-                await_turn(group)
-                acc_S = scores(B_idx=state.index)
-                pipeline_do.consumer_wait_w_index_phase(group, phase)
-                pipeline_v.consumer_wait(state)
-                acc_dP = dprobabilities(B_idx=state.index)
-                pass_turn(group)
-                entries = coming
-                coming = walk.entries(Int32(1))
-                finish(acc_S, acc_dP, entries, Int32(0), state)
-                for step in cutlass.range(1, steps, unroll=1):
-                    before = state.clone()
-                    state.advance()
-                    await_turn(group)
-                    add_dq(B_idx=before.index)
-                    pipeline_k.consumer_wait(state)
-                    acc_S = scores(B_idx=state.index)
-                    warpgroup.wait_group(1)
-                    pipeline_k.consumer_release(before)
-                    pipeline_v.consumer_wait(state)
-                    acc_dP = dprobabilities(B_idx=state.index)
-                    pass_turn(group)
-                    entries = coming
-                    coming = walk.entries(step + 1)
-                    finish(acc_S, acc_dP, entries, step, state)
-                pipeline_q.consumer_release_w_index(group)
-                pipeline_do.consumer_release_w_index(group)
+                if const_expr(spec.words > 0):
+                    state = tile.walk_listed(steps, state)
+                else:
+                    state = tile.walk_all(steps, state)
                 phase ^= 1
-                add_dq(B_idx=state.index, wg_wait=0)
-                pipeline_k.consumer_release(state)
-                state.advance()
             output.write(acc_dQ)
 
-    @cute.jit
-    def finish_step(
+    def dq_product(self) -> tuple[cute.TiledMma, cute.Tensor]:
+        """The product that adds to dq, of dS in registers, and dq."""
+        mma_dq = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, K_MAJOR, MN_MAJOR, Float32, atom_layout_mnk=(1, 1, 1),
+            tiler_mn=(ROWS, self.spec.head_dim), a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        return mma_dq, cute.make_rmem_tensor(mma_dq.partition_shape_C((ROWS, self.spec.head_dim)), Float32)
+
+    def products(
         self,
-        acc_S: cute.Tensor,
-        acc_dP: cute.Tensor,
-        entries: tuple[Int32, ...],
-        step: Int32,
-        state: pipeline.PipelineState,
-        tdQrdS: cute.Tensor,
-        pipeline_v: pipeline_custom.PipelineTmaAsync,
-        walk: KeyWalk,
-        mask: KeyMask,
-        rows: tuple[tuple[Float32, Float32], ...],
-        scale_log2: Float32,
-    ):
-        """From the products in flight, S and then dP, to dS as the first operand of dq."""
-        S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
-        warpgroup.wait_group(1)
-        for part in cutlass.range_constexpr(walk.parts):
-            key = walk.first_key(entries[part], step, part)
-            mask.hide(S, key, entries[part] & 1 == 0, part * walk.block_k, walk.block_k)
-        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-            lse = rows[r][0]
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = cute.math.exp2(S[r, c] * scale_log2 - lse, fastmath=True)
-        warpgroup.wait_group(0)
-        pipeline_v.consumer_release(state)
-        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-            dpsum = rows[r][1]
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = S[r, c] * (dP[r, c] - dpsum)
-        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdQrdS)
+        staged: list[cute.Tensor],
+        group: Int32,
+        mma_dq: cute.TiledMma,
+        acc_dQ: cute.Tensor,
+        keys: int,
+        dS: Optional[cute.Tensor],
+    ) -> Products:
+        """Those of a warpgroup with a stage, or with `keys` keys of it. dS: registers for it, or None for new ones."""
+        sQ, sdO, sK, sV = staged
+        head_dim = self.spec.head_dim
+        if keys < STEP:
+            sK, sV = [parts_of_stages(t, (keys, head_dim)) for t in (sK, sV)]
+        mma_s = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, K_MAJOR, K_MAJOR, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, keys)
+        )
+        thread_s, thread_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
+        fragments = partial(sm90_utils.partition_fragment_ABC, thread_s, (ROWS, keys, head_dim))
+        _, tSrQ, tSrK = fragments(sQ, sK)
+        _, tSrdO, tSrV = fragments(sdO, sV)
+        shape_dS = thread_dq.partition_shape_A((ROWS, keys))
+        tdQrdS = thread_dq.make_fragment_A(shape_dS) if dS is None else cute.make_tensor(dS.iterator, shape_dS)
+        tdQrKt = thread_dq.make_fragment_B(thread_dq.partition_B(layout_utils.transpose_view(sK)))
+        product = partial(sm90_utils.gemm_zero_init, mma_s, (ROWS, keys), A_idx=group)
+        return Products(
+            partial(product, tSrQ, tSrK),
+            partial(product, tSrdO, tSrV),
+            partial(sm90_utils.gemm_w_idx, mma_dq, acc_dQ, tdQrdS, tdQrKt, zero_init=False),
+            tdQrdS,
+        )
 
 
-def await_turn(group: Int32) -> None:
-    """Until the other warpgroup has issued its products."""
-    cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=WARPGROUPS * THREADS)
-
-
-def pass_turn(group: Int32) -> None:
-    cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=WARPGROUPS * THREADS)
+def parts_of_stages(staged: cute.Tensor, part: tuple[int, int]) -> cute.Tensor:
+    """k or v as [keys of a part, D, (parts, stages)]."""
+    return cute.group_modes(cute.flat_divide(staged, part)[None, None, None, 0, None], 2, 4)

@@ -33,6 +33,8 @@ class DqSpec:
         onto_dq: whether what dq holds is added before rounding.
         sums: whether dpsum and lse_log2 are computed and written, not read.
         start: rows that sequences of dpsum, lse_log2 and the accumulator start at multiples of.
+        words: of bits beside each entry of the lists, 0 for lists without. With bits, a tile's rows are of all heads
+            of a group, in turns.
         stay: as many CTAs as run at a time walk the tiles; else a CTA to a tile.
     """
 
@@ -49,7 +51,13 @@ class DqSpec:
     onto_dq: bool
     sums: bool
     start: int
+    words: int
     stay: bool
+
+    @property
+    def packed_heads(self) -> int:
+        """Query heads that a tile has rows of."""
+        return self.group if self.words else 1
 
     @property
     def stages(self) -> int:
@@ -78,8 +86,6 @@ def unsupported(
         return f"q is {dtype}: the dq pass takes float16 and bfloat16"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:
         return f"head dimensions {head_dim} and {head_dim_v}: the dq pass takes equal ones of {HEAD_DIMS}"
-    if lists.mask_block_bits is not None:
-        return "mask_block_bits: the dq pass reads lists without bits"
     block_q, block_k = lists.block_size or (TILE_M, STEP)
     if block_q % TILE_M or block_k not in (STEP // 2, STEP):
         return (

@@ -120,7 +120,7 @@ class KeyMask:
             scores, at, width: as in `hide`.
             words: of the block (`KeyWalk.words`), for a tile of `BIT_ROWS` rows.
         """
-        listed = [self._listed(words, r) for r in range(ROWS_OF_THREAD)]
+        listed = [self.lists(words, r) for r in range(ROWS_OF_THREAD)]
         if not (listed[0] & listed[1]):  # a warp whose rows all list the block passes by
             for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                 for c in cutlass.range_constexpr(at // 4, (at + width) // 4):
@@ -130,13 +130,21 @@ class KeyMask:
         """The query's place among the tokens that have rows in the tile."""
         return query - self._query(self.first // BIT_ROWS * BIT_ROWS)
 
-    def _listed(self, words: tuple[Int32, ...], r: int) -> Boolean:
+    def lists(self, words: tuple[Int32, ...], r: int) -> Boolean:
         """True if the token of the thread's r-th row lists the block."""
         token = self._token(self.row(r))
         word = words[0]
         for i in range(1, len(words)):
             word = Int32(cutlass.select_(token >= 32 * i, words[i], word))
         return (word >> (token & 31)) & 1 == 1
+
+    def any_lists(self, words: tuple[Int32, ...]) -> Boolean:
+        """True if a token with rows in the warpgroup lists the block."""
+        first, last = (self._token(self._query(self.first + row)) for row in (0, ROWS - 1))
+        found = Uint32(0)
+        for i, word in enumerate(words):
+            found = found | Uint32(word) & r2p_bitmask_above(first, i) & r2p_bitmask_below(last + 1, i)
+        return found != 0
 
     @cute.jit
     def _hide_past_edges(

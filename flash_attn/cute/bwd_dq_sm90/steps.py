@@ -1,0 +1,232 @@
+"""A warpgroup's steps over a tile's key blocks in the dq pass: products, in turns with the other warpgroup's.
+
+Both warpgroups walk the same steps, so they take equally many turns, and both release all stages.
+
+Where entries have bits, a warpgroup multiplies only blocks that one of its tokens lists. A step with both is done as
+without bits, the one before added to dq meanwhile. One with one block is done by itself, one with none passed by.
+"""
+
+from dataclasses import dataclass
+from typing import Callable, NamedTuple, Optional
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import warpgroup
+from quack import layout_utils
+
+from flash_attn.cute import pipeline as pipeline_custom
+from flash_attn.cute import utils
+from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
+from flash_attn.cute.fwd_sm90.loads import KeyWalk
+from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
+
+FIRST_TURN = 1  # named barriers of the warpgroups' turns
+
+
+class Products(NamedTuple):
+    """The three products of a warpgroup with a stage, or with one of its blocks.
+
+    scores, dprobabilities, add_dq: issue it; ``B_idx=`` is the stage, or (part, stage).
+    dS: the first operand of `add_dq`, in registers; that of a block is in the first ones of a stage's.
+    """
+
+    scores: Callable
+    dprobabilities: Callable
+    add_dq: Callable
+    dS: cute.Tensor
+
+
+class Block(NamedTuple):
+    """A block of a step: its first key, its entry (`KeyWalk.entry`), and its bits if entries have them."""
+
+    key: Int32
+    entry: Int32
+    words: tuple[Int32, ...]
+
+    @staticmethod
+    def one_of(first: Boolean, blocks: list["Block"]) -> "Block":
+        """The first of two, or the second."""
+        key, entry = (Int32(cutlass.select_(first, *pair)) for pair in zip(*(block[:2] for block in blocks)))
+        words = tuple(Int32(cutlass.select_(first, *pair)) for pair in zip(*(block.words for block in blocks)))
+        return Block(key, entry, words)
+
+
+@dataclass(frozen=True)
+class WarpgroupSteps:
+    """One tile's steps, to a warpgroup.
+
+    Attributes:
+        stage, block: products with a stage; with bits also those with one of its blocks.
+        pipelines: of q, do, k and v.
+        loaded: False where q and do are there from the beginning.
+        phase: of the slots of q and do.
+        rows: lse_log2 and dpsum of the thread's rows.
+    """
+
+    stage: Products
+    block: Optional[Products]
+    pipelines: tuple[pipeline_custom.PipelineTmaAsync, ...]
+    loaded: bool
+    group: Int32
+    phase: Int32
+    walk: KeyWalk
+    mask: KeyMask
+    rows: tuple[tuple[Float32, Float32], ...]
+    scale_log2: Float32
+
+    @cute.jit
+    def walk_all(self, steps: Int32, state: pipeline.PipelineState):
+        """All steps, one at least. Returns the state behind them."""
+        walk = self.walk
+        coming = walk.entries(Int32(0))
+        acc_S, acc_dP = self.first_products(self.stage, state, state.index)
+        entries = coming
+        coming = walk.entries(Int32(1))
+        self.finish(self.stage, acc_S, acc_dP, self.blocks(Int32(0), entries), state)
+        for step in cutlass.range(1, steps, unroll=1):
+            before = state.clone()
+            state.advance()
+            acc_S, acc_dP = self.next_products(before, state)
+            entries = coming
+            coming = walk.entries(step + 1)
+            self.finish(self.stage, acc_S, acc_dP, self.blocks(step, entries), state)
+        self.release_queries()
+        self.last_product(self.stage, state, state.index)
+        state.advance()
+        return state
+
+    @cute.jit
+    def walk_listed(self, steps: Int32, state: pipeline.PipelineState):
+        """The same, of entries with bits."""
+        walk = self.walk
+        coming, coming_words = walk.entries(Int32(0)), walk.all_words(Int32(0))
+        before = state.clone()
+        pending = Boolean(False)  # dS of the step before has still to be multiplied
+        for step in cutlass.range(steps, unroll=1):
+            entries, words = coming, coming_words
+            coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
+            blocks = self.blocks(step, entries, words)
+            first, second = [self.mask.any_lists(block.words) for block in blocks]
+            if first & second:
+                if pending:
+                    acc_S, acc_dP = self.next_products(before, state)
+                    self.finish(self.stage, acc_S, acc_dP, blocks, state)
+                else:
+                    acc_S, acc_dP = self.first_products(self.stage, state, state.index)
+                    self.finish(self.stage, acc_S, acc_dP, blocks, state)
+            else:
+                if pending:
+                    self.last_product(self.stage, before, before.index)
+                if first | second:
+                    at = (cute.arch.make_warp_uniform(Int32(cutlass.select_(first, Int32(0), Int32(1)))), state.index)
+                    acc_S, acc_dP = self.first_products(self.block, state, at)
+                    self.finish(self.block, acc_S, acc_dP, [Block.one_of(first, blocks)], state)
+                    self.last_product(self.block, state, at)
+                else:
+                    self.pass_by(state)
+            pending = first & second
+            before = state.clone()
+            state.advance()
+        self.release_queries()
+        if pending:
+            self.last_product(self.stage, before, before.index)
+        return state
+
+    def blocks(self, step: Int32, entries: tuple[Int32, ...], words: Optional[tuple] = None) -> list[Block]:
+        """All blocks of a step. words: of each, if entries have bits."""
+        keys = [self.walk.first_key(entry, step, part) for part, entry in enumerate(entries)]
+        return [Block(*of) for of in zip(keys, entries, words or [()] * len(entries))]
+
+    def first_products(
+        self, products: Products, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """S and dP, in flight, where no step before is pending. at: the stage, or (part, stage)."""
+        pipeline_q, pipeline_do, pipeline_k, pipeline_v = self.pipelines
+        if const_expr(self.loaded):
+            pipeline_q.consumer_wait_w_index_phase(self.group, self.phase)
+        pipeline_k.consumer_wait(state)
+        await_turn(self.group)
+        acc_S = products.scores(B_idx=at)
+        if const_expr(self.loaded):
+            pipeline_do.consumer_wait_w_index_phase(self.group, self.phase)
+        pipeline_v.consumer_wait(state)
+        acc_dP = products.dprobabilities(B_idx=at)
+        pass_turn(self.group)
+        return acc_S, acc_dP
+
+    def next_products(
+        self, before: pipeline.PipelineState, state: pipeline.PipelineState
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """S and dP of a stage, in flight; the one before is added to dq meanwhile, and its k released."""
+        _, _, pipeline_k, pipeline_v = self.pipelines
+        await_turn(self.group)
+        self.stage.add_dq(B_idx=before.index)
+        pipeline_k.consumer_wait(state)
+        acc_S = self.stage.scores(B_idx=state.index)
+        warpgroup.wait_group(1)
+        pipeline_k.consumer_release(before)
+        pipeline_v.consumer_wait(state)
+        acc_dP = self.stage.dprobabilities(B_idx=state.index)
+        pass_turn(self.group)
+        return acc_S, acc_dP
+
+    def last_product(self, products: Products, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]) -> None:
+        """Add dS to dq, and release k. at: as in `first_products`."""
+        products.add_dq(B_idx=at, wg_wait=0)
+        self.pipelines[2].consumer_release(state)
+
+    def pass_by(self, state: pipeline.PipelineState) -> None:
+        """Do nothing with a step, in turn."""
+        for stages in self.pipelines[2:]:
+            stages.consumer_wait(state)
+            stages.consumer_release(state)
+        await_turn(self.group)
+        pass_turn(self.group)
+
+    def release_queries(self) -> None:
+        if const_expr(self.loaded):
+            for slots in self.pipelines[:2]:
+                slots.consumer_release_w_index(self.group)
+
+    @cute.jit
+    def finish(
+        self,
+        products: Products,
+        acc_S: cute.Tensor,
+        acc_dP: cute.Tensor,
+        blocks: list[Block],
+        state: pipeline.PipelineState,
+    ):
+        """From the products in flight, S and then dP, to dS as the first operand of dq.
+
+        In a row whose token does not list a block, it is hidden as in a row past the end: lse is +inf, exp2 gives 0.
+        """
+        S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
+        columns, width = cute.size(S, mode=[1]) // len(blocks), self.walk.block_k
+        warpgroup.wait_group(1)
+        for part in cutlass.range_constexpr(len(blocks)):
+            self.mask.hide(S, blocks[part].key, blocks[part].entry & 1 == 0, part * width, width)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            for part in cutlass.range_constexpr(len(blocks)):
+                lse, words = self.rows[r][0], blocks[part].words
+                if const_expr(len(words) > 0):
+                    lse = Float32(cutlass.select_(self.mask.lists(words, r), lse, Float32.inf))
+                for c in cutlass.range_constexpr(part * columns, (part + 1) * columns):
+                    S[r, c] = cute.math.exp2(S[r, c] * self.scale_log2 - lse, fastmath=True)
+        warpgroup.wait_group(0)
+        self.pipelines[3].consumer_release(state)
+        for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+            dpsum = self.rows[r][1]
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = S[r, c] * (dP[r, c] - dpsum)
+        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), products.dS)
+
+
+def await_turn(group: Int32) -> None:
+    """Until the other warpgroup has issued its products."""
+    cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=WARPGROUPS * THREADS)
+
+
+def pass_turn(group: Int32) -> None:
+    cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=WARPGROUPS * THREADS)

@@ -1,0 +1,65 @@
+"""Machine code of kernels of the dq pass: whether they fit the registers, and whether products overlap."""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM, INFO = 1, 0x70000000  # types of sections
+EXECUTABLE = 4  # flag of a section
+OPCODES = {0x9F0: "product", 0xDF0: "product", 0x9C5: "order"}  # HGMMA; WARPGROUP.ARRIVE and .DEPBAR
+
+
+def cubins(launch: Callable[[], None]) -> list[bytes]:
+    """What a call's kernel is compiled to."""
+    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+
+    bwd_dq_interface._compiled.compile_cache.clear()
+    with tempfile.TemporaryDirectory() as dumps, pytest.MonkeyPatch.context() as patch:
+        import cutlass.cute as cute
+
+        compile_ = cute.compile
+
+        def kept(*args: Any, options: str) -> Any:
+            return compile_(*args, options=f"{options} --keep-cubin --dump-dir {dumps}")
+
+        patch.setattr(cute, "compile", kept)
+        launch()
+        return [path.read_bytes() for path in Path(dumps).rglob("*.cubin")]
+
+
+def frames(cubin: bytes) -> list[int]:
+    """Bytes of stack of every function, which hold what did not fit its registers: attribute 0x11."""
+    found = []
+    for kind, _, at, end in _sections(cubin):
+        while kind == INFO and at < end:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, at)
+            if (form, attribute) == (4, 0x11):
+                found.append(struct.unpack_from("<I", cubin, at + 8)[0])
+            at += 4 + (value if form == 4 else 0)
+    return found
+
+
+def serialized(cubin: bytes) -> bool:
+    """True if the compiler waits for every product by itself, for want of registers or else."""
+    found: Counter[str | None] = Counter()
+    for kind, flags, at, end in _sections(cubin):
+        if kind == PROGRAM and flags & EXECUTABLE:
+            found.update(OPCODES.get(struct.unpack_from("<H", cubin, i)[0] & 0xFFF) for i in range(at, end, 16))
+    assert found["product"], "no product among the instructions"
+    return found["order"] >= found["product"]
+
+
+def _sections(cubin: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Type, flags, begin and end of each section of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count = struct.unpack_from("<HH", cubin, 58)
+    for i in range(count):
+        _, kind, flags, _, at, length = struct.unpack_from("<IIQQQQ", cubin, table + size * i)
+        yield kind, flags, at, at + length
