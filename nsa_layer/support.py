@@ -69,8 +69,9 @@ FEATURES = (
     Feature("block_size that divides 128 or is a multiple of it", lambda r: _tiles_fit(r.config)),
     Feature("any other block_size", lambda r: not _tiles_fit(r.config), ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
-    Feature("q_tile 1", lambda r: r.config.by_token, (90,)),
     Feature("q_tile 1 with another block_size than 64", lambda r: r.config.by_token and r.config.block_size != 64, ()),
+    Feature("block_indices with q_tile 1", lambda r: r.lists == "kv" and r.config.by_token, (90,)),
+    Feature("q_tile 1", lambda r: r.config.by_token, (90,)),
     Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128, ()),
     Feature(
         "compress_offset 0 with compress_stride 1",
@@ -80,7 +81,6 @@ FEATURES = (
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
-    Feature("block_indices with q_tile 1", lambda r: r.lists == "kv" and r.config.by_token, (90,)),
     Feature("block_indices with another q_tile", lambda r: r.lists == "kv" and not r.config.by_token, ()),
     Feature("block_indices for each query head", lambda r: r.lists == "q", ()),
     Feature("selected_attention", lambda r: r.lists == "alone", ()),

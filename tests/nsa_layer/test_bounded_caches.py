@@ -12,6 +12,7 @@ import torch
 from stub_kernels import LAUNCHED, stubs
 
 from nsa_layer import NSAConfig, inputs
+from nsa_layer.call_spec import OwnKeys
 from nsa_layer.cute import autograd, grad_accum
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
@@ -20,6 +21,7 @@ CONFIGS = [
     NSAConfig(block_counts=4, window_size=192),
     NSAConfig(block_counts=4, window_size=192, deterministic=True),
     NSAConfig(block_counts=4, block_size=128, window_size=192),
+    NSAConfig(block_counts=4, q_tile=1, window_size=192),
 ]
 
 
@@ -32,7 +34,7 @@ def step(draw: random.Random) -> None:
         shape = dict(lengths=tuple(b - a for a, b in zip([0, *cuts], [*cuts, T])))
     case = Case(Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, config=draw.choice(CONFIGS), gate="given", **shape)
     made = make_inputs(case)
-    tensors = {name: getattr(made, name) for name in DIFFERENTIABLE}
+    tensors = {name: getattr(made, name) for name in DIFFERENTIABLE if name not in OwnKeys._fields}
     given = [x.requires_grad_() for x in tensors.values() if x is not None]
     static = dict(softmax_scale=None, max_seqlen=None, causal=True)
     spec = inputs.check_inputs(inputs.Arguments(**tensors, config=case.config, cu_seqlens=made.cu_seqlens, **static))

@@ -38,7 +38,7 @@ def own_call(call):
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
     plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
-    o = autograd._Attend.forward(context, *map(given.get, names), None, call.spec(), plan, False)
+    o = autograd._Attend.forward(context, *map(given.get, names), None, None, call.spec(), plan, False)
     if call.backward:
         autograd._Attend.backward(context, torch.empty_like(o))
 

@@ -37,18 +37,19 @@ UNSUPPORTED = {
     "head dimension (192, 128)": dict(D=192, Dv=128),
     "any other head dimension": dict(D=80, Dv=80),
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
-    "compress_size other than block_size": dict(config=NSAConfig.paper()),
-    "q_tile 1": dict(config=NSAConfig(q_tile=1)),
+    "q_tile 1": dict(config=NSAConfig.paper()),
+    "q_tile 1 with another block_size than 64": dict(config=NSAConfig(q_tile=1, block_size=128)),
     "q_tile 2 to 64": dict(config=NSAConfig(q_tile=64)),
     "compress_offset 0 with compress_stride 1": dict(config=NSAConfig(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
+    "block_indices with q_tile 1": dict(lists="kv", config=NSAConfig(q_tile=1)),
     "block_indices with another q_tile": dict(lists="kv"),
     "block_indices for each query head": dict(lists="q"),
     "selected_attention": dict(lists="alone"),
     "k_cmp, v_cmp, k_win, v_win": dict(own_keys=True),
     "deterministic backward": dict(config=NSAConfig(deterministic=True)),
 }
-ON_ONE = {"deterministic backward": 100}
+ON_ONE = {name: 100 for name in ("deterministic backward", "q_tile 1", "block_indices with q_tile 1")}
 
 
 @pytest.mark.parametrize("backend", [None, "cute"])
