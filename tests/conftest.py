@@ -30,6 +30,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _take_turns(items)
     _keep_shard(config, items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
@@ -41,6 +42,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _take_turns(items: list[pytest.Item]) -> None:
+    """Cases of a test that are not swept anyway take turns on the architectures: the other ones are for sweeps."""
+    traced: dict[object, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        if "compiler" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("sweep"):
+            arch = item.callspec.params["compiler"]
+            traced.setdefault(item.function, {}).setdefault(arch, []).append(item)
+    for by_arch in traced.values():
+        for turn, cases in enumerate(by_arch.values()):
+            for item in cases[1 - turn :: 2] if len(cases) > 1 else ():
+                item.add_marker(pytest.mark.sweep)
 
 
 def _keep_shard(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -56,7 +56,7 @@ def rows_with_halves(case: Case) -> set[bool]:
     return set(found)
 
 
-@pytest.mark.parametrize("case", swept([CASES[0], PAIRED, CASES[5], TWICE[1]], 2), ids=str)
+@pytest.mark.parametrize("case", swept([CASES[0], PAIRED, CASES[5], TWICE[1]], 4), ids=str)
 def test_rows_of_both_kernels_say_which_half_lists_a_block(compiler_sm100: Worker, case: Case) -> None:
     assert compiler_sm100.trace(rows_with_halves, case) == {True}
 

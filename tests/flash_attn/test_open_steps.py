@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 import pytest
-from fa_cases import Case, forward, make_inputs
+from fa_cases import Case, forward, make_inputs, swept
 from fa_compile import Worker, noted
 
 LISTED = dict(D=128, T_q=700, T_k=700, lists="both")
@@ -61,9 +61,13 @@ def test_blocks_past_the_end_of_a_packed_sequence_stay_hidden(compiler_sm90: Wor
     assert found[OPEN] == 0 and sum(found.values()) == 5
 
 
-@pytest.mark.parametrize("edge", [dict(causal=True), dict(window=(200, 30))], ids=["causal", "window"])
-def test_steps_inside_the_edges_need_no_mask(compiler_sm90: Worker, edge: dict[str, Any]) -> None:
-    found = compiler_sm90.trace(masks, Case(**LISTED, **edge))
-    assert found == {OPEN: 2, EDGES: 5}
-    found = compiler_sm90.trace(masks, Case(**LISTED, **edge, mask_mod="thirds"))
-    assert found == {OPEN: 1, MOD: 1, EDGES: 3, MOD_AND_EDGES: 2}
+CAUSAL, WINDOW = Case(**LISTED, causal=True), Case(**LISTED, window=(200, 30))
+PLAIN, MODIFIED = {OPEN: 2, EDGES: 5}, {OPEN: 1, MOD: 1, EDGES: 3, MOD_AND_EDGES: 2}
+INSIDE = [(CAUSAL, PLAIN), (replace(CAUSAL, mask_mod="thirds"), MODIFIED)]
+INSIDE += [(replace(WINDOW, mask_mod="thirds"), MODIFIED), (WINDOW, PLAIN)]
+
+
+@pytest.mark.parametrize("inside", swept(INSIDE, 2), ids=str)
+def test_steps_inside_the_edges_need_no_mask(compiler_sm90: Worker, inside: tuple[Case, dict[str, int]]) -> None:
+    case, expected = inside
+    assert compiler_sm90.trace(masks, case) == expected

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fa_cases import Case, compile_case, make_inputs
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, only_hosts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 CAPABILITIES = {0: (9, 0), 1: (10, 0), 2: (9, 0)}
@@ -150,7 +150,7 @@ def test_what_the_compiler_makes_no_code_for_is_refused(compiler: Worker) -> Non
 
 
 def compile_for(arch: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, only_hosts():
         patch.setenv("FLASH_ATTENTION_ARCH", arch)
         compile_case(Case(D=96, causal=True))
 

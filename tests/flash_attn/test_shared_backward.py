@@ -231,7 +231,7 @@ def places(rows: int, threads: int, atoms: int, D: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.sweep)])
 def test_tiles_of_one_pattern_put_elements_in_one_place(compiler_sm90: Worker, D: int) -> None:
     from flash_attn.cute.shared_backward import Tile
 

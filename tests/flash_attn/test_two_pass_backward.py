@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, forward, in_turn, make_inputs, outputs
+from fa_cases import Case, _masks, backward, forward, in_turn, make_inputs, outputs, swept
 from fa_compile import Worker
 from fa_lists import backward_lists
 from fa_reference import assert_alike, assert_call_repeats
@@ -66,8 +66,9 @@ def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:
     return roles, sizes[0]
 
 
-@pytest.mark.parametrize(("case", "deterministic"), in_turn(CASES, False, True), ids=str)
-def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, case: Case, deterministic: bool) -> None:
+@pytest.mark.parametrize("of", swept(in_turn(CASES, False, True)), ids=str)
+def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, of: tuple[Case, bool]) -> None:
+    case, deterministic = of
     roles, size = compiler_sm90.trace(compiled_roles, case, deterministic)
     assert roles >= {"load", "mma"} and "dQaccum_store" not in roles
     # Keys, values, and two stages of queries and their gradients; two CTAs share 227 KiB.

@@ -198,11 +198,12 @@ def test_a_short_soak_says_so(capsys: pytest.CaptureFixture) -> None:
     assert "steps" in capsys.readouterr().out
 
 
-def test_drawn_configurations_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For Hopper and for datacenter Blackwell, in a worker for each; the profile `nightly` compiles many."""
+@pytest.mark.parametrize("kinds", [[SM90], pytest.param([SM90, SM100], marks=pytest.mark.sweep)], ids=str)
+def test_drawn_configurations_are_traced(kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For Hopper, and for datacenter Blackwell, in a worker for each; the profile `nightly` compiles many."""
     monkeypatch.setenv("CUTE_DSL_DRYRUN", "1")
-    needs = {need: properties()[f"compiling.{need}"] for need in (SM90, SM100)}
+    needs = {need: properties()[f"compiling.{need}"] for need in kinds}
     jobs = {need: iter([Job(prop, 0, Budget(examples=1, seconds=200, shrink=1))]) for need, prop in needs.items()}
-    tally = Pool(2, tmp_path, patience=250).run(jobs, time.monotonic() + 400)
+    tally = Pool(len(kinds), tmp_path, patience=250).run(jobs, time.monotonic() + 400)
     assert not tally.failures, [f"{failure.case}\n{failure.error}" for failure in tally.failures.values()]
     assert all(tally.examples[prop.name] for prop in needs.values()), tally.examples
