@@ -97,7 +97,7 @@ class Trainer:
         heads = width // D
         self.layers = [
             NSAttention(
-                width, num_heads=heads, num_kv_heads=heads // 4 or 1, config=config, compress_weights=True,
+                width, num_heads=heads, num_kv_heads=heads // 4 or 1, config=config, compression="linear",
                 rope=RotaryEmbedding(D), device=device, dtype=self.dtype,
             )
             for config in configs

@@ -10,19 +10,21 @@ from torch import nn
 from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.call_spec import Aux
+from nsa_layer.compression import BlockMLP, compressed
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import starts_on
-from nsa_layer.inputs import check_starts, refuse_nested
+from nsa_layer.inputs import check_lengths, check_starts, refuse_nested
 
+COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class NSAttention(nn.Module):
     """Self-attention with Native Sparse Attention in place of dense attention.
 
-    One q, k, v serves all three branches. The gates start at 1/2 each (``gate_weight`` is zero), the compression
-    weights at the identity.
+    The gates start at 1/2 each, the matrices of ``compression="linear"`` at the identity. With ``compression="mlp"``,
+    ``kv_per_branch=True``, ``gate="input"`` and ``NSAConfig.paper()`` this is the module of arXiv:2502.11089.
 
     Args:
         dim: width of the input and the output.
@@ -31,7 +33,10 @@ class NSAttention(nn.Module):
         head_dim: D of q and k; None: ``dim // num_heads``. The kernels take 64 and 128; eager takes any.
         head_dim_v: Dv of v; None: ``head_dim``.
         config: the operator's options.
-        compress_weights: learn a projection of the compressed keys and values, [Hkv, D, D] and [Hkv, Dv, Dv].
+        compression: what becomes of a block's keys and values: their "mean"; "linear", a matrix for each head after it,
+            [Hkv, D, D] and [Hkv, Dv, Dv]; or "mlp", a network over all tokens of the block, see `BlockMLP`.
+        kv_per_branch: project k and v anew for each branch; otherwise one k, v serves all three.
+        gate: "query", ``sigmoid(q . gate_weight)`` for each head; or "input", a network of two layers over x.
         bias: give the four projections a bias.
         rope: called as ``rope(q, k, positions)`` with q [.., T, Hq, D], k [.., T, Hkv, D], positions [T] or [B, T],
             int64; returns (q, k). `RotaryEmbedding` is one. None: no position embedding.
@@ -40,8 +45,8 @@ class NSAttention(nn.Module):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a size is below 1, num_kv_heads does not divide num_heads, or num_heads does not divide dim where
-            ``head_dim`` is None.
+        ValueError: a size is below 1, num_kv_heads does not divide num_heads, num_heads does not divide dim where
+            ``head_dim`` is None, or ``compression`` or ``gate`` is none of these.
     """
 
     def __init__(
@@ -53,7 +58,9 @@ class NSAttention(nn.Module):
         head_dim: int | None = None,
         head_dim_v: int | None = None,
         config: NSAConfig = NSAConfig(),
-        compress_weights: bool = False,
+        compression: str = "mean",
+        kv_per_branch: bool = False,
+        gate: str = "query",
         bias: bool = False,
         rope: Rope | None = None,
         backend: str | None = None,
@@ -65,6 +72,11 @@ class NSAttention(nn.Module):
         _check_sizes(dim, num_heads, num_kv_heads, head_dim, head_dim_v)
         if not isinstance(config, NSAConfig):
             raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+        for name, value, known in (("compression", compression, COMPRESSIONS), ("gate", gate, GATES)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        if not isinstance(kv_per_branch, bool):
+            raise TypeError(f"kv_per_branch must be a bool, got {kv_per_branch!r}")
         if rope is not None and not callable(rope):
             raise TypeError(f"rope must be callable or None, got {rope!r}")
         if backend is not None and not isinstance(backend, str):
@@ -75,26 +87,45 @@ class NSAttention(nn.Module):
         self.head_dim = D = dim // num_heads if head_dim is None else head_dim
         self.head_dim_v = Dv = D if head_dim_v is None else head_dim_v
         self.config, self.rope, self.backend, self.memory = config, rope, backend, memory
+        self.compression, self.kv_per_branch, self.gate = compression, kv_per_branch, gate
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(dim, num_heads * D, **options)
         self.k_proj = nn.Linear(dim, num_kv_heads * D, **options)
         self.v_proj = nn.Linear(dim, num_kv_heads * Dv, **options)
         self.o_proj = nn.Linear(num_heads * Dv, dim, **options)
-        self.gate_weight = nn.Parameter(torch.empty(num_heads, 3, D, device=device, dtype=dtype))
+        placed = {"device": device, "dtype": dtype}
+        self.branch_proj = None
+        if kv_per_branch:
+            sizes = dict(k_cmp=D, v_cmp=Dv, k_win=D, v_win=Dv)
+            each = {name: nn.Linear(dim, num_kv_heads * size, **options) for name, size in sizes.items()}
+            self.branch_proj = nn.ModuleDict(each)
+        self.gate_mlp = None
+        if gate == "input":
+            hidden = max(1, dim // 4)
+            layers = nn.Linear(dim, hidden, **placed), nn.GELU(), nn.Linear(hidden, 3 * num_heads, **placed)
+            self.gate_mlp = nn.Sequential(*layers)
+        weight = torch.empty(num_heads, 3, D, **placed) if gate == "query" else None
+        self.register_parameter("gate_weight", None if weight is None else nn.Parameter(weight))
         for name, size in (("compress_k_weight", D), ("compress_v_weight", Dv)):
-            weight = torch.empty(num_kv_heads, size, size, device=device, dtype=dtype) if compress_weights else None
+            weight = torch.empty(num_kv_heads, size, size, **placed) if compression == "linear" else None
             self.register_parameter(name, None if weight is None else nn.Parameter(weight))
+        networks = compression == "mlp"
+        self.compress_k = BlockMLP(num_kv_heads, D, config=config, **placed) if networks else None
+        self.compress_v = BlockMLP(num_kv_heads, Dv, config=config, **placed) if networks else None
         self._reset_own_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projections anew, set the gates to 1/2 and the compression weights to the identity."""
-        for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
-            linear.reset_parameters()
+        """Draw projections and networks anew, set the gates to 1/2 and matrices of compression to the identity."""
+        for part in self.modules():
+            if isinstance(part, (nn.Linear, BlockMLP)):
+                part.reset_parameters()
         self._reset_own_parameters()
 
     @torch.no_grad()
     def _reset_own_parameters(self) -> None:
-        self.gate_weight.zero_()
+        last = self.gate_weight if self.gate_mlp is None else self.gate_mlp[-1]
+        for parameter in (last,) if self.gate_mlp is None else last.parameters():
+            parameter.zero_()
         for weight in (self.compress_k_weight, self.compress_v_weight):
             if weight is not None:
                 weight.copy_(torch.eye(weight.shape[-1], device=weight.device, dtype=weight.dtype))
@@ -135,16 +166,25 @@ class NSAttention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
+        own = {}
+        if self.branch_proj is not None:
+            own = {name: f(x).unflatten(-1, (self.num_kv_heads, -1)) for name, f in self.branch_proj.items()}
         if self.rope is not None:
-            q, k = self.rope(q, k, _count_positions(x, cu_seqlens) if positions is None else positions)
+            keys = torch.cat([k, own["k_cmp"], own["k_win"]], dim=-2) if own else k
+            q, k = self.rope(q, keys, _count_positions(x, cu_seqlens) if positions is None else positions)
+            if own:
+                k, own["k_cmp"], own["k_win"] = k.split(self.num_kv_heads, dim=-2)
+        gates = None
+        if self.gate_mlp is not None:
+            gates = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
         attended = nsa(
             q,
             k,
             v,
             config=self.config,
             gate_weight=self.gate_weight,
-            compress_k_weight=self.compress_k_weight,
-            compress_v_weight=self.compress_v_weight,
+            gates=gates,
+            **self._compressed(k, v, own, cu_seqlens),
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             causal=causal,
@@ -155,6 +195,22 @@ class NSAttention(nn.Module):
         o, aux = attended if return_aux else (attended, None)
         out = self.o_proj(o.flatten(-2))
         return (out, aux) if return_aux else out
+
+    def _compressed(
+        self, k: torch.Tensor, v: torch.Tensor, own: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None
+    ) -> dict[str, torch.Tensor | None]:
+        """The arguments of `nsa` that compression makes, and the branches' own keys and values."""
+        weights = dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
+        if self.compress_k is None and not own:
+            return weights
+        lengths = None if cu_seqlens is None else check_lengths(cu_seqlens, k, "cu_seqlens", "x")
+        made = {
+            name: compressed(own.get(name, x), lengths, network=network, weight=weight, config=self.config)
+            for name, x, network, weight in zip(
+                ("k_cmp", "v_cmp"), (k, v), (self.compress_k, self.compress_v), weights.values()
+            )
+        }
+        return own | made
 
     def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
         if not isinstance(x, torch.Tensor):
@@ -176,7 +232,7 @@ class NSAttention(nn.Module):
     def extra_repr(self) -> str:
         parts = [f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]
         parts += [f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}", f"config={self.config}"]
-        parts += [f"compress_weights={self.compress_k_weight is not None}"]
+        parts += [f"compression={self.compression!r}, kv_per_branch={self.kv_per_branch}, gate={self.gate!r}"]
         if self.backend is not None:
             parts.append(f"backend={self.backend!r}")
         return ", ".join(parts)

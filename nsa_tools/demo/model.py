@@ -49,7 +49,7 @@ class Block(nn.Module):
         rope = RotaryEmbedding(config.dim // config.heads)
         self.attention_norm = nn.RMSNorm(config.dim)
         if kind == "nsa":
-            self.attention = NSAttention(config.dim, **heads, config=config.nsa(), compress_weights=True, rope=rope)
+            self.attention = NSAttention(config.dim, **heads, config=config.nsa(), compression="linear", rope=rope)
         else:
             self.attention = DenseAttention(config.dim, **heads, rope=rope)
         self.mlp_norm = nn.RMSNorm(config.dim)

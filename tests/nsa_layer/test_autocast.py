@@ -137,7 +137,7 @@ def test_autocast_of_another_kind_of_device() -> None:
 @pytest.mark.parametrize("enabled", [False, True])
 def test_the_layer_on_the_meta_device(enabled: bool) -> None:
     """The meta device has no autocast."""
-    layer = NSAttention(48, num_heads=4, num_kv_heads=2, config=SMALL, compress_weights=True, device="meta")
+    layer = NSAttention(48, num_heads=4, num_kv_heads=2, config=SMALL, compression="linear", device="meta")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
         out = layer(torch.empty(2, 90, 48, device="meta"))
         with pytest.raises(TypeError, match="x must have the layer's dtype torch.float32"):
@@ -149,7 +149,7 @@ def test_the_layer_on_the_meta_device(enabled: bool) -> None:
 def test_the_layer_is_its_parts(half: torch.dtype) -> None:
     torch.manual_seed(0)
     rope = RotaryEmbedding(12)
-    layer = NSAttention(48, num_heads=4, num_kv_heads=2, config=SMALL, compress_weights=True, rope=rope)
+    layer = NSAttention(48, num_heads=4, num_kv_heads=2, config=SMALL, compression="linear", rope=rope)
     torch.nn.init.normal_(layer.gate_weight)
     x = torch.randn(2, 90, 48)
     weights = {

@@ -56,7 +56,7 @@ def needs_hopper(config: NSAConfig) -> None:
 
 CASES = [
     Case(**SMALL, config=NSAConfig(deterministic=True)),
-    Case(**SMALL, config=NSAConfig(deterministic=True), gate="given", compress_weights=True),
+    Case(**SMALL, config=NSAConfig(deterministic=True), gate="given", compression="linear"),
     Case(**SMALL, config=NSAConfig(deterministic=True, compress_stride=32), gate="none"),
     Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True)),
     Case(**SMALL | dict(T=4096), config=NSAConfig(deterministic=True)),
@@ -129,7 +129,7 @@ def test_graphed_module() -> None:
     config = NSAConfig(deterministic=True, block_counts=8)
     needs_hopper(config)
     torch.manual_seed(0)
-    options = dict(num_heads=8, num_kv_heads=2, config=config, compress_weights=True)
+    options = dict(num_heads=8, num_kv_heads=2, config=config, compression="linear")
     layer = NSAttention(512, **options, device="cuda", dtype=torch.bfloat16)
     own = NSAttention(512, **options, device="cuda", dtype=torch.bfloat16)
     own.load_state_dict(layer.state_dict())

@@ -37,7 +37,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ({}, {}),
         ({"head_dim": 10, "head_dim_v": 4, "bias": True}, {}),
         ({"num_kv_heads": 4}, {"causal": False}),
-        ({"compress_weights": False}, {"cu_seqlens": [0, 17, 17, 18, 45]}),
+        ({"compression": "mean"}, {"cu_seqlens": [0, 17, 17, 18, 45]}),
         ({"rope": None}, {}),
     ],
     ids=str,
@@ -46,7 +46,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_layer_is_its_projections_around_the_reference(
     T: int, options: dict[str, object], more: dict[str, object]
 ) -> None:
-    layer = make(**dict(compress_weights=True) | options).double()
+    layer = make(**dict(compression="linear") | options).double()
     x, positions = tokens(2, T, dtype=torch.float64), torch.arange(T)
     if "cu_seqlens" in more:
         starts = torch.tensor(more["cu_seqlens"], dtype=torch.int32).clamp(max=T)
@@ -65,7 +65,7 @@ def test_layer_is_its_projections_around_the_reference(
 
 
 def test_gradients_reach_every_parameter_and_the_input() -> None:
-    layer = make(compress_weights=True, bias=True)
+    layer = make(compression="linear", bias=True)
     x = tokens(2, 50).requires_grad_()
     layer(x).square().sum().backward()
     for name, parameter in [*layer.named_parameters(), ("x", x)]:
@@ -90,9 +90,9 @@ def test_positions_are_counted_within_each_sequence() -> None:
 
 
 def test_state_dict_and_deepcopy_keep_every_value() -> None:
-    layer = make(compress_weights=True, bias=True)
+    layer = make(compression="linear", bias=True)
     other = NSAttention(
-        DIM, num_heads=HQ, num_kv_heads=HKV, config=SMALL, rope=RotaryEmbedding(D), compress_weights=True, bias=True
+        DIM, num_heads=HQ, num_kv_heads=HKV, config=SMALL, rope=RotaryEmbedding(D), compression="linear", bias=True
     )
     x = tokens(1, 30)
     expected = layer(x)
@@ -105,7 +105,7 @@ def test_state_dict_and_deepcopy_keep_every_value() -> None:
 
 
 def test_initial_gates_are_a_half_and_initial_projections_the_identity() -> None:
-    layer = make(compress_weights=True)
+    layer = make(compression="linear")
     layer.reset_parameters()
     plain = make()
     plain.load_state_dict(layer.state_dict(), strict=False)
@@ -117,20 +117,20 @@ def test_initial_gates_are_a_half_and_initial_projections_the_identity() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_moving_to_a_dtype_moves_everything(dtype: torch.dtype) -> None:
-    layer = make(compress_weights=True, bias=True).to(dtype)
+    layer = make(compression="linear", bias=True).to(dtype)
     assert {p.dtype for p in layer.parameters()} == {dtype}
     out = layer(tokens(1, 30, dtype=torch.float64).to(dtype))
     assert out.dtype == dtype and torch.isfinite(out).all()
 
 
 def test_device_and_dtype_of_the_constructor() -> None:
-    layer = make(device="cpu", dtype=torch.float64, compress_weights=True)
+    layer = make(device="cpu", dtype=torch.float64, compression="linear")
     assert {p.dtype for p in layer.parameters()} == {torch.float64}
-    meta = NSAttention(DIM, num_heads=HQ, num_kv_heads=HKV, device="meta", compress_weights=True)
+    meta = NSAttention(DIM, num_heads=HQ, num_kv_heads=HKV, device="meta", compression="linear")
     assert {p.device.type for p in meta.parameters()} == {"meta"}
 
 
 def test_repr_says_what_the_layer_is() -> None:
-    text = repr(make(compress_weights=True, backend="eager"))
+    text = repr(make(compression="linear", backend="eager"))
     for part in ("num_heads=4", "num_kv_heads=2", "head_dim=6", "block_size=8", "backend='eager'", "RotaryEmbedding(6"):
         assert part in text

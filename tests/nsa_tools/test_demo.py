@@ -144,8 +144,9 @@ def test_both_models_start_from_the_same_parameters(text: Path) -> None:
 def test_dense_model_is_the_sparse_one_where_only_a_wide_window_counts(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def only_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, gate_weight: object, **rest: object):
-        return nsa(q, k, v, gates=q.new_tensor([0.0, 0.0, 1.0]).expand(*q.shape[:-1], 3), **rest)
+    def only_window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: object):
+        gates = q.new_tensor([0.0, 0.0, 1.0]).expand(*q.shape[:-1], 3)
+        return nsa(q, k, v, **rest | dict(gates=gates, gate_weight=None))
 
     monkeypatch.setattr(module, "nsa", only_window)
     models = build_models(config(text, window_size=48))

@@ -1,0 +1,75 @@
+"""Compressed keys and values outside of `nsa`: a network over the tokens of a block, or the mean that `nsa` takes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa_layer.compress import compress
+from nsa_layer.config import NSAConfig
+
+
+class BlockMLP(nn.Module):
+    """Two layers over all tokens of a compressed block, for each key/value head, as in arXiv:2502.11089.
+
+    An embedding of its place in the block is added to each token; between the layers, which have 2 D units, is a GELU.
+
+    Args:
+        heads: Hkv.
+        dim: D of the tokens, and of what is made of them.
+        config: sizes of compressed blocks.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        dim: int,
+        *,
+        config: NSAConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, options = config, dict(device=device, dtype=dtype)
+        self.position = nn.Parameter(torch.empty(heads, config.span, dim, **options))
+        self.up = nn.Parameter(torch.empty(heads, config.span * dim, 2 * dim, **options))
+        self.down = nn.Parameter(torch.empty(heads, 2 * dim, dim, **options))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw layers of deviation 1 / sqrt(fan in), and small embeddings."""
+        self.position.normal_(std=0.02)
+        for weight in (self.up, self.down):
+            weight.normal_(std=weight.shape[1] ** -0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, Hkv, D] -> [B, Tc, Hkv, D], one for each complete block."""
+        if self.config.compressed_length(x.shape[1]) == 0:
+            return x[:, :0]
+        blocks = x.unfold(1, self.config.span, self.config.stride).transpose(-1, -2)  # [B, Tc, Hkv, l, D]
+        hidden = torch.einsum("bthi,hij->bthj", (blocks + self.position).flatten(-2), self.up)
+        return torch.einsum("bthj,hjd->bthd", F.gelu(hidden), self.down)
+
+
+def compressed(
+    x: torch.Tensor,
+    lengths: tuple[int, ...] | None,
+    *,
+    network: BlockMLP | None,
+    weight: torch.Tensor | None,
+    config: NSAConfig,
+) -> torch.Tensor:
+    """Compressed tokens in the dtype of x: [B, T, Hkv, D] -> [B, Tc, Hkv, D], packed [total, Hkv, D] -> [all, Hkv, D].
+
+    Args:
+        lengths: of packed sequences, none of whose blocks holds tokens of two.
+        network: in place of the mean and the projection by weight [Hkv, D, D].
+    """
+    if lengths is not None:
+        parts = (x_i.unsqueeze(0) for x_i in x.split(lengths))
+        static = dict(network=network, weight=weight, config=config)
+        return torch.cat([compressed(part, None, **static)[0] for part in parts])
+    return (compress(x, weight, config=config) if network is None else network(x)).to(x.dtype)
