@@ -21,6 +21,7 @@ OPTIONS = {
     "deterministic": (False, True),
     "gate": ("weight", "given", "none"),
     "projected": (False, True),
+    "q_tile": (128, 1),
 }
 Combination = tuple[tuple[str, object], ...]
 
@@ -58,6 +59,6 @@ def _missing(arch: int, call: Shape) -> str | None:
 def _call(options: Combination) -> Shape:
     given = dict(options)
     (Hq, Hkv), T, D = given.pop("heads"), given["T"], given["D"]
-    config = NSAConfig(block_size=given.pop("block_size"), deterministic=given.pop("deterministic"))
+    config = NSAConfig(**{name: given.pop(name) for name in ("block_size", "deterministic", "q_tile")})
     lengths = (T - T // 3, T // 3) if given.pop("packed") else None
     return Shape(B=1, Hq=Hq, Hkv=Hkv, Dv=D, config=config, lengths=lengths, device="cuda", **given)

@@ -32,6 +32,8 @@ def test_every_option_compiles(arch: int, cache: Path) -> None:
     assert not {outcome.kernel: outcome.error for outcome in outcomes if outcome.error}
     kinds = {outcome.kernel.split("/")[0] for outcome in outcomes if outcome.seconds}
     assert kinds >= {"fwd", "bwd", "bwd_post", "nsa_pool", "nsa_block_topk", "nsa_gated_sum", "nsa_gated_sum_backward"}
+    by_token = {"nsa_token_topk", "nsa_union_lists", "nsa_token_pairs", "bwd_dkdv"}
+    assert kinds & by_token == (by_token if arch == 90 else set())
     assert len(outcomes) == len({outcome.kernel for outcome in outcomes}) == len([*cache.rglob("*.o")])
 
 
