@@ -18,7 +18,8 @@ class TokenCase:
     """A call with lists by token.
 
     Attributes:
-        lengths: tokens of the sequences: of a batch if `packed` is not set.
+        lengths: queries of the sequences: of a batch if `packed` is not set.
+        past: keys before the first query, in every sequence.
         n: entries of a list; some are padding, and some are there twice.
         cap: tokens of an item at most.
     """
@@ -35,6 +36,7 @@ class TokenCase:
     add: bool = False
     dtype: str = "bfloat16"
     start: int = 64
+    past: int = 0
     seed: int = 0
 
 
@@ -51,21 +53,21 @@ class TokenInputs:
 
 def make_inputs(case: TokenCase, device: str = "cuda") -> TokenInputs:
     generator = torch.Generator().manual_seed(case.seed)
-    tokens = (sum(case.lengths),) if case.packed else (len(case.lengths), case.lengths[0])
 
-    def draw(heads: int) -> torch.Tensor:
+    def draw(heads: int, past: int) -> torch.Tensor:
+        lengths = [T + past for T in case.lengths]
+        tokens = (sum(lengths),) if case.packed else (len(lengths), lengths[0])
         x = torch.randn(*tokens, heads, case.D, generator=generator)
         return x.to(getattr(torch, case.dtype)).to(device)
 
-    return TokenInputs(
-        draw(case.G * case.Hkv), draw(case.Hkv), draw(case.Hkv), draw(case.G * case.Hkv),
-        [draw_lists(case, T, generator).to(device) for T in case.lengths],
-    )  # fmt: skip
+    q, do = (draw(case.G * case.Hkv, 0) for _ in range(2))
+    k, v = (draw(case.Hkv, case.past) for _ in range(2))
+    return TokenInputs(q, k, v, do, [draw_lists(case, T, generator).to(device) for T in case.lengths])
 
 
 def draw_lists(case: TokenCase, T: int, generator: torch.Generator) -> torch.Tensor:
     """Block 0, for causal ones the token's own, and others at random, in any order; int32 [T, Hkv, n]."""
-    N, own = -(-T // case.block), torch.arange(T)[:, None] // case.block
+    N, own = -(-(T + case.past) // case.block), (torch.arange(T)[:, None] + case.past) // case.block
     last = own if case.causal else torch.full_like(own, N - 1)
     drawn = (torch.rand(T, case.Hkv, case.n, generator=generator) * (last[..., None] + 1)).int()
     drawn[torch.rand(drawn.shape, generator=generator) < 0.2] = -1
@@ -76,7 +78,7 @@ def draw_lists(case: TokenCase, T: int, generator: torch.Generator) -> torch.Ten
 
 
 def blocks_of(case: TokenCase) -> list[int]:
-    return [-(-T // case.block) for T in case.lengths]
+    return [-(-(T + case.past) // case.block) for T in case.lengths]
 
 
 def pairs_of(case: TokenCase, lists: list[torch.Tensor]) -> Any:
@@ -92,7 +94,7 @@ def pairs_of(case: TokenCase, lists: list[torch.Tensor]) -> Any:
         first = (head * blocks + before[b]) if case.packed else (b * H + head) * blocks
         kept = (listed >= 0) & (listed < counts[b])
         if case.causal:
-            kept &= listed * case.block <= token
+            kept &= listed * case.block <= token + case.past
         rows.append((first + listed)[kept].long())
         positions.append(token.expand_as(listed)[kept].long())
     room = 1 << 40
@@ -123,18 +125,19 @@ def deal(tokens: torch.Tensor, row_pairs: torch.Tensor, case: TokenCase, cu_bloc
 
 def visible(case: TokenCase, listed: torch.Tensor) -> torch.Tensor:
     """The keys that each query of one sequence sees, [heads, queries, keys]."""
-    T, N, device = listed.shape[0], -(-listed.shape[0] // case.block), listed.device
+    keys, device = listed.shape[0] + case.past, listed.device
+    N = -(-keys // case.block)
     table = torch.zeros(*listed.shape[:2], N + 1, dtype=torch.bool, device=device)
     table.scatter_(2, listed.long().where((listed >= 0) & (listed < N), N), True)
-    at = torch.arange(T, device=device)
-    shown = table[..., :N].repeat_interleave(case.block, -1)[..., :T].transpose(0, 1)
+    shown = table[..., :N].repeat_interleave(case.block, -1)[..., :keys].transpose(0, 1)
     if case.causal:
-        shown = shown & (at[None] <= at[:, None])
+        at = torch.arange(keys, device=device)
+        shown = shown & (at[None] <= at[case.past :, None])
     return shown.repeat_interleave(case.G, 0)
 
 
 def reference(case: TokenCase, x: TokenInputs, dtype: torch.dtype) -> Tensors:
-    lengths = tuple((T, T) for T in case.lengths)
+    lengths = tuple((T, T + case.past) for T in case.lengths)
     return dense(
         (x.q, x.k, x.v), x.do, lambda b: visible(case, x.lists[b]), dtype, lengths=lengths if case.packed else None
     )
@@ -152,13 +155,16 @@ def row_sums(case: TokenCase, exact: Tensors) -> tuple[torch.Tensor, torch.Tenso
 def call(case: TokenCase, x: TokenInputs, rows: tuple[torch.Tensor, torch.Tensor], dk: torch.Tensor, dv: torch.Tensor):
     from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 
-    cu = None
+    def tensor(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=x.q.device)
+
+    more: dict[str, Any] = dict(causal=case.causal, add=case.add, start=case.start)
     if case.packed:
-        cu = torch.tensor([0, *accumulate(case.lengths)], dtype=torch.int32, device=x.q.device)
-    backward_dkdv(
-        x.q, x.k, x.v, x.do, rows[1], rows[0], pairs_of(case, x.lists), dk=dk, dv=dv, causal=case.causal, add=case.add,
-        cu_seqlens_q=cu, cu_seqlens_k=cu, start=case.start,
-    )  # fmt: skip
+        ends = [tensor([0, *accumulate(T + past for T in case.lengths)]) for past in (0, case.past)]
+        more |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends))
+    if case.past:
+        more["q_offset"] = tensor([case.past] * len(case.lengths))
+    backward_dkdv(x.q, x.k, x.v, x.do, rows[1], rows[0], pairs_of(case, x.lists), dk=dk, dv=dv, **more)
 
 
 def rounded_sums(case: TokenCase, x: TokenInputs) -> float:

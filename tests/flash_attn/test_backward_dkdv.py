@@ -29,6 +29,9 @@ CASES = (
         TokenCase((1000,), 4, cap=100, add=True, D=64),
         TokenCase((1000,), 16, dtype="float16"),
         TokenCase((2000,), 16, n=16),
+        TokenCase((300, 300), 4, past=77, cap=100),
+        TokenCase((1,), 16, past=999, Hkv=2),
+        TokenCase((200,), 8, past=130, causal=False),
     ]
 )
 PACKED = [
@@ -36,6 +39,7 @@ PACKED = [
     TokenCase((100, 129, 600, 1, 64), 16, packed=True, cap=50, start=128),
     TokenCase((257, 1, 600), 3, packed=True, block=128, add=True, D=64),
     TokenCase((100, 300), 2, packed=True, causal=False, Hkv=3),
+    TokenCase((100, 1, 300), 2, packed=True, past=100, Hkv=2, block=128),
 ]
 
 

@@ -118,7 +118,7 @@ def add_partial_sums(
         acc = cute.make_rmem_tensor((4, 4), Float32)
         acc.fill(0.0)
         number = items.items[first, 3]
-        for i in cutlass.range(end - first, unroll=4):
+        for i in cutlass.range(end - first, unroll=8):
             added = partial_sum(outputs[2], (number + i) * spec.parts + part, which, thread, spec.head_dim)
             loaded = cute.make_rmem_tensor((4, 4), Float32)
             cute.autovec_copy(cute.local_tile(added, (4, 4), (0, columns)), loaded)

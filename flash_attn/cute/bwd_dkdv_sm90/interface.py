@@ -46,6 +46,7 @@ def backward_dkdv(
     add: bool = False,
     cu_seqlens_q: Optional[Tensor] = None,
     cu_seqlens_k: Optional[Tensor] = None,
+    q_offset: Optional[Tensor] = None,
     start: int = ROWS,
 ) -> None:
     """Write the gradients of k and v to ``dk`` and ``dv``; rows of blocks that no token lists get 0.
@@ -60,9 +61,10 @@ def backward_dkdv(
         pairs: the tokens of each block, and how they are dealt out.
         dk, dv: like k; contiguous in their last dimension.
         softmax_scale: 1 / sqrt(D) unless given.
-        causal: a token sees the keys up to its own position.
+        causal: a token sees the keys up to its own position among them.
         add: what dk and dv hold is added before rounding, as `shared_backward.convert` does.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], both or neither.
+        q_offset: int32 [B], packed [sequences]: position of each sequence's first query among its keys; 0 unless given.
         start: packed sequence b has its rows of lse_log2 and dpsum from (cu_seqlens_q[b] + b * start) // start * start
             on.
 
@@ -80,6 +82,7 @@ def backward_dkdv(
         group=q.shape[-2] // k.shape[-2],
         parts=parts,
         causal=causal,
+        offset=causal and q_offset is not None,
         packed=packed,
         add=add,
         start=start if packed else ROWS,
@@ -91,6 +94,7 @@ def backward_dkdv(
         kernel(
             *(maybe_contiguous(t) for t in (q, k, v, dout)), lse_log2, dpsum, dk, dv, *pairs[:3], counter, partials,
             1.0 / math.sqrt(D) if softmax_scale is None else softmax_scale, cu_seqlens_q, cu_seqlens_k, pairs.cu_blocks,
+            q_offset if causal else None,
         )  # fmt: skip
 
 
@@ -129,4 +133,5 @@ def _fake_arguments(spec: DkdvSpec) -> list[object]:
     pairs = [fake_tensor(Int32, size) for size in ((cute.sym_int(),), (cute.sym_int(), 4), (cute.sym_int(),), (1,))]
     partials = fake_tensor(Float32, (cute.sym_int(),), divisibility=4)
     sequences = [fake_tensor(Int32, (cute.sym_int(),)) if spec.packed else None for _ in range(3)]
-    return [*inputs, *sums, *outputs, *pairs, partials, Float32(1.0), *sequences]
+    offset = fake_tensor(Int32, (cute.sym_int(),)) if spec.offset else None
+    return [*inputs, *sums, *outputs, *pairs, partials, Float32(1.0), *sequences, offset]

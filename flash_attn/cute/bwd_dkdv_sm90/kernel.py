@@ -1,7 +1,7 @@
 """The kernel of `bwd_dkdv_sm90/interface`: two warpgroups that multiply, each for items of its own, and their loaders.
 
-    a load warp   for its warpgroup: k and v of an item, q and do of its tokens, a box of the group's heads at a time
-    another one   lse_log2, dpsum and position of the same rows
+    a load warp   for its warpgroup: k of an item, q of its tokens, a box of the group's heads at a time
+    another one   v and do; lse_log2, dpsum and position of the same rows
     warpgroups    S^T = k q^T and dP^T = v do^T; P and dS stay in registers as first operands of dv and dk
 
 A row of a tile of 64 is a (token, head) pair. The products of one warpgroup go on while the other does arithmetic, or
@@ -63,6 +63,7 @@ class FlashAttentionBackwardDkdvSm90:
         mCuSeqlensQ: cute.Tensor | None,
         mCuSeqlensK: cute.Tensor | None,
         mCuBlocks: cute.Tensor | None,
+        mQOffset: cute.Tensor | None,  # int32 [sequences]
         stream: cuda.CUstream,
     ):
         spec = self.spec
@@ -87,7 +88,7 @@ class FlashAttentionBackwardDkdvSm90:
         pairs = (mItems, mTokens, mRowItems, mCuBlocks, mK.shape[2], batch)
         lengths = (mQ.shape[2], mK.shape[0], mCuSeqlensQ, mCuSeqlensK)
         self.kernel(
-            (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum), (mDK, mDV, mPartials),
+            (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum, mQOffset), (mDK, mDV, mPartials),
             (softmax_scale, Float32(softmax_scale * math.log2(math.e))), pairs, lengths, mCounter,
             (sQ_layout, sK_layout),
         ).launch(
@@ -103,7 +104,7 @@ class FlashAttentionBackwardDkdvSm90:
     def kernel(
         self,
         tma: tuple[TmaTensor, ...],  # of q, do, k and v
-        sums: tuple[cute.Tensor, cute.Tensor],  # lse_log2, dpsum
+        sums: tuple[cute.Tensor, cute.Tensor, Optional[cute.Tensor]],  # lse_log2, dpsum, q_offset
         outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],  # dk, dv, partial sums
         scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
         pairs: tuple[cute.Tensor, ...],  # what `ItemList` is made of, but for the lengths
@@ -182,10 +183,14 @@ class FlashAttentionBackwardDkdvSm90:
         if warp_idx < warps:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             loader = Loader(spec, items, Dealer(counter, drawn, draws, warp_idx // 2))
+            load_q, load_do = [
+                partial(loader.load, tma[i], tma[i + 2], plain[i], staged[i + 2], pipelines[i], pipelines[i + 2])
+                for i in (0, 1)
+            ]
             if warp_idx % 2 == 0:
-                loader.load_tiles(tma, staged, plain, pipelines)
+                load_q(None, None, None)
             else:
-                loader.load_sums(sums, row_sums, pipelines[4])
+                load_do(sums, row_sums, pipelines[4])
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             dealer = Dealer(counter, drawn, draws, cute.arch.make_warp_uniform(tidx // THREADS) - 1)

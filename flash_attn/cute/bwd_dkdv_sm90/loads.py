@@ -1,4 +1,4 @@
-"""The two warps that load for a warpgroup of `bwd_dkdv_sm90/kernel`: tiles by TMA, and what else belongs to their rows.
+"""The two warps that load for a warpgroup of `bwd_dkdv_sm90/kernel`: tiles by TMA, and their row sums.
 
 The heads of a token are neighbours in memory, and the swizzle of shared memory goes by address, so a box of them lands
 at any row of a tile. Rows that no pair fills hold another pair's q and do, or zeros, and an lse_log2 of +inf, which
@@ -6,6 +6,7 @@ makes their P and dS exactly 0.
 """
 
 from dataclasses import dataclass
+from typing import Callable, Optional
 
 import cutlass
 import cutlass.cute as cute
@@ -33,62 +34,85 @@ class Loader:
     dealer: Dealer
 
     @cute.jit
-    def load_tiles(
+    def load(
         self,
-        tma: tuple[TmaTensor, ...],
-        staged: list[cute.Tensor],
-        plain: list[cute.Pointer],
-        pipelines: list[pipeline_custom.PipelineTmaAsync],
+        rows_tma: TmaTensor,
+        keys_tma: TmaTensor,
+        memory: cute.Pointer,
+        staged_keys: cute.Tensor,
+        row_stages: pipeline_custom.PipelineTmaAsync,
+        key_stages: pipeline_custom.PipelineTmaAsync,
+        sums: Optional[tuple[cute.Tensor, cute.Tensor, Optional[cute.Tensor]]],  # lse_log2, dpsum, q_offset
+        staged_sums: Optional[cute.Tensor],
+        sum_stages: Optional[pipeline_custom.PipelineAsync],
     ):
-        """The warp that loads tiles for a warpgroup."""
+        """A warp: q and k, and draws the items; or do, v and, as they are given, the row sums."""
         spec, items, group = self.spec, self.items, self.dealer.group
-        lane = cute.arch.lane_idx()
-        turn = pipeline.make_pipeline_state(PipelineUserType.Producer, DRAWS)
+        draws = const_expr(sums is None)
+        turn = pipeline.make_pipeline_state(PipelineUserType.Producer if draws else PipelineUserType.Consumer, DRAWS)
         state = pipeline.make_pipeline_state(PipelineUserType.Producer, spec.stages)
         phase = Int32(1)  # of k and v
+        load_boxes = self.box_loader(rows_tma, memory)
+        found = cute.make_rmem_tensor((SUMS, ROWS // WARP), Float32)
+        index = self.dealer.first()
+        while index < items.count():
+            item = items.item(index)
+            for tile in cutlass.range(item.tiles, unroll=1):
+                loads = self.tokens(item, tile)
+                if const_expr(not draws):
+                    self.find_sums(item, tile, sums, found)
+                slot = group * spec.stages + state.index
+                row_stages.producer_acquire_w_index_phase(slot, state.phase)
+                barrier = row_stages.sync_object_full.get_barrier(slot)
+                for chunk in cutlass.range_constexpr(len(loads)):
+                    for j in cutlass.range(min(WARP, spec.slots - chunk * WARP), unroll=4):
+                        token = cute.arch.shuffle_sync(loads[chunk][0], j) + item.seqlen.offset_q
+                        head = item.head * spec.slices
+                        if const_expr(spec.slices > 1):
+                            head += cute.arch.shuffle_sync(loads[chunk][1], j)
+                        load_boxes(head, token, item.batch, chunk * WARP + j, slot, barrier)
+                if const_expr(not draws):
+                    sum_stages.producer_acquire_w_index_phase(slot, state.phase)
+                    for i in cutlass.range_constexpr(ROWS // WARP):
+                        for which in cutlass.range_constexpr(SUMS):
+                            staged_sums[i * WARP + cute.arch.lane_idx(), which, slot] = found[which, i]
+                    sum_stages.producer_commit_w_index(slot)
+                state.advance()
+                if tile == 0:
+                    self.load_keys(keys_tma, staged_keys, key_stages, item, phase)
+            if item.tiles > 0:
+                phase ^= 1
+            if const_expr(draws):
+                index = self.dealer.draw(turn.index, turn.phase)
+            else:
+                index = self.dealer.follow(turn.index, turn.phase)
+            turn.advance()
+
+    def box_loader(self, tma: TmaTensor, memory: cute.Pointer) -> Callable[..., None]:
+        """For q or do, [Hq, D, T, B] (packed [Hq, D, total]): the heads of a token go into a slot of a tile."""
+        spec = self.spec
+        atom, mX = tma
         columns = spec.head_dim // spec.columns
         box = (spec.heads, spec.columns)
         # By address: TMA puts the swizzle on it.
         boxes = cute.make_layout(
             (box, spec.slots, columns, WARPGROUPS * spec.stages),
-            stride=(
-                (spec.columns, 1), spec.heads * spec.columns, ROWS * spec.columns, ROWS * spec.head_dim
-            ),
-        )  # fmt: skip
-        copies = []
-        for (atom, mX), memory in zip(tma[:2], plain):
-            gX = cute.group_modes(cute.flat_divide(mX, box), 0, 2)
-            sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(memory, boxes), gX)
-            copies.append((atom, gX, sX))
-        index = self.dealer.first()
-        while index < items.count():
-            item = items.item(index)
-            for tile in cutlass.range(item.tiles, unroll=1):
-                loads = self.tokens(item, tile, lane)
-                slot = group * spec.stages + state.index
-                for (atom, gX, sX), stages in zip(copies, pipelines[:2]):
-                    stages.producer_acquire_w_index_phase(slot, state.phase)
-                    barrier = stages.sync_object_full.get_barrier(slot)
-                    for chunk in cutlass.range_constexpr(len(loads)):
-                        for j in cutlass.range(
-                            min(WARP, spec.slots - chunk * WARP), unroll=4 if len(loads) == 1 else 1
-                        ):
-                            token = cute.arch.shuffle_sync(loads[chunk][0], j) + item.seqlen.offset_q
-                            head = item.head * spec.slices
-                            if const_expr(spec.slices > 1):
-                                head += cute.arch.shuffle_sync(loads[chunk][1], j)
-                            for c in cutlass.range_constexpr(columns):
-                                place = (None, head, c, token, *(() if const_expr(spec.packed) else (item.batch,)))
-                                into = sX[None, chunk * WARP + j, c, slot]
-                                cute.copy(atom, gX[place], into, tma_bar_ptr=barrier)
-                state.advance()
-                if tile == 0:
-                    for i in cutlass.range_constexpr(2, 4):
-                        self.load_keys(tma[i], staged[i], pipelines[i], item, phase)
-            if item.tiles > 0:
-                phase ^= 1
-            index = self.dealer.draw(turn.index, turn.phase)
-            turn.advance()
+            stride=((spec.columns, 1), spec.heads * spec.columns, ROWS * spec.columns, ROWS * spec.head_dim),
+        )
+        gX = cute.group_modes(cute.flat_divide(mX, box), 0, 2)
+        sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.make_tensor(memory, boxes), gX)
+
+        def load(head: Int32, token: Int32, batch: Int32, slot: Int32, stage: Int32, barrier: cute.Pointer) -> None:
+            for c in range(columns):
+                place = (None, head, c, token) if spec.packed else (None, head, c, token, batch)
+                cute.copy(atom, gX[place], sX[None, slot, c, stage], tma_bar_ptr=barrier)
+
+        return load
+
+    def tokens(self, item: Item, tile: Int32) -> list[tuple[Int32, Int32]]:
+        """The loads of a tile, one to a lane, and as many times as that takes."""
+        first = tile * self.spec.slots + cute.arch.lane_idx()
+        return [self.items.token(item, first + chunk) for chunk in range(0, self.spec.slots, WARP)]
 
     def load_keys(
         self,
@@ -98,7 +122,7 @@ class Loader:
         item: Item,
         phase: Int32,
     ) -> None:
-        """An item's k or v."""
+        """An item's k or v, [S, D, Hkv, B] (packed [total, D, Hkv])."""
         group = self.dealer.group
         atom, mX = tma
         gX = item.seqlen.offset_batch_K(mX, item.batch, dim=3)[None, None, item.head]
@@ -108,50 +132,29 @@ class Loader:
         barrier = stages.sync_object_full.get_barrier(group)
         copy(src_idx=item.first_key // ROWS, dst_idx=group, tma_bar_ptr=barrier)
 
-    def tokens(self, item: Item, tile: Int32, lane: Int32) -> list[tuple[Int32, Int32]]:
-        """The loads of a tile, one to a lane, and as many times as that takes."""
-        spec = self.spec
-        first = tile * spec.slots
-        return [self.items.token(item, first + chunk + lane) for chunk in range(0, spec.slots, WARP)]
-
     @cute.jit
-    def load_sums(
+    def find_sums(
         self,
-        sums: tuple[cute.Tensor, cute.Tensor],
-        row_sums: cute.Tensor,
-        stages: pipeline_custom.PipelineAsync,
+        item: Item,
+        tile: Int32,
+        sums: tuple[cute.Tensor, cute.Tensor, Optional[cute.Tensor]],
+        found: cute.Tensor,
     ):
-        """The warp that loads what else a warpgroup has to know of its rows."""
-        spec, items, group = self.spec, self.items, self.dealer.group
-        lane = cute.arch.lane_idx()
-        turn = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
-        state = pipeline.make_pipeline_state(PipelineUserType.Producer, spec.stages)
-        found = cute.make_rmem_tensor((SUMS, ROWS // WARP), Float32)
+        """Read lse_log2, dpsum and positions of the lane's rows."""
+        spec = self.spec
         positions = cute.recast_tensor(found, Int32)
-        index = self.dealer.first()
-        while index < items.count():
-            item = items.item(index)
-            for tile in cutlass.range(item.tiles, unroll=1):
-                for i in cutlass.range_constexpr(ROWS // WARP):
-                    row = i * WARP + lane
-                    load = tile * spec.slots + row // spec.heads
-                    token, part = items.token(item, load)
-                    head = (item.head * spec.slices + part) * spec.heads + row % spec.heads
-                    found[0, i], found[1, i] = Float32.inf, Float32(0.0)
-                    if load <= item.last and row < spec.slots * spec.heads:
-                        for which in cutlass.range_constexpr(2):
-                            rows = sums[which]
-                            if const_expr(spec.packed):
-                                found[which, i] = rows[head, item.seqlen.padded_offset_q + token]
-                            else:
-                                found[which, i] = rows[item.batch, head, token]
-                    positions[2, i] = token
-                slot = group * spec.stages + state.index
-                stages.producer_acquire_w_index_phase(slot, state.phase)
-                for i in cutlass.range_constexpr(ROWS // WARP):
-                    for which in cutlass.range_constexpr(SUMS):
-                        row_sums[i * WARP + lane, which, slot] = found[which, i]
-                stages.producer_commit_w_index(slot)
-                state.advance()
-            index = self.dealer.follow(turn.index, turn.phase)
-            turn.advance()
+        for i in cutlass.range_constexpr(ROWS // WARP):
+            row = i * WARP + cute.arch.lane_idx()
+            load = tile * spec.slots + row // spec.heads
+            token, part = self.items.token(item, load)
+            head = (item.head * spec.slices + part) * spec.heads + row % spec.heads
+            found[0, i], found[1, i] = Float32.inf, Float32(0.0)
+            if load <= item.last and row < spec.slots * spec.heads:
+                for which, rows in enumerate(sums[:2]):
+                    if const_expr(spec.packed):
+                        found[which, i] = rows[head, item.seqlen.padded_offset_q + token]
+                    else:
+                        found[which, i] = rows[item.batch, head, token]
+            positions[2, i] = token
+            if const_expr(sums[2] is not None):
+                positions[2, i] = token + sums[2][item.batch]

@@ -53,6 +53,7 @@ class DkdvSpec:
         group: query heads of a key/value head.
         parts: tiles of 64 keys in a block.
         causal: whether a token sees keys up to its own position only.
+        offset: whether positions of first queries are given.
         packed: whether sequences are packed.
         add: whether what dk and dv hold is added before rounding.
         start: rows that sequences of dpsum and lse_log2 start at multiples of.
@@ -63,6 +64,7 @@ class DkdvSpec:
     group: int
     parts: int
     causal: bool
+    offset: bool
     packed: bool
     add: bool
     start: int

@@ -8,11 +8,12 @@ them, 64 at a time, first to last:
    ``exp(s - lse)`` over a group needs no other thread (`kernel`).
 2. The sums change hands through shared memory: each warp gets all keys of some tokens (`step_values`), and weighs
    those that overlap a block.
-3. Every lane keeps the few best scores it has seen. The least of those, over the lanes that share a token, bounds the
-   token's n-th best from below: what does not reach it is dropped, the rest goes to the lane's candidates in shared
-   memory (`candidates`). While that goes on, the next products run.
-4. A full list of candidates is pruned, and at the end ranked exactly: score, then earlier block. Forced blocks are
-   merged by rank, and the list is written ascending (`token_list`).
+3. A few lanes share a token, and each keeps the best scores it has seen (`best_scores`). The n-th best of those of all
+   its lanes bounds the token's n-th best from below: what does not reach it is dropped, the rest goes to the lane's
+   candidates in shared memory (`candidates`). While that goes on, the next products run.
+4. A lane's candidates are pruned when they are many. At the end the bound is raised until exactly the best reach it;
+   where scores tie, candidates are ranked, and the earlier block goes first. Forced blocks are merged by rank, and the
+   list is written ascending (`token_list`).
 
 A score depends on its token, group and key alone, and the order of ranks is total: so the choice is the same bits in
 whatever tile a token falls, and later tokens take no part in it. `spec` says what the kernel is compiled for. Source:

@@ -1,6 +1,7 @@
-"""Networks of comparisons that keep the best of many scores, in one thread."""
+"""Networks of comparisons that keep the best of many scores, in one thread and over neighbouring lanes."""
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
 
 
@@ -20,6 +21,19 @@ def best_of(scores: list[Int32], size: int) -> list[Int32]:
 def merge(a: list[Int32], b: list[Int32]) -> list[Int32]:
     """The best half of two descending lists, descending."""
     return sorted_bitonic([cutlass.max(x, y) for x, y in zip(a, reversed(b))])
+
+
+def rank_over_lanes(best: list[Int32], lanes: int, rank: int) -> Int32:
+    """The rank-th largest of the descending lists of `lanes` neighbours, the largest of which has rank 1."""
+    from_below, step = lanes * len(best) - rank + 1, 1
+    while step < lanes:
+        others = [cute.arch.shuffle_sync_bfly(x, step) for x in best][::-1]
+        if len(best) < from_below:
+            best = sorted_bitonic(best + others)
+        else:  # none of the better half can have that rank
+            best = sorted_bitonic([cutlass.min(x, y) for x, y in zip(best, others)])
+        step *= 2
+    return best[-from_below]
 
 
 def sorted_scores(scores: list[Int32]) -> list[Int32]:

@@ -13,13 +13,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from nsa_layer.kernels.block_topk.register_topk import LAST_BLOCK, reduce_tree
-from nsa_layer.kernels.token_topk.best_scores import best_of, merge, power_of_two
-from nsa_layer.kernels.token_topk.spec import CHUNK, TokenTopKSpec
+from nsa_layer.kernels.token_topk.best_scores import best_of, merge, power_of_two, rank_over_lanes
+from nsa_layer.kernels.token_topk.spec import TokenTopKSpec
 
 LARGEST = (1 << 31) - 1
 NOTHING = -(1 << 63)  # below every candidate
-MANY = 12  # lanes of a warp with new candidates that make it worth to raise the bound
-RANKED = 4  # candidates of a lane that are ranked together
+MANY = 5  # lanes of a warp with new candidates that make it worth to raise the bound
+TOGETHER = 4  # candidates of a lane that are looked at together
 
 
 @dataclass(frozen=True)
@@ -93,47 +93,41 @@ def add(mine: Candidates, bits: cute.Tensor, blocks: list[Int32]):
                 mine.columns[count, mine.lane] = candidate(bits[i], blocks[i])
                 count += 1
         bound[1] = count
-        if any_lane(count > mine.spec.capacity - CHUNK):
+        if any_lane(count > mine.spec.slots):
             prune(mine)
 
 
 def raise_bound(mine: Candidates, bits: cute.Tensor) -> None:
     """At least `room` blocks of the token have scores that are no less than the bound."""
-    size, depth = cute.size(mine.best), mine.spec.depth
+    size = cute.size(mine.best)
     best = merge([mine.best[i] for i in range(size)], best_of([bits[i] for i in range(cute.size(bits))], size))
     for i in range(size):
         mine.best[i] = best[i]
-    least = of_lanes(best[depth - 1], mine.spec.lanes, -(-mine.spec.most_room // depth))
+    least = rank_over_lanes(best, mine.spec.lanes, max(1, mine.spec.most_room))
     mine.bound[0] = cutlass.max(mine.bound[0], least)
-
-
-def of_lanes(value: Int32, lanes: int, number: int) -> Int32:
-    """The number-th largest value of the lanes that share a token."""
-    step = 1
-    if number == lanes:
-        while step < lanes:
-            value = cutlass.min(value, cute.arch.shuffle_sync_bfly(value, step))
-            step *= 2
-        return value
-    lane, size = cute.arch.lane_idx(), 2
-    while size <= lanes:
-        step = size // 2
-        while step:
-            other = cute.arch.shuffle_sync_bfly(value, step)
-            upper = ((lane & step) == 0) == ((lane & size % lanes) == 0)
-            value = cutlass.select_(upper, cutlass.max(value, other), cutlass.min(value, other))
-            step //= 2
-        size *= 2
-    return cute.arch.shuffle_sync(value, (lane & -lanes) + number - 1)
 
 
 @cute.jit
 def prune(mine: Candidates):
     """Drop candidates that are not among the best, so that there is room for another chunk."""
-    tighten(mine, mine.spec.capacity)
     drop_below_bound(mine)
-    if any_lane(mine.bound[1] > mine.spec.capacity - CHUNK):
-        keep_best(mine)
+    if any_lane(mine.bound[1] > mine.spec.slots):
+        tighten(mine, mine.spec.capacity)
+        drop_below_bound(mine)
+        if any_lane(mine.bound[1] > mine.spec.slots):
+            keep_best(mine)
+
+
+@cute.jit
+def drop_below_bound(mine: Candidates):
+    count, kept = mine.bound[1], Int32(0)
+    for begin in cutlass.range(0, count, TOGETHER, unroll=1):
+        entries = [mine.columns[begin + i, mine.lane] for i in range(TOGETHER)]
+        for i in cutlass.range_constexpr(TOGETHER):
+            if (begin + i < count) & (Int32(entries[i] >> 32) >= mine.bound[0]):
+                mine.columns[kept, mine.lane] = entries[i]
+                kept += 1
+    mine.bound[1] = kept
 
 
 @cute.jit
@@ -154,7 +148,7 @@ def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
     enough = reached >= room
     pending = enough & (reached > room) & (high - low > 1)
     while any_lane(pending):
-        middle = low + (high - low) // 2
+        middle = low + cutlass.max((high - low) >> 2, 1)  # the bound is near
         count = count_reached(scores, middle, lanes)
         up = pending & (count >= room)
         high = cutlass.select_(pending & (count < room), middle, high)
@@ -168,18 +162,6 @@ def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
 def count_reached(scores: list[Int32], least: Int32, lanes: int) -> Int32:
     """Of the scores of all lanes that share a token, how many are at least `least`."""
     return sum_of_lanes(reduce_tree(add_up, [cutlass.select_(x >= least, Int32(1), Int32(0)) for x in scores]), lanes)
-
-
-@cute.jit
-def drop_below_bound(mine: Candidates):
-    count, least = mine.bound[1], mine.bound[0]
-    kept = Int32(0)
-    for i in cutlass.range(count, unroll=1):
-        entry = mine.columns[i, mine.lane]
-        if Int32(entry >> 32) >= least:
-            mine.columns[kept, mine.lane] = entry
-            kept += 1
-    mine.bound[1] = kept
 
 
 @cute.jit
@@ -202,7 +184,7 @@ def keep_best(mine: Candidates):
 def select(mine: Candidates) -> Int32:
     """Write the token's best candidates to `selected`, in any order, and return how many they are."""
     kept = Int32(0)
-    if any_lane(tighten(mine, mine.spec.capacity - CHUNK)):
+    if any_lane(tighten(mine, mine.spec.slots)):
         kept = rank(mine, mine.columns, mine.bound[1])
     else:
         kept = take_reached(mine)
@@ -213,7 +195,7 @@ def select(mine: Candidates) -> Int32:
 @cute.jit
 def take_reached(mine: Candidates) -> Int32:
     """`select`, where the best are those that reach the bound."""
-    lanes, slots = mine.spec.lanes, mine.spec.capacity - CHUNK
+    lanes, slots = mine.spec.lanes, mine.spec.slots
     entries = [mine.columns[i, mine.lane] for i in range(slots)]
     taken = [(i < mine.bound[1]) & (Int32(entries[i] >> 32) >= mine.bound[0]) for i in range(slots)]
     count = reduce_tree(add_up, [cutlass.select_(x, Int32(1), Int32(0)) for x in taken])
@@ -247,19 +229,19 @@ def rank(mine: Candidates, columns: cute.Tensor, count: Int32) -> Int32:
     most = count
     for step in cutlass.range_constexpr(5):
         most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, 1 << step))
-    rounds = cute.ceil_div(most, RANKED)
-    for i in cutlass.range(count, rounds * RANKED, unroll=1):
+    rounds = cute.ceil_div(most, TOGETHER)
+    for i in cutlass.range(count, rounds * TOGETHER, unroll=1):
         columns[i, mine.lane] = Int64(NOTHING)
     cute.arch.sync_warp()
     for i in cutlass.range(rounds, unroll=1):
-        entries = [columns[i * RANKED + u, mine.lane] for u in range(RANKED)]
-        above = [Int32(0) for _ in range(RANKED)]
+        entries = [columns[i * TOGETHER + u, mine.lane] for u in range(TOGETHER)]
+        above = [Int32(0) for _ in range(TOGETHER)]
         for j in cutlass.range(most, unroll=1):
             for lane in cutlass.range(mine.spec.lanes, unroll=4):
                 other = columns[j, mine.first_lane + lane]
-                for u in cutlass.range_constexpr(RANKED):
+                for u in cutlass.range_constexpr(TOGETHER):
                     above[u] += cutlass.select_(other > entries[u], Int32(1), Int32(0))
-        for u in cutlass.range_constexpr(RANKED):
+        for u in cutlass.range_constexpr(TOGETHER):
             if (entries[u] > NOTHING) & (above[u] < mine.room):
                 mine.selected[above[u]] = entries[u]
     cute.arch.sync_warp()

@@ -10,7 +10,7 @@ QUAD = 4  # lanes that share a key's scores
 MOST_HEADS = MOST_COLUMNS  # of a group
 MOST_BLOCKS = 64  # of a list
 CHUNK = 16  # blocks that a lane looks at together
-SPARE = 12  # candidates a lane has room for, beyond its share of the best and a chunk
+SPARE = 12  # candidates a lane has room for at most, beyond its share of the best and a chunk
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,14 @@ class TokenTopKSpec:
         return max(1, -(-self.most_room // self.lanes))
 
     @property
+    def slots(self) -> int:
+        """Candidates that a lane has room for, beside those of a chunk: more than its share of the best."""
+        return -(-min(3 * self.depth + 4, self.depth + SPARE) // 4) * 4
+
+    @property
     def capacity(self) -> int:
-        """Candidates that a lane has room for."""
-        return -(-(self.depth + SPARE) // 4) * 4 + CHUNK
+        """The same with a chunk's."""
+        return self.slots + -(-min(CHUNK, self.values) // 4) * 4
 
     @property
     def token_words(self) -> int:
