@@ -196,7 +196,7 @@ def test_nsa_by_token_runs_the_same_branch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("Hs", [2, 8])
 def test_on_a_gpu(Hs: int, dtype: torch.dtype) -> None:
-    """Eager errs at most twice as much as the reference in the same dtype; under strict determinism too."""
+    """Eager errs at most twice as much as the reference in the same dtype, and gives the same bits twice."""
     given, T, S = tensors(2, 700, S=1000, Hq=8), 700, 1000
     do, lists = torch.randn(2, T, 8, 6).to(dtype).cuda(), drawn(2, T, Hs, 5, blocks=-(-S // 64)).cuda()
     given = {name: x.to("cuda", dtype) for name, x in given.items()}
@@ -207,10 +207,6 @@ def test_on_a_gpu(Hs: int, dtype: torch.dtype) -> None:
     for mine, plain, truth in zip(got, straight, exact, strict=True):
         error, allowed = ((x.double() - truth).nan_to_num().abs().max() for x in (mine, plain))
         assert error <= 2 * allowed + 4 * torch.finfo(mine.dtype).eps * truth.nan_to_num(neginf=0).abs().max()
-    torch.use_deterministic_algorithms(True)
-    try:
-        again = called(given, do, backend="eager", **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    again = called(given, do, backend="eager", **options)
     for x, y in zip(got, again, strict=True):
         assert torch.equal(x, y)
