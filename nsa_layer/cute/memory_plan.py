@@ -23,7 +23,7 @@ RECOMPUTE = {
     "all": (NOTHING,),
 }
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
-ROWS_OF_ITEM = 1 << 15  # queries that add to one of the partial sums of dk and dv by token, at most
+ITEMS = 1024  # that dk and dv by token are dealt out in, or up to four times as many, beside those of short rows
 SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask the driver
 
 
@@ -127,7 +127,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         # No mean queries. Unions have an entry and its bits for each that a token lists, at most; pairs the token.
         pairs = tokens * heads * sizes.list_width
         choice, forward_lists = pairs * 4, pairs * 4 * (1 + -(-4 // G))
-        partials = 2 * pairs * G // ROWS_OF_ITEM * 64 * (sizes.D + sizes.Dv) * 4
+        partials = 2 * pairs * G // rows_of_item(pairs * G) * 64 * (sizes.D + sizes.Dv) * 4
         lists = forward_lists + pairs * 4 + partials
     return {
         "saved": saved * sizes.needs_grad,
@@ -137,6 +137,15 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         "outputs": rows * sizes.Dv * e,
         "gradients": (rows * (sizes.D + sizes.Dv) + tokens * sizes.Hkv * (sizes.D + sizes.Dv)) * e * sizes.needs_grad,
     }
+
+
+def rows_of_item(rows: int) -> int:
+    """Pairs of a query and a listed block that add to one partial sum of dk and dv at most, of so many in all.
+
+    In proportion, so that none keeps the others waiting at the end, and that partial sums take no more memory in longer
+    calls. A power of four: few kernels are compiled.
+    """
+    return 4 ** min(10, max(6, ((rows // ITEMS).bit_length() - 1) // 2))
 
 
 def plan_memory(sizes: Sizes, policy: MemoryPolicy, device: torch.device) -> MemoryPlan:

@@ -17,7 +17,7 @@ from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
-from nsa_layer.cute.memory_plan import ROWS_OF_ITEM
+from nsa_layer.cute.memory_plan import rows_of_item
 from nsa_layer.cute.packing import ROWS_OF_TILE, Packing
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
@@ -180,7 +180,7 @@ def token_pairs(block_indices: torch.Tensor, G: int, *, spec: CallSpec, packing:
     where = {}
     if packing is not None:
         where = dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_kv_tiles, blocks=packing.total_kv_tiles)
-    cap, block_size = max(1, ROWS_OF_ITEM // G), spec.config.block_size
+    cap, block_size = max(1, rows_of_item(block_indices.numel() * G) // G), spec.config.block_size
     pairs = pairs_by_block(block_indices, block_size=block_size, causal=spec.causal, cap=cap, **where)
     partials = most_partials(block_indices.numel(), cap)
     return KeyPairs(pairs.tokens, pairs.items, pairs.row_items, partials, block_size, where.get("cu_blocks"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
-from nsa_layer.cute.memory_plan import Sizes, plan_memory, predict
+from nsa_layer.cute.memory_plan import ITEMS, Sizes, plan_memory, predict, rows_of_item
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -134,3 +134,9 @@ def test_a_budget_lowers_the_peak_and_the_prediction_holds() -> None:
         predicted = parts["saved"] + parts["outputs"] + parts["backward"] + parts["gradients"] - parts["outputs"]
         assert peaks[-1] < 1.1 * predicted, (policy, peaks[-1] / predicted)
     assert peaks[0] > 1.5 * peaks[1] > 1.5 * peaks[2]
+
+
+def test_dk_and_dv_are_dealt_out_in_as_many_pieces_whatever_the_length() -> None:
+    for rows in (1 << power for power in range(22, 32)):
+        assert ITEMS <= rows / rows_of_item(rows) <= 4 * ITEMS
+    assert rows_of_item(1) == 4096
