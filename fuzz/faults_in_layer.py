@@ -83,7 +83,7 @@ def _sees_on(original: Callable) -> Callable:
     return lambda items, choice, limit, N, static: original(items, choice, limit + 1, N, static)
 
 
-@fault("missing tail mask", "nsa_layer.eager:_selected_plan", "layer")
+@fault("missing tail mask", "nsa_layer.eager:_selected_plan", "layer.is its")
 def _tail(original: Callable) -> Callable:
     """Not causal, the zeros behind the last key of a block are keys as well."""
 
