@@ -62,7 +62,7 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4096, 8193)
 CASES = [
     *(Case((T,), **STATIC[(i + j) % len(STATIC)]) for i, T in enumerate(LENGTHS) for j in (0, 3, 6)),
     *(Case(PACK, **static) for static in STATIC),
-    Case((8193,), cap=1),
+    Case((8193,), heads=40, n=1, cap=1),  # more rows than the plan takes in one step
     Case((40_000, 30_000), G=16, kind="near", cap=2048, heads=1),
     Case((70_000,), G=1, heads=1, cap=2048, causal=False),  # unions too long for one round
 ]
