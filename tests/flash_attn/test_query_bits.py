@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fa_bits import TokenCase, dense, listed_blocks, union_lists
 from fa_compile import Worker, WorkerError, built_kernels
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
 from fuzz.attention import assert_close
@@ -82,6 +84,15 @@ def test_words_hold_all_tokens_of_a_tile() -> None:
         most = max((128 * i + 127) // G - 128 * i // G + 1 for i in range(G))
         words = query_bits.words_for(G)
         assert words in (1, 2, 4) and most <= 32 * words and (words == 1 or most > 16 * words)
+
+
+def test_ctas_stay_where_unions_have_little_room() -> None:
+    """Twice that of lists without bits: 16 blocks for each of 8 tokens."""
+    for width, stay in ((128, True), (129, False)):
+        idx = torch.empty(1, 2, 5, width)
+        lists = BlockSparseTensorsTorch(idx[..., 0], idx, mask_block_bits=idx[..., None])
+        assert has_short_rows(lists) is stay
+        assert not has_short_rows(lists._replace(mask_block_bits=None))
 
 
 @pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
@@ -215,3 +226,27 @@ def test_tokens_attend_to_their_own_lists(G: int) -> None:
 )
 def test_packed_and_other_calls(case: TokenCase) -> None:
     assert_right(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        TokenCase(((1000, 1000),)),
+        TokenCase(((1000, 1000),), G=3, D=64, n=8),
+        TokenCase(((1000, 1000),), G=1, n=8),
+        TokenCase(((1000, 1000),), G=4, dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_later_tokens_change_no_bit(case: TokenCase) -> None:
+    """They decide which of a token's blocks share a step with each other."""
+    x, other = tensors(case), tensors(replace(case, seed=1))
+    (table,), (redrawn,) = (listed_blocks(replace(case, seed=seed), "cuda") for seed in (0, 1))
+    o, lse = attend(case, x, union_lists(case, [table]))
+    for t in (100, 517, 700, 998):
+        changed = [torch.cat([a[:, : t + 1], 8 * b[:, t + 1 :]], 1) for a, b in zip(x, other, strict=True)]
+        lists = union_lists(case, [torch.cat([table[:, : t + 1], redrawn[:, t + 1 :]], 1)])
+        again, lse_again = attend(case, tuple(changed), lists)
+        differ = (o[:, : t + 1] != again[:, : t + 1]).sum(), (lse[..., : t + 1] != lse_again[..., : t + 1]).sum()
+        assert not any(differ), f"{differ} values of o and lse depend on tokens after {t}"

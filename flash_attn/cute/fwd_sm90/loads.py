@@ -4,7 +4,7 @@ All warps of a CTA walk the same blocks in the same order: mask blocks from the 
 full ones. A step of the walk is `STEP` keys: one block of 128, or two of 64 that need not be neighbours.
 Where two do not come out even, the last step's second block is missing: its half of the step is loaded
 with the first block once more, so that nothing undefined is multiplied, and hidden by the mask.
-Lists of `BIT_ROWS` rows of packed heads have a bit for each of their tokens beside an entry (`KeyMask.hide_rows`).
+Lists of `BIT_ROWS` rows of packed heads have a bit for each of their tokens beside an entry (`KeyMask.lists`).
 
 Tiles of q and do go to a warpgroup, blocks of k and v to their part of a stage. A caller binds a loader to a tile, and
 calls it once for the tile's queries, and for the keys of every step.

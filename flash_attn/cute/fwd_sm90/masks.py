@@ -110,21 +110,9 @@ class KeyMask:
         if not self.sees_all(key, width):
             self._hide_past_edges(scores, key, at // 4, width)
 
-    @cute.jit
-    def hide_rows(
-        self, scores: cute.Tensor, words: tuple[Int32, ...], at: cutlass.Constexpr[int], width: cutlass.Constexpr[int]
-    ) -> None:
-        """Set to -inf a block's scores in the rows whose token does not list it.
-
-        Args:
-            scores, at, width: as in `hide`.
-            words: of the block (`KeyWalk.words`), for a tile of `BIT_ROWS` rows.
-        """
-        listed = [self.lists(words, r) for r in range(ROWS_OF_THREAD)]
-        if not (listed[0] & listed[1]):  # a warp whose rows all list the block passes by
-            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-                for c in cutlass.range_constexpr(at // 4, (at + width) // 4):
-                    scores[r, c] = scores[r, c] if listed[r] else -Float32.inf
+    def hidden(self, words: tuple[Int32, ...], r: int) -> Float32:
+        """Infinite if the token of the thread's r-th row does not list a block, given by its words; else 0."""
+        return Float32(cutlass.select_(self.lists(words, r), Float32(0.0), Float32.inf))
 
     def _token(self, query: Int32) -> Int32:
         """The query's place among the tokens that have rows in the tile."""

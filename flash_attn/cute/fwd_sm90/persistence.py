@@ -13,8 +13,10 @@ from typing import NamedTuple, Optional, Tuple
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.compressed_causal.mask import CompressArgs
+from flash_attn.cute.lists.query_bits import has_bits
 
 MOST_ENTRIES = 64  # room of a row for mask and full blocks together, at most
+MOST_UNION_ENTRIES = 128  # of a union of tokens' lists: neighbours list alike, so it has a fifth of its room to a third
 MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for walking on
 
 # Key tiles of a tile of queries in a window, at most: what 2,048 keys reach into, whichever tile the kernel takes.
@@ -39,7 +41,7 @@ def room(tensors: BlockSparseTensorsTorch) -> float:
 
 def has_short_rows(tensors: BlockSparseTensorsTorch) -> bool:
     """True for persistent CTAs, with tiles dealt out by number: rows are short, none is much longer than others."""
-    return room(tensors) <= MOST_ENTRIES
+    return room(tensors) <= (MOST_UNION_ENTRIES if has_bits(tensors) else MOST_ENTRIES)
 
 
 class ForwardTile(NamedTuple):

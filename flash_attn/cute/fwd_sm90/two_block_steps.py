@@ -11,7 +11,7 @@ kernel's own.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 import cutlass
 import cutlass.cute as cute
@@ -21,7 +21,7 @@ from cutlass.utils import LayoutEnum
 from quack import layout_utils, sm90_utils
 
 from flash_attn.cute.fwd_sm90.loads import KeyWalk, TmaTensor
-from flash_attn.cute.fwd_sm90.masks import KeyMask
+from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.lists.tiling import box_columns
 
 
@@ -59,6 +59,7 @@ class StepMask:
     mask: KeyMask
     entries: tuple[Int32, ...]
     words: tuple[tuple[Int32, ...], ...]
+    hidden: Optional[cute.Tensor]
     step: Int32
 
     def __call__(self, acc_S: cute.Tensor, n_block: Int32, mask_seqlen: bool = True) -> None:
@@ -67,7 +68,8 @@ class StepMask:
             key = self.walk.first_key(entry, self.step, part)
             self.mask.hide(scores, key, entry & 1 == 0, part * width, width)
             if self.walk.words_per_entry:
-                self.mask.hide_rows(scores, self.words[part], part * width, width)
+                for r in range(ROWS_OF_THREAD):
+                    self.hidden[r, part] = self.mask.hidden(self.words[part], r)
 
 
 @cute.jit
@@ -79,6 +81,7 @@ def compute_steps(
     one_step: Callable,
     last_product: Callable,
     add_product: Callable,
+    hidden: Optional[cute.Tensor] = None,
 ):
     """A warpgroup: all steps of a tile.
 
@@ -86,6 +89,7 @@ def compute_steps(
         first_step, one_step, last_product: of the kernel: scores of the first step; of a step, while the one before is
             multiplied with v; the last one's product with v.
         add_product: the product with v, for `one_step`.
+        hidden: with bits, what the softmax asks of a step's blocks (`UnionSoftmax.hidden`).
 
     Returns:
         the next state, and whether there was a step.
@@ -95,7 +99,9 @@ def compute_steps(
         step_mask = partial(StepMask, walk, mask)
         entries, words = walk.entries(Int32(0)), walk.all_words(Int32(0))
         coming, coming_words = walk.entries(Int32(1)), walk.all_words(Int32(1))
-        state = first_step(n_block=Int32(0), kv_consumer_state=state, mask_fn=step_mask(entries, words, Int32(0)))
+        state = first_step(
+            n_block=Int32(0), kv_consumer_state=state, mask_fn=step_mask(entries, words, hidden, Int32(0))
+        )
         for step in cutlass.range(1, walk.steps, unroll=1):
             entries, words = coming, coming_words
             coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
@@ -103,7 +109,7 @@ def compute_steps(
                 state,
                 n_block=step,
                 mma_pv_fn=partial(add_product, zero_init=not adds),
-                mask_fn=step_mask(entries, words, step),
+                mask_fn=step_mask(entries, words, hidden, step),
             )
             adds = Boolean(True)
         state = last_product(kv_consumer_state=state, zero_init=not adds)
