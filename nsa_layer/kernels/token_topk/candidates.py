@@ -18,7 +18,8 @@ from nsa_layer.kernels.token_topk.spec import TokenTopKSpec
 
 LARGEST = (1 << 31) - 1
 NOTHING = -(1 << 63)  # below every candidate
-MANY = 5  # lanes of a warp with new candidates that make it worth to raise the bound
+SOME, MANY = 5, 20  # lanes of a warp with new candidates: worth to raise the bound, and to look at all of them
+COUNT_BITS = 10
 TOGETHER = 4  # candidates of a lane that are looked at together
 
 
@@ -81,11 +82,17 @@ def add(mine: Candidates, bits: cute.Tensor, blocks: list[Int32]):
     """
     size, bound = cute.size(bits), mine.bound
     before = bound[0]
-    passes = cute.arch.vote_ballot_sync(reduce_tree(cutlass.max, [bits[i] for i in range(size)]) > before)
+    top = reduce_tree(cutlass.max, [bits[i] for i in range(size)])
+    passes = cute.arch.vote_ballot_sync(top > before)
     if passes != 0:
         reach = cutlass.min(before, LARGEST - 1) + 1
-        if cute.arch.popc(passes) >= MANY:
-            raise_bound(mine, bits)
+        coming = cute.arch.popc(passes)
+        if coming >= SOME:
+            if coming >= MANY:
+                keep_scores(mine, best_of([bits[i] for i in range(size)], cute.size(mine.best)))
+            else:
+                keep_scores(mine, [top])
+            raise_bound(mine)
             reach = cutlass.max(reach, bound[0])
         count = bound[1]
         for i in cutlass.range_constexpr(size):
@@ -97,12 +104,22 @@ def add(mine: Candidates, bits: cute.Tensor, blocks: list[Int32]):
             prune(mine)
 
 
-def raise_bound(mine: Candidates, bits: cute.Tensor) -> None:
+def keep_scores(mine: Candidates, scores: list[Int32]) -> None:
+    """Merge descending scores into the lane's best; scores that are left out only make for a lower bound."""
+    best = [mine.best[i] for i in range(cute.size(mine.best))]
+    if len(scores) == len(best):
+        best = merge(best, scores)
+    else:
+        for coming in scores:
+            for i, here in enumerate(best):
+                best[i], coming = cutlass.max(here, coming), cutlass.min(here, coming)
+    for i, score in enumerate(best):
+        mine.best[i] = score
+
+
+def raise_bound(mine: Candidates) -> None:
     """At least `room` blocks of the token have scores that are no less than the bound."""
-    size = cute.size(mine.best)
-    best = merge([mine.best[i] for i in range(size)], best_of([bits[i] for i in range(cute.size(bits))], size))
-    for i in range(size):
-        mine.best[i] = best[i]
+    best = [mine.best[i] for i in range(cute.size(mine.best))]
     least = rank_over_lanes(best, mine.spec.lanes, max(1, mine.spec.most_room))
     mine.bound[0] = cutlass.max(mine.bound[0], least)
 
@@ -132,7 +149,7 @@ def drop_below_bound(mine: Candidates):
 
 @cute.jit
 def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
-    """Raise the bound to the least score of the token's best candidates, by bisection.
+    """Raise the bound to the least score of the token's best candidates, by search.
 
     slots: candidates that a lane has at most. Returns whether more than the best reach it, because scores tie.
     """
@@ -144,24 +161,32 @@ def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
         most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, 1 << step))
     low = cutlass.max(bound[0], 0)
     high = cutlass.min(most, LARGEST - 1) + 1
-    reached = count_reached(scores, low, lanes)
+    reached = count_reached(scores, [low], lanes)
     enough = reached >= room
     pending = enough & (reached > room) & (high - low > 1)
     while any_lane(pending):
-        middle = low + cutlass.max((high - low) >> 2, 1)  # the bound is near
-        count = count_reached(scores, middle, lanes)
-        up = pending & (count >= room)
-        high = cutlass.select_(pending & (count < room), middle, high)
-        low = cutlass.select_(up, middle, low)
-        reached = cutlass.select_(up, count, reached)
+        # The result is near the bound, and each look at all lanes takes long: three places at once.
+        places = [low + cutlass.max((high - low) >> shift, 1) for shift in (1, 2, 4)]
+        counts = count_reached(scores, places, lanes)
+        for i in cutlass.range_constexpr(len(places)):
+            count = counts >> COUNT_BITS * i & (1 << COUNT_BITS) - 1
+            up = pending & (count >= room) & (places[i] > low)
+            high = cutlass.select_(pending & (count < room), places[i], high)
+            low = cutlass.select_(up, places[i], low)
+            reached = cutlass.select_(up, count, reached)
         pending = enough & (reached > room) & (high - low > 1)
     bound[0] = cutlass.select_(enough, low, bound[0])
     return reached > room
 
 
-def count_reached(scores: list[Int32], least: Int32, lanes: int) -> Int32:
-    """Of the scores of all lanes that share a token, how many are at least `least`."""
-    return sum_of_lanes(reduce_tree(add_up, [cutlass.select_(x >= least, Int32(1), Int32(0)) for x in scores]), lanes)
+def count_reached(scores: list[Int32], places: list[Int32], lanes: int) -> Int32:
+    """Of the scores of all lanes that share a token, how many are at least as large: `COUNT_BITS` for each place."""
+    counts = [
+        cutlass.select_(x >= place, Int32(1 << COUNT_BITS * i), Int32(0))
+        for i, place in enumerate(places)
+        for x in scores
+    ]
+    return sum_of_lanes(reduce_tree(add_up, counts), lanes)
 
 
 @cute.jit

@@ -109,7 +109,7 @@ class TokenTopKSpec:
     @property
     def slots(self) -> int:
         """Candidates that a lane has room for, beside those of a chunk: more than its share of the best."""
-        return -(-min(3 * self.depth + 4, self.depth + SPARE) // 4) * 4
+        return -(-min(3 * self.depth + 8, self.depth + SPARE) // 4) * 4
 
     @property
     def capacity(self) -> int:
