@@ -56,7 +56,7 @@ def needs_hopper(config: NSAConfig) -> None:
 
 CASES = [
     Case(**SMALL, config=NSAConfig(deterministic=True)),
-    Case(**SMALL, config=NSAConfig(deterministic=True), gate="given", compression="linear"),
+    Case(**SMALL, config=NSAConfig(deterministic=True), gate="given", compress_weights=True),
     Case(**SMALL, config=NSAConfig(deterministic=True, compress_stride=32), gate="none"),
     Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True)),
     Case(**SMALL | dict(T=4096), config=NSAConfig(deterministic=True)),
