@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-# compress: pooling, projections and the way back; choose: tile means, scores, top-n; lists: forward, backward, plan;
-# cmp, slc, swa: attention of each branch; gate: gates and weighted sum; convert: sums and roundings of gradients.
-COMPONENTS = ("compress", "choose", "lists", "cmp", "slc", "swa", "gate", "convert")
+# compress: pooling, projections and the way back; choose: tile means, scores, top-n; lists: forward, backward, plan, by
+# token unions; pairs: tokens by block of keys; cmp, slc, swa: attention of each branch; slc_dq, slc_dkdv: the selected
+# branch's passes by token; gate: gates and weighted sum; convert: sums and roundings of gradients.
+COMPONENTS = ("compress", "choose", "lists", "pairs", "cmp", "slc", "slc_dq", "slc_dkdv", "swa", "gate", "convert")
 
 Opener = Callable[[str], AbstractContextManager]
 

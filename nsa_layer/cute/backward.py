@@ -101,7 +101,7 @@ def backward(
     with component("convert"):
         add = sums.write_dq(dq, cu_seqlens, add=gate_weight is not None)
     if split_dq:
-        with component("slc"):
+        with component("slc_dq" if by_token else "slc"):
             into = dict(dq=dq, accum=accum, add=add, start=layouts.calls[-1].dq.start)
             backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query, packing))
     del accum
@@ -112,9 +112,9 @@ def backward(
     with component("convert"):
         sums.add_dk_dv(dk, dv, stored, cu_seqlens)
     if by_token:
-        with component("lists"):
+        with component("pairs"):
             pairs = token_pairs(saved.block_indices, q.shape[-2] // k.shape[-2], spec=spec, packing=packing)
-        with component("slc"):
+        with component("slc_dkdv"):
             into = dict(dk=dk, dv=dv, add=True, start=layouts.calls[-1].dq.start)
             where = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
             backward_dkdv(q, k, v, do_slc, *rows_slc[::-1], pairs, **fixed, **into, **where)

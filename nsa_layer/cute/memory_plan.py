@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from nsa_layer.call_spec import CallSpec
+from nsa_layer.kernels.token_lists.sizes import CHUNKS, KEYS, ROWS, most_partials, union_room, words_of_entry
 
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)
 # The outputs to save, of the compressed, the selected and the window branch: the first choice that fits.
@@ -63,6 +64,7 @@ class Sizes:
     Attributes:
         tokens: of all sequences.
         itemsize: bytes of an element of q.
+        block_size, longest: of lists by token; longest is the tokens of one sequence, None: all.
     """
 
     tokens: int
@@ -77,6 +79,8 @@ class Sizes:
     gated: bool = True
     needs_grad: bool = True
     deterministic: bool = False
+    block_size: int = KEYS
+    longest: int | None = None
 
     @classmethod
     def of(cls, q: torch.Tensor, v: torch.Tensor, *, spec: CallSpec, gated: bool, needs_grad: bool) -> Sizes:
@@ -84,7 +88,7 @@ class Sizes:
         config, longest = spec.config, max(spec.lengths) if spec.lengths else q.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         static = (q.element_size(), config.stride, config.q_tile, config.list_width(longest))
-        return cls(tokens, *heads, *static, gated, needs_grad, config.deterministic)
+        return cls(tokens, *heads, *static, gated, needs_grad, config.deterministic, config.block_size, longest)
 
 
 @dataclass(frozen=True)
@@ -119,24 +123,35 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     choice = tiles * (query_heads * sizes.D * 8 + heads * sizes.list_width * 8)
     saved_rows = 3 + 3 * sizes.gated
     saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
-    saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + tiles * sizes.Hkv * (sizes.list_width + 1) * 4
-    accumulators = 4 * tokens * query_heads * sizes.D + 4 * tokens * heads * (sizes.D + sizes.Dv)
-    lists = 64 * tiles * query_heads * sizes.list_width
-    forward_lists = 0
+    dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * tokens * heads * (sizes.D + sizes.Dv)
+    saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
+    by_branches = dq_accum + dk_dv_accum + 64 * tiles * query_heads * sizes.list_width
     if sizes.q_tile == 1:
-        # No mean queries. Unions have an entry and its bits for each that a token lists, at most; pairs the token.
-        pairs = tokens * heads * sizes.list_width
-        choice, forward_lists = pairs * 4, pairs * 4 * (1 + -(-4 // G))
-        partials = 2 * pairs * G // rows_of_item(pairs * G) * 64 * (sizes.D + sizes.Dv) * 4
-        lists = forward_lists + pairs * 4 + partials
+        # Neither mean queries nor counts; dq's accumulator is gone when dk and dv of the selected branch are made.
+        saved_lists = tokens * sizes.Hkv * sizes.list_width * 4
+        choice = 0 if sizes.needs_grad else tokens * heads * sizes.list_width * 4
+        forward_lists, pairs = _token_lists(sizes, heads)
+        by_branches = dk_dv_accum + forward_lists + max(dq_accum, pairs)
+    saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + saved_lists
     return {
         "saved": saved * sizes.needs_grad,
         "forward": kept.count(False) * branch + 6 * row_numbers + compressed + choice + forward_lists,
-        "backward": (kept.count(False) * branch + 6 * row_numbers + accumulators + 2 * compressed + lists)
-        * sizes.needs_grad,
+        "backward": (kept.count(False) * branch + 6 * row_numbers + 2 * compressed + by_branches) * sizes.needs_grad,
         "outputs": rows * sizes.Dv * e,
         "gradients": (rows * (sizes.D + sizes.Dv) + tokens * sizes.Hkv * (sizes.D + sizes.Dv)) * e * sizes.needs_grad,
     }
+
+
+def _token_lists(sizes: Sizes, heads: int) -> tuple[int, int]:
+    """Bytes of lists by token: the unions' with their bits; those of pairs, with what makes them or is made of them."""
+    tokens, G, n = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width
+    room = union_room(G, n, sizes.block_size, sizes.longest or tokens)
+    unions = -(-tokens * G // ROWS) * heads * (1 + room * (1 + words_of_entry(G))) * 4
+    pairs, blocks = tokens * heads * n, -(-tokens // sizes.block_size) * heads
+    cap = max(1, rows_of_item(pairs * G) // G)
+    items = (pairs // cap + blocks) * 16 + blocks * 4
+    partials = most_partials(pairs, cap) * sizes.block_size * (sizes.D + sizes.Dv) * 4
+    return unions, pairs * 4 + items + max(CHUNKS * blocks * 4, partials)
 
 
 def rows_of_item(rows: int) -> int:

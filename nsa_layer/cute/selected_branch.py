@@ -27,8 +27,9 @@ from nsa_layer.cute.torch_block_lists import (
     selected_lists,
 )
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
-from nsa_layer.kernels.token_lists.pairs_by_block import most_partials, pairs_by_block
-from nsa_layer.kernels.token_lists.union_lists import KEYS, union_lists
+from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
+from nsa_layer.kernels.token_lists.sizes import KEYS, most_partials
+from nsa_layer.kernels.token_lists.union_lists import union_lists
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
 
 

@@ -40,9 +40,9 @@ def main(argv: list[str]) -> int:
     print("floors: {:.3g} TB/s, {:.3g} and {:.3g} TFLOP/s forward and backward\n".format(*rates))
     document = provenance("profile", argv, cases[0].device) | dict(ceilings=asdict(at), calls=[])
     for shape, backend in zip(cases, backends):
-        found, floors = profile(shape, backend, repeats=given.repeats, rows=given.rows), work(shape)
+        found, floors = profile(shape, backend, repeats=given.repeats, rows=given.rows), work(shape, backend)
         gated = "ungated" if given.ungated else "gated"
-        title = f"{backend} on {shape.device}, {shape.describe()}, {gated}"
+        title = f"{backend} on {shape.device}, {shape.describe()}, {gated}, {shape.data} data"
         second = found.operators or kernel_table(found.kernels, rows=given.rows)
         print(f"{title}\n\n{component_table(found, floors, at)}\n\n{second}\n", flush=True)
         document["calls"].append(dict(title=title, whole_ms=found.whole_ms, rows=as_data(found, floors, at)))

@@ -45,6 +45,28 @@ def test_schedules_keep_to_the_budget_and_take_every_head_once(Hkv: int, needs_g
     assert len(seen) > 1 or (Hkv == 1 and not needs_grad)
 
 
+def test_lists_by_token_take_what_their_unions_have_room_for() -> None:
+    """4,096 tokens have 64 blocks; a tile of one head's queries, 128 tokens of 16 entries, could list 2,048."""
+    T, heads, everything = 4096, 8, (True, True, True)
+    sizes = Sizes(**(vars(SIZES) | dict(tokens=T, Hq=heads, q_tile=1)))
+    parts = predict(sizes, heads, everything)
+    rows, compressed = 6 * 4 * T * heads, T // 64 * heads * (256 * 2 + 128 * 4)
+    unions = T // 128 * heads * (1 + 64 * (1 + 4)) * 4  # counts, entries, four words of bits each
+    assert parts["forward"] == rows + compressed + unions
+    packed = Sizes(**(vars(sizes) | dict(longest=1024)))
+    assert predict(packed, heads, everything)["forward"] == rows + compressed + T // 128 * heads * (1 + 16 * 5) * 4
+    # 524,288 pairs in items of 4,096 at most have 256 partial sums, more than dq's accumulator.
+    base, dq, dk_dv = rows + 2 * compressed + unions, 4 * T * heads * 128, 4 * T * heads * 256
+    for block_size in (64, 128):
+        blocks = T // block_size * heads
+        pairs = 4 * 524288 + (128 + blocks) * 16 + 4 * blocks + 256 * block_size * 256 * 4
+        found = predict(Sizes(**(vars(sizes) | dict(block_size=block_size))), heads, everything)
+        assert found["backward"] == base + dk_dv + pairs
+    short = Sizes(**(vars(sizes) | dict(list_width=8)))
+    assert predict(short, heads, everything)["backward"] == base + dk_dv + dq
+    assert parts["saved"] == 3 * T * heads * 256 + 24 * T * heads + T // 64 * heads * 512 + 4 * 524288
+
+
 def test_without_backward_nothing_is_kept() -> None:
     sizes = Sizes(**(vars(SIZES) | dict(needs_grad=False)))
     assert plan_memory(sizes, MemoryPolicy(recompute="none"), CPU).kept == (False, False, False)

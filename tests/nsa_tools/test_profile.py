@@ -111,6 +111,22 @@ def test_floors_of_the_documented_shape_are_those_that_were_worked_out_by_hand()
     assert ms["compress", "forward"] == pytest.approx(4.3e9 * (1 + 1 / 64 + 1 / 64) / 4.2e9, rel=0.01)
 
 
+def test_by_token_the_kernels_passes_have_floors_of_their_own() -> None:
+    """64/4 heads, 65,536 tokens, 16 blocks of 64: about 2.2 TFLOP forward, of two products; then four and three."""
+    config = NSAConfig(q_tile=1)
+    sizes = dict(B=1, T=1 << 16, Hq=64, Hkv=4, D=128, Dv=128, dtype=torch.bfloat16, device="cpu", config=config)
+    shape = Shape(**sizes)
+    found, at = roofline.work(shape), roofline.Ceilings(**roofline.H200)
+    forward = found["slc", "forward"].flops
+    assert forward == pytest.approx(2.2e12, rel=0.05) and ("slc", "backward") not in found
+    assert found["slc_dkdv", "backward"].flops == 2 * forward and found["slc_dq", "backward"].flops == 1.5 * forward
+    assert found["choose", "forward"].floor_ms(at, "forward") == pytest.approx(0.83, rel=0.02)
+    lists = (1 << 16) * 4 * 16 * 4
+    assert found["pairs", "backward"].bytes == 2 * lists
+    assert found["lists", "forward"].bytes == lists * (1 + 2 / 8)  # 8 tokens a tile, an entry and its word
+    assert "slc_dq" not in {name for name, _ in roofline.work(shape, "eager")}
+
+
 def test_profile_shows_every_branch_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert profile.main([*TINY, "--seqlen=64", "--repeats=1", "--rows=3"]) == 0
     shown = capsys.readouterr().out

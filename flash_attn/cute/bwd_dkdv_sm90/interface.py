@@ -88,8 +88,8 @@ def backward_dkdv(
         start=start if packed else ROWS,
     )
     kernel = _compiled(spec)
+    partials = torch.empty(max(pairs.partials, 1) * parts * 2 * ROWS * D, dtype=torch.float32, device=q.device)
     if not is_fake_mode():
-        partials = torch.empty(max(pairs.partials, 1) * parts * 2 * ROWS * D, dtype=torch.float32, device=q.device)
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         kernel(
             *(maybe_contiguous(t) for t in (q, k, v, dout)), lse_log2, dpsum, dk, dv, *pairs[:3], counter, partials,

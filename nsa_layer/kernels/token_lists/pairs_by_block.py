@@ -12,9 +12,10 @@ import torch
 
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.token_lists.row_plan import ITEM, RowPlan
+from nsa_layer.kernels.token_lists.sizes import CHUNKS
 from nsa_layer.kernels.token_lists.token_pairs import STEP, ChunkSums, TokenPairs
 
-CHUNKS, LEAST_CHUNK = 64, 256  # of a sequence, at most; tokens
+LEAST_CHUNK = 256  # tokens
 ROOMS = 1024, 4096, 16384  # blocks of a CTA's range, as many as are needed if one is enough
 MOST_PAIRS = 2**31 - 1
 
@@ -40,11 +41,6 @@ class Pairs(NamedTuple):
     def item_count(self) -> torch.Tensor:
         """Int32 [1], on the device."""
         return self.row_items[-1:]
-
-
-def most_partials(pairs: int, cap: int) -> int:
-    """Room for partials, numbers in `Pairs.items`: only rows of more than `cap` tokens have some."""
-    return 2 * pairs // cap
 
 
 def pairs_by_block(

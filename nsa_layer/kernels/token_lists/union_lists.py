@@ -7,7 +7,6 @@ room for them are written in rounds, from the entries in registers.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import cutlass
@@ -17,24 +16,12 @@ from cutlass import Int32, Uint32, const_expr
 
 from flash_attn.cute.utils import warp_prefix_sum
 from nsa_layer.kernels.launch import launch
+from nsa_layer.kernels.token_lists.sizes import KEYS, ROWS, tokens_of_tile, union_room, words_of_entry
 from nsa_layer.kernels.varlen_rows import sequence_of
 
-ROWS = 128  # (token, head) pairs of a tile
-KEYS = 64  # of an entry
 PER_THREAD = 8  # entries of lists, while 1,024 threads are enough for them
 MOST_ROOM = 512  # entries of a union that are made at a time
 BITMAP_WORDS = (32, 256, 2048, 16384)  # of 32 blocks
-
-
-def tokens_of_tile(G: int) -> int:
-    """Tokens at most that have rows in a tile: row r belongs to token ``r // G``."""
-    first = G - math.gcd(G, ROWS)  # of the first token's heads, the most that are rows of the tile before
-    return (first + ROWS - 1) // G + 1
-
-
-def words_of_entry(G: int) -> int:
-    """32-bit words with a bit for each token of a tile: 1, 2 or 4."""
-    return {1: 1, 2: 2}.get(-(-tokens_of_tile(G) // 32), 4)
 
 
 class Unions(NamedTuple):
@@ -43,7 +30,7 @@ class Unions(NamedTuple):
     Attributes:
         counts: int32 [B, Hs, M].
         blocks: int32 [B, Hs, M, R], ascending, of 64 keys: a listed block of 128 is two of them. R is the most that a
-            tile may have, min(tokens of a tile * n * block_size / 64, ceil(T / 64)); behind the count nothing is
+            tile may have, `union_room`; behind the count nothing is
             written.
         bits: int32 [B, Hs, M, R, W]: bit ``j % 32`` of word ``j // 32`` says that token ``128 * tile // G + j`` lists
             the block. W is 1 for up to 32 tokens, else 2 or 4.
@@ -216,7 +203,7 @@ def union_lists(
     need = -(-longest // (32 * block_size))
     if need > BITMAP_WORDS[-1]:
         raise ValueError(f"a sequence may have {32 * BITMAP_WORDS[-1]} blocks of {block_size}, got {longest} tokens")
-    R = min(tokens_of_tile(G) * n * (block_size // KEYS), -(-longest // KEYS))
+    R = union_room(G, n, block_size, longest)
     counts = lists.new_empty(B, H, M)
     blocks, bits = lists.new_empty(B, H, M, R), lists.new_empty(B, H, M, R, words_of_entry(G))
     if counts.numel():

@@ -17,8 +17,9 @@ from fa_compile import Worker  # noqa: E402
 
 from nsa_layer.compile_ahead import _Unlinked  # noqa: E402
 from nsa_layer.kernels.token_lists import pairs_by_block as pairs_module  # noqa: E402
-from nsa_layer.kernels.token_lists.pairs_by_block import most_partials, pairs_by_block  # noqa: E402
-from nsa_layer.kernels.token_lists.union_lists import tokens_of_tile, union_lists, words_of_entry  # noqa: E402
+from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block  # noqa: E402
+from nsa_layer.kernels.token_lists.sizes import most_partials, tokens_of_tile, words_of_entry  # noqa: E402
+from nsa_layer.kernels.token_lists.union_lists import union_lists  # noqa: E402
 
 
 @dataclass(frozen=True)

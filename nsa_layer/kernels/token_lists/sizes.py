@@ -1,0 +1,30 @@
+"""Sizes of lists by token that follow from a call's shape alone: entries of a union, partial sums of a key block."""
+
+from __future__ import annotations
+
+import math
+
+ROWS = 128  # (token, head) pairs of a tile
+KEYS = 64  # of an entry
+CHUNKS = 64  # of a sequence's tokens, in which pairs are counted, at most
+
+
+def tokens_of_tile(G: int) -> int:
+    """Tokens at most that have rows in a tile: row r belongs to token ``r // G``."""
+    first = G - math.gcd(G, ROWS)  # of the first token's heads, the most that are rows of the tile before
+    return (first + ROWS - 1) // G + 1
+
+
+def words_of_entry(G: int) -> int:
+    """32-bit words with a bit for each token of a tile: 1, 2 or 4."""
+    return {1: 1, 2: 2}.get(-(-tokens_of_tile(G) // 32), 4)
+
+
+def union_room(G: int, n: int, block_size: int, T: int) -> int:
+    """Entries at most of the union of a tile whose tokens list n blocks each, in a sequence of T tokens."""
+    return min(tokens_of_tile(G) * n * (block_size // KEYS), -(-T // KEYS))
+
+
+def most_partials(pairs: int, cap: int) -> int:
+    """Room for partials, numbers in `Pairs.items`: only rows of more than `cap` tokens have some."""
+    return 2 * pairs // cap
