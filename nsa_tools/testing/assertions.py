@@ -91,12 +91,12 @@ def assert_same_choice(inputs: Inputs, block_indices: torch.Tensor) -> None:
 
 
 def rounding_of_scores(asking: torch.Tensor, k_cmp: torch.Tensor, scale: float, eps: float) -> float:
-    """How far rounding of its terms and sums may move a score of queries [.., D] and keys [.., D]."""
+    """The error that rounding of its terms and sums may make in a score of queries [.., D] and keys [.., D]."""
     return 8 * eps * scale * float(asking.norm(dim=-1).max() * k_cmp.norm(dim=-1).max()) if k_cmp.numel() else 0.0
 
 
 def rounding_of_keys(asking: torch.Tensor, k_cmp: torch.Tensor, scale: float, dtype: torch.dtype) -> float:
-    """How far a score moves where an element of a compressed key is rounded the other way.
+    """The change of a score where an element of a compressed key is rounded the other way.
 
     Means are taken in the accumulation dtype in any order, so that one near the middle of two numbers of `dtype` may
     become either.

@@ -53,7 +53,7 @@ class TokenCase:
 
 
 def listed_blocks(case: TokenCase, device: str) -> list[torch.Tensor]:
-    """Of each sequence, bool [Hkv, queries, blocks]: random ones, up to n for a token, none for some."""
+    """Lists of each sequence, bool [Hkv, queries, blocks]: random ones, up to n for a token, none for some."""
     generator = torch.Generator().manual_seed(case.seed)
     tables = []
     for (T, S), N in zip(case.lengths, case.blocks, strict=True):

@@ -17,7 +17,7 @@ OPCODES = {0x9F0: "product", 0xDF0: "product", 0x9C5: "order"}  # HGMMA; WARPGRO
 
 
 def cubins(launch: Callable[[], None]) -> list[bytes]:
-    """What a call's kernel is compiled to."""
+    """The cubins of a call's kernels."""
     from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
     bwd_dq_interface._compiled.compile_cache.clear()

@@ -143,7 +143,7 @@ def test_blackwell_is_refused(compiler_sm100: Worker) -> None:
 
 
 def test_pairs_are_those_of_the_lists() -> None:
-    """Of the tests' own builder: every row has the tokens that list its block, and is dealt out whole."""
+    """The tests' own builder: every row has the tokens that list its block, and is dealt out whole."""
     case = TokenCase((200, 70), 2, Hkv=2, cap=30, packed=True)
     lists = make_inputs(case, "cpu").lists
     pairs = pairs_of(case, lists)

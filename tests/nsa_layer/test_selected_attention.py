@@ -151,7 +151,7 @@ def test_a_choice_given_back_gives_the_same_bits() -> None:
 
 
 def test_the_kernels_refuse_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `nsa` and alone, before anything is computed."""
+    """Lists that they do not take are refused by `nsa` and by `selected_attention`, before anything is computed."""
     monkeypatch.setattr(support, "device_arch", lambda index=None: 90)
     with FakeTensorMode():
         q, k = (torch.empty(1, 128, H, 64, dtype=torch.bfloat16, device="cuda") for H in (4, 2))

@@ -140,7 +140,7 @@ def test_small_tiles_run_too(rule: dict[str, int]) -> None:
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one token and of all of them: in fp64 the numbers agree to rounding."""
+    """One token and all of them: in fp64 the numbers agree to rounding."""
     case = Case(B=2, T=90, D=8, dtype=torch.float64, config=OVERLAP)
     once = run("eager", make_inputs(case)).tensors()
     monkeypatch.setattr(token_attention, "CPU_PAIRS", 1)

@@ -1,4 +1,4 @@
-"""Where a warpgroup's 64 keys of dk and dv go: rounded to memory, or as a partial sum; and the kernel that adds those.
+"""Epilogue of dk and dv of 64 keys: rounded to memory, or stored as a partial sum; and the kernel that adds those.
 
 Both kernels keep a tile in wgmma's registers: of every 8 columns a thread holds 2 in 2 rows. A partial sum keeps their
 order, by 8 columns, then by thread, then by register, and is read and written 16 bytes at a time. In rounded rows the

@@ -36,7 +36,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ItemList:
-    """What `Item`s are found by."""
+    """All items of a call, by number."""
 
     items: cute.Tensor
     tokens: cute.Tensor

@@ -1,4 +1,4 @@
-"""In which order key blocks add to a query block's dq, and the walk over a key block's query blocks that waits least.
+"""The order in which key blocks add to a query block's dq, and the walk over query blocks that waits least for it.
 
 Backward runs one CTA a key block, and every CTA adds to the dq of the query blocks that its key block lists. For the
 same bits twice, the adds to a query block must come in a fixed order: an entry's *lock value* says how many adds to the

@@ -180,7 +180,7 @@ def tighten(mine: Candidates, slots: cutlass.Constexpr[int]) -> Boolean:
 
 
 def count_reached(scores: list[Int32], places: list[Int32], lanes: int) -> Int32:
-    """Of the scores of all lanes that share a token, how many are at least as large: `COUNT_BITS` for each place."""
+    """Ranks among the scores of all lanes that share a token: how many are at least as large, `COUNT_BITS` a place."""
     counts = [
         cutlass.select_(x >= place, Int32(1 << COUNT_BITS * i), Int32(0))
         for i, place in enumerate(places)

@@ -252,7 +252,7 @@ class TokenTopK:
 
     @cute.jit
     def shifts(self, mLSE: cute.Tensor, place: Place) -> cute.Tensor:
-        """Of this thread's columns, -log2 of what exponentials are divided by; -inf where there is no head."""
+        """For each of this thread's columns -log2 of what exponentials are divided by; -inf where there is no head."""
         spec = self.spec
         x = cute.arch.lane_idx() % QUAD
         shifts = cute.make_rmem_tensor((spec.own_columns,), Float32)

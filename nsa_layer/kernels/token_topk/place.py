@@ -63,7 +63,7 @@ class Place:
         return cutlass.select_(self.first < self.T, steps, Int32(0))
 
     def first_key(self, step: Int32) -> Int32:
-        """Of the step; below 0 where keys before the sequence would reach into block 0."""
+        """The step's first compressed key; below 0 where keys before the sequence would reach into block 0."""
         return step * (self.spec.blocks_a_step * self.spec.keys_a_block) - self.spec.halo
 
     def is_candidate(self, block: Int32, t: Int32) -> Boolean:

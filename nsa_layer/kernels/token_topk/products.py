@@ -50,5 +50,5 @@ class Products:
         warpgroup.wait_group(0)
 
     def score(self, row: int, column: int) -> Float32:
-        """Of this thread's keys and columns."""
+        """The product of one of this thread's keys and one of its columns."""
         return self.scores[(column % 2, row, column // 2), 0, 0]

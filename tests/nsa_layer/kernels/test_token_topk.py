@@ -57,7 +57,7 @@ class Case:
         return torch.cat(q), torch.cat(k), torch.cat(lse, dim=1)
 
     def rounding(self, q: Tensor, k: Tensor) -> float:
-        """How far rounding may move an importance, relative to it."""
+        """The relative error that rounding may make in an importance."""
         size = self.scale * q.float().norm(dim=-1).max() * (k.float().norm(dim=-1).max() if len(k) else 0)
         return 16 * torch.finfo(torch.float32).eps * (1 + float(size))
 
@@ -77,7 +77,7 @@ def log_sum_exp(q: Tensor, k: Tensor, case: Case) -> Tensor:
 
 
 def importances(q: Tensor, k: Tensor, lse: Tensor, case: Case) -> Tensor:
-    """Of all complete blocks in fp64: [L, Hkv, blocks]."""
+    """Importances of all complete blocks in fp64: [L, Hkv, blocks]."""
     config, L = case.config, len(q)
     scores = scores_of(q, k, case)
     p = torch.where(scores > -torch.inf, (scores - lse.double().unflatten(0, scores.shape[:2])[..., None]).exp(), 0)
