@@ -19,6 +19,7 @@ import block_sparse  # noqa: E402
 import checked_kernels as checked  # noqa: E402
 import compare_trees as trees  # noqa: E402
 import list_masks as masks  # noqa: E402
+import recall  # noqa: E402
 import tree_calls  # noqa: E402
 from sparse_variants import Setup  # noqa: E402
 from tile_lists import Case  # noqa: E402
@@ -163,3 +164,20 @@ def test_a_row_compares_medians() -> None:
 def test_a_worker_that_imports_another_tree_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="imports"):
         trees.Worker(tmp_path, tmp_path / "log")
+
+
+def test_recall_asks_for_each_pair_once() -> None:
+    tokens, asked = recall.draw(128, 3, torch.Generator().manual_seed(0), "cpu")
+    for sequence, answers in zip(tokens.tolist(), asked.tolist()):
+        pairs = {key: value for key, value in zip(sequence[:64], sequence[1:65]) if key < recall.SYMBOLS}
+        questions = {sequence[i]: answer for i, answer in enumerate(answers) if answer != -100}
+        assert len(pairs) == 16 and questions == pairs
+        assert all(i >= 64 for i, answer in enumerate(answers) if answer != -100)
+
+
+def test_recall_counts_what_a_model_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    recall.main(["--lengths", "16", "--steps", "2", "--seeds", "1", "--tokens", "32", "--device", "cpu"])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in recall.VARIANTS) and "16 tokens" in shown
+    with pytest.raises(SystemExit):
+        recall.main(["--lengths", "12"])

@@ -1,0 +1,143 @@
+"""Multi-query recall learned with dense attention, with a choice of blocks by token, and by tile.
+
+    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 1000] [--tokens 32768] [--seeds 2] [--json FILE]
+
+Pairs of a key and a value stand at random places of the first half of a sequence, one for every 8 tokens; the second
+half asks for each key once. The share of values that a model finds at the last length is its recall; blocks hold
+several pairs, so that the compressed branch alone cannot tell them apart. A model has two layers of width 128 with 4
+query heads, 1 key/value head, and for sparse attention blocks of 16, 8 of them listed, and a window of 32; it also sees
+each token's predecessor. It goes from one length to the next when it finds 99 % or has taken its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from nsa_layer import NSAConfig, nsa
+from nsa_tools.report.tables import markdown
+
+SPARSE = NSAConfig(block_size=16, block_counts=8, window_size=32)
+VARIANTS = {"dense": None, "by token": SPARSE.replace(q_tile=1), "by tile of 32": SPARSE.replace(q_tile=32)}
+SYMBOLS = 256  # keys, and as many values; the last symbol of the alphabet fills the rest
+FILLER = 2 * SYMBOLS
+WIDTH, HEADS, LAYERS = 128, 4, 2
+FOUND = 0.99  # share of values at which a model goes on to the next length
+RATE = 1e-3
+
+
+def draw(T: int, batch: int, generator: torch.Generator, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences and the values that are asked for: two int64 [batch, T], -100 where nothing is asked."""
+
+    def places(count: int, of: int) -> torch.Tensor:
+        return torch.rand(batch, of, generator=generator, device=device).argsort(1)[:, :count]
+
+    pairs = T // 8
+    keys = places(pairs, SYMBOLS)
+    values = torch.randint(SYMBOLS, 2 * SYMBOLS, (batch, pairs), generator=generator, device=device)
+    tokens = torch.full((batch, T), FILLER, device=device)
+    asked = torch.full_like(tokens, -100)
+    slots, questions = 2 * places(pairs, T // 4), T // 2 + places(pairs, T // 2)
+    tokens.scatter_(1, slots, keys).scatter_(1, slots + 1, values).scatter_(1, questions, keys)
+    asked.scatter_(1, questions, values)
+    return tokens, asked
+
+
+class Layer(nn.Module):
+    """Attention of one kind, then an MLP, both with a residual."""
+
+    def __init__(self, config: NSAConfig | None) -> None:
+        super().__init__()
+        self.config, D = config, WIDTH // HEADS
+        self.qkv, self.out = nn.Linear(WIDTH, WIDTH + 2 * D, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.gate = nn.Parameter(torch.zeros(HEADS, 3, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (HEADS + 2, -1)).split((HEADS, 1, 1), dim=2)
+        if self.config is None:
+            o = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True)
+            o = o.transpose(1, 2)
+        else:  # blocks of 16 are not for the kernels
+            o = nsa(q, k, v, config=self.config, gate_weight=self.gate, backend="eager")
+        x = x + self.out(o.flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Model(nn.Module):
+    """Tokens [B, T] to logits [B, T, symbols]."""
+
+    def __init__(self, config: NSAConfig | None) -> None:
+        super().__init__()
+        self.own, self.before = (nn.Embedding(FILLER + 1, WIDTH) for _ in range(2))
+        self.layers = nn.Sequential(*(Layer(config) for _ in range(LAYERS)), nn.RMSNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, FILLER + 1, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.own(tokens) + self.before(F.pad(tokens, (1, -1), value=FILLER))))
+
+
+def recall(name: str, seed: int, lengths: list[int], steps: int, tokens_of_batch: int, device: str) -> list[float]:
+    """The share of values that a model of this kind finds at each length, once it has learned it."""
+    torch.manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    model = Model(VARIANTS[name]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    shares = []
+    for T in lengths:
+        found = 0.0
+        for _ in (bar := tqdm(range(steps), desc=f"{name}, seed {seed}, {T} tokens", leave=False)):
+            tokens, asked = draw(T, max(1, tokens_of_batch // T), generator, device)
+            logits = model(tokens).flatten(0, 1)
+            loss = F.cross_entropy(logits, asked.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            right = (logits.argmax(-1) == asked.flatten())[asked.flatten() >= 0].float().mean().item()
+            found = 0.9 * found + 0.1 * right  # of the last batches, which were never seen before
+            bar.set_postfix_str(f"loss {loss.item():.2f}, found {found:.2f}")
+            if found >= FOUND:
+                break
+        shares.append(found)
+    return shares
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train every variant with every seed, and print the recall of each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="multiples of 8 tokens")
+    parser.add_argument("--steps", type=int, default=1000, help="at most, of each length")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a batch")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="also write the shares to this file")
+    given = parser.parse_args(argv)
+    wrong = [T for T in given.lengths if T % 8 or not 8 <= T <= 8 * SYMBOLS]
+    if wrong:
+        parser.error(f"--lengths has to be multiples of 8 up to {8 * SYMBOLS}, got {wrong[0]}")
+    shares: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
+    try:
+        for name in VARIANTS:
+            for seed in range(given.seeds):
+                shares[name].append(recall(name, seed, given.lengths, given.steps, given.tokens, given.device))
+    except KeyboardInterrupt:
+        print("interrupted; what was trained:")
+    rows = [
+        [name, seed, *(f"{share:.2f}" for share in at_lengths)]
+        for name, of_seeds in shares.items()
+        for seed, at_lengths in enumerate(of_seeds)
+    ]
+    print(markdown(["attention", "seed", *(f"{T:,} tokens" for T in given.lengths)], rows, left=1))
+    if given.json:
+        given.json.write_text(json.dumps(dict(lengths=given.lengths, shares=shares), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
