@@ -10,9 +10,8 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
+from nsa_layer.kernels.token_lists.sizes import ROWS
 from nsa_layer.support import hopper_kv_tile
-
-ROWS_OF_TILE = 128
 
 
 class Packing(NamedTuple):
@@ -104,7 +103,7 @@ def _starts(
     kv_tile = hopper_kv_tile(config.block_size)
     blocks, tiles = map(config.compressed_length, lengths), map(config.num_tiles, lengths)
     kv_tiles = (-(-length // kv_tile) for length in lengths)
-    row_tiles = (-(-length * G // ROWS_OF_TILE) for length in lengths)
+    row_tiles = (-(-length * G // ROWS) for length in lengths)
     starts = [list(accumulate(counts, initial=0)) for counts in (lengths, blocks, tiles, kv_tiles, row_tiles)]
     size = len(lengths) + 1
     # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.

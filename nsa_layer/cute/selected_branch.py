@@ -18,7 +18,7 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.memory_plan import rows_of_item
-from nsa_layer.cute.packing import ROWS_OF_TILE, Packing
+from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
     block_bitmap,
@@ -28,7 +28,7 @@ from nsa_layer.cute.torch_block_lists import (
 )
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
 from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
-from nsa_layer.kernels.token_lists.sizes import KEYS, most_partials
+from nsa_layer.kernels.token_lists.sizes import KEYS, ROWS, most_partials
 from nsa_layer.kernels.token_lists.union_lists import union_lists
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
 
@@ -167,7 +167,7 @@ def _unions(block_indices: torch.Tensor, G: int, spec: CallSpec, packing: Packin
     )
     starts = None if packing is None else packing.cu_row_tiles
     return BlockSparseTensorsTorch(
-        counts, blocks, block_size=(ROWS_OF_TILE, KEYS), cu_total_m_blocks=starts, mask_block_bits=bits
+        counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=starts, mask_block_bits=bits
     )
 
 

@@ -6,12 +6,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from tqdm import tqdm
 
 from nsa_layer.api import nsa
+from nsa_layer.call_spec import Aux
+from nsa_layer.kernels.token_lists.sizes import ROWS
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.measure.timed_calls import (
     BACKWARD,
@@ -160,7 +161,12 @@ class Bench:
         return timings, peaks
 
     def _with_error(self, shape: Shape, variant: Variant, row: Row) -> Row:
-        attend = partial(nsa, **shape.options(), backend=self.options.backend)
+        made = []
+
+        def attend(**inputs: torch.Tensor | bool) -> tuple[torch.Tensor, Aux]:
+            made.append(nsa(**inputs, **shape.options(), backend=self.options.backend))
+            return made[0]
+
         try:
             verdicts = forward_verdicts(shape, attend, variant.sets[0], Samples(self.options.error_rows, 1, 4))
         except Exception as error:
@@ -169,7 +175,7 @@ class Bench:
         wrong = [v.name for v in verdicts if not v.ok]
         found = dict(error=worst.error, eager_error=worst.eager_error, of_limit=worst.of_limit)
         if shape.config.by_token:
-            found |= dict(union=union(attend(**variant.sets[0], return_aux=True)[1].block_indices, shape))
+            found |= dict(union=union(made[0][1].block_indices, shape))
         return replace(row, **found, detail=f"WRONG: {', '.join(wrong)}" if wrong else None)
 
     def _dense_seconds(self, shape: Shape) -> float:
@@ -209,14 +215,13 @@ class Bench:
         return Row.of(shape, **what, status=FAILED, detail="not run")
 
 
-@torch.no_grad()
 def union(block_indices: torch.Tensor, shape: Shape) -> float:
     """Blocks that the tokens of a tile of 128 rows list together, over those that one of them lists.
 
     Args:
         block_indices: [B, T, Hkv, n] or packed [total, Hkv, n], padded with -1; `UNION_TILES` tiles of it are read.
     """
-    tokens = max(1, 128 // (shape.Hq // shape.Hkv))
+    tokens = max(1, ROWS // (shape.Hq // shape.Hkv))
     lists = block_indices.flatten(0, -3)
     lists = lists[: len(lists) // tokens * tokens].unflatten(0, (-1, tokens))
     lists = lists[:: max(1, len(lists) // UNION_TILES)].transpose(1, 2)  # [tiles, Hkv, tokens, n]
