@@ -46,7 +46,7 @@ SCORES_READ, SCORES_WRITTEN = 1, 2  # named barriers
 class TokenTopK:
     """One launch of `token_topk`."""
 
-    shapes = ("B T Hq D", "B Tc Hkv D", "B Hq T", "starts", "starts", "B T Hkv n")
+    shapes = ("B T Hq D", "B Tc Hkv D", "B Hq T", "starts", "starts", "B T Hkv n", "starts", "sequences")
 
     def __init__(self, spec: TokenTopKSpec) -> None:
         self.spec = spec
@@ -60,6 +60,9 @@ class TokenTopK:
         mCu: cute.Tensor | None,
         mCu_blocks: cute.Tensor | None,
         mIndices: cute.Tensor,  # int32 [B, T, Hkv, n], packed [total, Hkv, n]
+        mCu_keys: cute.Tensor | None,  # starts of tokens of keys, where these are others than the queries'
+        mOffset: cute.Tensor | None,  # int32 [B], packed [sequences]
+        S: Int32,
         softmax_scale: Float32,
         stream: cuda.CUstream,
     ):
@@ -72,10 +75,8 @@ class TokenTopK:
         tma = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mK, one, box)
         Hkv = mIndices.shape[cute.rank(mIndices) - 2]
         tiles, batches = tiles_and_batch(mQ, mCu, spec.tokens)
-        groups = Int32(tiles * batches)
-        self.kernel(
-            mQ, tma, mLSE, mCu, mCu_blocks, mIndices, groups, softmax_scale * LOG2_E, (sQ_layout, sK_layout)
-        ).launch(
+        groups, starts = Int32(tiles * batches), (mCu, mCu_blocks, mCu_keys, mOffset)
+        self.kernel(mQ, tma, mLSE, starts, mIndices, S, groups, softmax_scale * LOG2_E, (sQ_layout, sK_layout)).launch(
             grid=[groups * Hkv, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -89,9 +90,9 @@ class TokenTopK:
         mQ: cute.Tensor,
         tma: tuple[cute.CopyAtom, cute.Tensor],
         mLSE: cute.Tensor,
-        mCu: cute.Tensor | None,
-        mCu_blocks: cute.Tensor | None,
+        starts: tuple[cute.Tensor | None, ...],
         mIndices: cute.Tensor,
+        S: Int32,
         groups: Int32,
         scale_log2: Float32,
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],
@@ -102,7 +103,7 @@ class TokenTopK:
         warp, lane = cute.arch.make_warp_uniform(tidx // WARP), tidx % WARP
         if warp == 0:
             cpasync.prefetch_descriptor(atom)
-        place = self.place(mQ, mCu, mCu_blocks, mIndices, groups)
+        place = self.place(mQ, starts, mIndices, S, groups)
 
         smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, STAGES)
@@ -166,8 +167,8 @@ class TokenTopK:
         kept = Int32(0)
         if steps > 0:
             kept = candidates.select(mine)
-        written = kept_here & (t < place.T)
-        row = place.rows_before + cutlass.min(t, place.T - 1)
+        written = kept_here & (t < place.end)
+        row = place.rows_before + cutlass.min(t, place.end - 1)
         mList = (
             mIndices[row, place.head, None] if const_expr(spec.packed) else mIndices[place.batch, row, place.head, None]
         )
@@ -176,25 +177,33 @@ class TokenTopK:
     def place(
         self,
         mQ: cute.Tensor,
-        mCu: cute.Tensor | None,
-        mCu_blocks: cute.Tensor | None,
+        starts: tuple[cute.Tensor | None, ...],
         mIndices: cute.Tensor,
+        S: Int32,
         groups: Int32,
     ) -> Place:
         """The last tokens of a sequence first, since they have most keys; key/value heads side by side."""
-        spec = self.spec
+        spec, (mCu, mCu_blocks, mCu_keys, mOffset) = self.spec, starts
         cta, _, _ = cute.arch.block_idx()
         Hkv = mIndices.shape[cute.rank(mIndices) - 2]
         head, number = cta % Hkv, groups - 1 - cta // Hkv
-        if spec.packed:
+        batch, rows_before, keys_before = Int32(0), Int32(0), Int32(0)
+        if const_expr(spec.packed):
             sequence = sequence_of(mCu, number, spec.tokens)
-            start = mCu[sequence]
-            first = (number - start // spec.tokens - sequence) * spec.tokens
-            return Place(spec, Int32(0), head, first, mCu[sequence + 1] - start, start, mCu_blocks[sequence])
-        T = Int32(mQ.shape[1])
-        batches = Int32(mQ.shape[0])
-        first = number // batches * spec.tokens
-        return Place(spec, number % batches, head, first, T, Int32(0), Int32(0))
+            rows_before, keys_before = mCu[sequence], mCu_blocks[sequence]
+            first = (number - rows_before // spec.tokens - sequence) * spec.tokens
+            end = mCu[sequence + 1] - rows_before
+            S = end if const_expr(mCu_keys is None) else mCu_keys[sequence + 1] - mCu_keys[sequence]
+        else:
+            batches = Int32(mQ.shape[0])
+            sequence = batch = number % batches
+            first, end = number // batches * spec.tokens, Int32(mQ.shape[1])
+        if const_expr(mOffset is None):
+            S = end
+        else:
+            offset = mOffset[sequence]
+            first, end, rows_before = first + offset, end + offset, rows_before - offset
+        return Place(spec, batch, head, first, end, S, rows_before, keys_before)
 
     @cute.jit
     def load_keys(
@@ -228,7 +237,7 @@ class TokenTopK:
         x, c = column // 2 % QUAD, column // 8 * 2 + column % 2
         token = x // spec.share * spec.tokens_a_warp + cutlass.min(c // spec.heads, spec.tokens_a_warp - 1)
         head = x % spec.share * spec.heads + c % spec.heads
-        t = cutlass.min(place.first + cutlass.min(token, spec.tokens - 1), place.T - 1)
+        t = cutlass.min(place.first + cutlass.min(token, spec.tokens - 1), place.end - 1)
         return place.rows_before + t, place.head * spec.G + cutlass.min(head, spec.G - 1)
 
     @cute.jit
@@ -323,6 +332,9 @@ def token_topk(
     cu_seqlens: Tensor | None = None,
     cu_blocks: Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
+    q_offset: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
 ) -> Tensor:
     """The blocks listed for each token and key/value head, in calls that `takes` is true for.
 
@@ -332,9 +344,14 @@ def token_topk(
         lse: fp32 [B, Hq, T], packed [Hq, total]: the compressed branch's log-sum-exp, -inf where a row sees no key.
         cu_seqlens, cu_blocks: packed only: int32, where sequences start in q, and in k_cmp.
         lengths: packed only: the sequences' lengths, as the host knows them.
+        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, where there
+            are more keys than queries. None: as many, from 0.
+        cu_seqlens_k: packed, with q_offset: int32, where the tokens that compressed keys are made of start.
+        max_seqlen_k: with q_offset: tokens of a sequence's keys; packed: of the longest.
 
     Returns:
-        int32 [B, T, Hkv, n], ascending, padded with -1 (packed [total, Hkv, n]); n is ``config.list_width(T)``.
+        int32 [B, T, Hkv, n], ascending, padded with -1 (packed [total, Hkv, n]); n is ``config.list_width`` of the
+        longest sequence of keys.
     """
     Hq, D, Hkv = q.shape[-2], q.shape[-1], k_cmp.shape[-2]
     packed = lengths is not None
@@ -342,11 +359,11 @@ def token_topk(
         D, Hq // Hkv, config.block_counts, causal, config.force_blocks, packed,
         config.block_size, config.span, config.stride, config.offset,
     )  # fmt: skip
-    width = config.list_width(max(lengths, default=0) if packed else q.shape[1])
-    indices = torch.empty(*q.shape[:-2], Hkv, width, dtype=torch.int32, device=q.device)
+    S = max_seqlen_k if q_offset is not None else max(lengths, default=0) if packed else q.shape[1]
+    indices = torch.empty(*q.shape[:-2], Hkv, config.list_width(S), dtype=torch.int32, device=q.device)
     if indices.numel():
         if not k_cmp.shape[-3]:  # nothing is loaded, but a descriptor needs a row
             k_cmp = k_cmp.new_empty(*k_cmp.shape[:-3], 1, Hkv, D)
-        tensors = (q, k_cmp, lse, cu_seqlens, cu_blocks, indices)
-        launch("token_topk", TokenTopK, (spec,), *tensors, float(softmax_scale))
+        tensors = (q, k_cmp, lse, cu_seqlens, cu_blocks, indices, cu_seqlens_k, q_offset)
+        launch("token_topk", TokenTopK, (spec,), *tensors, S, float(softmax_scale))
     return indices

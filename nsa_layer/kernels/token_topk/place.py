@@ -11,25 +11,29 @@ from nsa_layer.kernels.token_topk.spec import TokenTopKSpec
 
 @dataclass(frozen=True)
 class Place:
-    """A CTA's tokens ``first .. first + tokens - 1`` of a sequence of T.
+    """A CTA's tokens, ``first .. first + tokens - 1``, by their positions among the keys of their sequence.
 
     Past the end of a packed sequence there may be places without tokens.
 
     Attributes:
         batch: 0 if packed.
-        rows_before, keys_before: of packed sequences before; else 0.
+        end: one past the sequence's last query.
+        T: tokens of the sequence's keys.
+        rows_before: the row of q where position 0 would be, below 0 if it is none of the queries'.
+        keys_before: compressed keys of packed sequences before; else 0.
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
     batch: Int32
     head: Int32
     first: Int32
+    end: Int32
     T: Int32
     rows_before: Int32
     keys_before: Int32
 
     def last_token(self) -> Int32:
-        return cutlass.min(self.first + self.spec.tokens, self.T) - 1
+        return cutlass.min(self.first + self.spec.tokens, self.end) - 1
 
     def keys(self) -> Int32:
         """Compressed keys of the sequence."""
@@ -60,7 +64,7 @@ class Place:
         if self.spec.most_room == 0:
             return Int32(0)
         steps = cute.ceil_div(self.candidates_end(self.last_token()), self.spec.blocks_a_step)
-        return cutlass.select_(self.first < self.T, steps, Int32(0))
+        return cutlass.select_(self.first < self.end, steps, Int32(0))
 
     def first_key(self, step: Int32) -> Int32:
         """The step's first compressed key; below 0 where keys before the sequence would reach into block 0."""

@@ -18,6 +18,7 @@ OVERLAPPING = SMALL.replace(compress_size=16, compress_stride=4)
 PAPER = NSAConfig(q_tile=1, compress_size=32, compress_stride=16, block_size=64)
 
 Tensor = torch.Tensor
+Stretches = list[tuple[int, int]]  # (first, end) of some queries of each sequence
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,39 @@ def kernel_lists(case: Case, tensors: tuple[Tensor, ...]) -> Tensor:
     return token_topk(*tensors, **choice)
 
 
+def stretch_lists(case: Case, tensors: tuple[Tensor, ...], stretches: Stretches) -> Tensor:
+    """Lists of the queries ``first .. end - 1`` of each sequence, with all its keys."""
+    from nsa_layer.kernels.token_topk.kernel import token_topk
+
+    (q, k, lse), device = tensors, tensors[0].device
+    if case.lengths is None:
+        q, lse = (
+            torch.stack([x.narrow(dim, first, end - first) for x, (first, end) in zip(batch.unbind(), stretches)])
+            for batch, dim in ((q, 0), (lse, 1))
+        )
+        where = dict(max_seqlen_k=case.T)
+    else:
+        q, lse = (
+            torch.cat([x.narrow(dim, first, end - first) for x, (first, end) in zip(parts, stretches)], dim)
+            for parts, dim in ((q.split(case.lengths), 0), (lse.split(case.lengths, dim=1), 1))
+        )
+        lengths = tuple(end - first for first, end in stretches)
+        counts = dict(cu_seqlens=lengths, cu_blocks=map(case.config.compressed_length, case.lengths))
+        counts["cu_seqlens_k"] = case.lengths
+        where = {
+            name: torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for name, x in counts.items()
+        }
+        where |= dict(lengths=lengths, max_seqlen_k=max(case.lengths))
+    where["q_offset"] = torch.tensor([first for first, _ in stretches], dtype=torch.int32, device=device)
+    return token_topk(q, k, lse, config=case.config, causal=case.causal, softmax_scale=case.scale, **where)
+
+
 def trace_case(name: str) -> tuple[int, ...]:
     """For the architecture of a worker; the shape that comes back."""
     case = VARIANTS[name]
     q, k, lse = case.joined([fake(case, L) for L in case.lengths or (case.T,) * case.B])
+    if name in STRETCHES:
+        return tuple(stretch_lists(case, (q, k, lse), STRETCHES[name][0]).shape)
     return tuple(kernel_lists(case, (q, k, lse)).shape)
 
 
@@ -199,7 +229,20 @@ VARIANTS = {
 for G in (1, 2, 3, 5, 6, 7, 8, 12, 16, 32, 40, 64, 128):
     VARIANTS[f"{G} heads"] = Case(T=600, G=G, Hkv=2)
 
-TRACED = ["default", "paper", "packed, overlapping, three heads", "not causal", "1 heads", "40 heads"]
+STRETCHES = {  # of variants
+    "paper, two heads": [[(0, 417), (0, 417)], [(583, 1000), (311, 728)], [(999, 1000), (64, 65)]],
+    "packed, overlapping, three heads": [
+        [(0, 0), (0, 528), (0, 31), (0, 500), (0, 0), (0, 7)],
+        [(0, 0), (5, 300), (31, 32), (500, 1039), (0, 0), (7, 7)],
+    ],
+    "paper, not causal": [[(0, 1000)], [(1000, 1999)], [(1999, 2000)]],
+    "packed, not causal": [[(100, 512), (15, 16), (0, 2047)], [(0, 100), (0, 0), (2047, 2048)]],
+    "keys of two blocks": [[(200, 300)]],
+    "late keys": [[(7, 1000)]],
+    "unforced": [[(130, 500)]],
+}
+
+TRACED = ["default", "paper", "paper, two heads", "packed, overlapping, three heads", "not causal", "40 heads"]
 
 
 @pytest.mark.xdist_group("sm_90")
@@ -208,6 +251,9 @@ def test_kernels_are_traced(name: str) -> None:
     case = VARIANTS[name]
     width = case.config.list_width(max(case.lengths or (case.T,)))
     tokens = (sum(case.lengths),) if case.lengths else (case.B, case.T)
+    if name in STRETCHES:
+        sizes = [end - first for first, end in STRETCHES[name][0]]
+        tokens = (sum(sizes),) if case.lengths else (case.B, sizes[0])
     assert shared_worker("sm_90").trace(trace_case, name) == (*tokens, case.Hkv, width)
 
 
@@ -271,6 +317,21 @@ def test_later_tokens_and_the_place_in_a_tile_change_nothing(name: str) -> None:
         seen = (T - 1 - case.config.offset) // case.config.stride + 1
         changed[1][:, max(seen, 0) :] = float("nan")
         assert torch.equal(kernel_lists(case, (*changed, lse))[:, :T], whole[:, :T]), f"{T}: {case!r}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", STRETCHES)
+def test_a_stretch_of_queries_has_the_lists_of_the_whole(name: str) -> None:
+    case = VARIANTS[name]
+    tensors = case.joined(case.tensors())
+    whole = kernel_lists(case, tensors)
+    whole = whole.split(case.lengths) if case.lengths else whole.unbind()
+    for stretches in STRETCHES[name]:
+        got = stretch_lists(case, tensors, stretches)
+        parts = [x[first:end] for x, (first, end) in zip(whole, stretches)]
+        expected = torch.cat(parts) if case.lengths else torch.stack(parts)
+        assert torch.equal(got, expected), f"{stretches}: {case!r}"
 
 
 @pytest.mark.gpu
