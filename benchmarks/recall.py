@@ -1,18 +1,24 @@
 """Multi-query recall learned with dense attention, with a choice of blocks by token, and by tile.
 
-    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 1000] [--tokens 32768] [--seeds 2] [--json FILE]
+    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 1000] [--tokens 32768] [--seeds 2]
+                                [--jobs 6] [--json FILE]
 
 Pairs of a key and a value stand at random places of the first half of a sequence, one for every 8 tokens; the second
 half asks for each key once. The share of values that a model finds at the last length is its recall; blocks hold
 several pairs, so that the compressed branch alone cannot tell them apart. A model has two layers of width 128 with 4
 query heads, 1 key/value head, and for sparse attention blocks of 16, 8 of them listed, and a window of 32; it also sees
-each token's predecessor. It goes from one length to the next when it finds 99 % or has taken its steps.
+each token's predecessor. It goes from one length to the next when it finds 99 % or has taken its steps. On a GPU the
+models learn side by side, and a step is a CUDA graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +36,7 @@ FILLER = 2 * SYMBOLS
 WIDTH, HEADS, LAYERS = 128, 4, 2
 FOUND = 0.99  # share of values at which a model goes on to the next length
 RATE = 1e-3
+LOOK = 25  # steps between looks at what a model finds
 
 
 def draw(T: int, batch: int, generator: torch.Generator, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,29 +91,58 @@ class Model(nn.Module):
         return self.head(self.layers(self.own(tokens) + self.before(F.pad(tokens, (1, -1), value=FILLER))))
 
 
+def captured(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
+    """A replay of a training step as a CUDA graph: a step is a thousand small kernels. It takes three steps first."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def recall(name: str, seed: int, lengths: list[int], steps: int, tokens_of_batch: int, device: str) -> list[float]:
     """The share of values that a model of this kind finds at each length, once it has learned it."""
     torch.manual_seed(seed)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator, on_gpu = torch.Generator(device).manual_seed(seed), torch.device(device).type == "cuda"
     model = Model(VARIANTS[name]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, capturable=on_gpu)
+    found = torch.zeros((), device=device)  # in the last batches, which were never seen before
+
+    def step(T: int) -> None:
+        tokens, asked = draw(T, max(1, tokens_of_batch // T), generator, device)
+        logits = model(tokens).flatten(0, 1)
+        optimizer.zero_grad()
+        F.cross_entropy(logits, asked.flatten()).backward()
+        optimizer.step()
+        found.mul_(0.9).add_((logits.argmax(-1) == asked.flatten()).sum(), alpha=0.1 / (len(tokens) * (T // 8)))
+
     shares = []
     for T in lengths:
-        found = 0.0
-        for _ in (bar := tqdm(range(steps), desc=f"{name}, seed {seed}, {T} tokens", leave=False)):
-            tokens, asked = draw(T, max(1, tokens_of_batch // T), generator, device)
-            logits = model(tokens).flatten(0, 1)
-            loss = F.cross_entropy(logits, asked.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            right = (logits.argmax(-1) == asked.flatten())[asked.flatten() >= 0].float().mean().item()
-            found = 0.9 * found + 0.1 * right  # of the last batches, which were never seen before
-            bar.set_postfix_str(f"loss {loss.item():.2f}, found {found:.2f}")
-            if found >= FOUND:
-                break
-        shares.append(found)
+        found.zero_()
+        take = captured(partial(step, T), generator) if on_gpu else partial(step, T)
+        for taken in (bar := tqdm(range(1, steps + 1), desc=f"{name}, seed {seed}, {T} tokens", leave=False)):
+            take()
+            if taken % LOOK == 0 or taken == steps:
+                bar.set_postfix_str(f"found {(share := found.item()):.2f}")
+                if share >= FOUND:
+                    break
+        shares.append(share)
     return shares
+
+
+def train_all(arguments: list[tuple], jobs: int) -> Iterator[list[float]]:
+    """`recall` of each, in order, some at once in processes of their own."""
+    if jobs == 1:
+        yield from (recall(*given) for given in arguments)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(recall, *zip(*arguments))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -117,16 +153,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="of a batch")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, help="models that learn at once; all on a GPU, one on a CPU unless given")
     parser.add_argument("--json", type=Path, help="also write the shares to this file")
     given = parser.parse_args(argv)
     wrong = [T for T in given.lengths if T % 8 or not 8 <= T <= 8 * SYMBOLS]
     if wrong:
         parser.error(f"--lengths has to be multiples of 8 up to {8 * SYMBOLS}, got {wrong[0]}")
+    models = [(name, seed) for name in VARIANTS for seed in range(given.seeds)]
+    jobs = given.jobs or (1 if torch.device(given.device).type == "cpu" else len(models))
     shares: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
     try:
-        for name in VARIANTS:
-            for seed in range(given.seeds):
-                shares[name].append(recall(name, seed, given.lengths, given.steps, given.tokens, given.device))
+        rest = (given.lengths, given.steps, given.tokens, given.device)
+        for (name, _), found in zip(models, train_all([(*model, *rest) for model in models], jobs)):
+            shares[name].append(found)
     except KeyboardInterrupt:
         print("interrupted; what was trained:")
     rows = [

@@ -71,8 +71,8 @@ def _pair(original: Callable) -> Callable:
 
     def wrong(items: Any, x: Any) -> Any:
         rows = x.flatten(0, 1)
-        listed = rows[items.place.view(items.tokens, items.n)[:, :-1]]
-        return listed.sum(1)
+        listed = rows[items.place.view(items.shape)[..., :-1]]
+        return listed.sum(2)
 
     return wrong
 

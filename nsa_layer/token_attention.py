@@ -115,22 +115,23 @@ class _Items:
     """The pairs of some tokens with the blocks of their lists, in items of one block each.
 
     Args:
-        choice: int64 [tokens, n], blocks in 0 .. N, where N stands for none.
-        limit: [tokens], one past the last key that a token sees.
-        N: blocks; k and v have one more, which no token sees.
+        choice: int32 [R, tokens, n], blocks in 0 .. N - 1, -1 for none.
+        limit: [R, tokens], one past the last key that a token sees.
+        N: blocks of each of the R; k and v have one more, which no token sees.
     """
 
     def __init__(self, choice: torch.Tensor, limit: torch.Tensor, N: int, static: Static) -> None:
-        (tokens, n), device = choice.shape, choice.device
-        self.tokens, self.n = tokens, n
-        pairs = tokens * n
-        block, order = choice.flatten().sort(stable=True)
-        starts = torch.searchsorted(block, torch.arange(N + 2, device=device))
+        (R, _, n), device = choice.shape, choice.device
+        blocks, tokens, pairs = R * (N + 1), limit.numel(), choice.numel()
+        self.shape = choice.shape
+        listed = choice.long().where(choice >= 0, N) + torch.arange(0, blocks, N + 1, device=device).view(-1, 1, 1)
+        block, order = listed.flatten().sort(stable=True)
+        starts = torch.searchsorted(block, torch.arange(blocks + 1, device=device))
         ends = ((starts.diff() + (ITEM - 1)) // ITEM).cumsum(0)
         # On a device that would have to be waited for, as many items as there can be.
-        count = int(ends[-1]) if device.type == "cpu" else min(pairs, pairs // ITEM + N + 1)
+        count = int(ends[-1]) if device.type == "cpu" else min(pairs, pairs // ITEM + blocks)
         # Items of block j are ends[j - 1] .. ends[j] - 1; those behind the last one hold no pair.
-        self.block = torch.searchsorted(ends, torch.arange(count, device=device), right=True).clamp_(max=N)
+        self.block = torch.searchsorted(ends, torch.arange(count, device=device), right=True).clamp_(max=blocks - 1)
         first = ends * ITEM
         first = torch.cat([first.new_zeros(1), first[:-1]]) - starts[:-1]
         place = first[block] + torch.arange(pairs, device=device)
@@ -138,30 +139,31 @@ class _Items:
         # Places without a pair are of a token behind the last one.
         self.token = place.new_full((count * ITEM,), tokens).scatter_(0, place, order // n)
         # Keys of the block that a pair's token sees: all, where a place has no pair.
-        limit = torch.cat([limit, limit.new_full((1,), (N + 1) * static.size)])
-        self.seen = limit[self.token] - (self.block * static.size).repeat_interleave(ITEM)
+        limit = torch.cat([limit.flatten(), limit.new_full((1,), (N + 1) * static.size)])
+        self.seen = limit[self.token] - (self.block % (N + 1) * static.size).repeat_interleave(ITEM)
         self.size, self.edges = static.size, None
         if device.type == "cpu":  # few pairs hide a key; a GPU would have to be waited for to know which
             self.edges = (self.seen < self.size).nonzero().squeeze(1)
             self.seen = self.seen[self.edges]
 
-    def of_tokens(self, x: torch.Tensor, fill: float = 0.0) -> torch.Tensor:
-        """[tokens, G, ...] -> [items, ITEM, G, ...], the rows of each pair's token."""
-        x = torch.cat([x, x.new_full((1, *x.shape[1:]), fill)])
+    def of_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, tokens, G, ...] -> [items, ITEM, G, ...], the rows of each pair's token."""
+        x = x.flatten(0, 1)
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
         return _rows(x.flatten(1), self.token).view(-1, ITEM, *x.shape[1:])
 
     def of_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """[N + 1, size, D] -> [items, size, D]"""
-        return _rows(x.flatten(1), self.block).view(-1, *x.shape[1:])
+        """[R, N + 1, size, D] -> [items, size, D]"""
+        return _rows(x.flatten(0, 1).flatten(1), self.block).view(-1, *x.shape[2:])
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
-        """[items, ITEM, G] -> [tokens, G], the largest of a token's pairs."""
-        return _rows(x.flatten(0, 1), self.place).view(self.tokens, self.n, -1).amax(1)
+        """[items, ITEM, G] -> [R, tokens, G], the largest of a token's pairs."""
+        return _rows(x.flatten(0, 1), self.place).view(*self.shape, -1).amax(2)
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
-        """[items, ITEM, G, ...] -> [tokens, G, ...], the sum over a token's pairs."""
-        summed = F.embedding_bag(self.place.view(self.tokens, self.n), x.flatten(0, 1).flatten(1), mode="sum")
-        return summed.view(self.tokens, *x.shape[2:])
+        """[items, ITEM, G, ...] -> [R, tokens, G, ...], the sum over a token's pairs."""
+        summed = F.embedding_bag(self.place.view(-1, self.shape[2]), x.flatten(0, 1).flatten(1), mode="sum")
+        return summed.view(*self.shape[:2], *x.shape[2:])
 
     def scores(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
         """[items, ITEM, G, D] x [items, size, D] -> [items, ITEM, G, size], -inf for hidden keys."""
@@ -209,15 +211,15 @@ class TokenAttention(ReverseMode):
         # A sum of p * v is above its mean. fp16 has no range for smaller v, and no v that would need them.
         scale = 1 if v.dtype == torch.float16 else mean_scale(choice.shape[-1] * static.size)
         with component("slc"):
-            for r, own, items in _chunks(choice, limit, k.shape[1] - 1, static):
-                scores = items.scores(items.of_tokens(q[r, own]), items.of_blocks(k[r]), static.softmax_scale)
+            for own, items in _chunks(choice, limit, k.shape[1] - 1, static):
+                scores = items.scores(items.of_tokens(q[own]), items.of_blocks(k[own[0]]), static.softmax_scale)
                 top = items.largest(scores.amax(-1))
                 top = top.masked_fill_(top == -torch.inf, 0)
                 p = scores.sub_(items.of_tokens(top).unsqueeze(-1)).exp_()
                 total = items.total(p.sum(-1))
-                weighted = items.total(_product(p.to(v.dtype), items.of_blocks(v[r] / scale)))
-                o[r, own] = weighted.div_(total.masked_fill(total == 0, 1).unsqueeze(-1) / scale)
-                lse[r, own] = total.log_().add_(top)
+                weighted = items.total(_product(p.to(v.dtype), items.of_blocks(v[own[0]] / scale)))
+                o[own] = weighted.div_(total.masked_fill(total == 0, 1).unsqueeze(-1) / scale)
+                lse[own] = total.log_().add_(top)
         return o, lse
 
     @staticmethod
@@ -248,41 +250,42 @@ class TokenAttention(ReverseMode):
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         with component("slc"):
-            for r, own, items in _chunks(choice, limit, k.shape[1] - 1, static):
+            for own, items in _chunks(choice, limit, k.shape[1] - 1, static):
                 q_i, do_i, k_i, v_i = (
-                    *map(items.of_tokens, (q[r, own], do[r, own])),
-                    *map(items.of_blocks, (k[r], v[r])),
+                    *map(items.of_tokens, (q[own], do[own])),
+                    *map(items.of_blocks, (k[own[0]], v[own[0]])),
                 )
                 p = items.scores(q_i, k_i, static.softmax_scale)
-                p = p.sub_(items.of_tokens(lse[r, own]).unsqueeze(-1)).exp_()
-                _add(dv[r], items.block, p.to(q.dtype), do_i)
+                p = p.sub_(items.of_tokens(lse[own]).unsqueeze(-1)).exp_()
+                _add(dv[own[0]], items.block, p.to(q.dtype), do_i)
                 dp = _product(do_i, v_i.mT)
                 delta = items.total((p * dp).sum(-1))
                 ds = dp.sub_(items.of_tokens(delta).unsqueeze(-1)).mul_(p).mul_(static.softmax_scale).to(q.dtype)
-                dq[r, own] = items.total(_product(ds, k_i))
-                _add(dk[r], items.block, ds, q_i)
+                dq[own] = items.total(_product(ds, k_i))
+                _add(dk[own[0]], items.block, ds, q_i)
         return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _add(total: torch.Tensor, block: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add the items' ``weights.mT @ rows`` to [N + 1, size, D], items of a block one after the other."""
+    """Add the items' ``weights.mT @ rows`` to [R, N + 1, size, D], items of a block one after the other."""
     made = _dot(weights.flatten(1, 2).mT, rows.flatten(1, 2)).flatten(1)
-    total = total.flatten(1)
+    total = total.view(-1, made.shape[1])
     if total.is_cuda:  # sorted there, and so in order
         total.index_put_((block,), made, accumulate=True)
     else:
         total.index_add_(0, block, made)
 
 
-def _chunks(choice: torch.Tensor, limit: torch.Tensor, N: int, static: Static) -> Iterator[tuple[int, slice, _Items]]:
-    """Sequence and head, tokens, and their items."""
+def _chunks(
+    choice: torch.Tensor, limit: torch.Tensor, N: int, static: Static
+) -> Iterator[tuple[tuple[slice, slice], _Items]]:
+    """Whole sequences and heads, or some tokens of one, and their items."""
     R, T, n = choice.shape
     # With fewer pairs than a few items for each block most places were empty.
     pairs = max(CPU_PAIRS if choice.device.type == "cpu" else GPU_PAIRS, 4 * ITEM * N)
     step = max(1, pairs // n)
-    for r in range(R):
-        index = choice[r].long()
-        index = index.where(index >= 0, N)
+    together = max(1, step // T)
+    for r in range(0, R, together):
         for begin in range(0, T, step):
-            own = slice(begin, min(begin + step, T))
-            yield r, own, _Items(index[own], limit[r, own], N, static)
+            own = slice(r, r + together), slice(begin, begin + step)
+            yield own, _Items(choice[own], limit[own], N, static)
