@@ -32,6 +32,7 @@ class Case:
     causal: bool = False
     window: tuple[int | None, int | None] = (None, None)
     compress: tuple[int, int] | None = None  # compress_factor and compress_offset, which are causal
+    offsets: tuple[int, ...] | None = None  # q_offset, of each sequence
     mask_mod: str | None = None
     option: str | None = None  # one of OPTIONS: what else the call asks for
     lists: str | None = None  # "partial", "full", "both"; "no full": partial, and full_* is None
@@ -151,6 +152,8 @@ def _masks(case: Case, x: Inputs) -> dict[str, Any]:
     }
     if case.compress is not None:
         given |= dict(zip(("compress_factor", "compress_offset"), case.compress))
+    if case.offsets is not None:
+        given["q_offset"] = torch.tensor(case.offsets, dtype=torch.int32, device="cuda")
     if case.option == "seqused":
         given["seqused_k"] = torch.tensor(case.used, dtype=torch.int32, device="cuda")
     if case.option == "seqused_q":

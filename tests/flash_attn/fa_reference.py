@@ -35,15 +35,16 @@ def visible(case: Case, batch: int, x: Inputs, device: torch.device) -> torch.Te
         listed, full = (spread(t, block(case), case.Hq)[:, :T_q, :T_k].to(device) for t in tables(case)[batch])
         allowed = listed & (full | modded)
     # Bottom-right aligned: the last query is the one that sees the last key.
-    at = q + T_k - T_q
+    offset = 0 if case.offsets is None else case.offsets[batch]
+    at = q + (T_k - T_q if case.offsets is None else offset)
     left, right = case.window[0], 0 if case.causal else case.window[1]
     if left is not None:
         allowed = allowed & (kv >= at - left)
     if right is not None:
         allowed = allowed & (kv <= at + right)
     if case.compress is not None:
-        factor, offset = case.compress
-        allowed = allowed & (kv * factor + offset <= q)
+        factor, first_seen = case.compress
+        allowed = allowed & (kv * factor + first_seen <= q + offset)
     allowed = allowed & (kv < case.used[batch])
     return allowed if allowed.ndim == 3 else allowed[None]
 

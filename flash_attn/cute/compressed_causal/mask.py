@@ -2,7 +2,8 @@
 
 Keys stand for blocks of tokens: key j for the tokens up to j * factor + offset. Positions count from
 each sequence's start (top-left aligned), in packed sequences too; offsets may be negative, for
-queries that are the last of a longer context. Everything follows from two functions of (factor,
+queries that are the last of a longer context, which each sequence may also say for itself, on the
+device (q_offset). Everything follows from two functions of (factor,
 offset): how many keys a row sees, and the first row that sees a key. Visible keys are a prefix of
 the keys and visible rows a suffix of the rows, so the tiles that a kernel has to visit are ranges.
 
@@ -11,10 +12,10 @@ only that there are such values.
 """
 
 from numbers import Integral
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import cutlass
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute import FastDivmodDivisorV2
 
 # Row and key arithmetic is 32-bit: a tile's worth of keys times the factor has to fit beside a row.
@@ -32,9 +33,15 @@ class CompressArgs(NamedTuple):
         """The same as an example argument for the compiler: run-time values, not constants."""
         return CompressArgs(Int32(self.factor), Int32(self.offset))
 
+    def of_last(self, queries: int, keys: int) -> "CompressArgs":
+        """The same for queries that are the last of all tokens that keys stand for, where the host does not know."""
+        return self._replace(offset=self.offset - max(0, keys * self.factor - queries))
 
-def compression(causal: bool, factor: int, offset: int) -> Optional[CompressArgs]:
+
+def compression(causal: bool, factor: int, offset: int, by_sequence: bool = False) -> Optional[CompressArgs]:
     """The arguments as the kernels take them; None for (1, 0), which is the path without compression.
+
+    by_sequence: causal queries have an offset for each sequence, also with (1, 0), where they are counted from 0 then.
 
     Raises:
         ValueError: the pair is not two integers in range, or is not (1, 0) without causal=True.
@@ -46,7 +53,7 @@ def compression(causal: bool, factor: int, offset: int) -> Optional[CompressArgs
         raise ValueError(f"compress_factor has to be in 1 .. {MAX_FACTOR}, got {factor}")
     if abs(offset) > MAX_OFFSET:
         raise ValueError(f"compress_offset has to be in -{MAX_OFFSET} .. {MAX_OFFSET}, got {offset}")
-    if (factor, offset) == (1, 0):
+    if (factor, offset) == (1, 0) and not (causal and by_sequence):
         return None
     if not causal:
         raise ValueError(
@@ -96,6 +103,12 @@ class CompressedCausal(NamedTuple):
             return None
         divisor = FastDivmodDivisorV2(Int32(compress.factor))
         return CompressedCausal(divisor, Int32(compress.offset), shares if shares is not None else ())
+
+    def of(self, seqlen: Any) -> "CompressedCausal":
+        """The same for the rows of a sequence (`SeqlenInfoQK`), which may have an offset of its own."""
+        if const_expr(seqlen.q_offset is None):
+            return self
+        return self._replace(offset=self.offset - seqlen.q_offset)
 
     @property
     def factor(self) -> Int32:

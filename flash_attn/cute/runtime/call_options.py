@@ -3,6 +3,8 @@
 from numbers import Real
 from typing import Any, Optional
 
+import torch
+
 # Positions are 32 bits wide in the kernels. No sequence is as long as this, so a wider window is no other window, and
 # a position with a window added or taken away still fits.
 WIDEST_WINDOW = 1 << 30
@@ -50,6 +52,40 @@ def edges(causal: bool, window_size: tuple[Optional[int], Optional[int]]) -> tup
     if left is not None and right is not None and left < 0 and right < 0:
         left, right = None, None
     return left, 0 if causal else right
+
+
+def check_query_offset(
+    q_offset: Optional[torch.Tensor],
+    arch: int,
+    sequences: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    local: bool,
+    lists: bool,
+    qv: bool = False,
+) -> None:
+    """
+    Raises:
+        TypeError, ValueError: not int32 [sequences] on the device, or queries that see all keys wherever they are.
+        NotImplementedError: what does not know of it.
+    """
+    if q_offset is None:
+        return
+    if q_offset.dtype != torch.int32:
+        raise TypeError(f"q_offset has to be int32, got {q_offset.dtype}")
+    if q_offset.shape != (sequences,) or q_offset.device != device or not q_offset.is_contiguous():
+        raise ValueError(
+            f"q_offset has to be [{sequences}], contiguous, on {device}, got {tuple(q_offset.shape)}, strides "
+            f"{q_offset.stride()}, on {q_offset.device}"
+        )
+    if not (causal or local):
+        raise ValueError("q_offset needs causal=True or a window: it says which keys those are of")
+    for feature, asked in dict(block_sparse_tensors=lists, qv=qv).items():
+        if asked:
+            raise NotImplementedError(f"q_offset together with {feature} (sm_{arch}); pass seqused_k")
+    if arch // 10 not in (9, 10, 11):
+        raise NotImplementedError(f"q_offset on sm_{arch}: only SM90 and SM100 kernels implement it")
 
 
 ACCUMULATED = 32  # the accumulators of backward hold head dimensions rounded up to this

@@ -1,0 +1,117 @@
+"""q_offset: queries that are a stretch of a longer context, under the compressed-causal mask, windows and plain causal.
+
+A call knows of each sequence's offset on the device alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from fa_cases import Case, compile_case, forward, make_inputs, swept
+from fa_compile import Worker, WorkerError, built_kernels
+from fa_compress import FIXED
+from fa_reference import assert_bits_repeat, assert_case
+
+SIZES = dict(T_q=300, T_k=1000, offsets=(0, 611))
+PACKED = dict(packed=((300, 300), (1, 700), (0, 50), (257, 900)), offsets=(0, 699, 20, 311))
+KINDS = [
+    replace(FIXED, D=128, Hq=8, offsets=(0, 0)),
+    replace(FIXED, Hkv=4, packed=((1, 1),), offsets=(0,)),
+    Case(D=128, Hq=8, window=(127, 0), **SIZES),
+    Case(window=(100, 60), **PACKED),
+    replace(FIXED, D=64, Hkv=4, deterministic=True, offsets=(0, 0)),
+    Case(Hkv=4, window=(511, 0), deterministic=True, **SIZES),
+    replace(FIXED, D=96, pack_gqa=True, packed=((1, 1),), offsets=(0,)),
+    Case(D=128, Hq=6, Hkv=1, window=(511, 0), deterministic=True, **PACKED),
+    Case(D=128, causal=True, **SIZES),
+    Case(Hkv=4, causal=True, deterministic=True, **PACKED),
+]
+
+
+def with_edges(kind: Case) -> Iterator[Case]:
+    """Calls that are compiled as `kind` is."""
+    if kind.compress is None:
+        yield kind
+        if not kind.packed:
+            # One query; queries past the last key; keys past what the last query sees, by many tiles and by one.
+            for T_q, T_k, offsets in [
+                (1, 513, (512, 3)),
+                (200, 150, (40, 149)),
+                (129, 2000, (77, 1000)),
+                (65, 64, (0, 1)),
+            ]:
+                yield replace(kind, T_q=T_q, T_k=T_k, offsets=offsets, seed=T_q)
+        return
+    pairs = [(64, 63), (16, 31), (3, -20), (1, 0), (1000, 999)]
+    for seed, compress in enumerate(pairs):
+        T_k = 5000 // compress[0] + 3
+        if kind.packed:
+            lengths = ((300, T_k), (1, T_k), (0, 7), (513, T_k // 2), (64, 0))
+            yield replace(kind, packed=lengths, compress=compress, offsets=(0, 4999, 3, 1717, 90), seed=seed)
+        else:
+            for T_q, offsets in [(700, (0, 4300)), (1, (62, 4999)), (128, (1000, 1))]:
+                yield replace(kind, T_q=T_q, T_k=T_k, compress=compress, offsets=offsets, seed=seed)
+
+
+@pytest.mark.parametrize("kind", swept(KINDS, 5), ids=str)
+def test_compiles(compiler: Worker, kind: Case) -> None:
+    compiler.trace(compile_case, next(with_edges(kind)))
+
+
+def kernels_of_offsets() -> tuple[int, int]:
+    """How many kernels other offsets than the first compile, and how many a call without any."""
+    made = []
+    with built_kernels() as kernels:
+        for offsets in ((0, 0), (300, 17), None):
+            compile_case(Case(window=(127, 0), T_q=300, T_k=1000, offsets=offsets))
+            made.append(len(kernels))
+    return made[1] - made[0], made[2] - made[1]
+
+
+def test_offsets_share_kernels(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.trace(kernels_of_offsets) == (0, 2)
+
+
+WRONG = {
+    "int32": dict(q_offset=torch.int64),
+    r"\[2\], contiguous": dict(q_offset=3),
+    "causal=True or a window": dict(window_size_right=None, window_size_left=None),
+    "block_sparse_tensors .*seqused_k": dict(lists="both"),
+}
+
+
+def refused(said: str) -> None:
+    """A call with one thing wrong; in a worker."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    wrong = dict(WRONG[said])
+    case = Case(window=(127, 0), T_q=300, T_k=1000, lists=wrong.pop("lists", None), offsets=(0, 1))
+    if case.lists is not None:
+        forward(case, make_inputs(case))
+    x, given = make_inputs(case), dict(window_size_left=127, window_size_right=0) | wrong
+    dtype, size = given.get("q_offset"), given.get("q_offset")
+    size, dtype = (size, torch.int32) if isinstance(size, int) else (2, dtype or torch.int32)
+    _flash_attn_fwd(x.q, x.k, x.v, **given | dict(q_offset=torch.zeros(size, dtype=dtype, device="cuda")))
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_wrong_calls_are_refused(compiler_sm90: Worker, said: str) -> None:
+    with pytest.raises(WorkerError, match=said):
+        compiler_sm90.trace(refused, said)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_numbers(kind: Case) -> None:
+    for case in with_edges(kind):
+        assert_case(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.deterministic], ids=str)
+def test_deterministic_repeats_its_bits(kind: Case) -> None:
+    for case in list(with_edges(kind))[:3]:
+        assert_bits_repeat(case, 3)
