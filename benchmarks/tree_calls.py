@@ -51,7 +51,7 @@ def tensors(*lead: int, keys: int) -> Inputs:
 
 def layer_calls(case: Case) -> dict[str, Call]:
     """Forward alone, and a training step's forward and backward."""
-    from nsa_layer import nsa
+    from nsa_layer import NSAConfig, nsa
 
     lead = (1, case.T) if case.sequences == 1 else (case.T,)
     q, k, v, do = tensors(*lead, keys=case.T)
@@ -62,7 +62,7 @@ def layer_calls(case: Case) -> dict[str, Call]:
         starts = torch.arange(case.sequences + 1, dtype=torch.int32) * (case.T // case.sequences)
 
     def attend() -> torch.Tensor:
-        return nsa(*leaves[:3], gate_weight=leaves[3], cu_seqlens=starts)
+        return nsa(*leaves[:3], gate_weight=leaves[3], cu_seqlens=starts, config=NSAConfig(q_tile=128))
 
     def forward() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
@@ -115,7 +115,7 @@ def selected(
         from nsa_layer import branches as selected_branch
         from nsa_layer.problem import Problem as CallSpec
 
-    config = NSAConfig()
+    config = NSAConfig(q_tile=128)
     with torch.no_grad():
         chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
         if chosen.shape[0] != HKV:  # [tiles, Hkv, n]; trees of before have the heads in front, as the kernels do

@@ -48,10 +48,10 @@ CASES = (  # in each a CTA of backward walks so many queries that it fills stage
         autograd=True,
     ),
     Attention(kind=Kind(mask="window", Hq=8, Hkv=2, pack_gqa=True), lengths=((500, 330),), window=(400, None)),
-    Case(T=300, Hq=8, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=3, window_size=100)),
+    Case(T=300, Hq=8, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=3, q_tile=128, window_size=100)),
     Case(
-        Hq=8, D=128, dtype=torch.bfloat16, config=NSAConfig(block_counts=3, window_size=100, deterministic=True),
-        lengths=(130, 0, 1, 200), gate="given", compress_weights=True,
+        config=NSAConfig(block_counts=3, q_tile=128, window_size=100, deterministic=True), Hq=8, D=128,
+        dtype=torch.bfloat16, lengths=(130, 0, 1, 200), gate="given", compress_weights=True,
     ),
 )  # fmt: skip
 OURS = "kns=kernel_cutlass"  # a part of the names that the DSL gives kernels

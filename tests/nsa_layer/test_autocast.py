@@ -19,9 +19,10 @@ CASES = [
     Case(B=2, T=90, config=SMALL, gate="given"),
     Case(lengths=(33, 0, 57), config=SMALL, compress_weights=True, gate="none"),
 ]
+TILES = NSAConfig(block_counts=5, q_tile=128, deterministic=True)
 ON_GPU = [
     Case(T=700, Hq=4, Hkv=2, D=64, config=NSAConfig(block_counts=5, deterministic=True), compress_weights=True),
-    Case(lengths=(300, 0, 400), Hq=4, Hkv=2, D=128, config=NSAConfig(block_counts=5, deterministic=True), gate="given"),
+    Case(lengths=(300, 0, 400), Hq=4, Hkv=2, D=128, config=TILES, gate="given"),
 ]
 
 Tensors = dict[str, torch.Tensor]

@@ -18,9 +18,9 @@ from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 OURS = ("flash_attn.cute", "nsa_layer")
 CONFIGS = [
-    NSAConfig(block_counts=4, window_size=192),
-    NSAConfig(block_counts=4, window_size=192, deterministic=True),
-    NSAConfig(block_counts=4, block_size=128, window_size=192),
+    NSAConfig(block_counts=4, q_tile=128, window_size=192),
+    NSAConfig(block_counts=4, q_tile=128, window_size=192, deterministic=True),
+    NSAConfig(block_counts=4, q_tile=128, block_size=128, window_size=192),
     NSAConfig(block_counts=4, q_tile=1, window_size=192),
 ]
 

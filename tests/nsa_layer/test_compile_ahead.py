@@ -50,9 +50,10 @@ def asked(call):
     return list(names)
 """
 NAMED = """
-for more in ({}, dict(T=40), dict(Hkv=4), dict(config=NSAConfig(block_size=32)), dict(config=NSAConfig(block_size=256)),
-             dict(config=NSAConfig(deterministic=True, compress_stride=16)), dict(policy=MemoryPolicy(budget=0)),
-             dict(causal=False)):
+tiles = NSAConfig(q_tile=128)
+for more in ({}, dict(T=40), dict(Hkv=4), dict(config=tiles.replace(block_size=32)), dict(config=tiles),
+             dict(config=tiles.replace(block_size=256)), dict(policy=MemoryPolicy(budget=0)), dict(causal=False),
+             dict(config=tiles.replace(deterministic=True, compress_stride=16))):
     for gate, projected, backward in (("weight", False, True), ("none", True, True), ("given", False, False)):
         call = shape(**more, gate=gate, projected=projected, backward=backward)
         names = kernel_names(call)

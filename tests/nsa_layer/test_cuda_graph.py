@@ -56,13 +56,14 @@ def needs_hopper(config: NSAConfig) -> None:
 
 CASES = [
     Case(**SMALL, config=NSAConfig(deterministic=True)),
-    Case(**SMALL, config=NSAConfig(deterministic=True), gate="given", compress_weights=True),
+    Case(**SMALL, config=NSAConfig(q_tile=128, deterministic=True), gate="given", compress_weights=True),
     Case(**SMALL, config=NSAConfig(deterministic=True, compress_stride=32), gate="none"),
-    Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(deterministic=True)),
+    Case(**SMALL | dict(D=64, Hq=2), config=NSAConfig(q_tile=128, deterministic=True)),
     Case(**SMALL | dict(T=4096), config=NSAConfig(deterministic=True)),
     Case(**SMALL, config=NSAConfig()),
     Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig(deterministic=True)),
-    Case(**SMALL, config=NSAConfig(block_size=128), causal=False),
+    Case(**SMALL | dict(lengths=(300, 0, 1, 700)), config=NSAConfig(q_tile=128, deterministic=True)),
+    Case(**SMALL, config=NSAConfig(q_tile=128, block_size=128), causal=False),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_kernels(sizes: dict) -> None:
     """Sizes of which every two meet."""
     T, G = sizes["T"], sizes["G"]
     lengths = (T, 0, 70, T // 2 + 1) if sizes["packed"] else None
-    static = dict(lengths=lengths, config=NSAConfig(block_counts=6, window_size=200), compress_weights=T % 2 == 0)
+    static = dict(lengths=lengths, config=by_tile(block_counts=6, window_size=200), compress_weights=T % 2 == 0)
     case = Case(B=2, T=T, Hq=2 * G, Hkv=2, D=sizes["D"], dtype=sizes["dtype"], **static)
     assert_close_to_reference(case, "cute", "cuda")
 
@@ -86,36 +87,39 @@ def test_kernels_by_token(sizes: dict) -> None:
         (8193, 4, 128, torch.bfloat16),
     ],
 )
+@pytest.mark.parametrize("q_tile", [1, 128])
 @pytest.mark.usefixtures("whole_gpu")
-def test_kernels_at_length(T: int, G: int, D: int, dtype: torch.dtype) -> None:
-    case = Case(T=T, Hq=G, Hkv=1, D=D, dtype=dtype, lengths=(T, 300) if G in (4, 16) else None)
+def test_kernels_at_length(T: int, G: int, D: int, dtype: torch.dtype, q_tile: int) -> None:
+    lengths, config = (T, 300) if G in (4, 16) else None, NSAConfig(q_tile=q_tile)
+    case = Case(T=T, Hq=G, Hkv=1, D=D, dtype=dtype, lengths=lengths, config=config)
     assert_close_to_reference(case, "cute", "cuda")
 
 
-PACK, SIX = (300, 1, 0, 513, 64, 129), NSAConfig(block_counts=6)
+by_tile = partial(NSAConfig, q_tile=128)
+PACK, SIX = (300, 1, 0, 513, 64, 129), by_tile(block_counts=6)
 DETERMINISTIC = SIX.replace(deterministic=True)
 OPTIONS = [
-    dict(config=NSAConfig(block_size=16, block_counts=20)),
-    dict(config=NSAConfig(block_size=32, compress_stride=16)),
-    dict(config=NSAConfig(block_size=128, block_counts=4)),
-    dict(config=NSAConfig(block_size=256, block_counts=3)),
-    dict(T=890, config=NSAConfig(block_size=256)),
-    dict(T=257, config=NSAConfig(block_size=512, block_counts=3)),
+    dict(config=by_tile(block_size=16, block_counts=20)),
+    dict(config=by_tile(block_size=32, compress_stride=16)),
+    dict(config=by_tile(block_size=128, block_counts=4)),
+    dict(config=by_tile(block_size=256, block_counts=3)),
+    dict(T=890, config=by_tile(block_size=256)),
+    dict(T=257, config=by_tile(block_size=512, block_counts=3)),
     dict(config=NSAConfig(q_tile=256, block_counts=8)),
-    dict(config=NSAConfig(window_size=1)),
-    dict(config=NSAConfig(force_blocks=False, block_counts=3)),
+    dict(config=by_tile(window_size=1)),
+    dict(config=by_tile(force_blocks=False, block_counts=3)),
     dict(causal=False),
-    dict(causal=False, config=NSAConfig(block_size=256, block_counts=3)),
+    dict(causal=False, config=by_tile(block_size=256, block_counts=3)),
     dict(causal=False, lengths=(300, 0, 17, 700)),
     dict(gate="given"),
     dict(gate="none"),
-    dict(gate="none", lengths=(1, 1, 0, 1), config=NSAConfig(block_counts=2)),
+    dict(gate="none", lengths=(1, 1, 0, 1), config=by_tile(block_counts=2)),
     dict(Hq=5, Hkv=1, B=3, T=500),
-    dict(Hq=6, Hkv=2, T=4000, config=NSAConfig(block_counts=7)),
+    dict(Hq=6, Hkv=2, T=4000, config=by_tile(block_counts=7)),
     dict(lengths=tuple(range(40))),
     dict(T=40),
     # A bitmap of one word: the kernels need a second to tell its contiguous dimension.
-    *(dict(T=T, Hkv=1, config=NSAConfig(block_counts=6, window_size=200)) for T in (1, 100, 128)),
+    *(dict(T=T, Hkv=1, config=by_tile(block_counts=6, window_size=200)) for T in (1, 100, 128)),
     dict(Hq=4, Hkv=4, lengths=PACK),
     dict(Hq=8, Hkv=1, T=1500, dtype=torch.float16),
     dict(T=2000, config=SIX.replace(block_size=128)),
@@ -132,7 +136,8 @@ ON_HOPPER = [
 
 
 def assert_options(D: int, options: dict) -> None:
-    case = Case(**(dict(T=1000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, compress_weights=True) | options))
+    sizes = dict(T=1000, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=by_tile(), compress_weights=True)
+    case = Case(**(sizes | options))
     assert_close_to_reference(case, "cute", "cuda")
 
 
@@ -156,7 +161,7 @@ def test_a_block_that_is_not_chosen_changes_nothing(block_size: int, D: int) -> 
     from nsa_layer.cute import selected_branch
     from nsa_layer.cute.forward import attend
 
-    T, config = 2048, NSAConfig(block_size=block_size, block_counts=4)
+    T, config = 2048, by_tile(block_size=block_size, block_counts=4)
     case = Case(T=T, Hq=4, Hkv=2, D=D, dtype=torch.bfloat16, config=config)
     inputs = make_inputs(case, "cuda")
     q, chosen = inputs.q, run("cute", inputs).aux.block_indices.transpose(1, 2).contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -44,7 +45,7 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
         return indices, torch.full(indices.shape[:-1], 5, dtype=torch.int32)
 
     monkeypatch.setattr("nsa_layer.cute.forward.block_topk", choose)
-    config = NSAConfig(deterministic=True, block_counts=5, block_size=32)
+    config = NSAConfig(deterministic=True, block_counts=5, block_size=32, q_tile=128)
     sizes = dict(T=1000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
     case = Case(**sizes, lengths=lengths, config=config, compress_weights=True)
     with stubs(), Recorder() as recorder:
@@ -101,7 +102,7 @@ def blackwell() -> Iterator[None]:
 
 @pytest.mark.usefixtures("blackwell")
 def test_what_cannot_be_deterministic_is_refused() -> None:
-    config, free = NSAConfig(block_counts=3), nullcontext()
+    config, free = NSAConfig(block_counts=3, q_tile=128), nullcontext()
     said = "torch.use_deterministic_algorithms asks.*sm_100: the kernels do not support deterministic backward"
     plain = step(config, free, free)
     for forward, backward in ((told(), free), (free, told())):
@@ -111,8 +112,8 @@ def test_what_cannot_be_deterministic_is_refused() -> None:
         assert step(config, told(warn_only=True), told(warn_only=True)) == plain
     with told():
         with pytest.raises(NotImplementedError, match="^sm_100: the kernels do not support dtype float32"):
-            nsa(*(torch.zeros(1, 9, H, 64, requires_grad=True) for H in (4, 2, 2)))
-        nsa(*(torch.zeros(1, 9, H, 64, dtype=torch.bfloat16) for H in (4, 2, 2)))
+            nsa(*(torch.zeros(1, 9, H, 64, requires_grad=True) for H in (4, 2, 2)), config=config)
+        nsa(*(torch.zeros(1, 9, H, 64, dtype=torch.bfloat16) for H in (4, 2, 2)), config=config)
 
 
 @pytest.mark.gpu
@@ -121,9 +122,9 @@ def test_same_bits_when_pytorch_asks(backend: str, monkeypatch: pytest.MonkeyPat
     if backend == "cute" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which PyTorch insists on
-    for lengths in (None, (700, 0, 1, 2299)):
+    for lengths, q_tile in itertools.product((None, (700, 0, 1, 2299)), (1, 128)):
         sizes = dict(T=3000, Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, compress_weights=True)
-        inputs = make_inputs(Case(**sizes, lengths=lengths, config=NSAConfig(block_counts=6)), "cuda")
+        inputs = make_inputs(Case(**sizes, lengths=lengths, config=NSAConfig(block_counts=6, q_tile=q_tile)), "cuda")
         with told():
             first, *others = (run(backend, inputs) for _ in range(5))
         for other in others:

@@ -27,7 +27,7 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
     from nsa_layer.cute import selected_branch
     from nsa_layer.cute.topk_dispatch import block_topk
 
-    case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16)
+    case = Case(T=1, Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(q_tile=128))
     config, taken = case.config, []
     for T in (1 << 13, 1 << 16):
         q = torch.empty(1, T, 4, 64, dtype=torch.bfloat16)

@@ -83,7 +83,8 @@ def test_what_is_computed_again_is_as_asked(recompute: str, kept: tuple[bool, bo
 
 
 def small_case(lengths: tuple[int, ...] | None, gate: str, deterministic: bool) -> Case:
-    config = NSAConfig(deterministic=deterministic, block_counts=6, window_size=200)
+    q_tile = 1 if lengths is None else 128
+    config = NSAConfig(deterministic=deterministic, block_counts=6, q_tile=q_tile, window_size=200)
     sizes = dict(T=1000, Hq=12, Hkv=3, D=128, dtype=torch.bfloat16)
     return Case(**sizes, config=config, lengths=lengths, gate=gate, compress_weights=gate != "none")
 
@@ -141,7 +142,7 @@ def test_a_budget_lowers_the_peak_and_the_prediction_holds() -> None:
     do = torch.randn_like(q)
 
     def step(policy: MemoryPolicy) -> None:
-        o = nsa(q, k, v, gate_weight=weight, memory=policy)
+        o = nsa(q, k, v, config=NSAConfig(q_tile=128), gate_weight=weight, memory=policy)
         torch.autograd.grad(o, (q, k, v, weight), do)
 
     sizes, peaks = Sizes(T, 32, 8, 128, 128, 2, 64, 128, 16), []

@@ -158,7 +158,7 @@ def test_the_kernels_refuse_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         lists = torch.empty(1, 1, 2, 3, dtype=torch.int32, device="cuda")
         for backend in (None, "cute"):
             with pytest.raises(NotImplementedError, match="sm_90: the kernels do not support block_indices"):
-                nsa(q, k, k, block_indices=lists, backend=backend)
+                nsa(q, k, k, config=NSAConfig(q_tile=128), block_indices=lists, backend=backend)
             with pytest.raises(NotImplementedError, match="sm_90: the kernels do not support"):
                 selected_attention(q, k, k, lists, block_size=64, backend=backend)
 

@@ -72,7 +72,7 @@ def shown(sparsity, config: NSAConfig, number: int, T: int, backward: bool, caus
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("options", [{}, dict(block_size=16), dict(block_size=256)], ids=str)
 def test_a_pack_shows_exactly_the_choice(options: dict, backward: bool, causal: bool, hopper: bool) -> None:
-    config = NSAConfig(**(dict(block_counts=5) | options))
+    config = NSAConfig(**(dict(block_counts=5, q_tile=128) | options))
     choice = packed_choice(config, HEADS[1])
     sparsity = make(config, choice, causal=causal, backward=backward)
     assert sparsity.tensors.mask_block_cnt.shape[0] == HEADS[1], "lists are not repeated over heads"
@@ -97,7 +97,7 @@ def test_whose_mask_it_is(hopper: bool) -> None:
 
 
 def test_a_batch_has_a_plan_where_work_can_be_shared(hopper: bool) -> None:
-    config = NSAConfig(block_counts=5)
+    config = NSAConfig(block_counts=5, q_tile=128)
     choice = packed_choice(config, 2, (700,))[None]
     options = dict(causal=True, lengths=None)
     assert (make(config, choice, backward=True, **options).tensors.plan is not None) == hopper

@@ -99,7 +99,8 @@ def test_a_floor_is_the_longer_of_bytes_and_arithmetic() -> None:
 
 
 def test_floors_of_the_documented_shape_are_those_that_were_worked_out_by_hand() -> None:
-    shape = Shape(B=1, T=1 << 20, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cpu", config=NSAConfig())
+    sizes = dict(B=1, T=1 << 20, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cpu")
+    shape = Shape(**sizes, config=NSAConfig(q_tile=128))
     at = roofline.Ceilings(**roofline.H200)
     ms = {key: work.floor_ms(at, key[1]) for key, work in roofline.work(replace(shape, gate="none")).items()}
     assert ms["cmp", "forward"] == pytest.approx(213, rel=0.01) and ms["swa", "forward"] == pytest.approx(

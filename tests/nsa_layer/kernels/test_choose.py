@@ -79,8 +79,9 @@ def test_what_it_does_not_take() -> None:
     pytest.importorskip("cutlass")
     from nsa_layer.kernels.block_topk.topk_kernel import takes
 
-    assert takes(NSAConfig(block_counts=64), G=32)
-    assert not takes(NSAConfig(), G=33) and not takes(NSAConfig(block_counts=65), G=4)
+    tiles = NSAConfig(q_tile=128)
+    assert takes(tiles.replace(block_counts=64), G=32)
+    assert not takes(tiles, G=33) and not takes(tiles.replace(block_counts=65), G=4)
 
 
 @pytest.fixture

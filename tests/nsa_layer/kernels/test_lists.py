@@ -219,7 +219,7 @@ def widths_of_rows(T: int, block_size: int) -> tuple[int, int]:
     """In a compiling worker: the width of forward's rows with room for every block, and what attention allows."""
     from nsa_layer.kernels.k2q_csr.make_lists import forward_lists
 
-    config = NSAConfig(block_size=block_size)
+    config = NSAConfig(block_size=block_size, q_tile=128)
     lists = torch.empty(1, 2, config.num_tiles(T), config.list_width(T), dtype=torch.int32, device="cuda")
     counts = torch.empty(lists.shape[:-1], dtype=torch.int32, device="cuda")
     lists = forward_lists(lists, counts, T, block_size=block_size, q_tile=128, kv_tile=128, causal=True)

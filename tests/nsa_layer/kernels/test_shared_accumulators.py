@@ -9,7 +9,8 @@ from fa_compile import Worker
 from nsa_layer import NSAConfig
 
 PACKED = (300, 1, 0, 513, 64, 129)
-DETERMINISTIC = NSAConfig(deterministic=True)
+TILES = NSAConfig(q_tile=128)
+DETERMINISTIC = TILES.replace(deterministic=True)
 
 
 def accumulators(changes: dict) -> tuple[int, int, int]:
@@ -19,7 +20,7 @@ def accumulators(changes: dict) -> tuple[int, int, int]:
     from nsa_layer import compile_ahead
     from nsa_layer.cute import backward
 
-    call = dict(B=2, T=1000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=NSAConfig()) | changes
+    call = dict(B=2, T=1000, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=TILES) | changes
     if lengths := call.get("lengths"):
         call |= dict(T=sum(lengths), B=1)
     made, original = [], backward.backward_layouts
@@ -39,7 +40,7 @@ def accumulators(changes: dict) -> tuple[int, int, int]:
 ON_HOPPER = [
     ({}, (1, 1, 64)),
     (dict(D=64), (1, 1, 128)),
-    (dict(config=NSAConfig(block_size=128)), (1, 1, 64)),
+    (dict(config=TILES.replace(block_size=128)), (1, 1, 64)),
     (dict(config=DETERMINISTIC), (1, 1, 64)),
     (dict(config=DETERMINISTIC.replace(block_size=128)), (1, 1, 64)),
     (dict(lengths=PACKED), (1, 1, 64)),
