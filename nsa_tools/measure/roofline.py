@@ -74,15 +74,13 @@ def _compressed(T: int, shape: Shape) -> int:
 
 def _selected(T: int, shape: Shape) -> int:
     """A tile's list is full, except for keys after the query."""
-    config, total = shape.config, 0
-    l, width = config.block_size, config.list_width(T)
-    for first in range(0, T, config.q_tile):
-        rows = min(config.q_tile, T - first)
-        own = -(-(first + rows) // l) - first // l
-        # Earlier blocks as far as there are such and the list has room, and what precedes the tile in its first block.
-        before = min(first // l, width - own) * l + first % l
-        total += rows * before + rows * (rows + 1) // 2
-    return total
+    config, l = shape.config, shape.config.block_size
+    first = torch.arange(0, T, config.q_tile)
+    rows = (T - first).clamp(max=config.q_tile)
+    own = (first + rows + l - 1) // l - first // l
+    # Earlier blocks as far as there are such and the list has room, and what precedes the tile in its first block.
+    before = torch.minimum(first // l, config.list_width(T) - own) * l + first % l
+    return int((rows * before + rows * (rows + 1) // 2).sum())
 
 
 def _window(T: int, shape: Shape) -> int:
