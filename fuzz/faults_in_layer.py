@@ -87,12 +87,12 @@ def _sees_on(original: Callable) -> Callable:
 def _tail(original: Callable) -> Callable:
     """Not causal, the zeros behind the last key of a block are keys as well."""
 
-    def wrong(q: Any, choice: Any, heads: int, parts: int, spec: Any) -> Any:
-        plan = original(q, choice, heads, parts, spec)
-        T, size = q.shape[1], spec.config.block_size
+    def wrong(q: Any, S: int, width: int, heads: int, parts: int, spec: Any, first: int) -> Any:
+        plan = original(q, S, width, heads, parts, spec, first)
+        size = spec.config.block_size
         if spec.causal:
             return plan
-        return replace(plan, visible=lambda t, s: s < -(-T // size) * size)
+        return replace(plan, visible=lambda t, s: s < -(-S // size) * size)
 
     return wrong
 
@@ -101,9 +101,9 @@ def _tail(original: Callable) -> Callable:
 def _early(original: Callable) -> Callable:
     """A compressed block is visible one token before its last one is reached."""
 
-    def wrong(q: Any, Tc: int, heads: int, spec: Any) -> Any:
+    def wrong(q: Any, Tc: int, heads: int, spec: Any, first: int) -> Any:
         config = spec.config.replace(compress_offset=spec.config.offset - 1)
-        return original(q, Tc, heads, replace(spec, config=config))
+        return original(q, Tc, heads, replace(spec, config=config), first)
 
     return wrong
 

@@ -20,12 +20,19 @@ class CallSpec:
         causal: queries see no later token.
         softmax_scale: the factor of q . k, in all branches and in the selection of blocks.
         lengths: the packed sequences' lengths, or None for a batch of equal length.
+        lengths_k: those of their keys, where queries are a stretch of a longer context; None: the same.
     """
 
     config: NSAConfig
     causal: bool
     softmax_scale: float
     lengths: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+
+    @property
+    def key_lengths(self) -> tuple[int, ...] | None:
+        """Of the packed sequences' keys, or None for a batch."""
+        return self.lengths if self.lengths_k is None else self.lengths_k
 
 
 class OwnKeys(NamedTuple):
@@ -85,6 +92,15 @@ class Aux:
     lse_cmp: torch.Tensor
     lse_slc: torch.Tensor
     lse_swa: torch.Tensor
+
+
+def require_choice_by_token(config: NSAConfig) -> None:
+    """Raise NotImplementedError where queries apart from the rest of their sequence cannot choose blocks."""
+    if not config.by_token:
+        raise NotImplementedError(
+            f"q_offset with q_tile={config.q_tile}, rule={config.rule!r}: a choice belongs to a tile, and its queries "
+            "may not all be there; use q_tile=1, or give block_indices"
+        )
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, accumulation_dtype, mean_scale
+from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, accumulation_dtype, mean_scale, require_choice_by_token
 from nsa_layer.compress import compress
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
@@ -207,30 +207,47 @@ def attend(
     v_win: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Aux]:
     """The operator; arguments as `nsa` has checked them.
 
     The lengths of packed sequences are read from ``spec``, not from ``cu_seqlens``. Returns o, in the dtype of q,
     and `Aux`.
+
+    Args:
+        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
+            there are ``q_offset + T`` at least; read on the host. None: the queries are those of all keys.
     """
     weights, own = (compress_k_weight, compress_v_weight), OwnKeys(k_cmp, v_cmp, k_win, v_win)
-    if spec.lengths is None:
-        branches, lses, choice = _attend_batch(q, k, v, own, spec, *weights, block_indices)
+    offsets = None if q_offset is None else q_offset.tolist()
+    if offsets is not None and block_indices is None:
+        require_choice_by_token(spec.config)
+    if spec.lengths is None and (offsets is None or len(set(offsets)) == 1):
+        first = 0 if offsets is None else offsets[0]
+        branches, lses, choice = _attend_batch(q, k, v, own, spec, *weights, block_indices, first)
+    elif spec.lengths is None:
+        lists = [None] * len(offsets) if block_indices is None else block_indices.split(1)
+        owned = [own.map(lambda x: x[b : b + 1]) for b in range(len(offsets))]
+        sequences = zip(*(x.split(1) for x in (q, k, v)), owned, lists, offsets, strict=True)
+        results = [_attend_batch(*x, mine, spec, *weights, given, at) for *x, mine, given, at in sequences]
+        branches, lses = ([torch.cat(x) for x in zip(*(r[i] for r in results), strict=True)] for i in range(2))
+        choice = torch.cat([r[2] for r in results])
     else:
         # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
-        sequences = zip(*(x.split(spec.lengths) for x in (q, k, v)), strict=True)
+        lengths = (spec.lengths, spec.key_lengths, spec.key_lengths)
+        sequences = zip(*(x.split(each) for x, each in zip((q, k, v), lengths, strict=True)), strict=True)
         given = [None] * len(spec.lengths)
         if block_indices is not None:
             given = block_indices.unsqueeze(0).split([spec.config.num_tiles(length) for length in spec.lengths], dim=1)
-        owned = own.split(spec.lengths, config=spec.config)
+        owned, offsets = own.split(spec.key_lengths, config=spec.config), offsets or [0] * len(spec.lengths)
         results = [
-            _attend_batch(*(x.unsqueeze(0) for x in sequence), mine.map(_alone), spec, *weights, lists)
-            for sequence, mine, lists in zip(sequences, owned, given, strict=True)
+            _attend_batch(*(x.unsqueeze(0) for x in sequence), mine.map(_alone), spec, *weights, lists, first)
+            for sequence, mine, lists, first in zip(sequences, owned, given, offsets, strict=True)
             if len(sequence[0])
         ]
         branches = [torch.cat(parts, dim=1)[0] for parts in zip(*(r[0] for r in results), strict=True)]
         lses = [torch.cat(parts, dim=2)[0] for parts in zip(*(r[1] for r in results), strict=True)]
-        width = spec.config.list_width(max(spec.lengths))
+        width = spec.config.list_width(max(spec.key_lengths))
         if block_indices is None:
             choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=1)[0]
     if block_indices is not None:
@@ -250,8 +267,12 @@ def _attend_batch(
     compress_k_weight: torch.Tensor | None,
     compress_v_weight: torch.Tensor | None,
     block_indices: torch.Tensor | None,
+    first: int,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """For sequences of one length: the branches' outputs [B, T, Hq, Dv], their LSEs [B, Hq, T], the chosen blocks."""
+    """For sequences of one length: the branches' outputs [B, T, Hq, Dv], their LSEs [B, Hq, T], the chosen blocks.
+
+    first: position of the first query among the keys.
+    """
     config, dtype = spec.config, q.dtype
     if q.device.type == "cpu":
         q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
@@ -261,97 +282,98 @@ def _attend_batch(
         v_cmp = compress(v, compress_v_weight, config=config) if own.v_cmp is None else own.v_cmp
     # Attention reads them as the kernels do, rounded to the dtype of the inputs.
     unrounded, (k_cmp, v_cmp) = k_cmp, (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
-    Hkv, T, G = k.shape[2], q.shape[1], q.shape[2] // k.shape[2]
+    (S, Hkv), T, G = k.shape[1:3], q.shape[1], q.shape[2] // k.shape[2]
     by_group, keys, values = _fold(q, Hkv, 1), _heads_first(k_cmp), _heads_first(v_cmp)
-    cmp = _SparseAttention.apply(by_group, keys, values, None, _compressed_plan(q, k_cmp.shape[1], G, spec))
+    cmp = _SparseAttention.apply(by_group, keys, values, None, _compressed_plan(q, k_cmp.shape[1], G, spec, first))
     static = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     with component("choose"):
         if block_indices is not None:
             # By tile, no list is longer than the blocks up to the tile's end.
-            last = torch.arange(1, config.num_tiles(T) + 1, device=q.device) * config.q_tile - 1
+            last = torch.arange(1, config.num_tiles(T) + 1, device=q.device) * config.q_tile - 1 + first
             end = last // config.block_size + 1 if spec.causal else None
-            choice = sorted_lists(block_indices.transpose(1, 2), config.num_blocks(T), end)
+            choice = sorted_lists(block_indices.transpose(1, 2), config.num_blocks(S), end)
         elif config.by_token:
-            choice = choose_blocks_by_token(q, k_cmp, _unfold(cmp[1], T).mT, **static)
+            choice = choose_blocks_by_token(q, k_cmp, _unfold(cmp[1], T).mT, **static, first=first, S=S)
         else:
             choice = choose_blocks(q, unrounded.to(accumulation_dtype(dtype)), **static)
     k, v, k_win, v_win = map(_heads_first, (k, v, k_win, v_win))
-    slc = _attend_selected(q, k, v, choice, spec)
-    swa = _SparseAttention.apply(by_group, k_win, v_win, None, _window_plan(q, G, spec))
+    slc = _attend_selected(q, k, v, choice, spec, first)
+    swa = _SparseAttention.apply(by_group, k_win, v_win, None, _window_plan(q, S, G, spec, first))
     cmp, swa = ([_unfold(x, T) for x in branch] for branch in (cmp, swa))
     outputs, lses = zip(cmp, slc, swa)
     return list(outputs), [lse.mT.contiguous() for lse in lses], choice.transpose(1, 2)
 
 
 def _attend_selected(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, spec: CallSpec
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, spec: CallSpec, first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, T, Hq, D], k, v [B, Hkv, T, D or Dv], choice [B, Hs, M, n] -> o [B, T, Hq, Dv] and the LSE [B, T, Hq]."""
-    config, (T, Hq), Hkv = spec.config, q.shape[1:3], k.shape[1]
+    """q [B, T, Hq, D], k, v [B, Hkv, S, D or Dv], choice [B, Hs, M, n] -> o [B, T, Hq, Dv] and the LSE [B, T, Hq]."""
+    config, (T, Hq), (Hkv, S) = spec.config, q.shape[1:3], k.shape[1:3]
     if config.q_tile == 1:
-        limit = torch.arange(1, T + 1, device=q.device) if spec.causal else torch.full((T,), T, device=q.device)
+        ends = (first + 1, first + T + 1)
+        limit = torch.arange(*ends, device=q.device) if spec.causal else torch.full((T,), S, device=q.device)
         limit, size = limit.expand(len(q), T), config.block_size
         return attend_lists(q, k, v, choice, limit, size=size, softmax_scale=spec.softmax_scale)
     parts = choice.shape[1] // Hkv
     # The padding of a list names the block of zeros behind the last one, which no query sees.
-    spare = (config.num_blocks(T) + 1) * config.block_size - T
+    spare = (config.num_blocks(S) + 1) * config.block_size - S
     k, v = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
-    plan = _selected_plan(q, choice.shape[-1], Hq // (Hkv * parts), parts, spec)
+    plan = _selected_plan(q, S, choice.shape[-1], Hq // (Hkv * parts), parts, spec, first)
     results = _SparseAttention.apply(_fold(q, Hkv, parts), k, v, choice, plan)
     return tuple(_unfold(x, T) for x in results)
 
 
-def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, spec: CallSpec) -> _Plan:
+def _compressed_plan(q: torch.Tensor, Tc: int, heads: int, spec: CallSpec, first: int) -> _Plan:
     T, config = q.shape[1], spec.config
     step = _rows_that_fit(q, Tc)
 
     def chunks(_: None) -> Iterator[Chunk]:
         for begin in range(0, T, step):
             end = min(begin + step, T)
-            seen = min(Tc, (end - 1 - config.offset) // config.stride + 1) if spec.causal else Tc
+            seen = min(Tc, (first + end - 1 - config.offset) // config.stride + 1) if spec.causal else Tc
             if seen > 0:
                 yield begin, end, _Run(0, seen)
 
     def visible(t: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        return j * config.stride + config.offset <= t
+        return j * config.stride + config.offset <= t + first
 
     return _Plan(chunks, visible if spec.causal else None, heads, spec.softmax_scale, "cmp")
 
 
-def _selected_plan(q: torch.Tensor, width: int, heads: int, parts: int, spec: CallSpec) -> _Plan:
+def _selected_plan(q: torch.Tensor, S: int, width: int, heads: int, parts: int, spec: CallSpec, first: int) -> _Plan:
     """Tile by tile; the padding of a list reads the block of zeros behind the last one, which no query sees."""
     T, config = q.shape[1], spec.config
     step = _rows_that_fit(q, width * config.block_size)
 
     def chunks(choice: torch.Tensor) -> Iterator[Chunk]:
-        index = choice.long().remainder(config.num_blocks(T) + 1).unflatten(1, (-1, parts))
+        index = choice.long().remainder(config.num_blocks(S) + 1).unflatten(1, (-1, parts))
         for tile in range(config.num_tiles(T)):
-            first, last = tile * config.q_tile, min((tile + 1) * config.q_tile, T)
+            start, last = tile * config.q_tile, min((tile + 1) * config.q_tile, T)
             listed = index[:, :, :, tile]
             if spec.causal:  # a list is ascending, and none is longer than the blocks up to the tile's end
-                listed = listed[..., : config.num_blocks(last)]
+                listed = listed[..., : config.num_blocks(first + last)]
             keys = _Blocks(listed, config.block_size)
-            yield from ((begin, min(begin + step, last), keys) for begin in range(first, last, step))
+            yield from ((begin, min(begin + step, last), keys) for begin in range(start, last, step))
 
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return s <= t if spec.causal else s < T
+        return s <= t + first if spec.causal else s < S
 
     return _Plan(chunks, visible, heads, spec.softmax_scale, "slc")
 
 
-def _window_plan(q: torch.Tensor, heads: int, spec: CallSpec) -> _Plan:
+def _window_plan(q: torch.Tensor, S: int, heads: int, spec: CallSpec, first: int) -> _Plan:
     T, back = q.shape[1], spec.config.window_size - 1
     ahead = 0 if spec.causal else back
     # Chunks longer than the window would read mostly pairs that it excludes.
-    step = min(max(back + 1, 64), _rows_that_fit(q, min(T, 2 * (back + 1) + ahead)))
+    step = min(max(back + 1, 64), _rows_that_fit(q, min(S, 2 * (back + 1) + ahead)))
 
     def chunks(_: None) -> Iterator[Chunk]:
         for begin in range(0, T, step):
             end = min(begin + step, T)
-            yield begin, end, _Run(max(0, begin - back), min(T, end + ahead))
+            yield begin, end, _Run(max(0, first + begin - back), min(S, first + end + ahead))
 
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return (s >= t - back) & (s <= t + ahead)
+        return (s >= t + first - back) & (s <= t + first + ahead)
 
     return _Plan(chunks, visible, heads, spec.softmax_scale, "swa")
 

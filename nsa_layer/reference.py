@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, CallSpec, ListSpec, OwnKeys, accumulation_dtype, mean_scale
+from nsa_layer.call_spec import (
+    Aux,
+    CallSpec,
+    ListSpec,
+    OwnKeys,
+    accumulation_dtype,
+    mean_scale,
+    require_choice_by_token,
+)
 from nsa_layer.config import NSAConfig
 
 
@@ -67,20 +75,27 @@ def mean(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 @torch.no_grad()
 def selection_scores(
-    q: torch.Tensor, k_cmp: torch.Tensor, *, config: NSAConfig, causal: bool, softmax_scale: float
+    q: torch.Tensor,
+    k_cmp: torch.Tensor,
+    *,
+    config: NSAConfig,
+    causal: bool,
+    softmax_scale: float,
+    q_offset: int = 0,
+    S: int | None = None,
 ) -> SelectionScores:
     """Scores every block of one sequence for every tile of its queries.
 
     Args:
-        q: [T, Hq, D].
+        q: [T, Hq, D], with choices by token any stretch of a sequence of S tokens (None: T), from position q_offset on.
         k_cmp: [Tc, Hkv, D]; for each token's own choice the keys of the compressed branch, rounded, otherwise as
             `compress` returns them: projected, not rounded.
     """
-    T, size = q.shape[0], config.block_size
-    start = torch.arange(config.num_blocks(T), device=q.device) * size
-    first = torch.arange(config.num_tiles(T), device=q.device)[:, None] * config.q_tile
-    last = (first + config.q_tile - 1).clamp(max=T - 1)
-    candidates = (start + size <= T).expand(len(first), -1)
+    S, size = q.shape[0] if S is None else S, config.block_size
+    start = torch.arange(config.num_blocks(S), device=q.device) * size
+    first = torch.arange(config.num_tiles(q.shape[0]), device=q.device)[:, None] * config.q_tile + q_offset
+    last = (first + config.q_tile - 1).clamp(max=S - 1)
+    candidates = (start + size <= S).expand(len(first), -1)
     if causal:
         candidates = candidates & (start <= last if config.rule == "seed" else start + size - 1 <= first)
     own = (start + size > first) & (start <= last)
@@ -151,16 +166,21 @@ def choose_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> 
     return F.pad(blocks, (0, width - blocks.shape[-1]), value=-1)
 
 
-def compressed_mask(T: int, Tc: int, *, config: NSAConfig, causal: bool, device: torch.device) -> torch.Tensor:
+def compressed_mask(
+    T: int, Tc: int, *, config: NSAConfig, causal: bool, device: torch.device, q_offset: int = 0
+) -> torch.Tensor:
     """Mask of the compressed keys that each query sees: bool [T, Tc]."""
-    t, j = torch.arange(T, device=device)[:, None], torch.arange(Tc, device=device)
+    t, j = torch.arange(T, device=device)[:, None] + q_offset, torch.arange(Tc, device=device)
     return (j * config.stride + config.offset <= t) | (not causal)
 
 
-def selected_mask(block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> torch.Tensor:
-    """Mask of the keys that each query sees through its tile's list [M, Hs, n]: bool [Hs, T, T]."""
-    visible = listed_mask(block_indices, T, T, q_tile=config.q_tile, block_size=config.block_size)
-    return visible.tril() if causal else visible
+def selected_mask(
+    block_indices: torch.Tensor, T: int, *, config: NSAConfig, causal: bool, q_offset: int = 0, S: int | None = None
+) -> torch.Tensor:
+    """Mask of the keys that each query sees through its tile's list [M, Hs, n]: bool [Hs, T, S]."""
+    S = T if S is None else S
+    visible = listed_mask(block_indices, T, S, q_tile=config.q_tile, block_size=config.block_size)
+    return visible.tril(q_offset) if causal else visible
 
 
 def listed_mask(block_indices: torch.Tensor, T: int, S: int, *, q_tile: int, block_size: int) -> torch.Tensor:
@@ -173,10 +193,12 @@ def listed_mask(block_indices: torch.Tensor, T: int, S: int, *, q_tile: int, blo
     return listed[query // q_tile].transpose(0, 1)[:, :, key // block_size]
 
 
-def window_mask(T: int, *, config: NSAConfig, causal: bool, device: torch.device) -> torch.Tensor:
-    """Mask of the keys that each query sees through the sliding window: bool [T, T]."""
-    token = torch.arange(T, device=device)
-    back = token[:, None] - token
+def window_mask(
+    T: int, *, config: NSAConfig, causal: bool, device: torch.device, q_offset: int = 0, S: int | None = None
+) -> torch.Tensor:
+    """Mask of the keys that each query sees through the sliding window: bool [T, S]."""
+    query, key = (torch.arange(length, device=device) for length in (T, T if S is None else S))
+    back = query[:, None] + q_offset - key
     return (back < config.window_size) & (back >= (0 if causal else 1 - config.window_size))
 
 
@@ -234,23 +256,27 @@ def attend(
     v_win: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     block_indices: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Aux]:
     """The whole operator.
 
     Args:
-        q: [B, T, Hq, D], k: [B, T, Hkv, D], v: [B, T, Hkv, Dv]; packed: the same without B, with ``spec.lengths``.
+        q: [B, T, Hq, D], k: [B, T, Hkv, D], v: [B, T, Hkv, Dv]; packed: the same without B, with ``spec.lengths``. With
+            q_offset keys have a length of their own, packed ``spec.lengths_k``.
         gate_weight: [Hq, 3, D]; gates: [B, T, Hq, 3], packed [total, Hq, 3]; neither: 1/3 for each branch.
         compress_k_weight: [Hkv, D, D]; compress_v_weight: [Hkv, Dv, Dv].
         k_cmp, v_cmp: [B, Tc, Hkv, D or Dv], packed [sum of Tc, ...]; k_win, v_win: like k and v; None: made of k and v.
         cu_seqlens: not read, ``spec.lengths`` says the same.
         block_indices: lists as `nsa` takes them, used in place of the reference's own choice.
+        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys.
 
     Returns:
         o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
     """
     weights = dict(compress_k_weight=compress_k_weight, compress_v_weight=compress_v_weight)
     own = OwnKeys(k_cmp, v_cmp, k_win, v_win)
-    branches, lses, choice = attend_branches(q, k, v, spec=spec, **weights, own=own, block_indices=block_indices)
+    given = dict(own=own, block_indices=block_indices, q_offset=q_offset)
+    branches, lses, choice = attend_branches(q, k, v, spec=spec, **weights, **given)
     g = gate_values(q, gate_weight, gates)
     o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches))
     return o.to(q.dtype), Aux(choice, g.detach(), *(lse.detach() for lse in lses))
@@ -266,6 +292,7 @@ def attend_branches(
     compress_v_weight: torch.Tensor | None = None,
     own: OwnKeys = OwnKeys(),
     block_indices: torch.Tensor | None = None,
+    q_offset: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """The three branches before the gate; arguments as for `attend`.
 
@@ -274,8 +301,13 @@ def attend_branches(
         are differentiable here.
     """
     packed = spec.lengths is not None
-    sequences = list(zip(*(x.split(spec.lengths) if packed else x.unbind() for x in (q, k, v)), strict=True))
-    width = spec.config.list_width(max(spec.lengths, default=0) if packed else q.shape[1])
+    lengths = (spec.lengths, spec.key_lengths, spec.key_lengths)
+    parts = (x.split(own) if packed else x.unbind() for x, own in zip((q, k, v), lengths, strict=True))
+    sequences = list(zip(*parts, strict=True))
+    width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else k.shape[1])
+    offsets = [0] * len(sequences) if q_offset is None else q_offset.tolist()
+    if q_offset is not None and block_indices is None:
+        require_choice_by_token(spec.config)
     if block_indices is None:
         choices = [None] * len(sequences)
     elif packed:
@@ -283,10 +315,10 @@ def attend_branches(
     else:
         choices = block_indices.unbind()
     weights = (compress_k_weight, compress_v_weight)
-    owned = own.split(spec.lengths, config=spec.config) if packed else [own.map(lambda x: x[b]) for b in range(len(q))]
+    owned = own.split(lengths[1], config=spec.config) if packed else [own.map(lambda x: x[b]) for b in range(len(q))]
     results = [
-        _attend_sequence(*sequence, mine, spec, *weights, choice, width)
-        for sequence, mine, choice in zip(sequences, owned, choices, strict=True)
+        _attend_sequence(*sequence, mine, spec, *weights, choice, width, offset)
+        for sequence, mine, choice, offset in zip(sequences, owned, choices, offsets, strict=True)
     ]
     branches, lses, choices = zip(*results, strict=True)
     branches = [(torch.cat if packed else torch.stack)(o) for o in zip(*branches, strict=True)]
@@ -304,9 +336,10 @@ def _attend_sequence(
     compress_v_weight: torch.Tensor | None,
     block_indices: torch.Tensor | None,
     width: int,
+    q_offset: int,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """The branches' outputs and LSEs, and the choice of blocks [M, Hs, width], for one sequence [T, H, D]."""
-    config, causal, T = spec.config, spec.causal, q.shape[0]
+    config, causal, T, S = spec.config, spec.causal, q.shape[0], k.shape[0]
     if T == 0:
         heads = q.shape[1] if config.rule == "seed" else k.shape[1]
         lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
@@ -316,15 +349,15 @@ def _attend_sequence(
     k_cmp = compress(k, compress_k_weight, config=config) if own.k_cmp is None else own.k_cmp
     v_cmp = compress(v, compress_v_weight, config=config) if own.v_cmp is None else own.v_cmp
     k_win, v_win = k if own.k_win is None else own.k_win, v if own.v_win is None else own.v_win
+    static = dict(config=config, causal=causal, q_offset=q_offset)
     if block_indices is None:
         scoring = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
-        scores = selection_scores(q, scoring, config=config, causal=causal, softmax_scale=spec.softmax_scale)
+        scores = selection_scores(q, scoring, **static, S=S, softmax_scale=spec.softmax_scale)
         block_indices = choose_blocks(scores, config=config, width=width)
-    static = dict(config=config, causal=causal)
     masked = (
         (k_cmp.to(k.dtype), v_cmp.to(v.dtype), compressed_mask(T, k_cmp.shape[0], **static, device=q.device)),
-        (k, v, selected_mask(block_indices, T, **static)),
-        (k_win, v_win, window_mask(T, **static, device=q.device)),
+        (k, v, selected_mask(block_indices, T, **static, S=S)),
+        (k_win, v_win, window_mask(T, **static, S=S, device=q.device)),
     )
     results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
     return [o for o, _ in results], [lse for _, lse in results], block_indices

@@ -58,6 +58,8 @@ def choose_blocks_by_token(
     config: NSAConfig,
     causal: bool,
     softmax_scale: float,
+    first: int | torch.Tensor = 0,
+    S: int | None = None,
 ) -> torch.Tensor:
     """The blocks that each token lists.
 
@@ -65,44 +67,47 @@ def choose_blocks_by_token(
         q: [B, T, Hq, D].
         k_cmp: [B, Tc, Hkv, D], compressed keys as the compressed branch reads them: rounded.
         lse: [B, Hq, T], the branch's log-sum-exp, -inf where a row sees no key.
+        first: position of the first query, an int64 [] if it is a tensor.
+        S: tokens of the sequence; None: T.
 
     Returns:
-        int32 [B, Hkv, T, n], ascending, padded with -1; n = ``config.list_width(T)``.
+        int32 [B, Hkv, T, n], ascending, padded with -1; n = ``config.list_width(S)``.
 
     Source: equations 8 to 12 of arXiv:2502.11089.
     """
     B, T, Hq, _ = q.shape
     Tc, Hkv = k_cmp.shape[1:3]
-    n, dtype = config.list_width(T), accumulation_dtype(q.dtype)
+    S = T if S is None else S
+    n, dtype = config.list_width(S), accumulation_dtype(q.dtype)
     keys = k_cmp.permute(0, 2, 3, 1).to(dtype)  # [B, Hkv, D, Tc]
     first_seen = torch.arange(Tc, device=q.device) * config.stride + config.offset
     chosen = torch.empty(B, Hkv, T, n, dtype=torch.int32, device=q.device)
     budget = CPU_SCORE_BUDGET if q.device.type == "cpu" else SCORE_BUDGET
-    step = max(1, budget // max(1, B * Hq * config.num_blocks(T)))
+    step = max(1, budget // max(1, B * Hq * config.num_blocks(S)))
     for begin in range(0, T, step):
-        tokens = torch.arange(begin, min(begin + step, T), device=q.device)
-        own = slice(begin, begin + len(tokens))
+        own = slice(begin, min(begin + step, T))
+        tokens = torch.arange(own.start, own.stop, device=q.device) + first
         asking = q[:, own].to(dtype).unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, m, D]
         scores = (asking.flatten(2, 3) @ keys).unflatten(2, asking.shape[2:4]).mul_(softmax_scale)
         p = scores.sub_(lse[..., own].unflatten(1, (Hkv, -1)).unsqueeze(-1)).exp_()
         if causal:
             p = p.masked_fill_(first_seen > tokens[:, None], 0)
-        forced, candidate = block_roles(tokens, T, config=config, causal=causal)
-        chosen[:, :, own] = _list_blocks(_in_blocks(p.sum(2), T, config), forced, candidate, n, config=config)
+        forced, candidate = block_roles(tokens, S, config=config, causal=causal)
+        chosen[:, :, own] = _list_blocks(_in_blocks(p.sum(2), S, config), forced, candidate, n, config=config)
     return chosen
 
 
-def _in_blocks(p: torch.Tensor, T: int, config: NSAConfig) -> torch.Tensor:
+def _in_blocks(p: torch.Tensor, S: int, config: NSAConfig) -> torch.Tensor:
     """Probabilities of compressed keys [..., Tc] -> importance of blocks [..., N].
 
     Key i covers the strides i to ``i + span // stride - 1`` of ``stride`` tokens each, and counts once for each of them
     that lies in the block.
     """
     in_key, in_block = config.span // config.stride, config.block_size // config.stride
-    strides = p.new_zeros(*p.shape[:-1], max(config.num_blocks(T) * in_block, p.shape[-1] + in_key - 1))
+    strides = p.new_zeros(*p.shape[:-1], max(config.num_blocks(S) * in_block, p.shape[-1] + in_key - 1))
     for shift in range(in_key):
         strides[..., shift : shift + p.shape[-1]] += p
-    end = config.num_blocks(T) * in_block
+    end = config.num_blocks(S) * in_block
     return sum(strides[..., first:end:in_block] for first in range(in_block))
 
 
