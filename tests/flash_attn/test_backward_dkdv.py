@@ -137,11 +137,6 @@ def test_calls_are_refused_by_name(change: dict[str, Any], said: str, compiler_s
     assert error.value.kind == "NotImplementedError"
 
 
-def test_blackwell_is_refused(compiler_sm100: Worker) -> None:
-    with pytest.raises(WorkerError, match="sm_100: the dk and dv pass by token is for sm_90"):
-        compiler_sm100.trace(compile_only, TokenCase((300,), 4))
-
-
 def test_pairs_are_those_of_the_lists() -> None:
     """The tests' own builder: every row has the tokens that list its block, and is dealt out whole."""
     case = TokenCase((200, 70), 2, Hkv=2, cap=30, packed=True)

@@ -61,7 +61,9 @@ def test_head_dimensions_are_refused_by_name(D: int, Dv: int | None, said: str, 
 
 
 def test_blackwell_is_refused(compiler_sm100: Worker) -> None:
-    with pytest.raises(WorkerError, match="sm_100: the dq pass is for sm_90"):
+    with pytest.raises(
+        WorkerError, match="sm_100: the dq pass is for sm_90, and for sm_100 over lists with mask_block_bits"
+    ):
         compiler_sm100.trace(refused, 128, None)
 
 

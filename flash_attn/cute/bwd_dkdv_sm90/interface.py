@@ -22,6 +22,7 @@ from flash_attn.cute.bwd_dq_sm90.spec import with_plain_strides
 from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists.tiling import ROWS
+from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDkdvSm90, fake_tensor
 from flash_attn.cute.runtime.own_device import on_own_device, target_sm_count
 from flash_attn.cute.testing import is_fake_mode
@@ -86,6 +87,7 @@ def backward_dkdv(
         packed=packed,
         add=add,
         start=start if packed else ROWS,
+        by_warp=by_warp(_arch()),
     )
     kernel = _compiled(spec)
     partials = torch.empty(max(pairs.partials, 1) * parts * 2 * ROWS * D, dtype=torch.float32, device=q.device)

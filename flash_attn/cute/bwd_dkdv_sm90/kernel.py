@@ -15,9 +15,8 @@ from typing import Callable, Optional
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType, pipeline_init_arrive, pipeline_init_wait
 from cutlass.utils import LayoutEnum
 from quack import layout_utils, sm90_utils
@@ -31,6 +30,7 @@ from flash_attn.cute.bwd_dkdv_sm90.spec import DTYPES, THREADS, WARPGROUPS, Dkdv
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import TmaTensor
 from flash_attn.cute.lists.tiling import ROWS
+from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.own_device import target_sm_count
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40  # together as many as at the launch, 3 * 168
@@ -213,24 +213,12 @@ class FlashAttentionBackwardDkdvSm90:
         sQ, sdO, sK, sV = staged
         pipeline_q, pipeline_do, pipeline_k, pipeline_v, pipeline_sums = pipelines
 
-        k_major, mn_major = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
-        mma = partial(hopper.make_trivial_tiled_mma, self.dtype, self.dtype, k_major)
-        mma_s = mma(k_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, ROWS))
-        mma_dk = mma(
-            mn_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, spec.head_dim),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
-        thread_s, thread_dk = mma_s.get_slice(0), mma_dk.get_slice(0)
-        shape_s, shape_dk = (ROWS, ROWS, spec.head_dim), (ROWS, spec.head_dim, ROWS)
-        _, tSrK, tSrQ = sm90_utils.partition_fragment_ABC(thread_s, shape_s, sK, sQ)
-        _, tSrV, tSrdO = sm90_utils.partition_fragment_ABC(thread_s, shape_s, sV, sdO)
-        of_rows = partial(sm90_utils.partition_fragment_ABC, thread_dk, shape_dk, None)
-        acc_dK, tdKrdS, tdKrQ = of_rows(layout_utils.transpose_view(sQ))
-        acc_dV, tdVrP, tdVrdO = of_rows(layout_utils.transpose_view(sdO))
-        scores = partial(sm90_utils.gemm_zero_init, mma_s, shape_s[:2], tSrK, tSrQ, A_idx=group)
-        dprobabilities = partial(sm90_utils.gemm_zero_init, mma_s, shape_s[:2], tSrV, tSrdO, A_idx=group)
-        add_dk = partial(sm90_utils.gemm_w_idx, mma_dk, acc_dK, tdKrdS, tdKrQ, zero_init=False)
-        add_dv = partial(sm90_utils.gemm_w_idx, mma_dk, acc_dV, tdVrP, tdVrdO, zero_init=False, wg_wait=-1)
+        scores, dprobabilities = [
+            partial(of_shared(a, b, thread, spec.by_warp), A_idx=group) for a, b in ((sK, sQ), (sV, sdO))
+        ]
+        acc_dK, acc_dV = sum_registers(spec.head_dim), sum_registers(spec.head_dim)
+        of_rows = [of_registers(layout_utils.transpose_view(t), thread, spec.by_warp) for t in (sQ, sdO)]
+        add_dk, add_dv = [partial(product, acc=acc) for product, acc in zip(of_rows, (acc_dK, acc_dV))]
 
         turn = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
         state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
@@ -246,7 +234,7 @@ class FlashAttentionBackwardDkdvSm90:
             if item.tiles > 0:
                 finish = partial(
                     self.finish_tile, row_sums=row_sums, pipeline_sums=pipeline_sums, first_key=item.first_key,
-                    thread=thread, scale_log2=scales[1], tdVrP=tdVrP, tdKrdS=tdKrdS, add_dv=add_dv,
+                    thread=thread, scale_log2=scales[1], tdVrP=of_rows[1].A, tdKrdS=of_rows[0].A, add_dv=add_dv,
                 )  # fmt: skip
                 slot = group * spec.stages + state.index
                 pipeline_k.consumer_wait_w_index_phase(group, phase)
@@ -263,7 +251,7 @@ class FlashAttentionBackwardDkdvSm90:
                     add_dk(B_idx=before, wg_wait=-1)
                     pipeline_q.consumer_wait_w_index_phase(slot, state.phase)
                     acc_S = scores(B_idx=slot)
-                    warpgroup.wait_group(1)
+                    wait(spec.by_warp, 1)
                     for each in (pipeline_q, pipeline_do, pipeline_sums):
                         each.consumer_release_w_index(before)
                     pipeline_do.consumer_wait_w_index_phase(slot, state.phase)
@@ -302,7 +290,7 @@ class FlashAttentionBackwardDkdvSm90:
         S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
         lane = thread % WARP
         pair = partial(self.pair_of_columns, row_sums, slot, lane % 4)
-        warpgroup.wait_group(1)
+        wait(self.spec.by_warp, 1)
         pipeline_sums.consumer_wait_w_index_phase(slot, sums_phase)
         if const_expr(self.spec.causal):
             positions = cute.make_tensor(cute.recast_ptr(row_sums.iterator, dtype=Int32), row_sums.layout)
@@ -321,14 +309,14 @@ class FlashAttentionBackwardDkdvSm90:
                     S[r, 2 * i + e] = cute.math.exp2(S[r, 2 * i + e] * scale_log2 - lse[e], fastmath=True)
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdVrP)
         add_dv(B_idx=slot)
-        warpgroup.wait_group(1)
+        wait(self.spec.by_warp, 1)
         for i in cutlass.range_constexpr(ROWS // 8):
             dpsum = pair(1, i)
             for e in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(ROWS_OF_THREAD):
                     S[r, 2 * i + e] = S[r, 2 * i + e] * (dP[r, 2 * i + e] - dpsum[e])
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdKrdS)
-        warpgroup.wait_group(0)
+        wait(self.spec.by_warp, 0)
 
     def pair_of_columns(self, row_sums: cute.Tensor, slot: Int32, quad: Int32, which: int, i: int) -> cute.Tensor:
         """One of the row sums, of the thread's two columns of S^T of the i-th 8."""

@@ -57,6 +57,7 @@ class DkdvSpec:
         packed: whether sequences are packed.
         add: whether what dk and dv hold is added before rounding.
         start: rows that sequences of dpsum and lse_log2 start at multiples of.
+        by_warp: how products are made (`multiply.product`).
     """
 
     dtype: torch.dtype
@@ -68,6 +69,7 @@ class DkdvSpec:
     packed: bool
     add: bool
     start: int
+    by_warp: bool
 
     @property
     def heads(self) -> int:
@@ -98,8 +100,8 @@ class DkdvSpec:
 
 def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: int) -> Optional[str]:
     """Why `backward_dkdv` cannot do a call, or None."""
-    if arch // 10 != 9:
-        return f"sm_{arch}: the dk and dv pass by token is for sm_90"
+    if arch // 10 not in (9, 10):
+        return f"sm_{arch}: the dk and dv pass by token is for sm_90 and sm_100"
     if dtype not in DTYPES:
         return f"q is {dtype}: the dk and dv pass by token takes float16 and bfloat16"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:

@@ -39,6 +39,7 @@ from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import ROWS, STEP
+from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime.call_options import edges
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90, fake_tensor
 from flash_attn.cute.runtime.own_device import on_own_device, target_sm_count
@@ -186,6 +187,7 @@ def backward_dq(
         start=start if packed[0] else ROWS,
         words=words,
         stay=words == 1 or has_short_rows(lists),  # with a word for all tokens of a tile, they are few: short unions
+        by_warp=by_warp(_arch()),
     )
     kernel = _compiled(spec, normalized, mask_mod, aux_tensors)
     if not is_fake_mode():

@@ -15,9 +15,8 @@ from typing import Callable, Optional
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType, pipeline_init_arrive, pipeline_init_wait
 from cutlass.utils import LayoutEnum
 from quack import layout_utils, sm90_utils
@@ -33,13 +32,13 @@ from flash_attn.cute.fwd_sm90.loads import KeyWalk, Place, TmaTensor, key_loader
 from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.rows import lists_by_query_head
 from flash_attn.cute.lists.tiling import ROWS, STEP
+from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.bounded_loads import bounded
 from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 from flash_attn.cute.utils import AuxData
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-K_MAJOR, MN_MAJOR = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
 
 
 class FlashAttentionBackwardDqSm90:
@@ -282,8 +281,8 @@ class FlashAttentionBackwardDqSm90:
         group = cute.arch.make_warp_uniform(tidx // THREADS) - 1
         thread = tidx % THREADS
 
-        mma_dq, acc_dQ = self.dq_product()
-        products = partial(self.products, staged, group, mma_dq, acc_dQ)
+        acc_dQ = sum_registers(spec.head_dim)
+        products = partial(self.products, staged, group, thread, acc_dQ)
         stage, block = products(STEP, None), None
         if const_expr(spec.words > 0):
             block = products(spec.block_k, stage.dS)
@@ -309,7 +308,8 @@ class FlashAttentionBackwardDqSm90:
                 load_rows(sources, tuple(t[None, None, group] for t in staged[:2]), mask, group)
             if steps > 0:
                 tile = WarpgroupSteps(
-                    stage, block, tuple(pipelines), queries[0][0] is not None, group, phase, walk, mask, rows, scales[1]
+                    stage, block, tuple(pipelines), queries[0][0] is not None, group, phase, walk, mask, rows,
+                    scales[1], partial(wait, spec.by_warp),
                 )  # fmt: skip
                 if const_expr(spec.words > 0):
                     state = tile.walk_listed(steps, state)
@@ -318,44 +318,24 @@ class FlashAttentionBackwardDqSm90:
                 phase ^= 1
             output.write(acc_dQ)
 
-    def dq_product(self) -> tuple[cute.TiledMma, cute.Tensor]:
-        """The product that adds to dq, of dS in registers, and dq."""
-        mma_dq = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, K_MAJOR, MN_MAJOR, Float32, atom_layout_mnk=(1, 1, 1),
-            tiler_mn=(ROWS, self.spec.head_dim), a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
-        return mma_dq, cute.make_rmem_tensor(mma_dq.partition_shape_C((ROWS, self.spec.head_dim)), Float32)
-
     def products(
         self,
         staged: list[cute.Tensor],
         group: Int32,
-        mma_dq: cute.TiledMma,
+        thread: Int32,
         acc_dQ: cute.Tensor,
         keys: int,
         dS: Optional[cute.Tensor],
     ) -> Products:
         """Those of a warpgroup with a stage, or with `keys` keys of it. dS: registers for it, or None for new ones."""
         sQ, sdO, sK, sV = staged
-        head_dim = self.spec.head_dim
         if keys < STEP:
-            sK, sV = [parts_of_stages(t, (keys, head_dim)) for t in (sK, sV)]
-        mma_s = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, K_MAJOR, K_MAJOR, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=(ROWS, keys)
-        )
-        thread_s, thread_dq = mma_s.get_slice(0), mma_dq.get_slice(0)
-        fragments = partial(sm90_utils.partition_fragment_ABC, thread_s, (ROWS, keys, head_dim))
-        _, tSrQ, tSrK = fragments(sQ, sK)
-        _, tSrdO, tSrV = fragments(sdO, sV)
-        shape_dS = thread_dq.partition_shape_A((ROWS, keys))
-        tdQrdS = thread_dq.make_fragment_A(shape_dS) if dS is None else cute.make_tensor(dS.iterator, shape_dS)
-        tdQrKt = thread_dq.make_fragment_B(thread_dq.partition_B(layout_utils.transpose_view(sK)))
-        product = partial(sm90_utils.gemm_zero_init, mma_s, (ROWS, keys), A_idx=group)
+            sK, sV = [parts_of_stages(t, (keys, self.spec.head_dim)) for t in (sK, sV)]
+        by_warp = self.spec.by_warp
+        scores, dprobabilities = of_shared(sQ, sK, thread, by_warp), of_shared(sdO, sV, thread, by_warp)
+        add_dq = of_registers(layout_utils.transpose_view(sK), thread, by_warp, None if dS is None else dS.iterator)
         return Products(
-            partial(product, tSrQ, tSrK),
-            partial(product, tSrdO, tSrV),
-            partial(sm90_utils.gemm_w_idx, mma_dq, acc_dQ, tdQrdS, tdQrKt, zero_init=False),
-            tdQrdS,
+            partial(scores, A_idx=group), partial(dprobabilities, A_idx=group), partial(add_dq, acc=acc_dQ), add_dq.A
         )
 
 

@@ -9,6 +9,7 @@ import cutlass
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.lists.query_bits import has_bits
 from flash_attn.cute.lists.tiling import ROWS, STEP, box_columns
 
 WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
@@ -36,6 +37,7 @@ class DqSpec:
         words: of bits beside each entry of the lists, 0 for lists without. With bits, a tile's rows are of all heads
             of a group, in turns.
         stay: as many CTAs as run at a time walk the tiles; else a CTA to a tile.
+        by_warp: how products are made (`multiply.product`).
     """
 
     dtype: torch.dtype
@@ -53,6 +55,7 @@ class DqSpec:
     start: int
     words: int
     stay: bool
+    by_warp: bool
 
     @property
     def packed_heads(self) -> int:
@@ -80,8 +83,8 @@ def unsupported(
     arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, lists: BlockSparseTensorsTorch
 ) -> Optional[str]:
     """Why `backward_dq` cannot do a call, or None."""
-    if arch // 10 != 9:
-        return f"sm_{arch}: the dq pass is for sm_90"
+    if arch // 10 != 9 and not (arch // 10 == 10 and has_bits(lists)):
+        return f"sm_{arch}: the dq pass is for sm_90, and for sm_100 over lists with mask_block_bits"
     if dtype not in DTYPES:
         return f"q is {dtype}: the dq pass takes float16 and bfloat16"
     if head_dim != head_dim_v or head_dim not in HEAD_DIMS:

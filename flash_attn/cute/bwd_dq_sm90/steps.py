@@ -12,7 +12,6 @@ from typing import Callable, NamedTuple, Optional
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr, pipeline
-from cutlass.cute.nvgpu import warpgroup
 from quack import layout_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
@@ -62,6 +61,7 @@ class WarpgroupSteps:
         loaded: False where q and do are there from the beginning.
         phase: of the slots of q and do.
         rows: lse_log2 and dpsum of the thread's rows.
+        wait: for products, all but the last so many.
     """
 
     stage: Products
@@ -74,6 +74,7 @@ class WarpgroupSteps:
     mask: KeyMask
     rows: tuple[tuple[Float32, Float32], ...]
     scale_log2: Float32
+    wait: Callable[[int], None]
 
     @cute.jit
     def walk_all(self, steps: Int32, state: pipeline.PipelineState):
@@ -164,7 +165,7 @@ class WarpgroupSteps:
         self.stage.add_dq(B_idx=before.index)
         pipeline_k.consumer_wait(state)
         acc_S = self.stage.scores(B_idx=state.index)
-        warpgroup.wait_group(1)
+        self.wait(1)
         pipeline_k.consumer_release(before)
         pipeline_v.consumer_wait(state)
         acc_dP = self.stage.dprobabilities(B_idx=state.index)
@@ -204,7 +205,7 @@ class WarpgroupSteps:
         """
         S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
         columns, width = cute.size(S, mode=[1]) // len(blocks), self.walk.block_k
-        warpgroup.wait_group(1)
+        self.wait(1)
         for part in cutlass.range_constexpr(len(blocks)):
             self.mask.hide(S, blocks[part].key, blocks[part].entry & 1 == 0, part * width, width)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
@@ -214,7 +215,7 @@ class WarpgroupSteps:
                     lse = Float32(cutlass.select_(self.mask.lists(words, r), lse, Float32.inf))
                 for c in cutlass.range_constexpr(part * columns, (part + 1) * columns):
                     S[r, c] = cute.math.exp2(S[r, c] * self.scale_log2 - lse, fastmath=True)
-        warpgroup.wait_group(0)
+        self.wait(0)
         self.pipelines[3].consumer_release(state)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             dpsum = self.rows[r][1]

@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from flash_attn.cute.multiply.form import by_warp
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.block_topk.online_softmax import exp2
 from nsa_layer.kernels.launch import launch
@@ -35,6 +36,7 @@ from nsa_layer.kernels.token_topk.spec import (
 from nsa_layer.kernels.token_topk.step_values import StepValues
 from nsa_layer.kernels.token_topk.token_list import forced_blocks, write_token_list
 from nsa_layer.kernels.varlen_rows import sequence_of, tiles_and_batch
+from nsa_layer.support import device_arch
 
 Tensor = torch.Tensor
 
@@ -149,7 +151,7 @@ class TokenTopK:
             cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()
 
-            products = Products.of(sK, sQ, tidx)
+            products = Products.of(sK, sQ, tidx, spec.by_warp)
             cute.arch.mbarrier_wait(barriers, 0)
             products.start(Int32(0))
             hand_over = partial(self.hand_over, products, shifts, scale_log2, sScores, warp, lane)
@@ -357,7 +359,7 @@ def token_topk(
     packed = lengths is not None
     spec = TokenTopKSpec(
         D, Hq // Hkv, config.block_counts, causal, config.force_blocks, packed,
-        config.block_size, config.span, config.stride, config.offset,
+        config.block_size, config.span, config.stride, config.offset, by_warp(device_arch(q.device.index)),
     )  # fmt: skip
     S = max_seqlen_k if q_offset is not None else max(lengths, default=0) if packed else q.shape[1]
     indices = torch.empty(*q.shape[:-2], Hkv, config.list_width(S), dtype=torch.int32, device=q.device)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
+
+from flash_attn.cute.multiply.product import Product, of_shared, sum_registers, wait
 
 
 def operand_layout(dtype: type, rows: int, D: int, stages: int) -> cute.ComposedLayout:
@@ -19,35 +21,31 @@ def operand_layout(dtype: type, rows: int, D: int, stages: int) -> cute.Composed
 class Products:
     """One thread's part: `scores` are being computed from `start` to `finish`."""
 
-    mma: cute.TiledMma
-    keys: cute.Tensor
-    queries: cute.Tensor
+    product: Product
     scores: cute.Tensor
 
     @staticmethod
-    def of(sK: cute.Tensor, sQ: cute.Tensor, thread: Int32) -> "Products":
+    def of(sK: cute.Tensor, sQ: cute.Tensor, thread: Int32, by_warp: bool) -> "Products":
         """sK: [keys, D, stages]; sQ: [columns, D, 1]."""
-        dtype, shape = sK.element_type, (sK.shape[0], sQ.shape[0])
-        shape = tuple(cute.size(x) for x in shape)
-        k_major = OperandMajorMode.K
-        mma = hopper.make_trivial_tiled_mma(
-            dtype, dtype, k_major, k_major, Float32, atom_layout_mnk=(1, 1, 1), tiler_mn=shape
-        )
-        own = mma.get_slice(thread)
-        keys, queries = own.make_fragment_A(own.partition_A(sK)), own.make_fragment_B(own.partition_B(sQ))
-        return Products(mma, keys, queries, cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32))
+        product = of_shared(sK, sQ, thread, by_warp)
+        return Products(product, sum_registers(product.columns))
 
     def start(self, stage: Int32) -> None:
+        product = self.product
+        if product.by_warp:
+            product(A_idx=stage, B_idx=0, acc=self.scores, zero_init=True)
+            return
+        # Not `product()`, which finds operands in two steps, by arithmetic in 64 bits.
         warpgroup.fence()
-        atom = cute.make_mma_atom(self.mma.op)
-        for part in range(cute.size(self.keys, mode=[2])):
+        atom = cute.make_mma_atom(product.mma.op)
+        for part in range(cute.size(product.A, mode=[2])):
             atom.set(warpgroup.Field.ACCUMULATE, part > 0)
-            row, column = self.keys[None, None, part, stage], self.queries[None, None, part, 0]
+            row, column = product.A[None, None, part, stage], product.B[None, None, part, 0]
             cute.gemm(atom, self.scores, row, column, self.scores)
         warpgroup.commit_group()
 
     def finish(self) -> None:
-        warpgroup.wait_group(0)
+        wait(self.product.by_warp, 0)
 
     def score(self, row: int, column: int) -> Float32:
         """The product of one of this thread's keys and one of its columns."""

@@ -21,6 +21,7 @@ class TokenTopKSpec:
         n: blocks of a list, the forced ones included.
         block_size, size, stride, offset: tokens of a block and of a compressed key, tokens between the starts of
             compressed keys, and the offset of their mask.
+        by_warp: how products are made (`flash_attn.cute.multiply.product`).
     """
 
     D: int
@@ -33,6 +34,7 @@ class TokenTopKSpec:
     size: int
     stride: int
     offset: int
+    by_warp: bool
 
     @property
     def columns(self) -> int:

@@ -9,7 +9,7 @@ from itertools import accumulate, product
 
 import pytest
 import torch
-from fa_compile import shared_worker
+from fa_compile import Worker
 
 from nsa_layer import NSAConfig
 
@@ -245,16 +245,15 @@ STRETCHES = {  # of variants
 TRACED = ["default", "paper", "paper, two heads", "packed, overlapping, three heads", "not causal", "40 heads"]
 
 
-@pytest.mark.xdist_group("sm_90")
 @pytest.mark.parametrize("name", TRACED)
-def test_kernels_are_traced(name: str) -> None:
+def test_kernels_are_traced(name: str, compiler: Worker) -> None:
     case = VARIANTS[name]
     width = case.config.list_width(max(case.lengths or (case.T,)))
     tokens = (sum(case.lengths),) if case.lengths else (case.B, case.T)
     if name in STRETCHES:
         sizes = [end - first for first, end in STRETCHES[name][0]]
         tokens = (sum(sizes),) if case.lengths else (case.B, sizes[0])
-    assert shared_worker("sm_90").trace(trace_case, name) == (*tokens, case.Hkv, width)
+    assert compiler.trace(trace_case, name) == (*tokens, case.Hkv, width)
 
 
 def test_what_it_does_not_take() -> None:
@@ -298,6 +297,19 @@ def test_lengths(G: int, D: int, dtype: torch.dtype) -> None:
         case = Case(T=T, G=G, D=D, dtype=dtype, config=config, causal=causal)
         sequences = case.tensors()
         assert_lists(case, kernel_lists(case, case.joined(sequences)), sequences)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize(
+    "name", ["blocks of 64", "paper", "paper, two heads", "packed, overlapping, three heads", "1 heads"]
+)
+def test_products_by_warp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As SM100 makes them: both forms choose alike."""
+    from flash_attn.cute.multiply import form
+
+    monkeypatch.setattr(form, "FORCED", True)
+    test_variants(name)
 
 
 @pytest.mark.gpu
