@@ -126,8 +126,8 @@ def _layer(c: Case) -> Features:
         "compressed blocks of another size": config.span != config.block_size,
         "nothing forced": not config.force_blocks,
         "tiles smaller than blocks": config.q_tile < config.block_size,
-        "compression weights": c.compress_weights and not c.own_keys,
-        "keys of a branch's own": c.own_keys,
+        "compression weights": c.compress_weights and not {"k_cmp", "v_cmp"} <= {*c.own_keys},
+        "keys of a branch's own": bool(c.own_keys),
         "heads alone": c.Hq == c.Hkv,
         "another width of v": c.Dv not in (None, c.D),
     }  # fmt: skip

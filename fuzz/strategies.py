@@ -9,7 +9,7 @@ from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edg
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.kinds import passes_by_room
 from nsa_layer import NSAConfig
-from nsa_tools.testing.cases import Case
+from nsa_tools.testing.cases import OWN_KEYS, Case
 
 PAST_32_BITS = ((1 << 31) - 1, 1 << 40)  # sides of a window, with a position added
 SEEDS = st.integers(0, 1 << 20)
@@ -190,7 +190,7 @@ def layer_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float6
         lengths=draw(st.none() | lengths),
         gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
         compress_weights=draw(st.booleans()),
-        own_keys=draw(st.booleans()),
+        own_keys=tuple(name for name in OWN_KEYS if draw(st.booleans())),
         seed=draw(st.integers(0, 999)),
     )
     return Case(**(options | fixed))

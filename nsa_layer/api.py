@@ -111,10 +111,9 @@ def nsa(
     name = choose(config=spec.config)
     implementation = import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
-    kernels = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux)
-    more = kernels if name == "cute" else own._asdict()
+    more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
-    given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens, block_indices=block_indices)
+    given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens, block_indices=block_indices) | own._asdict()
     with autocast.off(q.device):
         o, aux = implementation.attend(q, k, v, **given, **more)
     return (o, aux) if return_aux else o

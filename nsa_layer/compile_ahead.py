@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, OwnKeys
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 
@@ -41,6 +41,7 @@ class CallShape:
         policy: without a budget all heads go in one group, whatever the GPU has free.
         gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
         projected: with ``compress_k_weight`` and ``compress_v_weight``.
+        own: branches' own keys and values, fields of `OwnKeys`.
         backward: backward too.
     """
 
@@ -57,6 +58,7 @@ class CallShape:
     causal: bool = True
     gate: str = "weight"
     projected: bool = False
+    own: tuple[str, ...] = ()
     backward: bool = True
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -69,6 +71,11 @@ class CallShape:
             found["gates"] = (*tokens, self.Hq, 3)
         if self.projected:
             found |= dict(compress_k_weight=(self.Hkv, self.D, self.D), compress_v_weight=(self.Hkv, self.Dv, self.Dv))
+        count = self.config.compressed_length
+        blocks = (self.B, count(self.T)) if self.lengths is None else (sum(map(count, self.lengths)),)
+        for name in self.own:
+            shape = found[name[0]]
+            found[name] = (*blocks, *shape[-2:]) if name.endswith("cmp") else shape
         return found
 
     def spec(self) -> CallSpec:
@@ -79,7 +86,8 @@ class CallShape:
         """The sizes that predictions of memory depend on."""
         shapes = self.tensor_shapes()
         q, v = (torch.empty(shapes[name], dtype=self.dtype, device="meta") for name in "qv")
-        return Sizes.of(q, v, spec=self.spec(), gated=self.gate != "none", needs_grad=self.backward)
+        asked = dict(gated=self.gate != "none", needs_grad=self.backward)
+        return Sizes.of(q, v, spec=self.spec(), own_window=any("win" in name for name in self.own), **asked)
 
 
 def kernel_names(call: CallShape) -> list[str]:
@@ -195,14 +203,15 @@ def make_call(call: CallShape) -> None:
     plan = plan_memory(call.sizes(), call.policy, torch.device("cpu"))
     with FakeTensorMode(), _Unlinked(), torch.no_grad():
         given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
-        arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+        arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
         inputs = Inputs(*map(given.get, arguments), None, Packing.of(spec, given["q"].device, call.Hq // call.Hkv))
         for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
             group = head_group(inputs, first, end)
             o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
             saved = forward(group, o, spec=spec, kept=plan.kept)
             if call.backward:
-                into = (torch.empty_like(x) for x in group[:3])
+                of_tokens = (*group[:3], group.k_win, group.v_win)
+                into = (None if x is None else torch.empty_like(x) for x in of_tokens)
                 backward(group, saved, torch.empty_like(o), *into, spec=spec)
 
 

@@ -84,7 +84,7 @@ FEATURES = (
     Feature("block_indices with another q_tile", lambda r: r.lists == "kv" and not r.config.by_token, ()),
     Feature("block_indices for each query head", lambda r: r.lists == "q", ()),
     Feature("selected_attention", lambda r: r.lists == "alone", ()),
-    Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys, ()),
+    Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
     Feature("packed sequences", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
 )

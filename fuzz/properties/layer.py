@@ -22,7 +22,7 @@ from fuzz.properties.relations import near
 from nsa_layer import NSAConfig, reference
 from nsa_layer.cute.torch_block_lists import KV_TILE, block_bitmap, selected_lists
 from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
-from nsa_tools.testing.cases import LSES, Case, Inputs, make_inputs, run, spoilt
+from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
 
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
 
@@ -254,5 +254,6 @@ def kernel_cases(draw: st.DrawFn) -> Case:
         lengths=draw(st.none() | lengths),
         gate=draw(st.sampled_from(("weight", "given", "none", "cmp", "slc", "swa"))),
         compress_weights=draw(st.booleans()),
+        own_keys=draw(st.sampled_from(((), OWN_KEYS, ("k_cmp", "v_win")))),
         seed=draw(st.integers(0, 999)),
     )

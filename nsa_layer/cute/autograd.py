@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from nsa_layer import determinism, support
-from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.call_spec import Aux, CallSpec, OwnKeys
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives
@@ -37,7 +37,11 @@ def attend(
     gates: Tensor | None,
     compress_k_weight: Tensor | None,
     compress_v_weight: Tensor | None,
-    cu_seqlens: Tensor | None,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     block_indices: Tensor | None = None,
     memory: MemoryPolicy = MemoryPolicy(),
     needs_grad: bool = True,
@@ -55,18 +59,23 @@ def attend(
             "with backend='eager'"
         )
     gated = gate_weight is not None or gates is not None
-    plan = plan_memory(Sizes.of(q, v, spec=spec, gated=gated, needs_grad=needs_grad), memory, q.device)
+    own_window = k_win is not None or v_win is not None
+    sizes = Sizes.of(q, v, spec=spec, gated=gated, needs_grad=needs_grad, own_window=own_window)
+    plan = plan_memory(sizes, memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    own = OwnKeys(k_cmp, v_cmp, k_win, v_win).map(_readable)
     q, k, v = map(_readable, (q, k, v))
     packing = Packing.of(spec, q.device, q.shape[-2] // k.shape[-2])
-    made = _Attend.apply(q, k, v, *weights, block_indices, packing, spec, plan, return_aux)
+    made = _Attend.apply(packing, spec, plan, return_aux, q, k, v, *weights, *own, block_indices)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, gate_weight, gates, w_k, w_v, block_indices, packing, spec, plan, return_aux):
-        inputs = Inputs(q, k, v, gate_weight, gates, w_k, w_v, block_indices, packing)
+    def forward(ctx, packing, spec, plan, return_aux, *tensors):
+        """tensors: fields of `Inputs` before the last."""
+        inputs = Inputs(*tensors, packing)
+        q, k, v = inputs[:3]
         o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
         for first, end in plan.groups:
             into = _narrow(o, -2, _query_heads(q, k, first, end))
@@ -83,29 +92,31 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, *_):
         if do is None:
-            return (None,) * 12
+            return (None,) * len(ctx.needs_input_grad)
         static = ctx.packing, ctx.spec, ctx.plan
-        return *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), *[None] * 5
+        return *[None] * 4, *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None
 
 
 def _gradients(
     do: Tensor, packing: Packing | None, spec: CallSpec, plan: MemoryPlan, *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `_Attend`'s tensors, from those that it saved."""
+    """The gradients of `_Attend`'s tensors but for the last, from those that it saved."""
     given, made = len(Inputs._fields) - 1, len(SavedForBackward._fields)
     inputs = Inputs(*tensors[:given], packing)
     q, k, v = inputs[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes, needs_grad=True))
     do = _readable(do)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    of_tokens = (*inputs[:3], inputs.k_win, inputs.v_win)
+    whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens]
     rest = []
     for turn, (first, end) in enumerate(plan.groups):
         saved = SavedForBackward(*tensors[given + turn * made : given + (turn + 1) * made])
         query, key = _query_heads(q, k, first, end), (first, end)
-        grads = _narrow(do, -2, query), _narrow(dq, -2, query), _narrow(dk, -2, key), _narrow(dv, -2, key)
-        rest.append(backward(head_group(inputs, first, end), saved, *grads, spec=spec))
-    return dq, dk, dv, *(_joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0)))
+        grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
+        rest.append(backward(head_group(inputs, first, end), saved, _narrow(do, -2, query), *grads, spec=spec))
+    dq, dk, dv, *of_window = whole
+    return dq, dk, dv, *(_joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -117,12 +128,11 @@ def _readable(x: Tensor) -> Tensor:
 
 def head_group(inputs: Inputs, first: int, end: int) -> Inputs:
     """The inputs of key/value heads `first` to `end` with their query heads."""
-    q, k, v, gate_weight, gates, w_k, w_v, block_indices, packing = inputs
-    query, key = _query_heads(q, k, first, end), (first, end)
-    tokens = _narrow(q, -2, query), _narrow(k, -2, key), _narrow(v, -2, key)
-    gating = _narrow(gate_weight, 0, query), _narrow(gates, -2, query)
-    weights = _narrow(w_k, 0, key), _narrow(w_v, 0, key)
-    return Inputs(*tokens, *gating, *weights, _narrow(block_indices, -2, key), packing)
+    query, key = _query_heads(inputs.q, inputs.k, first, end), (first, end)
+    parts = dict(q=_narrow(inputs.q, -2, query), gates=_narrow(inputs.gates, -2, query))
+    parts |= {name: _narrow(getattr(inputs, name), -2, key) for name in ("k", "v", *OwnKeys._fields, "block_indices")}
+    parts |= {name: _narrow(getattr(inputs, name), 0, key) for name in ("w_k", "w_v")}
+    return inputs._replace(**parts, gate_weight=_narrow(inputs.gate_weight, 0, query))
 
 
 def _query_heads(q: Tensor, k: Tensor, first: int, end: int) -> tuple[int, int]:

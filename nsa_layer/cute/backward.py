@@ -13,7 +13,7 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import Inputs, SavedForBackward, attend
-from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, backward_layouts
+from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
 from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
 from nsa_layer.kernels.mean_pool.pool import unpool
@@ -23,20 +23,37 @@ Tensor = torch.Tensor
 
 
 class WeightGradients(NamedTuple):
-    """Gradients of the inputs beside q, k and v; None where there is no such input."""
+    """Gradients of the inputs that have no token each; None where there is no such input."""
 
     gate_weight: Tensor | None
     gates: Tensor | None
     w_k: Tensor | None
     w_v: Tensor | None
+    k_cmp: Tensor | None
+    v_cmp: Tensor | None
 
 
 def backward(
-    inputs: Inputs, saved: SavedForBackward, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *, spec: CallSpec
+    inputs: Inputs,
+    saved: SavedForBackward,
+    do: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dk_win: Tensor | None = None,
+    dv_win: Tensor | None = None,
+    *,
+    spec: CallSpec,
 ) -> WeightGradients:
-    """Write the gradients of the group's q, k and v to dq, dk and dv, and return those of the weights."""
-    q, k, v, gate_weight, gates, w_k, w_v, _, packing = inputs
-    k_cmp, v_cmp, scale, deterministic = saved.k_cmp, saved.v_cmp, spec.softmax_scale, spec.config.deterministic
+    """Write the gradients of the group's tokens to dq, dk, dv, dk_win and dv_win, and return those of the rest.
+
+    Args:
+        dk_win, dv_win: None where the window reads k, and v.
+    """
+    q, k, v, gate_weight, gates, w_k, w_v, *_, packing = inputs
+    k_cmp = saved.k_cmp if inputs.k_cmp is None else inputs.k_cmp
+    v_cmp = saved.v_cmp if inputs.v_cmp is None else inputs.v_cmp
+    scale, ordered = spec.softmax_scale, dict(deterministic=spec.config.deterministic)
     cu_seqlens = None if packing is None else packing.cu_seqlens
     of_cmp, of_swa, fixed = compressed_options(spec, packing), window_options(spec, packing), dict(softmax_scale=scale)
     by_token = spec.config.by_token
@@ -50,12 +67,13 @@ def backward(
             by_key = selected_sparsity(*selection, backward=True, **static)
         if split_dq or saved.o_slc is None:
             by_query = selected_sparsity(*selection, backward=False, **static)
-    keys, options = [(k_cmp, v_cmp), (k, v)], [of_cmp, of_swa]
+    calls = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered), swa=BranchCall(*inputs.of_window, of_swa | ordered))
     if by_key is not None:
-        keys.append((k, v))
-        options.append(selected_options(by_key, packing) | (dict(without_dq=True) if split_dq else {}))
-    calls = [BranchCall(*kv, of | dict(deterministic=deterministic)) for kv, of in zip(keys, options)]
-    layouts = backward_layouts(q, tuple(calls if k_cmp.shape[-3] else calls[1:]), key=spec)
+        ordered |= dict(without_dq=True) if split_dq else {}
+        calls["slc"] = BranchCall(k, v, selected_options(by_key, packing) | ordered)
+    if not k_cmp.shape[-3]:
+        del calls["cmp"]
+    layouts = backward_layouts(q, tuple(calls.values()), key=spec)
 
     # Outputs that were not saved: the same launches, the same bits.
     o_cmp, o_slc, o_swa = saved.o_cmp, saved.o_slc, saved.o_swa
@@ -67,7 +85,7 @@ def backward(
             o_slc = attend(q, k, v, spec, selected_options(by_query, packing))[0]
     if o_swa is None:
         with component("swa"):
-            o_swa = attend(q, k, v, spec, of_swa)[0]
+            o_swa = attend(q, *inputs.of_window, spec, of_swa)[0]
     with component("gate"):
         lses = (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
         gating = dict(g=saved.g, q=q, gate_weight=gate_weight, gates=gates, tile_m=layouts.tile_m, out=dq)
@@ -76,26 +94,32 @@ def backward(
     # Equal and sigmoid gates are in lse_log2: all branches get the same do.
     do_cmp, do_slc, do_swa = gate.do_branches or (do, do, do)
     rows_cmp, rows_slc, rows_swa = zip(gate.dpsum, gate.lse_log2)
-    sums = GradAccumulators(layouts, q.device, softmax_scale=scale, token_calls=len(calls) - 1)
+    # The window adds to dk and dv of the selected branch where both read the same.
+    apart = dk_win is not None or dv_win is not None
+    names = [name if name == "cmp" or (name == "swa" and apart) else "tokens" for name in calls]
+    sums = GradAccumulators(layouts, q.device, softmax_scale=scale, keys=names)
+    dk, dv = KeyGradient(dk), KeyGradient(dv)
+    of_window = dk if dk_win is None else KeyGradient(dk_win), dv if dv_win is None else KeyGradient(dv_win)
 
-    def launch(call: BranchCall, do: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+    def launch(name: str, do: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
         """Add to the accumulators; returns dk and dv where the call stores them instead."""
+        call = calls[name]
         shared = sums.share(*rows, with_dq=not call.options.get("without_dq"))
         return _flash_attn_bwd(q, call.k, call.v, None, do, None, **fixed, shared=shared, **call.options)[1:]
 
     dk_cmp = dv_cmp = None
     with component("cmp"):
-        if k_cmp.shape[-3]:
-            dk_cmp, dv_cmp = launch(calls[0], do_cmp, rows_cmp)
+        if "cmp" in calls:
+            dk_cmp, dv_cmp = launch("cmp", do_cmp, rows_cmp)
         if dk_cmp is None:
             dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
-            sums.write_compressed(dk_cmp, dv_cmp, of_cmp.get("cu_seqlens_k"))
+            sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
     with component("swa"):
-        stored = [launch(calls[1], do_swa, rows_swa)]
+        stored = [launch("swa", do_swa, rows_swa)]
     accum = None
     if not by_token:
         with component("slc"):
-            stored.append(launch(calls[2], do_slc, rows_slc))
+            stored.append(launch("slc", do_slc, rows_slc))
         if split_dq:
             accum = sums.take_dq(layouts.calls[-1])
     with component("convert"):
@@ -106,16 +130,33 @@ def backward(
             backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query, packing))
     del accum
     with component("compress"):
-        d_k_mean, dw_k = project_backward(dk_cmp, saved.k_mean, w_k)
-        d_v_mean, dw_v = project_backward(dv_cmp, saved.v_mean, w_v)
-        unpool(d_k_mean, d_v_mean, dk, dv, **pooling_options(spec, packing))
+        dw_k = dw_v = d_k_mean = d_v_mean = None
+        if inputs.k_cmp is None:
+            d_k_mean, dw_k = project_backward(dk_cmp, saved.k_mean, w_k)
+        if inputs.v_cmp is None:
+            d_v_mean, dw_v = project_backward(dv_cmp, saved.v_mean, w_v)
+        unpool(d_k_mean, d_v_mean, dk.out, dv.out, **pooling_options(spec, packing))
+        dk.filled, dv.filled = d_k_mean is not None, d_v_mean is not None
     with component("convert"):
-        sums.add_dk_dv(dk, dv, stored, cu_seqlens)
+        if apart:
+            sums.add_dk_dv("swa", *of_window, stored[:1], cu_seqlens)
+        sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens)
     if by_token:
         with component("pairs"):
             pairs = token_pairs(saved.block_indices, q.shape[-2] // k.shape[-2], spec=spec, packing=packing)
         with component("slc_dkdv"):
-            into = dict(dk=dk, dv=dv, add=True, start=layouts.calls[-1].dq.start)
+            add = dk.filled or dv.filled
+            for grad in (dk, dv):
+                if add and not grad.filled:
+                    grad.out.zero_()
+            into = dict(dk=dk.out, dv=dv.out, add=add, start=layouts.calls[-1].dq.start)
             where = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
             backward_dkdv(q, k, v, do_slc, *rows_slc[::-1], pairs, **fixed, **into, **where)
-    return WeightGradients(gate.d_weight, gate.d_gates, dw_k, dw_v)
+    return WeightGradients(
+        gate.d_weight,
+        gate.d_gates,
+        dw_k,
+        dw_v,
+        None if inputs.k_cmp is None else dk_cmp,
+        None if inputs.v_cmp is None else dv_cmp,
+    )

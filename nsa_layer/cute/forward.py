@@ -30,8 +30,17 @@ class Inputs(NamedTuple):
     gates: Tensor | None
     w_k: Tensor | None
     w_v: Tensor | None
+    k_cmp: Tensor | None
+    v_cmp: Tensor | None
+    k_win: Tensor | None
+    v_win: Tensor | None
     block_indices: Tensor | None
     packing: Packing | None
+
+    @property
+    def of_window(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the sliding window."""
+        return self.k if self.k_win is None else self.k_win, self.v if self.v_win is None else self.v_win
 
 
 class SavedForBackward(NamedTuple):
@@ -40,7 +49,7 @@ class SavedForBackward(NamedTuple):
     Attributes:
         block_indices, block_counts: the selection, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B. By token
             [B, T, Hkv, n], packed [total, Hkv, n], and None.
-        k_cmp, v_cmp: compressed keys and values as attention takes them.
+        k_cmp, v_cmp: compressed keys and values as attention takes them; None where the caller gave them.
         k_mean, v_mean: the means of their blocks in fp32 where these are projected, else None.
         o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
         lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
@@ -49,8 +58,8 @@ class SavedForBackward(NamedTuple):
 
     block_indices: Tensor
     block_counts: Tensor | None
-    k_cmp: Tensor
-    v_cmp: Tensor
+    k_cmp: Tensor | None
+    v_cmp: Tensor | None
     k_mean: Tensor | None
     v_mean: Tensor | None
     o_cmp: Tensor | None
@@ -68,21 +77,13 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
     Args:
         kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
     """
-    q, k, v, gate_weight, gates, w_k, w_v, block_indices, packing = inputs
+    q, k, v, block_indices, packing = inputs.q, inputs.k, inputs.v, inputs.block_indices, inputs.packing
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     with component("swa"):
-        o_swa, lse_swa = attend(q, k, v, spec, window_options(spec, packing))
+        o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(spec, packing))
+    scored = block_indices is None and not spec.config.by_token
     with component("compress"):
-        v_dtype = v.dtype if w_v is None else torch.float32
-        k_dtypes = (torch.float32, k.dtype) if w_k is None else (torch.float32,)
-        options = pooling_options(spec, packing)
-        if packing is not None:
-            options |= dict(total_blocks=packing.total_blocks)
-        (k_mean, *k_rounded), v_mean = pool(k, v, k_dtypes=k_dtypes, v_dtype=v_dtype, **options)
-        k_scored = project(k_mean, w_k)
-        k_cmp = k_rounded[0] if k_rounded else k_scored.to(k.dtype)
-        v_cmp = project(v_mean, w_v).to(v.dtype)
-        means = None if w_k is None else k_mean, None if w_v is None else v_mean
+        k_scored, k_cmp, v_cmp, *means = _compressed(inputs, spec, scored=scored)
     with component("cmp"):
         o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
     with component("choose"):
@@ -93,16 +94,49 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
             indices = token_topk(q, k_cmp, lse_cmp, spec=spec, packing=packing)
         else:
             indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
-    del k_scored, k_mean, v_mean
+    del k_scored
     with component("lists"):
         lists = dict(spec=spec, packing=packing, block_counts=counts)
         sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
     with component("slc"):
         o_slc, lse_slc = attend(q, k, v, spec, selected_options(sparsity, packing))
     with component("gate"):
-        g = gated_sum(q, o_cmp, o_slc, o_swa, gate_weight=gate_weight, gates=gates, out=o)[1]
+        gating = dict(gate_weight=inputs.gate_weight, gates=inputs.gates)
+        g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]
     outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), kept))
-    return SavedForBackward(indices, counts, k_cmp, v_cmp, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+    made = (x if given is None else None for x, given in ((k_cmp, inputs.k_cmp), (v_cmp, inputs.v_cmp)))
+    return SavedForBackward(indices, counts, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+
+
+def _compressed(
+    inputs: Inputs, spec: CallSpec, *, scored: bool
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Compressed keys and values: the caller's, or made of k and v, pooled together.
+
+    Args:
+        scored: the choice of blocks reads keys in fp32.
+
+    Returns:
+        Keys in fp32 if `scored`, else anything; keys and values as attention reads them; and, where these are
+        projected, means of k and of v in fp32.
+    """
+    k_cmp, v_cmp, w_k, w_v, dtype = inputs.k_cmp, inputs.v_cmp, inputs.w_k, inputs.w_v, inputs.k.dtype
+    k, v = inputs.k if k_cmp is None else None, inputs.v if v_cmp is None else None
+    exact, k_mean, v_mean = torch.float32, None, None
+    if k is not None or v is not None:
+        k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
+        options = pooling_options(spec, inputs.packing)
+        if inputs.packing is not None:
+            options |= dict(total_blocks=inputs.packing.total_blocks)
+        k_means, v_mean = pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
+    if k is None:
+        k_scored = k_cmp.float() if scored else None
+    else:
+        k_mean, k_scored = k_means[0], project(k_means[0], w_k)
+        k_cmp = k_means[-1] if w_k is None else k_scored.to(dtype)
+    if v is not None:
+        v_cmp = project(v_mean, w_v).to(dtype)
+    return k_scored, k_cmp, v_cmp, None if w_k is None else k_mean, None if w_v is None else v_mean
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict) -> tuple[Tensor, Tensor]:

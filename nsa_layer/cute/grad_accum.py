@@ -1,4 +1,4 @@
-"""fp32 accumulators that the branches' backward calls share: one dq for all, one dk and dv for those over the tokens.
+"""fp32 accumulators that the branches' backward calls share: one dq for all, one dk and dv for those of the same keys.
 
 Each call gets its row sums from the gate's backward and adds to the accumulators; gradients are rounded once, at the
 end. Accumulators that are laid out differently are kept apart, and their conversions add up.
@@ -6,7 +6,7 @@ end. Accumulators that are laid out differently are kept apart, and their conver
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,21 +60,28 @@ def backward_layouts(q: Tensor, calls: tuple[BranchCall, ...], *, key: Hashable)
     return known
 
 
+class KeyGradient:
+    """A gradient [..., H, D] that parts are added to one after the other; the first is written.
+
+    Attributes:
+        filled: a part has been written.
+    """
+
+    def __init__(self, out: Tensor) -> None:
+        self.out, self.filled = out, False
+
+
 class GradAccumulators:
     """The accumulators of a backward; those that start from zero are one allocation.
 
     Without GQA calls have no accumulators of dk and dv: each stores its own.
     """
 
-    def __init__(self, layouts: Layouts, device: torch.device, *, softmax_scale: float, token_calls: int) -> None:
-        """token_calls: how many calls, the last ones, are over the tokens."""
-        self._scale, self._device, self._waiting = softmax_scale, device, list(layouts.calls)
-        self._token_calls = token_calls
-        # Compressed keys have dk and dv of their own; calls over the same tokens share where theirs are laid out alike.
-        owners: dict[Hashable, BackwardLayout] = {}
-        for left, layout in zip(range(len(layouts.calls), 0, -1), layouts.calls):
-            if layout.dk is not None:
-                owners[left <= token_calls, layout.dk.place] = layout
+    def __init__(self, layouts: Layouts, device: torch.device, *, softmax_scale: float, keys: Sequence[str]) -> None:
+        """keys: a name for each call's; calls over the same keys share dk and dv where these are laid out alike."""
+        self._scale, self._device = softmax_scale, device
+        self._waiting = list(zip(keys, layouts.calls, strict=True))
+        owners = {(name, layout.dk.place): layout for name, layout in self._waiting if layout.dk is not None}
         flags = layouts.calls[0].flags
         wanted = [part for layout in owners.values() for part in (layout.dk, layout.dv)]
         zeros = iter(zeroed(*wanted, *([flags] if flags else []), device=device))
@@ -91,8 +98,8 @@ class GradAccumulators:
             dpsum, lse_log2: of the call's branch, as `gated_sum_backward` gives them.
             with_dq: False for a call that leaves dq out.
         """
-        of_tokens, layout = len(self._waiting) <= self._token_calls, self._waiting.pop(0)
-        dk, dv = (None, None) if layout.dk is None else self._dk_dv[of_tokens, layout.dk.place][:2]
+        name, layout = self._waiting.pop(0)
+        dk, dv = (None, None) if layout.dk is None else self._dk_dv[name, layout.dk.place][:2]
         if not with_dq:
             return SharedBackward(layout, dpsum, lse_log2, None, dk, dv)
         first = layout.dq.place not in self._dq
@@ -114,21 +121,21 @@ class GradAccumulators:
             add = True
         return add
 
-    def write_compressed(self, dk: Tensor, dv: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Write dk and dv of the compressed call, if it has accumulators."""
-        self._convert(False, dk, dv, cu_seqlens, add=False)
-
     def add_dk_dv(
-        self, dk: Tensor, dv: Tensor, stored: list[tuple[Tensor | None, ...]], cu_seqlens: Tensor | None
+        self,
+        name: str,
+        dk: KeyGradient,
+        dv: KeyGradient,
+        stored: Sequence[tuple[Tensor | None, Tensor | None]],
+        cu_seqlens: Tensor | None,
     ) -> None:
-        """Add to dk and dv those of the calls over the tokens: from the accumulators, or as the calls stored them."""
-        self._convert(True, dk, dv, cu_seqlens, add=True)
-        if stored[0][0] is not None:
-            for out, *parts in zip((dk, dv), *stored):
-                sum_rounded((out, *parts), out.dtype, out=out)
-
-    def _convert(self, of_tokens: bool, dk: Tensor, dv: Tensor, cu_seqlens: Tensor | None, *, add: bool) -> None:
-        for key in [key for key in self._dk_dv if key[0] is of_tokens]:
+        """Add the parts of all calls over keys of this name: from the accumulators, or as the calls stored them."""
+        for key in [key for key in self._dk_dv if key[0] == name]:
             accum_dk, accum_dv, layout = self._dk_dv.pop(key)
-            convert(accum_dk, layout.dk, dk, scale=self._scale, cu_seqlens=cu_seqlens, add=add)
-            convert(accum_dv, layout.dv, dv, scale=1.0, cu_seqlens=cu_seqlens, add=add)
+            for accum, of, scale, grad in ((accum_dk, layout.dk, self._scale, dk), (accum_dv, layout.dv, 1.0, dv)):
+                convert(accum, of, grad.out, scale=scale, cu_seqlens=cu_seqlens, add=grad.filled)
+                grad.filled = True
+        for grad, parts in zip((dk, dv), zip(*stored)):
+            if parts[0] is not None:
+                sum_rounded((grad.out, *parts) if grad.filled else parts, grad.out.dtype, out=grad.out)
+                grad.filled = True

@@ -65,6 +65,7 @@ class Sizes:
         tokens: of all sequences.
         itemsize: bytes of an element of q.
         block_size, longest: of lists by token; longest is the tokens of one sequence, None: all.
+        own_window: the window has keys or values of its own.
     """
 
     tokens: int
@@ -81,14 +82,25 @@ class Sizes:
     deterministic: bool = False
     block_size: int = KEYS
     longest: int | None = None
+    own_window: bool = False
 
     @classmethod
-    def of(cls, q: torch.Tensor, v: torch.Tensor, *, spec: CallSpec, gated: bool, needs_grad: bool) -> Sizes:
+    def of(
+        cls,
+        q: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        spec: CallSpec,
+        gated: bool,
+        needs_grad: bool,
+        own_window: bool = False,
+    ) -> Sizes:
         """The sizes of a call's tensors: q [B, T, Hq, D] or [total, Hq, D], v alike."""
         config, longest = spec.config, max(spec.lengths) if spec.lengths else q.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         static = (q.element_size(), config.stride, config.q_tile, config.list_width(longest))
-        return cls(tokens, *heads, *static, gated, needs_grad, config.deterministic, config.block_size, longest)
+        more = (config.deterministic, config.block_size, longest, own_window)
+        return cls(tokens, *heads, *static, gated, needs_grad, *more)
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
     dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * tokens * heads * (sizes.D + sizes.Dv)
     saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
-    by_branches = dq_accum + dk_dv_accum + 64 * tiles * query_heads * sizes.list_width
+    by_branches = dq_accum + (1 + sizes.own_window) * dk_dv_accum + 64 * tiles * query_heads * sizes.list_width
     if sizes.q_tile == 1:
         # Neither mean queries nor counts; dq's accumulator is gone when dk and dv of the selected branch are made.
         saved_lists = tokens * sizes.Hkv * sizes.list_width * 4
@@ -133,12 +145,13 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         forward_lists, pairs = _token_lists(sizes, heads)
         by_branches = dk_dv_accum + forward_lists + max(dq_accum, pairs)
     saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + saved_lists
+    heads_with_gradients = sizes.Hq + (1 + sizes.own_window) * sizes.Hkv
     return {
         "saved": saved * sizes.needs_grad,
         "forward": kept.count(False) * branch + 6 * row_numbers + compressed + choice + forward_lists,
         "backward": (kept.count(False) * branch + 6 * row_numbers + 2 * compressed + by_branches) * sizes.needs_grad,
         "outputs": rows * sizes.Dv * e,
-        "gradients": (rows * (sizes.D + sizes.Dv) + tokens * sizes.Hkv * (sizes.D + sizes.Dv)) * e * sizes.needs_grad,
+        "gradients": tokens * heads_with_gradients * (sizes.D + sizes.Dv) * e * sizes.needs_grad,
     }
 
 
@@ -198,7 +211,7 @@ def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
     if sum(parts.values()) < SMALL * total:
         return None
     if sizes.deterministic:
-        per_token = sizes.Hq * sizes.D + sizes.Hkv * (sizes.D + sizes.Dv)
+        per_token = sizes.Hq * sizes.D + (1 + sizes.own_window) * sizes.Hkv * (sizes.D + sizes.Dv)
         free = total - sizes.tokens * per_token * sizes.itemsize
     else:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

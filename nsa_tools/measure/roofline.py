@@ -103,11 +103,12 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     lists = tiles * s.Hkv * config.list_width(max(lengths)) * 4
     scores = sum(config.num_tiles(length) * config.num_blocks(length) for length in lengths) * s.Hq * s.D
     pairs, scored = visible_pairs(s), blocks * s.Hkv * s.D * FP32
+    means = kv_cmp + scored
     if config.by_token:  # one more product of the compressed branch, with its rounded keys and its log-sum-exp
-        scores, scored = 2 * pairs["cmp"] * s.Hq * s.D, blocks * s.Hkv * s.D * e + rows
+        scores, scored, means = 2 * pairs["cmp"] * s.Hq * s.D, blocks * s.Hkv * s.D * e + rows, kv_cmp
     keys = {"cmp": kv_cmp, "slc": kv, "swa": kv}
     found = {
-        ("compress", "forward"): Work(kv + kv_cmp + blocks * s.Hkv * s.D * FP32),
+        ("compress", "forward"): Work(kv + means),
         ("compress", "backward"): Work(kv + kv_cmp),
         ("choose", "forward"): Work(q + scored + lists, scores),
         ("lists", "forward"): Work(2 * lists),

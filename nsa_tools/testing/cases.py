@@ -28,7 +28,7 @@ class Case:
         lengths: lengths of packed sequences, in place of B and T.
         gate: "weight", "given", "none", or the branch that alone counts: "cmp", "slc" or "swa".
         compress_weights: whether both compression weights are given.
-        own_keys: whether the compressed and the window branch are given keys and values of their own, in place of the
+        own_keys: the branches' own keys and values that are given, of `OWN_KEYS`; k_cmp and v_cmp in place of the
             compression weights.
         seed: the inputs are drawn from it alone.
         integers: inputs are small integers, so that scores of blocks are exact in fp32.
@@ -46,7 +46,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     gate: str = "weight"
     compress_weights: bool = False
-    own_keys: bool = False
+    own_keys: tuple[str, ...] = ()
     seed: int = 0
     integers: bool = False
 
@@ -146,9 +146,9 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     elif case.gate in BRANCHES:
         one = torch.tensor([float(branch == case.gate) for branch in BRANCHES])
         given["gates"] = one.expand(*tokens, case.Hq, 3).contiguous().to(device, case.dtype)
-    if case.compress_weights and not case.own_keys:
-        given["compress_k_weight"] = draw(case.Hkv, D, D, scale=D**-0.5)
-        given["compress_v_weight"] = draw(case.Hkv, Dv, Dv, scale=Dv**-0.5)
+    for name, size in (("k", D), ("v", Dv)):
+        if case.compress_weights and f"{name}_cmp" not in case.own_keys:
+            given[f"compress_{name}_weight"] = draw(case.Hkv, size, size, scale=size**-0.5)
     if case.lengths is not None:
         starts = torch.tensor([0, *case.lengths]).cumsum(0)
         given["cu_seqlens"] = starts.to(device, torch.int32)
@@ -157,8 +157,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
     if case.own_keys:
         count = case.config.compressed_length
         blocks = (case.B, count(case.T)) if case.lengths is None else (sum(map(count, case.lengths)),)
-        leads = (blocks, blocks, tokens, tokens)
-        given |= {name: draw(*lead, case.Hkv, n) for name, lead, n in zip(OWN_KEYS, leads, (D, Dv, D, Dv))}
+        shapes = dict(zip(OWN_KEYS, ((*blocks, D), (*blocks, Dv), (*tokens, D), (*tokens, Dv))))
+        given |= {name: draw(*lead, case.Hkv, n) for name, (*lead, n) in shapes.items() if name in case.own_keys}
     return Inputs(case, *drawn, **given)
 
 

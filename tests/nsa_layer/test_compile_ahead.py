@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy, compile_ahead
+from nsa_layer.call_spec import OwnKeys
 from nsa_layer.cute import autograd
 from nsa_layer.compile_ahead import CallShape, kernel_names
 from nsa_layer.cute.memory_plan import plan_memory
@@ -36,9 +37,9 @@ def shape(**changes):
 
 def own_call(call):
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
-    names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight")
+    names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
     plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
-    o = autograd._Attend.forward(context, *map(given.get, names), None, None, call.spec(), plan, False)
+    o = autograd._Attend.forward(context, None, call.spec(), plan, False, *map(given.get, names), None)
     if call.backward:
         autograd._Attend.backward(context, torch.empty_like(o))
 
@@ -61,6 +62,12 @@ for more in ({}, dict(T=40), dict(Hkv=4), dict(config=tiles.replace(block_size=3
         assert len(names) > (4 if not backward else 10), names
         assert names == kernel_names(call)
 assert set(kernel_names(shape(lengths=(100, 0, 200)))) - set(kernel_names(shape()))
+for own in (OwnKeys._fields, ("k_cmp",), ("v_cmp", "k_win")):
+    for q_tile in (1, 128):
+        call = shape(own=own, config=NSAConfig(q_tile=q_tile))
+        names = kernel_names(call)
+        assert names == asked(call), (call, names)
+        assert any("pool/" in name for name in names) == (own != OwnKeys._fields), names
 """
 CALLED = """
 with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():

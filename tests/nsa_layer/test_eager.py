@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from nsa_layer import NSAConfig, eager, select, token_attention
 from nsa_layer.call_spec import Aux
 from nsa_tools.testing.assertions import assert_close_to_reference
-from nsa_tools.testing.cases import Case, make_inputs, run
+from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
 SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=40)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -29,8 +29,8 @@ def cases() -> Iterator[Case]:
             yield Case(T=127, Hq=2 * G, Hkv=2, D=16, dtype=dtype, config=SMALL, compress_weights=True, seed=G)
     yield Case(T=600, config=NSAConfig.seed(block_size=32, block_counts=4, window_size=64))
     for dtype, config in zip(DTYPES, (SMALL, SMALL.replace(q_tile=1), SMALL, NSAConfig.paper())):
-        yield Case(B=2, T=127, D=16, Dv=12, dtype=dtype, config=config, own_keys=True)
-        yield Case(lengths=(40, 0, 3, 90), D=16, dtype=dtype, config=config, own_keys=True, gate="given")
+        yield Case(B=2, T=127, D=16, Dv=12, dtype=dtype, config=config, own_keys=OWN_KEYS)
+        yield Case(lengths=(40, 0, 3, 90), D=16, dtype=dtype, config=config, own_keys=OWN_KEYS, gate="given")
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=repr)

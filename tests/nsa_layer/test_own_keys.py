@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from stub_kernels import LAUNCHED, stubbed_layer
+from torch.utils._pytree import tree_leaves
 
-from nsa_layer import NSAConfig, reference
+from nsa_layer import MemoryPolicy, NSAConfig, reference
 from nsa_layer.call_spec import OwnKeys
+from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
@@ -44,7 +48,7 @@ def test_a_branch_reads_its_own_and_no_other(backend: str) -> None:
     """o of one branch moves with its own keys and values alone."""
     reads = {"cmp": {"k_cmp", "v_cmp"}, "slc": {"k", "v"}, "swa": {"k_win", "v_win"}}
     for gate, names in reads.items():
-        case = Case(T=70, D=8, dtype=torch.float64, config=SMALL, own_keys=True, gate=gate)
+        case = Case(T=70, D=8, dtype=torch.float64, config=SMALL, own_keys=OWN_KEYS, gate=gate)
         grads = run(backend, make_inputs(case)).grads
         assert {name for name, x in grads.items() if x.any()} - {"gates"} == names | {"q"}
 
@@ -54,8 +58,66 @@ def test_a_branch_reads_its_own_and_no_other(backend: str) -> None:
 def test_given_compressed_keys_choose(backend: str, q_tile: int) -> None:
     """The block whose given key is most like the query is listed, whatever k holds."""
     config = SMALL.replace(q_tile=q_tile, force_blocks=False, block_counts=1)
-    inputs = make_inputs(Case(T=64, Hq=1, Hkv=1, D=8, config=config, own_keys=True))
+    inputs = make_inputs(Case(T=64, Hq=1, Hkv=1, D=8, config=config, own_keys=OWN_KEYS))
     k_cmp = torch.zeros_like(inputs.k_cmp)
     k_cmp[:, 3] = 5.0
     chosen = run(backend, replace(inputs, q=torch.ones_like(inputs.q), k_cmp=k_cmp)).aux.block_indices
     assert (chosen[0, -(-31 // q_tile) :, 0, 0] == 3).all()
+
+
+SUBSETS = [OWN_KEYS, ("k_cmp", "v_cmp"), ("k_win", "v_win"), ("k_cmp", "v_win"), ("v_cmp", "k_win")]
+LENGTHS = [None, (300, 0, 33, 513)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("q_tile", [1, 128])
+@pytest.mark.parametrize("own", SUBSETS, ids=str)
+def test_kernels_pool_what_is_not_given_and_write_every_gradient(
+    own: tuple[str, ...], q_tile: int, lengths: tuple[int, ...] | None
+) -> None:
+    """Of each group of heads; and no part of k and v is pooled, or gets a gradient of means, in vain."""
+    config = NSAConfig(q_tile=q_tile, block_counts=4)
+    inputs = make_inputs(Case(T=500, D=64, dtype=torch.bfloat16, config=config, lengths=lengths, own_keys=own))
+    with stubbed_layer():
+        for policy, groups in ((MemoryPolicy(), 1), (MemoryPolicy(budget=0), 2)):
+            LAUNCHED.clear()
+            grads = run("cute", inputs, memory=policy).grads
+            memory: dict[str, set[int]] = {}
+            for at, args in LAUNCHED:
+                launched = [x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+                memory.setdefault(str(at[0]), set()).update(launched)
+            for name, grad in grads.items():
+                assert grad.shape == inputs.tensors()[name].shape
+                if groups == 1 or name in ("k", "v", "k_win", "v_win"):
+                    assert any(grad.untyped_storage().data_ptr() in of for of in memory.values()), name
+            for x, grad in (("k", "k_cmp"), ("v", "v_cmp")):
+                pooled = inputs.tensors()[x].untyped_storage().data_ptr() in memory.get("pool", ())
+                unpooled = grads[x].untyped_storage().data_ptr() in memory.get("unpool", ())
+                assert pooled == unpooled == (grad not in own)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("Hkv", [2, 4])
+@pytest.mark.parametrize("q_tile", [1, 128])
+@pytest.mark.parametrize("own", SUBSETS, ids=str)
+def test_kernels(own: tuple[str, ...], q_tile: int, Hkv: int) -> None:
+    """Also where there is no complete block, and the compression of what is not given is projected."""
+    if q_tile == 1 and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("choices by token need a Hopper GPU")
+    config = NSAConfig(q_tile=q_tile, block_counts=5, window_size=100)
+    static = dict(Hq=4, Hkv=Hkv, D=64, dtype=torch.bfloat16, config=config, own_keys=own)
+    for T, lengths in ((500, LENGTHS[0]), (500, LENGTHS[1]), (40, None)):
+        case = Case(B=2, T=T, lengths=lengths, compress_weights=T == 500, **static)
+        assert_close_to_reference(case, "cute", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_tile", [1, 128])
+def test_kernels_in_groups_of_heads(q_tile: int) -> None:
+    from nsa_layer.cute import autograd
+
+    if q_tile == 1 and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("choices by token need a Hopper GPU")
+    config = NSAConfig.paper() if q_tile == 1 else NSAConfig(q_tile=q_tile)
+    case = Case(T=700, Hq=8, Hkv=2, D=128, dtype=torch.bfloat16, config=config, own_keys=OWN_KEYS)
+    assert_close_to_reference(case, partial(autograd.attend, memory=MemoryPolicy(budget=0)), "cuda")

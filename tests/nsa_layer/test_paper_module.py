@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
+from stub_kernels import stubbed_layer
 
 from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.rope import RotaryEmbedding
@@ -101,3 +104,51 @@ def test_on_a_device_that_is_not_waited_for() -> None:
     x = torch.empty(1, 40, DIM, device="meta", requires_grad=True)
     layer(x).sum().backward()
     assert x.grad.shape == x.shape
+
+
+def on_kernels(device: str) -> NSAttention:
+    """The paper's module at sizes that the kernels take; lists of 16 blocks."""
+    rope, config = RotaryEmbedding(64), NSAConfig.paper(window_size=100)
+    torch.manual_seed(0)
+    static = dict(num_heads=4, num_kv_heads=2, head_dim=64, config=config, rope=rope, **PAPER)
+    return NSAttention(96, **static, backend="cute", device=device, dtype=torch.bfloat16)
+
+
+def gradients(layer: NSAttention, x: torch.Tensor, starts: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    out = layer(x, cu_seqlens=starts)
+    grads = torch.autograd.grad(out.square().sum(), list(layer.parameters()))
+    return {"o": out.detach(), **dict(zip(dict(layer.named_parameters()), grads))}
+
+
+@pytest.mark.parametrize("starts", [None, torch.tensor([0, 200, 200, 500], dtype=torch.int32)])
+def test_its_calls_are_those_that_the_kernels_take(starts: torch.Tensor | None) -> None:
+    layer, x = on_kernels("cpu"), torch.zeros(500, 96, dtype=torch.bfloat16)
+    with stubbed_layer():
+        found = gradients(layer, x[None] if starts is None else x, starts)
+    assert all(found[name].shape == parameter.shape for name, parameter in layer.named_parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("starts", [None, [0, 200, 200, 1000]])
+def test_on_the_kernels(starts: list[int] | None) -> None:
+    """At most twice eager's error; every list holds every block, so that none depends on rounding."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("choices by token need a Hopper GPU")
+    layer = on_kernels("cuda")
+    x = torch.randn(1000, 96, device="cuda", dtype=torch.bfloat16)
+    x = x[None] if starts is None else x
+    cu_seqlens = None if starts is None else torch.tensor(starts, dtype=torch.int32, device="cuda")
+    got, straight, exact = (
+        gradients(made, x.to(made.q_proj.weight.dtype), cu_seqlens)
+        for made in (layer, other(layer, torch.bfloat16), other(layer, torch.float64))
+    )
+    for name, truth in exact.items():
+        error, allowed = ((each[name].double() - truth).norm() / truth.norm() for each in (got, straight))
+        assert error <= 2 * allowed + torch.finfo(torch.bfloat16).eps, f"{name}: {error}, eager {allowed}"
+
+
+def other(layer: NSAttention, dtype: torch.dtype) -> NSAttention:
+    """The same on eager."""
+    made = deepcopy(layer).to(dtype)
+    made.backend = "eager"
+    return made

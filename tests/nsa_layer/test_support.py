@@ -49,7 +49,6 @@ UNSUPPORTED = {
     "block_indices with another q_tile": dict(lists="kv"),
     "block_indices for each query head": dict(lists="q"),
     "selected_attention": dict(lists="alone"),
-    "k_cmp, v_cmp, k_win, v_win": dict(own_keys=True),
     "deterministic backward": dict(config=TILES.replace(deterministic=True)),
 }
 ON_ONE = {name: 100 for name in ("deterministic backward", "q_tile 1", "block_indices with q_tile 1")}
@@ -65,6 +64,10 @@ def test_what_the_kernels_lack_is_refused_and_named(arch: int, feature: str, bac
         return
     with pytest.raises(NotImplementedError, match=re.escape(f"sm_{arch}: the kernels do not support {feature}")):
         choose(backend, **asked)
+
+
+def test_keys_of_a_branchs_own_are_supported(arch: int) -> None:
+    assert choose(config=TILES, own_keys=True) == "cute"
 
 
 def test_deterministic_forward_is_supported(arch: int) -> None:

@@ -42,7 +42,7 @@ Tensor = torch.Tensor
 
 
 class PoolKernel:
-    """Means of blocks; ``key`` and ``value`` have one plan each, since D and Dv may differ."""
+    """Means of blocks; ``key`` and ``value`` have one plan each, since D and Dv may differ; Dv 0: of keys alone."""
 
     shapes = "B T H D", "B T H D", *["B blocks H D"] * 3, "starts", "starts"
 
@@ -50,24 +50,24 @@ class PoolKernel:
         self.pooling = pooling
         self.blocks = plan_blocks(pooling, max(D, Dv))
         self.key = plan_segments(pooling, self.blocks, D)
-        self.value = plan_segments(pooling, self.blocks, Dv)
-        self.smem_floats = max(self.key.count * D, self.value.count * Dv)
+        self.value = plan_segments(pooling, self.blocks, Dv) if Dv else None
+        self.smem_floats = max(self.key.count * D, self.value.count * Dv if Dv else 0)
 
     @cute.jit
     def __call__(
         self,
         mK: cute.Tensor,  # [B, T, H, D] or [total, H, D]
-        mV: cute.Tensor,
+        mV: Optional[cute.Tensor],
         mKMean: cute.Tensor,  # [B, Tc, H, D] or [total_blocks, H, D]
         mKMeanToo: Optional[cute.Tensor],  # the same in another dtype
-        mVMean: cute.Tensor,
+        mVMean: Optional[cute.Tensor],
         mCuSeqlens: Optional[cute.Tensor],
         mCuBlocks: Optional[cute.Tensor],
         stream: cuda.CUstream,
     ):
         tiles, batch = tiles_and_batch(mKMean, mCuBlocks, self.blocks)
         self.kernel((mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks), tiles).launch(
-            grid=[batch * tiles * mK.shape[cute.rank(mK) - 2], 2, 1],
+            grid=[batch * tiles * mK.shape[cute.rank(mK) - 2], 1 if const_expr(mV is None) else 2, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=RESIDENT,
@@ -97,7 +97,7 @@ class PoolKernel:
                 if const_expr(mKMeanToo is not None):
                     mean_too = head_rows(mKMeanToo, batch, head)
                 self.write_means(sums, mean, mean_too, row, count, self.key)
-            else:
+            elif const_expr(mV is not None):
                 self.sum_segments(head_rows(mV, batch, head), token, count, sums, self.value)
                 cute.arch.sync_threads()
                 self.write_means(sums, head_rows(mVMean, batch, head), None, row, count, self.value)
@@ -171,16 +171,18 @@ class UnpoolKernel:
     def __call__(
         self,
         mdKMean: cute.Tensor,  # [B, Tc, H, D] or [total_blocks, H, D]
-        mdVMean: cute.Tensor,
+        mdVMean: Optional[cute.Tensor],
         mdK: cute.Tensor,  # [B, T, H, D] or [total, H, D]
-        mdV: cute.Tensor,
+        mdV: Optional[cute.Tensor],
         mCuSeqlens: Optional[cute.Tensor],
         mCuBlocks: Optional[cute.Tensor],
         stream: cuda.CUstream,
     ):
         tiles, batch = tiles_and_batch(mdK, mCuSeqlens, self.tokens)
         self.kernel((mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks), tiles).launch(
-            grid=[batch * tiles * mdK.shape[cute.rank(mdK) - 2], 2, 1], block=[THREADS, 1, 1], stream=stream
+            grid=[batch * tiles * mdK.shape[cute.rank(mdK) - 2], 1 if const_expr(mdV is None) else 2, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
         )
 
     @cute.kernel
@@ -197,7 +199,7 @@ class UnpoolKernel:
         place = (start, end, row, rows)
         if is_value == 0:
             self.scatter(head_rows(mdKMean, batch, head), head_rows(mdK, batch, head), tile, place, self.D)
-        else:
+        elif const_expr(mdV is not None):
             self.scatter(head_rows(mdVMean, batch, head), head_rows(mdV, batch, head), tile, place, self.Dv)
 
     @cute.jit
@@ -229,8 +231,8 @@ class UnpoolKernel:
 
 
 def pool(
-    k: Tensor,
-    v: Tensor,
+    k: Optional[Tensor],
+    v: Optional[Tensor],
     *,
     block_size: int,
     stride: int,
@@ -239,11 +241,12 @@ def pool(
     cu_seqlens: Optional[Tensor] = None,
     cu_blocks: Optional[Tensor] = None,
     total_blocks: Optional[int] = None,
-) -> tuple[tuple[Tensor, ...], Tensor]:
+) -> tuple[tuple[Tensor, ...], Optional[Tensor]]:
     """Means of the complete blocks of k and of v, summed in fp32 (`nsa_layer.compress.mean_pool`), in one launch.
 
     Args:
-        k, v: [B, T, H, D] and [B, T, H, Dv], fp16 or bf16; packed: [total, H, D] and [total, H, Dv].
+        k, v: [B, T, H, D] and [B, T, H, Dv], fp16 or bf16; packed: [total, H, D] and [total, H, Dv]. Either may be
+            None, and then has no means.
         k_dtypes: the means of k are written in each of them; one or two.
         cu_seqlens, cu_blocks: packed: int32 starts of each sequence's tokens, and of its blocks; read on the GPU.
         total_blocks: packed: ``cu_blocks[-1]``.
@@ -251,11 +254,16 @@ def pool(
     Returns:
         The means of k, one tensor for each of `k_dtypes`, and those of v: [B, Tc, H, D], packed [total_blocks, H, D].
     """
-    D, Dv = k.shape[-1], v.shape[-1]
+    if k is None:
+        static = dict(block_size=block_size, stride=stride, v_dtype=v_dtype)
+        starts = dict(cu_seqlens=cu_seqlens, cu_blocks=cu_blocks, total_blocks=total_blocks)
+        (v_mean,), _ = pool(v, None, k_dtypes=(v_dtype,), **static, **starts)
+        return (), v_mean
+    D, Dv = k.shape[-1], 0 if v is None else v.shape[-1]
     blocks = (total_blocks,) if k.dim() == 3 else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
     k_means = tuple([k.new_empty((*blocks, *k.shape[-2:]), dtype=dtype) for dtype in k_dtypes])
-    v_mean = v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
-    if v_mean.shape[-3] == 0:
+    v_mean = None if v is None else v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
+    if blocks[-1] == 0:
         return k_means, v_mean
     too = k_means[1] if len(k_means) == 2 else None
     static = (Pooling(block_size, stride), D, Dv)
@@ -264,8 +272,8 @@ def pool(
 
 
 def unpool(
-    dk_cmp: Tensor,
-    dv_cmp: Tensor,
+    dk_cmp: Optional[Tensor],
+    dv_cmp: Optional[Tensor],
     dk: Tensor,
     dv: Tensor,
     *,
@@ -278,14 +286,20 @@ def unpool(
 
     Args:
         dk_cmp, dv_cmp: gradients of the means, [B, Tc, H, D] and [B, Tc, H, Dv], fp16, bf16 or fp32; packed:
-            [total_blocks, H, ...].
+            [total_blocks, H, ...]. Either may be None: then dk, or dv, is not written.
         dk, dv: written, of k's and v's shape and dtype; heads and tokens may have any stride.
         cu_seqlens, cu_blocks: as in `pool`.
     """
-    D, Dv = dk.shape[-1], dv.shape[-1]
-    if dk_cmp.shape[-3] == 0:
-        dk.zero_()
-        dv.zero_()
+    if dk_cmp is None and dv_cmp is None:
         return
-    static = (Pooling(block_size, stride), D, Dv)
+    if dk_cmp is None:
+        dk_cmp, dv_cmp, dk, dv = dv_cmp, None, dv, None
+    elif dv_cmp is None:
+        dv = None
+    if dk_cmp.shape[-3] == 0:
+        for out in (dk, dv):
+            if out is not None:
+                out.zero_()
+        return
+    static = (Pooling(block_size, stride), dk.shape[-1], 0 if dv is None else dv.shape[-1])
     launch("unpool", UnpoolKernel, static, dk_cmp, dv_cmp, dk, dv, cu_seqlens, cu_blocks)

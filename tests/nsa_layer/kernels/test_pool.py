@@ -152,6 +152,49 @@ def test_kernels_are_traced(compiler: Worker, index: int) -> None:
     ]
 
 
+def both(case: Case, k: torch.Tensor, v: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **case.starts(), **case.options)
+    return pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
+
+
+def one_alone(case: Case, k: torch.Tensor, v: torch.Tensor, starts: dict) -> list[torch.Tensor]:
+    """Means of k alone and of v alone, then dk, dv, and what was handed over beside them."""
+    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **starts, **case.options)
+    total = {"total_blocks": case.blocks} if case.lengths else {}
+    nothing, v_mean = pool(None, v, **static, **total)
+    k_means, none = pool(k, None, **static, **total)
+    assert nothing == () and none is None
+    dk, dv, *beside = (torch.full_like(x, 7) for x in (k, v, k, v))
+    unpool(k_means[0], None, dk, beside[1], **starts, **case.options)
+    unpool(None, v_mean, beside[0], dv, **starts, **case.options)
+    return [*k_means, v_mean, dk, dv, *beside]
+
+
+def trace_alone() -> list[tuple[tuple[int, ...], torch.dtype]]:
+    case = TRACED[2]
+    k, v = (torch.empty(sum(case.lengths), case.H, D, dtype=case.dtype, device="cuda") for D in (case.D, case.Dv))
+    starts = {name: torch.empty(3, dtype=torch.int32, device="cuda") for name in ("cu_seqlens", "cu_blocks")}
+    return [(tuple(t.shape), t.dtype) for t in one_alone(case, k, v, starts)[:3]]
+
+
+def test_kernels_of_one_tensor_are_traced(compiler: Worker) -> None:
+    case = TRACED[2]
+    of = [(case.D, dtype) for dtype in case.k_dtypes] + [(case.Dv, case.dtype)]
+    assert compiler.trace(trace_alone) == [((case.blocks, case.H, D), dtype) for D, dtype in of]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES[4:14], ids=str)
+def test_one_alone_has_the_bits_that_it_has_with_the_other(case: Case) -> None:
+    k, v = case.tensor(case.D, case.dtype), case.tensor(case.Dv, case.dtype)
+    (k_mean, *others), v_mean = both(case, k, v)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    unpool(k_mean, v_mean, dk, dv, **case.starts(), **case.options)
+    expected = [k_mean, *others, v_mean, dk, dv, torch.full_like(k, 7), torch.full_like(v, 7)]
+    for got, right in zip(one_alone(case, k, v, case.starts()), expected, strict=True):
+        assert torch.equal(got, right)
+
+
 def test_without_a_complete_block_nothing_is_launched() -> None:
     k = torch.full((2, 5, 3, 64), float("nan"), dtype=torch.bfloat16)
     (k_mean,), v_mean = pool(k, k, k_dtypes=(torch.float32,), v_dtype=k.dtype, block_size=64, stride=64)
@@ -173,8 +216,7 @@ def test_means_are_the_definitions(case: Case) -> None:
     sizes = [(case.D, dtype) for dtype in case.k_dtypes] + [(case.Dv, case.dtype)]
     poison = [filled(case.tensor(*of, case.blocks)) for of in sizes]
     del poison
-    static = dict(k_dtypes=case.k_dtypes, v_dtype=case.dtype, **case.starts(), **case.options)
-    k_means, v_mean = pool(k, v, total_blocks=case.blocks if case.lengths else None, **static)
+    k_means, v_mean = both(case, k, v)
     # Products of a sum of l numbers of size one: fp32 rounding of that sum.
     torch.testing.assert_close(k_means[0].double(), case.means(k), rtol=1e-6, atol=1e-6, msg=lambda m: f"{case}: {m}")
     for other in k_means[1:]:
