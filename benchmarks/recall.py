@@ -1,14 +1,14 @@
 """Multi-query recall learned with dense attention, with a choice of blocks by token, and by tile.
 
-    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 1000] [--tokens 32768] [--seeds 2]
+    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 500] [--tokens 32768] [--seeds 2]
                                 [--jobs 6] [--json FILE]
 
 Pairs of a key and a value stand at random places of the first half of a sequence, one for every 8 tokens; the second
 half asks for each key once. The share of values that a model finds at the last length is its recall; blocks hold
 several pairs, so that the compressed branch alone cannot tell them apart. A model has two layers of width 128 with 4
 query heads, 1 key/value head, and for sparse attention blocks of 16, 8 of them listed, and a window of 32; it also sees
-each token's predecessor. It goes from one length to the next when it finds 99 % or has taken its steps. On a GPU the
-models learn side by side, and a step is a CUDA graph.
+each token's predecessor. It goes from one length to the next when it finds 99 % or has taken its steps, twice as many
+at the last. On a GPU the models learn side by side, and a step is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -126,12 +127,15 @@ def recall(name: str, seed: int, lengths: list[int], steps: int, tokens_of_batch
     for T in lengths:
         found.zero_()
         take = captured(partial(step, T), generator) if on_gpu else partial(step, T)
-        for taken in (bar := tqdm(range(1, steps + 1), desc=f"{name}, seed {seed}, {T} tokens", leave=False)):
+        most, what = steps * (1 + (T == lengths[-1])), f"{name}, seed {seed}, {T} tokens"
+        for taken in (bar := tqdm(range(1, most + 1), desc=what, leave=False, disable=on_gpu)):
             take()
-            if taken % LOOK == 0 or taken == steps:
+            if taken % LOOK == 0 or taken == most:
                 bar.set_postfix_str(f"found {(share := found.item()):.2f}")
                 if share >= FOUND:
                     break
+        if on_gpu:  # bars of several processes would overwrite one another
+            print(f"{what}: found {share:.2f} after {taken} steps", file=sys.stderr, flush=True)
         shares.append(share)
     return shares
 
@@ -149,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train every variant with every seed, and print the recall of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="multiples of 8 tokens")
-    parser.add_argument("--steps", type=int, default=1000, help="at most, of each length")
+    parser.add_argument("--steps", type=int, default=500, help="at most, of each length; of the last twice as many")
     parser.add_argument("--tokens", type=int, default=32768, help="of a batch")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
