@@ -86,7 +86,7 @@ class CallShape:
         """The sizes that predictions of memory depend on."""
         shapes = self.tensor_shapes()
         q, v = (torch.empty(shapes[name], dtype=self.dtype, device="meta") for name in "qv")
-        asked = dict(gated=self.gate != "none", needs_grad=self.backward)
+        asked = dict(gate=self.gate, needs_grad=self.backward)
         return Sizes.of(q, v, spec=self.spec(), own_window=any("win" in name for name in self.own), **asked)
 
 

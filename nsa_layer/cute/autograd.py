@@ -58,9 +58,9 @@ def attend(
             "nsa: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or torch.func.grad "
             "with backend='eager'"
         )
-    gated = gate_weight is not None or gates is not None
+    gate = "given" if gates is not None else "none" if gate_weight is None else "weight"
     own_window = k_win is not None or v_win is not None
-    sizes = Sizes.of(q, v, spec=spec, gated=gated, needs_grad=needs_grad, own_window=own_window)
+    sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own_window)
     plan = plan_memory(sizes, memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     own = OwnKeys(k_cmp, v_cmp, k_win, v_win).map(_readable)

@@ -64,6 +64,7 @@ class Sizes:
     Attributes:
         tokens: of all sequences.
         itemsize: bytes of an element of q.
+        gate: "weight", "given" (the gates themselves) or "none".
         block_size, longest: of lists by token; longest is the tokens of one sequence, None: all.
         own_window: the window has keys or values of its own.
     """
@@ -77,7 +78,7 @@ class Sizes:
     compress_stride: int
     q_tile: int
     list_width: int
-    gated: bool = True
+    gate: str = "weight"
     needs_grad: bool = True
     deterministic: bool = False
     block_size: int = KEYS
@@ -91,7 +92,7 @@ class Sizes:
         v: torch.Tensor,
         *,
         spec: CallSpec,
-        gated: bool,
+        gate: str,
         needs_grad: bool,
         own_window: bool = False,
     ) -> Sizes:
@@ -100,7 +101,7 @@ class Sizes:
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         static = (q.element_size(), config.stride, config.q_tile, config.list_width(longest))
         more = (config.deterministic, config.block_size, longest, own_window)
-        return cls(tokens, *heads, *static, gated, needs_grad, *more)
+        return cls(tokens, *heads, *static, gate, needs_grad, *more)
 
 
 @dataclass(frozen=True)
@@ -133,23 +134,26 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     compressed = blocks * heads * ((sizes.D + sizes.Dv) * e + sizes.D * 4)
     # A tile's mean query as it is and as the choice of blocks takes it apart.
     choice = tiles * (query_heads * sizes.D * 8 + heads * sizes.list_width * 8)
-    saved_rows = 3 + 3 * sizes.gated
+    saved_rows = 3 + 3 * (sizes.gate != "none")
     saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
     dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * tokens * heads * (sizes.D + sizes.Dv)
     saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
-    by_branches = dq_accum + (1 + sizes.own_window) * dk_dv_accum + 64 * tiles * query_heads * sizes.list_width
+    accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
+    lists = 64 * tiles * query_heads * sizes.list_width
     if sizes.q_tile == 1:
         # Neither mean queries nor counts; dq's accumulator is gone when dk and dv of the selected branch are made.
         saved_lists = tokens * sizes.Hkv * sizes.list_width * 4
         choice = 0 if sizes.needs_grad else tokens * heads * sizes.list_width * 4
         forward_lists, pairs = _token_lists(sizes, heads)
-        by_branches = dk_dv_accum + forward_lists + max(dq_accum, pairs)
+        lists, accumulators = forward_lists, dk_dv_accum + max(dq_accum, pairs)
+    # Outputs that were computed again are gone when accumulators are made; gates that are given make gradients of them.
+    made = max(kept.count(False) * branch, accumulators) + 3 * branch * (sizes.gate == "given")
     saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + saved_lists
     heads_with_gradients = sizes.Hq + (1 + sizes.own_window) * sizes.Hkv
     return {
         "saved": saved * sizes.needs_grad,
         "forward": kept.count(False) * branch + 6 * row_numbers + compressed + choice + forward_lists,
-        "backward": (kept.count(False) * branch + 6 * row_numbers + 2 * compressed + by_branches) * sizes.needs_grad,
+        "backward": (6 * row_numbers + 2 * compressed + lists + made) * sizes.needs_grad,
         "outputs": rows * sizes.Dv * e,
         "gradients": tokens * heads_with_gradients * (sizes.D + sizes.Dv) * e * sizes.needs_grad,
     }
