@@ -9,7 +9,7 @@ import torch
 
 from nsa_layer import NSAConfig, eager, reference
 from nsa_tools.testing.assertions import assert_close_to_reference
-from nsa_tools.testing.cases import Case, make_inputs, run
+from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 from nsa_tools.testing.stretches import Attend, in_stretches
 
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
@@ -28,8 +28,8 @@ CASES = {
     "overlapping, packed": (Case(lengths=(40, 0, 3, 57), config=OVERLAPPING, gate="given"), RAGGED),
     "not causal": (Case(B=2, T=70, config=SMALL, causal=False), EVEN),
     "not causal, packed": (Case(lengths=(40, 0, 3, 57), config=OVERLAPPING, causal=False), RAGGED),
-    "own keys": (Case(B=2, T=70, config=SMALL, own_keys=True), EVEN),
-    "own keys, packed": (Case(lengths=(40, 0, 3, 57), config=SMALL, own_keys=True), RAGGED),
+    "own keys": (Case(B=2, T=70, config=SMALL, own_keys=OWN_KEYS), EVEN),
+    "own keys, packed": (Case(lengths=(40, 0, 3, 57), config=SMALL, own_keys=OWN_KEYS), RAGGED),
 }
 
 
