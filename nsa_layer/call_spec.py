@@ -73,6 +73,15 @@ class ListSpec:
     softmax_scale: float
     lengths: tuple[tuple[int, int], ...] | None = None
 
+    def first_positions(self, q: torch.Tensor, k: torch.Tensor, q_offset: torch.Tensor | int | None) -> torch.Tensor:
+        """Int64 [B], packed [sequences], on q's device: of each sequence's first query among its keys."""
+        if isinstance(q_offset, torch.Tensor):
+            return q_offset.long()
+        if self.lengths is not None:
+            behind = [S - T if q_offset is None else q_offset for T, S in self.lengths]
+            return torch.tensor(behind, device=q.device)
+        return torch.full((q.shape[0],), k.shape[1] - q.shape[1] if q_offset is None else q_offset, device=q.device)
+
 
 @dataclass
 class Aux:

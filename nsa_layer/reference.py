@@ -368,19 +368,16 @@ def attend_selected(
     k: torch.Tensor,
     v: torch.Tensor,
     block_indices: torch.Tensor,
-    offset: torch.Tensor,
+    q_offset: torch.Tensor | int | None,
     *,
     spec: ListSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to listed blocks alone; arguments as `selected_attention` has checked them.
 
-    Args:
-        offset: int64 [sequences], the position of the first query of each among its keys.
-
     Returns:
         o [B, T, Hq, Dv] and the LSE [B, Hq, T], packed [total, Hq, Dv] and [Hq, total]; the LSE is differentiable.
     """
-    packed = spec.lengths is not None
+    packed, offset = spec.lengths is not None, spec.first_positions(q, k, q_offset)
     if packed:
         of_q, of_k = zip(*spec.lengths)
         lists = block_indices.split([-(-T // spec.q_tile) for T in of_q])

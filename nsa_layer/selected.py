@@ -15,8 +15,11 @@ from nsa_layer.inputs import check_lengths, check_lists, check_qkv, check_scale,
 Tensor = torch.Tensor
 
 
-# The kernels have no such call yet: `support.FEATURES` refuses it.
-IMPLEMENTATIONS = {"eager": "nsa_layer.token_attention", "reference": "nsa_layer.reference"}
+IMPLEMENTATIONS = {
+    "cute": "nsa_layer.cute.selected_alone",
+    "eager": "nsa_layer.token_attention",
+    "reference": "nsa_layer.reference",
+}
 
 
 def selected_attention(
@@ -90,14 +93,14 @@ def selected_attention(
     q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
     tiles, blocks = [-(-T // q_tile) for T, _ in pairs], [-(-S // block_size) for _, S in pairs]
     check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=packed)
-    offset = _offsets(q_offset, q, pairs, causal)
+    _check_offset(q_offset, q, pairs, causal)
     spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     name = support.choose_backend(backend, **sizes, **asked, lists="alone")
     with autocast.off(q.device):
-        o, lse = import_module(IMPLEMENTATIONS[name]).attend_selected(q, k, v, block_indices, offset, spec=spec)
+        o, lse = import_module(IMPLEMENTATIONS[name]).attend_selected(q, k, v, block_indices, q_offset, spec=spec)
     return (o, lse.detach()) if return_lse else o
 
 
@@ -116,8 +119,9 @@ def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:
     )
 
 
-def _offsets(q_offset: Tensor | int | None, q: Tensor, pairs: tuple[tuple[int, int], ...], causal: bool) -> Tensor:
-    """int64 [B], packed [sequences], on q's device."""
+def _check_offset(
+    q_offset: Tensor | int | None, q: Tensor, pairs: tuple[tuple[int, int], ...], causal: bool
+) -> None:
     count = len(pairs) if q.dim() == 3 else q.shape[0]
     if isinstance(q_offset, Tensor):
         refuse_nested("q_offset", q_offset)
@@ -129,11 +133,8 @@ def _offsets(q_offset: Tensor | int | None, q: Tensor, pairs: tuple[tuple[int, i
             raise ValueError(f"q_offset must be on q's device {q.device}, got {q_offset.device}")
         if q_offset.device.type == "cpu" and q_offset.min() < 0:
             raise ValueError(f"q_offset must be at least 0, got {int(q_offset.min())}")
-        return q_offset.long()
-    if q_offset is not None:
+    elif q_offset is not None:
         require_int("q_offset", q_offset, least=0)
-        return torch.full((count,), q_offset, device=q.device)
-    behind = [S - T for T, S in pairs]
-    if causal and min(behind) < 0:
-        raise ValueError(f"k must have at least as many tokens as q where q_offset is None, got {-min(behind)} fewer")
-    return torch.tensor(behind, device=q.device) if q.dim() == 3 else torch.full((count,), behind[0], device=q.device)
+    elif causal and min(S - T for T, S in pairs) < 0:
+        fewer = max(T - S for T, S in pairs)
+        raise ValueError(f"k must have at least as many tokens as q where q_offset is None, got {fewer} fewer")

@@ -15,6 +15,8 @@ from nsa_layer.config import NSAConfig
 BACKENDS = {"cute": "nsa_layer.cute.autograd", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
 ARCHITECTURES = (90, 100)
 KV_TILE = 128  # tokens of the kernels' key/value tile
+UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
+UNION_BLOCK = 64  # tokens of a block of unions
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) of attention, and where the kernels take it.
 HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
@@ -24,6 +26,11 @@ ROW_LENGTHS = {D for dims, archs in HEAD_DIMS.items() if archs for D in dims}
 def hopper_kv_tile(block_size: int) -> int:
     """Tokens of the key/value tile of Hopper's block-sparse kernels."""
     return 64 if block_size == 64 else KV_TILE
+
+
+def takes_unions(config: NSAConfig) -> bool:
+    """True if a kernel's tile of 128 rows has the queries of several lists, and reads their union."""
+    return config.q_tile < UNION_ROWS
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,13 @@ def _has_dims(dims: tuple[int, int]) -> Callable[[Request], bool]:
     return lambda r: (r.D, r.Dv) == dims
 
 
-def _tiles_fit(c: NSAConfig) -> bool:
-    return KV_TILE % c.block_size == 0 or c.block_size % KV_TILE == 0
+def _tiles_fit(r: Request) -> bool:
+    size = r.config.block_size
+    return r.lists == "alone" or KV_TILE % size == 0 or size % KV_TILE == 0
+
+
+def _has_lists_alone(r: Request) -> bool:
+    return r.lists == "alone" and r.config.block_size % UNION_BLOCK == 0
 
 
 FEATURES = (
@@ -66,10 +78,16 @@ FEATURES = (
     *(Feature(f"dtype {str(dtype)[6:]}", _is_dtype(dtype), ()) for dtype in (torch.float32, torch.float64)),
     *(Feature(f"head dimension {dims}", _has_dims(dims), archs) for dims, archs in HEAD_DIMS.items()),
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
-    Feature("block_size that divides 128 or is a multiple of it", lambda r: _tiles_fit(r.config)),
-    Feature("any other block_size", lambda r: not _tiles_fit(r.config), ()),
+    Feature("block_size that divides 128 or is a multiple of it", _tiles_fit),
+    Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
+    Feature("selected_attention with blocks of a multiple of 64", _has_lists_alone, (90,)),
+    Feature("selected_attention with other blocks", lambda r: r.lists == "alone" and not _has_lists_alone(r), ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
-    Feature("q_tile 1 with another block_size than 64", lambda r: r.config.by_token and r.config.block_size != 64, ()),
+    Feature(
+        "q_tile 1 with another block_size than 64",
+        lambda r: r.config.by_token and r.config.block_size != 64 and r.lists != "alone",
+        (),
+    ),
     Feature("block_indices with q_tile 1", lambda r: r.lists == "kv" and r.config.by_token, (90,)),
     Feature("q_tile 1", lambda r: r.config.by_token, (90,)),
     Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128, ()),
@@ -83,7 +101,6 @@ FEATURES = (
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
     Feature("block_indices with another q_tile", lambda r: r.lists == "kv" and not r.config.by_token, ()),
     Feature("block_indices for each query head", lambda r: r.lists == "q", ()),
-    Feature("selected_attention", lambda r: r.lists == "alone", ()),
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
     Feature("packed sequences", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),

@@ -38,12 +38,13 @@ def attend_selected(
     k: torch.Tensor,
     v: torch.Tensor,
     block_indices: torch.Tensor,
-    offset: torch.Tensor,
+    q_offset: torch.Tensor | int | None,
     *,
     spec: ListSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o [B, T, Hq, Dv] and the LSE [B, Hq, T], packed [total, Hq, Dv] and [Hq, total]; arguments as
-    `selected_attention` has checked them, offset int64 [sequences]."""
+    `selected_attention` has checked them."""
+    offset = spec.first_positions(q, k, q_offset)
     if spec.lengths is None:
         return _attend_batch(q, k, v, block_indices, offset, spec)
     of_q, of_k = zip(*spec.lengths)

@@ -63,8 +63,8 @@ def attend(
     sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own_window)
     plan = plan_memory(sizes, memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
-    own = OwnKeys(k_cmp, v_cmp, k_win, v_win).map(_readable)
-    q, k, v = map(_readable, (q, k, v))
+    own = OwnKeys(k_cmp, v_cmp, k_win, v_win).map(readable)
+    q, k, v = map(readable, (q, k, v))
     packing = Packing.of(spec, q.device, q.shape[-2] // k.shape[-2])
     made = _Attend.apply(packing, spec, plan, return_aux, q, k, v, *weights, *own, block_indices)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
@@ -106,7 +106,7 @@ def _gradients(
     q, k, v = inputs[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes, needs_grad=True))
-    do = _readable(do)
+    do = readable(do)
     of_tokens = (*inputs[:3], inputs.k_win, inputs.v_win)
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens]
     rest = []
@@ -119,7 +119,7 @@ def _gradients(
     return dq, dk, dv, *(_joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """As the kernels read it, 16 bytes at a time: itself, or a copy where rows lie otherwise."""
     step = 16 // x.element_size()
     aligned = x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1]) and not x.data_ptr() % 16

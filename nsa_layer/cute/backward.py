@@ -143,7 +143,7 @@ def backward(
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens)
     if by_token:
         with component("pairs"):
-            pairs = token_pairs(saved.block_indices, q.shape[-2] // k.shape[-2], spec=spec, packing=packing)
+            pairs = token_pairs(*selection, spec=spec, packing=packing)
         with component("slc_dkdv"):
             add = dk.filled or dv.filled
             for grad in (dk, dv):

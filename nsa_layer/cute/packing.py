@@ -62,6 +62,13 @@ def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
     return find(tuple(cu_seqlens.tolist()), device).ready()
 
 
+def numbers_on(rows: tuple[tuple[int, ...], ...], device: torch.device) -> list[torch.Tensor]:
+    """Rows of integers as int32 tensors on `device`, from one copy, which is cached."""
+    find = _joined if _are_lasting() else _joined.__wrapped__
+    numbers, places = find(rows, device).ready(), accumulate(map(_aligned, map(len, rows)), initial=0)
+    return [numbers.narrow(0, place, len(row)) for place, row in zip(places, rows)]
+
+
 class _Copy(NamedTuple):
     """A copy of host integers to the GPU, the stream of the copy, and an event behind it; None without a GPU."""
 
@@ -93,6 +100,17 @@ _held: dict[int, torch.Tensor] = {}
 @lru_cache(maxsize=64)  # the same packing is seen layer after layer, and by every call that a CUDA graph captures
 def _copied(numbers: tuple[int, ...], device: torch.device) -> _Copy:
     return _moved(torch.tensor(numbers, dtype=torch.int32, device="cpu"), device)
+
+
+@lru_cache(maxsize=64)
+def _joined(rows: tuple[tuple[int, ...], ...], device: torch.device) -> _Copy:
+    padded = [n for row in rows for n in (*row, *[0] * (_aligned(len(row)) - len(row)))]
+    return _moved(torch.tensor(padded, dtype=torch.int32, device="cpu"), device)
+
+
+def _aligned(size: int) -> int:
+    """Numbers of a multiple of 16 bytes: attention copies what starts elsewhere, at every call."""
+    return -(-size // 4) * 4
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,6 @@ from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
-from nsa_layer.cute.memory_plan import rows_of_item
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
@@ -26,11 +25,9 @@ from nsa_layer.cute.torch_block_lists import (
     joined_rows,
     selected_lists,
 )
+from nsa_layer.cute.token_unions import Places, key_pairs, query_lists
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
-from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
-from nsa_layer.kernels.token_lists.sizes import KEYS, ROWS, most_partials
-from nsa_layer.kernels.token_lists.union_lists import union_lists
-from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
+from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, takes_unions
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -107,17 +104,18 @@ def selected_sparsity(
     """Lists and mask of T queries that attend to the tokens of the listed blocks.
 
     Args:
-        block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n]. By token [B, T, Hkv, n], packed
-            [total, Hkv, n], which has no lists by key tile: `token_pairs`.
-        T: tokens of a sequence; not read where they are packed.
+        block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n]. Where unions are taken
+            [B, M, Hkv, n], packed [tiles, Hkv, n], which have no lists by key tile: `token_pairs`.
+        T: tokens of a sequence, packed of all.
         heads: (Hq, Hkv).
         backward: lists by key tile, not by query tile.
         block_counts: int32 [B, Hkv, M]; packed [Hkv, tiles of all sequences]: listed blocks; kernels that make forward
             lists need them.
     """
     config, causal, device = spec.config, spec.causal, block_indices.device
-    if config.by_token:
-        return Sparsity(_unions(block_indices, heads[0] // heads[1], spec, packing), causal, pack_gqa=True)
+    if takes_unions(config):
+        places = Places.of_layer(T, spec, packing)
+        return Sparsity(query_lists(block_indices, heads[0] // heads[1], places), causal, pack_gqa=True)
     tile = (backward_tile if backward else forward_tile)(device, config.block_size)
     tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
     # Tiles of listed blocks alone, the same for every query, need no mask but the causal one.
@@ -156,35 +154,11 @@ def selected_sparsity(
     return Sparsity(tensors, mask_mod=mask, aux_tensors=aux)
 
 
-def _unions(block_indices: torch.Tensor, G: int, spec: CallSpec, packing: Packing | None) -> BlockSparseTensorsTorch:
-    """Forward lists of tiles of 128 rows, a row for each token and head of a group, with bits for each token."""
-    where = {}
-    if packing is not None:
-        where = dict(cu_seqlens=packing.cu_seqlens, cu_tiles=packing.cu_row_tiles, tiles=packing.total_row_tiles)
-        where |= dict(max_seqlen=packing.longest)
-    counts, blocks, bits = union_lists(
-        block_indices, G=G, block_size=spec.config.block_size, causal=spec.causal, **where
-    )
-    starts = None if packing is None else packing.cu_row_tiles
-    return BlockSparseTensorsTorch(
-        counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=starts, mask_block_bits=bits
-    )
-
-
-def token_pairs(block_indices: torch.Tensor, G: int, *, spec: CallSpec, packing: Packing | None) -> KeyPairs:
-    """The tokens that list each block, for the kernel of dk and dv.
-
-    Args:
-        block_indices: int32 [B, T, Hkv, n], packed [total, Hkv, n].
-        G: query heads of a group.
-    """
-    where = {}
-    if packing is not None:
-        where = dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_kv_tiles, blocks=packing.total_kv_tiles)
-    cap, block_size = max(1, rows_of_item(block_indices.numel() * G) // G), spec.config.block_size
-    pairs = pairs_by_block(block_indices, block_size=block_size, causal=spec.causal, cap=cap, **where)
-    partials = most_partials(block_indices.numel(), cap)
-    return KeyPairs(pairs.tokens, pairs.items, pairs.row_items, partials, block_size, where.get("cu_blocks"))
+def token_pairs(
+    block_indices: torch.Tensor, T: int, heads: tuple[int, int], *, spec: CallSpec, packing: Packing | None
+) -> KeyPairs:
+    """The tokens that list each block, for the kernel of dk and dv; arguments as for `selected_sparsity`."""
+    return key_pairs(block_indices, heads, Places.of_layer(T, spec, packing))
 
 
 def _backward_tensors(

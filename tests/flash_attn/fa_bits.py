@@ -20,7 +20,10 @@ NEVER_READ = 1 << 29
 
 @dataclass(frozen=True)
 class TokenCase:
-    """One call; lengths: (queries, keys) of each sequence. With a form they are packed."""
+    """One call; lengths: (queries, keys) of each sequence. With a form they are packed.
+
+    by_head: a list for each query head.
+    """
 
     lengths: tuple[tuple[int, int], ...] = ((300, 300),)
     G: int = 16
@@ -31,7 +34,17 @@ class TokenCase:
     words: int = 0  # 0: as few as do
     form: str | None = None  # "padded", "compact", "stacked", "ragged"
     dtype: torch.dtype = torch.bfloat16
+    by_head: bool = False
     seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a token in a tile."""
+        return 1 if self.by_head else self.G
+
+    @property
+    def list_heads(self) -> int:
+        return self.Hkv * self.G // self.rows
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
@@ -44,7 +57,7 @@ class TokenCase:
 
     @property
     def tiles(self) -> list[int]:
-        return [-(-queries * self.G // ROWS) for queries, _ in self.lengths]
+        return [-(-queries * self.rows // ROWS) for queries, _ in self.lengths]
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
@@ -53,22 +66,22 @@ class TokenCase:
 
 
 def listed_blocks(case: TokenCase, device: str) -> list[torch.Tensor]:
-    """Lists of each sequence, bool [Hkv, queries, blocks]: random ones, up to n for a token, none for some."""
+    """Lists of each sequence, bool [list heads, queries, blocks]: random ones, up to n for a token, none for some."""
     generator = torch.Generator().manual_seed(case.seed)
     tables = []
     for (T, S), N in zip(case.lengths, case.blocks, strict=True):
-        score = torch.rand(case.Hkv, T, N, generator=generator)
+        score = torch.rand(case.list_heads, T, N, generator=generator)
         if case.causal:
             own = (torch.arange(T) + S - T) // BLOCK
             score[:, torch.arange(N) > own[:, None]] = -1
         best, at = score.topk(min(case.n, N), dim=-1)
         kept = (best >= 0) & (torch.rand(best.shape, generator=generator) > 0.15)
-        tables.append(torch.zeros(case.Hkv, T, N, dtype=torch.bool).scatter_(2, at, kept).to(device))
+        tables.append(torch.zeros(case.list_heads, T, N, dtype=torch.bool).scatter_(2, at, kept).to(device))
     return tables
 
 
 def visible(case: TokenCase, table: torch.Tensor, keys: int) -> torch.Tensor:
-    """bool [Hkv, queries, keys] of one sequence."""
+    """bool [list heads, queries, keys] of one sequence."""
     queries = table.shape[1]
     seen = table.repeat_interleave(BLOCK, -1)[..., :keys]
     if case.causal:
@@ -78,12 +91,12 @@ def visible(case: TokenCase, table: torch.Tensor, keys: int) -> torch.Tensor:
 
 
 def union(case: TokenCase, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts [Hkv, tiles], blocks [Hkv, tiles, N] and bits [Hkv, tiles, N, words] of one sequence's tiles."""
-    (Hkv, T, N), device = table.shape, table.device
-    tiles, words = -(-T * case.G // ROWS), case.words or words_for(case.G)
-    first = torch.arange(tiles, device=device) * ROWS // case.G
-    last = ((torch.arange(tiles, device=device) + 1) * ROWS - 1) // case.G
-    bits = torch.zeros(Hkv, tiles, N, words, dtype=torch.int64, device=device)
+    """Counts [H, tiles], blocks [H, tiles, N] and bits [H, tiles, N, words] of one sequence's tiles."""
+    (H, T, N), device = table.shape, table.device
+    tiles, words = -(-T * case.rows // ROWS), case.words or words_for(case.rows)
+    first = torch.arange(tiles, device=device) * ROWS // case.rows
+    last = ((torch.arange(tiles, device=device) + 1) * ROWS - 1) // case.rows
+    bits = torch.zeros(H, tiles, N, words, dtype=torch.int64, device=device)
     for j in range(int((last - first).max()) + 1):
         token = first + j
         there = (token <= last) & (token < T)
@@ -144,10 +157,10 @@ def dense(
     o, lse = torch.zeros_like(q), torch.full(q.shape[1::-1], -torch.inf, dtype=torch.float64, device=q.device)
     seen = visible(case, table, len(k))
     for head in range(q.shape[1] if len(q) and len(k) else 0):
-        of, wider = head // case.G, torch.promote_types(dtype, torch.float32)
+        of, listed, wider = head // case.G, seen[head // case.rows], torch.promote_types(dtype, torch.float32)
         scores = (q[:, head] @ k[:, of].mT).to(wider) * case.D**-0.5
-        scores = scores.masked_fill(~seen[of], -torch.inf)
+        scores = scores.masked_fill(~listed, -torch.inf)
         lse[head] = scores.double().logsumexp(-1)
-        p = torch.where(seen[of], scores.softmax(-1), 0)
+        p = torch.where(listed, scores.softmax(-1), 0)
         o[:, head] = p.to(dtype) @ v[:, of]
     return o, lse

@@ -20,6 +20,7 @@ class TokenCase:
     Attributes:
         lengths: queries of the sequences: of a batch if `packed` is not set.
         past: keys before the first query, in every sequence.
+        by_head: a list for each query head.
         n: entries of a list; some are padding, and some are there twice.
         cap: tokens of an item at most.
     """
@@ -37,12 +38,22 @@ class TokenCase:
     dtype: str = "bfloat16"
     start: int = 64
     past: int = 0
+    by_head: bool = False
     seed: int = 0
+
+    @property
+    def list_heads(self) -> int:
+        return self.Hkv * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Lists of a key/value head."""
+        return self.G if self.by_head else 1
 
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """q, do [B, T, Hq, D], packed [total, Hq, D]; k, v; lists of each sequence, [T, Hkv, n]."""
+    """q, do [B, T, Hq, D], packed [total, Hq, D]; k, v; lists of each sequence, [T, list heads, n]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -66,10 +77,10 @@ def make_inputs(case: TokenCase, device: str = "cuda") -> TokenInputs:
 
 
 def draw_lists(case: TokenCase, T: int, generator: torch.Generator) -> torch.Tensor:
-    """Block 0, for causal ones the token's own, and others at random, in any order; int32 [T, Hkv, n]."""
+    """Block 0, for causal ones the token's own, and others at random, in any order; int32 [T, list heads, n]."""
     N, own = -(-(T + case.past) // case.block), (torch.arange(T)[:, None] + case.past) // case.block
     last = own if case.causal else torch.full_like(own, N - 1)
-    drawn = (torch.rand(T, case.Hkv, case.n, generator=generator) * (last[..., None] + 1)).int()
+    drawn = (torch.rand(T, case.list_heads, case.n, generator=generator) * (last[..., None] + 1)).int()
     drawn[torch.rand(drawn.shape, generator=generator) < 0.2] = -1
     drawn[..., 0] = own
     drawn[..., -1] = 0
@@ -91,12 +102,13 @@ def pairs_of(case: TokenCase, lists: list[torch.Tensor]) -> Any:
     for b, listed in enumerate(lists):
         T, H, n = listed.shape
         token, head = torch.arange(T, device=device)[:, None, None], torch.arange(H, device=device)[:, None]
-        first = (head * blocks + before[b]) if case.packed else (b * H + head) * blocks
+        first = head // case.parts
+        first = (first * blocks + before[b]) if case.packed else (b * case.Hkv + first) * blocks
         kept = (listed >= 0) & (listed < counts[b])
         if case.causal:
             kept &= listed * case.block <= token + case.past
         rows.append((first + listed)[kept].long())
-        positions.append(token.expand_as(listed)[kept].long())
+        positions.append((token * case.parts + head % case.parts).expand_as(listed)[kept].long())
     room = 1 << 40
     pairs = torch.unique(torch.cat(rows) * room + torch.cat(positions))  # ascending
     row_pairs = torch.bincount(pairs // room, minlength=blocks * case.Hkv * (1 if case.packed else len(lists)))
@@ -120,7 +132,7 @@ def deal(tokens: torch.Tensor, row_pairs: torch.Tensor, case: TokenCase, cu_bloc
     items += [(1 << 30,) * 4] * 3
     tensors = (torch.tensor(x, dtype=torch.int32, device=tokens.device) for x in (items, row_items))
     cu = None if cu_blocks is None else torch.tensor(cu_blocks, dtype=torch.int32, device=tokens.device)
-    return KeyPairs(tokens.int(), *tensors, partials, case.block, cu)
+    return KeyPairs(tokens.int(), *tensors, partials, case.block, cu, case.by_head)
 
 
 def visible(case: TokenCase, listed: torch.Tensor) -> torch.Tensor:
@@ -133,7 +145,7 @@ def visible(case: TokenCase, listed: torch.Tensor) -> torch.Tensor:
     if case.causal:
         at = torch.arange(keys, device=device)
         shown = shown & (at[None] <= at[case.past :, None])
-    return shown.repeat_interleave(case.G, 0)
+    return shown.repeat_interleave(case.G // case.parts, 0)
 
 
 def reference(case: TokenCase, x: TokenInputs, dtype: torch.dtype) -> Tensors:

@@ -32,6 +32,8 @@ CASES = (
         TokenCase((300, 300), 4, past=77, cap=100),
         TokenCase((1,), 16, past=999, Hkv=2),
         TokenCase((200,), 8, past=130, causal=False),
+        TokenCase((1000,), 4, Hkv=2, by_head=True, cap=100, past=77),
+        TokenCase((300, 300), 3, by_head=True, D=64, causal=False, dtype="float16"),
     ]
 )
 PACKED = [
@@ -40,6 +42,7 @@ PACKED = [
     TokenCase((257, 1, 600), 3, packed=True, block=128, add=True, D=64),
     TokenCase((100, 300), 2, packed=True, causal=False, Hkv=3),
     TokenCase((100, 1, 300), 2, packed=True, past=100, Hkv=2, block=128),
+    TokenCase((100, 1, 300), 16, packed=True, past=100, by_head=True, add=True),
 ]
 
 
@@ -71,6 +74,7 @@ SPILLS = [
     TokenCase((1000,), 3, packed=True, block=128),
     TokenCase((1000,), 1, D=64),
     TokenCase((1000,), 160, dtype="float16"),
+    TokenCase((1000,), 4, packed=True, by_head=True),
 ]
 
 
@@ -108,7 +112,7 @@ def compile_only(case: TokenCase) -> None:
     )
     rows = empty(*lead, case.G * case.Hkv, 1024, dtype=torch.float32)
     cu = empty(2) if case.packed else None
-    pairs = KeyPairs(empty(9), empty(9, 4), empty(17), 1, case.block, cu)
+    pairs = KeyPairs(empty(9), empty(9, 4), empty(17), 1, case.block, cu, case.by_head)
     backward_dkdv(
         q, k, k, q, rows, rows, pairs, dk=k, dv=k, causal=case.causal, add=case.add, cu_seqlens_q=cu, cu_seqlens_k=cu
     )

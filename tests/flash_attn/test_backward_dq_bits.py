@@ -91,6 +91,8 @@ def test_gradients_are_of_the_tokens_own_lists(G: int) -> None:
         (TokenCase(PACK, G=3, form="compact"), dict(start=128, add=True)),
         (TokenCase(PACK, G=1, form="stacked", D=64), dict(start=128)),
         (TokenCase(PACK, G=16, form="ragged", causal=False), dict(sums=True)),
+        (TokenCase(((300, 700),) * 2, G=4, by_head=True), dict(sums=True)),
+        (TokenCase(PACK, G=3, form="compact", D=64, by_head=True), dict(sums=True)),
     ],
     ids=str,
 )
@@ -109,12 +111,19 @@ def compiled(case: TokenCase, given: dict[str, Any]) -> list[tuple[list[int], bo
         lists = union_lists(case, listed_blocks(case, "cpu"))
     if given.pop("accum", False):
         given["accum"] = torch.empty(accum.shape, device="cuda")
+    if given.pop("sums", False):
+        given |= dict(out=x.q, lse=x.q.new_empty(*accum.heads, same.T_q, dtype=torch.float32))
     code = cubins(lambda: call(same, x, rows, on_gpu(lists), dq=torch.empty_like(x.q), **given))
     return [(frames(cubin), serialized(cubin)) for cubin in code]
 
 
 @pytest.mark.parametrize(
-    "case, given", [(TokenCase(), {}), (TokenCase(PACK, G=3, D=64, form="ragged", causal=False), dict(add=True))]
+    "case, given",
+    [
+        (TokenCase(), {}),
+        (TokenCase(PACK, G=3, D=64, form="ragged", causal=False), dict(add=True)),
+        (TokenCase(G=4, by_head=True), dict(sums=True)),
+    ],
 )
 def test_registers_suffice(compiler_sm90: Worker, case: TokenCase, given: dict[str, Any]) -> None:
     """With rows of q and do that TMA loads, and with those that the warpgroups do."""

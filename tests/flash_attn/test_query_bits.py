@@ -73,6 +73,10 @@ def test_a_tile_has_128_rows_and_a_bit_for_each_token(
     assert compiler_sm90.trace(kernels_of, case) == [(128, 2, words, G > 1)]
 
 
+def test_heads_with_lists_of_their_own_are_not_packed(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.trace(kernels_of, TokenCase(G=4, by_head=True)) == [(128, 2, 4, False)]
+
+
 @pytest.mark.parametrize("case", [TokenCase(), TokenCase(PACK, G=3, D=64, form="stacked", causal=False)], ids=str)
 def test_kernels_compile(compiler_sm90: Worker, case: TokenCase) -> None:
     """Heads that divide a tile come by TMA, others by cp.async."""
@@ -142,7 +146,7 @@ def test_lists_that_do_not_fit_are_refused(
 def test_lists_without_room_for_all_tokens_are_refused(lists: BlockSparseTensorsTorch) -> None:
     with pytest.raises(ValueError, match="1 words an entry, but 128 rows of 2 packed heads need 2"):
         query_bits.of_rows(lists, ListHeads.of(lists, 4, 2), 2, True)
-    with pytest.raises(ValueError, match="one list for each key/value head"):
+    with pytest.raises(ValueError, match="1 words an entry, but 128 rows of 1 packed heads need 4"):
         query_bits.of_rows(lists, ListHeads.of(lists, 2, 1), 2, True)
 
 
@@ -221,6 +225,8 @@ def test_tokens_attend_to_their_own_lists(G: int) -> None:
         TokenCase(PACK, G=3, form="compact"),
         TokenCase(PACK, G=1, form="stacked", D=64),
         TokenCase(PACK, G=16, form="ragged", causal=False),
+        TokenCase(((300, 700),) * 2, G=4, by_head=True),
+        TokenCase(PACK, G=3, form="compact", by_head=True, D=64),
     ],
     ids=str,
 )

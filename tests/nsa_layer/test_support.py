@@ -33,6 +33,10 @@ def test_the_kernels_are_the_default_on_their_gpus(arch: int, D: int, dtype: tor
     assert choose("cute", D=D, Dv=D, dtype=dtype) == "cute"
 
 
+def _alone(block_size: int) -> NSAConfig:
+    return NSAConfig(block_size=block_size, q_tile=1)
+
+
 UNSUPPORTED = {
     "dtype float32": dict(dtype=torch.float32),
     "dtype float64": dict(dtype=torch.float64),
@@ -48,10 +52,19 @@ UNSUPPORTED = {
     "block_indices with q_tile 1": dict(lists="kv", config=NSAConfig(q_tile=1)),
     "block_indices with another q_tile": dict(lists="kv"),
     "block_indices for each query head": dict(lists="q"),
-    "selected_attention": dict(lists="alone"),
+    "selected_attention with blocks of a multiple of 64": dict(lists="alone", config=_alone(192)),
+    "selected_attention with other blocks": dict(lists="alone", config=_alone(32)),
     "deterministic backward": dict(config=TILES.replace(deterministic=True)),
 }
-ON_ONE = {name: 100 for name in ("deterministic backward", "q_tile 1", "block_indices with q_tile 1")}
+ON_ONE = {
+    name: 100
+    for name in (
+        "deterministic backward",
+        "q_tile 1",
+        "block_indices with q_tile 1",
+        "selected_attention with blocks of a multiple of 64",
+    )
+}
 
 
 @pytest.mark.parametrize("backend", [None, "cute"])

@@ -88,6 +88,7 @@ def backward_dkdv(
         add=add,
         start=start if packed else ROWS,
         by_warp=by_warp(_arch()),
+        by_head=pairs.by_head,
     )
     kernel = _compiled(spec)
     partials = torch.empty(max(pairs.partials, 1) * parts * 2 * ROWS * D, dtype=torch.float32, device=q.device)

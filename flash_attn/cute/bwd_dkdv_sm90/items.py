@@ -75,16 +75,19 @@ class ItemList:
         part = index % spec.parts
         batch, head, first_key = self.place(row, part)
         seqlen = self.lengths(batch)
-        loads = (end - begin) * spec.slices
+        loads = (end - begin) * spec.loads
         loads = Int32(cutlass.select_(first_key < seqlen.seqlen_k, loads, Int32(0)))
         tiles = (loads + (spec.slots - 1)) // spec.slots
         return Item(batch, head, first_key, begin, loads - 1, tiles, number * spec.parts + part, seqlen)
 
     def token(self, item: Item, load: Int32) -> tuple[Int32, Int32]:
         """A load's token, and which of the token's loads it is; past the item's end the last one's."""
-        slices = self.spec.slices
+        spec = self.spec
         load = cutlass.min(load, item.last)
-        return self.tokens[cutlass.max(item.begin + load // slices, 0)], load % slices
+        token = self.tokens[cutlass.max(item.begin + load // spec.loads, 0)]
+        if spec.by_head:
+            return token // spec.group, token % spec.group
+        return token, load % spec.slices
 
 
 @cute.jit

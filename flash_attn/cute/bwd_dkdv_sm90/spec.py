@@ -35,6 +35,8 @@ class KeyPairs(NamedTuple):
         partials: bound of the number of partial sums.
         block_size: keys of a block, a multiple of 64.
         cu_blocks: int32 [sequences + 1], blocks before each packed sequence.
+        by_head: query heads have lists of their own: a pair has one of a token's G = Hq // Hkv rows, and `tokens` holds
+            position * G + head of the group.
     """
 
     tokens: Tensor
@@ -43,6 +45,7 @@ class KeyPairs(NamedTuple):
     partials: int
     block_size: int = ROWS
     cu_blocks: Optional[Tensor] = None
+    by_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class DkdvSpec:
         add: whether what dk and dv hold is added before rounding.
         start: rows that sequences of dpsum and lse_log2 start at multiples of.
         by_warp: how products are made (`multiply.product`).
+        by_head: whether a pair has a row of one head, not of all of a group.
     """
 
     dtype: torch.dtype
@@ -70,16 +74,22 @@ class DkdvSpec:
     add: bool
     start: int
     by_warp: bool
+    by_head: bool
 
     @property
     def heads(self) -> int:
         """Query heads of a token that are loaded at a time."""
-        return next(n for n in range(min(self.group, ROWS), 0, -1) if self.group % n == 0)
+        return 1 if self.by_head else next(n for n in range(min(self.group, ROWS), 0, -1) if self.group % n == 0)
 
     @property
     def slices(self) -> int:
-        """Loads that a token's heads take."""
+        """Loads that a token's heads take, those of a pair with all of them."""
         return self.group // self.heads
+
+    @property
+    def loads(self) -> int:
+        """Loads of a pair."""
+        return 1 if self.by_head else self.slices
 
     @property
     def slots(self) -> int:

@@ -10,7 +10,7 @@ That is 3 matmuls for the 5 of backward, in place of one of them; dk and dv are 
 keys: of two blocks of 64 each one is loaded into its half of the stage (`fwd_sm90/loads`). `kernel` has the kernel.
 
 Of lists with a bit for each token (`lists/query_bits`) a CTA takes one tile: 128 rows of (token, head) pairs of one
-key/value head. A row whose token does not list a block gets P = 0 there.
+key/value head, or of one query head that has lists of its own. A row whose token does not list a block gets P = 0 there.
 
 `dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; its docstring says how they lie. There a
 thread's part of dq lies in the order of its registers, so starting from it takes no shared memory: of the calls that
@@ -76,11 +76,11 @@ def lists_of_queries(
     if query_bits.has_bits(lists):
         group = q.shape[-2] // k.shape[-2]
         lists, _ = query_bits.of_rows(lists, heads, group, True)
-        normalize = partial(query_bits.forward_config, group=group)
+        normalize = partial(query_bits.forward_config, group=query_bits.rows_of_token(heads, group))
     return normalize(
         lists,
         batch_size=cu_seqlens[0].shape[0] - 1 if packed else q.shape[0],
-        num_head=k.shape[-2] if query_bits.has_bits(lists) else heads.count,
+        num_head=k.shape[-2] if query_bits.has_bits(lists) and heads.packable else heads.count,
         seqlen_q=q.shape[-3] if max_seqlen_q is None or not packed else max_seqlen_q,
         seqlen_k=k.shape[-3],
         block_size=(TILE_M, STEP if lists.block_size is None else lists.block_size[1]),
@@ -109,6 +109,7 @@ def backward_dq(
     cu_seqlens_k: Optional[Tensor] = None,
     seqused_q: Optional[Tensor] = None,
     seqused_k: Optional[Tensor] = None,
+    q_offset: Optional[Tensor] = None,
     max_seqlen_q: Optional[int] = None,
     add: bool = False,
     accum: Optional[Tensor] = None,
@@ -132,7 +133,7 @@ def backward_dq(
         dq: like q; contiguous in its last dimension. Rows past seqused_q are not written.
         softmax_scale: 1 / sqrt(D) unless given.
         causal, window_size, mask_mod, aux_tensors: the masks of the forward call.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: int32, as forward's.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_offset: int32, as forward's.
         max_seqlen_q: queries of the longest packed sequence, if known: checks that padded lists have rows for it.
         add: what dq holds is added before rounding, as `shared_backward.convert` does.
         accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; read. Not with
@@ -181,11 +182,13 @@ def backward_dq(
         edges=(left is not None, right is not None),
         packed=packed,
         seqused=(seqused_q is not None, seqused_k is not None),
+        offset=q_offset is not None,
         from_accum=accum is not None,
         onto_dq=add,
         sums=out is not None,
         start=start if packed[0] else ROWS,
         words=words,
+        packed_heads=query_bits.rows_of_token(heads, q.shape[-2] // k.shape[-2]) if words else 1,
         stay=words == 1 or has_short_rows(lists),  # with a word for all tokens of a tile, they are few: short unions
         by_warp=by_warp(_arch()),
     )
@@ -193,7 +196,7 @@ def backward_dq(
     if not is_fake_mode():
         kernel(
             *(maybe_contiguous(t) for t in (q, k, v, dout)), dpsum, lse_log2, maybe_contiguous(out), lse, dq, accum,
-            softmax_scale, left, right, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            softmax_scale, left, right, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_offset,
             formats.launch_arguments(normalized.tensors), AuxData(aux_tensors, None),
         )  # fmt: skip
 
@@ -250,5 +253,6 @@ def _fake_arguments(spec: DqSpec) -> list[object]:
     if spec.from_accum:
         accum = fake_tensor(Float32, (*lead_q, Hq, cute.sym_int()), divisibility=4)
     edges = (Int32(0) if given else None for given in spec.edges)
-    lengths = (fake_tensor(Int32, (cute.sym_int(),)) if given else None for given in (*spec.packed, *spec.seqused))
+    given = (*spec.packed, *spec.seqused, spec.offset)
+    lengths = (fake_tensor(Int32, (cute.sym_int(),)) if each else None for each in given)
     return [*tokens, *sums, out, lse, dq, accum, Float32(1.0), *edges, *lengths]

@@ -69,6 +69,7 @@ class FlashAttentionBackwardDqSm90:
         mCuSeqlensK: cute.Tensor | None,
         mSeqUsedQ: cute.Tensor | None,
         mSeqUsedK: cute.Tensor | None,
+        mQOffset: cute.Tensor | None,
         lists: BlockSparseTensors,
         aux_data: AuxData,
         stream: cuda.CUstream,
@@ -101,7 +102,7 @@ class FlashAttentionBackwardDqSm90:
         self.kernel(
             (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum, mO, mdO if const_expr(mO is not None) else None, mLSE),
             (mDQ, mAccum), (softmax_scale, Float32(softmax_scale * math.log2(math.e))), (left, right),
-            (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK), lists, aux_data, (sQ_layout, sK_layout), tiles,
+            (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQOffset), lists, aux_data, (sQ_layout, sK_layout), tiles,
         ).launch(
             grid=[grid, 1, 1], block=[(WARPGROUPS + 1) * THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )  # fmt: skip
@@ -114,7 +115,7 @@ class FlashAttentionBackwardDqSm90:
         outputs: tuple[cute.Tensor, Optional[cute.Tensor]],  # dq, accumulator
         scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
         edges: tuple[Optional[Int32], Optional[Int32]],
-        ends: tuple[Optional[cute.Tensor], ...],  # cu_seqlens of q and k, seqused of q and k
+        ends: tuple[Optional[cute.Tensor], ...],  # cu_seqlens of q and k, seqused of q and k, q_offset
         lists: BlockSparseTensors,
         aux_data: AuxData,
         layouts: tuple[cute.ComposedLayout, cute.ComposedLayout],  # of q and do, of k and v in shared memory
@@ -157,6 +158,7 @@ class FlashAttentionBackwardDqSm90:
             mCuSeqlensK=ends[1],
             mSeqUsedQ=ends[2],
             mSeqUsedK=ends[3],
+            mQOffset=ends[4],
             tile_m=spec.start,
             tile_n=spec.block_k,
         )

@@ -30,12 +30,13 @@ class DqSpec:
         subtiles: tiles of TILE_M queries in a block of the lists.
         edges: whether there is a left and a right end of what a query sees; causal is a right one.
         packed, seqused: whether cu_seqlens, and seqused, are there for queries and keys.
+        offset: whether positions of first queries are given.
         from_accum: whether dq starts from what the fp32 accumulator holds, not from 0.
         onto_dq: whether what dq holds is added before rounding.
         sums: whether dpsum and lse_log2 are computed and written, not read.
         start: rows that sequences of dpsum, lse_log2 and the accumulator start at multiples of.
-        words: of bits beside each entry of the lists, 0 for lists without. With bits, a tile's rows are of all heads
-            of a group, in turns.
+        words: of bits beside each entry of the lists, 0 for lists without.
+        packed_heads: query heads that a tile has rows of, in turns: with bits, those that share a list.
         stay: as many CTAs as run at a time walk the tiles; else a CTA to a tile.
         by_warp: how products are made (`multiply.product`).
     """
@@ -49,18 +50,15 @@ class DqSpec:
     edges: tuple[bool, bool]
     packed: tuple[bool, bool]
     seqused: tuple[bool, bool]
+    offset: bool
     from_accum: bool
     onto_dq: bool
     sums: bool
     start: int
     words: int
+    packed_heads: int
     stay: bool
     by_warp: bool
-
-    @property
-    def packed_heads(self) -> int:
-        """Query heads that a tile has rows of."""
-        return self.group if self.words else 1
 
     @property
     def stages(self) -> int:

@@ -59,8 +59,8 @@ class KeyMask:
 
     @property
     def shift(self) -> Int32:
-        """A query's own key is the query plus this: the last query's is the last key."""
-        return self.seqlen.seqlen_k - self.seqlen.seqlen_q
+        """A query's own key is the query plus this: the last query's is the last key, unless positions are given."""
+        return self.seqlen.seqlen_k - self.seqlen.seqlen_q + self.seqlen.shift
 
     def row(self, r: int) -> Int32:
         """The query of the thread's r-th row, in the sequence."""

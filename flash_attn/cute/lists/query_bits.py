@@ -5,7 +5,7 @@ what they list together. The query heads of a key/value head are packed: row r o
 r % G. A row of lists belongs to `BIT_ROWS` of these rows, tile i to rows BIT_ROWS * i and following. Its entries are
 mask blocks of `BIT_KEYS` keys, those that any of its tokens lists. Bit j % 32 of word j // 32 beside an entry says that
 token BIT_ROWS * i // G + j does: 1 word is enough for G >= 4, 2 for G = 2 and 3, 4 for G = 1. Causal and window hide
-further keys, as they do without bits.
+further keys, as they do without bits. Lists for each query head are those of a group of one: no heads are packed.
 
     counts [B, Hkv, tiles], entries [B, Hkv, tiles, n], bits [B, Hkv, tiles, n, words]
 
@@ -51,8 +51,10 @@ def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bo
         heads: `ListHeads` of the lists. group: query heads to a key/value head.
 
     Raises:
-        ValueError: lists of other blocks, with full blocks, for each query head, or without room for all tokens' bits.
+        ValueError: lists of other blocks, with full blocks, or without room for all tokens' bits; or of key/value heads
+            whose query heads are not packed.
     """
+    group = rows_of_token(heads, group)
     bits, idx = lists.mask_block_bits, lists.mask_block_idx
     name = "block_sparse_tensors.mask_block_bits"
     if lists.block_size not in (None, (BIT_ROWS, BIT_KEYS)):
@@ -62,11 +64,8 @@ def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bo
         )
     if lists.full_block_cnt is not None or lists.full_block_idx is not None:
         raise ValueError(f"full_block_cnt and full_block_idx have to be None with {name}: every entry is a mask block")
-    if group > 1 and not (pack_gqa and heads.packable):
-        raise ValueError(
-            f"{name} needs packed heads and one list for each key/value head: pack_gqa is {pack_gqa}, and the lists "
-            f"have {heads.count} heads for {group} query heads to a key/value head"
-        )
+    if group > 1 and not pack_gqa:
+        raise ValueError(f"{name} of lists for each key/value head needs packed heads: pack_gqa is {pack_gqa}")
     if bits.dtype != torch.int32 or bits.shape[:-1] != idx.shape or bits.shape[-1] not in WORDS:
         raise ValueError(
             f"{name} is {bits.dtype} {tuple(bits.shape)}, expected int32 of mask_block_idx's shape {tuple(idx.shape)} "
@@ -80,6 +79,11 @@ def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bo
     if bits.device != idx.device:
         raise ValueError(f"{name} is on {bits.device}, mask_block_idx on {idx.device}")
     return lists._replace(block_size=(BIT_ROWS, BIT_KEYS)), group > 1
+
+
+def rows_of_token(heads: Any, group: int) -> int:
+    """Rows that a token has in a tile: one for each of the `group` query heads that share a list. heads: `ListHeads`."""
+    return group if heads.packable else 1
 
 
 def forward_config(lists: Any, *, group: int, seqlen_q: int | None, packed: Any, **given: Any) -> Any:

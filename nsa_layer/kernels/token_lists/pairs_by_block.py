@@ -49,35 +49,52 @@ def pairs_by_block(
     block_size: int,
     causal: bool,
     cap: int,
+    q_tile: int = 1,
+    heads: int | None = None,
+    queries: int | None = None,
+    keys: int | None = None,
+    q_offset: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    cu_lists: torch.Tensor | None = None,
     cu_blocks: torch.Tensor | None = None,
     blocks: int | None = None,
 ) -> Pairs:
     """The tokens that list each block, by list head.
 
     Args:
-        block_indices: int32 [B, T, Hs, n], packed [total, Hs, n]; see the package.
+        block_indices: int32 [B, L, Hs, n], packed [lists of all sequences, Hs, n]; see the package.
         block_size: keys of a block.
         cap: tokens of an item at most.
-        cu_seqlens, cu_blocks: packed: int32 [sequences + 1] on the device; tokens and blocks before each sequence.
+        q_tile: tokens that share a list: token t of a sequence has list ``t // q_tile``.
+        heads: rows are of so many heads, each of the lists of Hs / heads neighbours; "token" then stands for a token's
+            list, and a position for ``position * (Hs / heads) + number of the list``. None: of Hs heads.
+        queries, keys: tokens of a sequence, packed of all queries; None: as many as lists, and as many as queries.
+        q_offset: int32 [B], packed [sequences]: position of the first token among its sequence's keys; None: 0.
+        cu_seqlens, cu_lists, cu_blocks: packed: int32 [sequences + 1] on the device; queries, lists and blocks before
+            each sequence. Lists like queries unless given.
         blocks: packed: of all sequences, or more.
 
     Raises:
-        ValueError: block_indices has 2^31 entries or more.
+        ValueError: the tokens' lists have 2^31 entries or more.
     """
-    if block_indices.numel() > MOST_PAIRS:
-        raise ValueError(f"block_indices may have {MOST_PAIRS} entries, got {block_indices.numel()}: pass fewer heads")
-    lists = block_indices if cu_seqlens is None else block_indices.unsqueeze(0)
-    B, T, H, n = lists.shape
-    N = blocks if cu_seqlens is not None else -(-T // block_size)
-    chunk = max(LEAST_CHUNK, -(-T // (CHUNKS * STEP)) * STEP)
-    counts, totals = lists.new_empty(B * H, -(-T // chunk), N), lists.new_empty(B * H * N)
+    packed = cu_seqlens is not None
+    lists = block_indices.unsqueeze(0) if packed else block_indices
+    B, L, Hs, n = lists.shape
+    H, T = Hs if heads is None else heads, L if queries is None else queries
+    entries = B * T * Hs * n
+    if entries > MOST_PAIRS:
+        raise ValueError(f"block_indices may have {MOST_PAIRS} entries, got {entries}: pass fewer heads")
+    N = blocks if packed else -(-(T if keys is None else keys) // block_size)
+    parts = Hs // H
+    chunk = max(LEAST_CHUNK, -(-T * parts // (CHUNKS * STEP)) * STEP)
+    counts, totals = lists.new_empty(B * H, -(-T * parts // chunk), N), lists.new_empty(B * H * N)
     starts, row_items = lists.new_empty(B * H * N + 1), lists.new_empty(B * H * N + 1)
-    tokens, items = lists.new_empty(lists.numel()), lists.new_empty(lists.numel() // cap + B * H * N, ITEM)
-    static = (n, block_size, causal, next((room for room in ROOMS if room >= N), ROOMS[-1]))
-    given = (lists, cu_seqlens, cu_blocks, counts)
-    launch("token_pairs", TokenPairs, static, *given, None, None, chunk)
+    tokens, items = lists.new_empty(entries), lists.new_empty(entries // cap + B * H * N, ITEM)
+    static = (n, block_size, q_tile, parts, causal, next((room for room in ROOMS if room >= N), ROOMS[-1]))
+    of_lists = cu_seqlens if cu_lists is None else cu_lists
+    given = (lists, cu_seqlens, of_lists, cu_blocks, q_offset if causal else None, counts)
+    launch("token_pairs", TokenPairs, static, *given, None, None, T, chunk)
     launch("chunk_sums", ChunkSums, (), counts, totals)
     launch("row_plan", RowPlan, (cap,), totals, starts, row_items, items)
-    launch("token_pairs", TokenPairs, static, *given, starts, tokens, chunk)
+    launch("token_pairs", TokenPairs, static, *given, starts, tokens, T, chunk)
     return Pairs(starts, tokens, items, row_items)

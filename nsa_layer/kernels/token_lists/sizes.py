@@ -20,9 +20,10 @@ def words_of_entry(G: int) -> int:
     return {1: 1, 2: 2}.get(-(-tokens_of_tile(G) // 32), 4)
 
 
-def union_room(G: int, n: int, block_size: int, T: int) -> int:
-    """Entries at most of the union of a tile whose tokens list n blocks each, in a sequence of T tokens."""
-    return min(tokens_of_tile(G) * n * (block_size // KEYS), -(-T // KEYS))
+def union_room(G: int, n: int, block_size: int, S: int, q_tile: int = 1) -> int:
+    """Entries at most of the union of a tile of rows, in a sequence of S keys; q_tile tokens share a list of n."""
+    lists = (tokens_of_tile(G) - 1 + q_tile - 1) // q_tile + 1
+    return min(lists * n * (block_size // KEYS), -(-S // KEYS))
 
 
 def most_partials(pairs: int, cap: int) -> int:

@@ -19,41 +19,48 @@ class TokenPairs:
     """Pairs of each block in each chunk of tokens or, given where rows start, the tokens at their places.
 
     Args:
-        n: entries of a token's list.
-        block_size: tokens of a block.
+        n: entries of a list.
+        block_size: keys of a block.
+        q_tile: tokens that share a list.
+        parts: query heads of a key/value head that have lists of their own; else 1. "Token" then is a token's head.
         room: blocks of a CTA's range.
     """
 
-    def __init__(self, n: int, block_size: int, causal: bool, room: int) -> None:
-        self.n, self.block_size, self.causal, self.room = n, block_size, causal, room
+    def __init__(self, n: int, block_size: int, q_tile: int, parts: int, causal: bool, room: int) -> None:
+        self.n, self.block_size, self.q_tile, self.parts = n, block_size, q_tile, parts
+        self.causal, self.room = causal, room
         self.threads = min(MOST_THREADS, STEP * n)
-        self.shapes = f"B T H {n} *", "starts", "starts", "segments chunks N", "ends", "pairs"
+        starts = ("starts",) * 3
+        self.shapes = f"B L H {n} *", *starts, "sequences", "segments chunks N", "ends", "pairs"
 
     @cute.jit
     def __call__(
         self,
-        lists: cute.Tensor,  # [B, T, H, n]; packed [1, total, H, n]
+        lists: cute.Tensor,  # [B, lists, H * parts, n]; packed [1, all lists, H * parts, n]
         cu_seqlens: cute.Tensor | None,  # [sequences + 1]
-        cu_blocks: cute.Tensor | None,  # the same of blocks
+        cu_lists: cute.Tensor | None,  # the same of lists
+        cu_blocks: cute.Tensor | None,  # of blocks
+        q_offset: cute.Tensor | None,  # [B], packed [sequences]
         counts: cute.Tensor,  # [B * H, chunks, N]: pairs; if they are to be written, pairs of the chunks before
         starts: cute.Tensor | None,  # [B * H * N + 1]
-        tokens: cute.Tensor | None,  # as many as `lists` has entries
+        tokens: cute.Tensor | None,  # as many as tokens have entries
+        queries: Int32,  # tokens, packed of all sequences
         chunk: Int32,  # tokens, a multiple of STEP
         stream,
     ):
         ranges = cute.ceil_div(counts.shape[2], self.room)
-        tensors = (lists, cu_seqlens, cu_blocks, counts, starts, tokens)
-        self.kernel(tensors, chunk).launch(
+        tensors = (lists, cu_seqlens, cu_lists, cu_blocks, q_offset, counts, starts, tokens)
+        self.kernel(tensors, queries * self.parts, chunk).launch(
             grid=[counts.shape[1] * ranges * counts.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, chunk: Int32):
-        lists, cu_seqlens, cu_blocks, counts, starts, tokens = tensors
+    def kernel(self, tensors: tuple, end: Int32, chunk: Int32):
+        lists, cu_seqlens, cu_lists, cu_blocks, q_offset, counts, starts, tokens = tensors
         _, chunks, N = counts.shape
         tidx, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         ranges = cute.ceil_div(N, self.room)
-        H = lists.shape[2]
+        H = lists.shape[2] // self.parts
         segment, at = cta // ranges // chunks, cta // ranges % chunks
         batch, head = segment // H, segment % H
         low = cta % ranges * self.room
@@ -68,18 +75,18 @@ class TokenPairs:
             if const_expr(starts is not None):
                 places[i] = starts[segment * N + low + i] + counts[segment, at, low + i]
         first = at * chunk
-        end = cutlass.min(first + chunk, lists.shape[1])
-        mLists = lists[batch, None, head, None]
+        end = cutlass.min(first + chunk, end)
+        mLists = cute.domain_offset((0, head * self.parts, 0), lists[batch, None, None, None])
         own, positions, ranks, coming = (
             cute.make_rmem_tensor(-(-STEP * self.n // self.threads), Int32) for _ in range(4)
         )
-        self.read(mLists, first, end, coming)
+        self.read(mLists, (cu_seqlens, cu_lists), first, end, coming)
         cute.arch.sync_threads()
         for step in cutlass.range(cute.ceil_div(end - first, STEP)):
             filled = cute.domain_offset(step % 2 * self.room, words)
             token = first + step * STEP
-            self.locate(coming, token, (cu_seqlens, cu_blocks, low, high), own, positions)
-            self.read(mLists, token + STEP, end, coming)
+            self.locate(coming, token, (cu_seqlens, cu_blocks, q_offset, batch, low, high), own, positions)
+            self.read(mLists, (cu_seqlens, cu_lists), token + STEP, end, coming)
             for i in cutlass.range_constexpr(cute.size(own)):
                 if own[i] >= 0:
                     cute.arch.atomic_or(filled.iterator + own[i], self.bit(i), scope="cta")
@@ -109,29 +116,38 @@ class TokenPairs:
         return Uint32(1) << Uint32((cute.arch.thread_idx()[0] + i * self.threads) // self.n)
 
     @cute.jit
-    def read(self, lists: cute.Tensor, first: Int32, end: Int32, entries: cute.Tensor):
+    def read(self, lists: cute.Tensor, starts: tuple, first: Int32, end: Int32, entries: cute.Tensor):
         """A thread's entries of the STEP tokens from `first` on; -1 past the last token."""
+        cu_seqlens, cu_lists = starts
         for i in cutlass.range_constexpr(cute.size(entries)):
             x = cute.arch.thread_idx()[0] + i * self.threads
+            at = first + x // self.n
             entries[i] = Int32(-1)
-            if x < STEP * self.n and first + x // self.n < end:
-                entries[i] = lists[first + x // self.n, x % self.n]
+            if x < STEP * self.n and at < end:
+                token = at // self.parts
+                if const_expr(self.q_tile > 1 and cu_seqlens is not None):
+                    sequence = sequence_of(cu_seqlens, token)
+                    token = cu_lists[sequence] + (token - cu_seqlens[sequence]) // self.q_tile
+                elif const_expr(self.q_tile > 1):
+                    token = token // self.q_tile
+                entries[i] = lists[token, at % self.parts, x % self.n]
 
     @cute.jit
     def locate(self, entries: cute.Tensor, first: Int32, span: tuple, own: cute.Tensor, positions: cute.Tensor):
         """Entries as places in the CTA's range, -1 if they have none there, and their tokens' positions."""
-        cu_seqlens, cu_blocks, low, high = span
+        cu_seqlens, cu_blocks, q_offset, sequence, low, high = span
         for i in cutlass.range_constexpr(cute.size(own)):
             positions[i] = first + (cute.arch.thread_idx()[0] + i * self.threads) // self.n
             own[i] = Int32(-1)
             if entries[i] >= 0:
-                before, end = Int32(0), high
+                before, end, of = Int32(0), high, sequence
                 if const_expr(cu_seqlens is not None):
-                    sequence = sequence_of(cu_seqlens, positions[i])
-                    before, end = cu_blocks[sequence], cu_blocks[sequence + 1] - cu_blocks[sequence]
-                    positions[i] -= cu_seqlens[sequence]
+                    of = sequence_of(cu_seqlens, positions[i] // self.parts)
+                    before, end = cu_blocks[of], cu_blocks[of + 1] - cu_blocks[of]
+                    positions[i] -= cu_seqlens[of] * self.parts
                 if const_expr(self.causal):
-                    end = cutlass.min(end, positions[i] // self.block_size + 1)
+                    ahead = Int32(0) if const_expr(q_offset is None) else q_offset[of]
+                    end = cutlass.min(end, (ahead + positions[i] // self.parts) // self.block_size + 1)
                 row = before + entries[i]
                 if entries[i] < end and row >= low and row < high:
                     own[i] = row - low

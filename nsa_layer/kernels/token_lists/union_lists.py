@@ -25,7 +25,7 @@ BITMAP_WORDS = (32, 256, 2048, 16384)  # of 32 blocks
 
 
 class Unions(NamedTuple):
-    """Forward lists of tiles, M = ceil(T * G / 128) of a sequence. Packed: without B, and M of all sequences.
+    """Forward lists of tiles of rows, M = ceil(T * G / 128) of a sequence. Packed: without B, and M of all sequences.
 
     Attributes:
         counts: int32 [B, Hs, M].
@@ -48,34 +48,44 @@ class UnionLists:
         n: entries of a token's list.
         G: heads of a token that are rows.
         block_size: keys of a listed block, a multiple of `KEYS`.
+        q_tile: tokens that share a list.
         bitmap_words: 32 blocks each, enough for the longest sequence.
     """
 
-    def __init__(self, n: int, G: int, block_size: int, causal: bool, bitmap_words: int) -> None:
-        self.n, self.G, self.block_size, self.causal, self.bitmap_words = n, G, block_size, causal, bitmap_words
+    def __init__(self, n: int, G: int, block_size: int, q_tile: int, causal: bool, bitmap_words: int) -> None:
+        self.n, self.G, self.block_size, self.q_tile = n, G, block_size, q_tile
+        self.causal, self.bitmap_words = causal, bitmap_words
         self.parts, self.words = block_size // KEYS, words_of_entry(G)
         self.entries = tokens_of_tile(G) * n
         self.threads = min(1024, 32 * -(-self.entries // (32 * PER_THREAD)))
         self.room = min(MOST_ROOM, self.entries)
-        self.shapes = f"B T H {n} *", "starts", "starts", "B H M", "B H M R", f"B H M R {self.words}"
+        starts = ("starts",) * 4
+        self.shapes = f"B L H {n} *", *starts, "sequences", "B H M", "B H M R", f"B H M R {self.words}"
 
     @cute.jit
     def __call__(
         self,
-        lists: cute.Tensor,  # [B, T, H, n]; packed [1, total, H, n]
+        lists: cute.Tensor,  # [B, lists, H, n]; packed [1, all lists, H, n]
         cu_seqlens: cute.Tensor | None,  # [sequences + 1]
-        cu_tiles: cute.Tensor | None,  # the same of tiles
+        cu_seqlens_k: cute.Tensor | None,  # the same of keys
+        cu_lists: cute.Tensor | None,  # of lists
+        cu_tiles: cute.Tensor | None,  # of tiles of rows
+        q_offset: cute.Tensor | None,  # [B], packed [sequences]
         counts: cute.Tensor,  # [B, H, M]; packed [1, H, all M]
         blocks: cute.Tensor,  # [B, H, M, R]
         bits: cute.Tensor,  # [B, H, M, R, words]
+        queries: Int32,  # of a sequence; these two are not read where sequences are packed
+        keys: Int32,
         stream,
     ):
-        tensors = (lists, cu_seqlens, cu_tiles, counts, blocks, bits)
-        self.kernel(tensors).launch(grid=[cute.size(counts.shape), 1, 1], block=[self.threads, 1, 1], stream=stream)
+        tensors = (lists, cu_seqlens, cu_seqlens_k, cu_lists, cu_tiles, q_offset, counts, blocks, bits)
+        self.kernel(tensors, queries, keys).launch(
+            grid=[cute.size(counts.shape), 1, 1], block=[self.threads, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, tensors: tuple):
-        lists, cu_seqlens, cu_tiles, counts, blocks, bits = tensors
+    def kernel(self, tensors: tuple, queries: Int32, keys: Int32):
+        lists, cu_seqlens, cu_seqlens_k, cu_lists, cu_tiles, q_offset, counts, blocks, bits = tensors
         tidx, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         _, H, M = counts.shape
         head, batch, m = cta % H, cta // H // M, cta // H % M
@@ -86,17 +96,19 @@ class UnionLists:
         tokens = smem.allocate_tensor(Uint32, cute.make_layout(self.room * self.words), byte_alignment=16)
         total = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
 
-        origin, T, tile = Int32(0), lists.shape[1], m
+        origin, T, S, tile, sequence = Int32(0), queries, keys, m, batch
         if const_expr(cu_seqlens is not None):
             sequence = sequence_of(cu_tiles, m)
-            origin, tile = cu_seqlens[sequence], m - cu_tiles[sequence]
-            T = cu_seqlens[sequence + 1] - origin
+            origin, tile = cu_lists[sequence], m - cu_tiles[sequence]
+            T = cu_seqlens[sequence + 1] - cu_seqlens[sequence]
+            S = cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence]
+        ahead = Int32(0) if const_expr(q_offset is None) else q_offset[sequence]
         first = tile * ROWS // self.G
         last = cutlass.min((tile * ROWS + (ROWS - 1)) // self.G, T - 1)
         # Entries of KEYS keys at this one and behind see nothing; a tile past the sequence's end has none.
-        end = cute.ceil_div(T, KEYS)
+        end = cute.ceil_div(S, KEYS)
         if const_expr(self.causal):
-            end = last // KEYS + 1
+            end = cutlass.min(end, (ahead + last) // KEYS + 1)
         bitmap_words = cute.ceil_div(cute.ceil_div(end, self.parts), 32)
         for w in cutlass.range(tidx, bitmap_words, self.threads, unroll=1):
             bitmap[w] = Uint32(0)
@@ -106,12 +118,13 @@ class UnionLists:
             t = first + x // self.n
             own[i] = Int32(-1)
             if x < self.entries and t <= last:
-                own[i] = lists[batch, origin + t, head, x % self.n]
+                own[i] = lists[batch, origin + t // self.q_tile, head, x % self.n]
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(cute.size(own)):
             blocks_end = cute.ceil_div(end, self.parts)
             if const_expr(self.causal):
-                blocks_end = (first + (tidx + i * self.threads) // self.n) // self.block_size + 1
+                position = ahead + first + (tidx + i * self.threads) // self.n
+                blocks_end = cutlass.min(blocks_end, position // self.block_size + 1)
             if own[i] >= blocks_end:
                 own[i] = Int32(-1)
             if own[i] >= 0:
@@ -175,20 +188,28 @@ def union_lists(
     G: int,
     block_size: int,
     causal: bool,
+    q_tile: int = 1,
+    queries: int | None = None,
+    keys: int | None = None,
+    q_offset: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    cu_lists: torch.Tensor | None = None,
     cu_tiles: torch.Tensor | None = None,
     tiles: int | None = None,
-    max_seqlen: int | None = None,
 ) -> Unions:
     """Forward lists with bits, by tiles of 128 rows (token, head): row r is token ``r // G``, head ``r % G``.
 
     Args:
-        block_indices: int32 [B, T, Hs, n], packed [total, Hs, n]; see the package.
+        block_indices: int32 [B, L, Hs, n], packed [lists of all sequences, Hs, n]; see the package.
         G: query heads that share a list.
         block_size: keys of a block, a multiple of 64.
-        cu_seqlens, cu_tiles: packed: int32 [sequences + 1] on the device; tokens and tiles before each sequence.
+        q_tile: tokens that share a list: token t of a sequence has list ``t // q_tile``.
+        queries, keys: tokens of a sequence, packed of the longest; None: as many as lists, and as many as queries.
+        q_offset: int32 [B], packed [sequences]: position of the first token among its sequence's keys; None: 0.
+        cu_seqlens, cu_seqlens_k, cu_lists, cu_tiles: packed: int32 [sequences + 1] on the device; queries, keys, lists
+            and tiles before each sequence. Keys and lists like queries unless given.
         tiles: packed: of all sequences, or more; tiles past the last sequence are empty.
-        max_seqlen: packed: tokens of the longest sequence.
 
     Raises:
         ValueError: block_size is no multiple of 64, or a sequence has more than 524,288 blocks.
@@ -197,16 +218,19 @@ def union_lists(
         raise ValueError(f"block_size has to be a multiple of {KEYS}, got {block_size}")
     packed = cu_seqlens is not None
     lists = block_indices.unsqueeze(0) if packed else block_indices
-    B, T, H, n = lists.shape
-    longest = max_seqlen if packed else T
-    M = tiles if packed else -(-T * G // ROWS)
-    need = -(-longest // (32 * block_size))
+    B, L, H, n = lists.shape
+    queries = L if queries is None else queries
+    keys = queries if keys is None else keys
+    M = tiles if packed else -(-queries * G // ROWS)
+    need = -(-keys // (32 * block_size))
     if need > BITMAP_WORDS[-1]:
-        raise ValueError(f"a sequence may have {32 * BITMAP_WORDS[-1]} blocks of {block_size}, got {longest} tokens")
-    R = union_room(G, n, block_size, longest)
+        raise ValueError(f"a sequence may have {32 * BITMAP_WORDS[-1]} blocks of {block_size}, got {keys} tokens")
+    R = union_room(G, n, block_size, keys, q_tile)
     counts = lists.new_empty(B, H, M)
     blocks, bits = lists.new_empty(B, H, M, R), lists.new_empty(B, H, M, R, words_of_entry(G))
     if counts.numel():
-        static = (n, G, block_size, causal, next(words for words in BITMAP_WORDS if words >= need))
-        launch("union_lists", UnionLists, static, lists, cu_seqlens, cu_tiles, counts, blocks, bits)
+        static = (n, G, block_size, q_tile, causal, next(words for words in BITMAP_WORDS if words >= need))
+        of_keys, of_lists = (cu_seqlens if cu is None else cu for cu in (cu_seqlens_k, cu_lists))
+        where = (cu_seqlens, of_keys, of_lists, cu_tiles, q_offset if causal else None)
+        launch("union_lists", UnionLists, static, lists, *where, counts, blocks, bits, queries, keys)
     return Unions(*(x[0] if packed else x for x in (counts, blocks, bits)))

@@ -24,7 +24,15 @@ from nsa_layer.kernels.token_lists.union_lists import union_lists  # noqa: E402
 
 @dataclass(frozen=True)
 class Case:
-    """`lengths`: packed sequences; one number: a batch of two of that length. `kind`: how lists are drawn."""
+    """A call of both.
+
+    Attributes:
+        lengths: packed sequences; one number: a batch of two of that length.
+        kind: how lists are drawn.
+        q_tile: tokens that share a list.
+        parts: neighbouring lists of a token whose pairs are in one row.
+        ahead: position of the first token in its sequence's keys, 3 more in each sequence; None: its place.
+    """
 
     lengths: tuple[int, ...] = (1000,)
     heads: int = 2
@@ -34,6 +42,9 @@ class Case:
     causal: bool = True
     kind: str = "random"
     cap: int = 50
+    q_tile: int = 1
+    parts: int = 1
+    ahead: int | None = None
 
     def __str__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -47,6 +58,21 @@ class Case:
     def sequences(self) -> tuple[int, ...]:
         return self.lengths if self.packed else self.lengths * 2
 
+    @property
+    def offsets(self) -> list[int]:
+        """Positions of first tokens."""
+        return [0 if self.ahead is None else self.ahead + 3 * i for i in range(len(self.sequences))]
+
+    @property
+    def keys(self) -> list[int]:
+        """Keys of each sequence: some behind the last token."""
+        return [T if self.ahead is None else T + self.ahead + 100 for T in self.sequences]
+
+    @property
+    def lists(self) -> list[int]:
+        """Lists of each sequence and head."""
+        return [-(-T // self.q_tile) for T in self.sequences]
+
 
 PACK = (300, 0, 1, 128, 2000, 0)
 STATIC = [
@@ -58,10 +84,15 @@ STATIC = [
     dict(G=16, kind="near"),
     dict(G=160, n=4, block_size=128, causal=False),
     dict(G=1, n=33, block_size=256, kind="near"),
+    dict(G=1, q_tile=32, ahead=333),
+    dict(G=16, n=5, q_tile=2, kind="near", ahead=0),
+    dict(G=3, q_tile=256, ahead=70, causal=False),
+    dict(G=1, heads=6, parts=3, ahead=64, kind="near"),
+    dict(G=1, heads=4, parts=4, q_tile=4),
 ]
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4096, 8193)
 CASES = [
-    *(Case((T,), **STATIC[(i + j) % len(STATIC)]) for i, T in enumerate(LENGTHS) for j in (0, 3, 6)),
+    *(Case((T,), **STATIC[(i + j) % len(STATIC)]) for i, T in enumerate(LENGTHS) for j in (0, 3, 6, 9)),
     *(Case(PACK, **static) for static in STATIC),
     Case((8193,), heads=40, n=1, cap=1),  # more rows than the plan takes in one step
     Case((40_000, 30_000), G=16, kind="near", cap=2048, heads=1),
@@ -70,11 +101,12 @@ CASES = [
 
 
 def draw(case: Case) -> list[torch.Tensor]:
-    """Each sequence's lists [T, heads, n]: -1, blocks twice, and with "random" numbers outside of the sequence."""
+    """Each sequence's lists [L, heads, n]: -1, blocks twice, and with "random" numbers outside of the sequence."""
     generator, lists = torch.Generator().manual_seed(0), []
-    for T in case.sequences:
-        shape, own = (T, case.heads, case.n), torch.arange(T).view(-1, 1, 1) // case.block_size
-        blocks = torch.randint(-1, -(-T // case.block_size) + 2, shape, generator=generator)
+    for L, S, ahead in zip(case.lists, case.keys, case.offsets, strict=True):
+        shape = (L, case.heads, case.n)
+        own = (torch.arange(L).view(-1, 1, 1) * case.q_tile + ahead) // case.block_size
+        blocks = torch.randint(-1, -(-S // case.block_size) + 2, shape, generator=generator)
         if case.kind == "near":
             blocks = (own - torch.randint(0, 2 * case.n, shape, generator=generator)).clamp(min=-1)
             blocks[..., 0] = 0
@@ -86,13 +118,13 @@ def draw(case: Case) -> list[torch.Tensor]:
     return lists
 
 
-def chosen(case: Case, lists: torch.Tensor) -> torch.Tensor:
-    """[T, heads, blocks]: the token lists the block."""
-    T = lists.shape[0]
-    N = -(-T // case.block_size)
+def chosen(case: Case, b: int, lists: torch.Tensor) -> torch.Tensor:
+    """[T, heads, blocks] of a sequence: the token lists the block."""
+    T, N = case.sequences[b], -(-case.keys[b] // case.block_size)
+    lists = lists.repeat_interleave(case.q_tile, dim=0)[:T]
     valid = (lists >= 0) & (lists < N)
     if case.causal:
-        valid &= lists * case.block_size <= torch.arange(T).view(-1, 1, 1)
+        valid &= lists * case.block_size <= torch.arange(T).view(-1, 1, 1) + case.offsets[b]
     listed = torch.zeros(T, case.heads, N + 1, dtype=torch.bool)
     return listed.scatter_(2, torch.where(valid, lists, N).long(), True)[..., :N]
 
@@ -102,22 +134,29 @@ def made(case: Case, lists: list[torch.Tensor]):
     given = torch.cat(lists) if case.packed else torch.stack(lists)
     given = torch.stack([given, torch.zeros_like(given)], dim=-1)[..., 0]
     device = given.device
-    packing = ({}, {})
+
+    def numbers(of: list[int]) -> torch.Tensor:
+        return torch.tensor(of, dtype=torch.int32, device="cpu").to(device)
+
+    def starts(of: list[int]) -> torch.Tensor:
+        return numbers([*accumulate(of, initial=0)])
+
+    longest = max if case.packed else min
+    where = dict(keys=longest(case.keys), queries=longest(case.sequences), q_tile=case.q_tile)
+    if case.ahead is not None:
+        where |= dict(q_offset=numbers(case.offsets))
+    unions_at, pairs_at = {}, dict(heads=case.heads // case.parts)
     if case.packed:
-        cu = [
-            torch.tensor([*accumulate(of, initial=0)], dtype=torch.int32, device="cpu").to(device)
-            for of in (case.lengths, tiles_of(case), blocks_of(case))
-        ]
-        packing = (
-            dict(cu_seqlens=cu[0], cu_tiles=cu[1], tiles=sum(tiles_of(case)) + 1, max_seqlen=max(case.lengths)),
-            dict(cu_seqlens=cu[0], cu_blocks=cu[2], blocks=sum(blocks_of(case))),
-        )
+        where |= dict(cu_seqlens=starts(case.sequences), cu_lists=starts(case.lists))
+        tiles, blocks = tiles_of(case), blocks_of(case)
+        unions_at |= dict(cu_seqlens_k=starts(case.keys), cu_tiles=starts(tiles), tiles=sum(tiles) + 1)
+        pairs_at |= dict(cu_blocks=starts(blocks), blocks=sum(blocks), queries=sum(case.sequences))
     for _ in range(2):
         poison = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in (1 << 10, 1 << 16, 1 << 21)]
         del poison
-        static = dict(block_size=case.block_size, causal=case.causal)
-        unions = union_lists(given, G=case.G, **static, **packing[0])
-        pairs = pairs_by_block(given, cap=case.cap, **static, **packing[1])
+        where |= dict(block_size=case.block_size, causal=case.causal)
+        unions = union_lists(given, **where | unions_at, G=case.G)
+        pairs = pairs_by_block(given, **where | pairs_at, cap=case.cap)
     return unions, pairs
 
 
@@ -126,18 +165,19 @@ def tiles_of(case: Case) -> list[int]:
 
 
 def blocks_of(case: Case) -> list[int]:
-    return [-(-T // case.block_size) for T in case.sequences]
+    return [-(-S // case.block_size) for S in case.keys]
 
 
-def assert_union(case: Case, listed: torch.Tensor, found: list[torch.Tensor]) -> None:
-    """One sequence's unions: counts [H, M], blocks [H, M, R], bits [H, M, R, W]."""
+def assert_union(case: Case, b: int, listed: torch.Tensor, found: list[torch.Tensor]) -> None:
+    """A sequence's unions: counts [H, M], blocks [H, M, R], bits [H, M, R, W]."""
     T, parts, tile = listed.shape[0], case.block_size // 64, torch.arange(found[0].shape[1])
-    entries = listed.repeat_interleave(parts, dim=2)[..., : -(-T // 64)]
+    entries = listed.repeat_interleave(parts, dim=2)[..., : -(-case.keys[b] // 64)]
     first, last = tile * 128 // case.G, ((tile * 128 + 127) // case.G).clamp(max=T - 1)
     tokens = first.unsqueeze(1) + torch.arange(tokens_of_tile(case.G))
     seen = entries[tokens.clamp(max=T - 1)] & (tokens <= last.unsqueeze(1)).view(*tokens.shape, 1, 1)
     if case.causal:
-        seen &= (torch.arange(entries.shape[2]) * 64 <= last.unsqueeze(1)).view(len(tile), 1, 1, -1)
+        ends = last.unsqueeze(1) + case.offsets[b]
+        seen &= (torch.arange(entries.shape[2]) * 64 <= ends).view(len(tile), 1, 1, -1)
     seen = seen.permute(2, 0, 3, 1)  # [H, M, entries, tokens of a tile]
     union = seen.any(-1)
     counts, blocks, bits = found
@@ -155,9 +195,10 @@ def pad(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def assert_pairs(case: Case, listed: list[torch.Tensor], pairs) -> None:
     """Rows, items and partials, of all sequences."""
-    by_block = [x.permute(1, 2, 0) for x in listed]  # [H, blocks, T]
+    # [rows' heads, blocks, T * parts]
+    by_block = [x.unflatten(1, (-1, case.parts)).permute(1, 3, 0, 2).flatten(2) for x in listed]
     if case.packed:
-        longest = max(case.lengths)
+        longest = max(case.lengths) * case.parts
         by_block = [torch.cat([pad(x, longest) for x in by_block], dim=1)]
     counts = torch.cat([x.sum(-1).flatten() for x in by_block])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
@@ -183,10 +224,10 @@ def test_lists_are_those_of_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(pairs_module, "ROOMS", (1024,))  # the longest cases take two ranges of blocks
     lists = draw(case)
     unions, pairs = (type(of)(*(x.cpu() for x in of)) for of in made(case, [x.cuda() for x in lists]))
-    listed = [chosen(case, of) for of in lists]
+    listed = [chosen(case, b, of) for b, of in enumerate(lists)]
     for b, (first, end) in enumerate(zip(accumulate(tiles_of(case), initial=0), accumulate(tiles_of(case)))):
         if case.sequences[b]:
-            assert_union(case, listed[b], [x[:, first:end] if case.packed else x[b] for x in unions])
+            assert_union(case, b, listed[b], [x[:, first:end] if case.packed else x[b] for x in unions])
     if case.packed:
         assert not unions[0][:, sum(tiles_of(case)) :].any()
     assert_pairs(case, listed, pairs)
@@ -196,10 +237,10 @@ def trace_lists(fields_of_case: dict) -> None:
     """In a compiling worker: everything that `made` launches."""
     case = Case(**fields_of_case)
     with _Unlinked():
-        made(case, [torch.empty(T, case.heads, case.n, dtype=torch.int32, device="cuda") for T in case.sequences])
+        made(case, [torch.empty(L, case.heads, case.n, dtype=torch.int32, device="cuda") for L in case.lists])
 
 
-@pytest.mark.parametrize("case", [CASES[0], Case(PACK, G=3, n=33, causal=False)], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], Case(PACK, G=1, heads=6, parts=3, q_tile=4, ahead=9)], ids=str)
 def test_kernels_are_traced(compiler: Worker, case: Case) -> None:
     compiler.trace(trace_lists, asdict(case))
 

@@ -1,0 +1,95 @@
+"""`selected_attention` on the kernels: every token attends to its own list, or its tile's, forward and backward.
+
+Forward and dq walk unions of the lists of a tile's tokens, dk and dv the exact pairs of tokens and blocks. Both are made
+again in backward. Nothing is read by the host.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from nsa_layer.call_spec import ListSpec
+from nsa_layer.derivatives import first_derivatives
+from nsa_layer.fork import require_patched
+
+require_patched()
+
+from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv  # noqa: E402
+from flash_attn.cute.bwd_dq_sm90.interface import backward_dq  # noqa: E402
+from flash_attn.cute.interface import _flash_attn_fwd  # noqa: E402
+from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
+from nsa_layer.cute.autograd import readable  # noqa: E402
+from nsa_layer.cute.token_unions import Places, key_pairs, query_lists  # noqa: E402
+from nsa_layer.profiler_ranges import component  # noqa: E402
+
+Tensor = torch.Tensor
+START = 64  # rows that row sums of packed sequences start at multiples of
+
+
+@on_own_device
+def attend_selected(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, q_offset: Tensor | int | None, *, spec: ListSpec
+) -> tuple[Tensor, Tensor]:
+    """o [B, T, Hq, D] and the LSE [B, Hq, T], packed [total, Hq, D] and [Hq, total]; arguments as
+    `selected_attention` has checked them."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "selected_attention: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or "
+            "torch.func.grad with backend='eager'"
+        )
+    q, k, v = map(readable, (q, k, v))
+    rows = q.shape[-2] // block_indices.shape[-2]
+    return _AttendSelected.apply(q, k, v, block_indices, Places.of_lists(q, k, rows, q_offset, spec), spec)
+
+
+class _AttendSelected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, block_indices, places, spec):
+        with component("lists"):
+            lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], places)
+        options = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, return_lse=True) | _options(places)
+        if spec.lengths is not None:
+            options |= dict(max_seqlen_q=places.queries, max_seqlen_k=places.keys)
+        with component("slc"):
+            by_group = block_indices.shape[-2] == k.shape[-2]
+            o, lse = _flash_attn_fwd(q, k, v, block_sparse_tensors=lists, pack_gqa=by_group, **options)[:2]
+        ctx.save_for_backward(q, k, v, block_indices, o, lse, places.q_offset)
+        ctx.places, ctx.spec = places, spec
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, _):
+        if do is None:
+            return (None,) * 6
+        compute = partial(_gradients, ctx.places, ctx.spec)
+        return *first_derivatives("cute", compute, do, *ctx.saved_tensors), *[None] * 3
+
+
+def _gradients(places: Places, spec: ListSpec, do: Tensor, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    q, k, v, block_indices, o, lse, q_offset = saved
+    places, do = places._replace(q_offset=q_offset), readable(do)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    count = places.tokens if spec.lengths is None else places.tokens + START * len(spec.lengths)
+    shape = (*q.shape[:-3], q.shape[-2], -(-count // START) * START)
+    dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
+    fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START) | _options(places)
+    with component("lists"):
+        lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], places)
+    with component("slc_dq"):
+        backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed)
+    del lists
+    with component("pairs"):
+        pairs = key_pairs(block_indices, (q.shape[-2], k.shape[-2]), places)
+    with component("slc_dkdv"):
+        backward_dkdv(q, k, v, do, lse_log2, dpsum, pairs, dk=dk, dv=dv, **fixed)
+    return dq, dk, dv
+
+
+def _options(places: Places) -> dict[str, Tensor | None]:
+    """Of calls of attention's kernels."""
+    return dict(cu_seqlens_q=places.cu_seqlens, cu_seqlens_k=places.cu_seqlens_k, q_offset=places.q_offset)

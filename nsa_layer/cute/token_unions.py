@@ -1,0 +1,123 @@
+"""Lists by token, or by tile of tokens, as attention's kernels take them: unions for queries, pairs for keys."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
+from nsa_layer.call_spec import CallSpec, ListSpec
+from nsa_layer.cute.memory_plan import rows_of_item
+from nsa_layer.cute.packing import Packing, numbers_on
+from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
+from nsa_layer.kernels.token_lists.sizes import KEYS, ROWS, most_partials
+from nsa_layer.kernels.token_lists.union_lists import union_lists
+
+Tensor = torch.Tensor
+
+
+class Places(NamedTuple):
+    """Queries, keys and lists of a call's sequences. Tensors are int32 on the GPU.
+
+    Attributes:
+        block_size: keys of a block.
+        q_tile: queries that share a list.
+        tokens: queries of a sequence, packed of all.
+        queries, keys: of a sequence, packed of the longest.
+        q_offset: [sequences], position of the first query among its sequence's keys; None: 0, or not causal.
+        cu_seqlens, cu_seqlens_k, cu_lists, cu_tiles, cu_blocks: [sequences + 1], queries, keys, lists, tiles of 128
+            rows and blocks before each packed sequence; None for a batch.
+        tiles, blocks: of all packed sequences.
+    """
+
+    block_size: int
+    q_tile: int
+    causal: bool
+    tokens: int
+    queries: int
+    keys: int
+    q_offset: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    cu_lists: Tensor | None = None
+    cu_tiles: Tensor | None = None
+    cu_blocks: Tensor | None = None
+    tiles: int = 0
+    blocks: int = 0
+
+    @classmethod
+    def of_layer(cls, T: int, spec: CallSpec, packing: Packing | None) -> Places:
+        """Those of a call of `nsa`. T: tokens of a sequence, packed of all."""
+        static = (spec.config.block_size, spec.config.q_tile, spec.causal)
+        if packing is None:
+            return cls(*static, T, T, T)
+        starts = (packing.cu_tiles, packing.cu_row_tiles, packing.cu_kv_tiles)
+        lengths = (None, packing.cu_seqlens, packing.cu_seqlens)
+        totals = (packing.total_row_tiles, packing.total_kv_tiles)
+        return cls(*static, T, packing.longest, packing.longest, *lengths, *starts, *totals)
+
+    @classmethod
+    def of_lists(cls, q: Tensor, k: Tensor, rows: int, q_offset: Tensor | int | None, spec: ListSpec) -> Places:
+        """Those of a call of `selected_attention`. rows: of a token in a tile: heads that share a list."""
+        lengths = spec.lengths or ((q.shape[1], k.shape[1]),) * q.shape[0]
+        of_q, of_k = zip(*lengths)
+        numbers, more = {}, {}
+        if spec.lengths is not None:
+            counts = dict(
+                cu_seqlens=of_q,
+                cu_seqlens_k=of_k,
+                cu_lists=[-(-T // spec.q_tile) for T in of_q],
+                cu_tiles=[-(-T * rows // ROWS) for T in of_q],
+                cu_blocks=[-(-S // spec.block_size) for S in of_k],
+            )
+            numbers = {name: (*accumulate(count, initial=0),) for name, count in counts.items()}
+            more = dict(tiles=numbers["cu_tiles"][-1], blocks=numbers["cu_blocks"][-1])
+        if spec.causal and isinstance(q_offset, Tensor):
+            more["q_offset"] = q_offset.contiguous()
+        elif spec.causal:
+            first = tuple(S - T if q_offset is None else q_offset for T, S in lengths)
+            if any(first) or of_q != of_k:
+                numbers["q_offset"] = first
+        found = dict(zip(numbers, numbers_on(tuple(numbers.values()), q.device))) if numbers else {}
+        static = (spec.block_size, spec.q_tile, spec.causal)
+        return cls(*static, q.shape[-3], max(of_q), max(of_k), **found, **more)
+
+    def named(self, *names: str) -> dict[str, object]:
+        """These attributes, as keyword arguments."""
+        return {name: getattr(self, name) for name in names}
+
+
+def query_lists(block_indices: Tensor, rows: int, places: Places) -> BlockSparseTensorsTorch:
+    """Forward lists of tiles of 128 rows, with bits for each token.
+
+    Args:
+        block_indices: int32 [B, M, Hs, n], packed [lists of all sequences, Hs, n].
+        rows: of a token, one for each of the heads that share a list.
+    """
+    where = places.named("block_size", "q_tile", "causal", "queries", "keys", "q_offset")
+    where |= places.named("cu_seqlens", "cu_seqlens_k", "cu_lists", "cu_tiles", "tiles")
+    counts, blocks, bits = union_lists(block_indices, G=rows, **where)
+    return BlockSparseTensorsTorch(
+        counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=places.cu_tiles, mask_block_bits=bits
+    )
+
+
+def key_pairs(block_indices: Tensor, heads: tuple[int, int], places: Places) -> KeyPairs:
+    """The tokens that list each block, for the kernel of dk and dv; or with Hs = Hq the heads of tokens that do.
+
+    Args:
+        block_indices: as for `query_lists`.
+        heads: (Hq, Hkv).
+    """
+    (Hq, Hkv), (Hs, n) = heads, block_indices.shape[-2:]
+    batch, rows = 1 if places.cu_seqlens is not None else block_indices.shape[0], Hq // Hs
+    count = batch * places.tokens * Hs * n
+    cap = max(1, rows_of_item(count * rows) // rows)
+    where = places.named("block_size", "q_tile", "causal", "keys", "q_offset")
+    where |= places.named("cu_seqlens", "cu_lists", "cu_blocks", "blocks")
+    pairs = pairs_by_block(block_indices, heads=Hkv, queries=places.tokens, cap=cap, **where)
+    numbers = (most_partials(count, cap), places.block_size, places.cu_blocks, Hs > Hkv)
+    return KeyPairs(pairs.tokens, pairs.items, pairs.row_items, *numbers)
