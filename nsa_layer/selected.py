@@ -119,9 +119,7 @@ def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:
     )
 
 
-def _check_offset(
-    q_offset: Tensor | int | None, q: Tensor, pairs: tuple[tuple[int, int], ...], causal: bool
-) -> None:
+def _check_offset(q_offset: Tensor | int | None, q: Tensor, pairs: tuple[tuple[int, int], ...], causal: bool) -> None:
     count = len(pairs) if q.dim() == 3 else q.shape[0]
     if isinstance(q_offset, Tensor):
         refuse_nested("q_offset", q_offset)

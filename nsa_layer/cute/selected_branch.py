@@ -18,6 +18,7 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.branch_options import token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.token_unions import Places, key_pairs, query_lists
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
     block_bitmap,
@@ -25,7 +26,6 @@ from nsa_layer.cute.torch_block_lists import (
     joined_rows,
     selected_lists,
 )
-from nsa_layer.cute.token_unions import Places, key_pairs, query_lists
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, takes_unions
 
