@@ -23,7 +23,7 @@ from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.profiler_ranges import component
 from nsa_layer.select import choose_blocks, choose_blocks_by_token, sorted_lists
-from nsa_layer.token_attention import attend_lists
+from nsa_layer.token_attention import attend_lists, dot
 
 # Scores held at once, over all heads. A CPU wants a chunk to stay in its cache, a GPU wants few launches.
 CPU_CHUNK, GPU_CHUNK = 1 << 19, 1 << 24
@@ -114,7 +114,7 @@ class _Plan:
 
     def scores(self, q: torch.Tensor, k: torch.Tensor, begin: int, end: int, keys: _Run | _Blocks) -> torch.Tensor:
         """Scaled and masked scores of a chunk, [B, Hkv, F, rows, keys] in the accumulation dtype."""
-        scores = _dot(q, k.mT).mul_(self.softmax_scale)
+        scores = _dot(q, k.mT, self.softmax_scale)
         if self.visible is not None:
             t = torch.arange(begin, end, device=q.device)[:, None, None]
             hidden = ~self.visible(t, keys.positions(q.device))
@@ -384,14 +384,9 @@ def _rows_that_fit(q: torch.Tensor, keys: int) -> int:
     return max(1, min(CHUNK_QUERIES, budget // max(1, q.shape[0] * q.shape[2] * keys)))
 
 
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b in the accumulation dtype, where the device can do so without rounding to half precision on the way."""
-    acc = accumulation_dtype(a.dtype)
-    if a.dtype == acc:
-        return a @ b
-    if a.is_cuda:
-        return torch.bmm(a.flatten(0, 2), b.flatten(0, 2), out_dtype=acc).unflatten(0, a.shape[:3])
-    return (a @ b).to(acc)
+def _dot(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """`dot` of [B, Hkv, F, I, K] and [B, Hkv, F, K, J]."""
+    return dot(a.flatten(0, 2), b.flatten(0, 2), scale).unflatten(0, a.shape[:3])
 
 
 def _alone(x: torch.Tensor) -> torch.Tensor:

@@ -185,10 +185,12 @@ def _rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def _product(rows: torch.Tensor, matrix: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """``scale`` times [items, ITEM, G, D] x [items, D, E] -> [items, ITEM, G, E] in the accumulation dtype."""
-    return _dot(rows.flatten(1, 2), matrix, scale).unflatten(1, rows.shape[1:3])
+    return dot(rows.flatten(1, 2), matrix, scale).unflatten(1, rows.shape[1:3])
 
 
-def _dot(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def dot(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """``scale`` times [N, I, K] x [N, K, J] -> [N, I, J] in the accumulation dtype, without rounding to half precision
+    on the way where the device can do so."""
     acc = accumulation_dtype(a.dtype)
     if a.dtype == acc:
         return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
@@ -269,7 +271,7 @@ class TokenAttention(ReverseMode):
 
 def _add(total: torch.Tensor, block: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:
     """Add the items' ``weights.mT @ rows`` to [R, N + 1, size, D], items of a block one after the other."""
-    made = _dot(weights.flatten(1, 2).mT, rows.flatten(1, 2)).flatten(1)
+    made = dot(weights.flatten(1, 2).mT, rows.flatten(1, 2)).flatten(1)
     total = total.view(-1, made.shape[1])
     if total.is_cuda:  # sorted there, and so in order
         total.index_put_((block,), made, accumulate=True)
