@@ -108,6 +108,12 @@ def _early(original: Callable) -> Callable:
     return wrong
 
 
+@fault("window of the first queries", "nsa_layer.eager:_window_plan", "layer.stretches")
+def _of_first(original: Callable) -> Callable:
+    """Queries that are a stretch of their sequence have the window that its first ones have."""
+    return lambda q, S, heads, spec, first: original(q, S, heads, spec, 0)
+
+
 @wrong_result("half a gradient", "nsa_layer.eager:_SparseAttention.backward", "layer")
 def _half(grads: Any) -> Any:
     """The gradient of the keys lacks its last one."""

@@ -204,7 +204,8 @@ def make_call(call: CallShape) -> None:
     with FakeTensorMode(), _Unlinked(), torch.no_grad():
         given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
         arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
-        inputs = Inputs(*map(given.get, arguments), None, Packing.of(spec, given["q"].device, call.Hq // call.Hkv))
+        packing = Packing.of(spec, given["q"].device, call.Hq // call.Hkv)
+        inputs = Inputs(*map(given.get, arguments), block_indices=None, q_offset=None, packing=packing)
         for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
             group = head_group(inputs, first, end)
             o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
 from nsa_layer import NSAConfig, reference
 from nsa_layer.cute.torch_block_lists import KV_TILE, block_bitmap, selected_lists
+from nsa_layer.support import BACKENDS
 from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
+from nsa_tools.testing.stretches import in_stretches
 
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
 
@@ -124,6 +128,24 @@ def lists_of_the_caller(case: Case) -> None:
     once, other = (run(backend, inputs, block_indices=lists).tensors() for backend in ("eager", "reference"))
     for name, x in once.items():
         torch.testing.assert_close(x, other[name], msg=lambda said, name=name: f"{name}: {said}")
+
+
+@on_both("layer.stretches")
+def stretches(case: Case, backend: str, device: str) -> None:
+    """Queries in stretches, each with all keys: together they give the definition's output, lists and gradients."""
+    if device == "cuda" and not hopper():
+        return
+    size = case.config.block_size if device == "cpu" else 64
+    case = replace(case, config=case.config.replace(q_tile=1, rule="nsa", block_size=size))
+    draw, bounds = random.Random(case.seed), []
+    for T in case.lengths or (case.T,):
+        bounds.append((0, *sorted(draw.randint(0, T) for _ in range(2)), T))
+    cut = [[each[i : i + 2] for each in bounds] for i in range(3)]
+    cut = [stretch for stretch in cut if any(end > first for first, end in stretch)]
+    if case.lengths is None:  # offsets differ between the sequences of a batch
+        cut = [[(first, end)] + [(case.T - end, case.T - first)] * (case.B - 1) for ((first, end),) in cut]
+    attend = import_module(BACKENDS[backend]).attend
+    assert_close_to_reference(case, in_stretches(attend, cut), device)
 
 
 @on_both("layer.neighbours")

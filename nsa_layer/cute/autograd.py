@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from nsa_layer import determinism, support
-from nsa_layer.call_spec import Aux, CallSpec, OwnKeys
+from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, require_choice_by_token
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives
@@ -43,6 +43,7 @@ def attend(
     v_win: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     block_indices: Tensor | None = None,
+    q_offset: Tensor | None = None,
     memory: MemoryPolicy = MemoryPolicy(),
     needs_grad: bool = True,
     return_aux: bool = True,
@@ -50,6 +51,8 @@ def attend(
     """The operator on the kernels; arguments as `nsa` has checked them.
 
     Args:
+        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
+            there are ``q_offset + T`` at least; not read by the host. None: the queries are those of all keys.
         memory: limits of the call's memory.
         needs_grad: save what backward needs.
     """
@@ -58,6 +61,8 @@ def attend(
             "nsa: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or torch.func.grad "
             "with backend='eager'"
         )
+    if q_offset is not None and block_indices is None:
+        require_choice_by_token(spec.config)
     gate = "given" if gates is not None else "none" if gate_weight is None else "weight"
     own_window = k_win is not None or v_win is not None
     sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own_window)
@@ -66,7 +71,7 @@ def attend(
     own = OwnKeys(k_cmp, v_cmp, k_win, v_win).map(readable)
     q, k, v = map(readable, (q, k, v))
     packing = Packing.of(spec, q.device, q.shape[-2] // k.shape[-2])
-    made = _Attend.apply(packing, spec, plan, return_aux, q, k, v, *weights, *own, block_indices)
+    made = _Attend.apply(packing, spec, plan, return_aux, q, k, v, *weights, *own, block_indices, q_offset)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
 
@@ -94,13 +99,13 @@ class _Attend(torch.autograd.Function):
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
         static = ctx.packing, ctx.spec, ctx.plan
-        return *[None] * 4, *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None
+        return *[None] * 4, *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None, None
 
 
 def _gradients(
     do: Tensor, packing: Packing | None, spec: CallSpec, plan: MemoryPlan, *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `_Attend`'s tensors but for the last, from those that it saved."""
+    """The gradients of `_Attend`'s tensors but for the last two, from those that it saved."""
     given, made = len(Inputs._fields) - 1, len(SavedForBackward._fields)
     inputs = Inputs(*tensors[:given], packing)
     q, k, v = inputs[:3]

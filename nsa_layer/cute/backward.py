@@ -54,15 +54,16 @@ def backward(
     k_cmp = saved.k_cmp if inputs.k_cmp is None else inputs.k_cmp
     v_cmp = saved.v_cmp if inputs.v_cmp is None else inputs.v_cmp
     scale, ordered = spec.softmax_scale, dict(deterministic=spec.config.deterministic)
-    cu_seqlens = None if packing is None else packing.cu_seqlens
-    of_cmp, of_swa, fixed = compressed_options(spec, packing), window_options(spec, packing), dict(softmax_scale=scale)
+    cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
+    where = dict(spec=spec, packing=packing, q_offset=inputs.q_offset)
+    of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
     by_token = spec.config.by_token
     # By tile, dk and dv of the selected branch take lists by key tile; so does dq, unless a pass of its own is faster.
     split_dq = by_token or use_split_dq(q, v, spec)
     by_key = by_query = None
     with component("lists"):
         selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
-        static = dict(spec=spec, packing=packing, block_counts=saved.block_counts)
+        static = dict(block_counts=saved.block_counts, S=k.shape[-3], **where)
         if not by_token:
             by_key = selected_sparsity(*selection, backward=True, **static)
         if split_dq or saved.o_slc is None:
@@ -73,7 +74,7 @@ def backward(
         calls["slc"] = BranchCall(k, v, selected_options(by_key, packing) | ordered)
     if not k_cmp.shape[-3]:
         del calls["cmp"]
-    layouts = backward_layouts(q, tuple(calls.values()), key=spec)
+    layouts = backward_layouts(q, tuple(calls.values()), key=(spec, inputs.q_offset is None))
 
     # Outputs that were not saved: the same launches, the same bits.
     o_cmp, o_slc, o_swa = saved.o_cmp, saved.o_slc, saved.o_swa
@@ -139,19 +140,20 @@ def backward(
         dk.filled, dv.filled = d_k_mean is not None, d_v_mean is not None
     with component("convert"):
         if apart:
-            sums.add_dk_dv("swa", *of_window, stored[:1], cu_seqlens)
-        sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens)
+            sums.add_dk_dv("swa", *of_window, stored[:1], cu_seqlens_k)
+        sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
     if by_token:
         with component("pairs"):
-            pairs = token_pairs(*selection, spec=spec, packing=packing)
+            pairs = token_pairs(*selection, S=k.shape[-3], **where)
         with component("slc_dkdv"):
             add = dk.filled or dv.filled
             for grad in (dk, dv):
                 if add and not grad.filled:
                     grad.out.zero_()
             into = dict(dk=dk.out, dv=dv.out, add=add, start=layouts.calls[-1].dq.start)
-            where = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-            backward_dkdv(q, k, v, do_slc, *rows_slc[::-1], pairs, **fixed, **into, **where)
+            of_slc = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+            of_slc["q_offset"] = inputs.q_offset
+            backward_dkdv(q, k, v, do_slc, *rows_slc[::-1], pairs, **fixed, **into, **of_slc)
     return WeightGradients(
         gate.d_weight,
         gate.d_gates,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
 
@@ -9,10 +11,10 @@ from nsa_layer.cute.packing import Packing
 def pooling_options(spec: CallSpec, packing: Packing | None) -> dict:
     """Options of `pool` and `unpool`."""
     options = dict(block_size=spec.config.span, stride=spec.config.stride)
-    return options if packing is None else options | dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks)
+    return options if packing is None else options | dict(cu_seqlens=packing.cu_seqlens_k, cu_blocks=packing.cu_blocks)
 
 
-def compressed_options(spec: CallSpec, packing: Packing | None) -> dict:
+def compressed_options(spec: CallSpec, packing: Packing | None, q_offset: torch.Tensor | None) -> dict:
     """Options of the compressed branch: attention to complete blocks under the compressed-causal mask."""
     options: dict = {}
     if packing is not None:
@@ -20,19 +22,25 @@ def compressed_options(spec: CallSpec, packing: Packing | None) -> dict:
         options = dict(cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_blocks, **lengths)
     if spec.causal:
         options |= dict(causal=True, compress_factor=spec.config.stride, compress_offset=spec.config.offset)
+        options |= position_options(q_offset)
     return options
 
 
-def window_options(spec: CallSpec, packing: Packing | None) -> dict:
+def window_options(spec: CallSpec, packing: Packing | None, q_offset: torch.Tensor | None) -> dict:
     """Options of the sliding window of ``config.window_size`` tokens."""
     reach = spec.config.window_size - 1
     window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
-    return window | token_options(packing)
+    return window | token_options(packing) | position_options(q_offset)
+
+
+def position_options(q_offset: torch.Tensor | None) -> dict:
+    """Options of a call whose queries are a stretch of a longer context; none without q_offset."""
+    return {} if q_offset is None else dict(q_offset=q_offset)
 
 
 def token_options(packing: Packing | None) -> dict:
     """Options that any call over the tokens of packed sequences needs; none for a batch."""
     if packing is None:
         return {}
-    starts, longest = packing.cu_seqlens, packing.longest
-    return dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+    starts = dict(cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_seqlens_k)
+    return starts | dict(max_seqlen_q=packing.longest, max_seqlen_k=packing.longest_k)

@@ -21,7 +21,11 @@ Tensor = torch.Tensor
 
 
 class Inputs(NamedTuple):
-    """Inputs of a group; shapes as in `nsa`."""
+    """Inputs of a group; shapes as in `nsa`.
+
+    q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which there
+        may be more than queries.
+    """
 
     q: Tensor
     k: Tensor
@@ -35,6 +39,7 @@ class Inputs(NamedTuple):
     k_win: Tensor | None
     v_win: Tensor | None
     block_indices: Tensor | None
+    q_offset: Tensor | None
     packing: Packing | None
 
     @property
@@ -78,25 +83,26 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
         kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
     """
     q, k, v, block_indices, packing = inputs.q, inputs.k, inputs.v, inputs.block_indices, inputs.packing
+    where = dict(spec=spec, packing=packing, q_offset=inputs.q_offset)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     with component("swa"):
-        o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(spec, packing))
+        o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(**where))
     scored = block_indices is None and not spec.config.by_token
     with component("compress"):
         k_scored, k_cmp, v_cmp, *means = _compressed(inputs, spec, scored=scored)
     with component("cmp"):
-        o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, packing))
+        o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(**where))
     with component("choose"):
         counts = None
         if block_indices is not None:
             indices = block_indices
         elif spec.config.by_token:
-            indices = token_topk(q, k_cmp, lse_cmp, spec=spec, packing=packing)
+            indices = token_topk(q, k_cmp, lse_cmp, S=k.shape[-3], **where)
         else:
             indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
     del k_scored
     with component("lists"):
-        lists = dict(spec=spec, packing=packing, block_counts=counts)
+        lists = dict(block_counts=counts, S=k.shape[-3], **where)
         sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
     with component("slc"):
         o_slc, lse_slc = attend(q, k, v, spec, selected_options(sparsity, packing))

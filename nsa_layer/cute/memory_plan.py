@@ -62,10 +62,10 @@ class Sizes:
     """Sizes of a call that its memory depends on.
 
     Attributes:
-        tokens: of all sequences.
+        tokens, keys: of all sequences; keys is None for as many as tokens.
         itemsize: bytes of an element of q.
         gate: "weight", "given" (the gates themselves) or "none".
-        block_size, longest: of lists by token; longest is the tokens of one sequence, None: all.
+        block_size, longest: of lists by token; longest is the keys of one sequence, None: all.
         own_window: the window has keys or values of its own.
     """
 
@@ -84,6 +84,7 @@ class Sizes:
     block_size: int = KEYS
     longest: int | None = None
     own_window: bool = False
+    keys: int | None = None
 
     @classmethod
     def of(
@@ -97,10 +98,10 @@ class Sizes:
         own_window: bool = False,
     ) -> Sizes:
         """The sizes of a call's tensors: q [B, T, Hq, D] or [total, Hq, D], v alike."""
-        config, longest = spec.config, max(spec.lengths) if spec.lengths else q.shape[-3]
+        config, longest = spec.config, max(spec.key_lengths) if spec.lengths else v.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         static = (q.element_size(), config.stride, config.q_tile, config.list_width(longest))
-        more = (config.deterministic, config.block_size, longest, own_window)
+        more = (config.deterministic, config.block_size, longest, own_window, v.shape[:-2].numel())
         return cls(tokens, *heads, *static, gate, needs_grad, *more)
 
 
@@ -126,8 +127,8 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         computed, beside what is saved; "outputs", "gradients": o; do, dq, dk and dv.
     """
     tokens, e, G = sizes.tokens, sizes.itemsize, sizes.Hq // sizes.Hkv
-    query_heads, rows = heads * G, tokens * sizes.Hq
-    blocks = tokens // sizes.compress_stride
+    query_heads, rows, keys = heads * G, tokens * sizes.Hq, sizes.keys or tokens
+    blocks = keys // sizes.compress_stride
     tiles = -(-tokens // sizes.q_tile)
     branch = tokens * query_heads * sizes.Dv * e
     row_numbers = tokens * query_heads * 4
@@ -136,7 +137,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     choice = tiles * (query_heads * sizes.D * 8 + heads * sizes.list_width * 8)
     saved_rows = 3 + 3 * (sizes.gate != "none")
     saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
-    dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * tokens * heads * (sizes.D + sizes.Dv)
+    dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * keys * heads * (sizes.D + sizes.Dv)
     saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
     accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
     lists = 64 * tiles * query_heads * sizes.list_width
@@ -149,22 +150,22 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     # Outputs that were computed again are gone when accumulators are made; gates that are given make gradients of them.
     made = max(kept.count(False) * branch, accumulators) + 3 * branch * (sizes.gate == "given")
     saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + saved_lists
-    heads_with_gradients = sizes.Hq + (1 + sizes.own_window) * sizes.Hkv
+    with_gradients = rows + keys * (1 + sizes.own_window) * sizes.Hkv
     return {
         "saved": saved * sizes.needs_grad,
         "forward": kept.count(False) * branch + 6 * row_numbers + compressed + choice + forward_lists,
         "backward": (6 * row_numbers + 2 * compressed + lists + made) * sizes.needs_grad,
         "outputs": rows * sizes.Dv * e,
-        "gradients": tokens * heads_with_gradients * (sizes.D + sizes.Dv) * e * sizes.needs_grad,
+        "gradients": with_gradients * (sizes.D + sizes.Dv) * e * sizes.needs_grad,
     }
 
 
 def _token_lists(sizes: Sizes, heads: int) -> tuple[int, int]:
     """Bytes of lists by token: the unions' with their bits; those of pairs, with what makes them or is made of them."""
-    tokens, G, n = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width
-    room = union_room(G, n, sizes.block_size, sizes.longest or tokens)
+    tokens, G, n, keys = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width, sizes.keys or sizes.tokens
+    room = union_room(G, n, sizes.block_size, sizes.longest or keys)
     unions = -(-tokens * G // ROWS) * heads * (1 + room * (1 + words_of_entry(G))) * 4
-    pairs, blocks = tokens * heads * n, -(-tokens // sizes.block_size) * heads
+    pairs, blocks = tokens * heads * n, -(-keys // sizes.block_size) * heads
     cap = max(1, rows_of_item(pairs * G) // G)
     items = (pairs // cap + blocks) * 16 + blocks * 4
     partials = most_partials(pairs, cap) * sizes.block_size * (sizes.D + sizes.Dv) * 4
@@ -215,8 +216,9 @@ def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
     if sum(parts.values()) < SMALL * total:
         return None
     if sizes.deterministic:
-        per_token = sizes.Hq * sizes.D + (1 + sizes.own_window) * sizes.Hkv * (sizes.D + sizes.Dv)
-        free = total - sizes.tokens * per_token * sizes.itemsize
+        per_key = (1 + sizes.own_window) * sizes.Hkv * (sizes.D + sizes.Dv)
+        elements = sizes.tokens * sizes.Hq * sizes.D + (sizes.keys or sizes.tokens) * per_key
+        free = total - elements * sizes.itemsize
     else:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused

@@ -20,14 +20,15 @@ class Packing(NamedTuple):
     Copies made from the lengths on the host: a caller may refill its ``cu_seqlens`` at any time.
 
     Attributes:
-        cu_seqlens, cu_blocks, cu_tiles, cu_kv_tiles, cu_row_tiles: of tokens, of compressed blocks, of the choice's
-            query tiles, of Hopper's key tiles, and of tiles of 128 rows, where each token has a row for each head of a
-            group.
+        cu_seqlens, cu_seqlens_k, cu_blocks, cu_tiles, cu_kv_tiles, cu_row_tiles: of queries, of keys, of compressed
+            blocks, of the choice's query tiles, of Hopper's key tiles, and of tiles of 128 rows, where each query has a
+            row for each head of a group.
         total_blocks, total_kv_tiles, total_row_tiles: of all sequences.
-        longest, longest_blocks: of one sequence, in tokens and in compressed blocks.
+        longest, longest_k, longest_blocks: of one sequence, in queries, in keys and in compressed blocks.
     """
 
     cu_seqlens: torch.Tensor
+    cu_seqlens_k: torch.Tensor
     cu_blocks: torch.Tensor
     cu_tiles: torch.Tensor
     cu_kv_tiles: torch.Tensor
@@ -36,6 +37,7 @@ class Packing(NamedTuple):
     total_kv_tiles: int
     total_row_tiles: int
     longest: int
+    longest_k: int
     longest_blocks: int
 
     @classmethod
@@ -47,11 +49,11 @@ class Packing(NamedTuple):
         """
         if spec.lengths is None:
             return None
-        config, longest = spec.config, max(spec.lengths)
+        config, longest, longest_k = spec.config, max(spec.lengths), max(spec.key_lengths)
         find = _starts if _are_lasting() else _starts.__wrapped__
-        copy, starts, totals = find(spec.lengths, config, G, device)
+        copy, starts, totals = find(spec.lengths, spec.key_lengths, config, G, device)
         copy.ready()
-        return cls(*starts, *totals, longest, config.compressed_length(longest))
+        return cls(*starts, *totals, longest, longest_k, config.compressed_length(longest_k))
 
 
 def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -115,21 +117,24 @@ def _aligned(size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _starts(
-    lengths: tuple[int, ...], config: NSAConfig, G: int, device: torch.device
+    lengths: tuple[int, ...], key_lengths: tuple[int, ...], config: NSAConfig, G: int, device: torch.device
 ) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, int, int]]:
-    """Starts of tokens, blocks and all kinds of tiles, together and one by one; totals of blocks, key and row tiles."""
+    """Starts of queries, keys, blocks and all kinds of tiles, together and one by one; totals of blocks, key and row
+    tiles."""
     kv_tile = hopper_kv_tile(config.block_size)
-    blocks, tiles = map(config.compressed_length, lengths), map(config.num_tiles, lengths)
-    kv_tiles = (-(-length // kv_tile) for length in lengths)
+    blocks, tiles = map(config.compressed_length, key_lengths), map(config.num_tiles, lengths)
+    kv_tiles = (-(-length // kv_tile) for length in key_lengths)
     row_tiles = (-(-length * G // ROWS) for length in lengths)
-    starts = [list(accumulate(counts, initial=0)) for counts in (lengths, blocks, tiles, kv_tiles, row_tiles)]
+    starts = [
+        list(accumulate(counts, initial=0)) for counts in (lengths, key_lengths, blocks, tiles, kv_tiles, row_tiles)
+    ]
     size = len(lengths) + 1
     # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.
     numbers = torch.zeros(len(starts), -(-size // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:, :size] = torch.tensor(starts, device="cpu")
     copy = _moved(numbers, device)
     # Not by indexing, which looks for the device: fake tensors have none.
-    return copy, copy.numbers.narrow(1, 0, size).unbind(), (starts[1][-1], starts[3][-1], starts[4][-1])
+    return copy, copy.numbers.narrow(1, 0, size).unbind(), (starts[2][-1], starts[4][-1], starts[5][-1])
 
 
 def _moved(numbers: torch.Tensor, device: torch.device) -> _Copy:

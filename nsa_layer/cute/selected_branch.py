@@ -15,7 +15,7 @@ from flash_attn.cute.bwd_sm90 import two_pass
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.cute.branch_options import token_options
+from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.token_unions import Places, key_pairs, query_lists
@@ -73,6 +73,7 @@ class Sparsity:
     """Sparsity of an attention call: the block lists, the mask inside of tiles, and the tensors that it reads.
 
     pack_gqa: the lists are those of tiles of packed heads.
+    q_offset: of causal queries that are a stretch of a longer context.
     """
 
     tensors: BlockSparseTensorsTorch
@@ -80,10 +81,11 @@ class Sparsity:
     pack_gqa: bool | None = None
     mask_mod: Callable | None = None
     aux_tensors: tuple[torch.Tensor, ...] = ()
+    q_offset: torch.Tensor | None = None
 
     def options(self) -> dict:
         """The keyword arguments that the kernels take."""
-        options: dict = dict(block_sparse_tensors=self.tensors, causal=self.causal)
+        options: dict = dict(block_sparse_tensors=self.tensors, causal=self.causal) | position_options(self.q_offset)
         if self.pack_gqa is not None:
             options["pack_gqa"] = self.pack_gqa
         if self.mask_mod is not None:
@@ -100,6 +102,8 @@ def selected_sparsity(
     backward: bool,
     packing: Packing | None = None,
     block_counts: torch.Tensor | None = None,
+    S: int | None = None,
+    q_offset: torch.Tensor | None = None,
 ) -> Sparsity:
     """Lists and mask of T queries that attend to the tokens of the listed blocks.
 
@@ -111,11 +115,19 @@ def selected_sparsity(
         backward: lists by key tile, not by query tile.
         block_counts: int32 [B, Hkv, M]; packed [Hkv, tiles of all sequences]: listed blocks; kernels that make forward
             lists need them.
+        S: tokens of keys, like T; None: T.
+        q_offset: int32 [B], packed [sequences]: position of the first query among the keys, where unions are taken.
+
+    Raises:
+        NotImplementedError: q_offset where unions are not taken.
     """
     config, causal, device = spec.config, spec.causal, block_indices.device
     if takes_unions(config):
-        places = Places.of_layer(T, spec, packing)
-        return Sparsity(query_lists(block_indices, heads[0] // heads[1], places), causal, pack_gqa=True)
+        places = Places.of_layer(T, T if S is None else S, spec, packing, q_offset)
+        lists = query_lists(block_indices, heads[0] // heads[1], places)
+        return Sparsity(lists, causal, pack_gqa=True, q_offset=places.q_offset)
+    if q_offset is not None:
+        raise NotImplementedError(f"q_offset with q_tile={config.q_tile} on the kernels: tiles below 128 queries alone")
     tile = (backward_tile if backward else forward_tile)(device, config.block_size)
     tile_q, kv_tile = math.lcm(config.q_tile, tile[0]), tile[1]
     # Tiles of listed blocks alone, the same for every query, need no mask but the causal one.
@@ -155,10 +167,17 @@ def selected_sparsity(
 
 
 def token_pairs(
-    block_indices: torch.Tensor, T: int, heads: tuple[int, int], *, spec: CallSpec, packing: Packing | None
+    block_indices: torch.Tensor,
+    T: int,
+    heads: tuple[int, int],
+    *,
+    S: int,
+    spec: CallSpec,
+    packing: Packing | None,
+    q_offset: torch.Tensor | None,
 ) -> KeyPairs:
     """The tokens that list each block, for the kernel of dk and dv; arguments as for `selected_sparsity`."""
-    return key_pairs(block_indices, heads, Places.of_layer(T, spec, packing))
+    return key_pairs(block_indices, heads, Places.of_layer(T, S, spec, packing, q_offset))
 
 
 def _backward_tensors(

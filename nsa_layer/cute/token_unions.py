@@ -49,15 +49,16 @@ class Places(NamedTuple):
     blocks: int = 0
 
     @classmethod
-    def of_layer(cls, T: int, spec: CallSpec, packing: Packing | None) -> Places:
-        """Those of a call of `nsa`. T: tokens of a sequence, packed of all."""
+    def of_layer(cls, T: int, S: int, spec: CallSpec, packing: Packing | None, q_offset: Tensor | None) -> Places:
+        """Those of a call of `nsa`. T, S: queries and keys of a sequence, packed of all."""
         static = (spec.config.block_size, spec.config.q_tile, spec.causal)
+        q_offset = q_offset if spec.causal else None
         if packing is None:
-            return cls(*static, T, T, T)
+            return cls(*static, T, T, S, q_offset)
         starts = (packing.cu_tiles, packing.cu_row_tiles, packing.cu_kv_tiles)
-        lengths = (None, packing.cu_seqlens, packing.cu_seqlens)
+        lengths = (packing.longest, packing.longest_k, q_offset, packing.cu_seqlens, packing.cu_seqlens_k)
         totals = (packing.total_row_tiles, packing.total_kv_tiles)
-        return cls(*static, T, packing.longest, packing.longest, *lengths, *starts, *totals)
+        return cls(*static, T, *lengths, *starts, *totals)
 
     @classmethod
     def of_lists(cls, q: Tensor, k: Tensor, rows: int, q_offset: Tensor | int | None, spec: ListSpec) -> Places:

@@ -39,7 +39,7 @@ def own_call(call):
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
     plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
-    o = autograd._Attend.forward(context, None, call.spec(), plan, False, *map(given.get, names), None)
+    o = autograd._Attend.forward(context, None, call.spec(), plan, False, *map(given.get, names), None, None)
     if call.backward:
         autograd._Attend.backward(context, torch.empty_like(o))
 

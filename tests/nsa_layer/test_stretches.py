@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -58,3 +59,99 @@ def test_tiles_choose_for_whole_sequences_alone(attend: Attend) -> None:
     case = Case(B=2, T=70, D=8, config=SMALL.replace(q_tile=16))
     with pytest.raises(NotImplementedError, match="q_offset with q_tile=16"):
         run(in_stretches(attend, EVEN), make_inputs(case))
+
+
+KERNELS = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(q_tile=1, block_counts=5, window_size=100))
+LONG = [[(0, 90), (410, 500)], [(90, 91), (409, 410)], [(91, 500), (0, 409)]]
+PACK = dict(lengths=(500, 0, 3, 261))
+PARTS = [[(0, 130), (0, 0), (0, 3), (260, 261)], [(130, 500), (0, 0), (3, 3), (0, 260)]]
+ON_GPU = {
+    "batch": (Case(B=2, T=500, **KERNELS), LONG),
+    "paper, packed, own keys, deterministic": (
+        Case(
+            **PACK,
+            **KERNELS | dict(Hq=2, D=128, config=NSAConfig.paper(block_counts=5, window_size=100, deterministic=True)),
+            own_keys=OWN_KEYS,
+        ),
+        PARTS,
+    ),
+    "not causal": (Case(B=2, T=500, **KERNELS | dict(Hq=32, causal=False, dtype=torch.float16)), LONG),
+    "packed, weights": (Case(**PACK, **KERNELS | dict(D=128), compress_weights=True), PARTS),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_stretches_are_the_whole_on_the_kernels(name: str) -> None:
+    from nsa_layer.cute import autograd
+    from nsa_layer.support import device_arch, kernel_family
+
+    if kernel_family(device_arch()) != 90:
+        pytest.skip("needs a Hopper GPU")
+    case, stretches = ON_GPU[name]
+    got = assert_close_to_reference(case, in_stretches(autograd.attend, stretches), "cuda")
+    whole = run("cute", make_inputs(case, "cuda"))
+    differ = (got.aux.block_indices != whole.aux.block_indices).any(-1)
+    assert not differ.any(), f"{int(differ.sum())} lists differ from those of the whole: {case!r}"
+
+
+STUBBED = {name: ON_GPU[name] for name in ("batch", "not causal", "packed, weights")}
+
+
+@pytest.mark.parametrize("name", STUBBED)
+def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
+    """Every launch that is told where queries are among keys; no launch reads q_offset on the host."""
+    pytest.importorskip("cutlass")
+    from stub_kernels import LAUNCHED, stubbed_layer
+
+    case, stretches = STUBBED[name]
+    case = replace(case, D=64)
+    with stubbed_layer():
+        from nsa_layer.cute import autograd
+
+        LAUNCHED.clear()
+        got = run(in_stretches(autograd.attend, stretches), make_inputs(case))
+    offsets = {tuple(first for first, _ in stretch) for stretch in stretches}
+
+    def told(args: object) -> bool:
+        if isinstance(args, torch.Tensor):
+            return args.dtype == torch.int32 and args.dim() == 1 and tuple(args.tolist()) in offsets
+        return isinstance(args, (tuple, list)) and any(map(told, args))
+
+    launched = Counter(at[0] for at, args in LAUNCHED if told(args))
+    # The window and the choice; if causal the compressed branch, unions and the selected branch too.
+    each = {"_flash_attn_fwd": 3, "token_topk": 1, "union_lists": 2, "_flash_attn_bwd": 2}
+    each = each if case.causal else {"_flash_attn_fwd": 1, "token_topk": 1, "_flash_attn_bwd": 1, "union_lists": 0}
+    assert {kernel: launched[kernel] for kernel in each} == {kernel: n * len(stretches) for kernel, n in each.items()}
+    assert got.grads["k"].shape == got.grads["v"].shape == make_inputs(case).k.shape
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_positions_when_it_is_replayed() -> None:
+    from nsa_layer.cute import autograd
+    from nsa_layer.support import device_arch, kernel_family
+
+    if kernel_family(device_arch()) != 90:
+        pytest.skip("needs a Hopper GPU")
+    case, _ = ON_GPU["batch"]
+    inputs = make_inputs(case, "cuda")
+    q, q_offset = inputs.q[:, :64].clone(), torch.zeros(case.B, dtype=torch.int32, device="cuda")
+    weights = dict(gate_weight=inputs.gate_weight, gates=None, compress_k_weight=None, compress_v_weight=None)
+
+    def attend() -> torch.Tensor:
+        given = dict(spec=case.spec, q_offset=q_offset, needs_grad=False, return_aux=False)
+        return autograd.attend(q, inputs.k, inputs.v, **weights, **given)[0]
+
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            attend()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = attend()
+        for offsets in ((0, 436), (99, 7)):
+            q.copy_(torch.stack([x[at : at + 64] for x, at in zip(inputs.q, offsets)]))
+            q_offset.copy_(torch.tensor(offsets))
+            graph.replay()
+            assert torch.equal(o, attend()), f"{offsets}: {case!r}"
