@@ -80,7 +80,7 @@ FEATURES = (
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
     Feature("block_size that divides 128 or is a multiple of it", _tiles_fit),
     Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
-    Feature("selected_attention with blocks of a multiple of 64", _has_lists_alone, (90,)),
+    Feature("selected_attention with blocks of a multiple of 64", _has_lists_alone),
     Feature("selected_attention with other blocks", lambda r: r.lists == "alone" and not _has_lists_alone(r), ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
     Feature(
@@ -88,8 +88,8 @@ FEATURES = (
         lambda r: r.config.by_token and r.config.block_size != 64 and r.lists != "alone",
         (),
     ),
-    Feature("block_indices with q_tile 1", lambda r: r.lists == "kv" and r.config.by_token, (90,)),
-    Feature("q_tile 1", lambda r: r.config.by_token, (90,)),
+    Feature("block_indices with q_tile 1", lambda r: r.lists == "kv" and r.config.by_token),
+    Feature("q_tile 1", lambda r: r.config.by_token),
     Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128, ()),
     Feature(
         "compress_offset 0 with compress_stride 1",

@@ -12,7 +12,7 @@ from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.forward import Inputs, SavedForBackward, attend
+from nsa_layer.cute.forward import Inputs, SavedForBackward, attend, attend_selected
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
 from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
@@ -83,7 +83,7 @@ def backward(
             o_cmp = attend(q, k_cmp, v_cmp, spec, of_cmp)[0]
     if o_slc is None:
         with component("slc"):
-            o_slc = attend(q, k, v, spec, selected_options(by_query, packing))[0]
+            o_slc = attend_selected(q, k, v, spec, by_query, packing)[0]
     if o_swa is None:
         with component("swa"):
             o_swa = attend(q, *inputs.of_window, spec, of_swa)[0]

@@ -6,16 +6,19 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.interface import _flash_attn_fwd
+from flash_attn.cute.multiply.form import by_warp
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.selected_branch import selected_options, selected_sparsity
+from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
 from nsa_layer.cute.topk_dispatch import block_topk, token_topk
 from nsa_layer.kernels.gating.gated_sum import gated_sum
 from nsa_layer.kernels.mean_pool.pool import pool
 from nsa_layer.profiler_ranges import component
+from nsa_layer.support import device_arch
 
 Tensor = torch.Tensor
 
@@ -105,7 +108,7 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
         lists = dict(block_counts=counts, S=k.shape[-3], **where)
         sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
     with component("slc"):
-        o_slc, lse_slc = attend(q, k, v, spec, selected_options(sparsity, packing))
+        o_slc, lse_slc = attend_selected(q, k, v, spec, sparsity, packing)
     with component("gate"):
         gating = dict(gate_weight=inputs.gate_weight, gates=inputs.gates)
         g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]
@@ -160,3 +163,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict) -> tu
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse.mT.contiguous()
     return _flash_attn_fwd(q, k, v, softmax_scale=spec.softmax_scale, return_lse=True, **options)[:2]
+
+
+def attend_selected(
+    q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, sparsity: Sparsity, packing: Packing | None
+) -> tuple[Tensor, Tensor]:
+    """The selected branch's `attend`; by token on Blackwell by a kernel of its own."""
+    if spec.config.by_token and by_warp(device_arch(q.device.index)):
+        return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(sparsity, packing))
+    return attend(q, k, v, spec, selected_options(sparsity, packing))

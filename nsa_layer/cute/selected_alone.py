@@ -18,11 +18,14 @@ require_patched()
 
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv  # noqa: E402
 from flash_attn.cute.bwd_dq_sm90.interface import backward_dq  # noqa: E402
+from flash_attn.cute.fwd_unions.interface import forward_unions  # noqa: E402
 from flash_attn.cute.interface import _flash_attn_fwd  # noqa: E402
+from flash_attn.cute.multiply.form import by_warp  # noqa: E402
 from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
 from nsa_layer.cute.autograd import readable  # noqa: E402
 from nsa_layer.cute.token_unions import Places, key_pairs, query_lists  # noqa: E402
 from nsa_layer.profiler_ranges import component  # noqa: E402
+from nsa_layer.support import device_arch  # noqa: E402
 
 Tensor = torch.Tensor
 START = 64  # rows that row sums of packed sequences start at multiples of
@@ -49,12 +52,17 @@ class _AttendSelected(torch.autograd.Function):
     def forward(ctx, q, k, v, block_indices, places, spec):
         with component("lists"):
             lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], places)
-        options = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, return_lse=True) | _options(places)
+        options = dict(softmax_scale=spec.softmax_scale, causal=spec.causal) | _options(places)
         if spec.lengths is not None:
-            options |= dict(max_seqlen_q=places.queries, max_seqlen_k=places.keys)
+            options |= dict(max_seqlen_q=places.queries)
         with component("slc"):
-            by_group = block_indices.shape[-2] == k.shape[-2]
-            o, lse = _flash_attn_fwd(q, k, v, block_sparse_tensors=lists, pack_gqa=by_group, **options)[:2]
+            if by_warp(device_arch(q.device.index)):
+                o, lse = forward_unions(q, k, v, lists, **options)
+            else:
+                if spec.lengths is not None:
+                    options |= dict(max_seqlen_k=places.keys)
+                options |= dict(pack_gqa=block_indices.shape[-2] == k.shape[-2], return_lse=True)
+                o, lse = _flash_attn_fwd(q, k, v, block_sparse_tensors=lists, **options)[:2]
         ctx.save_for_backward(q, k, v, block_indices, o, lse, places.q_offset)
         ctx.places, ctx.spec = places, spec
         ctx.mark_non_differentiable(lse)

@@ -219,7 +219,7 @@ def selected_options(sparsity: Sparsity, packing: Packing | None) -> dict:
 
 
 def dq_options(sparsity: Sparsity, packing: Packing | None) -> dict:
-    """Options of the selected branch's dq pass, over the lists of forward."""
+    """Options of the selected branch's dq pass, over the lists of forward, and of `forward_unions`."""
     options = selected_options(sparsity, packing)
     for name in ("max_seqlen_k", "pack_gqa"):
         options.pop(name, None)

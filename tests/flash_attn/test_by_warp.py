@@ -8,10 +8,11 @@ import fa_pairs
 import pytest
 import test_backward_dkdv
 import test_backward_dq_bits
+import test_query_bits
 import torch
 from fa_bits import TokenCase, listed_blocks, union_lists
 from fa_cases import make_inputs
-from fa_compile import Worker
+from fa_compile import Worker, built_kernels
 from fa_cubin import cubins, frames
 from fa_dq import call, layout
 from fa_lists import on_gpu
@@ -26,6 +27,23 @@ LENGTHS = (8193, 1, 63, 64, 65, 127, 129, 1000, 4096)
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "FORCED", True)
+
+
+def forward(case: TokenCase, x: tuple[torch.Tensor, ...], lists: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `test_query_bits.attend`, by the kernel for SM100."""
+    from flash_attn.cute.fwd_unions.interface import forward_unions
+
+    options: dict[str, Any] = dict(causal=case.causal)
+    if case.form is not None:
+        for name, starts in zip(("cu_seqlens_q", "cu_seqlens_k"), case.starts):
+            options[name] = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        options["max_seqlen_q"] = max(pair[0] for pair in case.lengths)
+    return forward_unions(*x, lists, **options)
+
+
+@pytest.fixture
+def forced_forward(monkeypatch: pytest.MonkeyPatch, forced: None) -> None:
+    monkeypatch.setattr(test_query_bits, "attend", forward)
 
 
 def cases_of(G: int) -> list[TokenCase]:
@@ -47,6 +65,37 @@ MORE = [
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("forced_forward")
+@pytest.mark.parametrize("G", GROUPS)
+def test_forward(G: int) -> None:
+    for case in cases_of(G):
+        test_query_bits.assert_right(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("forced_forward")
+@pytest.mark.parametrize("case", [case for case, _ in MORE], ids=str)
+def test_forward_of_other_calls(case: TokenCase) -> None:
+    test_query_bits.assert_right(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("forced_forward")
+@pytest.mark.parametrize(
+    "case",
+    [
+        TokenCase(((1000, 1000),)),
+        TokenCase(((1000, 1000),), G=3, D=64, n=8),
+        TokenCase(((1000, 1000),), G=1, n=8),
+        TokenCase(((1000, 1000),), G=4, dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_later_tokens_change_no_bit_of_forward(case: TokenCase) -> None:
+    test_query_bits.test_later_tokens_change_no_bit(case)
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("G", GROUPS)
 def test_dq(G: int) -> None:
@@ -63,7 +112,7 @@ def test_dq_of_other_calls(case: TokenCase, given: dict[str, Any]) -> None:
 
 PAIRS = [
     *(fa_pairs.TokenCase((T,), GROUPS[i % len(GROUPS)], n=16 if T > 4000 else 4) for i, T in enumerate(LENGTHS)),
-    *(fa_pairs.TokenCase((1000, 1000), G, Hkv=2, n=6, cap=100, D=64 if G in (2, 8) else 128) for G in GROUPS),
+    *(fa_pairs.TokenCase((1000, 1000), G, Hkv=2, n=6, cap=100, D=64) for G in (2, 8)),
     fa_pairs.TokenCase((700,), 160, n=3),
     fa_pairs.TokenCase((900,), 4, causal=False, cap=200, dtype="float16"),
     fa_pairs.TokenCase((1000,), 8, block=192, add=True),
@@ -82,8 +131,8 @@ def test_dk_and_dv(case: fa_pairs.TokenCase) -> None:
 SPILLED = 128  # bytes of a thread's stack: addresses that stay the same in all steps
 
 
-def dq_frames(case: TokenCase) -> list[int]:
-    """The stack frames of the dq pass; in a worker."""
+def stack_bytes(case: TokenCase) -> list[int]:
+    """The stack frames of the dq pass and of forward; in a worker."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     same = test_backward_dq_bits.call_of(case)
@@ -91,11 +140,31 @@ def dq_frames(case: TokenCase) -> list[int]:
     rows = tuple(torch.empty(*accum.heads, accum.rows, device="cuda") for _ in range(2))
     with unset_fake_temporarily():
         lists = union_lists(case, listed_blocks(case, "cpu"))
-    code = cubins(lambda: call(same, x, rows, on_gpu(lists), dq=torch.empty_like(x.q)))
-    return [size for cubin in code for size in frames(cubin)]
+
+    def both() -> None:
+        call(same, x, rows, on_gpu(lists), dq=torch.empty_like(x.q))
+        forward(case, (x.q, x.k, x.v), on_gpu(lists))
+
+    return [size for cubin in cubins(both) for size in frames(cubin)]
+
+
+def kernels_of_layer() -> set[tuple[str, bool | None]]:
+    """The kernels of the selected branch and of the choice by token that a call of the layer asks for; in a worker."""
+    from nsa_layer import NSAConfig, compile_ahead
+
+    static = dict(dtype=torch.bfloat16, config=NSAConfig(q_tile=1))
+    with built_kernels("") as kernels:
+        compile_ahead.make_call(compile_ahead.CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, **static))
+    return {(type(kernel).__name__, getattr(getattr(kernel, "spec", None), "by_warp", None)) for kernel in kernels}
+
+
+def test_the_layer_asks_for_them(compiler_sm100: Worker) -> None:
+    passes = ("ForwardUnions", "BackwardDqSm90", "BackwardDkdvSm90")
+    expected = {("TokenTopK", True), *((f"FlashAttention{name}", True) for name in passes)}
+    assert expected <= compiler_sm100.trace(kernels_of_layer)
 
 
 def test_registers_suffice(compiler_sm100: Worker) -> None:
-    assert compiler_sm100.run(dq_frames, TokenCase())[0] <= SPILLED
+    of_pass = compiler_sm100.run(stack_bytes, TokenCase())
     of_keys, of_sums = compiler_sm100.run(test_backward_dkdv.stack_bytes, fa_pairs.TokenCase((1000,), 16))
-    assert of_keys <= SPILLED and of_sums == 0
+    assert len(of_pass) == 2 and max(*of_pass, of_keys) <= SPILLED and of_sums == 0

@@ -63,7 +63,6 @@ def test_kernels(sizes: dict) -> None:
     assert_close_to_reference(case, "cute", "cuda")
 
 
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("sizes", list(map(dict, BY_TOKEN)), ids=str)
 def test_kernels_by_token(sizes: dict) -> None:
     """Options of which every two meet, each token with a list of its own, at every length."""
@@ -75,6 +74,16 @@ def test_kernels_by_token(sizes: dict) -> None:
         lengths = (T, 0, 70, T // 2 + 1) if sizes["packed"] else None
         case = Case(B=2, T=T, Hq=2 * G, Hkv=2, lengths=lengths, config=config, **options)
         assert_close_to_reference(case, "cute", "cuda")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("sizes", list(map(dict, BY_TOKEN[:12:3])), ids=str)
+def test_kernels_by_token_as_blackwell_has_them(sizes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products warp by warp, and forward's own kernel."""
+    from flash_attn.cute.multiply import form
+
+    monkeypatch.setattr(form, "FORCED", True)
+    test_kernels_by_token(sizes)
 
 
 @pytest.mark.parametrize(

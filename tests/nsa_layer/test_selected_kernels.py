@@ -139,6 +139,15 @@ def test_packed_numbers(static: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", [replace(STATIC[0], lengths=((200, 330),)), replace(STATIC[1], lengths=PACK)], ids=str)
+def test_numbers_as_blackwell_has_them(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute.multiply import form
+
+    monkeypatch.setattr(form, "FORCED", True)
+    assert_right(case)
+
+
+@pytest.mark.gpu
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_long_numbers(case: Case) -> None:

@@ -44,27 +44,16 @@ UNSUPPORTED = {
     "head dimension (192, 128)": dict(D=192, Dv=128),
     "any other head dimension": dict(D=80, Dv=80),
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
-    "q_tile 1": dict(config=NSAConfig.paper()),
     "q_tile 1 with another block_size than 64": dict(config=NSAConfig(q_tile=1, block_size=128)),
     "q_tile 2 to 64": dict(config=NSAConfig(q_tile=64)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
-    "block_indices with q_tile 1": dict(lists="kv", config=NSAConfig(q_tile=1)),
     "block_indices with another q_tile": dict(lists="kv"),
     "block_indices for each query head": dict(lists="q"),
-    "selected_attention with blocks of a multiple of 64": dict(lists="alone", config=_alone(192)),
     "selected_attention with other blocks": dict(lists="alone", config=_alone(32)),
     "deterministic backward": dict(config=TILES.replace(deterministic=True)),
 }
-ON_ONE = {
-    name: 100
-    for name in (
-        "deterministic backward",
-        "q_tile 1",
-        "block_indices with q_tile 1",
-        "selected_attention with blocks of a multiple of 64",
-    )
-}
+ON_ONE = {"deterministic backward": 100}
 
 
 @pytest.mark.parametrize("backend", [None, "cute"])
@@ -77,6 +66,11 @@ def test_what_the_kernels_lack_is_refused_and_named(arch: int, feature: str, bac
         return
     with pytest.raises(NotImplementedError, match=re.escape(f"sm_{arch}: the kernels do not support {feature}")):
         choose(backend, **asked)
+
+
+def test_a_list_for_each_token_is_supported(arch: int) -> None:
+    assert choose(config=NSAConfig.paper()) == choose(config=NSAConfig(q_tile=1), lists="kv") == "cute"
+    assert choose(config=_alone(192), lists="alone") == "cute"
 
 
 def test_keys_of_a_branchs_own_are_supported(arch: int) -> None:

@@ -1,4 +1,5 @@
-"""dk and dv of attention where every token has its own list of key blocks, on SM90: the same bits every time.
+"""dk and dv of attention where every token has its own list of key blocks, on SM90 and SM100: the same bits every
+time.
 
 The exact (token, block) pairs are walked by key block, so nothing is computed that no token asked for: a warpgroup
 keeps 64 keys of one key/value head and gathers the q and do of the tokens that list them, all heads of the group,

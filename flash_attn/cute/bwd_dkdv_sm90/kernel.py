@@ -242,8 +242,7 @@ class FlashAttentionBackwardDkdvSm90:
                 acc_S = scores(B_idx=slot)
                 pipeline_v.consumer_wait_w_index_phase(group, phase)
                 pipeline_do.consumer_wait_w_index_phase(slot, state.phase)
-                acc_dP = dprobabilities(B_idx=slot)
-                finish(acc_S, acc_dP, slot, state.phase)
+                finish(acc_S, self.started(dprobabilities, slot), slot, state.phase)
                 for _ in cutlass.range(1, item.tiles, unroll=1):
                     before = group * spec.stages + state.index
                     state.advance()
@@ -255,8 +254,7 @@ class FlashAttentionBackwardDkdvSm90:
                     for each in (pipeline_q, pipeline_do, pipeline_sums):
                         each.consumer_release_w_index(before)
                     pipeline_do.consumer_wait_w_index_phase(slot, state.phase)
-                    acc_dP = dprobabilities(B_idx=slot)
-                    finish(acc_S, acc_dP, slot, state.phase)
+                    finish(acc_S, self.started(dprobabilities, slot), slot, state.phase)
                 pipeline_k.consumer_release_w_index(group)
                 pipeline_v.consumer_release_w_index(group)
                 phase ^= 1
@@ -270,11 +268,18 @@ class FlashAttentionBackwardDkdvSm90:
             index = dealer.follow(turn.index, turn.phase)
             turn.advance()
 
+    def started(self, product: Callable, slot: Int32) -> Callable[[], cute.Tensor]:
+        """A product in flight, or one that is made when it is asked for: until then it takes no registers."""
+        if self.spec.by_warp:
+            return partial(product, B_idx=slot)
+        acc = product(B_idx=slot)
+        return lambda: acc
+
     @cute.jit
     def finish_tile(
         self,
         acc_S: cute.Tensor,
-        acc_dP: cute.Tensor,
+        dP_of: Callable[[], cute.Tensor],
         slot: Int32,
         sums_phase: Int32,
         row_sums: cute.Tensor,
@@ -287,7 +292,7 @@ class FlashAttentionBackwardDkdvSm90:
         add_dv: Callable,
     ):
         """From the products in flight, S and then dP, to P, whose product with do then is, and to dS."""
-        S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
+        S = layout_utils.reshape_acc_to_mn(acc_S)
         lane = thread % WARP
         pair = partial(self.pair_of_columns, row_sums, slot, lane % 4)
         wait(self.spec.by_warp, 1)
@@ -309,6 +314,7 @@ class FlashAttentionBackwardDkdvSm90:
                     S[r, 2 * i + e] = cute.math.exp2(S[r, 2 * i + e] * scale_log2 - lse[e], fastmath=True)
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), tdVrP)
         add_dv(B_idx=slot)
+        dP = layout_utils.reshape_acc_to_mn(dP_of())
         wait(self.spec.by_warp, 1)
         for i in cutlass.range_constexpr(ROWS // 8):
             dpsum = pair(1, i)

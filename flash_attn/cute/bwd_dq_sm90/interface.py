@@ -10,7 +10,8 @@ That is 3 matmuls for the 5 of backward, in place of one of them; dk and dv are 
 keys: of two blocks of 64 each one is loaded into its half of the stage (`fwd_sm90/loads`). `kernel` has the kernel.
 
 Of lists with a bit for each token (`lists/query_bits`) a CTA takes one tile: 128 rows of (token, head) pairs of one
-key/value head, or of one query head that has lists of its own. A row whose token does not list a block gets P = 0 there.
+key/value head, or of one query head that has lists of its own. A row whose token does not list a block gets P = 0
+there. SM100 walks these too, with products warp by warp (`multiply.product`).
 
 `dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; its docstring says how they lie. There a
 thread's part of dq lies in the order of its registers, so starting from it takes no shared memory: of the calls that

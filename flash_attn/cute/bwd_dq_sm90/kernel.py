@@ -313,7 +313,9 @@ class FlashAttentionBackwardDqSm90:
                     stage, block, tuple(pipelines), queries[0][0] is not None, group, phase, walk, mask, rows,
                     scales[1], partial(wait, spec.by_warp),
                 )  # fmt: skip
-                if const_expr(spec.words > 0):
+                if const_expr(spec.words > 0 and spec.by_warp):
+                    state = tile.walk_blocks(steps, state)
+                elif const_expr(spec.words > 0):
                     state = tile.walk_listed(steps, state)
                 else:
                     state = tile.walk_all(steps, state)

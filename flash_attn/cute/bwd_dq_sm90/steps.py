@@ -4,6 +4,7 @@ Both warpgroups walk the same steps, so they take equally many turns, and both r
 
 Where entries have bits, a warpgroup multiplies only blocks that one of its tokens lists. A step with both is done as
 without bits, the one before added to dq meanwhile. One with one block is done by itself, one with none passed by.
+Where products go warp by warp, which takes registers for their operands, every block is done by itself.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from quack import layout_utils
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
 from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
-from flash_attn.cute.fwd_sm90.loads import KeyWalk
+from flash_attn.cute.fwd_sm90.loads import NOWHERE, KeyWalk
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 
 FIRST_TURN = 1  # named barriers of the warpgroups' turns
@@ -134,6 +135,32 @@ class WarpgroupSteps:
             self.last_product(self.stage, before, before.index)
         return state
 
+    @cute.jit
+    def walk_blocks(self, steps: Int32, state: pipeline.PipelineState):
+        """The same, a block at a time and not in turns: registers are left to load operands of products ahead."""
+        walk = self.walk
+        coming, coming_words = walk.entries(Int32(0)), walk.all_words(Int32(0))
+        if const_expr(self.loaded):
+            for slots in self.pipelines[:2]:
+                slots.consumer_wait_w_index_phase(self.group, self.phase)
+        for step in cutlass.range(steps, unroll=1):
+            entries, words = coming, coming_words
+            coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
+            blocks = self.blocks(step, entries, words)
+            for stages in self.pipelines[2:]:
+                stages.consumer_wait(state)
+            for part in cutlass.range_constexpr(len(blocks)):
+                if self.mask.any_lists(blocks[part].words) & (blocks[part].key < NOWHERE):
+                    at = (Int32(part), state.index)
+                    acc_S, acc_dP = self.block.scores(B_idx=at), self.block.dprobabilities(B_idx=at)
+                    self.finish(self.block, acc_S, acc_dP, [blocks[part]], None)
+                    self.block.add_dq(B_idx=at)
+            for stages in self.pipelines[2:]:
+                stages.consumer_release(state)
+            state.advance()
+        self.release_queries()
+        return state
+
     def blocks(self, step: Int32, entries: tuple[Int32, ...], words: Optional[tuple] = None) -> list[Block]:
         """All blocks of a step. words: of each, if entries have bits."""
         keys = [self.walk.first_key(entry, step, part) for part, entry in enumerate(entries)]
@@ -197,9 +224,9 @@ class WarpgroupSteps:
         acc_S: cute.Tensor,
         acc_dP: cute.Tensor,
         blocks: list[Block],
-        state: pipeline.PipelineState,
+        state: Optional[pipeline.PipelineState],
     ):
-        """From the products in flight, S and then dP, to dS as the first operand of dq.
+        """From the products in flight, S and then dP, to dS as the first operand of dq. state: of v, to release it.
 
         In a row whose token does not list a block, it is hidden as in a row past the end: lse is +inf, exp2 gives 0.
         """
@@ -216,7 +243,8 @@ class WarpgroupSteps:
                 for c in cutlass.range_constexpr(part * columns, (part + 1) * columns):
                     S[r, c] = cute.math.exp2(S[r, c] * self.scale_log2 - lse, fastmath=True)
         self.wait(0)
-        self.pipelines[3].consumer_release(state)
+        if const_expr(state is not None):
+            self.pipelines[3].consumer_release(state)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             dpsum = self.rows[r][1]
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):

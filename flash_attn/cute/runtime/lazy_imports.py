@@ -71,6 +71,7 @@ NAMES = {
     "flash_bwd_sm90": "FlashAttentionBackwardSm90",
     "bwd_dq_sm90.kernel": "FlashAttentionBackwardDqSm90",
     "bwd_dkdv_sm90.kernel": "FlashAttentionBackwardDkdvSm90",
+    "fwd_unions.kernel": "FlashAttentionForwardUnions",
     "flash_bwd_sm100": "FlashAttentionBackwardSm100",
     "flash_bwd_sm120": "FlashAttentionBackwardSm120",
     "sm100_hd256_2cta_fmha_backward": "BlackwellFusedMultiHeadAttentionBackward",
