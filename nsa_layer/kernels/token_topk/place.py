@@ -1,4 +1,4 @@
-"""A CTA's tokens: their sequence, candidate blocks and visible keys."""
+"""Tiles of tokens: their sequence, candidate blocks and visible keys."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from nsa_layer.kernels.token_topk.spec import TokenTopKSpec
+from nsa_layer.kernels.varlen_rows import sequence_of, tiles_and_batch
 
 
 @dataclass(frozen=True)
 class Place:
-    """A CTA's tokens, ``first .. first + tokens - 1``, by their positions among the keys of their sequence.
+    """A tile's tokens, ``first .. first + tokens - 1``, by their positions among the keys of their sequence.
 
     Past the end of a packed sequence there may be places without tokens.
 
@@ -93,6 +94,57 @@ class Place:
             low, high = self.first // spec.block_size - 1, self.last_token() // spec.block_size
             found = found & ((end <= low) | (begin > high))
         return found
+
+
+@dataclass(frozen=True)
+class Places:
+    """All tiles of a call: a sequence's last tokens first, since they have most keys; key/value heads side by side.
+
+    Attributes:
+        mQ, mIndices: [B, T, Hq, D] and int32 [B, T, Hkv, n]; packed without B.
+        starts: of packed queries, their compressed keys, and the tokens these are made of; positions of first queries.
+        S: tokens of a sequence's keys, where they are more than the queries.
+    """
+
+    spec: cutlass.Constexpr[TokenTopKSpec]
+    mQ: cute.Tensor
+    mIndices: cute.Tensor
+    starts: tuple[cute.Tensor | None, ...]
+    S: Int32
+
+    def groups(self) -> Int32:
+        """Tiles of one head."""
+        tiles, batches = tiles_and_batch(self.mQ, self.starts[0], self.spec.tokens)
+        return Int32(tiles * batches)
+
+    def heads(self) -> Int32:
+        return self.mIndices.shape[cute.rank(self.mIndices) - 2]
+
+    def tiles(self) -> Int32:
+        return self.groups() * self.heads()
+
+    @cute.jit
+    def of(self, tile: Int32) -> Place:
+        spec, S, (mCu, mCu_blocks, mCu_keys, mOffset) = self.spec, self.S, self.starts
+        Hkv = self.heads()
+        head, number = tile % Hkv, self.groups() - 1 - tile // Hkv
+        batch, rows_before, keys_before = Int32(0), Int32(0), Int32(0)
+        if const_expr(spec.packed):
+            sequence = sequence_of(mCu, number, spec.tokens)
+            rows_before, keys_before = mCu[sequence], mCu_blocks[sequence]
+            first = (number - rows_before // spec.tokens - sequence) * spec.tokens
+            end = mCu[sequence + 1] - rows_before
+            S = end if const_expr(mCu_keys is None) else mCu_keys[sequence + 1] - mCu_keys[sequence]
+        else:
+            batches = Int32(self.mQ.shape[0])
+            sequence = batch = number % batches
+            first, end = number // batches * spec.tokens, Int32(self.mQ.shape[1])
+        if const_expr(mOffset is None):
+            S = end
+        else:
+            offset = mOffset[sequence]
+            first, end, rows_before = first + offset, end + offset, rows_before - offset
+        return Place(spec, batch, head, first, end, S, rows_before, keys_before)
 
 
 def keys_of_step(spec: TokenTopKSpec) -> int:

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 KEYS = 64  # compressed keys of a step
 MOST_COLUMNS = 128  # (token, head) pairs of a CTA
 STAGES = 2  # of keys in shared memory
-THREADS, WARPS, WARP = 128, 4, 32
+THREADS, WARPS, WARP = 128, 4, 32  # of each of a CTA's two warpgroups
+SCORES_READ, SCORES_WRITTEN, PRODUCTS_DONE = 1, 2, 3  # named barriers
 QUAD = 4  # lanes that share a key's scores
 MOST_HEADS = MOST_COLUMNS  # of a group
 MOST_BLOCKS = 64  # of a list
+FOUR = 4  # scores in one read
 CHUNK = 16  # blocks that a lane looks at together
+HALF_OF_SHARED = 113 * 1024  # bytes for each of a multiprocessor's two CTAs
 SPARE = 12  # candidates a lane has room for at most, beyond its share of the best and a chunk
 
 
@@ -98,6 +101,18 @@ class TokenTopKSpec:
         return -(-self.blocks_a_step // self.lanes)
 
     @property
+    def in_fours(self) -> bool:
+        """A lane reads the scores of four blocks at once."""
+        return len(self.weights) == 1 and self.values % FOUR == 0
+
+    def position(self, key: int) -> int:
+        """The place among a token's scores of a key of the step; a lane's blocks are `lanes` apart."""
+        if not self.in_fours:
+            return key
+        fours, rest = key // (FOUR * self.lanes), key % (FOUR * self.lanes)
+        return FOUR * (fours * self.lanes + rest % self.lanes) + rest // self.lanes
+
+    @property
     def most_room(self) -> int:
         """The most entries of any list that are left for candidates, where there are candidates."""
         forced = 0 if not self.force else 3 if self.causal else 1
@@ -130,3 +145,20 @@ class TokenTopKSpec:
         """The same from one warp's tokens to the next one's."""
         words = self.tokens_a_warp * self.token_words
         return words + (8 - words) % WARP
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA at most."""
+        operands = 2 * self.D * (self.columns + STAGES * KEYS) + 4 * self.columns
+        lists = 8 * (self.capacity * WARP + self.n * (WARP // self.lanes)) * WARPS
+        return 1024 + operands + 4 * self.warp_words * WARPS + lists
+
+    @property
+    def resident(self) -> int:
+        """CTAs of a multiprocessor."""
+        return 2 if self.shared_bytes <= HALF_OF_SHARED else 1
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a thread that makes sums and of one that keeps lists; None: both as many, which is enough."""
+        return (176, 80) if self.columns == MOST_COLUMNS and self.resident > 1 else None

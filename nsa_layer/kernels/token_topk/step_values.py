@@ -10,9 +10,7 @@ from nsa_layer.kernels.block_topk.split_fp16 import bits_of
 from nsa_layer.kernels.token_topk import candidates
 from nsa_layer.kernels.token_topk.candidates import Candidates
 from nsa_layer.kernels.token_topk.place import Place
-from nsa_layer.kernels.token_topk.spec import CHUNK, TokenTopKSpec
-
-VECTOR = 4  # scores in one read
+from nsa_layer.kernels.token_topk.spec import CHUNK, FOUR, TokenTopKSpec
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,8 @@ class StepValues:
     """The blocks of a step that one lane looks at.
 
     Attributes:
-        scores: fp32 [KEYS] in shared memory: sums over the group of the token's probabilities, by key of the step.
+        scores: fp32 [KEYS] in shared memory: sums over the group of the token's probabilities, at the `spec.position` of
+            each of the step's keys.
         t: the token.
         member: number of the lane among those that share the token.
     """
@@ -31,27 +30,23 @@ class StepValues:
     t: Int32
     member: Int32
 
-    @property
-    def in_fours(self) -> bool:
-        """Four neighbouring keys, each a block, are read at once."""
-        return len(self.spec.weights) == 1 and self.spec.values % VECTOR == 0
-
     def block(self, i: Int32) -> Int32:
-        """The lane's i-th block, counted from the step's first."""
-        if self.in_fours:
-            return i // VECTOR * (VECTOR * self.spec.lanes) + VECTOR * self.member + i % VECTOR
+        """The lane's i-th block, counted from the step's first: neighbours, which are alike, go to different lanes."""
         return i * self.spec.lanes + self.member
 
-    def value(self, step: Int32, i: Int32, masked: bool) -> Float32:
-        """Importance of the lane's i-th block; -1 for none if masked."""
+    def value(self, step: Int32, i: int, masked: bool) -> Float32:
+        """Importance of the lane's i-th block; of what is not visible if masked: 0."""
         spec, place = self.spec, self.place
-        block = self.block(i)
+        block = self.block(Int32(i))
         total = Float32(0.0)
         for at, weight in enumerate(spec.weights):
             key = block * spec.keys_a_block + at
             if spec.blocks_a_step % spec.lanes:
                 key = cutlass.min(key, cute.size(self.scores) - 1)  # past the step's last block
-            score = self.scores[key]
+            if spec.in_fours:
+                score = self.scores[FOUR * (i // FOUR * spec.lanes + self.member) + i % FOUR]
+            else:
+                score = self.scores[key]
             if masked:
                 key = place.first_key(step) + key
                 score = cutlass.select_((key >= 0) & (key < place.keys_end(self.t)), score, Float32(0.0))
@@ -63,29 +58,29 @@ class StepValues:
         """Bits of all importances; -1 for what is no candidate."""
         spec, place = self.spec, self.place
         values = cute.make_rmem_tensor((spec.values,), Float32)
-        if const_expr(self.in_fours):
-            for i in cutlass.range_constexpr(spec.values // VECTOR):
-                source = cute.local_tile(self.scores, (VECTOR,), (i * spec.lanes + self.member,))
-                cute.autovec_copy(source, cute.local_tile(values, (VECTOR,), (i,)))
+        if const_expr(spec.in_fours):
+            for i in cutlass.range_constexpr(spec.values // FOUR):
+                source = cute.local_tile(self.scores, (FOUR,), (i * spec.lanes + self.member,))
+                cute.autovec_copy(source, cute.local_tile(values, (FOUR,), (i,)))
         else:
             for i in cutlass.range_constexpr(spec.values):
-                values[i] = self.value(step, Int32(i), False)
+                values[i] = self.value(step, i, False)
         bits = cute.make_rmem_tensor((spec.values,), Int32)
         for i in cutlass.range_constexpr(spec.values):
             bits[i] = bits_of(values[i])
         if not place.is_open(step):
             for i in cutlass.range_constexpr(spec.values):
                 there = place.is_candidate(step * spec.blocks_a_step + self.block(Int32(i)), self.t)
-                bits[i] = cutlass.select_(there, bits_of(self.value(step, Int32(i), True)), Int32(-1))
+                bits[i] = cutlass.select_(there, bits_of(self.value(step, i, True)), Int32(-1))
         if const_expr(spec.blocks_a_step % spec.lanes):
             last = spec.values - 1
             bits[last] = cutlass.select_(self.block(Int32(last)) < spec.blocks_a_step, bits[last], Int32(-1))
         return bits
 
     @cute.jit
-    def add_to(self, mine: Candidates, step: Int32):
-        """Add the step's blocks to the lane's candidates; for all lanes of a warp together."""
-        bits, first = self.all_bits(step), step * self.spec.blocks_a_step
+    def add_to(self, mine: Candidates, step: Int32, bits: cute.Tensor):
+        """Add the step's blocks, with `all_bits`, to the lane's candidates; for all lanes of a warp together."""
+        first = step * self.spec.blocks_a_step
         for begin in cutlass.range_constexpr(0, self.spec.values, CHUNK):
             size = min(CHUNK, self.spec.values - begin)
             chunk = cute.make_rmem_tensor((size,), Int32)

@@ -9,7 +9,7 @@ from itertools import accumulate, product
 
 import pytest
 import torch
-from fa_compile import Worker
+from fa_compile import Worker, shared_worker
 
 from nsa_layer import NSAConfig
 
@@ -254,6 +254,26 @@ def test_kernels_are_traced(name: str, compiler: Worker) -> None:
         sizes = [end - first for first, end in STRETCHES[name][0]]
         tokens = (sum(sizes),) if case.lengths else (case.B, sizes[0])
     assert compiler.trace(trace_case, name) == (*tokens, case.Hkv, width)
+
+
+def stack_and_order(name: str) -> tuple[list[int], bool]:
+    """Stack frames of a variant's kernel, and whether its products wait for one another; in a worker."""
+    from fa_cubin import cubins, frames, serialized
+
+    from nsa_layer.kernels import launch
+
+    launch.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compile_kernel())
+        [code] = cubins(lambda: trace_case(name))
+    launch.forget()
+    return frames(code), serialized(code)
+
+
+@pytest.mark.xdist_group("sm_90")
+def test_registers_suffice() -> None:
+    """For two warpgroups of 176 and 80 in each of two CTAs."""
+    assert shared_worker("sm_90").run(stack_and_order, "blocks of 64") == ([0], False)
 
 
 def test_what_it_does_not_take() -> None:
