@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from nsa_layer.call_spec import CallSpec, OwnKeys
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 
 # The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
 ENVIRONMENT = {
@@ -43,6 +45,7 @@ class CallShape:
         projected: with ``compress_k_weight`` and ``compress_v_weight``.
         own: branches' own keys and values, fields of `OwnKeys`.
         backward: backward too.
+        plan: groups of heads, and what is saved; None: as the policy has them.
     """
 
     B: int
@@ -60,6 +63,7 @@ class CallShape:
     projected: bool = False
     own: tuple[str, ...] = ()
     backward: bool = True
+    plan: MemoryPlan | None = None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """By argument of `nsa`: q, k and v [B, T, H, D], or [total, H, D] if packed, and the weights."""
@@ -90,23 +94,72 @@ class CallShape:
         return Sizes.of(q, v, spec=self.spec(), own_window=any("win" in name for name in self.own), **asked)
 
 
-def kernel_names(call: CallShape) -> list[str]:
-    """The call's kernels, each as folder and file in the cache, in the order of their launches.
+class Wanted(NamedTuple):
+    """A kernel of a call by its name, and its file in the cache."""
+
+    name: str
+    file: Path
+    call: CallShape
+
+
+class Outcome(NamedTuple):
+    """A kernel of a call, with the seconds it took, None where the cache had it, or the error."""
+
+    kernel: str
+    call: CallShape
+    seconds: float | None = None
+    error: str | None = None
+
+
+class Order(NamedTuple):
+    """Calls whose kernels a process is to compile.
+
+    Attributes:
+        jobs: processes that it forks for that.
+        wait: for kernels that others are compiling; otherwise those are left to them.
+        progress: a line on standard error says, after two seconds, how many kernels are compiled.
+    """
+
+    calls: tuple[CallShape, ...]
+    jobs: int
+    wait: bool = True
+    progress: bool = False
+
+
+def kernel_files(call: CallShape) -> dict[str, Path]:
+    """The call's kernels, each as folder and file in the cache, in the order of their launches, and their paths.
 
     The process must have a target's `ENVIRONMENT`, for `compile_kernel` too.
 
     Raises:
         RuntimeError: kernels are not kept on disk.
     """
-    names: dict[str, None] = {}
+    files: dict[str, Path] = {}
 
     def found(cache: object, key: object, name: str) -> bool:
-        names[name] = None
+        files[name] = _file(cache, name)
         return True
 
     with _lookups(found):
         make_call(call)
-    return list(names)
+    return files
+
+
+def attempt(kernel: Wanted, *, wait: bool = True) -> Outcome:
+    """Compile a kernel; any error of the compiler is its outcome.
+
+    Args:
+        wait: for a process that is compiling it; otherwise it is left to that one.
+    """
+    from flash_attn.cute.runtime import kernel_cache
+
+    if kernel.file.exists() or not wait and kernel_cache.TURNS.is_taken(kernel.file.with_suffix(".turn")):
+        return Outcome(kernel.name, kernel.call)
+    try:
+        return Outcome(kernel.name, kernel.call, compile_kernel(kernel.call, kernel.name))
+    except Exception as error:  # the compiler raises many kinds
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return Outcome(kernel.name, kernel.call, error=said)
 
 
 def compile_kernel(call: CallShape, name: str) -> float | None:
@@ -119,7 +172,7 @@ def compile_kernel(call: CallShape, name: str) -> float | None:
 
     def found(cache: object, key: object, asked: str) -> bool:
         if asked == name and not files:
-            files.append(cache.cache_path / f"{name.split('/')[1]}.o")
+            files.append(_file(cache, name))
             files.append(files[0].exists())
         return asked != name
 
@@ -131,6 +184,10 @@ def compile_kernel(call: CallShape, name: str) -> float | None:
     if not files[0].exists():
         raise RuntimeError(f"compiled, but not written to {files[0].parent}")
     return None if files[1] else time.perf_counter() - begin
+
+
+def _file(cache: object, name: str) -> Path:
+    return cache.cache_path / f"{name.split('/')[1]}.o"
 
 
 def _stand_in(*arguments: object, **named: object) -> None:
@@ -200,7 +257,7 @@ def make_call(call: CallShape) -> None:
     from nsa_layer.cute.autograd import Inputs, Packing, backward, forward, head_group
 
     spec, dtype = call.spec(), call.dtype
-    plan = plan_memory(call.sizes(), call.policy, torch.device("cpu"))
+    plan = call.plan or plan_memory(call.sizes(), call.policy, torch.device("cpu"))
     with FakeTensorMode(), _Unlinked(), torch.no_grad():
         given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
         arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)

@@ -6,12 +6,14 @@ keys and values, and the selected blocks. Block lists are built again in backwar
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 
-from nsa_layer import determinism, support
+from nsa_layer import determinism, side_by_side, support
 from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, require_choice_by_token
+from nsa_layer.compile_ahead import CallShape
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives
@@ -82,9 +84,10 @@ class _Attend(torch.autograd.Function):
         inputs = Inputs(*tensors, packing)
         q, k, v = inputs[:3]
         o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
-        for first, end in plan.groups:
-            into = _narrow(o, -2, _query_heads(q, k, first, end))
-            parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
+        with _side_by_side(inputs, spec, plan, backward=any(ctx.needs_input_grad)):
+            for first, end in plan.groups:
+                into = _narrow(o, -2, _query_heads(q, k, first, end))
+                parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
         ctx.save_for_backward(*inputs[:-1], *(x for part in parts for x in part))
         ctx.packing, ctx.spec, ctx.plan = packing, spec, plan
         ctx.set_materialize_grads(False)
@@ -115,13 +118,32 @@ def _gradients(
     of_tokens = (*inputs[:3], inputs.k_win, inputs.v_win)
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens]
     rest = []
-    for turn, (first, end) in enumerate(plan.groups):
-        saved = SavedForBackward(*tensors[given + turn * made : given + (turn + 1) * made])
-        query, key = _query_heads(q, k, first, end), (first, end)
-        grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
-        rest.append(backward(head_group(inputs, first, end), saved, _narrow(do, -2, query), *grads, spec=spec))
+    with _side_by_side(inputs, spec, plan, backward=True):
+        for turn, (first, end) in enumerate(plan.groups):
+            saved = SavedForBackward(*tensors[given + turn * made : given + (turn + 1) * made])
+            query, key = _query_heads(q, k, first, end), (first, end)
+            grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
+            rest.append(backward(head_group(inputs, first, end), saved, _narrow(do, -2, query), *grads, spec=spec))
     dq, dk, dv, *of_window = whole
     return dq, dk, dv, *(_joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
+
+
+def _side_by_side(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
+    """Within, kernels that are missing are compiled together."""
+    if inputs.q_offset is not None:
+        return nullcontext()
+    return side_by_side.of_call(partial(_shape, inputs, spec, plan, backward=backward))
+
+
+def _shape(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> CallShape:
+    """The call without its tensors; its queries are those of all keys."""
+    q, k, v, gate_weight, gates = inputs[:5]
+    B, T = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
+    sizes = dict(B=B, T=T, Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], dtype=q.dtype)
+    gate = "weight" if gate_weight is not None else "none" if gates is None else "given"
+    static = dict(config=spec.config, causal=spec.causal, lengths=spec.lengths, plan=plan)
+    own = tuple(name for name in OwnKeys._fields if getattr(inputs, name) is not None)
+    return CallShape(**sizes, **static, gate=gate, projected=inputs.w_k is not None, own=own, backward=backward)
 
 
 def readable(x: Tensor) -> Tensor:

@@ -7,19 +7,17 @@ cover the options of the layer.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import os
 import sys
-import warnings
+import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, as_completed, wait
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 
 from tqdm import tqdm
 
-from nsa_layer.compile_ahead import ENVIRONMENT, compile_kernel, kernel_names
+from nsa_layer.compile_ahead import ENVIRONMENT, Outcome
 from nsa_layer.fork import fork_status
+from nsa_layer.side_by_side import compile_calls
 from nsa_layer.support import Request, missing_feature
 from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, output_file, shapes
 from nsa_tools.report.tables import markdown
@@ -27,17 +25,6 @@ from nsa_tools.shape import Shape
 from nsa_tools.testing.covering_calls import all_calls, covering_calls
 
 MULTIPROCESSORS = "FLASH_ATTENTION_NUM_SMS"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A kernel of a call, with the seconds it took, None where the cache had it, or the error."""
-
-    arch: int
-    kernel: str
-    call: Shape
-    seconds: float | None = None
-    error: str | None = None
 
 
 def main(argv: list[str]) -> int:
@@ -51,13 +38,14 @@ def main(argv: list[str]) -> int:
     if status.kind != "patched":
         parser.error(f"{status.detail}; {status.remedy}")
     try:
-        outcomes = [outcome for arch in calls for outcome in compile_calls(arch, calls[arch], jobs=options.jobs)]
+        begin = time.perf_counter()
+        outcomes = {arch: list(compile_for(arch, calls[arch], jobs=options.jobs)) for arch in calls}
     except (RuntimeError, ValueError, NotImplementedError) as error:
         parser.error(str(error))
-    failed = [outcome for outcome in outcomes if outcome.error]
+    failed = [outcome for of_arch in outcomes.values() for outcome in of_arch if outcome.error]
     for outcome in failed:
         print(f"{outcome.kernel} of {outcome.call}\n    {outcome.error}", file=sys.stderr)
-    text = summary(outcomes)
+    text = f"{summary(outcomes)}\n\n{time.perf_counter() - begin:.1f} s, {options.jobs} at once"
     if options.seqlen is not None:
         print("\n".join(call.describe() for call in calls[options.arch[0]]) + "\n")
     print(text)
@@ -69,7 +57,7 @@ def main(argv: list[str]) -> int:
     return 1 if failed else 0
 
 
-def compile_calls(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Outcome]:
+def compile_for(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Outcome]:
     """Compile each kernel of the calls once, in so many processes; yields outcomes as they come.
 
     Raises:
@@ -77,35 +65,16 @@ def compile_calls(arch: int, calls: list[Shape], *, jobs: int) -> Iterator[Outco
     """
     # Parts of an architecture differ in their number of multiprocessors.
     target = ENVIRONMENT[arch] | {name: os.environ[name] for name in (MULTIPROCESSORS,) if name in os.environ}
-    spawn = multiprocessing.get_context("spawn")
-    with _environment(target), ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        named: dict[str, Shape] = {}
-        for call in calls:
-            named |= {name: call for name in pool.submit(kernel_names, call).result() if name not in named}
-        futures = [pool.submit(_attempt, Outcome(arch, name, call)) for name, call in named.items()]
-        try:
-            for future in tqdm(as_completed(futures), total=len(futures), unit="kernel", desc=f"sm_{arch}a"):
-                yield future.result()
-        finally:  # where the caller stops early, what has not begun is given up
-            for future in futures:
-                future.cancel()
-            wait(futures, return_when=FIRST_EXCEPTION)
+    said = compile_calls(calls, target=target, jobs=jobs)
+    yield from tqdm(said, total=next(said), unit="kernel", desc=f"sm_{arch}a")
 
 
-def _attempt(kernel: Outcome) -> Outcome:
-    """In a worker: any error of the compiler is the outcome of this kernel."""
-    warnings.simplefilter("ignore")
-    try:
-        return replace(kernel, seconds=compile_kernel(kernel.call, kernel.kernel))
-    except Exception as error:  # the compiler raises many kinds
-        return replace(kernel, error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-
-
-def summary(outcomes: list[Outcome]) -> str:
+def summary(outcomes: dict[int, list[Outcome]]) -> str:
     """A table by architecture and kernel: how many variants compiled, were in the cache, and failed; the slowest."""
     groups: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault((f"sm_{outcome.arch}a", outcome.kernel.split("/")[0]), []).append(outcome)
+    for arch, of_arch in outcomes.items():
+        for outcome in of_arch:
+            groups.setdefault((f"sm_{arch}a", outcome.kernel.split("/")[0]), []).append(outcome)
     rows = []
     for key, group in sorted(groups.items()):
         failed = sum(outcome.error is not None for outcome in group)
@@ -113,18 +82,6 @@ def summary(outcomes: list[Outcome]) -> str:
         slowest = f"{max(seconds):.1f}" if seconds else ""
         rows.append([*key, len(seconds), len(group) - len(seconds) - failed, failed, slowest])
     return markdown(["target", "kernel", "compiled", "in the cache already", "failed", "slowest (s)"], rows, left=2)
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables for processes that start while it is entered."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
 def _field(text: str) -> tuple[str, str]:

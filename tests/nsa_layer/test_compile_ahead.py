@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from nsa_layer.compile_ahead import ENVIRONMENT
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
 OWN = """
+import os
 import sys
 import warnings
 
@@ -22,12 +25,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nsa_layer import NSAConfig, MemoryPolicy, compile_ahead
 from nsa_layer.call_spec import OwnKeys
 from nsa_layer.cute import autograd
-from nsa_layer.compile_ahead import CallShape, kernel_names
+from nsa_layer.compile_ahead import CallShape, kernel_files
 from nsa_layer.cute.memory_plan import plan_memory
 
 warnings.simplefilter("ignore")
 
 class Context:
+    needs_input_grad = (True,)
     def save_for_backward(self, *tensors): self.saved_tensors = tensors
     def set_materialize_grads(self, value): pass
 
@@ -57,22 +61,37 @@ for more in ({}, dict(T=40), dict(Hkv=4), dict(config=tiles.replace(block_size=3
              dict(config=tiles.replace(deterministic=True, compress_stride=16))):
     for gate, projected, backward in (("weight", False, True), ("none", True, True), ("given", False, False)):
         call = shape(**more, gate=gate, projected=projected, backward=backward)
-        names = kernel_names(call)
-        assert names == asked(call), (call, names)
+        names = kernel_files(call)
+        assert list(names) == asked(call), (call, names)
         assert len(names) > (4 if not backward else 10), names
-        assert names == kernel_names(call)
-assert set(kernel_names(shape(lengths=(100, 0, 200)))) - set(kernel_names(shape()))
+        assert names == kernel_files(call)
+assert set(kernel_files(shape(lengths=(100, 0, 200)))) - set(kernel_files(shape()))
 for own in (OwnKeys._fields, ("k_cmp",), ("v_cmp", "k_win")):
     for q_tile in (1, 128):
         call = shape(own=own, config=NSAConfig(q_tile=q_tile))
-        names = kernel_names(call)
-        assert names == asked(call), (call, names)
+        names = kernel_files(call)
+        assert list(names) == asked(call), (call, names)
         assert any("pool/" in name for name in names) == (own != OwnKeys._fields), names
 """
 CALLED = """
+from nsa_layer import side_by_side
+side_by_side._begin = None  # nothing has to be compiled
 with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
 print(*sorted({"quack", "flash_attn.cute.flash_fwd_sm90"} & set(sys.modules)))
+"""
+
+# The call compiles what it needs, forward alone, while a worker compiles all of the step.
+BESIDE = """
+with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
+    own_call(shape(gate="none", backward=False))
+    own_call(shape(gate="none", backward=False))
+from nsa_layer import side_by_side
+from nsa_layer.compile_ahead import kernel_files
+((call, (worker, _)),) = side_by_side._begun.items()
+assert call.backward and os.waitpid(worker, 0)[1] == 0
+files = kernel_files(call)
+assert len(files) > 10 and all(file.exists() for file in files.values()), files
 """
 
 
@@ -82,7 +101,7 @@ def run(command: list[str], cache: Path, **environment: str) -> str:
     environment = os.environ | kept | {"CUDA_VISIBLE_DEVICES": ""} | environment
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_named_kernels_are_those_that_the_layer_asks_for(tmp_path: Path) -> None:
@@ -99,7 +118,37 @@ def test_a_call_finds_what_was_compiled_for_it(tmp_path: Path) -> None:
     kernels = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.o")}
     compiled = [line.split("|")[3:5] for line in said.splitlines() if line.startswith("| sm_90a ")]
     assert len(kernels) == sum(int(count) for count, _ in compiled) >= 6
-    assert run(["-c", OWN + CALLED], tmp_path, **ENVIRONMENT[90]).split() == [], "the call compiles nothing"
+    said = [line for line in run(["-c", OWN + CALLED], tmp_path, **ENVIRONMENT[90]).splitlines() if "Warn" not in line]
+    assert said == [""], "the call compiles nothing"
     cached = [line.split("|")[4] for line in run(command, tmp_path).splitlines() if line.startswith("| sm_90a ")]
     assert sum(map(int, cached)) == len(kernels)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.o")} == kernels
+
+
+@pytest.mark.sweep
+@pytest.mark.xdist_group("sm_90")
+def test_a_step_whose_kernels_are_missing_compiles_them_side_by_side(tmp_path: Path) -> None:
+    said = run(["-c", OWN + BESIDE], tmp_path, NSA_COMPILE_WORKERS="2", **ENVIRONMENT[90])
+    assert re.search(r"nsa_layer: compiling \d+ of \d+ kernels, once per configuration", said)
+
+
+@pytest.mark.sweep
+def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    program = """
+import os, torch
+import flash_attn.cute.interface
+from nsa_layer import NSAConfig, side_by_side
+from nsa_layer.compile_ahead import CallShape
+call = CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
+side_by_side._begin(call)
+side_by_side._begin(call)
+((worker, _),) = side_by_side._begun.values()
+print(worker, flush=True)
+os._exit(0)
+"""
+    said = run(["-c", program], tmp_path, NSA_COMPILE_WORKERS="2", **ENVIRONMENT[90])
+    folder, deadline = Path("/proc") / said.split()[0], time.monotonic() + 60
+    while folder.exists() and "Z" not in (folder / "stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert not [*tmp_path.rglob("*.o")]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nsa_layer import compile_ahead
 from nsa_layer.compile_ahead import ENVIRONMENT
 from nsa_tools.commands import compile
 from nsa_tools.testing import covering_calls
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.sweep
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_option_compiles(arch: int, cache: Path) -> None:
-    outcomes = list(compile.compile_calls(arch, covering_calls.covering_calls(arch, strength=1), jobs=1))
+    outcomes = list(compile.compile_for(arch, covering_calls.covering_calls(arch, strength=1), jobs=1))
     assert not {outcome.kernel: outcome.error for outcome in outcomes if outcome.error}
     kinds = {outcome.kernel.split("/")[0] for outcome in outcomes if outcome.seconds}
     assert kinds >= {"fwd", "bwd", "bwd_post", "nsa_pool", "nsa_block_topk", "nsa_gated_sum", "nsa_gated_sum_backward"}
@@ -53,10 +53,11 @@ def test_calls_are_distinct_and_kernels_take_them() -> None:
 
 
 def test_failure_is_an_outcome_and_not_the_end(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outcomes = [compile._attempt(compile.Outcome(90, name, CALL)) for name in ("fwd/no-such-kernel", "bwd/neither")]
+    names = ("fwd/no-such-kernel", "bwd/neither")
+    outcomes = [compile_ahead.attempt(compile_ahead.Wanted(name, cache / "none.o", CALL)) for name in names]
     assert all(outcome.seconds is None and outcome.error for outcome in outcomes)
-    compiled, cached = (replace(outcomes[0], error=None, seconds=seconds) for seconds in (1.25, None))
-    line = compile.summary([*outcomes, compiled, cached]).splitlines()[-1]
+    compiled, cached = (outcomes[0]._replace(error=None, seconds=seconds) for seconds in (1.25, None))
+    line = compile.summary({90: [*outcomes, compiled, cached]}).splitlines()[-1]
     assert [cell.strip() for cell in line.strip("|").split("|")] == ["sm_90a", "fwd", "1", "1", "1", "1.2"]
 
 

@@ -18,6 +18,7 @@ import stat
 import threading
 import time
 import warnings
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -147,6 +148,15 @@ class Turns:
                 return waited
             time.sleep(self.pause)
 
+    def is_taken(self, path: Path) -> bool:
+        """True if somebody has the turn at a kernel."""
+        try:
+            with open(path, "ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
     def end(self) -> None:
         """Give the turn back, if there is one."""
         file = getattr(self._own, "file", None)
@@ -156,10 +166,24 @@ class Turns:
 
 
 TURNS = Turns()
+_MISSED = threading.local()
+
+
+@contextmanager
+def at_first_miss(act: Callable[[], None]) -> Iterator[None]:
+    """Within, ``act`` is called when this thread asks for a kernel that is not kept, once."""
+    _MISSED.act = act
+    try:
+        yield
+    finally:
+        _MISSED.act = None
 
 
 def others_left(path: Path, load: Callable[..., Optional[bool]], *arguments: Any) -> bool:
     """For a kernel that is not kept: take the turn at it, and where that took waiting, load what others left."""
+    act, _MISSED.act = getattr(_MISSED, "act", None), None
+    if act is not None:
+        act()
     loaded = attempted(TURNS.take, path) and attempted(load, *arguments)
     if loaded:
         TURNS.end()
