@@ -84,13 +84,13 @@ FEATURES = (
     Feature("selected_attention with other blocks", lambda r: r.lists == "alone" and not _has_lists_alone(r), ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
     Feature(
-        "q_tile 1 with another block_size than 64",
-        lambda r: r.config.by_token and r.config.block_size != 64 and r.lists != "alone",
+        "q_tile below 128 with another block_size than 64",
+        lambda r: takes_unions(r.config) and r.config.block_size != 64 and r.lists != "alone",
         (),
     ),
     Feature("block_indices with q_tile 1", lambda r: r.lists == "kv" and r.config.by_token),
     Feature("q_tile 1", lambda r: r.config.by_token),
-    Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128, ()),
+    Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128),
     Feature(
         "compress_offset 0 with compress_stride 1",
         lambda r: (r.config.stride, r.config.offset) == (1, 0) and r.config.span > 1,

@@ -93,7 +93,7 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not return_aux:
             return o
-        aux = _joined_aux(parts, q, by_token=spec.config.by_token)
+        aux = _joined_aux(parts, q, unions=support.takes_unions(spec.config))
         ctx.mark_non_differentiable(*aux)
         return o, *aux
 
@@ -175,12 +175,12 @@ def _narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None
     return x.narrow(dim, heads[0], heads[1] - heads[0])
 
 
-def _joined_aux(parts: list[SavedForBackward], q: Tensor, *, by_token: bool) -> tuple[Tensor, ...]:
+def _joined_aux(parts: list[SavedForBackward], q: Tensor, *, unions: bool) -> tuple[Tensor, ...]:
     """`Aux`'s fields for all heads."""
     packed = q.dim() == 3
     heads_dim = 0 if packed else 1
     block_indices = [part.block_indices for part in parts]
-    block_indices = _joined(block_indices, -2) if by_token else _joined(block_indices, heads_dim).transpose(-3, -2)
+    block_indices = _joined(block_indices, -2) if unions else _joined(block_indices, heads_dim).transpose(-3, -2)
     lses = [_joined(list(lses), heads_dim) for lses in zip(*((p.lse_cmp, p.lse_slc, p.lse_swa) for p in parts))]
     g = _joined([part.g for part in parts], -2)
     if g is None:

@@ -18,6 +18,7 @@ from nsa_layer.cute.selected_branch import dq_options, selected_options, selecte
 from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
 from nsa_layer.kernels.mean_pool.pool import unpool
 from nsa_layer.profiler_ranges import component
+from nsa_layer.support import takes_unions
 
 Tensor = torch.Tensor
 
@@ -57,14 +58,15 @@ def backward(
     cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
     where = dict(spec=spec, packing=packing, q_offset=inputs.q_offset)
     of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
-    by_token = spec.config.by_token
-    # By tile, dk and dv of the selected branch take lists by key tile; so does dq, unless a pass of its own is faster.
-    split_dq = by_token or use_split_dq(q, v, spec)
+    unions = takes_unions(spec.config)
+    # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
+    # faster.
+    split_dq = unions or use_split_dq(q, v, spec)
     by_key = by_query = None
     with component("lists"):
         selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
         static = dict(block_counts=saved.block_counts, S=k.shape[-3], **where)
-        if not by_token:
+        if not unions:
             by_key = selected_sparsity(*selection, backward=True, **static)
         if split_dq or saved.o_slc is None:
             by_query = selected_sparsity(*selection, backward=False, **static)
@@ -118,7 +120,7 @@ def backward(
     with component("swa"):
         stored = [launch("swa", do_swa, rows_swa)]
     accum = None
-    if not by_token:
+    if not unions:
         with component("slc"):
             stored.append(launch("slc", do_slc, rows_slc))
         if split_dq:
@@ -126,7 +128,7 @@ def backward(
     with component("convert"):
         add = sums.write_dq(dq, cu_seqlens, add=gate_weight is not None)
     if split_dq:
-        with component("slc_dq" if by_token else "slc"):
+        with component("slc_dq" if unions else "slc"):
             into = dict(dq=dq, accum=accum, add=add, start=layouts.calls[-1].dq.start)
             backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query, packing))
     del accum
@@ -142,7 +144,7 @@ def backward(
         if apart:
             sums.add_dk_dv("swa", *of_window, stored[:1], cu_seqlens_k)
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
-    if by_token:
+    if unions:
         with component("pairs"):
             pairs = token_pairs(*selection, S=k.shape[-3], **where)
         with component("slc_dkdv"):

@@ -18,7 +18,7 @@ from nsa_layer.cute.topk_dispatch import block_topk, token_topk
 from nsa_layer.kernels.gating.gated_sum import gated_sum
 from nsa_layer.kernels.mean_pool.pool import pool
 from nsa_layer.profiler_ranges import component
-from nsa_layer.support import device_arch
+from nsa_layer.support import device_arch, takes_unions
 
 Tensor = torch.Tensor
 
@@ -55,8 +55,8 @@ class SavedForBackward(NamedTuple):
     """Tensors that a group's forward leaves to its backward.
 
     Attributes:
-        block_indices, block_counts: the selection, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B. By token
-            [B, T, Hkv, n], packed [total, Hkv, n], and None.
+        block_indices, block_counts: the selection, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B. For tiles
+            of less than 128 queries [B, M, Hkv, n], packed [all tiles, Hkv, n], and None.
         k_cmp, v_cmp: compressed keys and values as attention takes them; None where the caller gave them.
         k_mean, v_mean: the means of their blocks in fp32 where these are projected, else None.
         o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
@@ -103,6 +103,8 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
             indices = token_topk(q, k_cmp, lse_cmp, S=k.shape[-3], **where)
         else:
             indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
+            if takes_unions(spec.config):
+                indices, counts = indices.transpose(-3, -2), None
     del k_scored
     with component("lists"):
         lists = dict(block_counts=counts, S=k.shape[-3], **where)
@@ -168,7 +170,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict) -> tu
 def attend_selected(
     q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, sparsity: Sparsity, packing: Packing | None
 ) -> tuple[Tensor, Tensor]:
-    """The selected branch's `attend`; by token on Blackwell by a kernel of its own."""
-    if spec.config.by_token and by_warp(device_arch(q.device.index)):
+    """The selected branch's `attend`; over unions on Blackwell by a kernel of its own."""
+    if takes_unions(spec.config) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(sparsity, packing))
     return attend(q, k, v, spec, selected_options(sparsity, packing))

@@ -141,10 +141,11 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
     accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
     lists = 64 * tiles * query_heads * sizes.list_width
-    if sizes.q_tile == 1:
-        # Neither mean queries nor counts; dq's accumulator is gone when dk and dv of the selected branch are made.
-        saved_lists = tokens * sizes.Hkv * sizes.list_width * 4
+    if sizes.q_tile == 1:  # neither mean queries nor counts
         choice = 0 if sizes.needs_grad else tokens * heads * sizes.list_width * 4
+    if sizes.q_tile < ROWS:
+        # dq's accumulator is gone when dk and dv of the selected branch are made.
+        saved_lists = tiles * sizes.Hkv * sizes.list_width * 4
         forward_lists, pairs = _token_lists(sizes, heads)
         lists, accumulators = forward_lists, dk_dv_accum + max(dq_accum, pairs)
     # Outputs that were computed again are gone when accumulators are made; gates that are given make gradients of them.
@@ -163,7 +164,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
 def _token_lists(sizes: Sizes, heads: int) -> tuple[int, int]:
     """Bytes of lists by token: the unions' with their bits; those of pairs, with what makes them or is made of them."""
     tokens, G, n, keys = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width, sizes.keys or sizes.tokens
-    room = union_room(G, n, sizes.block_size, sizes.longest or keys)
+    room = union_room(G, n, sizes.block_size, sizes.longest or keys, sizes.q_tile)
     unions = -(-tokens * G // ROWS) * heads * (1 + room * (1 + words_of_entry(G))) * 4
     pairs, blocks = tokens * heads * n, -(-keys // sizes.block_size) * heads
     cap = max(1, rows_of_item(pairs * G) // G)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from nsa_layer.api import nsa
 from nsa_layer.call_spec import Aux
 from nsa_layer.kernels.token_lists.sizes import ROWS
+from nsa_layer.support import takes_unions
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.measure.timed_calls import (
     BACKWARD,
@@ -174,7 +175,7 @@ class Bench:
         worst = max((v for v in verdicts if v.name.split()[0] == "o"), key=lambda v: v.of_limit)
         wrong = [v.name for v in verdicts if not v.ok]
         found = dict(error=worst.error, eager_error=worst.eager_error, of_limit=worst.of_limit)
-        if shape.config.by_token:
+        if takes_unions(shape.config):
             found |= dict(union=union(made[0][1].block_indices, shape))
         return replace(row, **found, detail=f"WRONG: {', '.join(wrong)}" if wrong else None)
 
@@ -219,15 +220,16 @@ def union(block_indices: torch.Tensor, shape: Shape) -> float:
     """Blocks that the tokens of a tile of 128 rows list together, over those that one of them lists.
 
     Args:
-        block_indices: [B, T, Hkv, n] or packed [total, Hkv, n], padded with -1; `UNION_TILES` tiles of it are read.
+        block_indices: [B, M, Hkv, n] or packed [tiles, Hkv, n], padded with -1; those of `UNION_TILES` tiles of rows
+            are read.
     """
-    tokens = max(1, ROWS // (shape.Hq // shape.Hkv))
+    count = max(1, ROWS // (shape.Hq // shape.Hkv * shape.config.q_tile))
     lists = block_indices.flatten(0, -3)
-    lists = lists[: len(lists) // tokens * tokens].unflatten(0, (-1, tokens))
-    lists = lists[:: max(1, len(lists) // UNION_TILES)].transpose(1, 2)  # [tiles, Hkv, tokens, n]
+    lists = lists[: len(lists) // count * count].unflatten(0, (-1, count))
+    lists = lists[:: max(1, len(lists) // UNION_TILES)].transpose(1, 2)  # [tiles of rows, Hkv, count, n]
     together = lists.flatten(2).sort(-1).values
     distinct = (together[..., 1:] != together[..., :-1]).sum(-1) + (together[..., 0] >= 0)
-    return (distinct.sum() / ((lists >= 0).sum() / tokens)).item()
+    return (distinct.sum() / ((lists >= 0).sum() / count)).item()
 
 
 def _taken(timer: Timer, device: str) -> tuple[dict[str, float], int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa_layer.kernels.token_lists.sizes import ROWS, words_of_entry
+from nsa_layer.support import takes_unions
 from nsa_tools.measure.timing import milliseconds
 from nsa_tools.shape import Shape
 
@@ -91,8 +92,8 @@ def _window(T: int, shape: Shape) -> int:
 def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     """By component and direction, for the directions of the call.
 
-    By token the kernels' backward of the selected branch is two passes. What unions of neighbours' lists add to the
-    exact pairs is no work that has to be done.
+    Where the kernels take unions their backward of the selected branch is two passes. What unions of neighbours' lists
+    add to the exact pairs is no work that has to be done.
     """
     s, e, config, gated = shape, shape.dtype.itemsize, shape.config, shape.gate == "weight"
     lengths = [s.T] * s.B if s.lengths is None else s.lengths
@@ -121,15 +122,16 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     for name, count in pairs.items():
         found[name, "forward"] = Work(q + o + keys[name] + rows, 2 * count * s.Hq * (s.D + s.Dv))
         found[name, "backward"] = Work(2 * q + o + 2 * keys[name] + 2 * rows, 2 * count * s.Hq * (3 * s.D + 2 * s.Dv))
-    if config.by_token and backend == "cute":
+    if takes_unions(config) and backend == "cute":
         # Unions cannot be shorter than one token's list; pairs are read from the lists, and written once.
         G = s.Hq // s.Hkv
         unions = sum(-(-length * G // ROWS) for length in lengths) * s.Hkv * config.list_width(max(lengths))
         found["lists", "forward"] = found["lists", "backward"] = Work(lists + unions * 4 * (1 + words_of_entry(G)))
-        found["pairs", "backward"] = Work(2 * lists)
+        pairs_of_tokens = tokens * s.Hkv * config.list_width(max(lengths)) * 4
+        found["pairs", "backward"] = Work(lists + pairs_of_tokens)
         # Two passes over the exact pairs: of backward's five products both make q . k and do . v.
         del found["slc", "backward"]
         products = 2 * pairs["slc"] * s.Hq
         found["slc_dq", "backward"] = Work(2 * q + o + kv + 2 * rows, products * (2 * s.D + s.Dv))
-        found["slc_dkdv", "backward"] = Work(q + o + 2 * kv + 2 * rows + lists, products * 2 * (s.D + s.Dv))
+        found["slc_dkdv", "backward"] = Work(q + o + 2 * kv + 2 * rows + pairs_of_tokens, products * 2 * (s.D + s.Dv))
     return {(name, way): work for (name, way), work in found.items() if s.backward or way == "forward"}

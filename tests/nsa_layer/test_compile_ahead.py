@@ -57,6 +57,7 @@ def asked(call):
 NAMED = """
 tiles = NSAConfig(q_tile=128)
 for more in ({}, dict(T=40), dict(Hkv=4), dict(config=tiles.replace(block_size=32)), dict(config=tiles),
+             dict(config=tiles.replace(q_tile=16)),
              dict(config=tiles.replace(block_size=256)), dict(policy=MemoryPolicy(budget=0)), dict(causal=False),
              dict(config=tiles.replace(deterministic=True, compress_stride=16))):
     for gate, projected, backward in (("weight", False, True), ("none", True, True), ("given", False, False)):

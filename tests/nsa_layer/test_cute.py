@@ -49,7 +49,7 @@ SIZES = dict(G=(1, 2, 4, 8, 16), T=(1, 63, 64, 65, 127, 300, 1000), D=(64, 128),
 PAIRS = covering([tuple(zip(SIZES, values)) for values in itertools.product(*SIZES.values())], 2)
 
 OF_TOKENS = dict(G=(1, 2, 3, 4, 8, 16), D=(64, 128), dtype=DTYPES, packed=(False, True))
-OF_TOKENS |= dict(causal=(True, False), paper=(False, True), gate=("weight", "given", "none"))
+OF_TOKENS |= dict(causal=(True, False), paper=(False, True), gate=("weight", "given", "none"), q_tile=(1, 2, 16, 64))
 BY_TOKEN = covering([tuple(zip(OF_TOKENS, values)) for values in itertools.product(*OF_TOKENS.values())], 2)
 
 
@@ -65,10 +65,10 @@ def test_kernels(sizes: dict) -> None:
 
 @pytest.mark.parametrize("sizes", list(map(dict, BY_TOKEN)), ids=str)
 def test_kernels_by_token(sizes: dict) -> None:
-    """Options of which every two meet, each token with a list of its own, at every length."""
-    G, paper = sizes["G"], sizes["paper"]
-    sizes_apart = dict(compress_size=32, compress_stride=16) if paper else {}
-    config = NSAConfig(q_tile=1, block_counts=5, window_size=100, **sizes_apart)
+    """Options of which every two meet, each token or few of them with a list of their own, at every length."""
+    G, paper, q_tile = sizes["G"], sizes["paper"], sizes["q_tile"]
+    sizes_apart = dict(compress_size=32, compress_stride=16) if paper and q_tile == 1 else {}
+    config = NSAConfig(q_tile=q_tile, block_counts=5, window_size=100, **sizes_apart)
     options = {name: sizes[name] for name in ("D", "dtype", "causal", "gate")} | dict(compress_weights=paper)
     for T in SIZES["T"]:
         lengths = (T, 0, 70, T // 2 + 1) if sizes["packed"] else None

@@ -65,7 +65,7 @@ def test_given_compressed_keys_choose(backend: str, q_tile: int) -> None:
     assert (chosen[0, -(-31 // q_tile) :, 0, 0] == 3).all()
 
 
-SUBSETS = [OWN_KEYS, ("k_cmp", "v_cmp"), ("k_win", "v_win"), ("k_cmp", "v_win"), ("v_cmp", "k_win")]
+SUBSETS = [OWN_KEYS, OWN_KEYS[:2], OWN_KEYS[2:], ("k_cmp", "v_win"), ("v_cmp", "k_win"), OWN_KEYS[1:]]
 LENGTHS = [None, (300, 0, 33, 513)]
 
 

@@ -44,8 +44,7 @@ UNSUPPORTED = {
     "head dimension (192, 128)": dict(D=192, Dv=128),
     "any other head dimension": dict(D=80, Dv=80),
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
-    "q_tile 1 with another block_size than 64": dict(config=NSAConfig(q_tile=1, block_size=128)),
-    "q_tile 2 to 64": dict(config=NSAConfig(q_tile=64)),
+    "q_tile below 128 with another block_size than 64": dict(config=NSAConfig(q_tile=16, block_size=128)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
     "block_indices with another q_tile": dict(lists="kv"),
@@ -66,6 +65,11 @@ def test_what_the_kernels_lack_is_refused_and_named(arch: int, feature: str, bac
         return
     with pytest.raises(NotImplementedError, match=re.escape(f"sm_{arch}: the kernels do not support {feature}")):
         choose(backend, **asked)
+
+
+@pytest.mark.parametrize("q_tile", [2, 64])
+def test_a_list_for_a_few_tokens_is_supported(arch: int, q_tile: int) -> None:
+    assert choose(config=NSAConfig(q_tile=q_tile)) == "cute"
 
 
 def test_a_list_for_each_token_is_supported(arch: int) -> None:

@@ -329,7 +329,8 @@ def test_smooth_inputs_change_slowly_and_have_unit_variance() -> None:
 
 
 def test_union_counts_the_blocks_of_a_tile_once() -> None:
-    shape = replace(SHAPE, T=128, Hq=64, Hkv=1)  # two tokens a tile
     lists = torch.tensor([[0, 1, -1], [0, 2, 3]], dtype=torch.int32).repeat(64, 1).view(1, 128, 1, 3)
-    assert union(lists, shape) == pytest.approx(4 / 2.5)
-    assert union(lists[0], shape) == pytest.approx(4 / 2.5)
+    for Hq, q_tile in ((64, 1), (16, 4)):  # two lists a tile
+        shape = replace(SHAPE, T=128 * q_tile, Hq=Hq, Hkv=1, config=CONFIG.replace(q_tile=q_tile))
+        assert union(lists, shape) == pytest.approx(4 / 2.5)
+        assert union(lists[0], shape) == pytest.approx(4 / 2.5)
