@@ -97,14 +97,13 @@ def nsa(
     rest = (softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own)
     spec = check_inputs(Arguments(q, k, v, config, *weights, *rest))
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *cast))
-    lists = None if block_indices is None else "kv" if block_indices.shape[-2] == k.shape[-2] else "q"
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(
         support.choose_backend,
         backend,
         **sizes,
         needs_grad=needs_grad,
-        lists=lists,
+        lists=None if block_indices is None else "given",
         own_keys=any(x is not None for x in own),
     )
     spec = determinism.in_force(spec, choose)

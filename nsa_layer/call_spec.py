@@ -21,6 +21,7 @@ class CallSpec:
         softmax_scale: the factor of q . k, in all branches and in the selection of blocks.
         lengths: the packed sequences' lengths, or None for a batch of equal length.
         lengths_k: those of their keys, where queries are a stretch of a longer context; None: the same.
+        listed: the lists of blocks are the caller's.
     """
 
     config: NSAConfig
@@ -28,6 +29,7 @@ class CallSpec:
     softmax_scale: float
     lengths: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
+    listed: bool = False
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:

@@ -87,7 +87,7 @@ def _check(given: Arguments) -> CallSpec:
         tiles = [config.num_tiles(T) for T in lengths or q.shape[1:2]]
         blocks = [config.num_blocks(T) for T in lengths or q.shape[1:2]]
         check_lists(block_indices, q, Hkv, tiles, blocks, packed=lengths is not None)
-    return CallSpec(config, causal, check_scale(softmax_scale, D), lengths)
+    return CallSpec(config, causal, check_scale(softmax_scale, D), lengths, listed=block_indices is not None)
 
 
 def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | None) -> None:

@@ -16,7 +16,7 @@ BACKENDS = {"cute": "nsa_layer.cute.autograd", "eager": "nsa_layer.eager", "refe
 ARCHITECTURES = (90, 100)
 KV_TILE = 128  # tokens of the kernels' key/value tile
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
-UNION_BLOCK = 64  # tokens of a block of unions
+UNION_BLOCK = 64  # tokens of an entry of such a union
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) of attention, and where the kernels take it.
 HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
@@ -28,9 +28,13 @@ def hopper_kv_tile(block_size: int) -> int:
     return 64 if block_size == 64 else KV_TILE
 
 
-def takes_unions(config: NSAConfig) -> bool:
-    """True if a kernel's tile of 128 rows has the queries of several lists, and reads their union."""
-    return config.q_tile < UNION_ROWS
+def takes_unions(config: NSAConfig, *, listed: bool = False) -> bool:
+    """True if a kernel's tile of 128 rows has the queries of several lists, and reads their union.
+
+    Args:
+        listed: the lists are the caller's, which are read so whatever they are of.
+    """
+    return listed or config.q_tile < UNION_ROWS
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,17 @@ def _has_dims(dims: tuple[int, int]) -> Callable[[Request], bool]:
     return lambda r: (r.D, r.Dv) == dims
 
 
+def _by_union(r: Request) -> bool:
+    return takes_unions(r.config, listed=r.lists is not None)
+
+
 def _tiles_fit(r: Request) -> bool:
     size = r.config.block_size
-    return r.lists == "alone" or KV_TILE % size == 0 or size % KV_TILE == 0
+    return KV_TILE % size == 0 or size % (UNION_BLOCK if _by_union(r) else KV_TILE) == 0
 
 
-def _has_lists_alone(r: Request) -> bool:
-    return r.lists == "alone" and r.config.block_size % UNION_BLOCK == 0
+def _is_small(r: Request) -> bool:
+    return _by_union(r) and r.config.block_size < UNION_BLOCK
 
 
 FEATURES = (
@@ -80,15 +88,10 @@ FEATURES = (
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
     Feature("block_size that divides 128 or is a multiple of it", _tiles_fit),
     Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
-    Feature("selected_attention with blocks of a multiple of 64", _has_lists_alone),
-    Feature("selected_attention with other blocks", lambda r: r.lists == "alone" and not _has_lists_alone(r), ()),
+    Feature("block_size below 64 by token", _is_small, ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
-    Feature(
-        "q_tile below 128 with another block_size than 64",
-        lambda r: takes_unions(r.config) and r.config.block_size != 64 and r.lists != "alone",
-        (),
-    ),
-    Feature("block_indices with q_tile 1", lambda r: r.lists == "kv" and r.config.by_token),
+    Feature("block_indices", lambda r: r.lists == "given"),
+    Feature("selected_attention", lambda r: r.lists == "alone"),
     Feature("q_tile 1", lambda r: r.config.by_token),
     Feature("q_tile 2 to 64", lambda r: 1 < r.config.q_tile < 128),
     Feature(
@@ -99,8 +102,6 @@ FEATURES = (
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
-    Feature("block_indices with another q_tile", lambda r: r.lists == "kv" and not r.config.by_token, ()),
-    Feature("block_indices for each query head", lambda r: r.lists == "q", ()),
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
     Feature("packed sequences", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
@@ -167,7 +168,7 @@ def choose_backend(
     A GPU with kernels that lack something asked for is an error too: nothing slower takes over without being named.
 
     Args:
-        lists: whose the caller's lists of blocks are: "kv" or "q" heads', "alone" for `selected_attention`; or None.
+        lists: "given" where the caller gives lists of blocks, "alone" for `selected_attention`; or None.
         own_keys: keys or values of a branch are the caller's.
 
     Raises:

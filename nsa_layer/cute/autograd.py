@@ -67,12 +67,13 @@ def attend(
         require_choice_by_token(spec.config)
     gate = "given" if gates is not None else "none" if gate_weight is None else "weight"
     own_window = k_win is not None or v_win is not None
-    sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own_window)
+    sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own_window, lists=block_indices)
     plan = plan_memory(sizes, memory, q.device)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     own = OwnKeys(k_cmp, v_cmp, k_win, v_win).map(readable)
     q, k, v = map(readable, (q, k, v))
-    packing = Packing.of(spec, q.device, q.shape[-2] // k.shape[-2])
+    lists = k if block_indices is None else block_indices
+    packing = Packing.of(spec, q.device, q.shape[-2] // lists.shape[-2])
     made = _Attend.apply(packing, spec, plan, return_aux, q, k, v, *weights, *own, block_indices, q_offset)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
@@ -93,7 +94,7 @@ class _Attend(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if not return_aux:
             return o
-        aux = _joined_aux(parts, q, unions=support.takes_unions(spec.config))
+        aux = _joined_aux(parts, q, unions=support.takes_unions(spec.config, listed=spec.listed))
         ctx.mark_non_differentiable(*aux)
         return o, *aux
 
@@ -113,7 +114,8 @@ def _gradients(
     inputs = Inputs(*tensors[:given], packing)
     q, k, v = inputs[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes, needs_grad=True))
+    sizes |= dict(needs_grad=True, lists="given" if spec.listed else None)
+    spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes))
     do = readable(do)
     of_tokens = (*inputs[:3], inputs.k_win, inputs.v_win)
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens]
@@ -157,7 +159,10 @@ def head_group(inputs: Inputs, first: int, end: int) -> Inputs:
     """The inputs of key/value heads `first` to `end` with their query heads."""
     query, key = _query_heads(inputs.q, inputs.k, first, end), (first, end)
     parts = dict(q=_narrow(inputs.q, -2, query), gates=_narrow(inputs.gates, -2, query))
-    parts |= {name: _narrow(getattr(inputs, name), -2, key) for name in ("k", "v", *OwnKeys._fields, "block_indices")}
+    parts |= {name: _narrow(getattr(inputs, name), -2, key) for name in ("k", "v", *OwnKeys._fields)}
+    if inputs.block_indices is not None:
+        of_query_heads = inputs.block_indices.shape[-2] == inputs.q.shape[-2]
+        parts["block_indices"] = _narrow(inputs.block_indices, -2, query if of_query_heads else key)
     parts |= {name: _narrow(getattr(inputs, name), 0, key) for name in ("w_k", "w_v")}
     return inputs._replace(**parts, gate_weight=_narrow(inputs.gate_weight, 0, query))
 

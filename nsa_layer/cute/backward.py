@@ -58,7 +58,7 @@ def backward(
     cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
     where = dict(spec=spec, packing=packing, q_offset=inputs.q_offset)
     of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
-    unions = takes_unions(spec.config)
+    unions = takes_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
     # faster.
     split_dq = unions or use_split_dq(q, v, spec)

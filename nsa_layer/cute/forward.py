@@ -103,7 +103,7 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
             indices = token_topk(q, k_cmp, lse_cmp, S=k.shape[-3], **where)
         else:
             indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
-            if takes_unions(spec.config):
+            if takes_unions(spec.config, listed=spec.listed):
                 indices, counts = indices.transpose(-3, -2), None
     del k_scored
     with component("lists"):
@@ -171,6 +171,6 @@ def attend_selected(
     q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, sparsity: Sparsity, packing: Packing | None
 ) -> tuple[Tensor, Tensor]:
     """The selected branch's `attend`; over unions on Blackwell by a kernel of its own."""
-    if takes_unions(spec.config) and by_warp(device_arch(q.device.index)):
+    if takes_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(sparsity, packing))
     return attend(q, k, v, spec, selected_options(sparsity, packing))

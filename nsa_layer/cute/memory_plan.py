@@ -67,6 +67,8 @@ class Sizes:
         gate: "weight", "given" (the gates themselves) or "none".
         block_size, longest: of lists by token; longest is the keys of one sequence, None: all.
         own_window: the window has keys or values of its own.
+        listed: lists are the caller's.
+        rows: query heads that share a list; None: those of a group.
     """
 
     tokens: int
@@ -85,6 +87,8 @@ class Sizes:
     longest: int | None = None
     own_window: bool = False
     keys: int | None = None
+    listed: bool = False
+    rows: int | None = None
 
     @classmethod
     def of(
@@ -96,13 +100,16 @@ class Sizes:
         gate: str,
         needs_grad: bool,
         own_window: bool = False,
+        lists: torch.Tensor | None = None,
     ) -> Sizes:
-        """The sizes of a call's tensors: q [B, T, Hq, D] or [total, Hq, D], v alike."""
+        """The sizes of a call's tensors: q [B, T, Hq, D] or [total, Hq, D], v alike; lists [..., Hs, n], the caller's."""
         config, longest = spec.config, max(spec.key_lengths) if spec.lengths else v.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
-        static = (q.element_size(), config.stride, config.q_tile, config.list_width(longest))
+        width = config.list_width(longest) if lists is None else lists.shape[-1]
+        static = (q.element_size(), config.stride, config.q_tile, width)
+        rows = None if lists is None else q.shape[-2] // lists.shape[-2]
         more = (config.deterministic, config.block_size, longest, own_window, v.shape[:-2].numel())
-        return cls(tokens, *heads, *static, gate, needs_grad, *more)
+        return cls(tokens, *heads, *static, gate, needs_grad, *more, lists is not None, rows)
 
 
 @dataclass(frozen=True)
@@ -143,9 +150,11 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     lists = 64 * tiles * query_heads * sizes.list_width
     if sizes.q_tile == 1:  # neither mean queries nor counts
         choice = 0 if sizes.needs_grad else tokens * heads * sizes.list_width * 4
-    if sizes.q_tile < ROWS:
+    if sizes.listed:
+        choice = 0
+    if sizes.listed or sizes.q_tile < ROWS:
         # dq's accumulator is gone when dk and dv of the selected branch are made.
-        saved_lists = tiles * sizes.Hkv * sizes.list_width * 4
+        saved_lists = 0 if sizes.listed else tiles * sizes.Hkv * sizes.list_width * 4
         forward_lists, pairs = _token_lists(sizes, heads)
         lists, accumulators = forward_lists, dk_dv_accum + max(dq_accum, pairs)
     # Outputs that were computed again are gone when accumulators are made; gates that are given make gradients of them.
@@ -163,11 +172,14 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
 
 def _token_lists(sizes: Sizes, heads: int) -> tuple[int, int]:
     """Bytes of lists by token: the unions' with their bits; those of pairs, with what makes them or is made of them."""
-    tokens, G, n, keys = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width, sizes.keys or sizes.tokens
-    room = union_room(G, n, sizes.block_size, sizes.longest or keys, sizes.q_tile)
-    unions = -(-tokens * G // ROWS) * heads * (1 + room * (1 + words_of_entry(G))) * 4
-    pairs, blocks = tokens * heads * n, -(-keys // sizes.block_size) * heads
-    cap = max(1, rows_of_item(pairs * G) // G)
+    tokens, G, n = sizes.tokens, sizes.Hq // sizes.Hkv, sizes.list_width
+    keys = sizes.keys or sizes.tokens
+    rows = sizes.rows or G
+    list_heads = heads * G // rows
+    room = union_room(rows, n, sizes.block_size, sizes.longest or keys, sizes.q_tile)
+    unions = -(-tokens * rows // ROWS) * list_heads * (1 + room * (1 + words_of_entry(rows))) * 4
+    pairs, blocks = tokens * list_heads * n, -(-keys // sizes.block_size) * heads
+    cap = max(1, rows_of_item(pairs * rows) // rows)
     items = (pairs // cap + blocks) * 16 + blocks * 4
     partials = most_partials(pairs, cap) * sizes.block_size * (sizes.D + sizes.Dv) * 4
     return unions, pairs * 4 + items + max(CHUNKS * blocks * 4, partials)

@@ -11,7 +11,7 @@ import torch
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.token_lists.sizes import ROWS
-from nsa_layer.support import hopper_kv_tile
+from nsa_layer.support import hopper_kv_tile, takes_unions
 
 
 class Packing(NamedTuple):
@@ -21,8 +21,8 @@ class Packing(NamedTuple):
 
     Attributes:
         cu_seqlens, cu_seqlens_k, cu_blocks, cu_tiles, cu_kv_tiles, cu_row_tiles: of queries, of keys, of compressed
-            blocks, of the choice's query tiles, of Hopper's key tiles, and of tiles of 128 rows, where each query has a
-            row for each head of a group.
+            blocks, of the choice's query tiles, of Hopper's key tiles (with unions: of blocks), and of tiles of 128 rows,
+            where each query has a row for each head that shares its list.
         total_blocks, total_kv_tiles, total_row_tiles: of all sequences.
         longest, longest_k, longest_blocks: of one sequence, in queries, in keys and in compressed blocks.
     """
@@ -41,17 +41,18 @@ class Packing(NamedTuple):
     longest_blocks: int
 
     @classmethod
-    def of(cls, spec: CallSpec, device: torch.device, G: int = 1) -> Packing | None:
+    def of(cls, spec: CallSpec, device: torch.device, rows: int = 1) -> Packing | None:
         """The starts of a call, without a synchronisation; None for a batch of equal length.
 
         Args:
-            G: query heads of a group.
+            rows: of a token in a tile: query heads that share a list.
         """
         if spec.lengths is None:
             return None
         config, longest, longest_k = spec.config, max(spec.lengths), max(spec.key_lengths)
         find = _starts if _are_lasting() else _starts.__wrapped__
-        copy, starts, totals = find(spec.lengths, spec.key_lengths, config, G, device)
+        unions = takes_unions(config, listed=spec.listed)
+        copy, starts, totals = find(spec.lengths, spec.key_lengths, config, unions, rows, device)
         copy.ready()
         return cls(*starts, *totals, longest, longest_k, config.compressed_length(longest_k))
 
@@ -117,14 +118,19 @@ def _aligned(size: int) -> int:
 
 @lru_cache(maxsize=64)
 def _starts(
-    lengths: tuple[int, ...], key_lengths: tuple[int, ...], config: NSAConfig, G: int, device: torch.device
+    lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    config: NSAConfig,
+    unions: bool,
+    rows: int,
+    device: torch.device,
 ) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, int, int]]:
     """Starts of queries, keys, blocks and all kinds of tiles, together and one by one; totals of blocks, key and row
     tiles."""
-    kv_tile = hopper_kv_tile(config.block_size)
+    kv_tile = config.block_size if unions else hopper_kv_tile(config.block_size)
     blocks, tiles = map(config.compressed_length, key_lengths), map(config.num_tiles, lengths)
     kv_tiles = (-(-length // kv_tile) for length in key_lengths)
-    row_tiles = (-(-length * G // ROWS) for length in lengths)
+    row_tiles = (-(-length * rows // ROWS) for length in lengths)
     starts = [
         list(accumulate(counts, initial=0)) for counts in (lengths, key_lengths, blocks, tiles, kv_tiles, row_tiles)
     ]

@@ -122,10 +122,10 @@ def selected_sparsity(
         NotImplementedError: q_offset where unions are not taken.
     """
     config, causal, device = spec.config, spec.causal, block_indices.device
-    if takes_unions(config):
-        places = Places.of_layer(T, T if S is None else S, spec, packing, q_offset)
-        lists = query_lists(block_indices, heads[0] // heads[1], places)
-        return Sparsity(lists, causal, pack_gqa=True, q_offset=places.q_offset)
+    if takes_unions(config, listed=spec.listed):
+        Hs, places = block_indices.shape[-2], Places.of_layer(T, T if S is None else S, spec, packing, q_offset)
+        lists = query_lists(block_indices, heads[0] // Hs, places)
+        return Sparsity(lists, causal, pack_gqa=Hs == heads[1], q_offset=places.q_offset)
     if q_offset is not None:
         raise NotImplementedError(f"q_offset with q_tile={config.q_tile} on the kernels: tiles below 128 queries alone")
     tile = (backward_tile if backward else forward_tile)(device, config.block_size)

@@ -152,15 +152,16 @@ def test_a_choice_given_back_gives_the_same_bits() -> None:
 
 def test_the_kernels_refuse_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists that they do not take are refused by `nsa` and by `selected_attention`, before anything is computed."""
-    monkeypatch.setattr(support, "device_arch", lambda index=None: 90)
     with FakeTensorMode():
         q, k = (torch.empty(1, 128, H, 64, dtype=torch.bfloat16, device="cuda") for H in (4, 2))
-        lists = torch.empty(1, 1, 2, 3, dtype=torch.int32, device="cuda")
-        for backend in (None, "cute"):
-            with pytest.raises(NotImplementedError, match="sm_90: the kernels do not support block_indices"):
-                nsa(q, k, k, config=NSAConfig(q_tile=128), block_indices=lists, backend=backend)
-            with pytest.raises(NotImplementedError, match="sm_90: the kernels do not support"):
-                selected_attention(q, k, k, lists, block_size=32, backend=backend)
+        lists = torch.empty(1, 128, 2, 3, dtype=torch.int32, device="cuda")
+        for arch in support.ARCHITECTURES:
+            monkeypatch.setattr(support, "device_arch", lambda index=None: arch)
+            for backend in (None, "cute"):
+                with pytest.raises(NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"):
+                    nsa(q, k, k, block_indices=lists, config=NSAConfig(block_size=32, q_tile=1), backend=backend)
+                with pytest.raises(NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"):
+                    selected_attention(q, k, k, lists, block_size=32, backend=backend)
 
 
 def test_rows_without_keys() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
-from nsa_layer import selected_attention
+from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected_attention
 
 Tensor = torch.Tensor
 
@@ -218,3 +218,37 @@ def test_kernels_are_launched(case: Case, stubbed: None) -> None:
     got = called(given, do, "cute")
     assert [name for (name, *_), _ in LAUNCHED] == KERNELS
     assert [got[name].shape for name in ("dq", "dk", "dv")] == [given[name].shape for name in "qkv"]
+
+
+@pytest.mark.parametrize("Hs", [2, 8])
+@pytest.mark.parametrize("q_tile", [1, 32, 256])
+def test_the_layer_takes_lists(Hs: int, q_tile: int, stubbed: None) -> None:
+    """All heads at once, and in groups of one key/value head."""
+    config = NSAConfig(block_size=64, q_tile=q_tile)
+    q, k = (torch.randn(1, 300, H, 64, dtype=torch.bfloat16, requires_grad=True) for H in (8, 2))
+    lists = torch.zeros(1, config.num_tiles(300), Hs, 5, dtype=torch.int32)
+    for memory, groups in ((MemoryPolicy(), 1), (MemoryPolicy(budget=0), 2)):
+        LAUNCHED.clear()
+        given = dict(config=config, block_indices=lists, memory=memory)
+        o, aux = nsa(q, k, k, **given, backend="cute", return_aux=True)
+        o.sum().backward()
+        names = [name for (name, *_), _ in LAUNCHED]
+        assert aux.block_indices.shape == lists.shape
+        assert names.count("token_pairs") == 2 * groups and names.count("union_lists") >= 2 * groups
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("Hs, q_tile", [(2, 64), (8, 256)])
+def test_lists_of_the_layer(Hs: int, q_tile: int) -> None:
+    """The selected branch of `nsa` is `selected_attention`, bit for bit."""
+    case = replace(STATIC[0], G=4, lengths=((300, 300),), by_head=Hs == 8, q_tile=q_tile, q_offset="end")
+    given, do = drawn(case, "cuda")
+    alone = called(given, do, "cute")
+    gates = torch.zeros(2, 300, 8, 3, device="cuda")
+    gates[..., 1] = 1
+    leaves = [given[name].detach().requires_grad_() for name in "qkv"]
+    options = dict(config=NSAConfig(q_tile=q_tile), gates=gates, block_indices=given["block_indices"])
+    o = nsa(*leaves, **options, backend="cute")
+    assert o.equal(alone["o"])
+    for x, name in zip(torch.autograd.grad(o, leaves, do), ("dq", "dk", "dv"), strict=True):
+        torch.testing.assert_close(x, alone[name], rtol=2**-7, atol=2**-7)

@@ -44,12 +44,9 @@ UNSUPPORTED = {
     "head dimension (192, 128)": dict(D=192, Dv=128),
     "any other head dimension": dict(D=80, Dv=80),
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
-    "q_tile below 128 with another block_size than 64": dict(config=NSAConfig(q_tile=16, block_size=128)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
-    "block_indices with another q_tile": dict(lists="kv"),
-    "block_indices for each query head": dict(lists="q"),
-    "selected_attention with other blocks": dict(lists="alone", config=_alone(32)),
+    "block_size below 64 by token": dict(config=NSAConfig(q_tile=1, block_size=32)),
     "deterministic backward": dict(config=TILES.replace(deterministic=True)),
 }
 ON_ONE = {"deterministic backward": 100}
@@ -73,7 +70,7 @@ def test_a_list_for_a_few_tokens_is_supported(arch: int, q_tile: int) -> None:
 
 
 def test_a_list_for_each_token_is_supported(arch: int) -> None:
-    assert choose(config=NSAConfig.paper()) == choose(config=NSAConfig(q_tile=1), lists="kv") == "cute"
+    assert choose(config=NSAConfig.paper()) == choose(config=NSAConfig(q_tile=1), lists="given") == "cute"
     assert choose(config=_alone(192), lists="alone") == "cute"
 
 
