@@ -7,7 +7,7 @@ from importlib import import_module
 
 import torch
 
-from nsa_layer import autocast, determinism, support
+from nsa_layer import autocast, determinism, operators, support
 from nsa_layer.call_spec import Aux, OwnKeys
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy
@@ -108,7 +108,7 @@ def nsa(
     )
     spec = determinism.in_force(spec, choose)
     name = choose(config=spec.config)
-    implementation = import_module(support.BACKENDS[name])
+    implementation = operators if name == "eager" else import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
     more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")

@@ -57,6 +57,7 @@ class BlockMLP(nn.Module):
 def compressed(
     x: torch.Tensor,
     lengths: tuple[int, ...] | None,
+    starts: torch.Tensor | None = None,
     *,
     network: BlockMLP | None,
     weight: torch.Tensor | None,
@@ -66,10 +67,26 @@ def compressed(
 
     Args:
         lengths: of packed sequences, none of whose blocks holds tokens of two.
+        starts: int32 [sequences + 1], of packed sequences whose lengths are not known; the result then has rows for as
+            many blocks as there could be, of which those at the end may be of anything.
         network: in place of the mean and the projection by weight [Hkv, D, D].
     """
+    static = dict(network=network, weight=weight, config=config)
+    if lengths is None and starts is not None:
+        return compressed(_packed_blocks(x, starts, config), None, **static).squeeze(1)
     if lengths is not None:
         parts = (x_i.unsqueeze(0) for x_i in x.split(lengths))
-        static = dict(network=network, weight=weight, config=config)
         return torch.cat([compressed(part, None, **static)[0] for part in parts])
     return (compress(x, weight, config=config) if network is None else network(x)).to(x.dtype)
+
+
+def _packed_blocks(x: torch.Tensor, starts: torch.Tensor, config: NSAConfig) -> torch.Tensor:
+    """[total, Hkv, D] -> [rows, l, Hkv, D], the tokens of the complete blocks of all sequences, in order."""
+    total, starts = x.shape[0], starts.to(x.device).long()
+    counts = ((starts.diff() - config.span) // config.stride + 1).clamp(min=0)
+    ends = counts.cumsum(0)
+    block = torch.arange(total // config.stride, device=x.device)
+    sequence = torch.searchsorted(ends, block, right=True).clamp(max=len(counts) - 1)
+    first = starts[sequence] + (block - (ends - counts)[sequence]) * config.stride
+    tokens = first[:, None] + torch.arange(config.span, device=x.device)
+    return x[tokens.clamp(max=total - 1)]

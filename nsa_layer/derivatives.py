@@ -6,11 +6,14 @@ respect to the operator's own inputs finds no path to it, and is zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._C import _functorch as functorch
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from nsa_layer import autocast
@@ -37,7 +40,7 @@ class ReverseMode(torch.autograd.Function):
         raise NotImplementedError(FORWARD_MODE)
 
 
-class _FirstDerivatives(ReverseMode):
+class FirstDerivatives(ReverseMode):
     """Backward as a function of everything that it depends on, so that every second derivative fails here."""
 
     @staticmethod
@@ -56,18 +59,74 @@ class _FirstDerivatives(ReverseMode):
         )
 
 
-def first_derivatives(backend: str, compute: Callable[..., tuple], do: torch.Tensor, *args: Any) -> tuple:
-    """``compute(do, *args)`` for the backward of a function: without autocast, and refusing to be differentiated.
+def first_derivatives(backend: str, compute: Callable[..., tuple], *args: Any) -> tuple:
+    """``compute(*args)`` for the backward of a function: without autocast, and refusing to be differentiated.
 
     Args:
-        args: every tensor that the result depends on is one of them.
+        args: the outputs' gradients, and every tensor that the result depends on.
     """
-    if functorch.is_legacy_batchedtensor(do):  # is_grads_batched has a vmap of its own, which is no transform
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if any(map(functorch.is_legacy_batchedtensor, tensors)):  # is_grads_batched has a vmap of its own, no transform
         raise NotImplementedError(VMAP)
-    with autocast.off(do.device):
-        if torch.is_grad_enabled() or _is_transformed():
-            return _FirstDerivatives.apply(backend, compute, do, *args)
-        return compute(do, *args)
+    with autocast.off(tensors[0].device):
+        if torch.is_grad_enabled() or is_transformed():
+            return FirstDerivatives.apply(backend, compute, *args)
+        return compute(*args)
+
+
+_attention = threading.local()  # the log-sum-exps that are noted, or those that are known
+
+
+def attention(function: type[ReverseMode], *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``function.apply(*args)``: o [.., Dv] and the LSE [..] of q [.., D], k and v, which come first.
+
+    Within `noted_lses` the LSE is also put down; within `known_lses` it is taken from there, and o is not computed.
+    """
+    known, noted = getattr(_attention, "known", None), getattr(_attention, "noted", None)
+    if known is not None:
+        lse = known.pop(0).view(args[0].shape[:-1])
+        return _Known.apply(function, lse, *args), lse
+    o, lse = function.apply(*args)
+    if noted is not None:
+        noted.append(lse.flatten())
+    return o, lse
+
+
+@contextmanager
+def noted_lses() -> Iterator[list[torch.Tensor]]:
+    """Within, the LSE of each `attention` is added to the list, flat."""
+    _attention.noted = noted = []
+    try:
+        yield noted
+    finally:
+        _attention.noted = None
+
+
+@contextmanager
+def known_lses(lses: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, each `attention` takes its LSE from those that were noted: of its results only gradients are right."""
+    _attention.known = list(lses)
+    try:
+        yield
+    finally:
+        _attention.known = None
+
+
+class _Known(torch.autograd.Function):
+    """Backward of a function alone, whose outputs nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, function: type[ReverseMode], lse: torch.Tensor, *args: Any) -> torch.Tensor:
+        *tensors, ctx.static = args
+        ctx.save_for_backward(*tensors, lse)
+        ctx.function = function
+        q, v = args[0], args[2]
+        return q.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients = ctx.function.gradients(do, *ctx.saved_tensors, ctx.static)
+        return None, None, *gradients, *[None] * (len(ctx.saved_tensors) - len(gradients))
 
 
 class _Product(ReverseMode):
@@ -90,12 +149,14 @@ class _Product(ReverseMode):
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[H, M, K] @ [H, K, N], which a backward under autocast does not round to half precision."""
-    return _Product.apply(a, b) if torch.is_grad_enabled() else a @ b
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return a @ b
+    return _Product.apply(a, b)
 
 
 def refuse_transforms(*tensors: Any) -> None:
     """Raise NotImplementedError where vmap or forward mode acts on one of the tensors."""
-    if not _is_transformed():
+    if not is_transformed():
         return
     transforms = {layer.level(): layer.key() for layer in functorch.get_interpreter_stack() or ()}
     for x in tensors:
@@ -108,6 +169,24 @@ def refuse_transforms(*tensors: Any) -> None:
             x = functorch.get_unwrapped(x) if functorch.is_functorch_wrapped_tensor(x) else None
 
 
-def _is_transformed() -> bool:
-    """True if a transform of `torch.func`, vmap or forward mode is active."""
+def refuse_tangents(*tensors: Any) -> None:
+    """Raise NotImplementedError where one of the tensors has a tangent of forward mode, also one of `torch.func`."""
+    if forward_ad._current_level < 0:
+        return
+    if any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(FORWARD_MODE)
+
+
+def apply_here(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` in an operator's kernel, which each transform of `torch.func` calls at its level."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
+def is_transformed() -> bool:
+    """True if a transform of `torch.func`, vmap or forward mode is active; what is compiled knows none."""
+    if torch.compiler.is_compiling():
+        return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

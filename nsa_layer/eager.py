@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, accumulation_dtype, mean_scale, require_choice_by_token
 from nsa_layer.compress import compress
-from nsa_layer.derivatives import ReverseMode, first_derivatives
+from nsa_layer.derivatives import ReverseMode, attention, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.profiler_ranges import component
 from nsa_layer.select import choose_blocks, choose_blocks_by_token, sorted_lists
@@ -213,6 +213,52 @@ def attend(
 
     The lengths of packed sequences are read from ``spec``, not from ``cu_seqlens``. Returns o, in the dtype of q,
     and `Aux`.
+    """
+    weights, own = (compress_k_weight, compress_v_weight), (k_cmp, v_cmp, k_win, v_win)
+    made = attend_branches(q, k, v, *weights, *own, block_indices, q_offset, spec=spec)
+    return gated(q, gate_weight, gates, made)
+
+
+def gated(
+    q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.Tensor | None, made: Branches
+) -> tuple[torch.Tensor, Aux]:
+    """The branches weighed and summed, in the dtype of q, and `Aux`."""
+    with component("gate"):
+        g = gate_values(q, gate_weight, gates)
+        o = weighted_sum(g, *made.outputs).to(q.dtype)
+    return o, Aux(made.choice, g.detach(), *made.lses)
+
+
+class Branches(NamedTuple):
+    """What the gates sum.
+
+    Attributes:
+        outputs: the three branches' o [B, T, Hq, Dv], packed [total, Hq, Dv].
+        lses: fp32 or fp64 [B, Hq, T], packed [Hq, total].
+        choice: int32 [B, M, Hs, n], packed [tiles, Hs, n].
+    """
+
+    outputs: list[torch.Tensor]
+    lses: list[torch.Tensor]
+    choice: torch.Tensor
+
+
+def attend_branches(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    compress_k_weight: torch.Tensor | None,
+    compress_v_weight: torch.Tensor | None,
+    k_cmp: torch.Tensor | None,
+    v_cmp: torch.Tensor | None,
+    k_win: torch.Tensor | None,
+    v_win: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    q_offset: torch.Tensor | None,
+    *,
+    spec: CallSpec,
+) -> Branches:
+    """The three branches, before they are weighed.
 
     Args:
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
@@ -252,10 +298,7 @@ def attend(
             choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=1)[0]
     if block_indices is not None:
         choice = block_indices
-    with component("gate"):
-        g = gate_values(q, gate_weight, gates)
-        o = weighted_sum(g, *branches).to(q.dtype)
-    return o, Aux(choice, g.detach(), *lses)
+    return Branches(branches, lses, choice)
 
 
 def _attend_batch(
@@ -284,7 +327,7 @@ def _attend_batch(
     unrounded, (k_cmp, v_cmp) = k_cmp, (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
     (S, Hkv), T, G = k.shape[1:3], q.shape[1], q.shape[2] // k.shape[2]
     by_group, keys, values = _fold(q, Hkv, 1), _heads_first(k_cmp), _heads_first(v_cmp)
-    cmp = _SparseAttention.apply(by_group, keys, values, None, _compressed_plan(q, k_cmp.shape[1], G, spec, first))
+    cmp = attention(_SparseAttention, by_group, keys, values, None, _compressed_plan(q, k_cmp.shape[1], G, spec, first))
     static = dict(config=config, causal=spec.causal, softmax_scale=spec.softmax_scale)
     with component("choose"):
         if block_indices is not None:
@@ -298,7 +341,7 @@ def _attend_batch(
             choice = choose_blocks(q, unrounded.to(accumulation_dtype(dtype)), **static)
     k, v, k_win, v_win = map(_heads_first, (k, v, k_win, v_win))
     slc = _attend_selected(q, k, v, choice, spec, first)
-    swa = _SparseAttention.apply(by_group, k_win, v_win, None, _window_plan(q, S, G, spec, first))
+    swa = attention(_SparseAttention, by_group, k_win, v_win, None, _window_plan(q, S, G, spec, first))
     cmp, swa = ([_unfold(x, T) for x in branch] for branch in (cmp, swa))
     outputs, lses = zip(cmp, slc, swa)
     return list(outputs), [lse.mT.contiguous() for lse in lses], choice.transpose(1, 2)
@@ -319,7 +362,7 @@ def _attend_selected(
     spare = (config.num_blocks(S) + 1) * config.block_size - S
     k, v = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
     plan = _selected_plan(q, S, choice.shape[-1], Hq // (Hkv * parts), parts, spec, first)
-    results = _SparseAttention.apply(_fold(q, Hkv, parts), k, v, choice, plan)
+    results = attention(_SparseAttention, _fold(q, Hkv, parts), k, v, choice, plan)
     return tuple(_unfold(x, T) for x in results)
 
 

@@ -38,11 +38,11 @@ class Arguments(NamedTuple):
 
 
 def check_inputs(given: Arguments) -> CallSpec:
-    """Check every argument of `nsa` and return the static side of the call.
+    """Check every argument of `nsa` and return the static side of the call; in a graph, without packed lengths.
 
     Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none.
     """
-    if given.cu_seqlens is not None or given.block_indices is not None:
+    if given.cu_seqlens is not None or given.block_indices is not None or torch.compiler.is_compiling():
         return _check(given)
     q, k, v, config, *weights, softmax_scale, _, max_seqlen, causal, _, own = given
     try:
@@ -84,19 +84,21 @@ def _check(given: Arguments) -> CallSpec:
     lengths = _check_lengths(cu_seqlens, max_seqlen, q)
     _check_own_keys(own, given, lengths)
     if block_indices is not None:
-        tiles = [config.num_tiles(T) for T in lengths or q.shape[1:2]]
-        blocks = [config.num_blocks(T) for T in lengths or q.shape[1:2]]
-        check_lists(block_indices, q, Hkv, tiles, blocks, packed=lengths is not None)
+        of = lengths if cu_seqlens is not None else q.shape[1:2]
+        tiles, blocks = (None if of is None else list(map(f, of)) for f in (config.num_tiles, config.num_blocks))
+        check_lists(block_indices, q, Hkv, tiles, blocks, packed=cu_seqlens is not None)
     return CallSpec(config, causal, check_scale(softmax_scale, D), lengths, listed=block_indices is not None)
 
 
 def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | None) -> None:
     q, k, v, count = given.q, given.k, given.v, given.config.compressed_length
-    lead = (sum(map(count, lengths)),) if lengths is not None else (q.shape[0], count(q.shape[1]))
+    lead = (q.shape[0], count(q.shape[1])) if q.dim() == 4 else (sum(map(count, lengths)),) if lengths else ()
     shapes = OwnKeys((*lead, *k.shape[-2:]), (*lead, *v.shape[-2:]), tuple(k.shape), tuple(v.shape))
     for name, x, shape in zip(OwnKeys._fields, own, shapes, strict=True):
         if x is None:
             continue
+        if "cmp" in name and not lead:
+            shape = (*x.shape[:1], *shape)  # in a graph; what runs it looks at the lengths
         _check_weight(name, x, shape, q)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
@@ -108,14 +110,20 @@ def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | N
 
 
 def check_lists(
-    block_indices: torch.Tensor, q: torch.Tensor, Hkv: int, tiles: list[int], blocks: list[int], *, packed: bool
+    block_indices: torch.Tensor,
+    q: torch.Tensor,
+    Hkv: int,
+    tiles: list[int] | None,
+    blocks: list[int] | None,
+    *,
+    packed: bool,
 ) -> None:
     """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n], of blocks that exist.
 
-    The numbers are read on a CPU only.
+    The numbers are read on a CPU only, and not in a graph.
 
     Args:
-        tiles, blocks: of each packed sequence, or of each sequence of a batch: one number.
+        tiles, blocks: of each packed sequence, or of each sequence of a batch: one number. None: not known.
     """
     name = "block_indices"
     if not isinstance(block_indices, torch.Tensor):
@@ -125,12 +133,12 @@ def check_lists(
         raise TypeError(f"{name} must be int32, got {block_indices.dtype}")
     if block_indices.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {block_indices.device}")
-    lead = (sum(tiles),) if packed else (q.shape[0], *tiles)
+    lead = tuple(block_indices.shape[:1]) if tiles is None else (sum(tiles),) if packed else (q.shape[0], *tiles)
     heads, shape = (Hkv, q.shape[-2]), tuple(block_indices.shape)
     if shape[:-2] != lead or len(shape) < 2 or shape[-2] not in heads or shape[-1] == 0:
         said = ", ".join(map(str, lead))
         raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
-    if block_indices.device.type == "cpu" and block_indices.numel():
+    if block_indices.device.type == "cpu" and not torch.compiler.is_compiling() and block_indices.numel():
         most = torch.tensor(blocks).repeat_interleave(torch.tensor(tiles))[:, None, None]
         wrong = ((block_indices < -1) | (block_indices >= most)).nonzero()
         if len(wrong):
@@ -224,16 +232,21 @@ def _check_lengths(cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: t
             raise ValueError(f"max_seqlen is for packed input, got {max_seqlen} without cu_seqlens")
         return None
     lengths = check_lengths(cu_seqlens, q, "cu_seqlens", "q")
-    if max_seqlen is not None and max_seqlen < max(lengths):
+    if lengths is not None and max_seqlen is not None and max_seqlen < max(lengths):
         raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
     return lengths
 
 
-def check_lengths(cu_seqlens: torch.Tensor, x: torch.Tensor, name: str, of: str) -> tuple[int, ...]:
-    """The lengths of the sequences that are packed in x [total, ...]; TypeError or ValueError where they are not."""
+def check_lengths(cu_seqlens: torch.Tensor, x: torch.Tensor, name: str, of: str) -> tuple[int, ...] | None:
+    """The lengths of the sequences that are packed in x [total, ...]; TypeError or ValueError where they are not.
+
+    None in a graph that is compiled or exported: the operators check the numbers when it runs.
+    """
     check_starts(cu_seqlens, name)
     if cu_seqlens.device not in (x.device, torch.device("cpu")):
         raise ValueError(f"{name} must be on q's device {x.device} or on the CPU, got {cu_seqlens.device}")
+    if torch.compiler.is_compiling():
+        return None
     starts = cu_seqlens.tolist()
     lengths = tuple(end - start for start, end in zip(starts, starts[1:]))
     if starts[0] != 0:

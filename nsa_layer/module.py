@@ -205,7 +205,7 @@ class NSAttention(nn.Module):
             return weights
         lengths = None if cu_seqlens is None else check_lengths(cu_seqlens, k, "cu_seqlens", "x")
         made = {
-            name: compressed(own.get(name, x), lengths, network=network, weight=weight, config=self.config)
+            name: compressed(own.get(name, x), lengths, cu_seqlens, network=network, weight=weight, config=self.config)
             for name, x, network, weight in zip(
                 ("k_cmp", "v_cmp"), (k, v), (self.compress_k, self.compress_v), weights.values()
             )

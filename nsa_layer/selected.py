@@ -6,7 +6,7 @@ from importlib import import_module
 
 import torch
 
-from nsa_layer import autocast, support
+from nsa_layer import autocast, operators, support
 from nsa_layer.call_spec import ListSpec
 from nsa_layer.config import WIDEST_TILE, NSAConfig, require_int
 from nsa_layer.derivatives import refuse_transforms
@@ -15,11 +15,8 @@ from nsa_layer.inputs import check_lengths, check_lists, check_qkv, check_scale,
 Tensor = torch.Tensor
 
 
-IMPLEMENTATIONS = {
-    "cute": "nsa_layer.cute.selected_alone",
-    "eager": "nsa_layer.token_attention",
-    "reference": "nsa_layer.reference",
-}
+# Eager is reached by operators.
+IMPLEMENTATIONS = {"cute": "nsa_layer.cute.selected_alone", "reference": "nsa_layer.reference"}
 
 
 def selected_attention(
@@ -86,21 +83,27 @@ def selected_attention(
     if packed:
         of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q")
         of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k") if apart else of_q
-        if len(of_k) != len(of_q):
-            raise ValueError(f"cu_seqlens_k must have cu_seqlens's {len(of_q)} sequences, got {len(of_k)}")
-        lengths = tuple(zip(of_q, of_k))
-    pairs = lengths or ((q.shape[1], k.shape[1]),)
+        if apart and len(cu_seqlens_k) != len(cu_seqlens):
+            sequences, of_keys = len(cu_seqlens) - 1, len(cu_seqlens_k) - 1
+            raise ValueError(f"cu_seqlens_k must have cu_seqlens's {sequences} sequences, got {of_keys}")
+        lengths = None if of_q is None else tuple(zip(of_q, of_k))
+    # In a graph lengths are not known: lists of a token each are, those of tiles are not.
+    pairs = lengths or ((q.shape[-3], k.shape[-3]),)
     q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
     tiles, blocks = [-(-T // q_tile) for T, _ in pairs], [-(-S // block_size) for _, S in pairs]
     check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=packed)
-    _check_offset(q_offset, q, pairs, causal)
+    _check_offset(q_offset, q, len(cu_seqlens) - 1 if packed else q.shape[0], pairs, causal)
     spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     name = support.choose_backend(backend, **sizes, **asked, lists="alone")
+    tensors = (q, k, v, block_indices, q_offset)
     with autocast.off(q.device):
-        o, lse = import_module(IMPLEMENTATIONS[name]).attend_selected(q, k, v, block_indices, q_offset, spec=spec)
+        if name == "eager":
+            o, lse = operators.attend_selected(*tensors, cu_seqlens, cu_seqlens_k, spec=spec)
+        else:
+            o, lse = import_module(IMPLEMENTATIONS[name]).attend_selected(*tensors, spec=spec)
     return (o, lse.detach()) if return_lse else o
 
 
@@ -119,8 +122,9 @@ def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:
     )
 
 
-def _check_offset(q_offset: Tensor | int | None, q: Tensor, pairs: tuple[tuple[int, int], ...], causal: bool) -> None:
-    count = len(pairs) if q.dim() == 3 else q.shape[0]
+def _check_offset(
+    q_offset: Tensor | int | None, q: Tensor, count: int, pairs: tuple[tuple[int, int], ...], causal: bool
+) -> None:
     if isinstance(q_offset, Tensor):
         refuse_nested("q_offset", q_offset)
         if q_offset.dtype != torch.int32:
@@ -129,7 +133,7 @@ def _check_offset(q_offset: Tensor | int | None, q: Tensor, pairs: tuple[tuple[i
             raise ValueError(f"q_offset must have shape ({count},), got {tuple(q_offset.shape)}")
         if q_offset.device != q.device:
             raise ValueError(f"q_offset must be on q's device {q.device}, got {q_offset.device}")
-        if q_offset.device.type == "cpu" and q_offset.min() < 0:
+        if q_offset.device.type == "cpu" and not torch.compiler.is_compiling() and q_offset.min() < 0:
             raise ValueError(f"q_offset must be at least 0, got {int(q_offset.min())}")
     elif q_offset is not None:
         require_int("q_offset", q_offset, least=0)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.call_spec import ListSpec, accumulation_dtype, mean_scale
-from nsa_layer.derivatives import ReverseMode, first_derivatives
+from nsa_layer.derivatives import ReverseMode, attention, first_derivatives
 from nsa_layer.profiler_ranges import component
 from nsa_layer.select import sorted_lists
 
@@ -108,7 +108,7 @@ def attend_lists(
     k, v = (x.repeat_interleave(Hs // Hkv, dim=1).flatten(0, 1) for x in (k, v))
     rows = q.unflatten(2, (Hs, -1)).transpose(1, 2).flatten(0, 1)
     limit = limit.repeat_interleave(Hs, dim=0)
-    o, lse = TokenAttention.apply(rows, k, v, choice.flatten(0, 1), limit, Static(size, softmax_scale))
+    o, lse = attention(TokenAttention, rows, k, v, choice.flatten(0, 1), limit, Static(size, softmax_scale))
     return tuple(x.unflatten(0, (B, Hs)).transpose(1, 2).flatten(2, 3) for x in (o, lse))
 
 

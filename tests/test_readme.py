@@ -1,4 +1,4 @@
-"""The README's Python examples run, and what it names exists."""
+"""The Python examples of the README and of docs/pytorch.md run, and what they name exists."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def test_example_runs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without a GPU in sight an example takes its way for a CPU, here as on the machines that have one.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__readme__"})
+
+
+def test_examples_of_the_page_on_pytorch_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    page = REPOSITORY / "docs" / "pytorch.md"
+    examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile("\n".join(examples), page.name, "exec"), {"__name__": "__page__"})
 
 
 @pytest.mark.gpu

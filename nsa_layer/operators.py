@@ -1,0 +1,440 @@
+"""`torch.ops.nsa_layer`: the operators that PyTorch sees, in eager mode, in graphs that it compiles, and in exports.
+
+Arguments are flat, and an operator has a fixed number of outputs: what is missing is empty, never None. Shapes follow
+from shapes: lists of packed sequences have room for what any lengths could need. Each operator has a backward that is
+an operator too; that one cannot be differentiated.
+
+- ``branches``, ``branches_backward``: the three branches in plain PyTorch, before the gates.
+- ``selected``, ``selected_backward``: `selected_attention` in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from nsa_layer import autocast, derivatives
+from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype
+from nsa_layer.config import LARGEST, NSAConfig
+from nsa_layer.inputs import check_lengths, check_lists
+
+Tensor, DispatchKeySet = torch.Tensor, torch._C.DispatchKeySet
+Tensors = Sequence[Tensor | None]
+
+KEYS = "Tensor q, Tensor k, Tensor v"
+BRANCHES = (
+    f"{KEYS}, Tensor? compress_k_weight, Tensor? compress_v_weight, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_win, "
+    "Tensor? v_win, Tensor? cu_seqlens, Tensor? block_indices"
+)
+CONFIG = (
+    "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
+    "int compress_offset, bool force_blocks, bool deterministic, str rule, bool causal, float softmax_scale"
+)
+LISTS = f"{KEYS}, Tensor block_indices, Tensor? q_offset, Tensor? cu_seqlens, Tensor? cu_seqlens_k"
+LIST_CONFIG = "int block_size, int q_tile, bool causal, float softmax_scale"
+
+LIBRARY = torch.library.Library("nsa_layer", "DEF")
+OPS = torch.ops.nsa_layer
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: CallSpec,
+    gate_weight: Tensor | None,
+    gates: Tensor | None,
+    compress_k_weight: Tensor | None,
+    compress_v_weight: Tensor | None,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    cu_seqlens: Tensor | None,
+    block_indices: Tensor | None,
+) -> tuple[Tensor, Aux]:
+    """The layer in plain PyTorch, by operators; arguments as `nsa` has checked them.
+
+    In a graph the lists of packed sequences' blocks have room for any lengths: rows and columns of padding.
+    """
+    from nsa_layer import eager
+
+    if spec.lengths is not None:  # no second look at what may be on a GPU
+        cu_seqlens = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
+    tensors = (q, k, v, compress_k_weight, compress_v_weight, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
+    made = OPS.branches(*tensors, **static_arguments(spec))
+    choice = block_indices
+    if choice is None:
+        choice = made[6]
+        if spec.lengths is not None:
+            rows, width = sum(map(spec.config.num_tiles, spec.lengths)), spec.config.list_width(max(spec.lengths))
+            choice = choice[:rows, :, :width]
+    return eager.gated(q, gate_weight, gates, eager.Branches(list(made[:3]), list(made[3:6]), choice))
+
+
+def attend_selected(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    q_offset: Tensor | int | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    *,
+    spec: ListSpec,
+) -> tuple[Tensor, Tensor]:
+    """`selected_attention` in plain PyTorch, by operators; arguments as that has checked them."""
+    if spec.lengths is not None:
+        cu_seqlens, cu_seqlens_k = (
+            torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in zip(*spec.lengths, strict=True)
+        )
+    if isinstance(q_offset, int):
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        q_offset = torch.full((sequences,), q_offset, dtype=torch.int32, device=q.device)
+    static = dict(block_size=spec.block_size, q_tile=spec.q_tile, causal=spec.causal, softmax_scale=spec.softmax_scale)
+    return OPS.selected(q, k, v, block_indices, q_offset, cu_seqlens, cu_seqlens_k, **static)[:2]
+
+
+def static_arguments(spec: CallSpec) -> dict[str, Any]:
+    """The arguments of the operators that are no tensors."""
+    return dict(_config_arguments(spec.config), causal=spec.causal, softmax_scale=spec.softmax_scale)
+
+
+def _config_arguments(config: NSAConfig) -> dict[str, Any]:
+    named = ("block_size", "block_counts", "q_tile", "window_size", "force_blocks", "deterministic", "rule")
+    sizes = dict(compress_size=config.span, compress_stride=config.stride, compress_offset=config.offset)
+    return {name: getattr(config, name) for name in named} | sizes
+
+
+@lru_cache(maxsize=256)
+def _config(arguments: tuple[tuple[str, Any], ...]) -> NSAConfig:
+    return NSAConfig(**dict(arguments))
+
+
+def _spec(static: dict[str, Any], lengths: tuple[int, ...] | None) -> CallSpec:
+    named = tuple((name, value) for name, value in static.items() if name not in ("causal", "softmax_scale"))
+    return CallSpec(_config(named), static["causal"], static["softmax_scale"], lengths)
+
+
+def _branches(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+    """o_cmp, o_slc, o_swa, the LSEs in the same order, the chosen blocks, all LSEs as backward takes them, and a copy
+    of cu_seqlens."""
+    from nsa_layer import eager
+
+    *inputs, cu_seqlens, block_indices = tensors
+    q = inputs[0]
+    spec = _spec(static, None if cu_seqlens is None else check_lengths(cu_seqlens, q, "cu_seqlens", "q"))
+    config = spec.config
+    if block_indices is not None:
+        _check_lists(block_indices, q, inputs[1], spec)
+    with torch.no_grad(), autocast.off(q.device), derivatives.noted_lses() as lses:
+        made = eager.attend_branches(*_complete(inputs, spec), block_indices, None, spec=spec)
+    choice = q.new_empty(0, dtype=torch.int32)
+    if block_indices is None:
+        choice = q.new_full(_choice_shape(q, inputs[1], cu_seqlens, config), -1, dtype=torch.int32)
+        choice[tuple(map(slice, made.choice.shape))] = made.choice
+    return *_apart(made.outputs), *_apart(made.lses), choice, torch.cat(lses), _copied(cu_seqlens)
+
+
+def _branches_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+    q, k, v, *_, cu_seqlens, block_indices = tensors
+    acc = accumulation_dtype(q.dtype)
+    o = (*q.shape[:-1], v.shape[-1]), acc if q.device.type == "cpu" else q.dtype
+    lse = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    choice = (0,) if block_indices is not None else _choice_shape(q, k, cu_seqlens, _spec(static, None).config)
+    outputs = [q.new_empty(o[0], dtype=o[1]) for _ in range(3)]
+    lses = [q.new_empty(lse, dtype=acc) for _ in range(3)]
+    flat = q.new_empty((3 * prod(q.shape[:-1]),), dtype=acc)
+    return *outputs, *lses, q.new_empty(choice, dtype=torch.int32), flat, _copied_fake(q, cu_seqlens)
+
+
+def _branches_backward(*tensors: Tensor | None, needs: Sequence[bool], **static: Any) -> tuple[Tensor, ...]:
+    from nsa_layer import eager
+
+    given, inputs, (block_indices, choice, lses, starts) = tensors[:3], tensors[3:12], tensors[12:]
+    q, lengths = inputs[0], _lengths(starts)
+    spec = _spec(static, lengths)
+    if block_indices is None:
+        rows = sum(map(spec.config.num_tiles, lengths)) if lengths else choice.shape[1]
+        block_indices = choice.narrow(0 if lengths else 1, 0, rows)
+        block_indices = block_indices[..., : spec.config.list_width(max(lengths or q.shape[1:2]))]
+    each = lses.split(_sizes(q, lengths, 3))
+    leaves = _leaves(inputs, needs)
+    with _autograd(), autocast.off(q.device), derivatives.known_lses(each):
+        made = eager.attend_branches(*_complete(leaves, spec), block_indices, None, spec=spec)
+    return _gradients(leaves, made.outputs, given, inputs)
+
+
+def _selected(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+    """o, the LSE, the same as backward takes it, and copies of the starts of queries and keys."""
+    from nsa_layer import token_attention
+
+    *inputs, cu_seqlens, cu_seqlens_k = tensors
+    q, k, _, block_indices, _ = inputs
+    spec = _list_spec(static, q, k, cu_seqlens, cu_seqlens_k)
+    pairs = spec.lengths or ((q.shape[1], k.shape[1]),)
+    tiles, blocks = [-(-T // spec.q_tile) for T, _ in pairs], [-(-S // spec.block_size) for _, S in pairs]
+    check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=spec.lengths is not None)
+    with torch.no_grad(), autocast.off(q.device), derivatives.noted_lses() as lses:
+        o, lse = token_attention.attend_selected(*inputs, spec=spec)
+    return *_apart([o, lse]), torch.cat(lses), _copied(cu_seqlens), _copied(cu_seqlens_k)
+
+
+def _selected_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+    q, _, v, *_, cu_seqlens, cu_seqlens_k = tensors
+    acc = accumulation_dtype(q.dtype)
+    lse = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    flat = q.new_empty((prod(q.shape[:-1]),), dtype=acc)
+    starts = _copied_fake(q, cu_seqlens), _copied_fake(q, cu_seqlens_k)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse, dtype=acc), flat, *starts
+
+
+def _selected_backward(*tensors: Tensor | None, needs: Sequence[bool], **static: Any) -> tuple[Tensor, ...]:
+    from nsa_layer import token_attention
+
+    do, *inputs, lses, cu_seqlens, cu_seqlens_k = tensors
+    q = inputs[0]
+    starts = (x if x.numel() else None for x in (cu_seqlens, cu_seqlens_k))
+    spec = _list_spec(static, q, inputs[1], *starts)
+    leaves = _leaves(inputs[:3], needs)
+    each = lses.split(_sizes(q, None if spec.lengths is None else [T for T, _ in spec.lengths], 1))
+    with _autograd(), autocast.off(q.device), derivatives.known_lses(each):
+        o = token_attention.attend_selected(*leaves, *inputs[3:], spec=spec)[0]
+    return _gradients(leaves, [o], [do], inputs[:3])
+
+
+def _list_spec(static: dict[str, Any], q: Tensor, k: Tensor, *starts: Tensor | None) -> ListSpec:
+    if starts[0] is None:
+        return ListSpec(**static)
+    of_q = check_lengths(starts[0], q, "cu_seqlens", "q")
+    of_k = of_q if starts[1] is None else check_lengths(starts[1], k, "cu_seqlens_k", "k")
+    return ListSpec(**static, lengths=tuple(zip(of_q, of_k, strict=True)))
+
+
+def _complete(inputs: Tensors, spec: CallSpec) -> Tensors:
+    """The inputs without the room that compressed keys of packed sequences have in a graph."""
+    if spec.lengths is None:
+        return inputs
+    blocks = sum(map(spec.config.compressed_length, spec.lengths))
+    for x in inputs[5:7]:
+        if x is not None and x.shape[0] < blocks:
+            raise ValueError(f"k_cmp and v_cmp must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")
+    return (*inputs[:5], *(None if x is None else x[:blocks] for x in inputs[5:7]), *inputs[7:])
+
+
+def _check_lists(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec) -> None:
+    of_q, of_k = (spec.lengths, spec.key_lengths) if spec.lengths else (q.shape[1:2], k.shape[1:2])
+    tiles, blocks = list(map(spec.config.num_tiles, of_q)), list(map(spec.config.num_blocks, of_k))
+    check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=spec.lengths is not None)
+
+
+def _choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSAConfig) -> tuple[int, ...]:
+    """Room for the chosen blocks, whatever the lengths."""
+    heads = q.shape[-2] if config.rule == "seed" else k.shape[-2]
+    # As in config.list_width, but not a question that a graph would have to ask again for each length.
+    width, tiles = (
+        torch.sym_min(config.list_width(LARGEST), config.num_blocks(q.shape[-3])),
+        config.num_tiles(q.shape[-3]),
+    )
+    if cu_seqlens is None:
+        return q.shape[0], tiles, heads, width
+    return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, heads, width
+
+
+def _lengths(starts: Tensor) -> tuple[int, ...] | None:
+    """Of the sequences that start there; None where there are no starts."""
+    numbers = starts.tolist()
+    return tuple(end - start for start, end in zip(numbers, numbers[1:])) or None
+
+
+def _sizes(q: Tensor, lengths: Sequence[int] | None, branches: int) -> list[int]:
+    """Elements of each log-sum-exp that a call notes."""
+    if lengths is None:
+        return [q.shape[:-1].numel()] * branches
+    return [length * q.shape[-2] for length in lengths if length for _ in range(branches)]
+
+
+def _copied(cu_seqlens: Tensor | None) -> Tensor:
+    """On the CPU: a caller may refill its own."""
+    return torch.empty(0, dtype=torch.int32) if cu_seqlens is None else cu_seqlens.to("cpu", copy=True)
+
+
+def _copied_fake(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    return q.new_empty((0,) if cu_seqlens is None else cu_seqlens.shape, dtype=torch.int32, device="cpu")
+
+
+def _apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """As they are promised: contiguous, and no views of anything."""
+    return (x.contiguous() if x._base is None else x.clone(memory_format=torch.contiguous_format) for x in tensors)
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Within, operators record gradients, also in a kernel of an operator, which PyTorch runs below autograd."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    # A caller's hooks are for what the caller's graph saves; torch.func takes none.
+    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    as_it_is = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if allowed else nullcontext()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad(), as_it_is:
+        yield
+
+
+def _leaves(inputs: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
+    return [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+
+
+def _gradients(leaves: Tensors, outputs: Sequence[Tensor], given: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
+    """Of the leaves, contiguous; empty for those that need none."""
+    asked = [x for x in leaves if x is not None and x.requires_grad]
+    pairs = [(o, do) for o, do in zip(outputs, given, strict=True) if do is not None and o.requires_grad]
+    outputs, given = zip(*pairs) if pairs else ((), ())
+    found = iter(torch.autograd.grad(outputs, asked, given, allow_unused=True) if pairs else [None] * len(asked))
+    gradients = []
+    for x in leaves:
+        d = next(found) if x is not None and x.requires_grad else None
+        missing = x is None or not x.requires_grad
+        gradients.append(inputs[0].new_empty(0) if missing else _filled(d, x))
+    return tuple(gradients)
+
+
+def _filled(d: Tensor | None, x: Tensor) -> Tensor:
+    if d is None:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return next(_apart([d]))
+
+
+def _gradients_fake(first: int, count: int) -> Callable[..., tuple[Tensor, ...]]:
+    def fake(*tensors: Tensor | None, needs: Sequence[bool], **static: Any) -> tuple[Tensor, ...]:
+        inputs = tensors[first : first + count]
+        return tuple(
+            x.new_empty(x.shape) if x is not None and need else inputs[0].new_empty(0)
+            for x, need in zip(inputs, needs, strict=True)
+        )
+
+    return fake
+
+
+def _register(
+    name: str,
+    *,
+    schema: str,
+    compute: Callable[..., tuple[Tensor, ...]],
+    fake: Callable[..., tuple[Tensor, ...]],
+    outputs: int,
+    gradients: Callable[..., tuple[Tensor, ...]],
+    saved: str,
+    keep: Callable[[Tensors, Tensors], Tensors],
+    differentiable: int,
+    differentiated: int,
+) -> None:
+    """Register an operator and its backward.
+
+    Args:
+        schema: arguments; tensors come before the star.
+        outputs: number of them; the first `differentiated` have gradients.
+        saved: arguments of backward beside gradients and the first `differentiable` inputs, whose gradients it gives.
+        keep: tensors of backward's arguments beside gradients, from inputs and outputs.
+    """
+    tensors, config = schema.split(", *, ")
+    inputs = ", ".join(tensors.split(", ")[:differentiable])
+    given = ", ".join(f"Tensor? do_{i}" for i in range(differentiated))
+    backward = f"{name}_backward"
+    _define(f"{name}({schema})", outputs, compute, fake)
+    of_backward = f"{backward}({given}, {inputs}, {saved}, *, {config}, bool[] needs)"
+    _define(of_backward, differentiable, gradients, _gradients_fake(differentiated, differentiable))
+    op, op_backward = getattr(OPS, name).default, getattr(OPS, backward).default
+
+    class Differentiable(derivatives.ReverseMode):
+        @staticmethod
+        def forward(keys: DispatchKeySet, static: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+            return _below_autograd(op, keys, *tensors, **static)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+            _, ctx.static, *tensors = inputs
+            ctx.save_for_backward(*keep(tensors, output))
+            ctx.mark_non_differentiable(*output[differentiated:])
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+            given, needs = given[:differentiated], ctx.needs_input_grad[2 : 2 + differentiable]
+            if all(do is None for do in given):
+                return (None,) * len(ctx.needs_input_grad)
+            static = dict(ctx.static, needs=needs)
+            found = derivatives.first_derivatives(
+                "eager", lambda *all_of_it: op_backward(*all_of_it, **static), *given, *ctx.saved_tensors
+            )
+            gradients = (d if need else None for d, need in zip(found, needs, strict=True))
+            return None, None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 2 - differentiable)
+
+    def autograd(keys: DispatchKeySet, *tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+        derivatives.refuse_tangents(*tensors)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            return derivatives.apply_here(Differentiable, keys, static, *tensors)
+        return _below_autograd(op, keys, *tensors, **static)
+
+    def autograd_of_backward(keys: DispatchKeySet, *tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+        derivatives.refuse_tangents(*tensors)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            compute = partial(_below_autograd, op_backward, keys, **static)
+            return derivatives.apply_here(derivatives.FirstDerivatives, "eager", compute, *tensors)
+        return _below_autograd(op_backward, keys, *tensors, **static)
+
+    LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
+    LIBRARY.impl(backward, autograd_of_backward, "Autograd", with_keyset=True)
+
+
+def _define(schema: str, outputs: int, compute: Callable, fake: Callable) -> None:
+    name = schema.partition("(")[0]
+    returns = ", ".join(["Tensor"] * outputs)
+    LIBRARY.define(f"{schema} -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nsa_layer::{name}", fake, lib=LIBRARY)
+    torch.library.register_vmap(f"nsa_layer::{name}", _refuse_vmap, lib=LIBRARY)
+
+
+def _refuse_vmap(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(derivatives.VMAP)
+
+
+def _below_autograd(
+    op: torch._ops.OpOverload, keys: DispatchKeySet, *tensors: Tensor | None, **static: Any
+) -> tuple[Tensor, ...]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *tensors, **static)
+
+
+_register(
+    "branches",
+    schema=f"{BRANCHES}, *, {CONFIG}",
+    compute=_branches,
+    fake=_branches_fake,
+    outputs=9,
+    gradients=_branches_backward,
+    saved="Tensor? block_indices, Tensor choice, Tensor lses, Tensor starts",
+    keep=lambda inputs, outputs: (*inputs[:9], inputs[10], *outputs[6:]),
+    differentiable=9,
+    differentiated=3,
+)
+_register(
+    "selected",
+    schema=f"{LISTS}, *, {LIST_CONFIG}",
+    compute=_selected,
+    fake=_selected_fake,
+    outputs=5,
+    gradients=_selected_backward,
+    saved="Tensor block_indices, Tensor? q_offset, Tensor lses, Tensor starts, Tensor starts_k",
+    keep=lambda inputs, outputs: (*inputs[:5], *outputs[2:]),
+    differentiable=3,
+    differentiated=1,
+)

@@ -1,0 +1,93 @@
+"""The registered operators: PyTorch's own checks of them, and what they refuse when they are called by themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from nsa_layer import NSAConfig
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.operators import OPS, static_arguments
+
+SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
+LENGTHS = (7, 0, 18)
+T, HQ, HKV, D = 25, 4, 2, 8
+
+
+def branches(*, packed: bool, grads: str = "qkv", **config: object) -> tuple[tuple, dict]:
+    """Arguments of the operator: weights for keys, and with ``own`` keys and values for the window."""
+    own, config = config.pop("own", False), SMALL.replace(**config)
+    lead = (T,) if packed else (2, T)
+    # Heads come first in memory: the strides are not those of a contiguous tensor.
+    q, k, v, k_win, v_win = (
+        torch.randn(*lead[:-1], h, T, D, dtype=torch.float64).transpose(-2, -3) for h in (HQ, *[HKV] * 4)
+    )
+    weight = torch.randn(HKV, D, D, dtype=torch.float64)
+    for name, x in dict(q=q, k=k, v=v, w=weight, o=k_win).items():
+        x.requires_grad_(name in grads)
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int() if packed else None
+    tensors = (q, k, v, weight, None, None, None, *((k_win, v_win) if own else (None, None)), starts, None)
+    return tensors, static_arguments(CallSpec(config, True, D**-0.5))
+
+
+CASES = {
+    "batch": dict(packed=False),
+    "packed": dict(packed=True),
+    "some gradients": dict(packed=False, grads="kwo", own=True),
+    "packed tiles": dict(packed=True, q_tile=16, grads="q"),
+    "no gradient": dict(packed=False, grads="", rule="seed", q_tile=16, compress_offset=0, force_blocks=False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pytorch_finds_nothing_wrong_with_the_branches(case: str) -> None:
+    tensors, static = branches(**CASES[case])
+    opcheck(OPS.branches.default, tensors, static)
+    needs = [x is not None and x.requires_grad for x in tensors[:9]]
+    made = OPS.branches(*tensors, **static)
+    given = [torch.randn_like(x) if i else None for i, x in enumerate(made[:3])]
+    saved = (x.detach() for x in made[6:])
+    inputs = (None if x is None else x.detach() for x in tensors[:9])
+    arguments = (*given, *inputs, tensors[10], *saved)
+    opcheck(OPS.branches_backward.default, arguments, dict(static, needs=needs))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pytorch_finds_nothing_wrong_with_lists_of_a_callers_own(packed: bool) -> None:
+    lead = (T,) if packed else (2, T)
+    q, k, v = (torch.randn(*lead, h, D, dtype=torch.float64, requires_grad=True) for h in (HQ, HKV, HKV))
+    lists = torch.zeros(*lead, HKV, 2, dtype=torch.int32)
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int() if packed else None
+    offset = torch.zeros(3 if packed else 2, dtype=torch.int32)
+    static = dict(block_size=8, q_tile=1, causal=True, softmax_scale=0.5)
+    opcheck(OPS.selected.default, (q, k, v, lists, offset, starts, None), static)
+
+
+def test_what_cannot_be_had_is_refused() -> None:
+    tensors, static = branches(packed=False)
+    q, *rest = tensors
+
+    def of(q: torch.Tensor) -> torch.Tensor:
+        return OPS.branches(q, *rest, **static)[1]
+
+    with pytest.raises(NotImplementedError, match="nsa: forward mode"):
+        torch.func.jvp(of, (q.detach(),), (q.detach(),))
+    with pytest.raises(NotImplementedError, match="nsa: vmap"):
+        torch.func.vmap(of)(torch.stack([q.detach()] * 2))
+    (dq,) = torch.autograd.grad(of(q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="nsa: second derivatives"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="nsa: second derivatives"):
+        torch.func.grad(lambda q: torch.func.grad(lambda q: of(q).sum())(q).sum())(q.detach())
+    torch.testing.assert_close(torch.func.grad(lambda q: of(q).sum())(q.detach()), dq.detach(), rtol=0, atol=0)
+
+
+def test_starts_are_those_of_the_call() -> None:
+    """A caller may refill its own before backward."""
+    tensors, static = branches(packed=True)
+    starts = tensors[9]
+    made, again = (OPS.branches(*tensors, **static)[0].sum() for _ in range(2))
+    want = torch.autograd.grad(made, tensors[0])
+    starts.copy_(torch.tensor([0, 1, 2, T]))
+    assert torch.equal(torch.autograd.grad(again, tensors[0])[0], want[0])
