@@ -1,4 +1,5 @@
-"""Names the kernels that a call of `nsa` launches, and compiles them, from shapes alone and without a GPU.
+"""Names the kernels that a call of `nsa` or `selected_attention` launches, and compiles them, from shapes alone and
+without a GPU.
 
 The call is made with fake tensors, which launch nothing. For the names, every lookup in the kernel cache finds a
 stand-in, so that takes a second. Each kernel is then compiled by the same call, in which all other lookups find one;
@@ -19,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from nsa_layer.call_spec import CallSpec, OwnKeys
+from nsa_layer.call_spec import CallSpec, ListSpec, OwnKeys
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 
@@ -46,6 +47,7 @@ class CallShape:
         own: branches' own keys and values, fields of `OwnKeys`.
         backward: backward too.
         plan: groups of heads, and what is saved; None: as the policy has them.
+        lists: (heads, blocks) of ``block_indices``.
     """
 
     B: int
@@ -64,6 +66,7 @@ class CallShape:
     own: tuple[str, ...] = ()
     backward: bool = True
     plan: MemoryPlan | None = None
+    lists: tuple[int, int] | None = None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """By argument of `nsa`: q, k and v [B, T, H, D], or [total, H, D] if packed, and the weights."""
@@ -84,14 +87,40 @@ class CallShape:
 
     def spec(self) -> CallSpec:
         """The static side of the call, as backends take it."""
-        return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths)
+        return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths, listed=self.lists is not None)
+
+    def block_indices(self, device: str) -> torch.Tensor | None:
+        """Lists of the caller's own, int32 [B, M, *lists], packed [M of all sequences, *lists], if there are."""
+        if self.lists is None:
+            return None
+        tiles = [self.config.num_tiles(T) for T in self.lengths or (self.T,)]
+        lead = (self.B, *tiles) if self.lengths is None else (sum(tiles),)
+        return torch.empty(*lead, *self.lists, dtype=torch.int32, device=device)
 
     def sizes(self) -> Sizes:
         """The sizes that predictions of memory depend on."""
         shapes = self.tensor_shapes()
         q, v = (torch.empty(shapes[name], dtype=self.dtype, device="meta") for name in "qv")
-        asked = dict(gate=self.gate, needs_grad=self.backward)
+        asked = dict(gate=self.gate, needs_grad=self.backward, lists=self.block_indices("meta"))
         return Sizes.of(q, v, spec=self.spec(), own_window=any("win" in name for name in self.own), **asked)
+
+
+@dataclass(frozen=True)
+class ListsShape:
+    """A call of `selected_attention` without its tensors: shapes of q, of k and v, and of block_indices.
+
+    Attributes:
+        offset: positions of the first queries are given, or differ from 0.
+        backward: backward too.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    lists: tuple[int, ...]
+    dtype: torch.dtype
+    spec: ListSpec
+    offset: bool
+    backward: bool
 
 
 class Wanted(NamedTuple):
@@ -247,30 +276,48 @@ def _like(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def make_call(call: CallShape) -> None:
+def make_call(call: CallShape | ListsShape) -> None:
     """Make the call with fake tensors: kernels that no cache has are compiled, and nothing is launched.
 
     Of groups of heads of one size, which ask for the same kernels, one is made.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    with FakeTensorMode(), _Unlinked(), torch.no_grad():
+        (_make_listed if isinstance(call, ListsShape) else _make_layer)(call)
+
+
+def _make_layer(call: CallShape) -> None:
     from nsa_layer.cute.autograd import Inputs, Packing, backward, forward, head_group
 
     spec, dtype = call.spec(), call.dtype
     plan = call.plan or plan_memory(call.sizes(), call.policy, torch.device("cpu"))
-    with FakeTensorMode(), _Unlinked(), torch.no_grad():
-        given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
-        arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
-        packing = Packing.of(spec, given["q"].device, call.Hq // call.Hkv)
-        inputs = Inputs(*map(given.get, arguments), block_indices=None, q_offset=None, packing=packing)
-        for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
-            group = head_group(inputs, first, end)
-            o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
-            saved = forward(group, o, spec=spec, kept=plan.kept)
-            if call.backward:
-                of_tokens = (*group[:3], group.k_win, group.v_win)
-                into = (None if x is None else torch.empty_like(x) for x in of_tokens)
-                backward(group, saved, torch.empty_like(o), *into, spec=spec)
+    given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
+    arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
+    packing = Packing.of(spec, given["q"].device, call.Hq // (call.lists or (call.Hkv,))[0])
+    lists = dict(block_indices=call.block_indices("cuda"), q_offset=None, packing=packing)
+    inputs = Inputs(*map(given.get, arguments), **lists)
+    for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
+        group = head_group(inputs, first, end)
+        o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
+        saved = forward(group, o, spec=spec, kept=plan.kept)
+        if call.backward:
+            of_tokens = (*group[:3], group.k_win, group.v_win)
+            into = (None if x is None else torch.empty_like(x) for x in of_tokens)
+            backward(group, saved, torch.empty_like(o), *into, spec=spec)
+
+
+def _make_listed(call: ListsShape) -> None:
+    from nsa_layer.cute.selected_alone import Places, backward, forward
+
+    q, k = (_fake(*shape, dtype=call.dtype) for shape in (call.q, call.k))
+    lists = _fake(*call.lists, dtype=torch.int32)
+    sequences = len(call.spec.lengths) if call.spec.lengths else len(q)
+    offset = _fake(sequences, dtype=torch.int32) if call.offset else None
+    places = Places.of_lists(q, k, q.shape[-2] // lists.shape[-2], offset, call.spec)
+    o, lse = forward(q, k, k, lists, places, call.spec)
+    if call.backward:
+        backward(places, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, places.q_offset)
 
 
 def _fake(*size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -144,6 +144,7 @@ def _shape(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) 
     sizes = dict(B=B, T=T, Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], dtype=q.dtype)
     gate = "weight" if gate_weight is not None else "none" if gates is None else "given"
     static = dict(config=spec.config, causal=spec.causal, lengths=spec.lengths, plan=plan)
+    static["lists"] = None if inputs.block_indices is None else tuple(inputs.block_indices.shape[-2:])
     own = tuple(name for name in OwnKeys._fields if getattr(inputs, name) is not None)
     return CallShape(**sizes, **static, gate=gate, projected=inputs.w_k is not None, own=own, backward=backward)
 

@@ -6,11 +6,14 @@ again in backward. Nothing is read by the host.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 
+from nsa_layer import side_by_side
 from nsa_layer.call_spec import ListSpec
+from nsa_layer.compile_ahead import ListsShape
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.fork import require_patched
 
@@ -50,19 +53,8 @@ def attend_selected(
 class _AttendSelected(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, block_indices, places, spec):
-        with component("lists"):
-            lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], places)
-        options = dict(softmax_scale=spec.softmax_scale, causal=spec.causal) | _options(places)
-        if spec.lengths is not None:
-            options |= dict(max_seqlen_q=places.queries)
-        with component("slc"):
-            if by_warp(device_arch(q.device.index)):
-                o, lse = forward_unions(q, k, v, lists, **options)
-            else:
-                if spec.lengths is not None:
-                    options |= dict(max_seqlen_k=places.keys)
-                options |= dict(pack_gqa=block_indices.shape[-2] == k.shape[-2], return_lse=True)
-                o, lse = _flash_attn_fwd(q, k, v, block_sparse_tensors=lists, **options)[:2]
+        with _side_by_side(q, k, block_indices, places, spec, backward=any(ctx.needs_input_grad)):
+            o, lse = forward(q, k, v, block_indices, places, spec)
         ctx.save_for_backward(q, k, v, block_indices, o, lse, places.q_offset)
         ctx.places, ctx.spec = places, spec
         ctx.mark_non_differentiable(lse)
@@ -73,11 +65,38 @@ class _AttendSelected(torch.autograd.Function):
     def backward(ctx, do, _):
         if do is None:
             return (None,) * 6
-        compute = partial(_gradients, ctx.places, ctx.spec)
-        return *first_derivatives("cute", compute, do, *ctx.saved_tensors), *[None] * 3
+        compute, (q, k, _, block_indices, *_) = partial(backward, ctx.places, ctx.spec), ctx.saved_tensors
+        with _side_by_side(q, k, block_indices, ctx.places, ctx.spec, backward=True):
+            return *first_derivatives("cute", compute, do, *ctx.saved_tensors), *[None] * 3
 
 
-def _gradients(places: Places, spec: ListSpec, do: Tensor, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _side_by_side(
+    q: Tensor, k: Tensor, block_indices: Tensor, places: Places, spec: ListSpec, *, backward: bool
+) -> AbstractContextManager[None]:
+    """Within, kernels that are missing are compiled together."""
+    shapes = (tuple(x.shape) for x in (q, k, block_indices))
+    return side_by_side.of_call(lambda: ListsShape(*shapes, q.dtype, spec, places.q_offset is not None, backward))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, places: Places, spec: ListSpec
+) -> tuple[Tensor, Tensor]:
+    """o and the LSE."""
+    with component("lists"):
+        lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], places)
+    options = dict(softmax_scale=spec.softmax_scale, causal=spec.causal) | _options(places)
+    if spec.lengths is not None:
+        options |= dict(max_seqlen_q=places.queries)
+    with component("slc"):
+        if by_warp(device_arch(q.device.index)):
+            return forward_unions(q, k, v, lists, **options)
+        if spec.lengths is not None:
+            options |= dict(max_seqlen_k=places.keys)
+        options |= dict(pack_gqa=block_indices.shape[-2] == k.shape[-2], return_lse=True)
+        return _flash_attn_fwd(q, k, v, block_sparse_tensors=lists, **options)[:2]
+
+
+def backward(places: Places, spec: ListSpec, do: Tensor, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
     q, k, v, block_indices, o, lse, q_offset = saved
     places, do = places._replace(q_offset=q_offset), readable(do)

@@ -23,9 +23,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy, compile_ahead
-from nsa_layer.call_spec import OwnKeys
-from nsa_layer.cute import autograd
-from nsa_layer.compile_ahead import CallShape, kernel_files
+from nsa_layer.call_spec import ListSpec, OwnKeys
+from nsa_layer.cute import autograd, selected_alone
+from nsa_layer.compile_ahead import CallShape, ListsShape, kernel_files
 from nsa_layer.cute.memory_plan import plan_memory
 
 warnings.simplefilter("ignore")
@@ -34,18 +34,30 @@ class Context:
     needs_input_grad = (True,)
     def save_for_backward(self, *tensors): self.saved_tensors = tensors
     def set_materialize_grads(self, value): pass
+    def mark_non_differentiable(self, *tensors): pass
 
 def shape(**changes):
     given = dict(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
     return CallShape(**given | changes)
 
 def own_call(call):
+    if isinstance(call, ListsShape):
+        return own_lists(call)
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
     plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
-    o = autograd._Attend.forward(context, None, call.spec(), plan, False, *map(given.get, names), None, None)
+    o = autograd._Attend.forward(context, None, call.spec(), plan, False, *map(given.get, names), call.block_indices("cuda"), None)
     if call.backward:
         autograd._Attend.backward(context, torch.empty_like(o))
+
+def own_lists(call):
+    q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))
+    lists, context = torch.empty(call.lists, dtype=torch.int32, device="cuda"), Context()
+    places = selected_alone.Places.of_lists(q, k, q.shape[-2] // lists.shape[-2], None, call.spec)
+    assert call.offset == (places.q_offset is not None)
+    o, _ = selected_alone._AttendSelected.forward(context, q, k, k, lists, places, call.spec)
+    if call.backward:
+        selected_alone._AttendSelected.backward(context, torch.empty_like(o), None)
 
 def asked(call):
     names = {}
@@ -73,6 +85,18 @@ for own in (OwnKeys._fields, ("k_cmp",), ("v_cmp", "k_win")):
         names = kernel_files(call)
         assert list(names) == asked(call), (call, names)
         assert any("pool/" in name for name in names) == (own != OwnKeys._fields), names
+chosen = kernel_files(shape())
+for lists in ((2, 5), (4, 5)):
+    call = shape(lists=lists)
+    assert list(kernel_files(call)) == asked(call) != list(chosen), call
+longer = ((20, 2, 5), ((100, 99), (200, 201)), 300)
+for lists, lengths, keys in (((1, 300, 2, 5), None, 300), ((1, 300, 4, 5), None, 400), longer):
+    lead = () if lengths else (1,)
+    q, k, spec = (*lead, 300, 4, 64), (*lead, keys, 2, 64), ListSpec(64, 16 if lengths else 1, True, 0.125, lengths)
+    for backward in (False, True):
+        call = ListsShape(q, k, lists, torch.bfloat16, spec, keys > 300 or lengths is not None, backward)
+        assert list(kernel_files(call)) == asked(call), call
+        assert len(asked(call)) == (8 if backward else 2), asked(call)
 """
 CALLED = """
 from nsa_layer import side_by_side
