@@ -8,6 +8,7 @@ RULES = ("nsa", "seed")
 LARGEST = 2**31 - 1  # positions are int32
 WIDEST_TILE = 256
 RENAMED = {"block_stride": "compress_stride"}
+OLD_TILE = 128  # the default q_tile of versions without compress_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class NSAConfig:
             above 1.
         compress_stride: tokens between the starts of compressed blocks, ``d``; a divisor of ``compress_size``, which is
             what None stands for, and of ``block_size``.
-        block_counts: blocks listed per query tile, ``n``; forced blocks are listed even where there are more of them.
+        block_counts: blocks listed per query, or tile of queries, ``n``; forced blocks are listed even where there are
+            more of them.
         q_tile: queries that share one choice of blocks: 1, each chooses for itself; or a power of two up to 256 that
             is a multiple or a divisor of ``block_size``, an approximation.
         window_size: tokens that the sliding window sees, the query's own included, ``w``.
@@ -39,7 +41,7 @@ class NSAConfig:
     compress_size: int | None = None
     compress_stride: int | None = None
     block_counts: int = 16
-    q_tile: int = 128
+    q_tile: int = 1
     window_size: int = 512
     compress_offset: int | None = None
     force_blocks: bool = True
@@ -143,11 +145,20 @@ class NSAConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> NSAConfig:
-        """The inverse of ``dataclasses.asdict``, old names of fields included; an unknown key is a ValueError."""
+        """The inverse of ``dataclasses.asdict``, of dictionaries of older versions too.
+
+        One without ``compress_size`` was written when tiles of 128 were the default: they are what it means by no
+        ``q_tile``.
+
+        Raises:
+            ValueError: a key is unknown, or a field is there under two names.
+        """
         for old in RENAMED.keys() & values.keys():
             if RENAMED[old] in values:
                 raise ValueError(f"{old} is the old name of {RENAMED[old]}, got both")
         values = {RENAMED.get(name, name): value for name, value in values.items()}
+        if "compress_size" not in values:
+            values.setdefault("q_tile", OLD_TILE)
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")

@@ -15,13 +15,13 @@ DTYPES = ("float32", "bfloat16")
 # A step takes about a second of one core for each model, so that both learn visibly within the budget.
 CPU = dict(
     dtype="float32", seqlen=4096, batch=1, steps=300, minutes=3.5, dim=128, layers=2, heads=4, kv_heads=2,
-    block_size=32, block_counts=16, q_tile=128, window_size=128, eval_every=25, eval_windows=4, sample_bytes=160,
+    block_size=32, block_counts=16, q_tile=1, window_size=128, eval_every=25, eval_windows=4, sample_bytes=160,
     lr=3e-3,
 )  # fmt: skip
 # The kernels take bf16 and a head dimension of 64; 32,768 tokens is where dense attention costs several times more.
 GPU = dict(
     dtype="bfloat16", seqlen=32768, batch=1, steps=600, minutes=10.0, dim=512, layers=6, heads=8, kv_heads=2,
-    block_size=64, block_counts=16, q_tile=128, window_size=512, eval_every=50, eval_windows=4, sample_bytes=400,
+    block_size=64, block_counts=16, q_tile=1, window_size=512, eval_every=50, eval_windows=4, sample_bytes=400,
     lr=1e-3,
 )  # fmt: skip
 EVERYWHERE = dict(warmup=60, threads=1, seed=0)
@@ -58,8 +58,8 @@ class DemoConfig:
     heads: int = _option("query heads; the head dimension is dim / heads (the kernels take 64 and 128)")
     kv_heads: int = _option("key/value heads")
     block_size: int = _option("tokens in a block of compression and selection")
-    block_counts: int = _option("blocks selected per query tile")
-    q_tile: int = _option("queries that share one choice of blocks")
+    block_counts: int = _option("blocks selected for each query, or tile of queries")
+    q_tile: int = _option("queries that share one choice of blocks; 1: each has its own")
     window_size: int = _option("tokens that the sliding window sees")
     eval_every: int = _option("steps between two evaluations on held-out text; each also writes the checkpoint")
     eval_windows: int = _option("held-out sequences in an evaluation")

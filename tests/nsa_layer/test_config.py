@@ -43,6 +43,9 @@ def test_dictionaries_of_before_compression_had_a_size_are_read() -> None:
     config = NSAConfig.from_dict(old)
     assert (config.span, config.stride, config.compress_size) == (32, 16, None)
     assert config == NSAConfig(block_size=32, compress_stride=16, block_counts=8, q_tile=64, window_size=128)
+    del old["q_tile"]  # tiles of 128 were the default
+    assert NSAConfig.from_dict(old) == config.replace(q_tile=128)
+    assert NSAConfig.from_dict(dict(compress_size=None)) == NSAConfig() == NSAConfig(q_tile=1)
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])

@@ -61,7 +61,7 @@ def test_a_warm_call_asks_nothing_of_the_dsl(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "config", [NSAConfig(), NSAConfig(block_size=64, compress_stride=16), NSAConfig(block_size=32)]
+    "config", [NSAConfig(), NSAConfig(block_size=64, compress_stride=16), NSAConfig(block_size=32, q_tile=128)]
 )
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
