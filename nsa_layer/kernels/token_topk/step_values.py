@@ -18,8 +18,8 @@ class StepValues:
     """The blocks of a step that one lane looks at.
 
     Attributes:
-        scores: fp32 [KEYS] in shared memory: sums over the group of the token's probabilities, at the `spec.position` of
-            each of the step's keys.
+        scores: fp32 [KEYS] in shared memory: sums over the group of the token's probabilities, at each key's
+            `spec.position`.
         t: the token.
         member: number of the lane among those that share the token.
     """
