@@ -128,7 +128,7 @@ def test_dk_and_dv(case: fa_pairs.TokenCase) -> None:
     test_backward_dkdv.assert_gradients(case)
 
 
-SPILLED = 128  # bytes of a thread's stack: addresses that stay the same in all steps
+SPILLED = 32  # bytes of the stack: a few addresses that are the same in all steps
 
 
 def stack_bytes(case: TokenCase) -> list[int]:
@@ -165,6 +165,11 @@ def test_the_layer_asks_for_them(compiler_sm100: Worker) -> None:
 
 
 def test_registers_suffice(compiler_sm100: Worker) -> None:
-    of_pass = compiler_sm100.run(stack_bytes, TokenCase())
-    of_keys, of_sums = compiler_sm100.run(test_backward_dkdv.stack_bytes, fa_pairs.TokenCase((1000,), 16))
-    assert len(of_pass) == 2 and max(*of_pass, of_keys) <= SPILLED and of_sums == 0
+    assert compiler_sm100.run(stack_bytes, TokenCase()) == [0, 0]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("G", [16, 3])
+def test_registers_of_dk_and_dv_suffice(G: int, compiler_sm100: Worker) -> None:
+    of_keys, of_sums = compiler_sm100.run(test_backward_dkdv.stack_bytes, fa_pairs.TokenCase((1000,), G))
+    assert of_keys <= SPILLED and of_sums == 0

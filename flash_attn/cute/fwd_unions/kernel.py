@@ -1,8 +1,7 @@
 """The kernel of `fwd_unions/interface`: a load warp, and two warpgroups that multiply, 64 rows each, as in the dq pass.
 
-A step is two blocks of keys: S = q k^T, P = exp2 of it by `UnionSoftmax`, o = o * scale + P v. Both products of a step
-are awaited: while one warpgroup does arithmetic, the other multiplies. A step with no block that a token of the
-warpgroup lists is passed by.
+A block of keys at a time, if a token of the warpgroup lists it: S = q k^T, P = exp2 of it by `BlockSoftmax`,
+o = o * scale + P v. Both products are awaited: while one warpgroup does arithmetic, the other multiplies.
 """
 
 import math
@@ -22,19 +21,23 @@ from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput
-from flash_attn.cute.bwd_dq_sm90.kernel import CONSUMER_REGISTERS, PRODUCER_REGISTERS, FlashAttentionBackwardDqSm90
+from flash_attn.cute.bwd_dq_sm90.kernel import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    FlashAttentionBackwardDqSm90,
+    parts_of_stages,
+)
 from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows, tma_of_rows
 from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
-from flash_attn.cute.fwd_sm90.loads import KeyWalk, TmaTensor, key_loader, query_loader
+from flash_attn.cute.fwd_sm90.loads import NOWHERE, TmaTensor, key_loader, query_loader
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
-from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
+from flash_attn.cute.fwd_unions.block_softmax import BlockSoftmax
 from flash_attn.cute.lists.tiling import ROWS, STEP
-from flash_attn.cute.multiply.product import Product, of_registers, of_shared, sum_registers, wait
+from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.bounded_loads import bounded
 from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
-from flash_attn.cute.softmax import Softmax
 from flash_attn.cute.utils import AuxData
 
 
@@ -77,8 +80,8 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
             tiles *= mO.shape[3] if const_expr(not spec.packed[0]) else mCuSeqlensQ.shape[0] - 1
         grid = cutlass.min(tiles, target_sm_count()) if const_expr(spec.stay) else tiles
         self.kernel(
-            (tma_q, tma_k, tma_v), (mO, mLSE), (softmax_scale, Float32(softmax_scale * math.log2(math.e))),
-            (left, right), (mCuSeqlensQ, mCuSeqlensK, mQOffset), lists, (sQ_layout, sK_layout), tiles,
+            (tma_q, tma_k, tma_v), (mO, mLSE), Float32(softmax_scale * math.log2(math.e)), (left, right),
+            (mCuSeqlensQ, mCuSeqlensK, mQOffset), lists, (sQ_layout, sK_layout), tiles,
         ).launch(
             grid=[grid, 1, 1], block=[(WARPGROUPS + 1) * THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
         )  # fmt: skip
@@ -88,7 +91,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         self,
         tma: tuple[TmaTensor, ...],  # of q, k and v, and so on below; for q see `tma_of_rows`
         outputs: tuple[cute.Tensor, cute.Tensor],  # o, lse
-        scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
+        scale_log2: Float32,  # softmax_scale times log2(e)
         edges: tuple[Optional[Int32], Optional[Int32]],
         ends: tuple[Optional[cute.Tensor], ...],  # cu_seqlens of q and k, q_offset
         lists: BlockSparseTensors,
@@ -143,7 +146,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
                 self.load(tma, staged, pipelines, lists, lengths, place, tiles)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.multiply(tma[0], staged, pipelines, outputs, scales, edges, lists, lengths, place, tiles)
+            self.multiply(tma[0], staged, pipelines, outputs, scale_log2, edges, lists, lengths, place, tiles)
 
     @cute.jit
     def load(
@@ -187,7 +190,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         staged: list[cute.Tensor],
         pipelines: list[pipeline_custom.PipelineTmaAsync],
         outputs: tuple[cute.Tensor, cute.Tensor],
-        scales: tuple[Float32, Float32],
+        scale_log2: Float32,
         edges: tuple[Optional[Int32], Optional[Int32]],
         lists: BlockSparseTensors,
         lengths: Callable,
@@ -203,9 +206,10 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         loaded = const_expr(queries[0] is not None)
 
         acc_O = sum_registers(spec.head_dim)
-        scores = partial(of_shared(sQ, sK, thread, spec.by_warp), A_idx=group)
+        sK, sV = [parts_of_stages(t, (spec.block_k, spec.head_dim)) for t in (sK, sV)]
+        scores = of_shared(sQ, sK, thread, spec.by_warp)
         add_v = of_registers(layout_utils.transpose_view(sV), thread, spec.by_warp)
-        softmax = UnionSoftmax.of(Softmax.create(scales[1], ROWS_OF_THREAD, 90, scales[0]), self.dtype)
+        softmax = BlockSoftmax.of(ROWS_OF_THREAD, scale_log2, self.dtype)
 
         state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
         phase = Int32(0)  # of the slots of q
@@ -232,13 +236,20 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
                     coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
                     for stages in pipelines[1:]:
                         stages.consumer_wait(state)
-                    if mask.any_lists(words[0]) | mask.any_lists(words[1]):
-                        self.add_step(
-                            scores, add_v, acc_O, softmax, mask, walk, step, entries, words, pipelines[1], state
-                        )
-                    else:
-                        pipelines[1].consumer_release(state)
-                    pipelines[2].consumer_release(state)
+                    for part in cutlass.range_constexpr(len(entries)):
+                        key = walk.first_key(entries[part], step, part)
+                        if mask.any_lists(words[part]) & (key < NOWHERE):
+                            acc_S = scores(A_idx=group, B_idx=(Int32(part), state.index))
+                            wait(spec.by_warp, 0)
+                            S = layout_utils.reshape_acc_to_mn(acc_S)
+                            mask.hide(S, key, cutlass.Boolean(False), 0, spec.block_k)
+                            hidden = tuple(mask.hidden(words[part], r) for r in range(ROWS_OF_THREAD))
+                            softmax.add_block(acc_S, acc_O, hidden)
+                            utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), add_v.A)
+                            add_v(acc=acc_O, B_idx=(Int32(part), state.index))
+                            wait(spec.by_warp, 0)
+                    for stages in pipelines[1:]:
+                        stages.consumer_release(state)
                     state.advance()
                 if const_expr(loaded):
                     pipelines[0].consumer_release_w_index(group)
@@ -246,48 +257,11 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
             self.write(outputs, acc_O, softmax, mask)
 
     @cute.jit
-    def add_step(
-        self,
-        scores: Callable,
-        add_v: Product,
-        acc_O: cute.Tensor,
-        softmax: UnionSoftmax,
-        mask: KeyMask,
-        walk: KeyWalk,
-        step: Int32,
-        entries: tuple[Int32, ...],
-        words: tuple[tuple[Int32, ...], ...],
-        pipeline_k: pipeline_custom.PipelineTmaAsync,
-        state: pipeline.PipelineState,
-    ):
-        """Add a step's keys to the rows' outputs, and release k."""
-        width = self.spec.block_k
-        acc_S = scores(B_idx=state.index)
-        wait(self.spec.by_warp, 0)
-        pipeline_k.consumer_release(state)
-        S = layout_utils.reshape_acc_to_mn(acc_S)
-        for part in cutlass.range_constexpr(len(entries)):
-            mask.hide(S, walk.first_key(entries[part], step, part), cutlass.Boolean(False), part * width, width)
-            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
-                softmax.hidden[r, part] = mask.hidden(words[part], r)
-        rescale_rows(acc_O, softmax.online_softmax(acc_S))
-        utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), add_v.A)
-        add_v(acc=acc_O, B_idx=state.index)
-        wait(self.spec.by_warp, 0)
-
-    @cute.jit
-    def write(self, outputs: tuple[cute.Tensor, cute.Tensor], acc_O: cute.Tensor, softmax: UnionSoftmax, mask: KeyMask):
+    def write(self, outputs: tuple[cute.Tensor, cute.Tensor], acc_O: cute.Tensor, softmax: BlockSoftmax, mask: KeyMask):
         """Write a tile's o and lse."""
-        rescale_rows(acc_O, softmax.finalize())
+        softmax.finish(acc_O)
         DqOutput(outputs[0], None, False, self.spec.head_dim, Float32(1.0), mask).write(acc_O)
         lse = mask.seqlen.offset_batch_Q(outputs[1], mask.batch, dim=2)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             if mask.row(r) < mask.seqlen.seqlen_q and mask.thread % 4 == 0:
                 lse[mask.row(r), mask.query_head(r)] = softmax.row_sum[r]
-
-
-def rescale_rows(acc: cute.Tensor, scale: cute.Tensor) -> None:
-    """Multiply the thread's rows of a sum, each by its own number."""
-    rows = layout_utils.reshape_acc_to_mn(acc)
-    for r in range(ROWS_OF_THREAD):
-        rows[r, None].store(rows[r, None].load() * scale[r])
