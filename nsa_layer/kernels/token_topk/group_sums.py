@@ -82,8 +82,12 @@ class GroupSums:
                     products.finish()
                     self.reload(place, step + STAGES, steps, before)
                     self.scale(products, shifts, exponents)
-                    self.start(products, before + step + 1)
-                    self.write_sums(exponents)
+                    if const_expr(spec.by_warp):  # nothing runs on after a start, and registers are few
+                        self.write_sums(exponents)
+                        self.start(products, before + step + 1)
+                    else:
+                        self.start(products, before + step + 1)
+                        self.write_sums(exponents)
                 products.finish()
                 cute.arch.barrier(barrier_id=PRODUCTS_DONE, number_of_threads=THREADS)
                 self.scale(products, shifts, exponents)
