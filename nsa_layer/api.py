@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
@@ -108,11 +109,18 @@ def nsa(
     )
     spec = determinism.in_force(spec, choose)
     name = choose(config=spec.config)
-    implementation = operators if name == "eager" else import_module(support.BACKENDS[name])
     # What only the kernels have a choice in.
     more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
     given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens, block_indices=block_indices) | own._asdict()
     with autocast.off(q.device):
-        o, aux = implementation.attend(q, k, v, **given, **more)
+        o, aux = _implementation(name)(q, k, v, **given, **more)
     return (o, aux) if return_aux else o
+
+
+def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]:
+    if name == "eager":
+        return operators.attend
+    if name == "cute" and torch.compiler.is_compiling():
+        return operators.attend_on_kernels
+    return import_module(support.BACKENDS[name]).attend

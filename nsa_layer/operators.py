@@ -5,6 +5,7 @@ from shapes: lists of packed sequences have room for what any lengths could need
 an operator too; that one cannot be differentiated.
 
 - ``branches``, ``branches_backward``: the three branches in plain PyTorch, before the gates.
+- ``attend``, ``attend_backward``: the layer on the kernels.
 - ``selected``, ``selected_backward``: `selected_attention` in plain PyTorch.
 """
 
@@ -19,9 +20,10 @@ from typing import Any
 
 import torch
 
-from nsa_layer import autocast, derivatives
+from nsa_layer import autocast, derivatives, support
 from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype
 from nsa_layer.config import LARGEST, NSAConfig
+from nsa_layer.cute.memory_plan import RECOMPUTE, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.inputs import check_lengths, check_lists
 
 Tensor, DispatchKeySet = torch.Tensor, torch._C.DispatchKeySet
@@ -32,6 +34,7 @@ BRANCHES = (
     f"{KEYS}, Tensor? compress_k_weight, Tensor? compress_v_weight, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_win, "
     "Tensor? v_win, Tensor? cu_seqlens, Tensor? block_indices"
 )
+LAYER = BRANCHES.replace(KEYS, f"{KEYS}, Tensor? gate_weight, Tensor? gates")
 CONFIG = (
     "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
     "int compress_offset, bool force_blocks, bool deterministic, str rule, bool causal, float softmax_scale"
@@ -79,6 +82,51 @@ def attend(
     return eager.gated(q, gate_weight, gates, eager.Branches(list(made[:3]), list(made[3:6]), choice))
 
 
+def attend_on_kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: CallSpec,
+    gate_weight: Tensor | None,
+    gates: Tensor | None,
+    compress_k_weight: Tensor | None,
+    compress_v_weight: Tensor | None,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    cu_seqlens: Tensor | None,
+    block_indices: Tensor | None,
+    memory: MemoryPolicy,
+    needs_grad: bool,
+    return_aux: bool,
+) -> tuple[Tensor, Aux | None]:
+    """The layer on the kernels, in a graph; arguments as `nsa` has checked them.
+
+    All heads go in one group unless the policy has a budget: nothing may depend on the memory that is free.
+    """
+    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    tensors = (q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
+    kept = RECOMPUTE[memory.recompute if needs_grad else "all"][0]
+    heads = k.shape[-2]
+    if memory.budget is not None:
+        gate = "given" if gates is not None else "none" if gate_weight is None else "weight"
+        own = k_win is not None or v_win is not None
+        sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own, lists=block_indices)
+        plan = plan_memory(sizes, memory, q.device)
+        heads, kept = plan.groups[0][1], plan.kept
+    made = OPS.attend(*tensors, **static_arguments(spec), heads=heads, kept=list(kept))
+    if not return_aux:
+        return made[0], None
+    choice, g, lses = made[1] if block_indices is None else block_indices, made[13], made[10:13]
+    if block_indices is None and not support.takes_unions(spec.config):
+        choice = choice.transpose(-3, -2)
+    if gate_weight is None and gates is None:
+        g = q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
+    return made[0], Aux(choice, g, *lses)
+
+
 def attend_selected(
     q: Tensor,
     k: Tensor,
@@ -118,9 +166,10 @@ def _config(arguments: tuple[tuple[str, Any], ...]) -> NSAConfig:
     return NSAConfig(**dict(arguments))
 
 
-def _spec(static: dict[str, Any], lengths: tuple[int, ...] | None) -> CallSpec:
-    named = tuple((name, value) for name, value in static.items() if name not in ("causal", "softmax_scale"))
-    return CallSpec(_config(named), static["causal"], static["softmax_scale"], lengths)
+def _spec(static: dict[str, Any], lengths: tuple[int, ...] | None, *, listed: bool = False) -> CallSpec:
+    apart = ("causal", "softmax_scale", "heads", "kept")
+    named = tuple((name, value) for name, value in static.items() if name not in apart)
+    return CallSpec(_config(named), static["causal"], static["softmax_scale"], lengths, listed=listed)
 
 
 def _branches(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
@@ -208,6 +257,42 @@ def _selected_backward(*tensors: Tensor | None, needs: Sequence[bool], **static:
     with _autograd(), autocast.off(q.device), derivatives.known_lses(each):
         o = token_attention.attend_selected(*leaves, *inputs[3:], spec=spec)[0]
     return _gradients(leaves, [o], [do], inputs[:3])
+
+
+def _attend(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
+    """o, the fields of `SavedForBackward`, and a copy of cu_seqlens."""
+    from nsa_layer.cute import graph
+
+    q, cu_seqlens, block_indices = tensors[0], *tensors[11:]
+    lengths = None if cu_seqlens is None else check_lengths(cu_seqlens, q, "cu_seqlens", "q")
+    spec = _spec(static, lengths, listed=block_indices is not None)
+    with torch.no_grad(), autocast.off(q.device), torch.cuda.device_of(q):
+        o, made = graph.attend(tensors, spec=spec, heads=heads, kept=kept)
+    return o, *(q.new_empty(0) if x is None else x for x in made), _copied(cu_seqlens)
+
+
+def _attend_fake(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
+    from nsa_layer.cute.graph import saved_shapes
+
+    q, v, cu_seqlens, block_indices = tensors[0], tensors[2], *tensors[11:]
+    spec = _spec(static, None, listed=block_indices is not None)
+    shapes = saved_shapes(tensors, spec=spec, kept=kept)
+    made = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), *made, _copied_fake(q, cu_seqlens)
+
+
+def _attend_backward(
+    do: Tensor, *tensors: Tensor | None, heads: int, kept: list[bool], needs: Sequence[bool], **static: Any
+) -> tuple[Tensor, ...]:
+    from nsa_layer.cute import graph
+
+    inputs, block_indices, made, starts = tensors[:11], tensors[11], tensors[12:25], tensors[25]
+    spec = _spec(static, _lengths(starts), listed=block_indices is not None)
+    given = (*inputs, starts if starts.numel() else None, block_indices)
+    with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
+        found = graph.gradients(do, given, made, spec=spec, heads=heads, kept=kept)
+    q, found = inputs[0], zip(found, needs, strict=True)
+    return tuple(next(_apart([d])) if need and d is not None else q.new_empty(0) for d, need in found)
 
 
 def _list_spec(static: dict[str, Any], q: Tensor, k: Tensor, *starts: Tensor | None) -> ListSpec:
@@ -325,6 +410,7 @@ def _gradients_fake(first: int, count: int) -> Callable[..., tuple[Tensor, ...]]
 
 def _register(
     name: str,
+    backend: str,
     *,
     schema: str,
     compute: Callable[..., tuple[Tensor, ...]],
@@ -372,7 +458,7 @@ def _register(
                 return (None,) * len(ctx.needs_input_grad)
             static = dict(ctx.static, needs=needs)
             found = derivatives.first_derivatives(
-                "eager", lambda *all_of_it: op_backward(*all_of_it, **static), *given, *ctx.saved_tensors
+                backend, lambda *all_of_it: op_backward(*all_of_it, **static), *given, *ctx.saved_tensors
             )
             gradients = (d if need else None for d, need in zip(found, needs, strict=True))
             return None, None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 2 - differentiable)
@@ -387,7 +473,7 @@ def _register(
         derivatives.refuse_tangents(*tensors)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             compute = partial(_below_autograd, op_backward, keys, **static)
-            return derivatives.apply_here(derivatives.FirstDerivatives, "eager", compute, *tensors)
+            return derivatives.apply_here(derivatives.FirstDerivatives, backend, compute, *tensors)
         return _below_autograd(op_backward, keys, *tensors, **static)
 
     LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
@@ -416,6 +502,7 @@ def _below_autograd(
 
 _register(
     "branches",
+    "eager",
     schema=f"{BRANCHES}, *, {CONFIG}",
     compute=_branches,
     fake=_branches_fake,
@@ -427,7 +514,21 @@ _register(
     differentiated=3,
 )
 _register(
+    "attend",
+    "cute",
+    schema=f"{LAYER}, *, {CONFIG}, int heads, bool[] kept",
+    compute=_attend,
+    fake=_attend_fake,
+    outputs=15,
+    gradients=_attend_backward,
+    saved=", ".join(["Tensor? block_indices", *(f"Tensor made_{i}" for i in range(13)), "Tensor starts"]),
+    keep=lambda inputs, outputs: (*inputs[:11], inputs[12], *outputs[1:]),
+    differentiable=11,
+    differentiated=1,
+)
+_register(
     "selected",
+    "eager",
     schema=f"{LISTS}, *, {LIST_CONFIG}",
     compute=_selected,
     fake=_selected_fake,

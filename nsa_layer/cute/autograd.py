@@ -83,18 +83,13 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, packing, spec, plan, return_aux, *tensors):
         """tensors: fields of `Inputs` before the last."""
         inputs = Inputs(*tensors, packing)
-        q, k, v = inputs[:3]
-        o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
-        with _side_by_side(inputs, spec, plan, backward=any(ctx.needs_input_grad)):
-            for first, end in plan.groups:
-                into = _narrow(o, -2, _query_heads(q, k, first, end))
-                parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
+        o, parts = forward_groups(inputs, spec, plan, backward=any(ctx.needs_input_grad))
         ctx.save_for_backward(*inputs[:-1], *(x for part in parts for x in part))
         ctx.packing, ctx.spec, ctx.plan = packing, spec, plan
         ctx.set_materialize_grads(False)
         if not return_aux:
             return o
-        aux = _joined_aux(parts, q, unions=support.takes_unions(spec.config, listed=spec.listed))
+        aux = _joined_aux(parts, inputs.q, unions=support.takes_unions(spec.config, listed=spec.listed))
         ctx.mark_non_differentiable(*aux)
         return o, *aux
 
@@ -103,10 +98,23 @@ class _Attend(torch.autograd.Function):
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
         static = ctx.packing, ctx.spec, ctx.plan
-        return *[None] * 4, *first_derivatives("cute", _gradients, do, *static, *ctx.saved_tensors), None, None
+        return *[None] * 4, *first_derivatives("cute", gradients, do, *static, *ctx.saved_tensors), None, None
 
 
-def _gradients(
+def forward_groups(
+    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool
+) -> tuple[Tensor, list[SavedForBackward]]:
+    """o, and what each group of heads leaves to its backward, if there will be one."""
+    q, k, v = inputs[:3]
+    o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
+    with _side_by_side(inputs, spec, plan, backward=backward):
+        for first, end in plan.groups:
+            into = _narrow(o, -2, _query_heads(q, k, first, end))
+            parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
+    return o, parts
+
+
+def gradients(
     do: Tensor, packing: Packing | None, spec: CallSpec, plan: MemoryPlan, *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `_Attend`'s tensors but for the last two, from those that it saved."""
@@ -127,7 +135,7 @@ def _gradients(
             grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
             rest.append(backward(head_group(inputs, first, end), saved, _narrow(do, -2, query), *grads, spec=spec))
     dq, dk, dv, *of_window = whole
-    return dq, dk, dv, *(_joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
+    return dq, dk, dv, *(joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
 
 
 def _side_by_side(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
@@ -186,14 +194,14 @@ def _joined_aux(parts: list[SavedForBackward], q: Tensor, *, unions: bool) -> tu
     packed = q.dim() == 3
     heads_dim = 0 if packed else 1
     block_indices = [part.block_indices for part in parts]
-    block_indices = _joined(block_indices, -2) if unions else _joined(block_indices, heads_dim).transpose(-3, -2)
-    lses = [_joined(list(lses), heads_dim) for lses in zip(*((p.lse_cmp, p.lse_slc, p.lse_swa) for p in parts))]
-    g = _joined([part.g for part in parts], -2)
+    block_indices = joined(block_indices, -2) if unions else joined(block_indices, heads_dim).transpose(-3, -2)
+    lses = [joined(list(lses), heads_dim) for lses in zip(*((p.lse_cmp, p.lse_slc, p.lse_swa) for p in parts))]
+    g = joined([part.g for part in parts], -2)
     if g is None:
         g = q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
     return block_indices, g, *lses
 
 
-def _joined(parts: list[Tensor | None], dim: int) -> Tensor | None:
+def joined(parts: list[Tensor | None], dim: int) -> Tensor | None:
     """The groups' tensors as one, along their heads."""
     return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, dim)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from stub_kernels import stubbed_layer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from nsa_layer import NSAConfig
+from nsa_layer import NSAConfig, nsa
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.operators import OPS, static_arguments
 
@@ -91,3 +93,68 @@ def test_starts_are_those_of_the_call() -> None:
     want = torch.autograd.grad(made, tensors[0])
     starts.copy_(torch.tensor([0, 1, 2, T]))
     assert torch.equal(torch.autograd.grad(again, tensors[0])[0], want[0])
+
+
+def on_kernels(*, q_tile: int, packed: bool, heads: int, kept: list[bool], **more: bool) -> tuple[tuple, dict]:
+    """Arguments of the operator of the kernels; more: "projected", "own" keys and values, or lists that are "given"."""
+    config, lengths = NSAConfig(q_tile=q_tile), (300, 0, 70)
+    lead, tiles, blocks = (2, 370), (2, config.num_tiles(370)), (2, config.compressed_length(370))
+    if packed:
+        lead, tiles, blocks = (370,), *((sum(map(f, lengths)),) for f in (config.num_tiles, config.compressed_length))
+
+    def made(*shape: int, asked: bool = True) -> torch.Tensor | None:
+        return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True) if asked else None
+
+    q, k, v = made(*lead, 4, 64), made(*lead, 2, 64), made(*lead, 2, 64)
+    weights = (made(2, 64, 64, asked=more.get("projected", False)) for _ in range(2))
+    own = (made(*of, 2, 64, asked=more.get("own", False)) for of in (blocks, blocks, lead, lead))
+    starts = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
+    lists = torch.zeros(*tiles, 2, 3, dtype=torch.int32) if more.get("given") else None
+    static = dict(static_arguments(CallSpec(config, True, 0.1)), heads=heads, kept=kept)
+    return (q, k, v, made(4, 3, 64), None, *weights, *own, starts, lists), static
+
+
+KERNELS = {
+    "by token": dict(q_tile=1, packed=False, heads=2, kept=[True] * 3),
+    "packed, recomputed": dict(q_tile=1, packed=True, heads=2, kept=[False] * 3, projected=True),
+    "small tiles in groups": dict(q_tile=32, packed=True, heads=1, kept=[False, True, True]),
+    "tiles in groups": dict(q_tile=128, packed=False, heads=1, kept=[True] * 3, projected=True),
+    "packed tiles, own keys": dict(q_tile=128, packed=True, heads=2, kept=[True] * 3, own=True),
+    "given": dict(q_tile=1, packed=True, heads=1, kept=[True] * 3, given=True),
+}
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(case: str) -> None:
+    tensors, static = on_kernels(**KERNELS[case])
+    inputs = [x for x in tensors[:11] if x is not None]
+    with stubbed_layer():
+        made = OPS.attend(*tensors, **static)
+        found = torch.autograd.grad(made[0], inputs, torch.randn_like(made[0]))
+    assert [x.shape for x in found] == [x.shape for x in inputs]
+    tensors = [None if x is None else x.detach() for x in tensors]
+    with FakeTensorMode() as mode:
+        fake = OPS.attend(*(None if x is None else mode.from_tensor(x) for x in tensors), **static)
+    for got, want in zip(made, fake, strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+
+
+def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
+
+    class Call(torch.nn.Module):
+        def forward(self, q, k, v, weight, starts):
+            return nsa(q, k, v, gate_weight=weight, cu_seqlens=starts)
+
+    T = torch.export.Dim("T", min=2048, max=1 << 20)
+    for packed in (False, True):
+        lead, at = ((4096,), 0) if packed else ((2, 4096), 1)
+        with FakeTensorMode():
+            half = dict(dtype=torch.bfloat16, device="cuda")
+            q, k, v = (torch.empty(*lead, h, 128, **half) for h in (8, 2, 2))
+            starts = torch.empty(4, dtype=torch.int32, device="cuda") if packed else None
+            arguments = (q, k, v, torch.empty(8, 3, 128, **half), starts)
+            shapes = ({at: T}, {at: T}, {at: T}, None, None)
+            graph = torch.export.export(Call(), arguments, dynamic_shapes=shapes, strict=True).graph
+        targets = [node.target for node in graph.nodes if node.op == "call_function"]
+        assert OPS.attend.default in targets

@@ -158,9 +158,13 @@ def test_the_kernels_refuse_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         for arch in support.ARCHITECTURES:
             monkeypatch.setattr(support, "device_arch", lambda index=None: arch)
             for backend in (None, "cute"):
-                with pytest.raises(NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"):
+                with pytest.raises(
+                    NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"
+                ):
                     nsa(q, k, k, block_indices=lists, config=NSAConfig(block_size=32, q_tile=1), backend=backend)
-                with pytest.raises(NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"):
+                with pytest.raises(
+                    NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"
+                ):
                     selected_attention(q, k, k, lists, block_size=32, backend=backend)
 
 
