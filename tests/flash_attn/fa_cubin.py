@@ -1,4 +1,4 @@
-"""Machine code of kernels of the dq pass: whether they fit the registers, and whether products overlap."""
+"""Machine code of kernels: whether they fit the registers, and whether products overlap."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 
 PROGRAM, INFO = 1, 0x70000000  # types of sections
 EXECUTABLE = 4  # flag of a section
-OPCODES = {0x9F0: "product", 0xDF0: "product", 0x9C5: "order"}  # HGMMA; WARPGROUP.ARRIVE and .DEPBAR
+OPCODES = {0x9F0: "product", 0xDF0: "product", 0x9C5: "order", 0x308: "exp2"}  # HGMMA; WARPGROUP.*; MUFU
+WAIT = 1 << 47  # of "order": DEPBAR, not ARRIVE
+LEFT = 0xFF00  # of a DEPBAR's second word: how many groups of products may still be under way
 
 
-def cubins(launch: Callable[[], None]) -> list[bytes]:
-    """The cubins of a call's kernels."""
+def cubins(launch: Callable[[], Any], compiled: Any = None) -> list[bytes]:
+    """The cubins of a call's kernels. compiled: what keeps them compiled, if not the dq pass."""
     from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
 
-    bwd_dq_interface._compiled.compile_cache.clear()
+    (compiled or bwd_dq_interface._compiled).compile_cache.clear()
     with tempfile.TemporaryDirectory() as dumps, pytest.MonkeyPatch.context() as patch:
         import cutlass.cute as cute
 
@@ -48,12 +50,30 @@ def frames(cubin: bytes) -> list[int]:
 
 def serialized(cubin: bytes) -> bool:
     """True if the compiler waits for every product by itself, for want of registers or else."""
-    found: Counter[str | None] = Counter()
-    for kind, flags, at, end in _sections(cubin):
-        if kind == PROGRAM and flags & EXECUTABLE:
-            found.update(OPCODES.get(struct.unpack_from("<H", cubin, i)[0] & 0xFFF) for i in range(at, end, 16))
+    found = Counter(kind for kind, _, _ in _instructions(cubin))
     assert found["product"], "no product among the instructions"
     return found["order"] >= found["product"]
+
+
+def exponentials_under_products(cubin: bytes) -> list[int]:
+    """After each wait that leaves products under way: how many exponentials stand before the next wait."""
+    found, counts = [], False
+    for kind, word, control in _instructions(cubin):
+        if kind == "order" and word & WAIT:
+            counts = bool(control & LEFT)
+            found += [0] * counts
+        elif kind == "exp2" and counts:
+            found[-1] += 1
+    return found
+
+
+def _instructions(cubin: bytes) -> Iterator[tuple[str, int, int]]:
+    """Kind, and both words, of those instructions that `OPCODES` has."""
+    for kind, flags, at, end in _sections(cubin):
+        if kind == PROGRAM and flags & EXECUTABLE:
+            for word, control in struct.iter_unpack("<QQ", cubin[at:end]):
+                if word & 0xFFF in OPCODES:
+                    yield OPCODES[word & 0xFFF], word, control
 
 
 def _sections(cubin: bytes) -> Iterator[tuple[int, int, int, int]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fa_bits import TokenCase, dense, listed_blocks, union_lists
+from fa_bits import ROWS, TokenCase, dense, listed_blocks, union_lists
 from fa_compile import Worker, WorkerError, built_kernels
+from fa_cubin import cubins, exponentials_under_products, frames, serialized
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.fwd_sm90.persistence import has_short_rows
@@ -70,17 +72,28 @@ def test_a_tile_has_128_rows_and_a_bit_for_each_token(
     compiler_sm90: Worker, G: int, words: int, form: str | None
 ) -> None:
     case = TokenCase(G=G, D=64 if form else 128, form=form)
-    assert compiler_sm90.trace(kernels_of, case) == [(128, 2, words, G > 1)]
+    assert compiler_sm90.trace(kernels_of, case) == [(128, 1, words, G > 1)]
+
+
+def code_of(case: TokenCase) -> list[tuple[list[int], bool, list[int]]]:
+    from flash_attn.cute import interface
+
+    code = cubins(partial(compiled, case, {}), interface._flash_attn_fwd)
+    return [(frames(cubin), serialized(cubin), exponentials_under_products(cubin)) for cubin in code]
 
 
 def test_heads_with_lists_of_their_own_are_not_packed(compiler_sm90: Worker) -> None:
-    assert compiler_sm90.trace(kernels_of, TokenCase(G=4, by_head=True)) == [(128, 2, 4, False)]
+    assert compiler_sm90.trace(kernels_of, TokenCase(G=4, by_head=True)) == [(128, 1, 4, False)]
 
 
-@pytest.mark.parametrize("case", [TokenCase(), TokenCase(PACK, G=3, D=64, form="stacked", causal=False)], ids=str)
+@pytest.mark.parametrize("case", [TokenCase(), TokenCase(PACK, G=3, D=96, form="stacked", causal=False)], ids=str)
 def test_kernels_compile(compiler_sm90: Worker, case: TokenCase) -> None:
-    """Heads that divide a tile come by TMA, others by cp.async."""
-    compiler_sm90.run(compiled, case, {})
+    """Heads that divide a tile come by TMA, others by cp.async. Registers suffice, and softmaxes run under products.
+
+    Those are three: of both blocks of a step, and of a step of one.
+    """
+    ((stack, waits_for_each, exponentials),) = compiler_sm90.run(code_of, case)
+    assert stack == [0] and not waits_for_each and sum(n >= 32 for n in exponentials) == 3
 
 
 def test_words_hold_all_tokens_of_a_tile() -> None:
@@ -187,9 +200,9 @@ def test_autograd_and_list_tools_refuse_bits(launched: None, lists: BlockSparseT
         transpose_lists(lists, 5)
 
 
-def assert_right(case: TokenCase) -> None:
+def assert_right(case: TokenCase, tables: list[torch.Tensor] | None = None) -> None:
     """Forward on the GPU, within twice the error of plain PyTorch in the same dtype, sequence by sequence."""
-    x, tables = tensors(case), listed_blocks(case, "cuda")
+    x, tables = tensors(case), tables or listed_blocks(case, "cuda")
     lists = union_lists(case, tables)
     with Guarded("cuda") as guard:
         o, lse = attend(case, x, lists)
@@ -232,6 +245,18 @@ def test_tokens_attend_to_their_own_lists(G: int) -> None:
 )
 def test_packed_and_other_calls(case: TokenCase) -> None:
     assert_right(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("G", [3, 16])
+@pytest.mark.parametrize("gap", [4, 5, 6, 7, 40])
+def test_warpgroups_that_list_apart(G: int, gap: int) -> None:
+    """In turn so many blocks are listed by the first half of a tile's tokens alone and by the second half alone."""
+    case = TokenCase(((300, 4096),), G=G, causal=False)
+    token, block = torch.arange(300)[:, None], torch.arange(64)
+    half = token * G % ROWS >= ROWS // 2
+    table = (block // gap % 2 == half) & (block != 63)
+    assert_right(case, [table.expand(2, -1, -1).to("cuda")])
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """Loop over a query tile's key blocks and loads of it, in the dq pass and in forward by `two_block_steps`.
 
 All warps of a CTA walk the same blocks in the same order: mask blocks from the first to the last, then
-full ones. A step of the walk is `STEP` keys: one block of 128, or two of 64 that need not be neighbours.
+full ones. A step of the walk is `STEP` keys: one block of 128, or two of 64 that need not be neighbours; one block of
+64 in forward by `own_blocks`.
 Where two do not come out even, the last step's second block is missing: its half of the step is loaded
 with the first block once more, so that nothing undefined is multiplied, and hidden by the mask.
 Lists of `BIT_ROWS` rows of packed heads have a bit for each of their tokens beside an entry (`KeyMask.lists`).
@@ -39,17 +40,24 @@ class KeyWalk:
     block_k: int
     bits: Optional[cute.Tensor] = None  # [entries, words]
     words_per_entry: int = 0
+    step: int = STEP  # keys
 
     @staticmethod
     def create(
-        tensors: BlockSparseTensors, batch: Int32, head: Int32, block: Int32, block_k: int, words_per_entry: int = 0
+        tensors: BlockSparseTensors,
+        batch: Int32,
+        head: Int32,
+        block: Int32,
+        block_k: int,
+        words_per_entry: int = 0,
+        step: int = STEP,
     ) -> "KeyWalk":
         """block: of queries, in its sequence. words_per_entry: of `mask_block_bits`; with them all are mask blocks."""
         row = find_row(tensors, tensors.cu_total_m_blocks, batch, head, block)
         mask_count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
         if words_per_entry:
             bits = row.bits(tensors.mask_block_bits)
-            return KeyWalk(mask_count, mask_count, mask_idx, None, block_k, bits, words_per_entry)
+            return KeyWalk(mask_count, mask_count, mask_idx, None, block_k, bits, words_per_entry, step)
         if tensors.full_block_cnt is None:
             return KeyWalk(mask_count, mask_count, mask_idx, None, block_k)
         count = mask_count + row.count(tensors.full_block_cnt)
@@ -58,7 +66,7 @@ class KeyWalk:
     @property
     def parts(self) -> int:
         """Blocks of a step."""
-        return STEP // self.block_k
+        return self.step // self.block_k
 
     @property
     def steps(self) -> Int32:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Optional, Tuple
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.compressed_causal.mask import CompressArgs
+from flash_attn.cute.lists import tiling
 from flash_attn.cute.lists.query_bits import has_bits
 
 MOST_ENTRIES = 64  # room of a row for mask and full blocks together, at most
@@ -54,15 +55,15 @@ class ForwardTile(NamedTuple):
     packed_heads: int
     p_in_smem: bool
 
-    def stages_beside_two_queries(self) -> int:
-        """Stages of keys and values that fit beside two tiles' queries; 0 where tiles cannot overlap.
+    def stages_beside_two_queries(self, most: int) -> int:
+        """Stages of keys and values that fit beside two tiles' queries, `most` at most; 0 where tiles cannot overlap.
 
-        Three stages are 1 to 3 % faster than two. Output takes the place of queries, so they have to be alike; queries
-        come by TMA, so the heads of a group have to divide the tile.
+        Three stages of 128 keys are 1 to 3 % faster than two. Output takes the place of queries, so they have to be
+        alike; queries come by TMA, so the heads of a group have to divide the tile.
         """
         D, Dv = self.head_dim, self.head_dim_v
         held = 2 * self.queries * D + (self.queries * self.keys if self.p_in_smem else 0)
-        stages = min(((SMEM_BYTES - BARRIER_BYTES) // 2 - held) // (self.keys * (D + Dv)), 3)
+        stages = min(((SMEM_BYTES - BARRIER_BYTES) // 2 - held) // (self.keys * (D + Dv)), most)
         return stages if D == Dv and D % 16 == 0 and self.queries % self.packed_heads == 0 and stages >= 2 else 0
 
     def keys_reached(self, left: int, right: int) -> int:
@@ -92,4 +93,4 @@ def overlapped_stages(
         few = compress.factor > 1
     else:
         few = tile.head_dim <= MOST_HEAD_DIM and None not in window and tile.keys_reached(*window) <= MOST_KEY_TILES
-    return tile.stages_beside_two_queries() if few else 0
+    return tile.stages_beside_two_queries(tiling.STAGES if has_bits(lists) else 3) if few else 0

@@ -11,7 +11,7 @@ kernel's own.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import cutlass
 import cutlass.cute as cute
@@ -21,7 +21,7 @@ from cutlass.utils import LayoutEnum
 from quack import layout_utils, sm90_utils
 
 from flash_attn.cute.fwd_sm90.loads import KeyWalk, TmaTensor
-from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
+from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.tiling import box_columns
 
 
@@ -58,8 +58,6 @@ class StepMask:
     walk: KeyWalk
     mask: KeyMask
     entries: tuple[Int32, ...]
-    words: tuple[tuple[Int32, ...], ...]
-    hidden: Optional[cute.Tensor]
     step: Int32
 
     def __call__(self, acc_S: cute.Tensor, n_block: Int32, mask_seqlen: bool = True) -> None:
@@ -67,9 +65,6 @@ class StepMask:
         for part, entry in enumerate(self.entries):
             key = self.walk.first_key(entry, self.step, part)
             self.mask.hide(scores, key, entry & 1 == 0, part * width, width)
-            if self.walk.words_per_entry:
-                for r in range(ROWS_OF_THREAD):
-                    self.hidden[r, part] = self.mask.hidden(self.words[part], r)
 
 
 @cute.jit
@@ -81,7 +76,6 @@ def compute_steps(
     one_step: Callable,
     last_product: Callable,
     add_product: Callable,
-    hidden: Optional[cute.Tensor] = None,
 ):
     """A warpgroup: all steps of a tile.
 
@@ -89,7 +83,6 @@ def compute_steps(
         first_step, one_step, last_product: of the kernel: scores of the first step; of a step, while the one before is
             multiplied with v; the last one's product with v.
         add_product: the product with v, for `one_step`.
-        hidden: with bits, what the softmax asks of a step's blocks (`UnionSoftmax.hidden`).
 
     Returns:
         the next state, and whether there was a step.
@@ -97,19 +90,17 @@ def compute_steps(
     adds = Boolean(False)
     if walk.count > 0:
         step_mask = partial(StepMask, walk, mask)
-        entries, words = walk.entries(Int32(0)), walk.all_words(Int32(0))
-        coming, coming_words = walk.entries(Int32(1)), walk.all_words(Int32(1))
-        state = first_step(
-            n_block=Int32(0), kv_consumer_state=state, mask_fn=step_mask(entries, words, hidden, Int32(0))
-        )
+        entries = walk.entries(Int32(0))
+        coming = walk.entries(Int32(1))
+        state = first_step(n_block=Int32(0), kv_consumer_state=state, mask_fn=step_mask(entries, Int32(0)))
         for step in cutlass.range(1, walk.steps, unroll=1):
-            entries, words = coming, coming_words
-            coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
+            entries = coming
+            coming = walk.entries(step + 1)
             state = one_step(
                 state,
                 n_block=step,
                 mma_pv_fn=partial(add_product, zero_init=not adds),
-                mask_fn=step_mask(entries, words, hidden, step),
+                mask_fn=step_mask(entries, step),
             )
             adds = Boolean(True)
         state = last_product(kv_consumer_state=state, zero_init=not adds)

@@ -11,6 +11,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 ROWS = 64  # queries of a warpgroup of SM90
 BIT_ROWS = 128  # rows of packed heads to a list with `mask_block_bits`
 STEP = 128  # keys of a step of the dq pass, and of forward by `two_block_steps`
+STAGES = 6  # of a block of 64 keys that fit beside a tile's queries at head dimension 128
 
 
 def box_columns(head_dim: int) -> int:
@@ -73,14 +74,23 @@ def backward_tile(
 STEPS: dict[int, int] = {STEP // 2: 2}
 
 
-def forward_parts(head_dim: int, head_dim_v: int, tile_n: int, overlaps_products: bool, plain: bool) -> int:
-    """Blocks that SM90 forward takes at a step by `two_block_steps`; 0 where it takes its own tile of `tile_n` keys.
+def forward_parts(
+    head_dim: int, head_dim_v: int, tile_n: int, overlaps_products: bool, plain: bool, has_bits: bool = False
+) -> int:
+    """Blocks that SM90 forward takes at a step: two by `two_block_steps`, with bits one by `own_blocks`.
 
+    0 where it takes its own tile of `tile_n` keys.
     `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
     no paged keys, and no compressed-causal mask, which `masks` does not know.
     """
     fits = head_dim == head_dim_v and head_dim in (64, 96, 128)
-    return STEPS.get(tile_n, 0) if fits and overlaps_products and plain else 0
+    parts = STEPS.get(tile_n, 0) if fits and overlaps_products and plain else 0
+    return min(parts, 1) if has_bits else parts
+
+
+def stages(list_words: int) -> int:
+    """Stages of keys and values of SM90 forward, with so many words of bits beside an entry of lists."""
+    return STAGES if list_words else 2
 
 
 def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch], packed_heads: int = 1) -> int:
