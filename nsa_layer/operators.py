@@ -23,7 +23,7 @@ import torch
 from nsa_layer import autocast, derivatives, support
 from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype
 from nsa_layer.config import LARGEST, NSAConfig
-from nsa_layer.cute.memory_plan import RECOMPUTE, MemoryPolicy, Sizes, plan_memory
+from nsa_layer.cute.memory_plan import MemoryPolicy, plans_by_tokens
 from nsa_layer.inputs import check_lengths, check_lists
 
 Tensor, DispatchKeySet = torch.Tensor, torch._C.DispatchKeySet
@@ -104,18 +104,22 @@ def attend_on_kernels(
 ) -> tuple[Tensor, Aux | None]:
     """The layer on the kernels, in a graph; arguments as `nsa` has checked them.
 
-    All heads go in one group unless the policy has a budget: nothing may depend on the memory that is free.
+    Groups of heads, and what is saved, follow from sizes and the GPU's memory, not from what is free of it.
     """
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     tensors = (q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
-    kept = RECOMPUTE[memory.recompute if needs_grad else "all"][0]
-    heads = k.shape[-2]
-    if memory.budget is not None:
-        gate = "given" if gates is not None else "none" if gate_weight is None else "weight"
-        own = k_win is not None or v_win is not None
-        sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own, lists=block_indices)
-        plan = plan_memory(sizes, memory, q.device)
-        heads, kept = plan.groups[0][1], plan.kept
+    gate = "given" if gates is not None else "none" if gate_weight is None else "weight"
+    config, Hq = spec.config, q.shape[-2]
+    sizes = dict(Hq=Hq, Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], itemsize=q.dtype.itemsize, gate=gate)
+    sizes |= dict(compress_stride=config.stride, q_tile=config.q_tile, block_size=config.block_size)
+    sizes |= dict(needs_grad=needs_grad, deterministic=config.deterministic, listed=block_indices is not None)
+    sizes |= dict(own_window=k_win is not None or v_win is not None, list_width=config.list_width(LARGEST))
+    if block_indices is not None:
+        sizes |= dict(list_width=block_indices.shape[-1], rows=Hq // block_indices.shape[-2])
+    plans = plans_by_tokens(tuple(sizes.items()), memory.recompute, memory.budget, q.device.index)
+    for most, heads, kept in plans:
+        if prod(q.shape[:-2]) <= most:
+            break
     made = OPS.attend(*tensors, **static_arguments(spec), heads=heads, kept=list(kept))
     if not return_aux:
         return made[0], None

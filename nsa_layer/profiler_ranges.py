@@ -3,14 +3,17 @@
     with component("choose"):
         block_indices = choose_blocks(...)
 
-Within `observed`, its opener makes the ranges, such as `torch.profiler.record_function`; outside of it nothing is
-recorded, allocated or launched. The innermost range counts; forward and backward use the same names.
+Within `observed`, its opener makes the ranges; otherwise PyTorch's profiler sees them, as "nsa_layer::choose", and
+without one nothing is recorded, allocated or launched. The innermost range counts; forward and backward use the same
+names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
 
 # compress: pooling, projections and the way back; choose: tile means, scores, top-n; lists: forward, backward, plan, by
 # token unions; pairs: tokens by block of keys; cmp, slc, swa: attention of each branch; slc_dq, slc_dkdv: the selected
@@ -21,13 +24,18 @@ Opener = Callable[[str], AbstractContextManager]
 
 
 _NOTHING = nullcontext()
+_is_profiled = torch._C._autograd._profiler_enabled
 # Of the process, not of a thread: autograd runs backward in a thread of its own.
 _opener: Opener | None = None
 
 
 def component(name: str) -> AbstractContextManager:
     """The range of one of `COMPONENTS`."""
-    return _NOTHING if _opener is None else _opener(name)
+    if _opener is not None:
+        return _opener(name)
+    if torch.compiler.is_compiling():  # the compiler has ranges of its own
+        return _NOTHING
+    return torch.profiler.record_function(f"nsa_layer::{name}") if _is_profiled() else _NOTHING
 
 
 @contextmanager

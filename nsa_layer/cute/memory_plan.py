@@ -25,6 +25,7 @@ RECOMPUTE = {
 }
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
 ITEMS = 1024  # that dk and dv by token are dealt out in, or up to four times as many, beside those of short rows
+MOST_TOKENS = 1 << 28  # of a call in a graph: more than any GPU has room for
 SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask the driver
 
 
@@ -213,6 +214,47 @@ def _plan_memory(sizes: Sizes, recompute: str, budget: int | None) -> MemoryPlan
     return MemoryPlan(head_groups(sizes.Hkv, 1), choices[-1])
 
 
+def plans_by_tokens(
+    fields: tuple[tuple[str, object], ...], recompute: str, budget: int | None, index: int | None
+) -> tuple[tuple[int, int, tuple[bool, bool, bool]], ...]:
+    """Plans of calls that differ in their tokens alone, as a graph takes them: for an otherwise empty GPU.
+
+    Args:
+        fields: of `Sizes`, but for tokens.
+        index: of the GPU; None: the current one.
+
+    Returns:
+        (most tokens, key/value heads of a group, outputs that are saved) of each plan, shortest calls first.
+    """
+    return _plans_by_tokens(fields, recompute, budget, index)
+
+
+# What compiles a graph calls it, with constants, and does not look inside.
+plans_by_tokens._dynamo_marked_constant = True
+
+
+@lru_cache(maxsize=256)
+def _plans_by_tokens(
+    fields: tuple[tuple[str, object], ...], recompute: str, budget: int | None, index: int | None
+) -> tuple[tuple[int, int, tuple[bool, bool, bool]], ...]:
+    total = _total_memory(index) if budget is None else 0
+
+    def plan(tokens: int) -> MemoryPlan:
+        sizes = Sizes(tokens, **dict(fields))
+        free = _budget_when_empty(sizes, total) if budget is None else budget
+        return _plan_memory(sizes, recompute, free)
+
+    plans, end = [], 0
+    while end < MOST_TOKENS:
+        here, step = plan(end + 1), 1
+        end += 1
+        while step:
+            reached = end + step <= MOST_TOKENS and plan(end + step) == here
+            end, step = (end + step, step * 2) if reached else (end, step // 2)
+        plans.append((end, here.groups[0][1], here.kept))
+    return tuple(plans)
+
+
 def _peak(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> int:
     parts = predict(sizes, heads, kept)
     return parts["saved"] + max(parts["forward"], parts["backward"])
@@ -226,17 +268,24 @@ def head_groups(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
 def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
     """Free bytes less o and the gradients; None for a small call."""
     total = _total_memory(device.index)
+    if sizes.deterministic:
+        return _budget_when_empty(sizes, total)
     parts = predict(sizes, sizes.Hkv, (sizes.needs_grad,) * 3)
     if sum(parts.values()) < SMALL * total:
         return None
-    if sizes.deterministic:
-        per_key = (1 + sizes.own_window) * sizes.Hkv * (sizes.D + sizes.Dv)
-        elements = sizes.tokens * sizes.Hq * sizes.D + (sizes.keys or sizes.tokens) * per_key
-        free = total - elements * sizes.itemsize
-    else:
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + unused
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + unused
     return max(0, free - int(RESERVE * total) - parts["outputs"] - parts["gradients"])
+
+
+def _budget_when_empty(sizes: Sizes, total: int) -> int | None:
+    """The same if nothing but the call's inputs were on the GPU."""
+    parts = predict(sizes, sizes.Hkv, (sizes.needs_grad,) * 3)
+    if sum(parts.values()) < SMALL * total:
+        return None
+    per_key = (1 + sizes.own_window) * sizes.Hkv * (sizes.D + sizes.Dv)
+    elements = sizes.tokens * sizes.Hq * sizes.D + (sizes.keys or sizes.tokens) * per_key
+    return max(0, total - elements * sizes.itemsize - int(RESERVE * total) - parts["outputs"] - parts["gradients"])
 
 
 @lru_cache(maxsize=None)

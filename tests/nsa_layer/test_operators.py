@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 from nsa_layer import NSAConfig, nsa
 from nsa_layer.call_spec import CallSpec
+from nsa_layer.cute import memory_plan
 from nsa_layer.operators import OPS, static_arguments
 
 SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
@@ -141,6 +142,7 @@ def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(case: str) ->
 
 def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
+    monkeypatch.setattr(memory_plan, "_total_memory", lambda index: 80 << 30)
 
     class Call(torch.nn.Module):
         def forward(self, q, k, v, weight, starts):
@@ -156,5 +158,18 @@ def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch
             arguments = (q, k, v, torch.empty(8, 3, 128, **half), starts)
             shapes = ({at: T}, {at: T}, {at: T}, None, None)
             graph = torch.export.export(Call(), arguments, dynamic_shapes=shapes, strict=True).graph
-        targets = [node.target for node in graph.nodes if node.op == "call_function"]
-        assert OPS.attend.default in targets
+        calls = [node for node in graph.nodes if node.target is OPS.attend.default]
+        assert [node.kwargs["heads"] for node in calls] == [2]
+
+
+def test_plans_of_a_graph_are_those_of_a_gpu_that_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_plan, "_total_memory", lambda index: 80 << 30)
+    fields = dict(Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, compress_stride=64, q_tile=1, list_width=16)
+    plans = memory_plan.plans_by_tokens(tuple(fields.items()), "auto", None, None)
+    assert plans[0][1:] == (8, (True,) * 3) and plans[-1][1:] == (1, (False,) * 3) and len(plans) > 3
+    device = torch.device("cuda", 0)
+    for most, heads, kept in plans[:-1]:
+        for tokens, same in ((most, True), (most + 1, False)):
+            sizes = memory_plan.Sizes(tokens, **fields, deterministic=True)
+            plan = memory_plan.plan_memory(sizes, memory_plan.MemoryPolicy(), device)
+            assert ((plan.groups[0][1], plan.kept) == (heads, kept)) == same

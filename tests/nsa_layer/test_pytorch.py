@@ -206,7 +206,8 @@ def test_a_state_without_the_branches_projections_is_refused() -> None:
         layer(kv_per_branch=True).load_state_dict(layer().state_dict())
 
 
-def test_a_profiler_names_the_operators() -> None:
+def test_a_profiler_names_the_operators_and_their_parts() -> None:
     with torch.profiler.profile() as profiler:
         layer()(torch.randn(1, 40, DIM)).sum().backward()
-    assert {"nsa_layer::branches", "nsa_layer::branches_backward"} <= {event.key for event in profiler.key_averages()}
+    names = {"nsa_layer::branches", "nsa_layer::branches_backward", "nsa_layer::choose", "nsa_layer::slc"}
+    assert names <= {event.key for event in profiler.key_averages()}
