@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fuzz.wrong_calls import NO_SCALES, NO_TENSORS, NOT_A_BOOL, NOT_A_TENSOR, Table, Together, not_a_size
-from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa, selected_attention
+from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa, selected_attention, warm_up
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case
 
@@ -262,6 +262,9 @@ ROTATED = (
     ("q", ValueError, "q must have head dimension 8, got 6", torch.zeros(1, 4, 2, 6)),
     ("k", ValueError, "k must have head dimension 8, got 10", torch.zeros(1, 4, 1, 10)),
 )
+SHAPES = (
+    ("shapes", ValueError, r"a shape must be \(B, T, Hq, Hkv, D\), got", [(1, 128, 4, 64)], [(1, 128, 4, 2, 64, 64)]),
+)
 GOOD_CONFIG = dict(block_size=16, compress_stride=8, block_counts=4, q_tile=32, window_size=8)
 TABLES = (
     Table("nsa", nsa, batch, NSA),
@@ -283,5 +286,6 @@ TABLES = (
         lambda device: dict(q=torch.zeros(1, 4, 2, 8), k=torch.zeros(1, 4, 1, 8), positions=torch.arange(4)),
         ROTATED,
     ),
+    Table("warm_up", warm_up, lambda device: dict(config=CONFIG, shapes=[(1, 128, 4, 2, 64)]), SHAPES),
     Table("testing.Case", Case, lambda device: {}, (("gate", ValueError, "gate must be", "sum", None),)),
 )
