@@ -6,7 +6,7 @@ an operator too; that one cannot be differentiated.
 
 - ``branches``, ``branches_backward``: the three branches in plain PyTorch, before the gates.
 - ``attend``, ``attend_backward``: the layer on the kernels.
-- ``selected``, ``selected_backward``: `selected_attention` in plain PyTorch.
+- ``selected``, ``selected_backward``: `selected_attention` in plain PyTorch; ``selected_on_kernels`` on the kernels.
 """
 
 from __future__ import annotations
@@ -141,8 +141,9 @@ def attend_selected(
     cu_seqlens_k: Tensor | None,
     *,
     spec: ListSpec,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """`selected_attention` in plain PyTorch, by operators; arguments as that has checked them."""
+    """`selected_attention` by operators, in plain PyTorch or in a graph on the kernels; arguments as checked."""
     if spec.lengths is not None:
         cu_seqlens, cu_seqlens_k = (
             torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in zip(*spec.lengths, strict=True)
@@ -151,7 +152,8 @@ def attend_selected(
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         q_offset = torch.full((sequences,), q_offset, dtype=torch.int32, device=q.device)
     static = dict(block_size=spec.block_size, q_tile=spec.q_tile, causal=spec.causal, softmax_scale=spec.softmax_scale)
-    return OPS.selected(q, k, v, block_indices, q_offset, cu_seqlens, cu_seqlens_k, **static)[:2]
+    op = OPS.selected if backend == "eager" else OPS.selected_on_kernels
+    return op(q, k, v, block_indices, q_offset, cu_seqlens, cu_seqlens_k, **static)[:2]
 
 
 def static_arguments(spec: CallSpec) -> dict[str, Any]:
@@ -297,6 +299,37 @@ def _attend_backward(
         found = graph.gradients(do, given, made, spec=spec, heads=heads, kept=kept)
     q, found = inputs[0], zip(found, needs, strict=True)
     return tuple(next(_apart([d])) if need and d is not None else q.new_empty(0) for d, need in found)
+
+
+def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+    """o, the LSE, and copies of the starts of queries and keys."""
+    from nsa_layer.cute import selected_alone
+
+    *inputs, cu_seqlens, cu_seqlens_k = tensors
+    spec = _list_spec(static, inputs[0], inputs[1], cu_seqlens, cu_seqlens_k)
+    with torch.no_grad(), autocast.off(inputs[0].device), torch.cuda.device_of(inputs[0]):
+        made = selected_alone.forward(*selected_alone.placed(*inputs, spec=spec), spec)
+    return *_apart(made), _copied(cu_seqlens), _copied(cu_seqlens_k)
+
+
+def _selected_on_kernels_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+    q, _, v, *_, cu_seqlens, cu_seqlens_k = tensors
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, _copied_fake(q, cu_seqlens), _copied_fake(q, cu_seqlens_k)
+
+
+def _selected_on_kernels_backward(
+    do: Tensor, *tensors: Tensor | None, needs: Sequence[bool], **static: Any
+) -> tuple[Tensor, ...]:
+    from nsa_layer.cute import selected_alone
+
+    *inputs, o, lse, cu_seqlens, cu_seqlens_k = tensors
+    starts = (x if x.numel() else None for x in (cu_seqlens, cu_seqlens_k))
+    spec = _list_spec(static, inputs[0], inputs[1], *starts)
+    with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
+        q, k, v, block_indices, places = selected_alone.placed(*inputs, spec=spec)
+        found = selected_alone.backward(places, spec, do, q, k, v, block_indices, o, lse, places.q_offset)
+    return tuple(next(_apart([d])) if need else do.new_empty(0) for d, need in zip(found, needs, strict=True))
 
 
 def _list_spec(static: dict[str, Any], q: Tensor, k: Tensor, *starts: Tensor | None) -> ListSpec:
@@ -540,6 +573,19 @@ _register(
     gradients=_selected_backward,
     saved="Tensor block_indices, Tensor? q_offset, Tensor lses, Tensor starts, Tensor starts_k",
     keep=lambda inputs, outputs: (*inputs[:5], *outputs[2:]),
+    differentiable=3,
+    differentiated=1,
+)
+_register(
+    "selected_on_kernels",
+    "cute",
+    schema=f"{LISTS}, *, {LIST_CONFIG}",
+    compute=_selected_on_kernels,
+    fake=_selected_on_kernels_fake,
+    outputs=4,
+    gradients=_selected_on_kernels_backward,
+    saved="Tensor block_indices, Tensor? q_offset, Tensor o, Tensor lse, Tensor starts, Tensor starts_k",
+    keep=lambda inputs, outputs: (*inputs[:5], *outputs),
     differentiable=3,
     differentiated=1,
 )

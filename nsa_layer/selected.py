@@ -15,7 +15,7 @@ from nsa_layer.inputs import check_lengths, check_lists, check_qkv, check_scale,
 Tensor = torch.Tensor
 
 
-# Eager is reached by operators.
+# Eager is reached by operators, and the kernels from graphs.
 IMPLEMENTATIONS = {"cute": "nsa_layer.cute.selected_alone", "reference": "nsa_layer.reference"}
 
 
@@ -100,8 +100,8 @@ def selected_attention(
     name = support.choose_backend(backend, **sizes, **asked, lists="alone")
     tensors = (q, k, v, block_indices, q_offset)
     with autocast.off(q.device):
-        if name == "eager":
-            o, lse = operators.attend_selected(*tensors, cu_seqlens, cu_seqlens_k, spec=spec)
+        if name == "eager" or name == "cute" and torch.compiler.is_compiling():
+            o, lse = operators.attend_selected(*tensors, cu_seqlens, cu_seqlens_k, spec=spec, backend=name)
         else:
             o, lse = import_module(IMPLEMENTATIONS[name]).attend_selected(*tensors, spec=spec)
     return (o, lse.detach()) if return_lse else o

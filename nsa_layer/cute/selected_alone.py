@@ -45,9 +45,16 @@ def attend_selected(
             "selected_attention: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or "
             "torch.func.grad with backend='eager'"
         )
+    return _AttendSelected.apply(*placed(q, k, v, block_indices, q_offset, spec=spec), spec)
+
+
+def placed(
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, q_offset: Tensor | int | None, *, spec: ListSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Places]:
+    """A call's tensors as kernels read them."""
     q, k, v = map(readable, (q, k, v))
     rows = q.shape[-2] // block_indices.shape[-2]
-    return _AttendSelected.apply(q, k, v, block_indices, Places.of_lists(q, k, rows, q_offset, spec), spec)
+    return q, k, v, block_indices, Places.of_lists(q, k, rows, q_offset, spec)
 
 
 class _AttendSelected(torch.autograd.Function):

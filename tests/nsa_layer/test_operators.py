@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from stub_kernels import stubbed_layer
@@ -65,6 +67,32 @@ def test_pytorch_finds_nothing_wrong_with_lists_of_a_callers_own(packed: bool) -
     offset = torch.zeros(3 if packed else 2, dtype=torch.int32)
     static = dict(block_size=8, q_tile=1, causal=True, softmax_scale=0.5)
     opcheck(OPS.selected.default, (q, k, v, lists, offset, starts, None), static)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lists_on_the_kernels_have_the_shapes_that_a_graph_expects(packed: bool) -> None:
+    lead = (370,) if packed else (2, 370)
+    inputs = [torch.randn(*lead, h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
+    lists = torch.zeros(*lead, 2, 3, dtype=torch.int32)
+    starts = torch.tensor([0, 300, 300, 370], dtype=torch.int32) if packed else None
+    tensors, static = (
+        (*inputs, lists, None, starts, None),
+        dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.1),
+    )
+    with stubbed_layer():
+        made = OPS.selected_on_kernels(*tensors, **static)
+        found = torch.autograd.grad(made[0], inputs, torch.randn_like(made[0]))
+    assert [x.shape for x in found] == [x.shape for x in inputs]
+    assert_as_in_a_graph(OPS.selected_on_kernels, tensors, static, made)
+
+
+def assert_as_in_a_graph(op: Callable, tensors: Sequence[torch.Tensor | None], static: dict, made: Sequence) -> None:
+    """What an operator made has the shapes, strides and dtypes that it promises."""
+    tensors = [None if x is None else x.detach() for x in tensors]
+    with FakeTensorMode() as mode:
+        fake = op(*(None if x is None else mode.from_tensor(x) for x in tensors), **static)
+    for got, want in zip(made, fake, strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
 
 
 def test_what_cannot_be_had_is_refused() -> None:
@@ -133,11 +161,7 @@ def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(case: str) ->
         made = OPS.attend(*tensors, **static)
         found = torch.autograd.grad(made[0], inputs, torch.randn_like(made[0]))
     assert [x.shape for x in found] == [x.shape for x in inputs]
-    tensors = [None if x is None else x.detach() for x in tensors]
-    with FakeTensorMode() as mode:
-        fake = OPS.attend(*(None if x is None else mode.from_tensor(x) for x in tensors), **static)
-    for got, want in zip(made, fake, strict=True):
-        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
+    assert_as_in_a_graph(OPS.attend, tensors, static, made)
 
 
 def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
