@@ -106,6 +106,7 @@ def nsa(
         needs_grad=needs_grad,
         lists=None if block_indices is None else "given",
         own_keys=any(x is not None for x in own),
+        rows=q.shape[-2] // (k if block_indices is None else block_indices).shape[-2],
     )
     spec = determinism.in_force(spec, choose)
     name = choose(config=spec.config)

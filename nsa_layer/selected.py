@@ -97,7 +97,7 @@ def selected_attention(
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    name = support.choose_backend(backend, **sizes, **asked, lists="alone")
+    name = support.choose_backend(backend, **sizes, **asked, lists="alone", rows=q.shape[-2] // block_indices.shape[-2])
     tensors = (q, k, v, block_indices, q_offset)
     with autocast.off(q.device):
         if name == "eager" or name == "cute" and torch.compiler.is_compiling():

@@ -17,6 +17,7 @@ ARCHITECTURES = (90, 100)
 KV_TILE = 128  # tokens of the kernels' key/value tile
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
 UNION_BLOCK = 64  # tokens of an entry of such a union
+LEAST_BLOCK = 16  # tokens of a listed block; those smaller than an entry share it
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) of attention, and where the kernels take it.
 HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
@@ -49,6 +50,7 @@ class Request:
     needs_grad: bool
     lists: str | None = None
     own_keys: bool = False
+    rows: int = 64
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,12 @@ def _tiles_fit(r: Request) -> bool:
 
 
 def _is_small(r: Request) -> bool:
-    return _by_union(r) and r.config.block_size < UNION_BLOCK
+    return _by_union(r) and r.config.block_size < LEAST_BLOCK
+
+
+def _crowds(r: Request) -> bool:
+    """True if a bit for each token and small block of an entry takes more room than the kernels have."""
+    return _by_union(r) and r.rows * r.config.block_size < UNION_BLOCK
 
 
 FEATURES = (
@@ -88,7 +95,8 @@ FEATURES = (
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
     Feature("block_size that divides 128 or is a multiple of it", _tiles_fit),
     Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
-    Feature("block_size below 64 by token", _is_small, ()),
+    Feature("block_size below 16 by token", _is_small, ()),
+    Feature("block_size 16 by token with G below 4, 32 with 1", _crowds, ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
     Feature("block_indices", lambda r: r.lists == "given"),
     Feature("selected_attention", lambda r: r.lists == "alone"),
@@ -162,6 +170,7 @@ def choose_backend(
     needs_grad: bool,
     lists: str | None = None,
     own_keys: bool = False,
+    rows: int = 64,
 ) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
@@ -170,6 +179,7 @@ def choose_backend(
     Args:
         lists: "given" where the caller gives lists of blocks, "alone" for `selected_attention`; or None.
         own_keys: keys or values of a branch are the caller's.
+        rows: query heads that share a list.
 
     Raises:
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
@@ -186,7 +196,7 @@ def choose_backend(
     arch = device_arch(device.index)
     if backend is None and kernel_family(arch) not in ARCHITECTURES:
         return "eager"
-    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists, own_keys))
+    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists, own_keys, rows))
     if missing is not None:
         raise NotImplementedError(
             f"sm_{arch}: the kernels do not support {missing} (dtype={dtype}, D={D}, Dv={Dv}, {config}); "

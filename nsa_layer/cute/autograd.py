@@ -122,7 +122,8 @@ def gradients(
     inputs = Inputs(*tensors[:given], packing)
     q, k, v = inputs[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    sizes |= dict(needs_grad=True, lists="given" if spec.listed else None)
+    lists = k if inputs.block_indices is None else inputs.block_indices
+    sizes |= dict(needs_grad=True, lists="given" if spec.listed else None, rows=q.shape[-2] // lists.shape[-2])
     spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes))
     do = readable(do)
     of_tokens = (*inputs[:3], inputs.k_win, inputs.v_win)

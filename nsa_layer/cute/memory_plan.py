@@ -178,11 +178,11 @@ def _token_lists(sizes: Sizes, heads: int) -> tuple[int, int]:
     rows = sizes.rows or G
     list_heads = heads * G // rows
     room = union_room(rows, n, sizes.block_size, sizes.longest or keys, sizes.q_tile)
-    unions = -(-tokens * rows // ROWS) * list_heads * (1 + room * (1 + words_of_entry(rows))) * 4
+    unions = -(-tokens * rows // ROWS) * list_heads * (1 + room * (1 + words_of_entry(rows, sizes.block_size))) * 4
     pairs, blocks = tokens * list_heads * n, -(-keys // sizes.block_size) * heads
     cap = max(1, rows_of_item(pairs * rows) // rows)
     items = (pairs // cap + blocks) * 16 + blocks * 4
-    partials = most_partials(pairs, cap) * sizes.block_size * (sizes.D + sizes.Dv) * 4
+    partials = most_partials(pairs, cap) * max(KEYS, sizes.block_size) * (sizes.D + sizes.Dv) * 4
     return unions, pairs * 4 + items + max(CHUNKS * blocks * 4, partials)
 
 

@@ -125,8 +125,9 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     if takes_unions(config) and backend == "cute":
         # Unions cannot be shorter than one token's list; pairs are read from the lists, and written once.
         G = s.Hq // s.Hkv
-        unions = sum(-(-length * G // ROWS) for length in lengths) * s.Hkv * config.list_width(max(lengths))
-        found["lists", "forward"] = found["lists", "backward"] = Work(lists + unions * 4 * (1 + words_of_entry(G)))
+        entries = sum(-(-length * G // ROWS) for length in lengths) * s.Hkv * config.list_width(max(lengths))
+        unions = entries * 4 * (1 + words_of_entry(G, config.block_size))
+        found["lists", "forward"] = found["lists", "backward"] = Work(lists + unions)
         pairs_of_tokens = tokens * s.Hkv * config.list_width(max(lengths)) * 4
         found["pairs", "backward"] = Work(lists + pairs_of_tokens)
         # Two passes over the exact pairs: of backward's five products both make q . k and do . v.

@@ -23,6 +23,7 @@ class TokenCase:
     """One call; lengths: (queries, keys) of each sequence. With a form they are packed.
 
     by_head: a list for each query head.
+    block: keys that are listed together: those of an entry, or half or a quarter of them.
     """
 
     lengths: tuple[tuple[int, int], ...] = ((300, 300),)
@@ -31,7 +32,7 @@ class TokenCase:
     Hkv: int = 2
     causal: bool = True
     n: int = 4
-    words: int = 0  # 0: as few as do
+    block: int = BLOCK
     form: str | None = None  # "padded", "compact", "stacked", "ragged"
     dtype: torch.dtype = torch.bfloat16
     by_head: bool = False
@@ -52,8 +53,13 @@ class TokenCase:
 
     @property
     def blocks(self) -> list[int]:
-        """Blocks of keys of each sequence."""
+        """Entries of a list of all keys, of each sequence."""
         return [-(-keys // BLOCK) for _, keys in self.lengths]
+
+    @property
+    def parts(self) -> int:
+        """Listed blocks of an entry."""
+        return BLOCK // self.block
 
     @property
     def tiles(self) -> list[int]:
@@ -69,10 +75,11 @@ def listed_blocks(case: TokenCase, device: str) -> list[torch.Tensor]:
     """Lists of each sequence, bool [list heads, queries, blocks]: random ones, up to n for a token, none for some."""
     generator = torch.Generator().manual_seed(case.seed)
     tables = []
-    for (T, S), N in zip(case.lengths, case.blocks, strict=True):
+    for T, S in case.lengths:
+        N = -(-S // case.block)
         score = torch.rand(case.list_heads, T, N, generator=generator)
         if case.causal:
-            own = (torch.arange(T) + S - T) // BLOCK
+            own = (torch.arange(T) + S - T) // case.block
             score[:, torch.arange(N) > own[:, None]] = -1
         best, at = score.topk(min(case.n, N), dim=-1)
         kept = (best >= 0) & (torch.rand(best.shape, generator=generator) > 0.15)
@@ -83,7 +90,7 @@ def listed_blocks(case: TokenCase, device: str) -> list[torch.Tensor]:
 def visible(case: TokenCase, table: torch.Tensor, keys: int) -> torch.Tensor:
     """bool [list heads, queries, keys] of one sequence."""
     queries = table.shape[1]
-    seen = table.repeat_interleave(BLOCK, -1)[..., :keys]
+    seen = table.repeat_interleave(case.block, -1)[..., :keys]
     if case.causal:
         at = torch.arange(queries, device=table.device)[:, None] + keys - queries
         seen = seen & (torch.arange(keys, device=table.device) <= at)
@@ -92,15 +99,18 @@ def visible(case: TokenCase, table: torch.Tensor, keys: int) -> torch.Tensor:
 
 def union(case: TokenCase, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Counts [H, tiles], blocks [H, tiles, N] and bits [H, tiles, N, words] of one sequence's tiles."""
-    (H, T, N), device = table.shape, table.device
-    tiles, words = -(-T * case.rows // ROWS), case.words or words_for(case.rows)
+    device = table.device
+    table = torch.nn.functional.pad(table, (0, -table.shape[2] % case.parts)).unflatten(2, (-1, case.parts))
+    H, T, N, parts = table.shape
+    tiles, words = -(-T * case.rows // ROWS), words_for(case.rows)
     first = torch.arange(tiles, device=device) * ROWS // case.rows
     last = ((torch.arange(tiles, device=device) + 1) * ROWS - 1) // case.rows
-    bits = torch.zeros(H, tiles, N, words, dtype=torch.int64, device=device)
+    bits = torch.zeros(H, tiles, N, parts, words, dtype=torch.int64, device=device)
     for j in range(int((last - first).max()) + 1):
         token = first + j
         there = (token <= last) & (token < T)
-        bits[..., j // 32] |= (table[:, token.clamp(max=T - 1)] & there[:, None]).long() << j % 32
+        bits[..., j // 32] |= (table[:, token.clamp(max=T - 1)] & there[:, None, None]).long() << j % 32
+    bits = bits.flatten(3)
     chosen = (bits != 0).any(-1)
     order = chosen.byte().sort(dim=-1, descending=True, stable=True).indices
     past = torch.arange(N, device=device) >= chosen.sum(-1, keepdim=True)

@@ -34,6 +34,7 @@ CASES = (
         TokenCase((200,), 8, past=130, causal=False),
         TokenCase((1000,), 4, Hkv=2, by_head=True, cap=100, past=77),
         TokenCase((300, 300), 3, by_head=True, D=64, causal=False, dtype="float16"),
+        TokenCase((300, 300), 4, Hkv=2, block=16, n=8, cap=30),
     ]
 )
 PACKED = [
@@ -43,6 +44,7 @@ PACKED = [
     TokenCase((100, 300), 2, packed=True, causal=False, Hkv=3),
     TokenCase((100, 1, 300), 2, packed=True, past=100, Hkv=2, block=128),
     TokenCase((100, 1, 300), 16, packed=True, past=100, by_head=True, add=True),
+    TokenCase((100, 1, 300), 8, packed=True, past=20, block=32, add=True),
 ]
 
 
@@ -75,6 +77,7 @@ SPILLS = [
     TokenCase((1000,), 1, D=64),
     TokenCase((1000,), 160, dtype="float16"),
     TokenCase((1000,), 4, packed=True, by_head=True),
+    TokenCase((1000,), 4, block=16),
 ]
 
 
@@ -133,7 +136,7 @@ def test_registers_are_there_to_take() -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"D": 96}, "dimensions 96 and 96"), ({"block": 32}, "blocks of 32 keys"), ({"dtype": "float32"}, "float32")],
+    [({"D": 96}, "dimensions 96 and 96"), ({"block": 48}, "blocks of 48 keys"), ({"dtype": "float32"}, "float32")],
 )
 def test_calls_are_refused_by_name(change: dict[str, Any], said: str, compiler_sm90: Worker) -> None:
     with pytest.raises(WorkerError, match=said) as error:

@@ -83,7 +83,7 @@ def test_gradients_are_of_the_tokens_own_lists(G: int) -> None:
     "case, given",
     [
         (TokenCase(((300, 700),) * 2, D=64, causal=False, dtype=torch.float16), {}),
-        (TokenCase(((1000, 1000),), words=4), dict(add=True)),
+        (TokenCase(((1000, 1000),), block=16), dict(add=True)),
         (TokenCase(((1000, 1000),), G=12, D=96, causal=False), dict(sums=True)),
         (TokenCase(((500, 500),) * 2), dict(sums=True)),
         (TokenCase(((500, 500),) * 2, G=3), dict(add=True)),
@@ -123,6 +123,7 @@ def compiled(case: TokenCase, given: dict[str, Any]) -> list[tuple[list[int], bo
         (TokenCase(), {}),
         (TokenCase(PACK, G=3, D=64, form="ragged", causal=False), dict(add=True)),
         (TokenCase(G=4, by_head=True), dict(sums=True)),
+        (TokenCase(G=4, block=16), {}),
     ],
 )
 def test_registers_suffice(compiler_sm90: Worker, case: TokenCase, given: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ def cases_of(G: int) -> list[TokenCase]:
 
 MORE = [
     (TokenCase(((300, 700),) * 2, D=64, causal=False, dtype=torch.float16), {}),
-    (TokenCase(((1000, 1000),), words=4), dict(add=True)),
+    (TokenCase(((1000, 1000),), block=16), dict(add=True)),
     (TokenCase(((500, 500),) * 2, G=160), dict(sums=True)),
     (TokenCase(PACK, G=3, form="compact"), dict(start=128, add=True)),
     (TokenCase(PACK, G=1, form="stacked", D=64), dict(start=128)),

@@ -161,11 +161,11 @@ def test_the_kernels_refuse_lists(monkeypatch: pytest.MonkeyPatch) -> None:
                 with pytest.raises(
                     NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"
                 ):
-                    nsa(q, k, k, block_indices=lists, config=NSAConfig(block_size=32, q_tile=1), backend=backend)
+                    nsa(q, k, k, block_indices=lists, config=NSAConfig(block_size=8, q_tile=1), backend=backend)
                 with pytest.raises(
                     NotImplementedError, match=f"sm_{arch}: the kernels do not support block_size below"
                 ):
-                    selected_attention(q, k, k, lists, block_size=32, backend=backend)
+                    selected_attention(q, k, k, lists, block_size=8, backend=backend)
 
 
 def test_rows_without_keys() -> None:

@@ -60,6 +60,7 @@ STATIC = [
     Case(G=3, q_tile=32, q_offset="own"),
     Case(G=8, q_tile=256, block_size=192, q_offset=7),
     Case(G=2, by_head=True, q_tile=4, D=64),
+    Case(G=4, n=9, block_size=16),
 ]
 TOKENS = (1, 63, 64, 65, 127, 128, 129, 1000)
 LONG = [Case(((T, T + 77),), G=G, Hkv=1, n=16, q_offset="own") for T, G in ((4096, 16), (8193, 2))]

@@ -46,7 +46,8 @@ UNSUPPORTED = {
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
-    "block_size below 64 by token": dict(config=NSAConfig(q_tile=1, block_size=32)),
+    "block_size below 16 by token": dict(config=NSAConfig(q_tile=1, block_size=8)),
+    "block_size 16 by token with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
     "deterministic backward": dict(config=TILES.replace(deterministic=True)),
 }
 ON_ONE = {"deterministic backward": 100}

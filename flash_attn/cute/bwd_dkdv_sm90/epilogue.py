@@ -126,4 +126,4 @@ def add_partial_sums(
         for i, scale in enumerate((softmax_scale, Float32(1.0))):
             if which == i:
                 rows = seqlen.offset_batch_K(outputs[i], batch, dim=3)[None, None, head]
-                KeyRows(rows, first_key, seqlen.seqlen_k, thread, spec.add).write(acc, scale, columns)
+                KeyRows(rows, first_key, items.end(first_key, seqlen), thread, spec.add).write(acc, scale, columns)

@@ -77,12 +77,12 @@ def backward_dkdv(
     reason = unsupported(_arch(), q.dtype, q.shape[-1], v.shape[-1], pairs.block_size)
     if reason is not None:
         raise NotImplementedError(reason)
-    packed, parts, D = cu_seqlens_q is not None, pairs.block_size // ROWS, q.shape[-1]
+    packed, D = cu_seqlens_q is not None, q.shape[-1]
     spec = DkdvSpec(
         dtype=q.dtype,
         head_dim=D,
         group=q.shape[-2] // k.shape[-2],
-        parts=parts,
+        block_size=pairs.block_size,
         causal=causal,
         offset=causal and q_offset is not None,
         packed=packed,
@@ -92,7 +92,7 @@ def backward_dkdv(
         by_head=pairs.by_head,
     )
     kernel = _compiled(spec)
-    partials = torch.empty(max(pairs.partials, 1) * parts * 2 * ROWS * D, dtype=torch.float32, device=q.device)
+    partials = torch.empty(max(pairs.partials, 1) * spec.parts * 2 * ROWS * D, dtype=torch.float32, device=q.device)
     if not is_fake_mode():
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         kernel(

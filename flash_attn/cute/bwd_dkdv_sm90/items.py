@@ -22,11 +22,12 @@ DRAWS = 2  # that a load warp is ahead at most
 
 @dataclass(frozen=True)
 class Item:
-    """64 keys, and the pairs to walk for them."""
+    """64 keys, or the first of 64 that are a block, and the pairs to walk for them."""
 
     batch: Int32
     head: Int32  # of keys and values
     first_key: Int32
+    end: Int32  # as in `ItemList.end`
     begin: Int32  # the first pair
     last: Int32  # of its loads of `heads` rows, counted from 0; -1: none
     tiles: Int32
@@ -67,18 +68,25 @@ class ItemList:
         else:
             batch, head = sequence_of(self.cu_blocks, block), rest
             block -= self.cu_blocks[batch]
-        return batch, head, (block * self.spec.parts + part) * ROWS
+        return batch, head, block * self.spec.block_size + part * ROWS
+
+    def end(self, first_key: Int32, seqlen: SeqlenInfoQK) -> Int32:
+        """A key behind which none of a tile is there, or wanted: a small block has fewer."""
+        if self.spec.keys == ROWS:
+            return seqlen.seqlen_k
+        return cutlass.min(seqlen.seqlen_k, first_key + self.spec.keys)
 
     def item(self, index: Int32) -> Item:
         spec = self.spec
-        row, begin, end, number = [self.items[index // spec.parts, i] for i in range(4)]
+        row, begin, behind, number = [self.items[index // spec.parts, i] for i in range(4)]
         part = index % spec.parts
         batch, head, first_key = self.place(row, part)
         seqlen = self.lengths(batch)
-        loads = (end - begin) * spec.loads
+        loads = (behind - begin) * spec.loads
         loads = Int32(cutlass.select_(first_key < seqlen.seqlen_k, loads, Int32(0)))
         tiles = (loads + (spec.slots - 1)) // spec.slots
-        return Item(batch, head, first_key, begin, loads - 1, tiles, number * spec.parts + part, seqlen)
+        end = self.end(first_key, seqlen)
+        return Item(batch, head, first_key, end, begin, loads - 1, tiles, number * spec.parts + part, seqlen)
 
     def token(self, item: Item, load: Int32) -> tuple[Int32, Int32]:
         """A load's token, and which of the token's loads it is; past the item's end the last one's."""

@@ -76,12 +76,15 @@ class FlashAttentionBackwardDkdvSm90:
         sK_layout = layout((ROWS, spec.head_dim), WARPGROUPS)
         sQ_layout = layout((ROWS, spec.head_dim), WARPGROUPS * spec.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        key_box, query_box = (ROWS, spec.head_dim), (spec.heads, spec.columns)
+        key_box, query_box = spec.key_box, (spec.heads, spec.columns)
         swizzled = cute.make_composed_layout(
             sQ_layout.inner, 0, cute.make_layout(query_box, stride=(spec.columns, 1))
         )  # fmt: skip
         tma_q, tma_do = [cpasync.make_tiled_tma_atom(load, t, swizzled, query_box) for t in (mQ, mdO)]
-        tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, layout(key_box), key_box) for t in (mK, mV)]
+        tma_k, tma_v = [
+            cpasync.make_tiled_tma_atom(load, t, layout(key_box, major_mode_size=spec.head_dim), key_box)
+            for t in (mK, mV)
+        ]
 
         batch = mK.shape[3] if const_expr(not spec.packed) else Int32(1)
         grid = cutlass.min(cute.ceil_div(mItems.shape[0] * spec.parts, WARPGROUPS), target_sm_count())
@@ -133,7 +136,7 @@ class FlashAttentionBackwardDkdvSm90:
         row_bytes = spec.head_dim * self.dtype.width // 8
         group_of = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
         pipelines, at = [], 0
-        for count, rows in zip(counts[:4], (spec.slots * spec.heads, spec.slots * spec.heads, ROWS, ROWS)):
+        for count, rows in zip(counts[:4], (spec.slots * spec.heads, spec.slots * spec.heads, spec.keys, spec.keys)):
             pipelines.append(
                 pipeline_custom.PipelineTmaAsync.create(
                     barrier_storage=barriers + at,
@@ -343,7 +346,7 @@ class FlashAttentionBackwardDkdvSm90:
         if item.partial < 0:
             for out, acc, scale in zip(outputs[:2], sums, (softmax_scale, Float32(1.0))):
                 rows = item.seqlen.offset_batch_K(out, item.batch, dim=3)[None, None, item.head]
-                KeyRows(rows, item.first_key, item.seqlen.seqlen_k, thread, spec.add).write(acc, scale)
+                KeyRows(rows, item.first_key, item.end, thread, spec.add).write(acc, scale)
         else:
             for which, acc in enumerate(sums):
                 registers = cute.make_tensor(acc.iterator, cute.make_layout((4, spec.head_dim // 8)))

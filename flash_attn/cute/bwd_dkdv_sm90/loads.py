@@ -13,7 +13,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType
-from quack import copy_utils
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute.bwd_dkdv_sm90.items import DRAWS, Dealer, Item, ItemList
@@ -122,15 +121,17 @@ class Loader:
         item: Item,
         phase: Int32,
     ) -> None:
-        """An item's k or v, [S, D, Hkv, B] (packed [total, D, Hkv])."""
-        group = self.dealer.group
+        """An item's k or v, [S, D, Hkv, B] (packed [total, D, Hkv]), into the first rows of a tile."""
+        group, box = self.dealer.group, self.spec.key_box
         atom, mX = tma
         gX = item.seqlen.offset_batch_K(mX, item.batch, dim=3)[None, None, item.head]
-        gX = cute.local_tile(gX, (ROWS, self.spec.head_dim), (None, 0))
-        copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), gX, staged)
+        gX = cute.group_modes(cute.local_tile(gX, box, (None, None)), 0, 2)  # (box, rows of boxes, boxes)
+        sX = cute.group_modes(cute.flat_divide(staged, box), 0, 2)
+        sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), sX, gX)
         stages.producer_acquire_w_index_phase(group, phase)
         barrier = stages.sync_object_full.get_barrier(group)
-        copy(src_idx=item.first_key // ROWS, dst_idx=group, tma_bar_ptr=barrier)
+        for i in range(self.spec.head_dim // box[1]):
+            cute.copy(atom, gX[None, item.first_key // box[0], i], sX[None, 0, i, group], tma_bar_ptr=barrier)
 
     @cute.jit
     def find_sums(

@@ -14,6 +14,7 @@ WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
 MOST_STAGES = 4
 HEAD_DIMS = (64, 128)
+SMALL_BLOCKS = (16, 32)
 
 DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 
@@ -33,7 +34,7 @@ class KeyPairs(NamedTuple):
             number of its partial sum, or -1 where it is the row's only item. Those of a row follow each other.
         row_items: int32 [rows + 1], items before each row.
         partials: bound of the number of partial sums.
-        block_size: keys of a block, a multiple of 64.
+        block_size: keys of a block, a multiple of 64, or 16 or 32.
         cu_blocks: int32 [sequences + 1], blocks before each packed sequence.
         by_head: query heads have lists of their own: a pair has one of a token's G = Hq // Hkv rows, and `tokens` holds
             position * G + head of the group.
@@ -54,7 +55,7 @@ class DkdvSpec:
 
     Attributes:
         group: query heads of a key/value head.
-        parts: tiles of 64 keys in a block.
+        block_size: keys of a block.
         causal: whether a token sees keys up to its own position only.
         offset: whether positions of first queries are given.
         packed: whether sequences are packed.
@@ -67,7 +68,7 @@ class DkdvSpec:
     dtype: torch.dtype
     head_dim: int
     group: int
-    parts: int
+    block_size: int
     causal: bool
     offset: bool
     packed: bool
@@ -75,6 +76,16 @@ class DkdvSpec:
     start: int
     by_warp: bool
     by_head: bool
+
+    @property
+    def parts(self) -> int:
+        """Tiles of 64 keys in a block; of a smaller one the tile has more keys than are wanted."""
+        return -(-self.block_size // ROWS)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile that are wanted."""
+        return min(self.block_size, ROWS)
 
     @property
     def heads(self) -> int:
@@ -107,6 +118,11 @@ class DkdvSpec:
         """Head dimensions that are loaded at a time."""
         return box_columns(self.head_dim)
 
+    @property
+    def key_box(self) -> tuple[int, int]:
+        """Keys and head dimensions of k or v that are loaded at a time."""
+        return self.keys, self.head_dim if self.keys == ROWS else self.columns
+
 
 def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, block_size: int) -> Optional[str]:
     """Why `backward_dkdv` cannot do a call, or None."""
@@ -118,6 +134,6 @@ def unsupported(arch: int, dtype: torch.dtype, head_dim: int, head_dim_v: int, b
         return (
             f"head dimensions {head_dim} and {head_dim_v}: the dk and dv pass by token takes equal ones of {HEAD_DIMS}"
         )
-    if block_size % ROWS:
-        return f"blocks of {block_size} keys: the dk and dv pass by token takes multiples of {ROWS}"
+    if block_size % ROWS and block_size not in SMALL_BLOCKS:
+        return f"blocks of {block_size} keys: the dk and dv pass by token takes multiples of {ROWS}, 16 and 32"
     return None

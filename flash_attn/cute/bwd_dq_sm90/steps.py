@@ -235,6 +235,7 @@ class WarpgroupSteps:
         self.wait(1)
         for part in cutlass.range_constexpr(len(blocks)):
             self.mask.hide(S, blocks[part].key, blocks[part].entry & 1 == 0, part * width, width)
+            self.mask.hide_parts(S, blocks[part].words, part * width, width)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
             for part in cutlass.range_constexpr(len(blocks)):
                 lse, words = self.rows[r][0], blocks[part].words

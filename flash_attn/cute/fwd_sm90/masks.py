@@ -22,7 +22,8 @@ the branch where nothing is in flight:
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, Callable, Optional
 
 import cutlass
@@ -30,6 +31,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from flash_attn.cute import utils
+from flash_attn.cute.lists.query_bits import words_for
 from flash_attn.cute.lists.tiling import BIT_ROWS, ROWS
 from flash_attn.cute.mask import call_mask_mod, r2p_bitmask_above, r2p_bitmask_below, sm90_col_to_r2p_idx
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
@@ -118,8 +120,16 @@ class KeyMask:
         """The query's place among the tokens that have rows in the tile."""
         return query - self._query(self.first // BIT_ROWS * BIT_ROWS)
 
+    def parts(self, words: tuple[Int32, ...]) -> list[tuple[Int32, ...]]:
+        """The words of a block as those of its parts, one or more, that tokens list one by one."""
+        of_part = words_for(self.packed)
+        return [words[i : i + of_part] for i in range(0, len(words), of_part)]
+
     def lists(self, words: tuple[Int32, ...], r: int) -> Boolean:
-        """True if the token of the thread's r-th row lists the block."""
+        """True if the token of the thread's r-th row lists the block, or a part of it."""
+        return self._has_bit(tuple(reduce(or_, of) for of in zip(*self.parts(words))), r)
+
+    def _has_bit(self, words: tuple[Int32, ...], r: int) -> Boolean:
         token = self._token(self.row(r))
         word = words[0]
         for i in range(1, len(words)):
@@ -127,12 +137,27 @@ class KeyMask:
         return (word >> (token & 31)) & 1 == 1
 
     def any_lists(self, words: tuple[Int32, ...]) -> Boolean:
-        """True if a token with rows in the warpgroup lists the block."""
+        """True if a token with rows in the warpgroup lists the block, or a part of it."""
         first, last = (self._token(self._query(self.first + row)) for row in (0, ROWS - 1))
         found = Uint32(0)
-        for i, word in enumerate(words):
-            found = found | Uint32(word) & r2p_bitmask_above(first, i) & r2p_bitmask_below(last + 1, i)
+        for part in self.parts(words):
+            for i, word in enumerate(part):
+                found = found | Uint32(word) & r2p_bitmask_above(first, i) & r2p_bitmask_below(last + 1, i)
         return found != 0
+
+    @cute.jit
+    def hide_parts(
+        self, scores: cute.Tensor, words: tuple[Int32, ...], at: cutlass.Constexpr[int], width: cutlass.Constexpr[int]
+    ) -> None:
+        """Set to -inf the parts of a block, of several, that a row's token does not list; the rest as for `hide`."""
+        parts = self.parts(words)
+        if const_expr(len(parts) > 1):
+            count = width // 4 // len(parts)  # registers of a part
+            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                for i in cutlass.range_constexpr(len(parts)):
+                    listed = self._has_bit(parts[i], r)
+                    for c in cutlass.range_constexpr(at // 4 + i * count, at // 4 + (i + 1) * count):
+                        scores[r, c] = scores[r, c] if listed else -Float32.inf
 
     @cute.jit
     def _hide_past_edges(

@@ -90,7 +90,9 @@ class BlockMask:
 
     def __call__(self, acc_S: cute.Tensor, n_block: Int32 | None = None, mask_seqlen: bool = True) -> None:
         (block, *words), width = self.entry, self.own.walk.block_k
-        self.own.mask.hide(layout_utils.reshape_acc_to_mn(acc_S), block * width, Boolean(True), 0, width)
+        scores = layout_utils.reshape_acc_to_mn(acc_S)
+        self.own.mask.hide(scores, block * width, Boolean(True), 0, width)
+        self.own.mask.hide_parts(scores, tuple(words), 0, width)
         for r in range(ROWS_OF_THREAD):
             self.hidden[r] = self.own.mask.hidden(tuple(words), r)
 

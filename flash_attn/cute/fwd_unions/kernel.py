@@ -243,6 +243,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
                             wait(spec.by_warp, 0)
                             S = layout_utils.reshape_acc_to_mn(acc_S)
                             mask.hide(S, key, cutlass.Boolean(False), 0, spec.block_k)
+                            mask.hide_parts(S, words[part], 0, spec.block_k)
                             hidden = tuple(mask.hidden(words[part], r) for r in range(ROWS_OF_THREAD))
                             softmax.add_block(acc_S, acc_O, hidden)
                             utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), add_v.A)

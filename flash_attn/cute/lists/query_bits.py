@@ -6,6 +6,7 @@ r % G. A row of lists belongs to `BIT_ROWS` of these rows, tile i to rows BIT_RO
 mask blocks of `BIT_KEYS` keys, those that any of its tokens lists. Bit j % 32 of word j // 32 beside an entry says that
 token BIT_ROWS * i // G + j does: 1 word is enough for G >= 4, 2 for G = 2 and 3, 4 for G = 1. Causal and window hide
 further keys, as they do without bits. Lists for each query head are those of a group of one: no heads are packed.
+Twice or four times as many words, up to 4, are of parts of a block: its first half's or quarter's bits, then the next's.
 
     counts [B, Hkv, tiles], entries [B, Hkv, tiles, n], bits [B, Hkv, tiles, n, words]
 
@@ -25,7 +26,7 @@ import torch
 from flash_attn.cute.lists.tiling import BIT_ROWS, STEP
 
 BIT_KEYS = STEP // 2  # keys of a block
-WORDS = (1, 2, 4)
+WORDS = (1, 2, 4)  # of an entry
 
 
 def words_for(heads: int) -> int:

@@ -16,7 +16,7 @@ from cutlass import Int32, Uint32, const_expr
 
 from flash_attn.cute.utils import warp_prefix_sum
 from nsa_layer.kernels.launch import launch
-from nsa_layer.kernels.token_lists.sizes import KEYS, ROWS, tokens_of_tile, union_room, words_of_entry
+from nsa_layer.kernels.token_lists.sizes import KEYS, MOST_WORDS, ROWS, tokens_of_tile, union_room, words_of_entry
 from nsa_layer.kernels.varlen_rows import sequence_of
 
 PER_THREAD = 8  # entries of lists, while 1,024 threads are enough for them
@@ -33,7 +33,8 @@ class Unions(NamedTuple):
             tile may have, `union_room`; behind the count nothing is
             written.
         bits: int32 [B, Hs, M, R, W]: bit ``j % 32`` of word ``j // 32`` says that token ``128 * tile // G + j`` lists
-            the block. W is 1 for up to 32 tokens, else 2 or 4.
+            the block. W is 1 for up to 32 tokens, else 2 or 4. Of listed blocks of 32 or 16 keys an entry holds two or
+            four, and has so many words for each, one block after the other.
     """
 
     counts: torch.Tensor
@@ -47,7 +48,7 @@ class UnionLists:
     Args:
         n: entries of a token's list.
         G: heads of a token that are rows.
-        block_size: keys of a listed block, a multiple of `KEYS`.
+        block_size: keys of a listed block, a multiple of `KEYS`, or half of or a quarter of it.
         q_tile: tokens that share a list.
         bitmap_words: 32 blocks each, enough for the longest sequence.
     """
@@ -55,7 +56,9 @@ class UnionLists:
     def __init__(self, n: int, G: int, block_size: int, q_tile: int, causal: bool, bitmap_words: int) -> None:
         self.n, self.G, self.block_size, self.q_tile = n, G, block_size, q_tile
         self.causal, self.bitmap_words = causal, bitmap_words
-        self.parts, self.words = block_size // KEYS, words_of_entry(G)
+        # Entries of a block, and blocks of an entry: one of them is 1.
+        self.parts, self.shares = max(1, block_size // KEYS), max(1, KEYS // block_size)
+        self.words = words_of_entry(G, block_size)
         self.entries = tokens_of_tile(G) * n
         self.threads = min(1024, 32 * -(-self.entries // (32 * PER_THREAD)))
         self.room = min(MOST_ROOM, self.entries)
@@ -121,14 +124,15 @@ class UnionLists:
                 own[i] = lists[batch, origin + t // self.q_tile, head, x % self.n]
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(cute.size(own)):
-            blocks_end = cute.ceil_div(end, self.parts)
+            blocks_end = cute.ceil_div(S, self.block_size)
             if const_expr(self.causal):
                 position = ahead + first + (tidx + i * self.threads) // self.n
                 blocks_end = cutlass.min(blocks_end, position // self.block_size + 1)
             if own[i] >= blocks_end:
                 own[i] = Int32(-1)
             if own[i] >= 0:
-                cute.arch.atomic_or(bitmap.iterator + (own[i] >> 5), Uint32(1) << Uint32(own[i] & 31), scope="cta")
+                listed = own[i] // self.shares
+                cute.arch.atomic_or(bitmap.iterator + (listed >> 5), Uint32(1) << Uint32(listed & 31), scope="cta")
         cute.arch.sync_threads()
         if cute.arch.warp_idx() == 0:
             self.count_before(bitmap, before, total, bitmap_words)
@@ -142,14 +146,15 @@ class UnionLists:
             cute.arch.sync_threads()
             for i in cutlass.range_constexpr(cute.size(own)):
                 if own[i] >= 0:
-                    bit = Uint32(1) << Uint32(own[i] & 31)
-                    earlier = cute.arch.popc(Uint32(bitmap[own[i] >> 5]) & (bit - 1))
-                    place = before[own[i] >> 5] + Int32(earlier) - done
+                    listed, share = own[i] // self.shares, own[i] % self.shares
+                    bit = Uint32(1) << Uint32(listed & 31)
+                    earlier = cute.arch.popc(Uint32(bitmap[listed >> 5]) & (bit - 1))
+                    place = before[listed >> 5] + Int32(earlier) - done
                     if place >= 0 and place < here:
                         token = (tidx + i * self.threads) // self.n
-                        word = tokens.iterator + place * self.words + (token >> 5)
-                        cute.arch.atomic_or(word, Uint32(1) << Uint32(token & 31), scope="cta")
-                        union[place] = own[i]
+                        at = place * self.words + share * (self.words // self.shares) + (token >> 5)
+                        cute.arch.atomic_or(tokens.iterator + at, Uint32(1) << Uint32(token & 31), scope="cta")
+                        union[place] = listed
             cute.arch.sync_threads()
             written = here * self.parts
             if const_expr(self.parts > 1):  # of the last block, parts may be at the end or behind
@@ -203,7 +208,7 @@ def union_lists(
     Args:
         block_indices: int32 [B, L, Hs, n], packed [lists of all sequences, Hs, n]; see the package.
         G: query heads that share a list.
-        block_size: keys of a block, a multiple of 64.
+        block_size: keys of a block: a multiple of 64, or 16 or 32.
         q_tile: tokens that share a list: token t of a sequence has list ``t // q_tile``.
         queries, keys: tokens of a sequence, packed of the longest; None: as many as lists, and as many as queries.
         q_offset: int32 [B], packed [sequences]: position of the first token among its sequence's keys; None: 0.
@@ -212,22 +217,26 @@ def union_lists(
         tiles: packed: of all sequences, or more; tiles past the last sequence are empty.
 
     Raises:
-        ValueError: block_size is no multiple of 64, or a sequence has more than 524,288 blocks.
+        ValueError: block_size is another, or so small that an entry had more than 4 words; or a sequence has more than
+            524,288 blocks, or entries.
     """
-    if block_size % KEYS:
-        raise ValueError(f"block_size has to be a multiple of {KEYS}, got {block_size}")
+    if block_size % KEYS and (block_size not in (16, 32) or words_of_entry(G, block_size) > MOST_WORDS):
+        raise ValueError(
+            f"block_size has to be a multiple of {KEYS}, or with more heads 16 or 32, got {block_size} for {G} heads"
+        )
     packed = cu_seqlens is not None
     lists = block_indices.unsqueeze(0) if packed else block_indices
     B, L, H, n = lists.shape
     queries = L if queries is None else queries
     keys = queries if keys is None else keys
     M = tiles if packed else -(-queries * G // ROWS)
-    need = -(-keys // (32 * block_size))
+    unit = max(block_size, KEYS)
+    need = -(-keys // (32 * unit))
     if need > BITMAP_WORDS[-1]:
-        raise ValueError(f"a sequence may have {32 * BITMAP_WORDS[-1]} blocks of {block_size}, got {keys} tokens")
+        raise ValueError(f"a sequence may have {32 * BITMAP_WORDS[-1]} blocks of {unit}, got {keys} tokens")
     R = union_room(G, n, block_size, keys, q_tile)
     counts = lists.new_empty(B, H, M)
-    blocks, bits = lists.new_empty(B, H, M, R), lists.new_empty(B, H, M, R, words_of_entry(G))
+    blocks, bits = lists.new_empty(B, H, M, R), lists.new_empty(B, H, M, R, words_of_entry(G, block_size))
     if counts.numel():
         static = (n, G, block_size, q_tile, causal, next(words for words in BITMAP_WORDS if words >= need))
         of_keys, of_lists = (cu_seqlens if cu is None else cu for cu in (cu_seqlens_k, cu_lists))

@@ -89,10 +89,13 @@ STATIC = [
     dict(G=3, q_tile=256, ahead=70, causal=False),
     dict(G=1, heads=6, parts=3, ahead=64, kind="near"),
     dict(G=1, heads=4, parts=4, q_tile=4),
+    dict(G=4, block_size=16, kind="near"),
+    dict(G=2, block_size=32, q_tile=8, ahead=70),
+    dict(G=160, block_size=16, causal=False),
 ]
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 1000, 4096, 8193)
 CASES = [
-    *(Case((T,), **STATIC[(i + j) % len(STATIC)]) for i, T in enumerate(LENGTHS) for j in (0, 3, 6, 9)),
+    *(Case((T,), **STATIC[(i + j) % len(STATIC)]) for i, T in enumerate(LENGTHS) for j in (0, 4, 8, 12)),
     *(Case(PACK, **static) for static in STATIC),
     Case((8193,), heads=40, n=1, cap=1),  # more rows than the plan takes in one step
     Case((40_000, 30_000), G=16, kind="near", cap=2048, heads=1),
@@ -170,23 +173,26 @@ def blocks_of(case: Case) -> list[int]:
 
 def assert_union(case: Case, b: int, listed: torch.Tensor, found: list[torch.Tensor]) -> None:
     """A sequence's unions: counts [H, M], blocks [H, M, R], bits [H, M, R, W]."""
-    T, parts, tile = listed.shape[0], case.block_size // 64, torch.arange(found[0].shape[1])
-    entries = listed.repeat_interleave(parts, dim=2)[..., : -(-case.keys[b] // 64)]
+    T, tile = listed.shape[0], torch.arange(found[0].shape[1])
+    shares, N = max(1, 64 // case.block_size), -(-case.keys[b] // 64)
+    entries = listed.repeat_interleave(max(1, case.block_size // 64), dim=2)
+    entries = pad(entries, N * shares).unflatten(2, (N, shares))
     first, last = tile * 128 // case.G, ((tile * 128 + 127) // case.G).clamp(max=T - 1)
     tokens = first.unsqueeze(1) + torch.arange(tokens_of_tile(case.G))
-    seen = entries[tokens.clamp(max=T - 1)] & (tokens <= last.unsqueeze(1)).view(*tokens.shape, 1, 1)
+    seen = entries[tokens.clamp(max=T - 1)] & (tokens <= last.unsqueeze(1)).view(*tokens.shape, 1, 1, 1)
     if case.causal:
         ends = last.unsqueeze(1) + case.offsets[b]
-        seen &= (torch.arange(entries.shape[2]) * 64 <= ends).view(len(tile), 1, 1, -1)
-    seen = seen.permute(2, 0, 3, 1)  # [H, M, entries, tokens of a tile]
-    union = seen.any(-1)
+        seen &= (torch.arange(N) * 64 <= ends).view(len(tile), 1, 1, N, 1)
+    seen = seen.permute(2, 0, 3, 4, 1)  # [H, M, entries, blocks of an entry, tokens of a tile]
+    union = seen.any(-1).any(-1)
     counts, blocks, bits = found
     assert torch.equal(counts, union.sum(-1).int())
     used = torch.arange(blocks.shape[-1]) < counts.unsqueeze(-1)
     assert torch.equal(blocks[used], union.nonzero()[:, -1].int())
-    assert bits.shape[-1] == words_of_entry(case.G)
-    shifts = torch.arange(bits.shape[-1] * 32)
-    assert torch.equal((bits[used].repeat_interleave(32, -1) >> shifts % 32) & 1 == 1, pad(seen[union], len(shifts)))
+    assert bits.shape[-1] == words_of_entry(case.G, case.block_size)
+    shifts = torch.arange(bits.shape[-1] // shares * 32)
+    words = bits[used].unflatten(-1, (shares, -1)).repeat_interleave(32, -1)
+    assert torch.equal((words >> shifts % 32) & 1 == 1, pad(seen[union], len(shifts)))
 
 
 def pad(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -254,8 +260,9 @@ def test_tokens_of_a_tile() -> None:
 
 def test_what_is_refused() -> None:
     lists = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="multiple of 64, got 96"):
-        union_lists(lists, G=4, block_size=96, causal=True)
+    for G, block_size in ((4, 96), (8, 8), (2, 16), (1, 32)):
+        with pytest.raises(ValueError, match=f"multiple of 64, .* got {block_size} for {G} heads"):
+            union_lists(lists, G=G, block_size=block_size, causal=True)
     with pytest.raises(ValueError, match="524288 blocks of 64, got 40000000 tokens"):
         union_lists(lists.expand(1, 40_000_000, 1, 16), G=4, block_size=64, causal=True)
     with pytest.raises(ValueError, match="entries, got 2560000000: pass fewer heads"):
