@@ -12,7 +12,7 @@ from fuzz.mutations import fault, wrong_result
 from fuzz.prop import GPU
 
 in_kernels = partial(fault, needs=GPU, seconds=120.0)
-walk_in_kernels = partial(wrong_result, needs=GPU, seconds=120.0)
+result_in_kernels = partial(wrong_result, needs=GPU, seconds=120.0)
 
 
 @in_kernels("kernel: no tail mask", "flash_attn.cute.mask:AttentionMask.apply_mask", "attention.is")
@@ -41,7 +41,7 @@ def _seen(original: Callable) -> Callable:
     return lambda self, row: original(self, row) + 1
 
 
-@walk_in_kernels(
+@result_in_kernels(
     "kernel: dropped entry",
     "flash_attn.cute.bwd_sm90.query_loop:QueryWalk.create",
     "attention.is",
@@ -83,7 +83,7 @@ def _past_the_end(original: Callable) -> Callable:
     return lambda tensor, cu_seqlens, dim=0: tensor
 
 
-@walk_in_kernels(
+@result_in_kernels(
     "kernel: dq loses its last step",
     "flash_attn.cute.fwd_sm90.loads:KeyWalk.create",
     "attention.is",
@@ -117,3 +117,33 @@ def _never_its_turn(original: Callable) -> Callable:
         return lists._replace(**{name: None if order is None else order + 1 for name, order in orders.items()})
 
     return wrong
+
+
+@result_in_kernels(
+    "kernel: bit of a token", "nsa_layer.kernels.token_lists.union_lists:union_lists", "layer.lists by token"
+)
+def _token_bit(unions: Any) -> Any:
+    """In each tile the first block of the union is listed by its first token where it was not, and not where it was."""
+    bits = unions.bits.clone()
+    bits[..., 0, 0] ^= 1
+    return unions._replace(bits=bits)
+
+
+@result_in_kernels(
+    "kernel: union without its last block",
+    "nsa_layer.kernels.token_lists.union_lists:union_lists",
+    "layer.lists by token",
+)
+def _short_union(unions: Any) -> Any:
+    """Unions of two or more blocks lack the last one."""
+    return unions._replace(counts=unions.counts - (unions.counts > 1).int())
+
+
+@result_in_kernels(
+    "kernel: pair lost", "nsa_layer.kernels.token_lists.pairs_by_block:pairs_by_block", "layer.lists by token"
+)
+def _lost_pair(pairs: Any) -> Any:
+    """The last token that lists a block adds nothing to its gradients, if there are others."""
+    items = pairs.items.clone()
+    items[:, 2] -= (items[:, 2] - items[:, 1] > 1).int()
+    return pairs._replace(items=items)

@@ -12,7 +12,8 @@ from hypothesis.strategies import SearchStrategy
 from fuzz.case import Kind
 from nsa_layer.fork import fork_status
 
-MODULES = ("lists", "packed", "schedule", "masks", "layer", "options", "kernels", "relations", "compiling", "faults")
+MODULES = ("lists", "packed", "token_lists", "schedule", "masks", "layer", "options", "kernels", "relations")
+MODULES += ("compiling", "faults")
 STOCK_MODULES = ("kernels", "relations")  # the others ask for modules of the fork
 GPU, SM90, SM100 = "gpu", "sm_90", "sm_100"  # what a property may need; the latter two compile without a GPU
 
