@@ -1,7 +1,6 @@
 """Multi-query recall learned with dense attention, with a choice of blocks by token, and by tile.
 
-    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 500] [--tokens 32768] [--seeds 2]
-                                [--jobs 6] [--json FILE]
+    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 500] [--tokens 32768] [--seeds 2] [--json FILE]
 
 Pairs of a key and a value stand at random places of the first half of a sequence, one for every 8 tokens; the second
 half asks for each key once. The share of values that a model finds at the last length is its recall; blocks hold
@@ -15,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -92,61 +90,64 @@ class Model(nn.Module):
         return self.head(self.layers(self.own(tokens) + self.before(F.pad(tokens, (1, -1), value=FILLER))))
 
 
-def captured(step: Callable[[], None], generator: torch.Generator) -> Callable[[], None]:
-    """A replay of a training step as a CUDA graph: a step is a thousand small kernels. It takes three steps first."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
+def captured(step: Callable[[], None], generator: torch.Generator, stream: torch.cuda.Stream) -> Callable[[], None]:
+    """A replay of a training step, which is thousands of small kernels, as a CUDA graph; it takes three steps first."""
+    for _ in range(3):
+        step()
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         step()
     return graph.replay
 
 
-def recall(name: str, seed: int, lengths: list[int], steps: int, tokens_of_batch: int, device: str) -> list[float]:
-    """The share of values that a model of this kind finds at each length, once it has learned it."""
+def learn(name: str, seed: int, given: argparse.Namespace, shares: list[float]) -> Iterator[None]:
+    """Train a model of a kind, `LOOK` steps at a time, and append the share of values that it finds at each length.
+
+    On a GPU it has a stream of its own, so that it learns on while others are asked for their steps.
+    """
     torch.manual_seed(seed)
-    generator, on_gpu = torch.Generator(device).manual_seed(seed), torch.device(device).type == "cuda"
-    model = Model(VARIANTS[name]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01, capturable=on_gpu)
-    found = torch.zeros((), device=device)  # in the last batches, which were never seen before
+    generator, stream = torch.Generator(given.device).manual_seed(seed), None
+    model = Model(VARIANTS[name]).to(given.device)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=RATE, weight_decay=0.01, capturable=generator.device.type == "cuda"
+    )
+    found = torch.zeros((), device=given.device)  # in the last batches, which were never seen before
+    if generator.device.type == "cuda":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+
+    def own_stream() -> AbstractContextManager:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def step(T: int) -> None:
-        tokens, asked = draw(T, max(1, tokens_of_batch // T), generator, device)
+        tokens, asked = draw(T, max(1, given.tokens // T), generator, given.device)
         logits = model(tokens).flatten(0, 1)
         optimizer.zero_grad()
         F.cross_entropy(logits, asked.flatten()).backward()
         optimizer.step()
         found.mul_(0.9).add_((logits.argmax(-1) == asked.flatten()).sum(), alpha=0.1 / (len(tokens) * (T // 8)))
 
-    shares = []
-    for T in lengths:
-        found.zero_()
-        take = captured(partial(step, T), generator) if on_gpu else partial(step, T)
-        most, what = steps * (1 + (T == lengths[-1])), f"{name}, seed {seed}, {T} tokens"
-        for taken in (bar := tqdm(range(1, most + 1), desc=what, leave=False, disable=on_gpu)):
-            take()
-            if taken % LOOK == 0 or taken == most:
-                bar.set_postfix_str(f"found {(share := found.item()):.2f}")
-                if share >= FOUND:
-                    break
-        if on_gpu:  # bars of several processes would overwrite one another
-            print(f"{what}: found {share:.2f} after {taken} steps", file=sys.stderr, flush=True)
+    for T in given.lengths:
+        take, what = partial(step, T), f"{name}, seed {seed}, {T} tokens"
+        with own_stream():
+            found.zero_()
+            take = take if stream is None else captured(take, generator, stream)
+        most, taken, share = given.steps * (1 + (T == given.lengths[-1])), 0, 0.0
+        with tqdm(total=most, desc=what, leave=False, disable=stream is not None) as bar:
+            while taken < most and share < FOUND:
+                with own_stream():
+                    for _ in range(min(LOOK, most - taken)):
+                        take()
+                        bar.update()
+                yield
+                with own_stream():
+                    share = found.item()
+                taken += LOOK
+                bar.set_postfix_str(f"found {share:.2f}")
+        if stream is not None:  # where bars would overwrite one another
+            print(f"{what}: found {share:.2f} after {min(taken, most)} steps", file=sys.stderr, flush=True)
         shares.append(share)
-    return shares
-
-
-def train_all(arguments: list[tuple], jobs: int) -> Iterator[list[float]]:
-    """`recall` of each, in order, some at once in processes of their own."""
-    if jobs == 1:
-        yield from (recall(*given) for given in arguments)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(recall, *zip(*arguments))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -157,25 +158,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="of a batch")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jobs", type=int, help="models that learn at once; all on a GPU, one on a CPU unless given")
     parser.add_argument("--json", type=Path, help="also write the shares to this file")
     given = parser.parse_args(argv)
     wrong = [T for T in given.lengths if T % 8 or not 8 <= T <= 8 * SYMBOLS]
     if wrong:
         parser.error(f"--lengths has to be multiples of 8 up to {8 * SYMBOLS}, got {wrong[0]}")
-    models = [(name, seed) for name in VARIANTS for seed in range(given.seeds)]
-    jobs = given.jobs or (1 if torch.device(given.device).type == "cpu" else len(models))
-    shares: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
+    shares: dict[str, list[list[float]]] = {name: [[] for _ in range(given.seeds)] for name in VARIANTS}
+    models = [learn(name, seed, given, own) for name, seeds in shares.items() for seed, own in enumerate(seeds)]
     try:
-        rest = (given.lengths, given.steps, given.tokens, given.device)
-        for (name, _), found in zip(models, train_all([(*model, *rest) for model in models], jobs)):
-            shares[name].append(found)
+        for together in [[model] for model in models] if torch.device(given.device).type == "cpu" else [models]:
+            while together:
+                together = [model for model in together if next(model, models) is None]
     except KeyboardInterrupt:
         print("interrupted; what was trained:")
     rows = [
-        [name, seed, *(f"{share:.2f}" for share in at_lengths)]
-        for name, of_seeds in shares.items()
-        for seed, at_lengths in enumerate(of_seeds)
+        [name, seed, *(f"{share:.2f}" for share in own), *[""] * (len(given.lengths) - len(own))]
+        for name, seeds in shares.items()
+        for seed, own in enumerate(seeds)
     ]
     print(markdown(["attention", "seed", *(f"{T:,} tokens" for T in given.lengths)], rows, left=1))
     if given.json:
