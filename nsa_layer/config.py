@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 RULES = ("nsa", "seed")
 LARGEST = 2**31 - 1  # positions are int32
 WIDEST_TILE = 256
+WIDE_LIST = 1024  # blocks
 RENAMED = {"block_stride": "compress_stride"}
 OLD_TILE = 128  # the default q_tile of versions without compress_size
 
@@ -124,6 +125,11 @@ class NSAConfig:
         own = max(1, self.q_tile // self.block_size)
         forced = own + 2 if self.force_blocks else 0
         return min(self.num_blocks(T), max(self.block_counts, forced))
+
+    def list_room(self, T: int) -> int:
+        """A width that lists of T tokens fit in: the same for all T, unless lists are longer than any that pays."""
+        widest = self.list_width(LARGEST)
+        return widest if widest <= WIDE_LIST else min(widest, self.num_blocks(T))
 
     def replace(self, **changes: object) -> NSAConfig:
         """A copy with some fields changed, checked again."""

@@ -65,7 +65,7 @@ def attend(
 ) -> tuple[Tensor, Aux]:
     """The layer in plain PyTorch, by operators; arguments as `nsa` has checked them.
 
-    In a graph the lists of packed sequences' blocks have room for any lengths: rows and columns of padding.
+    In a graph the lists of chosen blocks have room for any length: columns, and of packed sequences rows, of padding.
     """
     from nsa_layer import eager
 
@@ -77,8 +77,9 @@ def attend(
     if choice is None:
         choice = made[6]
         if spec.lengths is not None:
-            rows, width = sum(map(spec.config.num_tiles, spec.lengths)), spec.config.list_width(max(spec.lengths))
-            choice = choice[:rows, :, :width]
+            choice = choice[: sum(map(spec.config.num_tiles, spec.lengths))]
+        if not torch.compiler.is_compiling():
+            choice = choice[..., : spec.config.list_width(max(spec.lengths or q.shape[1:2]))]
     return eager.gated(q, gate_weight, gates, eager.Branches(list(made[:3]), list(made[3:6]), choice))
 
 
@@ -360,11 +361,7 @@ def _check_lists(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec) ->
 def _choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSAConfig) -> tuple[int, ...]:
     """Room for the chosen blocks, whatever the lengths."""
     heads = q.shape[-2] if config.rule == "seed" else k.shape[-2]
-    # As in config.list_width, but not a question that a graph would have to ask again for each length.
-    width, tiles = (
-        torch.sym_min(config.list_width(LARGEST), config.num_blocks(q.shape[-3])),
-        config.num_tiles(q.shape[-3]),
-    )
+    width, tiles = config.list_room(q.shape[-3]), config.num_tiles(q.shape[-3])
     if cu_seqlens is None:
         return q.shape[0], tiles, heads, width
     return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, heads, width

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import LARGEST
 from nsa_layer.cute.memory_plan import MemoryPlan, head_groups
 from nsa_layer.support import takes_unions
 
@@ -40,7 +39,7 @@ def saved_shapes(
         if cu_seqlens is not None:
             blocks = tokens // config.stride
             tiles = tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1
-    n = torch.sym_min(config.list_width(LARGEST), config.num_blocks(longest))
+    n = config.list_width(longest) if exact else config.list_room(tokens)
     if takes_unions(config, listed=spec.listed):
         lists, counts = (*lead, tiles, Hkv, n), None
     else:
@@ -100,7 +99,7 @@ def gradients(
     inputs, plan = _inputs(tensors, spec, heads, kept)
     shapes, whole = saved_shapes(tensors, spec=spec, kept=kept, exact=True), []
     for x, shape in zip(made, shapes, strict=True):
-        whole.append(None if shape is None else x[tuple(map(slice, shape[0]))])
+        whole.append(None if shape is None else x[tuple(map(slice, shape[0]))].contiguous())
     parts = []
     for first, end in plan.groups:
         group = autograd.head_group(inputs, first, end)
