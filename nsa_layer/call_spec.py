@@ -105,11 +105,11 @@ class Aux:
     lse_swa: torch.Tensor
 
 
-def require_choice_by_token(config: NSAConfig) -> None:
+def require_choice_by_token(config: NSAConfig, asked: str = "q_offset") -> None:
     """Raise NotImplementedError where queries apart from the rest of their sequence cannot choose blocks."""
     if not config.by_token:
         raise NotImplementedError(
-            f"q_offset with q_tile={config.q_tile}, rule={config.rule!r}: a choice belongs to a tile, and its queries "
+            f"{asked} with q_tile={config.q_tile}, rule={config.rule!r}: a choice belongs to a tile, and its queries "
             "may not all be there; use q_tile=1, or give block_indices"
         )
 

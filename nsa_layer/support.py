@@ -51,6 +51,7 @@ class Request:
     lists: str | None = None
     own_keys: bool = False
     rows: int = 64
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ FEATURES = (
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
+    Feature("nsa_with_kvcache", lambda r: r.cached, ()),
     Feature("packed sequences", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
 )
@@ -171,6 +173,7 @@ def choose_backend(
     lists: str | None = None,
     own_keys: bool = False,
     rows: int = 64,
+    cached: bool = False,
 ) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.
 
@@ -180,6 +183,7 @@ def choose_backend(
         lists: "given" where the caller gives lists of blocks, "alone" for `selected_attention`; or None.
         own_keys: keys or values of a branch are the caller's.
         rows: query heads that share a list.
+        cached: keys and values are in caches, as for `nsa_with_kvcache`.
 
     Raises:
         ValueError: no such backend, or the kernels are named for tensors that are not on a GPU.
@@ -196,7 +200,7 @@ def choose_backend(
     arch = device_arch(device.index)
     if backend is None and kernel_family(arch) not in ARCHITECTURES:
         return "eager"
-    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists, own_keys, rows))
+    missing = missing_feature(Request(arch, dtype, D, Dv, config, needs_grad, lists, own_keys, rows, cached))
     if missing is not None:
         raise NotImplementedError(
             f"sm_{arch}: the kernels do not support {missing} (dtype={dtype}, D={D}, Dv={Dv}, {config}); "

@@ -1,4 +1,4 @@
-"""The Python examples of the README and of docs/pytorch.md run, and what they name exists."""
+"""The Python examples of the README, docs/pytorch.md and docs/serving.md run, and what they name exists."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def test_example_runs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__readme__"})
 
 
-def test_examples_of_the_page_on_pytorch_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["pytorch", "serving"])
+def test_examples_of_a_page_run_one_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    page = REPOSITORY / "docs" / "pytorch.md"
+    page = REPOSITORY / "docs" / f"{name}.md"
     examples = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     exec(compile("\n".join(examples), page.name, "exec"), {"__name__": "__page__"})
 

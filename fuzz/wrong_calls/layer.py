@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fuzz.wrong_calls import NO_SCALES, NO_TENSORS, NOT_A_BOOL, NOT_A_TENSOR, Table, Together, not_a_size
-from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa, selected_attention, warm_up
+from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention, warm_up
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case
 
@@ -39,6 +39,18 @@ def listed(device: str) -> dict[str, Any]:
 def listed_packed(device: str) -> dict[str, Any]:
     given = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in listed(device).items()}
     return given | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
+
+
+def cached(device: str) -> dict[str, Any]:
+    new = {name: x for name, x in batch(device).items() if name != "config"}
+    rows = {"k_cache": (32, D), "v_cache": (32, DV), "k_cmp_cache": (8, D), "v_cmp_cache": (8, DV)}
+    caches = {name: torch.zeros(B, S, HKV, size, device=device) for name, (S, size) in rows.items()}
+    filled = torch.zeros(B, dtype=torch.int32, device=device)
+    return new | caches | dict(cache_seqlens=filled, config=CONFIG.replace(q_tile=1))
+
+
+def paged(device: str) -> dict[str, Any]:
+    return cached(device) | {name: starts(0, 1).view(B, 1) for name in ("page_table", "cmp_page_table")}
 
 
 OWN = "k_cmp v_cmp k_win v_win"
@@ -144,6 +156,67 @@ LISTED_PACKED = (
     ("cu_seqlens_k", ValueError, r"k must have q's leading dimensions \(20,\)", None),
     ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", starts(0, 5, 19)),
 )
+TILED = CONFIG.replace(q_tile=8)
+CACHED = (
+    ("q k_cache v_cache", *NOT_A_TENSOR, None),
+    ("k v k_win k_cmp_cache page_table gates out", TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS),
+    ("config", TypeError, "config must be an NSAConfig, got", None, {"block_size": 4}),
+    ("config", NotImplementedError, "nsa_with_kvcache with q_tile=8, .*: a choice belongs to a tile", TILED),
+    ("config", NotImplementedError, "compress_offset=0: it shows keys", CONFIG.replace(q_tile=1, compress_offset=0)),
+    ("q", TypeError, "q must be float16, .* got torch.int32", lambda x: x.int()),
+    ("q", ValueError, r"q must have shape \(any, any, any, any\), got", lambda x: x[0]),
+    ("q", ValueError, "q must have no empty dimension", lambda x: x[:, :0]),
+    ("q", ValueError, "q's heads must be a multiple of k_cache's, got 5", torch.zeros(B, T, 5, D)),
+    ("k v k_cache v_cache k_cmp_cache", TypeError, "{} must have q's dtype", lambda x: x.double()),
+    ("k v k_cache v_cache v_cmp_cache", ValueError, "{} must be on q's device cpu, got meta", lambda x: x.to("meta")),
+    ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:], lambda x: x[..., 1:]),
+    ("k v", ValueError, "k and v must be given together", None),
+    ("k_cache", ValueError, r"k_cache must have shape \(2, any, any, 8\), got", lambda x: x[:1], lambda x: x[..., 1:]),
+    ("v_cache", ValueError, r"v_cache must have shape \(2, 32, 2, any\), got", lambda x: x[:, 1:]),
+    ("k_win", ValueError, "k_win needs k_win_cache to be written to", torch.zeros(B, T, HKV, D)),
+    ("v_win_cache", ValueError, "v_win must be given where k is", torch.zeros(B, 32, HKV, DV)),
+    ("k_win_cache", ValueError, r"k_win_cache must have shape \(2, 32, 2, 8\)", torch.zeros(B, 31, HKV, D)),
+    ("k_cmp_cache", ValueError, "k_cmp needs k_cmp_cache", Together(k_cmp=torch.zeros(B, 5, HKV, D), k_cmp_cache=None)),
+    ("k_cmp v_cmp", ValueError, r"{} must have shape \(2, 5, 2, .\), got", torch.zeros(B, 6, HKV, D)),
+    ("k_cmp_cache v_cmp_cache", ValueError, "{} must have room for the 8 keys of 32 tokens, got 7", lambda x: x[:, 1:]),
+    ("k_cmp", ValueError, "compress_k_weight and k_cmp exclude each other",
+     Together(k_cmp=torch.zeros(B, 5, HKV, D), compress_k_weight=torch.zeros(HKV, D, D))),
+    (WEIGHTS, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
+    (WEIGHTS, ValueError, r"{} must have shape \(", torch.zeros(HQ, D, 3), torch.zeros(B, T, HQ)),
+    ("gates", ValueError, "gate_weight and gates exclude each other",
+     Together(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
+    ("cache_seqlens", TypeError, "cache_seqlens must be an int, got", None, 1.0, [1, 2]),
+    ("cache_seqlens", TypeError, "cache_seqlens must be int32, got", lambda x: x.long()),
+    ("cache_seqlens", ValueError, r"cache_seqlens must have shape \(2\), got", lambda x: x[:1], lambda x: x[None]),
+    ("cache_seqlens", ValueError, "cache_seqlens must be at least 0, got -1", -1),
+    ("cache_batch_idx", TypeError, "cache_batch_idx must be int32, got", torch.zeros(B).long()),
+    ("page_table", ValueError, "cmp_page_table must be given where compressed caches have pages",
+     Together(page_table=torch.zeros(B, 1).int(), k_cmp_cache=torch.zeros(B, 8, HKV, D))),
+    ("max_seqlen_q", ValueError, "max_seqlen_q is for packed q, got 20", T),
+    ("cu_seqlens_q", ValueError, r"q must have shape \(any, any, any\), got", starts(0, 5, T)),
+    ("block_indices", ValueError, r"must have shape \(2, 20, 2 or 4, n\)", torch.zeros(B, 19, HKV, 2).int()),
+    ("block_indices", ValueError, "must be -1 or a block of the sequence, got 8", torch.full((B, T, HKV, 2), 8).int()),
+    ("out", ValueError, r"out must have shape \(2, 20, 4, 6\), got", torch.zeros(B, T, HQ, D)),
+    *not_a_size("num_splits", least=0),
+    ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
+    ("validate return_lse", *NOT_A_BOOL),
+    ("backend", ValueError, "backend must be None or one of 'cute', 'eager', 'reference', got", "triton", 3),
+    ("backend", ValueError, "backend='cute' needs tensors on a GPU, got cpu", "cute"),
+)  # fmt: skip
+OUT_OF_CACHE = (
+    ("cache_seqlens", ValueError, "cache_seqlens, .* must lead to places in the caches; sequence 1 has 20 queries and "
+     "33 tokens", Together(cache_seqlens=starts(0, 13), validate=True)),
+)  # fmt: skip
+PAGED = (
+    ("page_table cmp_page_table", TypeError, "{} must be int32, got", lambda x: x.long()),
+    ("page_table cmp_page_table", ValueError, r"{} must have shape \(2, any\), got", lambda x: x[:1], lambda x: x[0]),
+    ("cmp_page_table", ValueError, "cmp_page_table must be given where compressed caches have pages", None),
+    ("cache_batch_idx", ValueError, "cache_batch_idx and page_table exclude each other", torch.zeros(B).int()),
+    ("k_cmp_cache", ValueError, r"k_cmp_cache must have shape \(any, 8, 2, 8\)", lambda x: x[:, 1:]),
+    ("k_cache", ValueError, "k_cache's pages must have a multiple of 4 tokens, got 30",
+     Together(k_cache=torch.zeros(B, 30, HKV, D), v_cache=torch.zeros(B, 30, HKV, DV), k_cmp_cache=None,
+              v_cmp_cache=None, cmp_page_table=None)),
+)  # fmt: skip
 POLICY = (
     ("budget", TypeError, "budget must be an int or None, got", 1e9, "1 GB", True),
     ("budget", ValueError, "budget must be at least 0 bytes, got -1", -1),
@@ -267,6 +340,9 @@ SHAPES = (
 )
 GOOD_CONFIG = dict(block_size=16, compress_stride=8, block_counts=4, q_tile=32, window_size=8)
 TABLES = (
+    Table("nsa_with_kvcache", nsa_with_kvcache, cached, CACHED),
+    Table("nsa_with_kvcache, validate", nsa_with_kvcache, cached, OUT_OF_CACHE, first=False),
+    Table("nsa_with_kvcache, paged", nsa_with_kvcache, paged, PAGED),
     Table("nsa", nsa, batch, NSA),
     Table("nsa, packed", nsa, packed, PACKED),
     Table("selected_attention", selected_attention, listed, LISTED),

@@ -48,6 +48,7 @@ UNSUPPORTED = {
     "rule='seed'": dict(config=NSAConfig.seed()),
     "block_size below 16 by token": dict(config=NSAConfig(q_tile=1, block_size=8)),
     "block_size 16 by token with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
+    "nsa_with_kvcache": dict(cached=True),
     "deterministic backward": dict(config=TILES.replace(deterministic=True)),
 }
 ON_ONE = {"deterministic backward": 100}

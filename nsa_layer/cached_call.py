@@ -1,0 +1,219 @@
+"""The arguments of `nsa_with_kvcache` in one record, and their checks: errors come before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nsa_layer.call_spec import require_choice_by_token
+from nsa_layer.config import NSAConfig, require_int
+from nsa_layer.inputs import DTYPES, check_lengths, check_lists, check_scale, refuse_nested
+
+Tensor = torch.Tensor
+TOKEN_CACHES = ("k", "v", "k_win", "v_win")
+COMPRESSED_CACHES = ("k_cmp", "v_cmp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedCall:
+    """The tensors of one call, shaped as `nsa_with_kvcache` says, and its options."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    cache_seqlens: Tensor | int
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    k_cmp_cache: Tensor | None
+    v_cmp_cache: Tensor | None
+    cmp_page_table: Tensor | None
+    k_cmp: Tensor | None
+    v_cmp: Tensor | None
+    k_win: Tensor | None
+    v_win: Tensor | None
+    k_win_cache: Tensor | None
+    v_win_cache: Tensor | None
+    gate_weight: Tensor | None
+    gates: Tensor | None
+    compress_k_weight: Tensor | None
+    compress_v_weight: Tensor | None
+    config: NSAConfig
+    softmax_scale: float | None
+    block_indices: Tensor | None
+    num_splits: int
+    out: Tensor | None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def B(self) -> int:
+        """Sequences."""
+        return len(self.cu_seqlens_q) - 1 if self.packed else self.q.shape[0]
+
+    @property
+    def room(self) -> int:
+        """Tokens that a sequence may have in the caches."""
+        page = self.k_cache.shape[1]
+        return page if self.page_table is None else page * self.page_table.shape[1]
+
+    def caches(self, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Those that there are, of `TOKEN_CACHES` or `COMPRESSED_CACHES`."""
+        named = {name: getattr(self, f"{name}_cache") for name in names}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def filled(self, T: int) -> int:
+        """The most blocks of compression that T tokens can complete."""
+        return -(-T // self.config.stride)
+
+
+def check_call(call: CachedCall) -> tuple[tuple[int, ...], float]:
+    """Check everything but the numbers on the device.
+
+    Returns:
+        The number of queries of each sequence and the factor of q . k.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
+        NotImplementedError: the configuration is of queries that a cache cannot serve.
+    """
+    _check_config(call)
+    _check_tensor("q", call.q, (None,) * (3 if call.packed else 4), call.q)
+    if call.q.dtype not in DTYPES:
+        raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {call.q.dtype}")
+    if 0 in call.q.shape:
+        raise ValueError(f"q must have no empty dimension, got shape {tuple(call.q.shape)}")
+    lengths = _check_lengths(call)
+    _check_caches(call)
+    _check_new(call, lengths)
+    _check_weights(call)
+    if call.block_indices is not None:
+        tiles = [call.config.num_tiles(T) for T in (lengths if call.packed else lengths[:1])]
+        blocks = [call.config.num_blocks(call.room)] * len(tiles)
+        check_lists(call.block_indices, call.q, call.k_cache.shape[2], tiles, blocks, packed=call.packed)
+    return lengths, check_scale(call.softmax_scale, call.q.shape[-1])
+
+
+def _check_config(call: CachedCall) -> None:
+    config = call.config
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    if call.block_indices is None:
+        require_choice_by_token(config, "nsa_with_kvcache")
+    if config.offset < config.span - 1:
+        raise NotImplementedError(
+            f"nsa_with_kvcache with compress_offset={config.offset}: it shows keys that are made of tokens which are "
+            f"not there yet; use compress_offset >= compress_size - 1 = {config.span - 1}"
+        )
+    require_int("num_splits", call.num_splits, least=0)
+
+
+def _check_lengths(call: CachedCall) -> tuple[int, ...]:
+    if call.max_seqlen_q is not None:
+        require_int("max_seqlen_q", call.max_seqlen_q, least=1)
+    if not call.packed:
+        if call.max_seqlen_q is not None:
+            raise ValueError(f"max_seqlen_q is for packed q, got {call.max_seqlen_q} without cu_seqlens_q")
+        return (call.q.shape[1],) * call.q.shape[0]
+    lengths = check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q")
+    if call.max_seqlen_q is not None and call.max_seqlen_q < max(lengths):
+        raise ValueError(f"max_seqlen_q must be at least {max(lengths)}, got {call.max_seqlen_q}")
+    return lengths
+
+
+def _check_caches(call: CachedCall) -> None:
+    q, B, paged = call.q, call.B, call.page_table is not None
+    lead = None if paged or call.cache_batch_idx is not None else B
+    _check_tensor("k_cache", call.k_cache, (lead, None, None, q.shape[-1]), q)
+    lead, S, Hkv, D = call.k_cache.shape
+    _check_tensor("v_cache", call.v_cache, (lead, S, Hkv, None), q)
+    if 0 in call.k_cache.shape or q.shape[-2] % Hkv:
+        raise ValueError(f"q's heads must be a multiple of k_cache's, got {q.shape[-2]} and shape {call.k_cache.shape}")
+    of_size = {"k": D, "v": call.v_cache.shape[-1]}
+    for name in ("k_win", "v_win"):
+        _check_tensor(f"{name}_cache", getattr(call, f"{name}_cache"), (lead, S, Hkv, of_size[name[0]]), q)
+    Sc = None
+    for name, x in call.caches(COMPRESSED_CACHES).items():
+        Sc = S // call.config.stride if paged else Sc
+        _check_tensor(f"{name}_cache", x, (None if paged else lead, Sc, Hkv, of_size[name[0]]), q)
+        least = call.config.compressed_length(S)
+        if not paged and x.shape[1] < least:
+            raise ValueError(f"{name}_cache must have room for the {least} keys of {S} tokens, got {x.shape[1]}")
+    if isinstance(call.cache_seqlens, torch.Tensor):
+        _check_tensor("cache_seqlens", call.cache_seqlens, (B,), q, torch.int32)
+    else:
+        require_int("cache_seqlens", call.cache_seqlens, least=0)
+    _check_tensor("page_table", call.page_table, (B, None), q, torch.int32)
+    _check_tensor("cmp_page_table", call.cmp_page_table, (B, None), q, torch.int32)
+    _check_tensor("cache_batch_idx", call.cache_batch_idx, (B,), q, torch.int32)
+    if paged and call.cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx and page_table exclude each other, got both; permute the table's rows")
+    if paged and S % call.config.block_size:
+        raise ValueError(f"k_cache's pages must have a multiple of {call.config.block_size} tokens, got {S}")
+    wanted = paged and bool(call.caches(COMPRESSED_CACHES))
+    if wanted != (call.cmp_page_table is not None):
+        raise ValueError("cmp_page_table must be given where compressed caches have pages, and nowhere else")
+
+
+def _check_new(call: CachedCall, lengths: tuple[int, ...]) -> None:
+    q, (Hkv, D), Dv = call.q, call.k_cache.shape[2:], call.v_cache.shape[-1]
+    if (call.k is None) != (call.v is None):
+        raise ValueError("k and v must be given together, or neither")
+    filled = (sum(map(call.filled, lengths)),) if call.packed else (call.B, call.filled(lengths[0]))
+    for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
+        x, cache = getattr(call, name), getattr(call, f"{name}_cache")
+        lead = filled if "cmp" in name else q.shape[:-2]
+        _check_tensor(name, x, (*lead, Hkv, D if name[0] == "k" else Dv), q)
+        if x is not None and cache is None:
+            raise ValueError(f"{name} needs {name}_cache to be written to, got none")
+        if "win" in name and cache is not None and (x is None) != (call.k is None):
+            raise ValueError(f"{name} must be given where k is and {name}_cache is, and where neither is not")
+
+
+def _check_weights(call: CachedCall) -> None:
+    q, (Hkv, D), Dv = call.q, call.k_cache.shape[2:], call.v_cache.shape[-1]
+    if call.gates is not None and call.gate_weight is not None:
+        raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
+    shapes = {
+        "gate_weight": (q.shape[-2], 3, D),
+        "gates": (*q.shape[:-1], 3),
+        "compress_k_weight": (Hkv, D, D),
+        "compress_v_weight": (Hkv, Dv, Dv),
+    }
+    for name, shape in shapes.items():
+        x = getattr(call, name)
+        _check_tensor(name, x, shape, q, None)
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
+    for weight, key in (("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
+        if getattr(call, weight) is not None and getattr(call, key) is not None:
+            raise ValueError(f"{weight} and {key} exclude each other, got both; project before, or pass one")
+    _check_tensor("out", call.out, (*q.shape[:-1], Dv), q)
+
+
+def _check_tensor(
+    name: str, x: object, shape: tuple[int | None, ...], q: Tensor, dtype: torch.dtype | str | None = "q"
+) -> None:
+    """Raise unless x is None or a tensor of that shape, None in it being any size, and of that dtype or q's."""
+    optional = name not in ("q", "k_cache", "v_cache", "cache_seqlens")
+    if x is None and optional:
+        return
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor{' or None' * optional}, got {type(x).__name__}")
+    refuse_nested(name, x)
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+    if dtype is not None and x.dtype != (q.dtype if dtype == "q" else dtype):
+        wanted = f"have q's dtype {q.dtype}" if dtype == "q" else f"be {str(dtype)[6:]}"
+        raise TypeError(f"{name} must {wanted}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    if x.dim() != len(shape) or any(n is not None and n != m for n, m in zip(shape, x.shape)):
+        said = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"{name} must have shape ({said}), got {tuple(x.shape)}")

@@ -1,0 +1,123 @@
+"""`nsa_with_kvcache`: attention of new queries to sequences whose keys and values are in caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nsa_layer import autocast, cached_step, support
+from nsa_layer.cached_call import CachedCall, check_call
+from nsa_layer.call_spec import Aux
+from nsa_layer.config import NSAConfig
+from nsa_layer.derivatives import refuse_transforms
+
+Tensor = torch.Tensor
+Lses = tuple[Tensor, Tensor, Tensor]
+CAST = ("q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight")
+CAST += ("compress_v_weight",)
+
+
+def nsa_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int,
+    page_table: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    k_cmp_cache: Tensor | None = None,
+    v_cmp_cache: Tensor | None = None,
+    cmp_page_table: Tensor | None = None,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    k_win_cache: Tensor | None = None,
+    v_win_cache: Tensor | None = None,
+    gate_weight: Tensor | None = None,
+    gates: Tensor | None = None,
+    compress_k_weight: Tensor | None = None,
+    compress_v_weight: Tensor | None = None,
+    config: NSAConfig,
+    softmax_scale: float | None = None,
+    block_indices: Tensor | None = None,
+    num_splits: int = 0,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    validate: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Lses]:
+    """Native Sparse Attention of a sequence's last tokens to all of it, in the conventions of FlashAttention's caches.
+
+    One token decodes, several prefill a chunk or verify a draft: together they give what `nsa` gives for the whole
+    sequence. Causal. Nothing carries a gradient.
+
+    Args:
+        q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens_q``: the last T tokens of each sequence.
+        k_cache: [B, S, Hkv, D], or with ``page_table`` [pages, page, Hkv, D], page a multiple of the block.
+        v_cache: [B, S, Hkv, Dv] or [pages, page, Hkv, Dv].
+        k: [B, T, Hkv, D] or [total, Hkv, D], v: the same with Dv: the keys and values of q's tokens, written to the
+            caches first. None: they are in the caches.
+        cache_seqlens: int32 [B] or an int, tokens of each sequence in the caches: before k and v are added, or where
+            there are none all of them, q's included.
+        page_table: int32 [B, n], the pages of each sequence in order; what lies behind its last token is not read.
+        cache_batch_idx: int32 [B], rows of contiguous caches of any batch; no two the same. None: row b for sequence b.
+        cu_seqlens_q: int32 [B + 1], starts of the packed sequences' queries and their total; as in `nsa`.
+        max_seqlen_q: an upper bound of the packed queries; only checked.
+        k_cmp_cache: [B, Sc, Hkv, D], Sc at least ``config.compressed_length(S)``, or with ``cmp_page_table``
+            [pages, page / compress_stride, Hkv, D]: compressed keys, made from the cached tokens by the call that
+            completes their block. None: they are made anew by every call.
+        v_cmp_cache: the same for v.
+        cmp_page_table: int32 [B, n], like ``page_table``.
+        k_cmp: [B, m, Hkv, D] with m = ceil(T / compress_stride), packed [sum of m, Hkv, D]: compressed keys of the
+            caller's, written in place of means: in front those of the blocks that this call completes, the rest is not
+            read. v_cmp: the same for v.
+        k_win, v_win: like k and v: keys and values of the sliding window's own, written to their caches.
+        k_win_cache, v_win_cache: like k_cache and v_cache. None: the window reads those.
+        gate_weight, gates, compress_k_weight, compress_v_weight, softmax_scale: as in `nsa`.
+        config: block sizes, window, the rule that chooses blocks: each token for itself.
+        block_indices: as in `nsa`; tiles of ``config.q_tile`` queries count from the call's first.
+        num_splits: parts that kernels divide a sequence's keys into; 0: as they see fit. Other backends ignore it.
+        out: like the output, to be written to.
+        return_lse: also return the branches' log-sum-exps.
+        validate: look at ``cache_seqlens``, tables and indices before anything is written, which waits for a GPU.
+            Without, a sequence that they lead out of the caches writes nothing, and its rows are NaN.
+        backend: "eager" or "reference". None: the kernels where the tensors are on a supported GPU, which do not do
+            this yet, else eager.
+
+    Returns:
+        o, [B, T, Hq, Dv] or [total, Hq, Dv]; with ``return_lse`` a pair of o and the log-sum-exps of the compressed,
+        the selected and the sliding window's branch, [B, Hq, T] or [Hq, total] each.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it, and nothing was written.
+        NotImplementedError: ``q_tile`` above 1 without ``block_indices`` (a choice belongs to a tile, and the tile's
+            queries may come in other calls); keys that are visible before their block is complete; on the kernels.
+    """
+    call = dict(locals())
+    return_lse, validate, backend = (call.pop(name) for name in ("return_lse", "validate", "backend"))
+    o, lses, _ = with_kvcache(CachedCall(**call), validate=validate, backend=backend, return_lse=return_lse)
+    return (o, lses) if return_lse else o
+
+
+def with_kvcache(
+    call: CachedCall, *, validate: bool = False, backend: str | None = None, return_lse: bool = False
+) -> tuple[Tensor, Lses, list[Aux | None]]:
+    """`nsa_with_kvcache`, its log-sum-exps, and each sequence's `Aux`."""
+    refuse_transforms(*vars(call).values())
+    call = replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))
+    for name, value in dict(validate=validate, return_lse=return_lse).items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+    lengths, softmax_scale = check_call(call)
+    q, Dv = call.q, call.v_cache.shape[-1]
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, config=call.config)
+    lists = None if call.block_indices is None else "given"
+    name = support.choose_backend(backend, **sizes, needs_grad=False, lists=lists, cached=True)
+    with autocast.off(q.device):
+        return cached_step.attend(call, lengths, softmax_scale, backend=name, validate=validate)

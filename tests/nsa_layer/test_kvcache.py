@@ -1,0 +1,271 @@
+"""`nsa_with_kvcache`: however a sequence is cut into calls, they give what `nsa` gives for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
+from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
+from nsa_layer.kvcache import with_kvcache
+from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, Result, make_inputs, run
+
+SMALL = NSAConfig(block_size=8, block_counts=4, window_size=8)
+OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
+CASE = Case(lengths=(100, 0, 3, 57), D=8, Dv=6, dtype=torch.float64, config=SMALL)
+PAGE, ROOM = 16, 112
+NO_ARGUMENTS = dict.fromkeys(CachedCall.__dataclass_fields__) | dict(num_splits=0)
+
+
+@dataclass
+class Caches:
+    """Caches full of NaN for the sequences of a case, contiguous or in pages of a random order.
+
+    Attributes:
+        given: arguments of `nsa_with_kvcache`.
+        length: tokens of each sequence that are there.
+    """
+
+    inputs: Inputs
+    paged: bool = False
+    compressed: bool = True
+    seed: int = 0
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        case, stride = self.inputs.case, self.inputs.case.config.stride
+        B, (Hkv, D), Dv = len(case.lengths), self.inputs.k.shape[1:], self.inputs.v.shape[-1]
+        names = [name for name in (*TOKEN_CACHES, *COMPRESSED_CACHES) if self.is_kept(name)]
+        pages, generator = ROOM // PAGE, torch.Generator().manual_seed(self.seed)
+        for name in names:
+            step = stride if "cmp" in name else 1
+            places = (B * pages + 3, PAGE // step) if self.paged else (B + 1, ROOM // step)
+            size = (*places, Hkv, D if name[0] == "k" else Dv)
+            self.given[f"{name}_cache"] = torch.full(size, torch.nan, dtype=case.dtype)
+        for table in ("page_table", "cmp_page_table") if self.paged else ():
+            shuffled = torch.randperm(B * pages + 3, generator=generator)[: B * pages]
+            self.given[table] = shuffled.view(B, pages).int()
+        if self.paged and not self.compressed:
+            del self.given["cmp_page_table"]
+        if not self.paged:
+            self.given["cache_batch_idx"] = torch.randperm(B + 1, generator=generator)[:B].int()
+        self.length = [0] * B
+
+    def is_kept(self, name: str) -> bool:
+        return name in "kv" or getattr(self.inputs, name) is not None or ("cmp" in name and self.compressed)
+
+    def step(self, counts: Sequence[int], backend: str = "eager", **more: object) -> list[tuple]:
+        """The next tokens of each sequence in one packed call: o, LSEs and lists of each, None where there are none."""
+        case, config = self.inputs.case, self.inputs.case.config
+        bounds = [(at, at + n) for at, n in zip(self.length, counts)]
+
+        def cut(x: torch.Tensor | None, sizes: Sequence[int] = case.lengths) -> torch.Tensor | None:
+            return x if x is None else torch.cat([p[i:j] for p, (i, j) in zip(x.split(sizes), bounds)])
+
+        tensors = {name: cut(getattr(self.inputs, name)) for name in ("q", "k", "v", "gates", "k_win", "v_win")}
+        for name in COMPRESSED_CACHES:
+            if (own := getattr(self.inputs, name)) is not None:
+                tensors[name] = torch.cat([self.completed(p, *b) for p, b in zip(self.split(own), bounds)])
+        for name in ("gate_weight", "compress_k_weight", "compress_v_weight"):
+            tensors[name] = getattr(self.inputs, name)
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        more = dict(cache_seqlens=torch.tensor(self.length).int(), cu_seqlens_q=starts, config=config) | more
+        call = CachedCall(**NO_ARGUMENTS | self.given | tensors | more)
+        o, lses, auxes = with_kvcache(call, backend=backend, validate=True)
+        self.length = [end for _, end in bounds]
+        parts = zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses), auxes)
+        return [(o, *lses, None if aux is None else aux.block_indices[0]) for o, *lses, aux in parts]
+
+    def split(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return x.split(list(map(self.inputs.case.config.compressed_length, self.inputs.case.lengths)))
+
+    def completed(self, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """The compressed keys of the blocks that a step completes, and NaN up to the number that it could."""
+        config = self.inputs.case.config
+        made = x[config.compressed_length(begin) : config.compressed_length(end)]
+        return F.pad(made, (0, 0, 0, 0, 0, -(-(end - begin) // config.stride) - len(made)), value=torch.nan)
+
+    def finish(self, cuts: Sequence[Sequence[int]], backend: str = "eager") -> None:
+        """Cut each sequence at ``cuts``, a call for the next part of each, and compare with the whole."""
+        lengths = self.inputs.case.lengths
+        bounds = [sorted({0, *(c for c in own if c < n), n}) for own, n in zip(cuts, lengths)]
+        counts = [[j - i for i, j in zip(at, at[1:])] for at in bounds]
+        steps = range(max(map(len, counts)))
+        found = [self.step([own[i] if i < len(own) else 0 for own in counts], backend) for i in steps]
+        assert_whole(self.inputs, [[step[b] for step in found] for b in range(len(lengths))])
+
+
+def whole(inputs: Inputs) -> Result:
+    return run("eager", inputs)
+
+
+def assert_whole(inputs: Inputs, found: Sequence[Sequence[tuple]]) -> None:
+    """Each sequence's parts are `nsa`'s result for it, the lists exactly."""
+    want, lengths = whole(inputs), inputs.case.lengths
+    for b, parts in enumerate(found):
+        tensors = [want.o, *(getattr(want.aux, name) for name in LSES), want.aux.block_indices]
+        o, *lses, lists = (x.split(lengths, dim=int(x.dim() == 2))[b] for x in tensors)
+        for i, expected in enumerate((o, *lses)):
+            got = torch.cat([part[i] for part in parts], dim=int(i > 0))
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        width = lists.shape[-1]
+        own = [part[-1] for part in parts if part[-1] is not None]
+        for x, expected in zip(own, lists.split(list(map(len, own)))):
+            assert torch.equal(F.pad(x, (0, width - x.shape[-1]), value=-1), expected)
+
+
+def every(step: int) -> list[range]:
+    return [range(0, 100, step)] * 4
+
+
+CUTS = {
+    "one at a time": every(1),
+    "7": every(7),
+    "64": every(64),
+    "all at once": every(100),
+    "ragged": [(1, 9, 50, 90), (), (1, 2), (24, 25, 26)],
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_any_cut_gives_the_whole(paged: bool, name: str) -> None:
+    Caches(make_inputs(CASE), paged).finish(CUTS[name])
+
+
+VARIANTS = {
+    "overlapping, weights": replace(CASE, config=OVERLAPPING, compress_weights=True),
+    "gates given": replace(CASE, gate="given"),
+    "own keys": replace(CASE, own_keys=OWN_KEYS),
+    "own keys, overlapping": replace(CASE, own_keys=("k_cmp", "v_win"), config=OVERLAPPING),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_variants(paged: bool, name: str) -> None:
+    Caches(make_inputs(VARIANTS[name]), paged).finish(CUTS["ragged"])
+
+
+@pytest.mark.parametrize("name", ["overlapping, weights", "gates given"])
+def test_without_compressed_caches_they_are_made_anew(name: str) -> None:
+    Caches(make_inputs(VARIANTS[name]), True, compressed=False).finish(CUTS["ragged"])
+
+
+@pytest.mark.parametrize("name", ["overlapping, weights", "own keys"])
+def test_reference(name: str) -> None:
+    Caches(make_inputs(VARIANTS[name]), True).finish(CUTS["ragged"], "reference")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 99), max_size=5), min_size=4, max_size=4),
+    st.sampled_from([SMALL, OVERLAPPING]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_drawn_cuts(cuts: list[list[int]], config: NSAConfig, paged: bool, compressed: bool, seed: int) -> None:
+    inputs = make_inputs(replace(CASE, config=config, seed=seed, gate="none"))
+    Caches(inputs, paged, compressed, seed).finish(cuts)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_going_back_leaves_no_trace(paged: bool) -> None:
+    """Tokens that are taken back by their number alone, with the compressed keys that they completed."""
+    caches = Caches(make_inputs(replace(CASE, config=OVERLAPPING)), paged)
+    other = make_inputs(replace(CASE, seed=1))
+    first = caches.step([30, 0, 1, 20])
+    mine, caches.inputs = caches.inputs, replace(other, case=caches.inputs.case)
+    caches.step([40, 0, 2, 37])
+    caches.inputs, caches.length = mine, [30, 0, 1, 20]
+    assert_whole(mine, [list(parts) for parts in zip(first, caches.step([70, 0, 2, 37]))])
+
+
+def contiguous(case: Case = Case(B=2, T=20, D=8, dtype=torch.float64, config=SMALL), S: int = 32) -> dict:
+    """Arguments of a call on contiguous caches that hold nothing yet."""
+    inputs = make_inputs(case)
+    caches = {
+        name: x.new_full((case.B, S, *x.shape[2:]), torch.nan) for name, x in dict(k=inputs.k, v=inputs.v).items()
+    }
+    compressed = {f"{name}_cmp_cache": x[:, : S // 8].clone() for name, x in caches.items()}
+    return dict(
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        k_cache=caches["k"],
+        v_cache=caches["v"],
+        **compressed,
+        cache_seqlens=torch.zeros(case.B, dtype=torch.int32),
+        config=case.config,
+    )
+
+
+def test_a_batch_of_one_length() -> None:
+    given = contiguous()
+    want, aux = nsa(given["q"], given["k"], given["v"], config=SMALL, return_aux=True)
+    out = torch.empty_like(given["q"])
+    o, lses = nsa_with_kvcache(**given, out=out, return_lse=True)
+    assert o is out
+    torch.testing.assert_close(o, want, rtol=1e-12, atol=1e-12)
+    for lse, name in zip(lses, LSES):
+        torch.testing.assert_close(lse, getattr(aux, name), rtol=1e-12, atol=1e-12)
+    # The same tokens once more, now that they are in the caches; an int is a length for all.
+    again = nsa_with_kvcache(**given | dict(k=None, v=None, cache_seqlens=20, q=given["q"][:, 15:]))
+    torch.testing.assert_close(again, want[:, 15:], rtol=1e-12, atol=1e-12)
+
+
+def test_lists_of_tiles_may_be_given() -> None:
+    """Tiles count from the call's first query."""
+    config = SMALL.replace(q_tile=4)
+    given = contiguous() | dict(config=config)
+    want, aux = nsa(given["q"], given["k"], given["v"], config=config, return_aux=True)
+    lists = aux.block_indices
+    parts = [
+        nsa_with_kvcache(
+            **given
+            | {name: given[name][:, begin:end] for name in "qkv"}
+            | dict(cache_seqlens=begin, block_indices=lists[:, begin // 4 : -(-end // 4)])
+        )
+        for begin, end in ((0, 8), (8, 20))
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=1e-12, atol=1e-12)
+
+
+def is_blank(given: dict) -> bool:
+    return all(x.isnan().all() for name, x in given.items() if name.endswith("_cache"))
+
+
+OUT = {
+    "longer than the cache": dict(cache_seqlens=torch.tensor([13, 0]).int()),
+    "negative": dict(cache_seqlens=torch.tensor([-1, 0]).int()),
+    "fewer tokens than queries": dict(k=None, v=None, cache_seqlens=torch.tensor([19, 19]).int()),
+    "no such row": dict(cache_batch_idx=torch.tensor([2, 1]).int()),
+    "no such page": dict(page_table=torch.tensor([[2], [1]]).int(), cmp_page_table=torch.tensor([[0], [1]]).int()),
+    "no such compressed page": dict(
+        page_table=torch.tensor([[0], [1]]).int(), cmp_page_table=torch.tensor([[-1], [1]]).int()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_numbers_that_lead_out_of_the_caches(name: str) -> None:
+    """Nothing of such a sequence is written and its rows are NaN; the others are as they were."""
+    given = contiguous() | OUT[name]
+    want = nsa(**{name: contiguous()[name] for name in "qkv"}, config=SMALL)
+    with pytest.raises(ValueError, match="cache_seqlens, page tables and cache_batch_idx must lead .*; sequence 0"):
+        nsa_with_kvcache(**given, validate=True)
+    assert is_blank(given)
+    o, lses = nsa_with_kvcache(**given, return_lse=True)
+    assert o[0].isnan().all() and all(lse[0].isnan().all() for lse in lses)
+    if given["k"] is None:
+        assert o.isnan().all() and is_blank(given)
+        return
+    torch.testing.assert_close(o[1], want[1], rtol=1e-12, atol=1e-12)
+    assert all(x[0].isnan().all() and not x[1, :2].isnan().any() for x in (given["k_cache"], given["v_cmp_cache"]))
