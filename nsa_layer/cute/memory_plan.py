@@ -103,7 +103,7 @@ class Sizes:
         own_window: bool = False,
         lists: torch.Tensor | None = None,
     ) -> Sizes:
-        """The sizes of a call's tensors: q [B, T, Hq, D] or [total, Hq, D], v alike; lists [..., Hs, n], the caller's."""
+        """The sizes of a call: q [B, T, Hq, D] or [total, Hq, D], v alike; lists [..., Hs, n], the caller's."""
         config, longest = spec.config, max(spec.key_lengths) if spec.lengths else v.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         width = config.list_width(longest) if lists is None else lists.shape[-1]

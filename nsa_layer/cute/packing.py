@@ -21,8 +21,8 @@ class Packing(NamedTuple):
 
     Attributes:
         cu_seqlens, cu_seqlens_k, cu_blocks, cu_tiles, cu_kv_tiles, cu_row_tiles: of queries, of keys, of compressed
-            blocks, of the choice's query tiles, of Hopper's key tiles (with unions: of blocks), and of tiles of 128 rows,
-            where each query has a row for each head that shares its list.
+            blocks, of the choice's query tiles, of Hopper's key tiles (with unions: of blocks), and of tiles of 128
+            rows, where each query has a row for each head that shares its list.
         total_blocks, total_kv_tiles, total_row_tiles: of all sequences.
         longest, longest_k, longest_blocks: of one sequence, in queries, in keys and in compressed blocks.
     """

@@ -1,7 +1,7 @@
 """`selected_attention` on the kernels: every token attends to its own list, or its tile's, forward and backward.
 
-Forward and dq walk unions of the lists of a tile's tokens, dk and dv the exact pairs of tokens and blocks. Both are made
-again in backward. Nothing is read by the host.
+Forward and dq walk unions of the lists of a tile's tokens, dk and dv the exact pairs of tokens and blocks. Both are
+made again in backward. Nothing is read by the host.
 """
 
 from __future__ import annotations

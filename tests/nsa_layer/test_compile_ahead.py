@@ -46,7 +46,8 @@ def own_call(call):
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
     plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
-    o = autograd._Attend.forward(context, None, call.spec(), plan, False, *map(given.get, names), call.block_indices("cuda"), None)
+    rest = *map(given.get, names), call.block_indices("cuda"), None
+    o = autograd._Attend.forward(context, None, call.spec(), plan, False, *rest)
     if call.backward:
         autograd._Attend.backward(context, torch.empty_like(o))
 

@@ -6,7 +6,7 @@ r % G. A row of lists belongs to `BIT_ROWS` of these rows, tile i to rows BIT_RO
 mask blocks of `BIT_KEYS` keys, those that any of its tokens lists. Bit j % 32 of word j // 32 beside an entry says that
 token BIT_ROWS * i // G + j does: 1 word is enough for G >= 4, 2 for G = 2 and 3, 4 for G = 1. Causal and window hide
 further keys, as they do without bits. Lists for each query head are those of a group of one: no heads are packed.
-Twice or four times as many words, up to 4, are of parts of a block: its first half's or quarter's bits, then the next's.
+Twice or four times as many words, up to 4, are of parts of a block: bits of its first half or quarter, then the next's.
 
     counts [B, Hkv, tiles], entries [B, Hkv, tiles, n], bits [B, Hkv, tiles, n, words]
 
@@ -84,7 +84,7 @@ def of_rows(lists: Any, heads: Any, group: int, pack_gqa: bool) -> tuple[Any, bo
 
 
 def rows_of_token(heads: Any, group: int) -> int:
-    """Rows that a token has in a tile: one for each of the `group` query heads that share a list. heads: `ListHeads`."""
+    """Rows that a token has in a tile: one for each of `group` query heads that share a list. heads: `ListHeads`."""
     return group if heads.packable else 1
 
 
