@@ -5,7 +5,17 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.kvcache import nsa_with_kvcache
 from nsa_layer.module import NSAttention
+from nsa_layer.nsa_cache import NSACache
 from nsa_layer.selected import selected_attention
 from nsa_layer.side_by_side import warm_up
 
-__all__ = ["MemoryPolicy", "NSAConfig", "NSAttention", "nsa", "nsa_with_kvcache", "selected_attention", "warm_up"]
+__all__ = [
+    "MemoryPolicy",
+    "NSACache",
+    "NSAConfig",
+    "NSAttention",
+    "nsa",
+    "nsa_with_kvcache",
+    "selected_attention",
+    "warm_up",
+]

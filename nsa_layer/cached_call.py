@@ -22,31 +22,31 @@ class CachedCall:
     q: Tensor
     k_cache: Tensor
     v_cache: Tensor
-    k: Tensor | None
-    v: Tensor | None
+    k: Tensor | None = None
+    v: Tensor | None = None
     cache_seqlens: Tensor | int
-    page_table: Tensor | None
-    cache_batch_idx: Tensor | None
-    cu_seqlens_q: Tensor | None
-    max_seqlen_q: int | None
-    k_cmp_cache: Tensor | None
-    v_cmp_cache: Tensor | None
-    cmp_page_table: Tensor | None
-    k_cmp: Tensor | None
-    v_cmp: Tensor | None
-    k_win: Tensor | None
-    v_win: Tensor | None
-    k_win_cache: Tensor | None
-    v_win_cache: Tensor | None
-    gate_weight: Tensor | None
-    gates: Tensor | None
-    compress_k_weight: Tensor | None
-    compress_v_weight: Tensor | None
+    page_table: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int | None = None
+    k_cmp_cache: Tensor | None = None
+    v_cmp_cache: Tensor | None = None
+    cmp_page_table: Tensor | None = None
+    k_cmp: Tensor | None = None
+    v_cmp: Tensor | None = None
+    k_win: Tensor | None = None
+    v_win: Tensor | None = None
+    k_win_cache: Tensor | None = None
+    v_win_cache: Tensor | None = None
+    gate_weight: Tensor | None = None
+    gates: Tensor | None = None
+    compress_k_weight: Tensor | None = None
+    compress_v_weight: Tensor | None = None
     config: NSAConfig
-    softmax_scale: float | None
-    block_indices: Tensor | None
-    num_splits: int
-    out: Tensor | None
+    softmax_scale: float | None = None
+    block_indices: Tensor | None = None
+    num_splits: int = 0
+    out: Tensor | None = None
 
     @property
     def packed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -106,9 +107,18 @@ def nsa_with_kvcache(
 
 
 def with_kvcache(
-    call: CachedCall, *, validate: bool = False, backend: str | None = None, return_lse: bool = False
+    call: CachedCall,
+    *,
+    validate: bool = False,
+    backend: str | None = None,
+    return_lse: bool = False,
+    reserve: Callable[[Sequence[int]], None] | None = None,
 ) -> tuple[Tensor, Lses, list[Aux | None]]:
-    """`nsa_with_kvcache`, its log-sum-exps, and each sequence's `Aux`."""
+    """`nsa_with_kvcache`, its log-sum-exps, and each sequence's `Aux`.
+
+    Args:
+        reserve: called with the number of each sequence's queries, when the call is known to be right.
+    """
     refuse_transforms(*vars(call).values())
     call = replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))
     for name, value in dict(validate=validate, return_lse=return_lse).items():
@@ -119,5 +129,7 @@ def with_kvcache(
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, config=call.config)
     lists = None if call.block_indices is None else "given"
     name = support.choose_backend(backend, **sizes, needs_grad=False, lists=lists, cached=True)
+    if reserve is not None:
+        reserve(lengths)
     with autocast.off(q.device):
         return cached_step.attend(call, lengths, softmax_scale, backend=name, validate=validate)

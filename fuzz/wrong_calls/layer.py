@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fuzz.wrong_calls import NO_SCALES, NO_TENSORS, NOT_A_BOOL, NOT_A_TENSOR, Table, Together, not_a_size
-from nsa_layer import MemoryPolicy, NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention, warm_up
+from nsa_layer import MemoryPolicy, NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention, warm_up
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case
 
@@ -41,16 +41,28 @@ def listed_packed(device: str) -> dict[str, Any]:
     return given | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
 
 
+def appended(device: str) -> dict[str, Any]:
+    return {name: x for name, x in batch(device).items() if name != "config"}
+
+
 def cached(device: str) -> dict[str, Any]:
-    new = {name: x for name, x in batch(device).items() if name != "config"}
     rows = {"k_cache": (32, D), "v_cache": (32, DV), "k_cmp_cache": (8, D), "v_cmp_cache": (8, DV)}
     caches = {name: torch.zeros(B, S, HKV, size, device=device) for name, (S, size) in rows.items()}
     filled = torch.zeros(B, dtype=torch.int32, device=device)
-    return new | caches | dict(cache_seqlens=filled, config=CONFIG.replace(q_tile=1))
+    return appended(device) | caches | dict(cache_seqlens=filled, config=CONFIG.replace(q_tile=1))
 
 
 def paged(device: str) -> dict[str, Any]:
     return cached(device) | {name: starts(0, 1).view(B, 1) for name in ("page_table", "cmp_page_table")}
+
+
+def cache_arguments(device: str) -> dict[str, Any]:
+    sizes = dict(batch=B, max_seqlen=32, num_kv_heads=HKV, head_dim=D, head_dim_v=DV, page_size=16, num_pages=9)
+    return sizes | dict(config=CONFIG.replace(q_tile=1), own_window=False, dtype=torch.float32, device=device)
+
+
+def empty_cache() -> NSACache:
+    return NSACache(**cache_arguments("cpu"))
 
 
 OWN = "k_cmp v_cmp k_win v_win"
@@ -217,6 +229,26 @@ PAGED = (
      Together(k_cache=torch.zeros(B, 30, HKV, D), v_cache=torch.zeros(B, 30, HKV, DV), k_cmp_cache=None,
               v_cmp_cache=None, cmp_page_table=None)),
 )  # fmt: skip
+CACHE = (
+    *not_a_size("batch max_seqlen num_kv_heads head_dim"),
+    *not_a_size("head_dim_v page_size num_pages", optional=True),
+    ("config", TypeError, "config must be an NSAConfig, got", None, {"block_size": 4}),
+    ("page_size", ValueError, "page_size must be a multiple of block_size=4, got 10", 10),
+    ("page_size", ValueError, "num_pages is for a paged cache, got 9 without page_size", None),
+    ("own_window", *NOT_A_BOOL),
+    ("dtype", TypeError, "dtype must be float16, .* got", torch.int32, "bfloat16", None),
+)
+OF_CACHE = (
+    ("q k v", *NOT_A_TENSOR, None),
+    ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:]),
+    ("q", ValueError, "sequence 0 would have 40 tokens, the cache has room for 32",
+     Together(q=torch.zeros(B, 40, HQ, D), k=torch.zeros(B, 40, HKV, D), v=torch.zeros(B, 40, HKV, DV))),
+)  # fmt: skip
+CROP = (
+    ("lengths", ValueError, r"lengths must be at most \(0, 0\), and at least 0, got", [0, 1], [-1, 0], [0]),
+    ("lengths", ValueError, "lengths must be at least 0, got -1", -1),
+)
+REORDER = (("index", ValueError, "index must be 2 numbers from 0 to 1, got", [0], [0, 2], [-1, 0], [0.0, 1]),)
 POLICY = (
     ("budget", TypeError, "budget must be an int or None, got", 1e9, "1 GB", True),
     ("budget", ValueError, "budget must be at least 0 bytes, got -1", -1),
@@ -343,6 +375,18 @@ TABLES = (
     Table("nsa_with_kvcache", nsa_with_kvcache, cached, CACHED),
     Table("nsa_with_kvcache, validate", nsa_with_kvcache, cached, OUT_OF_CACHE, first=False),
     Table("nsa_with_kvcache, paged", nsa_with_kvcache, paged, PAGED),
+    Table("NSACache", NSACache, cache_arguments, CACHE),
+    Table("NSACache.attend", lambda **given: empty_cache().attend(**given), appended, OF_CACHE, first=False),
+    Table(
+        "NSACache.crop", lambda lengths: empty_cache().crop(lengths), lambda device: dict(lengths=0), CROP, first=False
+    ),
+    Table(
+        "NSACache.reorder",
+        lambda index: empty_cache().reorder(index),
+        lambda device: dict(index=[1, 0]),
+        REORDER,
+        first=False,
+    ),
     Table("nsa", nsa, batch, NSA),
     Table("nsa, packed", nsa, packed, PACKED),
     Table("selected_attention", selected_attention, listed, LISTED),

@@ -20,7 +20,6 @@ SMALL = NSAConfig(block_size=8, block_counts=4, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
 CASE = Case(lengths=(100, 0, 3, 57), D=8, Dv=6, dtype=torch.float64, config=SMALL)
 PAGE, ROOM = 16, 112
-NO_ARGUMENTS = dict.fromkeys(CachedCall.__dataclass_fields__) | dict(num_splits=0)
 
 
 @dataclass
@@ -76,7 +75,7 @@ class Caches:
             tensors[name] = getattr(self.inputs, name)
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         more = dict(cache_seqlens=torch.tensor(self.length).int(), cu_seqlens_q=starts, config=config) | more
-        call = CachedCall(**NO_ARGUMENTS | self.given | tensors | more)
+        call = CachedCall(**self.given | tensors | more)
         o, lses, auxes = with_kvcache(call, backend=backend, validate=True)
         self.length = [end for _, end in bounds]
         parts = zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses), auxes)

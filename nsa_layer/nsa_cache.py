@@ -1,0 +1,247 @@
+"""`NSACache`: one layer's caches for `nsa_with_kvcache`, contiguous or paged, with lengths known on the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from nsa_layer.cached_call import CachedCall
+from nsa_layer.config import NSAConfig, require_int
+from nsa_layer.inputs import DTYPES
+from nsa_layer.kvcache import Lses, with_kvcache
+
+Tensor = torch.Tensor
+Spans = Sequence[tuple[int, int]]  # the places of each sequence that are to be written
+
+
+class _Pages:
+    """Pages of a pool, dealt out to sequences; one that several have is copied before one of them writes to it.
+
+    Attributes:
+        caches: [pages, page, H, D] each, of the same pages.
+        table: int32 [batch, n], -1 where a sequence has no page.
+        of: each sequence's pages in order.
+        users: sequences that have a page.
+        free: pages that none has.
+    """
+
+    def __init__(self, caches: list[Tensor], batch: int, width: int) -> None:
+        self.caches, (pages, self.size) = caches, caches[0].shape[:2]
+        self.table = torch.full((batch, width), -1, dtype=torch.int32, device=caches[0].device)
+        self.of: list[list[int]] = [[] for _ in range(batch)]
+        self.users, self.free = [0] * pages, list(range(pages))[::-1]
+
+    def lacks(self, spans: Spans) -> int:
+        """Pages beyond the free ones that `reserve` would take."""
+        writers = Counter(page for own, span in zip(self.of, spans) for page in own[self._written(*span)])
+        copies = sum(min(n, self.users[page] - 1) for page, n in writers.items())
+        new = sum(max(0, -(-end // self.size) - len(own)) for own, (_, end) in zip(self.of, spans))
+        return copies + new - len(self.free)
+
+    def reserve(self, spans: Spans) -> None:
+        """Give each sequence pages of its own for the places that it will write."""
+        for own, (begin, end) in zip(self.of, spans):
+            for at in range(len(own))[self._written(begin, end)]:
+                if self.users[own[at]] > 1:
+                    page, shared = self._take(), own[at]
+                    for cache in self.caches:
+                        cache[page] = cache[shared]
+                    self._drop(shared)
+                    own[at] = page
+            own += [self._take() for _ in range(-(-end // self.size) - len(own))]
+        self._show()
+
+    def crop(self, ends: Sequence[int]) -> None:
+        """Give back the pages behind each sequence's first ``end`` places."""
+        for own, end in zip(self.of, ends):
+            while len(own) > -(-end // self.size):
+                self._drop(own.pop())
+        self._show()
+
+    def reorder(self, index: Sequence[int]) -> None:
+        """Sequence b becomes what sequence ``index[b]`` was."""
+        before, self.of = self.of, [list(self.of[i]) for i in index]
+        for page in (page for own in self.of for page in own):
+            self.users[page] += 1
+        for page in (page for own in before for page in own):
+            self._drop(page)
+        self._show()
+
+    def _written(self, begin: int, end: int) -> slice:
+        return slice(begin // self.size, -(-end // self.size) if end > begin else 0)
+
+    def _take(self) -> int:
+        page = self.free.pop()
+        self.users[page] = 1
+        return page
+
+    def _drop(self, page: int) -> None:
+        self.users[page] -= 1
+        if not self.users[page]:
+            self.free.append(page)
+
+    def _show(self) -> None:
+        width = self.table.shape[1]
+        self.table.copy_(torch.tensor([own + [-1] * (width - len(own)) for own in self.of], dtype=torch.int32))
+
+
+class NSACache:
+    """Keys and values of one layer's sequences, and their compressed keys and values.
+
+    Tensors keep their addresses. In pages, sequences with the same beginning share its pages until they write to them.
+
+    Attributes:
+        caches: ``k_cache``, ``v_cache``, ``k_cmp_cache``, ``v_cmp_cache`` and, with ``own_window``, ``k_win_cache`` and
+            ``v_win_cache``, shaped as `nsa_with_kvcache` says.
+        cache_seqlens: int32 [batch] on the device, tokens of each sequence; the same as ``lengths``.
+
+    Args:
+        batch: sequences.
+        max_seqlen: the most tokens of a sequence.
+        num_kv_heads, head_dim, head_dim_v: Hkv, D and Dv; Dv is D unless given.
+        config: as for the calls of `attend`.
+        page_size: tokens in a page, a multiple of ``config.block_size``; None: contiguous.
+        num_pages: pages of the pool; None: enough for ``max_seqlen`` tokens of every sequence.
+        own_window: the sliding window has keys and values of its own.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        max_seqlen: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        config: NSAConfig,
+        head_dim_v: int | None = None,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        own_window: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sizes = dict(batch=batch, max_seqlen=max_seqlen, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        optional = dict(head_dim_v=head_dim_v, page_size=page_size, num_pages=num_pages)
+        for name, size in (sizes | {name: size for name, size in optional.items() if size is not None}).items():
+            require_int(name, size, least=1)
+        if not isinstance(config, NSAConfig):
+            raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+        if not isinstance(own_window, bool):
+            raise TypeError(f"own_window must be a bool, got {own_window!r}")
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
+        if page_size is None and num_pages is not None:
+            raise ValueError(f"num_pages is for a paged cache, got {num_pages} without page_size")
+        if page_size is not None and page_size % config.block_size:
+            raise ValueError(f"page_size must be a multiple of block_size={config.block_size}, got {page_size}")
+        self.config, self.max_seqlen = config, max_seqlen
+        self._lengths = [0] * batch
+        self.cache_seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
+        width = 1 if page_size is None else -(-max_seqlen // page_size)
+        if page_size is None:
+            lead, compressed = (batch, max_seqlen), (batch, config.compressed_length(max_seqlen))
+        else:
+            lead = (batch * width if num_pages is None else num_pages, page_size)
+            # A compressed key that reaches into the next page is each sequence's own, whoever shares its first tokens.
+            compressed = (lead[0] + batch * (config.span > config.stride), page_size // config.stride)
+        names = ("k", "v", "k_win", "v_win")[: 4 if own_window else 2]
+        of_size = {"k": head_dim, "v": head_dim if head_dim_v is None else head_dim_v}
+        self.caches = {
+            f"{name}_cache": torch.empty(*places, num_kv_heads, of_size[name[0]], dtype=dtype, device=device)
+            for places, own in ((lead, names), (compressed, ("k_cmp", "v_cmp")))
+            for name in own
+        }
+        self._pages: dict[str, _Pages] = {}
+        if page_size is not None:
+            tables = dict(page_table=names, cmp_page_table=("k_cmp", "v_cmp"))
+            for table, own in tables.items():
+                self._pages[table] = _Pages([self.caches[f"{name}_cache"] for name in own], batch, width)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return tuple(self._lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (*self.caches.values(), self.cache_seqlens, *(pages.table for pages in self._pages.values()))
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool = False,
+        backend: str | None = None,
+        **options: object,
+    ) -> Tensor | tuple[Tensor, Lses]:
+        """Append the keys and values of q's tokens, and attend: `nsa_with_kvcache`, whose options these are.
+
+        Raises:
+            ValueError: no room for the new tokens; nothing was written. What `nsa_with_kvcache` raises besides.
+        """
+        for name, x in (("k", k), ("v", v)):
+            if x is None:
+                raise TypeError(f"{name} must be a torch.Tensor, got None")
+        tables = {name: pages.table for name, pages in self._pages.items()}
+        given = dict(q=q, k=k, v=v, config=self.config, cache_seqlens=self.cache_seqlens)
+        call = CachedCall(**given, **self.caches, **tables, **options)
+        ends: list[int] = []
+        static = dict(backend=backend, return_lse=return_lse)
+        o, lses, _ = with_kvcache(call, **static, reserve=lambda counts: ends.extend(self._reserve(counts)))
+        self._set(ends)
+        return (o, lses) if return_lse else o
+
+    def crop(self, lengths: int | Sequence[int]) -> None:
+        """Go back to the first tokens of each sequence: at most so many, or as many as a list says; 0 empties it."""
+        if isinstance(lengths, int):
+            require_int("lengths", lengths, least=0)
+            lengths = [min(lengths, length) for length in self._lengths]
+        if len(lengths) != len(self._lengths) or not all(0 <= n <= m for n, m in zip(lengths, self._lengths)):
+            raise ValueError(f"lengths must be at most {self.lengths}, and at least 0, got {lengths}")
+        self._set(lengths)
+        for pages, ends in zip(self._pages.values(), (lengths, self._compressed(lengths))):
+            pages.crop(ends)
+
+    def reorder(self, index: Sequence[int] | Tensor) -> None:
+        """Sequence b becomes a copy of sequence ``index[b]``, as beam search asks for; pages are shared, not copied."""
+        index = index.tolist() if isinstance(index, torch.Tensor) else list(index)
+        batch = len(self._lengths)
+        if len(index) != batch or not all(isinstance(i, int) and 0 <= i < batch for i in index):
+            raise ValueError(f"index must be {batch} numbers from 0 to {batch - 1}, got {index}")
+        for pages in self._pages.values():
+            pages.reorder(index)
+        if not self._pages:
+            for cache in self.caches.values():
+                cache.copy_(cache[torch.tensor(index, device=cache.device)])
+        self._set([self._lengths[i] for i in index])
+
+    def _reserve(self, counts: Sequence[int]) -> list[int]:
+        """Places for so many more tokens; the lengths with them."""
+        ends = [length + n for length, n in zip(self._lengths, counts)]
+        for b, end in enumerate(ends):
+            if end > self.max_seqlen:
+                raise ValueError(f"sequence {b} would have {end} tokens, the cache has room for {self.max_seqlen}")
+        both = zip((self._lengths, self._compressed(self._lengths)), (ends, self._compressed(ends)))
+        wanted = [(pages, list(zip(*spans))) for pages, spans in zip(self._pages.values(), both)]
+        for pages, spans in wanted:
+            if (lacking := pages.lacks(spans)) > 0:
+                raise ValueError(f"the pool of {len(pages.users)} pages has {lacking} too few for the new tokens")
+        for pages, spans in wanted:
+            pages.reserve(spans)
+        return ends
+
+    def _compressed(self, lengths: Sequence[int]) -> list[int]:
+        return [self.config.compressed_length(length) for length in lengths]
+
+    def _set(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
+        self.cache_seqlens.copy_(torch.tensor(self._lengths, dtype=torch.int32))

@@ -1,0 +1,153 @@
+"""`NSACache`: whatever is appended, taken back and reordered, tokens get what `nsa` gives for their sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nsa_layer import NSACache, NSAConfig, nsa
+
+SMALL = NSAConfig(block_size=8, block_counts=3, window_size=8)
+OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16)
+BATCH, ROOM, VOCABULARY = 3, 48, 50
+Q, K, V = (torch.randn(VOCABULARY, H, 4, dtype=torch.float64, generator=torch.manual_seed(H)) for H in (4, 2, 3))
+V = V[:, :2]
+
+
+class Checked:
+    """A cache beside the tokens that its sequences are of; every step is compared with `nsa`."""
+
+    def __init__(self, config: NSAConfig = SMALL, page_size: int | None = 16, **options: object) -> None:
+        self.cache = NSACache(BATCH, ROOM, 2, 4, config=config, page_size=page_size, dtype=torch.float64, **options)
+        self.tokens: list[list[int]] = [[] for _ in range(BATCH)]
+        self.drawn = torch.Generator().manual_seed(0)
+        for x in self.cache.caches.values():
+            x.fill_(torch.nan)
+
+    def append(self, counts: Sequence[int]) -> None:
+        new = [torch.randint(VOCABULARY, (n,), generator=self.drawn).tolist() for n in counts]
+        index = torch.tensor(sum(new, []))
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        o = self.cache.attend(Q[index], K[index], V[index], cu_seqlens_q=starts)
+        for own, more, part in zip(self.tokens, new, o.split(tuple(counts))):
+            own += more
+            if more:
+                want = nsa(*(x[torch.tensor(own)][None] for x in (Q, K, V)), config=self.cache.config)[0]
+                torch.testing.assert_close(part, want[-len(more) :], rtol=1e-12, atol=1e-12)
+        self.check()
+
+    def crop(self, lengths: int | Sequence[int]) -> None:
+        self.cache.crop(lengths)
+        each = [lengths] * BATCH if isinstance(lengths, int) else lengths
+        self.tokens = [own[:n] for own, n in zip(self.tokens, each)]
+        self.check()
+
+    def reorder(self, index: Sequence[int]) -> None:
+        self.cache.reorder(torch.tensor(index))
+        self.tokens = [list(self.tokens[i]) for i in index]
+        self.check()
+
+    def check(self) -> None:
+        """Lengths, and that a page is free or used as often as it is listed; free ones are spoilt."""
+        lengths = tuple(map(len, self.tokens))
+        assert self.cache.lengths == lengths == tuple(self.cache.cache_seqlens.tolist())
+        for pages in self.cache._pages.values():
+            listed = [page for own in pages.of for page in own]
+            assert pages.users == [listed.count(page) for page in range(len(pages.users))]
+            assert sorted(pages.free) == [page for page, users in enumerate(pages.users) if not users]
+            for cache in pages.caches:
+                cache[pages.free] = torch.nan
+
+
+NUMBERS = st.lists(st.integers(0, 20), min_size=BATCH, max_size=BATCH)
+STEPS = st.one_of(
+    st.tuples(st.just("append"), NUMBERS.filter(any)),
+    st.tuples(st.just("crop"), NUMBERS),
+    st.tuples(st.just("reorder"), st.lists(st.integers(0, BATCH - 1), min_size=BATCH, max_size=BATCH)),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(STEPS, max_size=8), st.sampled_from([SMALL, OVERLAPPING]), st.sampled_from([None, 16, 32]))
+def test_any_steps(steps: list[tuple[str, list[int]]], config: NSAConfig, page_size: int | None) -> None:
+    checked = Checked(config, page_size)
+    for name, numbers in steps:
+        if name == "append":
+            numbers = [min(n, ROOM - len(own)) for n, own in zip(numbers, checked.tokens)]
+        elif name == "crop":
+            numbers = [min(n, len(own)) for n, own in zip(numbers, checked.tokens)]
+        if name != "append" or any(numbers):
+            getattr(checked, name)(numbers)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["apart", "overlapping"])
+def test_beams_go_on_from_one_prefix(config: NSAConfig, page_size: int | None) -> None:
+    checked = Checked(config, page_size)
+    checked.append([35, 0, 0])
+    checked.reorder([0, 0, 0])
+    for index in ([0, 0, 1], [2, 1, 0], [1, 1, 1]):
+        checked.append([1, 1, 1])
+        checked.reorder(index)
+    checked.crop(20)
+    checked.append([20, 1, 7])
+    checked.crop(0)
+    assert all(not own for pages in checked.cache._pages.values() for own in pages.of)
+
+
+def test_a_shared_prefix_has_its_pages_once() -> None:
+    """But for the compressed page with a key that reaches into the tokens behind the prefix."""
+    checked = Checked(OVERLAPPING, num_pages=5)
+    checked.append([32, 0, 0])
+    checked.reorder([0, 0, 0])
+    for count, own in ((1, {"page_table": [1, 1, 3], "cmp_page_table": [1, 1]}), (15, {"cmp_page_table": [1, 3, 3]})):
+        checked.append([count] * 3)
+        for name, expected in own.items():
+            assert [len(set(at)) for at in zip(*checked.cache._pages[name].of)] == expected
+    assert not checked.cache._pages["page_table"].free
+
+
+def test_no_room_writes_nothing() -> None:
+    checked = Checked(num_pages=4)
+    checked.append([20, 16, 0])
+    before = {name: x.clone() for name, x in checked.cache.caches.items()}
+    for counts, message in (
+        ([0, 33, 0], "sequence 1 would have 49 tokens, the cache has room for 48"),
+        ([1, 1, 1], "the pool of 4 pages has 1 too few"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checked.append(counts)
+        checked.check()
+    with pytest.raises(ValueError, match="k must have shape"):
+        checked.cache.attend(Q[None, :3].expand(3, -1, -1, -1), K[None, :2], V[None, :2])
+    for name, x in before.items():
+        assert torch.equal(checked.cache.caches[name].nan_to_num(), x.nan_to_num())
+    checked.append([12, 1, 0])
+
+
+def test_bytes() -> None:
+    """Beside keys and values of 48 tokens, compressed ones for every 8; 4-byte numbers of lengths and pages."""
+    kv = 2 * 4 * 2 * 8
+    assert NSACache(3, 48, 2, 4, config=SMALL, dtype=torch.float64).nbytes == 3 * (48 + 6) * kv + 3 * 4
+    paged = NSACache(3, 48, 2, 4, config=SMALL, page_size=16, num_pages=7, dtype=torch.float64)
+    assert paged.nbytes == 7 * (16 + 2) * kv + 3 * 4 + 2 * 3 * 3 * 4
+    own = NSACache(3, 48, 2, 4, config=SMALL, own_window=True, dtype=torch.float64)
+    assert own.nbytes == 3 * (2 * 48 + 6) * kv + 3 * 4
+
+
+def test_the_windows_own_keys_and_log_sum_exps() -> None:
+    cache = NSACache(1, ROOM, 2, 4, config=SMALL, page_size=16, own_window=True, dtype=torch.float64)
+    q, k, v, k_win, v_win = Q[None, :30], K[None, :30], V[None, :30], K[None, 5:35], V[None, 9:39]
+    parts = [
+        cache.attend(*(x[:, begin:end] for x in (q, k, v)), k_win=k_win[:, begin:end], v_win=v_win[:, begin:end],
+                     return_lse=True)
+        for begin, end in ((0, 11), (11, 30))
+    ]  # fmt: skip
+    want, aux = nsa(q, k, v, k_win=k_win, v_win=v_win, config=SMALL, return_aux=True)
+    torch.testing.assert_close(torch.cat([o for o, _ in parts], dim=1), want, rtol=1e-12, atol=1e-12)
+    lse = torch.cat([lses[2] for _, lses in parts], dim=2)
+    torch.testing.assert_close(lse, aux.lse_swa, rtol=1e-12, atol=1e-12)
