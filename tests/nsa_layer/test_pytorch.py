@@ -176,6 +176,16 @@ def test_checkpoints_and_hooks() -> None:
         assert_same(gradients(module(x), *of), want)
 
 
+def test_scaled_gradients_add_up() -> None:
+    module, x = layer(), torch.randn(2, 40, DIM)
+    optimizer, scaler = torch.optim.SGD(module.parameters()), torch.amp.GradScaler("cpu")
+    want = torch.autograd.grad(module(x).square().mean(), list(module.parameters()))
+    for part in x.split(1):
+        scaler.scale(module(part).square().mean() / 2).backward()
+    scaler.unscale_(optimizer)
+    assert_same([each.grad for each in module.parameters()], want)
+
+
 COPIES: dict[str, Callable[[NSAttention], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda module: pickle.loads(pickle.dumps(module)),
