@@ -1,8 +1,8 @@
 """Forward over unions of the tokens' own lists (`lists/query_bits`) for SM100, whose own forward reads no bits.
 
-It is made of the parts of SM90's: tiles, walk, loads and masks of the dq pass, and a softmax whose rows do not depend
-on what others list (`block_softmax`). Products go warp by warp (`multiply.product`), which is right but slow: a kernel
-on tcgen05 would be the next step.
+It is made of the parts of SM90's: tiles, walk, loads and masks of the dq pass, and the softmax whose rows do not depend
+on what others list (`fwd_sm90/union_softmax`). Products go warp by warp (`multiply.product`), which is right but slow:
+a kernel on tcgen05 would be the next step.
 """
 
 import math

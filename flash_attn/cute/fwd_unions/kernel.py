@@ -1,6 +1,6 @@
 """The kernel of `fwd_unions/interface`: a load warp, and two warpgroups that multiply, 64 rows each, as in the dq pass.
 
-A block of keys at a time, if a token of the warpgroup lists it: S = q k^T, P = exp2 of it by `BlockSoftmax`,
+A block of keys at a time, if a token of the warpgroup lists it: S = q k^T, P = exp2 of it by `UnionSoftmax`,
 o = o * scale + P v. Both products are awaited: while one warpgroup does arithmetic, the other multiplies.
 """
 
@@ -32,12 +32,13 @@ from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import NOWHERE, TmaTensor, key_loader, query_loader
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
-from flash_attn.cute.fwd_unions.block_softmax import BlockSoftmax
+from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
 from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.bounded_loads import bounded
 from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
+from flash_attn.cute.softmax import Softmax
 from flash_attn.cute.utils import AuxData
 
 
@@ -209,7 +210,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         sK, sV = [parts_of_stages(t, (spec.block_k, spec.head_dim)) for t in (sK, sV)]
         scores = of_shared(sQ, sK, thread, spec.by_warp)
         add_v = of_registers(layout_utils.transpose_view(sV), thread, spec.by_warp)
-        softmax = BlockSoftmax.of(ROWS_OF_THREAD, scale_log2, self.dtype)
+        softmax = UnionSoftmax.of(Softmax.create(scale_log2, ROWS_OF_THREAD), self.dtype)
 
         state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
         phase = Int32(0)  # of the slots of q
@@ -244,8 +245,9 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
                             S = layout_utils.reshape_acc_to_mn(acc_S)
                             mask.hide(S, key, cutlass.Boolean(False), 0, spec.block_k)
                             mask.hide_parts(S, words[part], 0, spec.block_k)
-                            hidden = tuple(mask.hidden(words[part], r) for r in range(ROWS_OF_THREAD))
-                            softmax.add_block(acc_S, acc_O, hidden)
+                            for r in cutlass.range_constexpr(ROWS_OF_THREAD):
+                                softmax.hidden[r] = mask.hidden(words[part], r)
+                            softmax.rescale_O(acc_O, softmax.online_softmax(acc_S))
                             utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), add_v.A)
                             add_v(acc=acc_O, B_idx=(Int32(part), state.index))
                             wait(spec.by_warp, 0)
@@ -258,9 +260,9 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
             self.write(outputs, acc_O, softmax, mask)
 
     @cute.jit
-    def write(self, outputs: tuple[cute.Tensor, cute.Tensor], acc_O: cute.Tensor, softmax: BlockSoftmax, mask: KeyMask):
+    def write(self, outputs: tuple[cute.Tensor, cute.Tensor], acc_O: cute.Tensor, softmax: UnionSoftmax, mask: KeyMask):
         """Write a tile's o and lse."""
-        softmax.finish(acc_O)
+        Softmax.rescale_O(softmax, acc_O, softmax.finalize())
         DqOutput(outputs[0], None, False, self.spec.head_dim, Float32(1.0), mask).write(acc_O)
         lse = mask.seqlen.offset_batch_Q(outputs[1], mask.batch, dim=2)
         for r in cutlass.range_constexpr(ROWS_OF_THREAD):
