@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from stub_kernels import stubbed_layer
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
@@ -184,6 +186,24 @@ def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch
             graph = torch.export.export(Call(), arguments, dynamic_shapes=shapes, strict=True).graph
         calls = [node for node in graph.nodes if node.target is OPS.attend.default]
         assert [node.kwargs["heads"] for node in calls] == [2]
+
+
+def test_a_graph_is_made_anew_where_the_plan_changes_and_nowhere_else() -> None:
+    counter, fields = CompileCounterWithBackend("aot_eager"), dict(Hq=4, Hkv=2, D=64, Dv=64, itemsize=2, gate="none")
+    fields |= dict(compress_stride=64, q_tile=1, list_width=16, needs_grad=False)
+    sizes = memory_plan.Sizes(1000, **fields)
+    policy = memory_plan.MemoryPolicy(budget=memory_plan._peak(sizes, 2, (False,) * 3))
+    call = torch.compile(partial(nsa, backend="cute", memory=policy), fullgraph=True, backend=counter)
+    torch._dynamo.reset()
+    made = []
+    with stubbed_layer():
+        for T in (999, 130, 1000, 1001, 3000, 700):
+            tensors = [torch.randn(1, T, h, 64, dtype=torch.bfloat16) for h in (4, 2, 2)]
+            for x in tensors:
+                torch._dynamo.mark_dynamic(x, 1)
+            call(*tensors)
+            made.append(counter.frame_count)
+    assert made == [1, 1, 1, 2, 2, 2]
 
 
 def test_plans_of_a_graph_are_those_of_a_gpu_that_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
