@@ -73,11 +73,11 @@ class CachedCall:
         return -(-T // self.config.stride)
 
 
-def check_call(call: CachedCall) -> tuple[tuple[int, ...], float]:
+def check_call(call: CachedCall) -> tuple[tuple[int, ...] | None, float]:
     """Check everything but the numbers on the device.
 
     Returns:
-        The number of queries of each sequence and the factor of q . k.
+        The number of queries of each sequence, as `query_lengths` gives it, and the factor of q . k.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
@@ -94,8 +94,9 @@ def check_call(call: CachedCall) -> tuple[tuple[int, ...], float]:
     _check_new(call, lengths)
     _check_weights(call)
     if call.block_indices is not None:
-        tiles = [call.config.num_tiles(T) for T in (lengths if call.packed else lengths[:1])]
-        blocks = [call.config.num_blocks(call.room)] * len(tiles)
+        of = lengths if call.packed else call.q.shape[1:2]
+        tiles = None if of is None else list(map(call.config.num_tiles, of))
+        blocks = None if of is None else [call.config.num_blocks(call.room)] * len(of)
         check_lists(call.block_indices, call.q, call.k_cache.shape[2], tiles, blocks, packed=call.packed)
     return lengths, check_scale(call.softmax_scale, call.q.shape[-1])
 
@@ -114,15 +115,20 @@ def _check_config(call: CachedCall) -> None:
     require_int("num_splits", call.num_splits, least=0)
 
 
-def _check_lengths(call: CachedCall) -> tuple[int, ...]:
+def query_lengths(call: CachedCall) -> tuple[int, ...] | None:
+    """Queries of each sequence; None in a graph with packed ones, where the operator checks them when it runs."""
+    if call.packed:
+        return check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q")
+    return (call.q.shape[1],) * call.q.shape[0]
+
+
+def _check_lengths(call: CachedCall) -> tuple[int, ...] | None:
     if call.max_seqlen_q is not None:
         require_int("max_seqlen_q", call.max_seqlen_q, least=1)
-    if not call.packed:
-        if call.max_seqlen_q is not None:
+        if not call.packed:
             raise ValueError(f"max_seqlen_q is for packed q, got {call.max_seqlen_q} without cu_seqlens_q")
-        return (call.q.shape[1],) * call.q.shape[0]
-    lengths = check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q")
-    if call.max_seqlen_q is not None and call.max_seqlen_q < max(lengths):
+    lengths = query_lengths(call)
+    if call.max_seqlen_q is not None and lengths is not None and call.max_seqlen_q < max(lengths):
         raise ValueError(f"max_seqlen_q must be at least {max(lengths)}, got {call.max_seqlen_q}")
     return lengths
 
@@ -161,11 +167,13 @@ def _check_caches(call: CachedCall) -> None:
         raise ValueError("cmp_page_table must be given where compressed caches have pages, and nowhere else")
 
 
-def _check_new(call: CachedCall, lengths: tuple[int, ...]) -> None:
+def _check_new(call: CachedCall, lengths: tuple[int, ...] | None) -> None:
     q, (Hkv, D), Dv = call.q, call.k_cache.shape[2:], call.v_cache.shape[-1]
     if (call.k is None) != (call.v is None):
         raise ValueError("k and v must be given together, or neither")
-    filled = (sum(map(call.filled, lengths)),) if call.packed else (call.B, call.filled(lengths[0]))
+    filled = (call.B, call.filled(q.shape[1]))
+    if call.packed:
+        filled = (None if lengths is None else sum(map(call.filled, lengths)),)
     for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
         x, cache = getattr(call, name), getattr(call, f"{name}_cache")
         lead = filled if "cmp" in name else q.shape[:-2]

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer import autocast, cached_step, support
+from nsa_layer import autocast, cached_operator, support
 from nsa_layer.cached_call import CachedCall, check_call
-from nsa_layer.call_spec import Aux
+from nsa_layer.cached_operator import TENSORS, Lses
 from nsa_layer.config import NSAConfig
 from nsa_layer.derivatives import refuse_transforms
 
 Tensor = torch.Tensor
-Lses = tuple[Tensor, Tensor, Tensor]
 CAST = ("q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight")
 CAST += ("compress_v_weight",)
 
@@ -100,26 +99,54 @@ def nsa_with_kvcache(
         NotImplementedError: ``q_tile`` above 1 without ``block_indices`` (a choice belongs to a tile, and the tile's
             queries may come in other calls); keys that are visible before their block is complete; on the kernels.
     """
-    call = dict(locals())
-    return_lse, validate, backend = (call.pop(name) for name in ("return_lse", "validate", "backend"))
-    o, lses, _ = with_kvcache(CachedCall(**call), validate=validate, backend=backend, return_lse=return_lse)
+    call = CachedCall(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        cache_batch_idx=cache_batch_idx,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        k_cmp_cache=k_cmp_cache,
+        v_cmp_cache=v_cmp_cache,
+        cmp_page_table=cmp_page_table,
+        k_cmp=k_cmp,
+        v_cmp=v_cmp,
+        k_win=k_win,
+        v_win=v_win,
+        k_win_cache=k_win_cache,
+        v_win_cache=v_win_cache,
+        gate_weight=gate_weight,
+        gates=gates,
+        compress_k_weight=compress_k_weight,
+        compress_v_weight=compress_v_weight,
+        config=config,
+        softmax_scale=softmax_scale,
+        block_indices=block_indices,
+        num_splits=num_splits,
+        out=out,
+    )
+    o, lses = checked_step(call, validate=validate, backend=backend, return_lse=return_lse)
     return (o, lses) if return_lse else o
 
 
-def with_kvcache(
+def checked_step(
     call: CachedCall,
     *,
     validate: bool = False,
     backend: str | None = None,
     return_lse: bool = False,
     reserve: Callable[[Sequence[int]], None] | None = None,
-) -> tuple[Tensor, Lses, list[Aux | None]]:
-    """`nsa_with_kvcache`, its log-sum-exps, and each sequence's `Aux`.
+) -> tuple[Tensor, Lses]:
+    """`nsa_with_kvcache` and its log-sum-exps.
 
     Args:
         reserve: called with the number of each sequence's queries, when the call is known to be right.
     """
-    refuse_transforms(*vars(call).values())
+    refuse_transforms(*(getattr(call, name) for name in TENSORS))
     call = replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))
     for name, value in dict(validate=validate, return_lse=return_lse).items():
         if not isinstance(value, bool):
@@ -131,5 +158,4 @@ def with_kvcache(
     name = support.choose_backend(backend, **sizes, needs_grad=False, lists=lists, cached=True)
     if reserve is not None:
         reserve(lengths)
-    with autocast.off(q.device):
-        return cached_step.attend(call, lengths, softmax_scale, backend=name, validate=validate)
+    return cached_operator.attend(call, softmax_scale, backend=name, validate=validate)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from nsa_layer.cached_call import CachedCall
+from nsa_layer.cached_operator import Lses
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.inputs import DTYPES
-from nsa_layer.kvcache import Lses, with_kvcache
+from nsa_layer.kvcache import checked_step
 
 Tensor = torch.Tensor
 Spans = Sequence[tuple[int, int]]  # the places of each sequence that are to be written
@@ -196,7 +197,7 @@ class NSACache:
         call = CachedCall(**given, **self.caches, **tables, **options)
         ends: list[int] = []
         static = dict(backend=backend, return_lse=return_lse)
-        o, lses, _ = with_kvcache(call, **static, reserve=lambda counts: ends.extend(self._reserve(counts)))
+        o, lses = checked_step(call, **static, reserve=lambda counts: ends.extend(self._reserve(counts)))
         self._set(ends)
         return (o, lses) if return_lse else o
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
 
-from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
-from nsa_layer.kvcache import with_kvcache
+from nsa_layer import NSAConfig, cached_step, nsa, nsa_with_kvcache
+from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_call
+from nsa_layer.cached_operator import CACHES, TENSORS
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.operators import static_arguments
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, Result, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=4, window_size=8)
@@ -76,7 +81,7 @@ class Caches:
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         more = dict(cache_seqlens=torch.tensor(self.length).int(), cu_seqlens_q=starts, config=config) | more
         call = CachedCall(**self.given | tensors | more)
-        o, lses, auxes = with_kvcache(call, backend=backend, validate=True)
+        o, lses, auxes = cached_step.attend(call, *check_call(call), backend=backend, validate=True)
         self.length = [end for _, end in bounds]
         parts = zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses), auxes)
         return [(o, *lses, None if aux is None else aux.block_indices[0]) for o, *lses, aux in parts]
@@ -268,3 +273,46 @@ def test_numbers_that_lead_out_of_the_caches(name: str) -> None:
         return
     torch.testing.assert_close(o[1], want[1], rtol=1e-12, atol=1e-12)
     assert all(x[0].isnan().all() and not x[1, :2].isnan().any() for x in (given["k_cache"], given["v_cmp_cache"]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pytorch_finds_nothing_wrong_with_the_operator(packed: bool) -> None:
+    given = contiguous()
+    for name in ("q", "k", "v") if packed else ():
+        given[name] = given[name].flatten(0, 1)
+    call = CachedCall(**given, cu_seqlens_q=torch.tensor([0, 20, 40]).int() if packed else None)
+    _, softmax_scale = check_call(call)
+    static = static_arguments(CallSpec(SMALL, True, softmax_scale)) | dict(backend="eager", validate=False)
+    for name in CACHES:  # NaN is not equal to itself
+        if getattr(call, name) is not None:
+            getattr(call, name).zero_()
+    opcheck(torch.ops.nsa_layer.with_kvcache.default, [getattr(call, name) for name in TENSORS], static)
+
+
+def test_one_graph_decodes() -> None:
+    """With lengths on the device as an input, and parameters that would have a gradient elsewhere."""
+    torch._dynamo.reset()
+    counter, given = CompileCounterWithBackend("aot_eager"), contiguous()
+    weight = torch.randn(4, 3, 8, dtype=torch.float64, requires_grad=True)
+    want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL, gate_weight=weight)
+    tokens, seqlens = {name: given.pop(name) for name in "qkv"}, given.pop("cache_seqlens")
+
+    @partial(torch.compile, fullgraph=True, backend=counter)
+    def step(new: dict[str, torch.Tensor], seqlens: torch.Tensor) -> torch.Tensor:
+        return nsa_with_kvcache(**new, **given, cache_seqlens=seqlens, gate_weight=weight) * 1
+
+    found = []
+    for t in range(20):
+        found.append(step({name: x[:, t : t + 1].contiguous() for name, x in tokens.items()}, seqlens))
+        seqlens += 1
+    torch.testing.assert_close(torch.cat(found, dim=1), want, rtol=1e-12, atol=1e-12)
+    assert counter.frame_count == 1
+
+
+def test_autocast_is_as_if_cast_by_hand() -> None:
+    given = {name: x.bfloat16() if name[0] in "kv" else x for name, x in contiguous().items()}
+    cast = given | {name: given[name].bfloat16() for name in "qkv"}
+    want = nsa_with_kvcache(**cast | dict(gate_weight=torch.ones(4, 3, 8).bfloat16()))
+    float32 = given | {name: given[name].float() for name in "qkv"}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(nsa_with_kvcache(**float32, gate_weight=torch.ones(4, 3, 8)), want)

@@ -1,0 +1,69 @@
+"""``torch.ops.nsa_layer.with_kvcache``: the step on caches as an operator that changes its caches in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nsa_layer import autocast
+from nsa_layer.cached_call import CachedCall, query_lengths
+from nsa_layer.call_spec import CallSpec, accumulation_dtype
+from nsa_layer.config import NSAConfig
+from nsa_layer.operators import CONFIG, LIBRARY, OPS, static_arguments
+
+Tensor = torch.Tensor
+Lses = tuple[Tensor, Tensor, Tensor]
+NEEDED = ("q", "k_cache", "v_cache", "cache_seqlens")
+CACHES = ("k_cache", "v_cache", "k_win_cache", "v_win_cache", "k_cmp_cache", "v_cmp_cache")
+TENSORS = (
+    *(*NEEDED, "k", "v", "page_table", "cache_batch_idx", "cu_seqlens_q", *CACHES[2:], "cmp_page_table"),
+    *("k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight", "compress_v_weight"),
+    "block_indices",
+)
+
+
+def attend(call: CachedCall, softmax_scale: float, *, backend: str, validate: bool) -> tuple[Tensor, Lses]:
+    """The step by the operator: o, written to ``call.out`` where there is one, and the branches' log-sum-exps."""
+    tensors = [getattr(call, name) for name in TENSORS]
+    if not isinstance(call.cache_seqlens, torch.Tensor):
+        tensors[NEEDED.index("cache_seqlens")] = torch.full(
+            (call.B,), call.cache_seqlens, dtype=torch.int32, device=call.q.device
+        )
+    static = static_arguments(CallSpec(call.config, True, softmax_scale))
+    with torch.no_grad():
+        o, *lses = OPS.with_kvcache(*tensors, **static, backend=backend, validate=validate)
+        if call.out is not None:
+            o = call.out.copy_(o)
+    return o, tuple(lses)
+
+
+def _compute(*tensors: Tensor | None, backend: str, validate: bool, **static: Any) -> tuple[Tensor, ...]:
+    from nsa_layer import cached_step
+
+    softmax_scale = static.pop("softmax_scale")
+    del static["causal"]
+    call = CachedCall(**dict(zip(TENSORS, tensors, strict=True)), config=NSAConfig(**static))
+    with autocast.off(call.q.device):
+        how = dict(backend=backend, validate=validate)
+        o, lses, _ = cached_step.attend(call, query_lengths(call), softmax_scale, **how)
+    return o, *(lse.contiguous() for lse in lses)
+
+
+def _fake(*tensors: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
+    q, _, v_cache = tensors[:3]
+    lse = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    lses = [q.new_empty(lse, dtype=accumulation_dtype(q.dtype)) for _ in range(3)]
+    return q.new_empty((*q.shape[:-1], v_cache.shape[-1])), *lses
+
+
+def _schema() -> str:
+    kinds = {name: "Tensor" if name in NEEDED else "Tensor?" for name in TENSORS}
+    kinds |= {name: kinds[name].replace("Tensor", f"Tensor({alias}!)") for name, alias in zip(CACHES, "abcdef")}
+    given = ", ".join(f"{kind} {name}" for name, kind in kinds.items())
+    return f"with_kvcache({given}, *, {CONFIG}, str backend, bool validate) -> (Tensor, Tensor, Tensor, Tensor)"
+
+
+LIBRARY.define(_schema(), tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.impl("with_kvcache", _compute, "CompositeExplicitAutograd")
+torch.library.register_fake("nsa_layer::with_kvcache", _fake, lib=LIBRARY)
