@@ -1,6 +1,6 @@
 """Multi-query recall learned with dense attention, with a choice of blocks by token, and by tile.
 
-    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 500] [--tokens 32768] [--seeds 2] [--json FILE]
+    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 600] [--tokens 32768] [--seeds 2] [--json FILE]
 
 Pairs of a key and a value stand at random places of the first half of a sequence, one for every 8 tokens; the second
 half asks for each key once. The share of values that a model finds at the last length is its recall; blocks hold
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train every variant with every seed, and print the recall of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="multiples of 8 tokens")
-    parser.add_argument("--steps", type=int, default=500, help="at most, of each length; of the last twice as many")
+    parser.add_argument("--steps", type=int, default=600, help="at most, of each length; of the last twice as many")
     parser.add_argument("--tokens", type=int, default=32768, help="of a batch")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
