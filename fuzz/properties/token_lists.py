@@ -99,18 +99,24 @@ def assert_pairs(case: Case, listed: list[torch.Tensor], tokens: torch.Tensor, i
     assert found.equal(expected.long()), "other tokens in the blocks' items"
 
 
-@holds("layer.lists by token", cases, needs=GPU)
-def hold_exactly_their_pairs(case: Case) -> None:
-    """What forward and dq read, and what dk and dv read."""
+def made_lists(case: Case, lists: torch.Tensor) -> tuple[Tensors, Tensors]:
+    """What forward and dq read, as `assert_unions` has it, and what dk and dv read, as `assert_pairs` has it."""
     from nsa_layer.cute.packing import Packing
     from nsa_layer.cute.selected_branch import selected_sparsity, token_pairs
 
-    lists, G = drawn_lists(case), case.Hq // case.Hkv
-    given, packing = lists.cuda(), Packing.of(case.spec, torch.device("cuda", torch.cuda.current_device()), G)
-    static = dict(spec=case.spec, packing=packing)
-    unions = selected_sparsity(given, case.T, (case.Hq, case.Hkv), backward=False, **static).tensors
-    pairs = token_pairs(given, G, **static)
+    T, heads = sum(case.lengths) if case.lengths else case.T, (case.Hq, case.Hkv)
+    packing = Packing.of(case.spec, lists.device, case.Hq // case.Hkv)
+    static = dict(S=T, spec=case.spec, packing=packing, q_offset=None)
+    unions = selected_sparsity(lists, T, heads, backward=False, **static).tensors
+    pairs = token_pairs(lists, T, heads, **static)
+    of_queries = (unions.mask_block_cnt, unions.mask_block_idx, unions.mask_block_bits)
+    return of_queries, (pairs.tokens, pairs.items, pairs.row_items)
+
+
+@holds("layer.lists by token", cases, needs=GPU)
+def hold_exactly_their_pairs(case: Case) -> None:
+    lists = drawn_lists(case)
     listed = listed_pairs(case, lists)
-    tensors = (unions.mask_block_cnt, unions.mask_block_idx, unions.mask_block_bits)
-    assert_unions(case, listed, [x.cpu() for x in tensors])
-    assert_pairs(case, listed, *(x.cpu() for x in (pairs.tokens, pairs.items, pairs.row_items)))
+    unions, pairs = made_lists(case, lists.cuda())
+    assert_unions(case, listed, [x.cpu() for x in unions])
+    assert_pairs(case, listed, *(x.cpu() for x in pairs))

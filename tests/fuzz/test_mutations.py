@@ -131,6 +131,19 @@ def test_faults_of_lists_by_token_are_seen(case: Case) -> None:
             check(name, change(lambda name=name: made[name])())
 
 
+@pytest.mark.parametrize("case", LISTS, ids=repr)
+def test_lists_by_token_are_asked_for_as_the_layer_does(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: nothing is launched, and the shapes are those of lists that PyTorch makes."""
+    for name in ("union_lists", "pairs_by_block"):
+        monkeypatch.setattr(import_module(f"nsa_layer.kernels.token_lists.{name}"), "launch", lambda *_: None)
+    lists = token_lists.drawn_lists(case)
+    unions, pairs = token_lists.made_lists(case, lists)
+    listed = token_lists.listed_pairs(case, lists)
+    expected, by_block = unions_of(case, listed), pairs_of(case, listed)
+    assert unions[0].shape == expected.counts.shape and unions[2].shape[:-1] == unions[1].shape
+    assert pairs[1].shape[1] == 4 and len(pairs[2]) == len(by_block.row_items) and len(pairs[0]) >= by_block.starts[-1]
+
+
 @pytest.mark.sweep
 def test_what_is_imported_within_does_not_keep_a_fault() -> None:
     """Kernels import their modules when they are compiled, which a fault may be there for."""
