@@ -15,6 +15,7 @@ from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import starts_on
 from nsa_layer.inputs import check_lengths, check_starts, refuse_nested
+from nsa_layer.nsa_cache import NSACache
 
 COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -139,6 +140,7 @@ class NSAttention(nn.Module):
         positions: torch.Tensor | None = None,
         causal: bool = True,
         return_aux: bool = False,
+        cache: NSACache | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Aux]:
         """Attend.
 
@@ -151,14 +153,20 @@ class NSAttention(nn.Module):
                 sequence. They move only the embedding; what a query sees follows the order of the tokens.
             causal: False lets every query see its whole sequence.
             return_aux: also return `nsa`'s `Aux`: chosen blocks, gates, log-sum-exps.
+            cache: this layer's, of its config: x are the next tokens of the cache's sequences, which are appended to it
+                and attend to all that it holds; positions count on. Carries no gradient, and needs compression "mean"
+                or "linear", without ``kv_per_branch``.
 
         Returns:
             [B, T, dim] or [total, dim]; with ``return_aux`` a pair.
 
         Raises:
-            TypeError, ValueError: an argument is bad; the message names it. What `nsa` raises besides.
+            TypeError, ValueError: an argument is bad; the message names it. What `nsa` raises besides, and with a
+                cache `NSACache.attend`.
         """
         self._check_input(x, cu_seqlens)
+        if cache is not None:
+            self._check_cache(cache, x, cu_seqlens, causal, return_aux)
         if positions is not None:
             if self.rope is None:
                 raise ValueError("positions are for rope, got positions on a layer without rope")
@@ -171,12 +179,19 @@ class NSAttention(nn.Module):
             own = {name: f(x).unflatten(-1, (self.num_kv_heads, -1)) for name, f in self.branch_proj.items()}
         if self.rope is not None:
             keys = torch.cat([k, own["k_cmp"], own["k_win"]], dim=-2) if own else k
-            q, k = self.rope(q, keys, _count_positions(x, cu_seqlens) if positions is None else positions)
+            if positions is None:
+                positions = _count_positions(x, cu_seqlens, None if cache is None else cache.cache_seqlens)
+            q, k = self.rope(q, keys, positions)
             if own:
                 k, own["k_cmp"], own["k_win"] = k.split(self.num_kv_heads, dim=-2)
         gates = None
         if self.gate_mlp is not None:
             gates = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
+        if cache is not None:
+            weights = dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
+            weights |= dict(gate_weight=self.gate_weight, gates=gates, backend=self.backend)
+            o = cache.attend(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, **weights)
+            return self.o_proj(o.flatten(-2))
         attended = nsa(
             q,
             k,
@@ -229,6 +244,24 @@ class NSAttention(nn.Module):
         if cu_seqlens is not None:
             check_starts(cu_seqlens)
 
+    def _check_cache(
+        self, cache: NSACache, x: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, return_aux: bool
+    ) -> None:
+        if not isinstance(cache, NSACache):
+            raise TypeError(f"cache must be an NSACache or None, got {type(cache).__name__}")
+        if self.compression == "mlp" or self.kv_per_branch:
+            raise NotImplementedError(
+                f"cache with compression={self.compression!r}, kv_per_branch={self.kv_per_branch}: it makes compressed "
+                "keys of cached tokens by means; call nsa_with_kvcache with k_cmp and v_cmp"
+            )
+        if cache.config != self.config:
+            raise ValueError(f"cache must be of the layer's config {self.config}, got {cache.config}")
+        if causal is not True or return_aux:
+            raise ValueError(f"cache needs causal=True and return_aux=False, got {causal!r} and {return_aux!r}")
+        sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        if sequences != len(cache.lengths):
+            raise ValueError(f"cache must have x's {sequences} sequences, got {len(cache.lengths)}")
+
     def extra_repr(self) -> str:
         parts = [f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]
         parts += [f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v}", f"config={self.config}"]
@@ -250,13 +283,20 @@ def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, head_dim: int | No
         raise ValueError(f"num_heads must divide dim where head_dim is None, got num_heads={num_heads}, dim={dim}")
 
 
-def _count_positions(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-    """Positions within each sequence: int64 [T] or [total]; computed on the device, without a synchronisation."""
+def _count_positions(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, before: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Positions within each sequence: int64 [T] or [total]; computed on the device, without a synchronisation.
+
+    Args:
+        before: [sequences], tokens of each sequence ahead of x; a batch's positions are [B, T] then.
+    """
     index = torch.arange(x.shape[-2], device=x.device)
     if cu_seqlens is None:
-        return index
+        return index if before is None else index + before.long()[:, None]
     starts = starts_on(cu_seqlens, x.device).long()
-    return index - starts[torch.searchsorted(starts[1:], index, right=True)]
+    sequence = torch.searchsorted(starts[1:], index, right=True)
+    return index - starts[sequence] + (0 if before is None else before.long()[sequence])
 
 
 def _check_positions(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

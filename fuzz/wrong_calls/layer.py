@@ -338,6 +338,11 @@ def other_layer(**changes: Any) -> Together:
     )
 
 
+def with_cache(options: dict[str, Any] | None = None, **changes: Any) -> Together:
+    layer = NSAttention(32, num_heads=4, num_kv_heads=2, config=CONFIG.replace(q_tile=1), **options or {})
+    return Together(dict(layer=layer, cache=empty_cache()) | changes)
+
+
 FORWARD = (
     ("x", *NOT_A_TENSOR, None),
     ("x", ValueError, r"x must be \[B, T, dim\] with dim=32, got", torch.zeros(T, 32), torch.zeros(B, T, 31)),
@@ -351,6 +356,12 @@ FORWARD = (
     ("cu_seqlens", TypeError, "cu_seqlens must be a torch.Tensor or None, got list", in_a_pack([0, T])),
     ("cu_seqlens", TypeError, "cu_seqlens must be int32, got torch.int64", in_a_pack(torch.tensor([0, T]))),
     ("cu_seqlens", ValueError, r"cu_seqlens must be \[sequences \+ 1\]", in_a_pack(starts(0))),
+    ("cache", TypeError, "cache must be an NSACache or None, got", True, {}, NSACache),
+    ("cache", ValueError, "cache must be of the layer's config", empty_cache()),
+    ("cache", ValueError, "cache must have x's 1 sequences, got 2", with_cache(x=torch.zeros(1, T, 32))),
+    ("cache", ValueError, "cache needs causal=True", with_cache(causal=False), with_cache(return_aux=True)),
+    ("cache", NotImplementedError, "cache with compression='mlp'", with_cache(dict(compression="mlp"))),
+    ("cache", NotImplementedError, "kv_per_branch=True", with_cache(dict(kv_per_branch=True))),
 )  # fmt: skip
 OF_NSA = (  # refused by nsa, which comes after the projections
     ("x", ValueError, "no empty dimension", torch.zeros(1, 0, 32)),

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_layer import NSACache, NSAConfig, nsa
+from nsa_layer import NSACache, NSAConfig, NSAttention, nsa
+from nsa_layer.rope import RotaryEmbedding
 
 SMALL = NSAConfig(block_size=8, block_counts=3, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16)
@@ -151,3 +152,22 @@ def test_the_windows_own_keys_and_log_sum_exps() -> None:
     torch.testing.assert_close(torch.cat([o for o, _ in parts], dim=1), want, rtol=1e-12, atol=1e-12)
     lse = torch.cat([lses[2] for _, lses in parts], dim=2)
     torch.testing.assert_close(lse, aux.lse_swa, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [dict(compression="linear", rope=RotaryEmbedding(8)), dict(gate="input")])
+def test_a_layer_with_a_cache_gives_what_it_gives_for_all_tokens(options: dict, packed: bool) -> None:
+    layer = NSAttention(32, num_heads=4, num_kv_heads=2, config=SMALL, dtype=torch.float64, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    cache = NSACache(2, ROOM, 2, 8, config=SMALL, page_size=16, dtype=torch.float64)
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    found = [[], []]
+    for ends in ((30, 21), (31, 21), (40, 40)) if packed else ((30, 30), (31, 31), (40, 40)):
+        new = [own[at:end] for own, at, end in zip(x, cache.lengths, ends)]
+        starts = torch.tensor([0, *map(len, new)]).cumsum(0).int()
+        o = layer(torch.cat(new), cu_seqlens=starts, cache=cache) if packed else layer(torch.stack(new), cache=cache)
+        for parts, part in zip(found, o.flatten(0, -2).split(list(map(len, new)))):
+            parts.append(part)
+    torch.testing.assert_close(torch.stack(list(map(torch.cat, found))), layer(x), rtol=1e-12, atol=1e-12)
