@@ -33,7 +33,7 @@ class CallSpec:
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:
-        """Of the packed sequences' keys, or None for a batch."""
+        """Lengths of the packed sequences' keys, or None for a batch."""
         return self.lengths if self.lengths_k is None else self.lengths_k
 
 

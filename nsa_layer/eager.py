@@ -230,7 +230,7 @@ def gated(
 
 
 class Branches(NamedTuple):
-    """What the gates sum.
+    """The branches' results, which the gates sum.
 
     Attributes:
         outputs: the three branches' o [B, T, Hq, Dv], packed [total, Hq, Dv].

@@ -368,7 +368,7 @@ def _choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSACo
 
 
 def _lengths(starts: Tensor) -> tuple[int, ...] | None:
-    """Of the sequences that start there; None where there are no starts."""
+    """Lengths of the sequences that start there; None where there are no starts."""
     numbers = starts.tolist()
     return tuple(end - start for start, end in zip(numbers, numbers[1:])) or None
 
@@ -412,7 +412,7 @@ def _leaves(inputs: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
 
 
 def _gradients(leaves: Tensors, outputs: Sequence[Tensor], given: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
-    """Of the leaves, contiguous; empty for those that need none."""
+    """The leaves' gradients, contiguous; empty for those that need none."""
     asked = [x for x in leaves if x is not None and x.requires_grad]
     pairs = [(o, do) for o, do in zip(outputs, given, strict=True) if do is not None and o.requires_grad]
     outputs, given = zip(*pairs) if pairs else ((), ())

@@ -100,7 +100,7 @@ def assert_pairs(case: Case, listed: list[torch.Tensor], tokens: torch.Tensor, i
 
 
 def made_lists(case: Case, lists: torch.Tensor) -> tuple[Tensors, Tensors]:
-    """What forward and dq read, as `assert_unions` has it, and what dk and dv read, as `assert_pairs` has it."""
+    """The unions that forward and dq read, and the pairs that dk and dv read."""
     from nsa_layer.cute.packing import Packing
     from nsa_layer.cute.selected_branch import selected_sparsity, token_pairs
 

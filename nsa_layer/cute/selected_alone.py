@@ -125,5 +125,5 @@ def backward(places: Places, spec: ListSpec, do: Tensor, *saved: Tensor | None) 
 
 
 def _options(places: Places) -> dict[str, Tensor | None]:
-    """Of calls of attention's kernels."""
+    """Options of calls of attention's kernels."""
     return dict(cu_seqlens_q=places.cu_seqlens, cu_seqlens_k=places.cu_seqlens_k, q_offset=places.q_offset)

@@ -62,7 +62,7 @@ def test_compiles(compiler: Worker, kind: Case) -> None:
 
 
 def kernels_of_offsets() -> tuple[int, int]:
-    """How many kernels other offsets than the first compile, and how many a call without any."""
+    """The number of kernels that are compiled after other offsets than the first, and after a call without any."""
     made = []
     with built_kernels() as kernels:
         for offsets in ((0, 0), (300, 17), None):

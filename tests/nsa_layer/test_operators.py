@@ -89,7 +89,7 @@ def test_lists_on_the_kernels_have_the_shapes_that_a_graph_expects(packed: bool)
 
 
 def assert_as_in_a_graph(op: Callable, tensors: Sequence[torch.Tensor | None], static: dict, made: Sequence) -> None:
-    """What an operator made has the shapes, strides and dtypes that it promises."""
+    """The tensors that an operator made have the shapes, strides and dtypes that it promises."""
     tensors = [None if x is None else x.detach() for x in tensors]
     with FakeTensorMode() as mode:
         fake = op(*(None if x is None else mode.from_tensor(x) for x in tensors), **static)

@@ -75,7 +75,7 @@ LENGTHS = [None, (300, 0, 33, 513)]
 def test_kernels_pool_what_is_not_given_and_write_every_gradient(
     own: tuple[str, ...], q_tile: int, lengths: tuple[int, ...] | None
 ) -> None:
-    """Of each group of heads; and no part of k and v is pooled, or gets a gradient of means, in vain."""
+    """Every group of heads has them; no part of k and v is pooled, or gets a gradient of means, in vain."""
     config = NSAConfig(q_tile=q_tile, block_counts=4)
     inputs = make_inputs(Case(T=500, D=64, dtype=torch.bfloat16, config=config, lengths=lengths, own_keys=own))
     with stubbed_layer():

@@ -51,7 +51,7 @@ class OwnBlocks:
         return OwnBlocks(replace(walk, mask_idx=_held(walk.mask_idx), bits=_held(walk.bits)), mask, pipelines, reach)
 
     def ahead(self, place: Int32) -> Entry:
-        """What stands behind `place`, an entry for each lane."""
+        """The entries behind `place`, one for each lane."""
         at = cutlass.min(place + 1 + cute.arch.lane_idx(), self.walk.count - 1)
         return (self.walk.mask_idx[at], *(self.walk.bits[at, word] for word in range(self.walk.words_per_entry)))
 

@@ -1,4 +1,4 @@
-"""How the kernels that SM90 and SM100 share make their products (`multiply.product`)."""
+"""The form of products (`multiply.product`) in the kernels that SM90 and SM100 share."""
 
 FORCED = False  # set in tests, so that a Hopper GPU runs what is compiled for SM100
 

@@ -160,5 +160,5 @@ class TokenTopKSpec:
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """Of a thread that makes sums and of one that keeps lists; None: both as many, which is enough."""
+        """(registers of a thread that makes sums, of one that keeps lists); None: both as many, which is enough."""
         return (176, 80) if self.columns == MOST_COLUMNS and self.resident > 1 else None
