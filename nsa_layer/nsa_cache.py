@@ -201,12 +201,14 @@ class NSACache:
         self._set(ends)
         return (o, lses) if return_lse else o
 
-    def crop(self, lengths: int | Sequence[int]) -> None:
+    def crop(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Go back to the first tokens of each sequence: at most so many, or as many as a list says; 0 empties it."""
         if isinstance(lengths, int):
             require_int("lengths", lengths, least=0)
             lengths = [min(lengths, length) for length in self._lengths]
-        if len(lengths) != len(self._lengths) or not all(0 <= n <= m for n, m in zip(lengths, self._lengths)):
+        lengths = _listed("lengths", lengths)
+        fit = (isinstance(n, int) and 0 <= n <= most for n, most in zip(lengths, self._lengths))
+        if len(lengths) != len(self._lengths) or not all(fit):
             raise ValueError(f"lengths must be at most {self.lengths}, and at least 0, got {lengths}")
         self._set(lengths)
         for pages, ends in zip(self._pages.values(), (lengths, self._compressed(lengths))):
@@ -214,7 +216,7 @@ class NSACache:
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Sequence b becomes a copy of sequence ``index[b]``, as beam search asks for; pages are shared, not copied."""
-        index = index.tolist() if isinstance(index, torch.Tensor) else list(index)
+        index = _listed("index", index)
         batch = len(self._lengths)
         if len(index) != batch or not all(isinstance(i, int) and 0 <= i < batch for i in index):
             raise ValueError(f"index must be {batch} numbers from 0 to {batch - 1}, got {index}")
@@ -246,3 +248,11 @@ class NSACache:
     def _set(self, lengths: Sequence[int]) -> None:
         self._lengths = list(lengths)
         self.cache_seqlens.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+
+
+def _listed(name: str, given: object) -> list:
+    """The numbers of a sequence, or of a tensor of one dimension."""
+    numbers = given.tolist() if isinstance(given, torch.Tensor) else given
+    if not isinstance(numbers, Sequence):
+        raise TypeError(f"{name} must be a sequence of ints, got {given!r}")
+    return list(numbers)

@@ -126,7 +126,7 @@ def _begin(call: CallShape) -> None:
     from flash_attn.cute.runtime import kernel_cache, lazy_imports
 
     for past, running in _begun.items():
-        if running is not None and os.waitpid(running[0], os.WNOHANG)[0]:
+        if running is not None and _has_ended(running[0]):
             os.close(running[1])
             _begun[past] = None
     lazy_imports.import_compiler()
@@ -141,6 +141,13 @@ def _begin(call: CallShape) -> None:
         _compile_and_end(order, target, source, held)
     os.close(source)
     _begun[call] = forked, held
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return os.waitpid(process, os.WNOHANG)[0] != 0
+    except ChildProcessError:  # waited for by others: who ignores SIGCHLD leaves that to the system
+        return True
 
 
 def _compile_and_end(order: Order, target: dict[str, str], source: int, held: int) -> NoReturn:

@@ -245,10 +245,14 @@ OF_CACHE = (
      Together(q=torch.zeros(B, 40, HQ, D), k=torch.zeros(B, 40, HKV, D), v=torch.zeros(B, 40, HKV, DV))),
 )  # fmt: skip
 CROP = (
-    ("lengths", ValueError, r"lengths must be at most \(0, 0\), and at least 0, got", [0, 1], [-1, 0], [0]),
+    ("lengths", ValueError, r"lengths must be at most \(0, 0\), and at least 0, got", [0, 1], [-1, 0], [0], [0.0, 0]),
+    ("lengths", TypeError, "lengths must be a sequence of ints, got", 0.0, None),
     ("lengths", ValueError, "lengths must be at least 0, got -1", -1),
 )
-REORDER = (("index", ValueError, "index must be 2 numbers from 0 to 1, got", [0], [0, 2], [-1, 0], [0.0, 1]),)
+REORDER = (
+    ("index", ValueError, "index must be 2 numbers from 0 to 1, got", [0], [0, 2], [-1, 0], [0.0, 1]),
+    ("index", TypeError, "index must be a sequence of ints, got", 0, None),
+)
 POLICY = (
     ("budget", TypeError, "budget must be an int or None, got", 1e9, "1 GB", True),
     ("budget", ValueError, "budget must be at least 0 bytes, got -1", -1),

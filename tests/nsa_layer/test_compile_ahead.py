@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa_layer import side_by_side
 from nsa_layer.compile_ahead import ENVIRONMENT
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
@@ -178,3 +179,11 @@ os._exit(0)
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert not [*tmp_path.rglob("*.o")]
+
+
+def test_a_worker_that_others_waited_for_has_ended() -> None:
+    """As all have where SIGCHLD is ignored."""
+    worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not side_by_side._has_ended(worker.pid)
+    worker.communicate()
+    assert side_by_side._has_ended(worker.pid)

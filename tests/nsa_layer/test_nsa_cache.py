@@ -42,7 +42,7 @@ class Checked:
         self.check()
 
     def crop(self, lengths: int | Sequence[int]) -> None:
-        self.cache.crop(lengths)
+        self.cache.crop(lengths if isinstance(lengths, int) else torch.tensor(lengths))
         each = [lengths] * BATCH if isinstance(lengths, int) else lengths
         self.tokens = [own[:n] for own, n in zip(self.tokens, each)]
         self.check()
@@ -56,6 +56,7 @@ class Checked:
         """Lengths, and that a page is free or used as often as it is listed; free ones are spoilt."""
         lengths = tuple(map(len, self.tokens))
         assert self.cache.lengths == lengths == tuple(self.cache.cache_seqlens.tolist())
+        assert {int} == {*map(type, self.cache.lengths)}
         for pages in self.cache._pages.values():
             listed = [page for own in pages.of for page in own]
             assert pages.users == [listed.count(page) for page in range(len(pages.users))]
