@@ -77,7 +77,7 @@ def _by_union(r: Request) -> bool:
 
 def _tiles_fit(r: Request) -> bool:
     size = r.config.block_size
-    return KV_TILE % size == 0 or size % (UNION_BLOCK if _by_union(r) else KV_TILE) == 0
+    return KV_TILE % size == 0 or size % UNION_BLOCK == 0
 
 
 def _is_small(r: Request) -> bool:
@@ -94,7 +94,7 @@ FEATURES = (
     *(Feature(f"dtype {str(dtype)[6:]}", _is_dtype(dtype), ()) for dtype in (torch.float32, torch.float64)),
     *(Feature(f"head dimension {dims}", _has_dims(dims), archs) for dims, archs in HEAD_DIMS.items()),
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
-    Feature("block_size that divides 128 or is a multiple of it", _tiles_fit),
+    Feature("block_size that divides 128 or is a multiple of 64", _tiles_fit),
     Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
     Feature("block_size below 16 by token", _is_small, ()),
     Feature("block_size 16 by token with G below 4, 32 with 1", _crowds, ()),
