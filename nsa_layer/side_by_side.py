@@ -34,8 +34,11 @@ _begun: dict[CallShape, tuple[int, int] | None] = {}
 
 
 def processes() -> int:
-    """Processes that compile at once."""
-    return int(os.environ.get(WORKERS) or len(os.sched_getaffinity(0)))
+    """Processes that compile at once; ValueError where the variable is no number."""
+    given = os.environ.get(WORKERS) or str(len(os.sched_getaffinity(0)))
+    if not given.isdecimal():
+        raise ValueError(f"{WORKERS} must be a number of processes, got {given!r}")
+    return int(given)
 
 
 def compile_calls(calls: Iterable[CallShape], *, target: dict[str, str], jobs: int) -> Iterator[int | Outcome]:

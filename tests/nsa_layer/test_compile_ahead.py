@@ -187,3 +187,9 @@ def test_a_worker_that_others_waited_for_has_ended() -> None:
     assert not side_by_side._has_ended(worker.pid)
     worker.communicate()
     assert side_by_side._has_ended(worker.pid)
+
+
+def test_a_number_of_processes_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NSA_COMPILE_WORKERS", "many")
+    with pytest.raises(ValueError, match="NSA_COMPILE_WORKERS must be a number of processes, got 'many'"):
+        side_by_side.processes()
