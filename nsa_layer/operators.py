@@ -191,7 +191,7 @@ def _branches(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     if block_indices is not None:
         _check_lists(block_indices, q, inputs[1], spec)
     with torch.no_grad(), autocast.off(q.device), derivatives.noted_lses() as lses:
-        made = eager.attend_branches(*_complete(inputs, spec), block_indices, None, spec=spec)
+        made = eager.attend_branches(*_complete(inputs, spec, 5), block_indices, None, spec=spec)
     choice = q.new_empty(0, dtype=torch.int32)
     if block_indices is None:
         choice = q.new_full(_choice_shape(q, inputs[1], cu_seqlens, config), -1, dtype=torch.int32)
@@ -224,7 +224,7 @@ def _branches_backward(*tensors: Tensor | None, needs: Sequence[bool], **static:
     each = lses.split(_sizes(q, lengths, 3))
     leaves = _leaves(inputs, needs)
     with _autograd(), autocast.off(q.device), derivatives.known_lses(each):
-        made = eager.attend_branches(*_complete(leaves, spec), block_indices, None, spec=spec)
+        made = eager.attend_branches(*_complete(leaves, spec, 5), block_indices, None, spec=spec)
     return _gradients(leaves, made.outputs, given, inputs)
 
 
@@ -235,9 +235,7 @@ def _selected(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     *inputs, cu_seqlens, cu_seqlens_k = tensors
     q, k, _, block_indices, _ = inputs
     spec = _list_spec(static, q, k, cu_seqlens, cu_seqlens_k)
-    pairs = spec.lengths or ((q.shape[1], k.shape[1]),)
-    tiles, blocks = [-(-T // spec.q_tile) for T, _ in pairs], [-(-S // spec.block_size) for _, S in pairs]
-    check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=spec.lengths is not None)
+    _check_lists_alone(block_indices, q, k, spec)
     with torch.no_grad(), autocast.off(q.device), derivatives.noted_lses() as lses:
         o, lse = token_attention.attend_selected(*inputs, spec=spec)
     return *_apart([o, lse]), torch.cat(lses), _copied(cu_seqlens), _copied(cu_seqlens_k)
@@ -273,6 +271,9 @@ def _attend(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any
     q, cu_seqlens, block_indices = tensors[0], *tensors[11:]
     lengths = None if cu_seqlens is None else check_lengths(cu_seqlens, q, "cu_seqlens", "q")
     spec = _spec(static, lengths, listed=block_indices is not None)
+    if block_indices is not None:
+        _check_lists(block_indices, q, tensors[1], spec)
+    tensors = (*_complete(tensors[:11], spec, 7), *tensors[11:])
     with torch.no_grad(), autocast.off(q.device), torch.cuda.device_of(q):
         o, made = graph.attend(tensors, spec=spec, heads=heads, kept=kept)
     return o, *(q.new_empty(0) if x is None else x for x in made), _copied(cu_seqlens)
@@ -295,11 +296,11 @@ def _attend_backward(
 
     inputs, block_indices, made, starts = tensors[:11], tensors[11], tensors[12:25], tensors[25]
     spec = _spec(static, _lengths(starts), listed=block_indices is not None)
-    given = (*inputs, starts if starts.numel() else None, block_indices)
+    given = (*_complete(inputs, spec, 7), starts if starts.numel() else None, block_indices)
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
         found = graph.gradients(do, given, made, spec=spec, heads=heads, kept=kept)
-    q, found = inputs[0], zip(found, needs, strict=True)
-    return tuple(next(_apart([d])) if need and d is not None else q.new_empty(0) for d, need in found)
+    q, found = inputs[0], zip(found, inputs, needs, strict=True)
+    return tuple(next(_apart([_with_room(d, x)])) if need and d is not None else q.new_empty(0) for d, x, need in found)
 
 
 def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
@@ -308,6 +309,7 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
 
     *inputs, cu_seqlens, cu_seqlens_k = tensors
     spec = _list_spec(static, inputs[0], inputs[1], cu_seqlens, cu_seqlens_k)
+    _check_lists_alone(inputs[3], *inputs[:2], spec)
     with torch.no_grad(), autocast.off(inputs[0].device), torch.cuda.device_of(inputs[0]):
         made = selected_alone.forward(*selected_alone.placed(*inputs, spec=spec), spec)
     return *_apart(made), _copied(cu_seqlens), _copied(cu_seqlens_k)
@@ -341,20 +343,31 @@ def _list_spec(static: dict[str, Any], q: Tensor, k: Tensor, *starts: Tensor | N
     return ListSpec(**static, lengths=tuple(zip(of_q, of_k, strict=True)))
 
 
-def _complete(inputs: Tensors, spec: CallSpec) -> Tensors:
-    """The inputs without the room that compressed keys of packed sequences have in a graph."""
+def _complete(inputs: Tensors, spec: CallSpec, at: int) -> Tensors:
+    """The inputs without the room that k_cmp and v_cmp of packed sequences, the two from `at` on, have in a graph."""
     if spec.lengths is None:
         return inputs
     blocks = sum(map(spec.config.compressed_length, spec.lengths))
-    for x in inputs[5:7]:
+    for x in inputs[at : at + 2]:
         if x is not None and x.shape[0] < blocks:
             raise ValueError(f"k_cmp and v_cmp must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")
-    return (*inputs[:5], *(None if x is None else x[:blocks] for x in inputs[5:7]), *inputs[7:])
+    return (*inputs[:at], *(None if x is None else x[:blocks] for x in inputs[at : at + 2]), *inputs[at + 2 :])
+
+
+def _with_room(d: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x from that of its first rows."""
+    return d if d.shape == x.shape else torch.cat([d, d.new_zeros(len(x) - len(d), *x.shape[1:])])
 
 
 def _check_lists(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec) -> None:
     of_q, of_k = (spec.lengths, spec.key_lengths) if spec.lengths else (q.shape[1:2], k.shape[1:2])
     tiles, blocks = list(map(spec.config.num_tiles, of_q)), list(map(spec.config.num_blocks, of_k))
+    check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=spec.lengths is not None)
+
+
+def _check_lists_alone(block_indices: Tensor, q: Tensor, k: Tensor, spec: ListSpec) -> None:
+    pairs = spec.lengths or ((q.shape[1], k.shape[1]),)
+    tiles, blocks = [-(-T // spec.q_tile) for T, _ in pairs], [-(-S // spec.block_size) for _, S in pairs]
     check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=spec.lengths is not None)
 
 

@@ -166,6 +166,24 @@ def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(case: str) ->
     assert_as_in_a_graph(OPS.attend, tensors, static, made)
 
 
+def test_rows_of_packed_calls_on_the_kernels_are_counted_when_they_run() -> None:
+    """A graph has no lengths: compressed keys may have more rows, and nothing that kernels read has too few."""
+    for case, at in (("packed tiles, own keys", (7, 8)), ("given", (12,))):
+        tensors, static = on_kernels(**KERNELS[case])
+        few = [x[:-1] if i in at else x for i, x in enumerate(tensors)]
+        with stubbed_layer(), pytest.raises(ValueError, match="k_cmp and v_cmp must have|block_indices must have"):
+            OPS.attend(*few, **static)
+    tensors, static = on_kernels(**KERNELS["packed tiles, own keys"])
+    more = [torch.cat([x, x.new_full((2, *x.shape[1:]), 9)]) if i in (7, 8) else x for i, x in enumerate(tensors)]
+    with stubbed_layer():
+        room = torch.autograd.grad(OPS.attend(*more, **static)[0].sum(), more[7:9])
+    assert all(d.shape == x.shape and not d[-2:].any() for d, x in zip(room, more[7:9]))
+    lists = torch.zeros(369, 2, 3, dtype=torch.int32)
+    static = dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.1)
+    with stubbed_layer(), pytest.raises(ValueError, match=r"block_indices must have shape \(370, "):
+        OPS.selected_on_kernels(*tensors[:3], lists, None, tensors[11], None, **static)
+
+
 def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
     monkeypatch.setattr(memory_plan, "_total_memory", lambda index: 80 << 30)
