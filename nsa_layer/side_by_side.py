@@ -139,7 +139,13 @@ def _begin(call: CallShape) -> None:
     source, held = os.pipe()
     with warnings.catch_warnings():  # of threads that a fork does not have
         warnings.simplefilter("ignore")
-        forked = os.fork()
+        try:
+            forked = os.fork()
+        except OSError:  # too many processes, or too little memory: the call compiles one kernel after the other
+            os.close(source)
+            os.close(held)
+            _begun[call] = None
+            return
     if not forked:
         _compile_and_end(order, target, source, held)
     os.close(source)

@@ -193,3 +193,20 @@ def test_a_number_of_processes_that_is_none_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NSA_COMPILE_WORKERS", "many")
     with pytest.raises(ValueError, match="NSA_COMPILE_WORKERS must be a number of processes, got 'many'"):
         side_by_side.processes()
+
+
+def test_a_call_goes_on_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flash_attn.cute.runtime import lazy_imports
+
+    def fork() -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(lazy_imports, "import_compiler", lambda: None)
+    monkeypatch.setattr(side_by_side, "_own_target", lambda: ENVIRONMENT[90])
+    monkeypatch.setattr(side_by_side, "_begun", begun := {})
+    monkeypatch.setenv("NSA_COMPILE_WORKERS", "2")
+    files = len(os.listdir("/proc/self/fd"))
+    side_by_side._begin("a call")
+    assert begun == {"a call": None}
+    assert len(os.listdir("/proc/self/fd")) == files
