@@ -8,7 +8,7 @@ import torch
 
 from nsa_layer import autocast
 from nsa_layer.cached_call import CachedCall, query_lengths
-from nsa_layer.call_spec import CallSpec, accumulation_dtype
+from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
 from nsa_layer.operators import CONFIG, LIBRARY, OPS, static_arguments
 
@@ -52,8 +52,7 @@ def _compute(*tensors: Tensor | None, backend: str, validate: bool, **static: An
 
 def _fake(*tensors: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
     q, _, v_cache = tensors[:3]
-    lse = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
-    lses = [q.new_empty(lse, dtype=accumulation_dtype(q.dtype)) for _ in range(3)]
+    lses = [q.new_empty(lse_shape(q), dtype=accumulation_dtype(q.dtype)) for _ in range(3)]
     return q.new_empty((*q.shape[:-1], v_cache.shape[-1])), *lses
 
 

@@ -119,6 +119,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    """Shape of a log-sum-exp: q [B, T, Hq, D] -> [B, Hq, T], packed [total, Hq, D] -> [Hq, total]."""
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+
 def mean_scale(n: int) -> int:
     """The power of two to divide n numbers by before they are summed, so that their mean cannot overflow on the way.
 

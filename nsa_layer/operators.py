@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast, derivatives, support
-from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype
+from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, plans_by_tokens
+from nsa_layer.gate import equal_gates, gate_kind
 from nsa_layer.inputs import check_lengths, check_lists
 
 Tensor, DispatchKeySet = torch.Tensor, torch._C.DispatchKeySet
@@ -109,7 +110,7 @@ def attend_on_kernels(
     """
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     tensors = (q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
-    gate = "given" if gates is not None else "none" if gate_weight is None else "weight"
+    gate = gate_kind(gate_weight, gates)
     config, Hq = spec.config, q.shape[-2]
     sizes = dict(Hq=Hq, Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], itemsize=q.dtype.itemsize, gate=gate)
     sizes |= dict(compress_stride=config.stride, q_tile=config.q_tile, block_size=config.block_size)
@@ -127,8 +128,8 @@ def attend_on_kernels(
     choice, g, lses = made[1] if block_indices is None else block_indices, made[13], made[10:13]
     if block_indices is None and not support.takes_unions(spec.config):
         choice = choice.transpose(-3, -2)
-    if gate_weight is None and gates is None:
-        g = q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
+    if gate == "none":
+        g = equal_gates(q)
     return made[0], Aux(choice, g, *lses)
 
 
@@ -203,10 +204,9 @@ def _branches_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]
     q, k, v, *_, cu_seqlens, block_indices = tensors
     acc = accumulation_dtype(q.dtype)
     o = (*q.shape[:-1], v.shape[-1]), acc if q.device.type == "cpu" else q.dtype
-    lse = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
     choice = (0,) if block_indices is not None else _choice_shape(q, k, cu_seqlens, _spec(static, None).config)
     outputs = [q.new_empty(o[0], dtype=o[1]) for _ in range(3)]
-    lses = [q.new_empty(lse, dtype=acc) for _ in range(3)]
+    lses = [q.new_empty(lse_shape(q), dtype=acc) for _ in range(3)]
     flat = q.new_empty((3 * prod(q.shape[:-1]),), dtype=acc)
     return *outputs, *lses, q.new_empty(choice, dtype=torch.int32), flat, _copied_fake(q, cu_seqlens)
 
@@ -244,10 +244,9 @@ def _selected(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
 def _selected_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     q, _, v, *_, cu_seqlens, cu_seqlens_k = tensors
     acc = accumulation_dtype(q.dtype)
-    lse = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
     flat = q.new_empty((prod(q.shape[:-1]),), dtype=acc)
     starts = _copied_fake(q, cu_seqlens), _copied_fake(q, cu_seqlens_k)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse, dtype=acc), flat, *starts
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape(q), dtype=acc), flat, *starts
 
 
 def _selected_backward(*tensors: Tensor | None, needs: Sequence[bool], **static: Any) -> tuple[Tensor, ...]:
@@ -317,7 +316,7 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
 
 def _selected_on_kernels_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     q, _, v, *_, cu_seqlens, cu_seqlens_k = tensors
-    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, _copied_fake(q, cu_seqlens), _copied_fake(q, cu_seqlens_k)
 
 

@@ -18,6 +18,7 @@ from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_mem
 from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.fork import require_patched
+from nsa_layer.gate import equal_gates, gate_kind
 
 require_patched()
 
@@ -65,7 +66,7 @@ def attend(
         )
     if q_offset is not None and block_indices is None:
         require_choice_by_token(spec.config)
-    gate = "given" if gates is not None else "none" if gate_weight is None else "weight"
+    gate = gate_kind(gate_weight, gates)
     own_window = k_win is not None or v_win is not None
     sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own_window, lists=block_indices)
     plan = plan_memory(sizes, memory, q.device)
@@ -151,10 +152,10 @@ def _shape(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) 
     q, k, v, gate_weight, gates = inputs[:5]
     B, T = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
     sizes = dict(B=B, T=T, Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], dtype=q.dtype)
-    gate = "weight" if gate_weight is not None else "none" if gates is None else "given"
     static = dict(config=spec.config, causal=spec.causal, lengths=spec.lengths, plan=plan)
     static["lists"] = None if inputs.block_indices is None else tuple(inputs.block_indices.shape[-2:])
     own = tuple(name for name in OwnKeys._fields if getattr(inputs, name) is not None)
+    gate = gate_kind(gate_weight, gates)
     return CallShape(**sizes, **static, gate=gate, projected=inputs.w_k is not None, own=own, backward=backward)
 
 
@@ -199,7 +200,7 @@ def _joined_aux(parts: list[SavedForBackward], q: Tensor, *, unions: bool) -> tu
     lses = [joined(list(lses), heads_dim) for lses in zip(*((p.lse_cmp, p.lse_slc, p.lse_swa) for p in parts))]
     g = joined([part.g for part in parts], -2)
     if g is None:
-        g = q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
+        g = equal_gates(q)
     return block_indices, g, *lses
 
 

@@ -81,16 +81,7 @@ def test_forward_of_other_calls(case: TokenCase) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("forced_forward")
-@pytest.mark.parametrize(
-    "case",
-    [
-        TokenCase(((1000, 1000),)),
-        TokenCase(((1000, 1000),), G=3, D=64, n=8),
-        TokenCase(((1000, 1000),), G=1, n=8),
-        TokenCase(((1000, 1000),), G=4, dtype=torch.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", test_query_bits.LATER, ids=str)
 def test_later_tokens_change_no_bit_of_forward(case: TokenCase) -> None:
     test_query_bits.test_later_tokens_change_no_bit(case)
 

@@ -260,17 +260,16 @@ def test_warpgroups_that_list_apart(G: int, gap: int) -> None:
     assert_right(case, [table.expand(2, -1, -1).to("cuda")])
 
 
+LATER = [
+    TokenCase(((1000, 1000),)),
+    TokenCase(((1000, 1000),), G=3, D=64, n=8),
+    TokenCase(((1000, 1000),), G=1, n=8),
+    TokenCase(((1000, 1000),), G=4, dtype=torch.float16),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        TokenCase(((1000, 1000),)),
-        TokenCase(((1000, 1000),), G=3, D=64, n=8),
-        TokenCase(((1000, 1000),), G=1, n=8),
-        TokenCase(((1000, 1000),), G=4, dtype=torch.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", LATER, ids=str)
 def test_later_tokens_change_no_bit(case: TokenCase) -> None:
     """They decide which of a token's blocks share a step with each other."""
     x, other = tensors(case), tensors(replace(case, seed=1))
