@@ -155,7 +155,7 @@ def backward(
             into = dict(dk=dk.out, dv=dv.out, add=add, start=layouts.calls[-1].dq.start)
             of_slc = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
             of_slc["q_offset"] = inputs.q_offset
-            backward_dkdv(q, k, v, do_slc, *rows_slc[::-1], pairs, **fixed, **into, **of_slc)
+            backward_dkdv(q, k, v, do_slc, *rows_slc, pairs, **fixed, **into, **of_slc)
     return WeightGradients(
         gate.d_weight,
         gate.d_gates,

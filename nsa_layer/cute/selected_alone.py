@@ -120,7 +120,7 @@ def backward(places: Places, spec: ListSpec, do: Tensor, *saved: Tensor | None) 
     with component("pairs"):
         pairs = key_pairs(block_indices, (q.shape[-2], k.shape[-2]), places)
     with component("slc_dkdv"):
-        backward_dkdv(q, k, v, do, lse_log2, dpsum, pairs, dk=dk, dv=dv, **fixed)
+        backward_dkdv(q, k, v, do, dpsum, lse_log2, pairs, dk=dk, dv=dv, **fixed)
     return dq, dk, dv
 
 

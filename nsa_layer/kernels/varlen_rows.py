@@ -7,25 +7,8 @@ room for its last, short tile whatever the lengths are; tiles past a sequence's 
 import math
 from typing import Optional
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
-
-
-@cute.jit
-def sequence_of(starts: cute.Tensor, at: Int32, size: cutlass.Constexpr[Optional[int]] = None) -> Int32:
-    """The packed sequence of a row, or of a tile of `size` rows: the last that starts at or before it."""
-    low, high = Int32(0), Int32(starts.shape[0] - 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        first = starts[middle]
-        if const_expr(size is not None):
-            first = first // size + middle
-        if first <= at:
-            low = middle
-        else:
-            high = middle
-    return low
+from cutlass import Int32
 
 
 def tiles_and_batch(x: cute.Tensor, starts: Optional[cute.Tensor], size: int):

@@ -176,7 +176,7 @@ def call(case: TokenCase, x: TokenInputs, rows: tuple[torch.Tensor, torch.Tensor
         more |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends))
     if case.past:
         more["q_offset"] = tensor([case.past] * len(case.lengths))
-    backward_dkdv(x.q, x.k, x.v, x.do, rows[1], rows[0], pairs_of(case, x.lists), dk=dk, dv=dv, **more)
+    backward_dkdv(x.q, x.k, x.v, x.do, *rows, pairs_of(case, x.lists), dk=dk, dv=dv, **more)
 
 
 def rounded_sums(case: TokenCase, x: TokenInputs) -> float:

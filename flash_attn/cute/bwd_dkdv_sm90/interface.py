@@ -37,8 +37,8 @@ def backward_dkdv(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse_log2: Tensor,
     dpsum: Tensor,
+    lse_log2: Tensor,
     pairs: KeyPairs,
     *,
     dk: Tensor,
@@ -59,7 +59,7 @@ def backward_dkdv(
     Args:
         q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
         k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
-        lse_log2, dpsum: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; read where there are queries.
+        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; read where there are queries.
         pairs: the tokens of each block, and how they are dealt out.
         dk, dv: like k; contiguous in their last dimension.
         softmax_scale: 1 / sqrt(D) unless given.
@@ -67,13 +67,13 @@ def backward_dkdv(
         add: what dk and dv hold is added before rounding, as `shared_backward.convert` does.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], both or neither.
         q_offset: int32 [B], packed [sequences]: position of each sequence's first query among its keys; 0 unless given.
-        start: packed sequence b has its rows of lse_log2 and dpsum from (cu_seqlens_q[b] + b * start) // start * start
+        start: packed sequence b has its rows of dpsum and lse_log2 from (cu_seqlens_q[b] + b * start) // start * start
             on.
 
     Raises:
         NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
     """
-    q, k, v, dout, lse_log2, dpsum, dk, dv = map(with_plain_strides, (q, k, v, dout, lse_log2, dpsum, dk, dv))
+    q, k, v, dout, dpsum, lse_log2, dk, dv = map(with_plain_strides, (q, k, v, dout, dpsum, lse_log2, dk, dv))
     reason = unsupported(_arch(), q.dtype, q.shape[-1], v.shape[-1], pairs.block_size)
     if reason is not None:
         raise NotImplementedError(reason)

@@ -14,6 +14,7 @@ from cutlass import Int32
 
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute.bwd_dkdv_sm90.spec import WARPGROUPS, DkdvSpec
+from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
@@ -66,7 +67,7 @@ class ItemList:
         if self.cu_blocks is None:
             batch, head = rest // self.heads, rest % self.heads
         else:
-            batch, head = sequence_of(self.cu_blocks, block), rest
+            batch, head = sequence_at(self.cu_blocks, block), rest
             block -= self.cu_blocks[batch]
         return batch, head, block * self.spec.block_size + part * ROWS
 
@@ -96,19 +97,6 @@ class ItemList:
         if spec.by_head:
             return token // spec.group, token % spec.group
         return token, load % spec.slices
-
-
-@cute.jit
-def sequence_of(before: cute.Tensor, block: Int32) -> Int32:
-    """The packed sequence that a block is in: the last that starts at or before it."""
-    low, high = Int32(0), Int32(before.shape[0] - 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if before[middle] <= block:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @dataclass(frozen=True)

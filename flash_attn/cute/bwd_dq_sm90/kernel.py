@@ -25,12 +25,12 @@ from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput, RowSums
 from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows, tma_of_rows
-from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, WARPGROUPS, DqSpec
+from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, WARPGROUPS, WARPS, DqSpec
 from flash_attn.cute.bwd_dq_sm90.steps import Products, WarpgroupSteps, pass_turn
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import KeyWalk, Place, TmaTensor, key_loader, query_loader
 from flash_attn.cute.fwd_sm90.masks import KeyMask
-from flash_attn.cute.lists.rows import lists_by_query_head
+from flash_attn.cute.lists.rows import lists_by_query_head, sequence_at
 from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.bounded_loads import bounded
@@ -95,9 +95,7 @@ class FlashAttentionBackwardDqSm90:
         bounded_k, bounded_v = [bounded(t, mCuSeqlensK) for t in (mK, mV)]
         tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, k_box, spec.box) for t in (bounded_k, bounded_v)]
 
-        tiles = self.tiles_of_head(lists, mDQ) * (mDQ.shape[2] // spec.packed_heads)
-        if const_expr(cute.rank(lists.mask_block_cnt) == 3):
-            tiles *= mDQ.shape[3] if const_expr(not spec.packed[0]) else mCuSeqlensQ.shape[0] - 1
+        tiles = self.all_tiles(lists, mDQ, mCuSeqlensQ)
         grid = cutlass.min(tiles, target_sm_count()) if const_expr(spec.stay) else tiles
         self.kernel(
             (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum, mO, mdO if const_expr(mO is not None) else None, mLSE),
@@ -127,29 +125,7 @@ class FlashAttentionBackwardDqSm90:
             for atom, _ in tma:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
-        smem = cutlass.utils.SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 2 * (2 * WARPGROUPS + 2 * spec.stages))
-        staged = [
-            smem.allocate_tensor(self.dtype, layouts[i].outer, byte_alignment=1024, swizzle=layouts[i].inner)
-            for i in (0, 0, 1, 1)
-        ]
-        warps = THREADS // cute.arch.WARP_SIZE
-        row_bytes = spec.head_dim * self.dtype.width // 8
-        pipelines, at = [], 0
-        # A slot of q or do belongs to one warpgroup, a stage of k or v to both.
-        for slots, consumers, rows in 2 * [(WARPGROUPS, warps, ROWS)] + 2 * [(spec.stages, WARPGROUPS * warps, STEP)]:
-            pipelines.append(
-                pipeline_custom.PipelineTmaAsync.create(
-                    barrier_storage=barriers + at,
-                    num_stages=slots,
-                    producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-                    consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
-                    tx_count=rows * row_bytes,
-                    defer_sync=True,
-                )
-            )
-            at += 2 * slots
-        pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        staged, pipelines = self.stage(layouts, of_rows=2)
         lengths = partial(
             SeqlenInfoQK.create,
             seqlen_q_static=outputs[0].shape[0],
@@ -165,7 +141,7 @@ class FlashAttentionBackwardDqSm90:
         place = partial(self.place, lists=lists, mDQ=outputs[0])
         pipeline_init_wait(cluster_shape_mn=(1, 1))
 
-        if warp_idx < warps:
+        if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_idx == 0:
                 self.load(tma, staged, pipelines, lists, lengths, place, tiles)
@@ -174,6 +150,40 @@ class FlashAttentionBackwardDqSm90:
             self.multiply(
                 tma[:2], staged, pipelines, sums, outputs, scales, edges, lists, aux_data, lengths, place, tiles
             )  # fmt: skip
+
+    def stage(
+        self, layouts: tuple[cute.ComposedLayout, cute.ComposedLayout], of_rows: int
+    ) -> tuple[list[cute.Tensor], list[pipeline_custom.PipelineTmaAsync]]:
+        """Shared memory of so many tensors of queries' rows, of k and of v, and the pipelines that fill it."""
+        # A slot of rows belongs to one warpgroup, a stage of k or v to both.
+        each = of_rows * [(0, WARPGROUPS, WARPS, ROWS)] + 2 * [(1, self.spec.stages, WARPGROUPS * WARPS, STEP)]
+        smem = cutlass.utils.SmemAllocator()
+        barriers = smem.allocate_array(cutlass.Int64, 2 * sum(count for _, count, _, _ in each))
+        staged, pipelines, at = [], [], 0
+        for i, *_ in each:
+            of = layouts[i]
+            staged.append(smem.allocate_tensor(self.dtype, of.outer, byte_alignment=1024, swizzle=of.inner))
+        for _, count, consumers, rows in each:
+            pipelines.append(
+                pipeline_custom.PipelineTmaAsync.create(
+                    barrier_storage=barriers + at,
+                    num_stages=count,
+                    producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+                    consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
+                    tx_count=rows * self.spec.head_dim * self.dtype.width // 8,
+                    defer_sync=True,
+                )
+            )
+            at += 2 * count
+        pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        return staged, pipelines
+
+    def all_tiles(self, lists: BlockSparseTensors, mDQ: cute.Tensor, mCuSeqlensQ: Optional[cute.Tensor]) -> Int32:
+        """Query tiles of all heads and sequences."""
+        tiles = self.tiles_of_head(lists, mDQ) * (mDQ.shape[2] // self.spec.packed_heads)
+        if const_expr(cute.rank(lists.mask_block_cnt) == 3):
+            tiles *= mDQ.shape[3] if const_expr(mCuSeqlensQ is None) else mCuSeqlensQ.shape[0] - 1
+        return tiles
 
     def tiles_of_head(self, lists: BlockSparseTensors, mDQ: cute.Tensor) -> Int32:
         """Query tiles of a batch's sequence, or where the lists of all sequences stand in a row, of all of them."""
@@ -198,15 +208,7 @@ class FlashAttentionBackwardDqSm90:
         batch, head_kv = rest // heads_kv, rest % heads_kv
         if const_expr(cute.rank(lists.mask_block_cnt) == 2):
             before = lists.cu_total_m_blocks
-            row = m_block // spec.subtiles
-            low, high = Int32(0), Int32(before.shape[0] - 1)
-            while high - low > 1:
-                middle = (low + high) // 2
-                if before[middle] <= row:
-                    low = middle
-                else:
-                    high = middle
-            batch = low
+            batch = sequence_at(before, m_block // spec.subtiles)
             m_block -= Int32(before[batch]) * spec.subtiles
         return Place(batch, head_kv * members + member, m_block)
 

@@ -12,7 +12,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.query_bits import has_bits
 from flash_attn.cute.lists.tiling import ROWS, STEP, box_columns
 
-WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
+WARPGROUPS, THREADS, WARPS = 2, 128, 4  # that multiply, and threads and warps of each
 TILE_M = WARPGROUPS * ROWS  # queries of a tile
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
 MOST_STAGES = 4

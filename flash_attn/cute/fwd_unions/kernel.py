@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.pipeline import PipelineUserType, pipeline_init_arrive, pipeline_init_wait
+from cutlass.pipeline import PipelineUserType, pipeline_init_wait
 from cutlass.utils import LayoutEnum
 from quack import layout_utils, sm90_utils
 
@@ -28,7 +28,7 @@ from flash_attn.cute.bwd_dq_sm90.kernel import (
     parts_of_stages,
 )
 from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows, tma_of_rows
-from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
+from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS, WARPS
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
 from flash_attn.cute.fwd_sm90.loads import NOWHERE, TmaTensor, key_loader, query_loader
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
@@ -76,9 +76,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         k_box = layout(spec.box, major_mode_size=spec.head_dim)
         tma_q = tma_of_rows(load, mQ, layout((ROWS, spec.head_dim)), spec.packed_heads)
         tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, bounded(t, mCuSeqlensK), k_box, spec.box) for t in (mK, mV)]
-        tiles = self.tiles_of_head(lists, mO) * (mO.shape[2] // spec.packed_heads)
-        if const_expr(cute.rank(lists.mask_block_cnt) == 3):
-            tiles *= mO.shape[3] if const_expr(not spec.packed[0]) else mCuSeqlensQ.shape[0] - 1
+        tiles = self.all_tiles(lists, mO, mCuSeqlensQ)
         grid = cutlass.min(tiles, target_sm_count()) if const_expr(spec.stay) else tiles
         self.kernel(
             (tma_q, tma_k, tma_v), (mO, mLSE), Float32(softmax_scale * math.log2(math.e)), (left, right),
@@ -105,29 +103,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
             for atom, _ in tma:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
-        smem = cutlass.utils.SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 2 * (WARPGROUPS + 2 * spec.stages))
-        staged = [
-            smem.allocate_tensor(self.dtype, layouts[i].outer, byte_alignment=1024, swizzle=layouts[i].inner)
-            for i in (0, 1, 1)
-        ]
-        warps = THREADS // cute.arch.WARP_SIZE
-        row_bytes = spec.head_dim * self.dtype.width // 8
-        pipelines, at = [], 0
-        # A slot of q belongs to one warpgroup, a stage of k or v to both.
-        for slots, consumers, rows in [(WARPGROUPS, warps, ROWS)] + 2 * [(spec.stages, WARPGROUPS * warps, STEP)]:
-            pipelines.append(
-                pipeline_custom.PipelineTmaAsync.create(
-                    barrier_storage=barriers + at,
-                    num_stages=slots,
-                    producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-                    consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
-                    tx_count=rows * row_bytes,
-                    defer_sync=True,
-                )
-            )
-            at += 2 * slots
-        pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
+        staged, pipelines = self.stage(layouts, of_rows=1)
         lengths = partial(
             SeqlenInfoQK.create,
             seqlen_q_static=outputs[0].shape[0],
@@ -141,7 +117,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         place = partial(self.place, lists=lists, mDQ=outputs[0])
         pipeline_init_wait(cluster_shape_mn=(1, 1))
 
-        if warp_idx < warps:
+        if warp_idx < WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_idx == 0:
                 self.load(tma, staged, pipelines, lists, lengths, place, tiles)

@@ -207,3 +207,22 @@ def pass_turn(
         turns = semaphore[tile, None, head // group, batch].iterator
         barrier.wait_eq(turns, thread % WARPGROUP, warpgroup, head % group)
         barrier.arrive_inc(turns, thread % WARPGROUP, warpgroup, 1)
+
+
+@cute.jit
+def sequence_at(starts: cute.Tensor, at: Int32, size: Constexpr[Optional[int]] = None) -> Int32:
+    """The packed sequence of a row, or of a tile of `size` rows: the last that starts at or before it.
+
+    Sequence s has the tiles from ``starts[s] // size + s`` on.
+    """
+    low, high = Int32(0), Int32(starts.shape[0] - 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = starts[middle]
+        if const_expr(size is not None):
+            first = first // size + middle
+        if first <= at:
+            low = middle
+        else:
+            high = middle
+    return low

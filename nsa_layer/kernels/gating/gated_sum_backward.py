@@ -26,6 +26,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.kernels.gating.gated_sum import (
     EQUAL_SHARE,
@@ -43,7 +44,6 @@ from nsa_layer.kernels.gating.gated_sum import (
 )
 from nsa_layer.kernels.gating.reduce_partials import reduce_partials
 from nsa_layer.kernels.launch import DTYPES, launch
-from nsa_layer.kernels.varlen_rows import sequence_of
 
 LOG2_EQUAL_SHARE = math.log2(EQUAL_SHARE)
 
@@ -338,7 +338,7 @@ def padded_begin(mCuSeqlens: cute.Tensor, sequence: Int32, tile_m: int) -> Int32
 @cute.jit
 def padded_position(mCuSeqlens: cute.Tensor, token: Int32, tile_m: cutlass.Constexpr[int]) -> Int32:
     """The row of a packed token in attention's backward."""
-    sequence = sequence_of(mCuSeqlens, token)
+    sequence = sequence_at(mCuSeqlens, token)
     return padded_begin(mCuSeqlens, sequence, tile_m) + token - mCuSeqlens[sequence]
 
 

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from nsa_layer.kernels.varlen_rows import sequence_of
+from flash_attn.cute.lists.rows import sequence_at
 
 WARPS = 4
 
@@ -45,7 +45,7 @@ class BlocksToTiles:
         if tile < lists.shape[2]:
             m, end = tile, rows
             if const_expr(cu_tiles is not None):
-                sequence = sequence_of(cu_tiles, tile)
+                sequence = sequence_at(cu_tiles, tile)
                 m, end = tile - cu_tiles[sequence], cu_rows[sequence + 1] - cu_rows[sequence]
             if const_expr(self.causal):
                 end = cutlass.min(end, ((m + 1) * self.q_tile + (self.kv_tile - 1)) // self.kv_tile)

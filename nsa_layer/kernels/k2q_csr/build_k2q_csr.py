@@ -12,9 +12,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 
+from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.utils import warp_prefix_sum
 from nsa_layer.kernels.k2q_csr.prefix_sums import num_items
-from nsa_layer.kernels.varlen_rows import sequence_of
 
 THREADS = 512
 WARPS = THREADS // 32
@@ -96,15 +96,15 @@ class BuildK2qCsr:
         tile, last_tile = Int32(0), lists.shape[2]
         n_first = first
         if const_expr(cu_tiles is not None):
-            first_sequence = sequence_of(cu_rows, first)
+            first_sequence = sequence_at(cu_rows, first)
             n_first -= cu_rows[first_sequence]
-            tile, last_tile = cu_tiles[first_sequence], cu_tiles[sequence_of(cu_rows, end - 1) + 1]
+            tile, last_tile = cu_tiles[first_sequence], cu_tiles[sequence_at(cu_rows, end - 1) + 1]
         if const_expr(self.causal):
             tile += n_first * self.kv_tile // self.q_tile
         for at in cutlass.range(tile + tidx, last_tile, THREADS):
             m, origin, stop = at, first, end
             if const_expr(cu_tiles is not None):
-                sequence = sequence_of(cu_tiles, at)
+                sequence = sequence_at(cu_tiles, at)
                 before = cu_rows[sequence]
                 m -= cu_tiles[sequence]
                 origin, stop = first - before, cutlass.min(end, cu_rows[sequence + 1]) - before
@@ -125,7 +125,7 @@ class BuildK2qCsr:
             else:
                 sequence, n, first_row, rows = batch, row, batch * own_rows, own_rows
                 if const_expr(cu_tiles is not None):
-                    sequence = sequence_of(cu_rows, row)
+                    sequence = sequence_at(cu_rows, row)
                     first_row = cu_rows[sequence]
                     n, rows = row - first_row, cu_rows[sequence + 1] - first_row
                 start = Int64(starts[head, place])

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32, const_expr
 
+from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.call_spec import mean_scale
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.mean_pool.segments import (
@@ -33,7 +34,6 @@ from nsa_layer.kernels.varlen_rows import (
     head_rows,
     place_of_cta,
     round_to,
-    sequence_of,
     tiles_and_batch,
     vector,
 )
@@ -80,7 +80,7 @@ class PoolKernel:
         batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
         if const_expr(mCuBlocks is not None):
-            s = sequence_of(mCuBlocks, tile, self.blocks)
+            s = sequence_at(mCuBlocks, tile, self.blocks)
             token, row = mCuSeqlens[s], mCuBlocks[s]
             rows = mCuBlocks[s + 1] - row
             tile -= row // self.blocks + s
@@ -192,7 +192,7 @@ class UnpoolKernel:
         start, row = Int32(0), Int32(0)
         end, rows = Int32(mdK.shape[cute.rank(mdK) - 3]), Int32(mdKMean.shape[cute.rank(mdKMean) - 3])
         if const_expr(mCuBlocks is not None):
-            s = sequence_of(mCuSeqlens, tile, self.tokens)
+            s = sequence_at(mCuSeqlens, tile, self.tokens)
             start, end, row = mCuSeqlens[s], mCuSeqlens[s + 1], mCuBlocks[s]
             rows = mCuBlocks[s + 1] - row
             tile -= start // self.tokens + s

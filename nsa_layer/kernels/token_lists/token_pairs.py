@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
-from nsa_layer.kernels.varlen_rows import sequence_of
+from flash_attn.cute.lists.rows import sequence_at
 
 STEP = 32  # tokens: the bits of a word
 MOST_THREADS = 512
@@ -126,7 +126,7 @@ class TokenPairs:
             if x < STEP * self.n and at < end:
                 token = at // self.parts
                 if const_expr(self.q_tile > 1 and cu_seqlens is not None):
-                    sequence = sequence_of(cu_seqlens, token)
+                    sequence = sequence_at(cu_seqlens, token)
                     token = cu_lists[sequence] + (token - cu_seqlens[sequence]) // self.q_tile
                 elif const_expr(self.q_tile > 1):
                     token = token // self.q_tile
@@ -142,7 +142,7 @@ class TokenPairs:
             if entries[i] >= 0:
                 before, end, of = Int32(0), high, sequence
                 if const_expr(cu_seqlens is not None):
-                    of = sequence_of(cu_seqlens, positions[i] // self.parts)
+                    of = sequence_at(cu_seqlens, positions[i] // self.parts)
                     before, end = cu_blocks[of], cu_blocks[of + 1] - cu_blocks[of]
                     positions[i] -= cu_seqlens[of] * self.parts
                 if const_expr(self.causal):

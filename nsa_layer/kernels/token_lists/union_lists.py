@@ -14,10 +14,10 @@ import cutlass.cute as cute
 import torch
 from cutlass import Int32, Uint32, const_expr
 
+from flash_attn.cute.lists.rows import sequence_at
 from flash_attn.cute.utils import warp_prefix_sum
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.token_lists.sizes import KEYS, MOST_WORDS, ROWS, tokens_of_tile, union_room, words_of_entry
-from nsa_layer.kernels.varlen_rows import sequence_of
 
 PER_THREAD = 8  # entries of lists, while 1,024 threads are enough for them
 MOST_ROOM = 512  # entries of a union that are made at a time
@@ -101,7 +101,7 @@ class UnionLists:
 
         origin, T, S, tile, sequence = Int32(0), queries, keys, m, batch
         if const_expr(cu_seqlens is not None):
-            sequence = sequence_of(cu_tiles, m)
+            sequence = sequence_at(cu_tiles, m)
             origin, tile = cu_lists[sequence], m - cu_tiles[sequence]
             T = cu_seqlens[sequence + 1] - cu_seqlens[sequence]
             S = cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence]

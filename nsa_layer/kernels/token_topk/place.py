@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.kernels.token_topk.spec import TokenTopKSpec
-from nsa_layer.kernels.varlen_rows import sequence_of, tiles_and_batch
+from nsa_layer.kernels.varlen_rows import tiles_and_batch
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Places:
         head, number = tile % Hkv, self.groups() - 1 - tile // Hkv
         batch, rows_before, keys_before = Int32(0), Int32(0), Int32(0)
         if const_expr(spec.packed):
-            sequence = sequence_of(mCu, number, spec.tokens)
+            sequence = sequence_at(mCu, number, spec.tokens)
             rows_before, keys_before = mCu[sequence], mCu_blocks[sequence]
             first = (number - rows_before // spec.tokens - sequence) * spec.tokens
             end = mCu[sequence + 1] - rows_before
