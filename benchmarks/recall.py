@@ -1,13 +1,14 @@
 """Multi-query recall learned with dense attention, with a choice of blocks by token, and by tile.
 
-    python benchmarks/recall.py [--lengths 128 256 512 1024] [--steps 600] [--tokens 32768] [--seeds 2] [--json FILE]
+    python benchmarks/recall.py [--lengths 32 64 128 ... 1024] [--steps 600] [--tokens 32768] [--seeds 2] [--json FILE]
 
 Pairs of a key and a value stand at random places of the first half of a sequence, one for every 8 tokens; the second
 half asks for each key once. The share of values that a model finds at the last length is its recall; blocks hold
 several pairs, so that the compressed branch alone cannot tell them apart. A model has two layers of width 128 with 4
 query heads, 1 key/value head, and for sparse attention blocks of 16, 8 of them listed, and a window of 32; it also sees
-each token's predecessor. It goes from one length to the next when it finds 99 % or has taken its steps, twice as many
-at the last. On a GPU the models learn side by side, and a step is a CUDA graph.
+each token's predecessor, and its output layer is its table of symbols. It goes from one length to the next when it
+finds 99 % or has taken its steps, twice as many at the last. On a GPU the models learn side by side, and a step is a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SYMBOLS = 256  # keys, and as many values; the last symbol of the alphabet fills
 FILLER = 2 * SYMBOLS
 WIDTH, HEADS, LAYERS = 128, 4, 2
 FOUND = 0.99  # share of values at which a model goes on to the next length
-RATE = 1e-3
+RATE = 3e-3
+LENGTHS = [32, 64, 128, 256, 512, 1024]
 LOOK = 25  # steps between looks at what a model finds
 
 
@@ -82,12 +84,15 @@ class Model(nn.Module):
 
     def __init__(self, config: NSAConfig | None) -> None:
         super().__init__()
-        self.own, self.before = (nn.Embedding(FILLER + 1, WIDTH) for _ in range(2))
+        self.symbols, self.before = nn.Embedding(FILLER + 1, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.layers = nn.Sequential(*(Layer(config) for _ in range(LAYERS)), nn.RMSNorm(WIDTH))
         self.head = nn.Linear(WIDTH, FILLER + 1, bias=False)
+        nn.init.normal_(self.symbols.weight, std=WIDTH**-0.5)
+        self.head.weight = self.symbols.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.own(tokens) + self.before(F.pad(tokens, (1, -1), value=FILLER))))
+        x = self.symbols(F.pad(tokens, (1, 0), value=FILLER))
+        return self.head(self.layers(x[:, 1:] + self.before(x[:, :-1])))
 
 
 def captured(step: Callable[[], None], generator: torch.Generator, stream: torch.cuda.Stream) -> Callable[[], None]:
@@ -153,7 +158,7 @@ def learn(name: str, seed: int, given: argparse.Namespace, shares: list[float]) 
 def main(argv: list[str] | None = None) -> None:
     """Train every variant with every seed, and print the recall of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024], help="multiples of 8 tokens")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="multiples of 8 tokens")
     parser.add_argument("--steps", type=int, default=600, help="at most, of each length; of the last twice as many")
     parser.add_argument("--tokens", type=int, default=32768, help="of a batch")
     parser.add_argument("--seeds", type=int, default=2)
