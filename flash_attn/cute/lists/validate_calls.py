@@ -120,7 +120,9 @@ def validate_call(
         ValueError: naming the first wrong entry, see `validate_lists`; the sequence too, where sequences are packed.
         NotImplementedError: `requested`, and the keys lie in pages, or the lists have bits.
     """
-    if not (requested or os.environ.get(ALWAYS) == "1") or (forward is None and backward is None):
+    if forward is None and backward is None or torch.compiler.is_compiling():  # the operator looks when it runs
+        return
+    if not (requested or os.environ.get(ALWAYS) == "1"):
         return
     if isinstance(q, FakeTensor):  # a kernel is being compiled, there are no lists
         return

@@ -1,0 +1,86 @@
+"""Operators with a backward that is an operator too; what neither has a derivative for raises, instead of giving zeros.
+
+`torch.library.register_autograd` would let forward mode return a zero tangent without a word.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+NAMESPACE = "flash_attn_4"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+Tensors = tuple[torch.Tensor, ...]
+
+
+def define(name: str, schema: str, outputs: int, compute: Callable[..., Tensors], fake: Callable[..., Tensors]) -> None:
+    """Define an operator of tensors, without its derivative.
+
+    Args:
+        schema: arguments; tensors, and lists of them, come before the star.
+    """
+    LIBRARY.define(f"{name}({schema}) -> ({', '.join(['Tensor'] * outputs)})", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=LIBRARY)
+
+    def refuse_vmap(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{NAMESPACE}: vmap over attention kernels; call them on a batch")
+
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", refuse_vmap, lib=LIBRARY)
+
+
+def differentiate(name: str, function: type[torch.autograd.Function]) -> None:
+    """Let an operator have the gradients of a function of (compute, keyword arguments, *the others)."""
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+
+    def autograd(keys: torch._C.DispatchKeySet, *args: Any, **static: Any) -> Tensors:
+        def compute(*args: Any, **static: Any) -> Tensors:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **static)
+
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise NotImplementedError(f"{NAMESPACE}: forward mode over attention kernels; use reverse mode")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return _apply(function, compute, static, *args)
+        return compute(*args, **static)
+
+    LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
+
+
+def differentiate_once(name: str) -> None:
+    """Let the gradient of an operator that is a backward raise."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(compute: Callable[..., Tensors], static: dict[str, Any], *tensors: Any) -> Tensors:
+            return compute(*tensors, **static)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple, output: Tensors) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> None:
+            raise RuntimeError(
+                f"{NAMESPACE}::{name} was asked for a second derivative: the gradients that attention kernels compute "
+                "cannot be differentiated again. Differentiate attention in plain PyTorch, or detach the gradient"
+            )
+
+    differentiate(name, Once)
+
+
+def _apply(function: type[torch.autograd.Function], compute: Callable[..., Tensors], *args: Any) -> Tensors:
+    """``function.apply`` in an operator's kernel, which each transform of `torch.func` calls at its level."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(compute, *args)
+
+    def compute_below(*args: Any, **static: Any) -> Tensors:
+        # Forward of a function records no derivatives: those of the levels below may.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return compute(*args, **static)
+
+    with enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(compute_below, *args)

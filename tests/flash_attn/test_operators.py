@@ -1,0 +1,289 @@
+"""The operators of attention: PyTorch's own checks, whole graphs, and what a graph breaks at.
+
+But for tests on a GPU the kernels' place is taken by attention in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+
+from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
+from flash_attn.cute.block_lists import lists_from_blocks, transpose_lists
+from flash_attn.cute.lists.validate_calls import ALWAYS
+from flash_attn.cute.operators import attention as operators
+
+Tensor = torch.Tensor
+STARTS = torch.tensor([0, 100, 100, 300], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of the kernels, call by call; they compute what no mask or list changes."""
+    torch._dynamo.reset()
+    made: list[dict[str, Any]] = []
+    if request.node.get_closest_marker("gpu"):
+        return made
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = (x.repeat_interleave(q.shape[-2] // k.shape[-2], -2) for x in (k, v))
+        s = torch.einsum("...qhd,...khd->...hqk", q, k)
+        return torch.einsum("...hqk,...khd->...qhd", s.softmax(-1), v), s.logsumexp(-1), s.softmax(-1)
+
+    forward_names, backward_names = (
+        list(signature(function).parameters) for function in (interface._flash_attn_fwd, interface._flash_attn_bwd)
+    )
+
+    def forward(*args: Any, **given: Any) -> tuple:
+        given |= dict(zip(forward_names, args))
+        needs_grad = any(given[name].requires_grad for name in "qkv")
+        made.append(given | dict(return_lse=given["return_lse"] or needs_grad))
+        with torch.no_grad():
+            out, lse, _ = attention(*(given[name].float() for name in "qkv"))
+        return (
+            out.to(given["q"].dtype).contiguous(),
+            lse if given["return_lse"] or needs_grad else None,
+            None,
+            None,
+            None,
+        )
+
+    def backward(*args: Any, **given: Any) -> tuple:
+        given |= dict(zip(backward_names, args))
+        made.append({name: x for name, x in given.items() if name not in ("dq", "dk", "dv")})
+        q, k, v, do = (given[name].detach().float() for name in ("q", "k", "v", "dout"))
+        with torch.no_grad():
+            o, lse, p = attention(q, k, v)
+            of_heads = (*k.shape[:-1], q.shape[-2] // k.shape[-2], -1)
+            k_all, v_all = (x.repeat_interleave(of_heads[-2], -2) for x in (k, v))
+            ds = torch.einsum("...qhd,...khd->...hqk", do, v_all) - (do * o).sum(-1).mT.unsqueeze(-1)
+            ds = p * (ds if given["dlse"] is None else ds + given["dlse"].unsqueeze(-1))
+            dq = torch.einsum("...hqk,...khd->...qhd", ds, k_all)
+            dk = torch.einsum("...hqk,...qhd->...khd", ds, q).view(of_heads).sum(-2)
+            dv = torch.einsum("...hqk,...qhd->...khd", p, do).view(of_heads).sum(-2)
+        of = tuple(x.to(given["q"].dtype) for x in (dq, dk, dv))
+        sink = given["learnable_sink"]
+        return of if sink is None else (*of, torch.ones_like(sink))
+
+    monkeypatch.setattr(interface, "_flash_attn_fwd", forward)
+    monkeypatch.setattr(interface, "_flash_attn_bwd", backward)
+    return made
+
+
+def lists() -> Any:
+    return lists_from_blocks(torch.ones(3, 3, dtype=torch.bool), block_size=(128, 128))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "every option": dict(
+        causal=True, softmax_scale=0.3, window_size=(70, 0), softcap=5.0, num_splits=2, pack_gqa=False,
+        deterministic=True, learnable_sink=torch.ones(4), return_lse=True,
+    ),
+    "lists": dict(
+        block_sparse_tensors=lists(),
+        block_sparse_tensors_bwd=lists()._replace(spt=True, plan_per_group=False, passes=1),
+    ),
+    "lists of one direction": dict(block_sparse_tensors=lists(), causal=True, return_lse=True),
+    "compressed": dict(causal=True, compress_factor=16, compress_offset=15),
+    "packed": dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=200, max_seqlen_k=200),
+    "packed, all": dict(
+        cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, seqused_q=STARTS.diff(), seqused_k=STARTS.diff(), min_seqlen_k=1,
+        block_sparse_tensors=lists(), block_sparse_tensors_bwd=lists(), seqlen_k_per_split=128, return_lse=True,
+        disable_scheduler_metadata=True, deterministic=True, validate=False,
+    ),
+}  # fmt: skip
+
+
+def leaves(packed: bool, heads_first: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    made = []
+    for heads in (4, 2, 2):
+        x = torch.randn(*([] if packed else [2]), heads, 300, 16, dtype=torch.bfloat16).transpose(-2, -3)
+        made.append((x if heads_first else x.contiguous()).requires_grad_())
+    return made
+
+
+def call(tensors: list[Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    function = flash_attn_varlen_func if "cu_seqlens_q" in given else flash_attn_func
+    return function(*tensors, **given)
+
+
+def gradients(made: tuple[Tensor, Tensor | None], of: list[Tensor]) -> tuple[Tensor, ...]:
+    out, lse = made
+    loss = out.float().square().sum() + (0 if lse is None else lse.sum())
+    return torch.autograd.grad(loss, of)
+
+
+def plain(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a kernel that can be compared."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return x.detach().float().tolist()
+        return tuple(map(of, x)) if isinstance(x, tuple) else x
+
+    absent = dict(softcap=0.0, num_splits=1, compress_factor=1, disable_scheduler_metadata=False)
+    return {name: of(x) for name, x in given.items() if x is not None and x is not False and x != absent.get(name, ())}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_graph_is_whole_and_the_kernels_get_the_same(case: str, calls: list[dict[str, Any]]) -> None:
+    given = CASES[case]
+    tensors = leaves("cu_seqlens_q" in given, heads_first=True)
+    sink = given.get("learnable_sink")
+    of = tensors if sink is None else [*tensors, sink.requires_grad_()]
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (call, compiled):
+        made = function(tensors, given)
+        found.append((made[0], made[1], *gradients(made, of)))
+    for eager, graph in zip(*found, strict=True):
+        torch.testing.assert_close(eager, graph, rtol=0, atol=0)
+    assert len(calls) == 4
+    for eager, graph in zip(calls[:2], calls[2:]):
+        assert plain(eager) == plain(graph)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """Calls of operators: each, and its arguments."""
+    made = []
+
+    def noting(op: Any) -> Callable:
+        def note(*args: Any, **static: Any) -> Any:
+            made.append((op, args, static))
+            return op(*args, **static)
+
+        return note
+
+    of_both = {name: noting(getattr(operators.OPS, name).default) for name in ("attention", "attention_backward")}
+    monkeypatch.setattr(operators, "OPS", SimpleNamespace(**of_both))
+    return made
+
+
+def by_operator(tensors: list[Tensor], given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The call as a graph has it, without one."""
+    public = flash_attn_varlen_func if "cu_seqlens_q" in given else flash_attn_func
+    bound = signature(public).bind(*tensors, **given)
+    bound.apply_defaults()
+    validate = bound.arguments.pop("validate")
+    return operators._in_graph(bound.arguments, validate)
+
+
+@pytest.mark.parametrize("case", ["every option", "lists", "packed, all"])
+def test_pytorch_finds_nothing_wrong(case: str, asked: list[tuple]) -> None:
+    given = CASES[case]
+    tensors = leaves("cu_seqlens_q" in given, heads_first=True)
+    gradients(by_operator(tensors, given), tensors)
+    (forward, args, static), (backward, args_of_backward, static_of_backward) = asked
+    opcheck(forward, args, static)
+    detached = [x.detach() if isinstance(x, Tensor) else x for x in args_of_backward]
+    opcheck(backward, tuple(detached), static_of_backward)
+
+
+def test_what_cannot_be_had_is_refused() -> None:
+    q, *rest = leaves(packed=False)
+
+    def of(q: Tensor) -> Tensor:
+        return by_operator([q, *rest], {})[0].float()
+
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(of, (q.detach(),), (q.detach(),))
+    with pytest.raises(NotImplementedError, match="vmap"):
+        torch.func.vmap(of)(torch.stack([q.detach()] * 2))
+    (dq,) = torch.autograd.grad(of(q).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.func.grad(lambda q: torch.func.grad(lambda q: of(q).sum())(q).sum())(q.detach())
+    # A transform around another one: what the inner one only passes on has the outer one's derivative, or an error.
+    torch.testing.assert_close(torch.func.grad(value_within(of))(q.detach()), dq.detach(), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(value_within(of), (q.detach(),), (q.detach(),))
+
+
+def value_within(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The sum of what a function gives, computed beside its gradient."""
+    return lambda x: torch.func.grad_and_value(lambda y: function(y).sum())(x)[1]
+
+
+def test_one_graph_for_any_length(calls: list[dict[str, Any]]) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        options = dict(causal=True, max_seqlen_q=longest, max_seqlen_k=longest)
+        return flash_attn_varlen_func(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **options)[0]
+
+    for length in (300, 200, 150):
+        starts, tensors = STARTS.clamp(max=length), [x[:length] for x in leaves(packed=True)]
+        torch._dynamo.mark_dynamic(starts, 0)
+        for x in tensors:
+            torch._dynamo.mark_dynamic(x, 0)
+        packed(*tensors, starts, length - 100).sum().backward()
+    assert [at["max_seqlen_q"] for at in calls[::2]] == [200, 100, 50]
+    assert counter.frame_count <= 2  # a number that changes is an input of the second one
+
+
+def test_functions_break_graphs_and_say_so(calls: list[dict[str, Any]]) -> None:
+    def mask(*_: Any) -> bool:
+        return True
+
+    starts = dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=torch.tensor(200))
+    for packed, options in ((False, dict(mask_mod=mask)), (True, starts)):
+        function = flash_attn_varlen_func if packed else flash_attn_func
+        tensors = leaves(packed)
+        want = torch.autograd.grad(function(tensors[0] * 2, *tensors[1:], **options)[0].sum(), tensors)
+
+        def attend(*tensors: Tensor) -> Tensor:
+            return function(tensors[0] * 2, *tensors[1:], **options)[0] + 0
+
+        got = torch.autograd.grad(torch.compile(attend, backend="aot_eager")(*tensors).sum(), tensors)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert [plain(at) for at in calls[:2]] == [plain(at) for at in calls[2:]]
+        calls.clear()
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="which are Python functions"):
+            torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors)
+
+
+def test_lists_are_looked_at_when_a_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = lists()
+    wrong.mask_block_cnt.fill_(7)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for given in (dict(validate=True), {}):
+        with pytest.raises(ValueError, match="mask_block_cnt"):
+            compiled(leaves(packed=False), dict(block_sparse_tensors=wrong, block_sparse_tensors_bwd=lists(), **given))
+        monkeypatch.setenv(ALWAYS, "1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["causal", "packed", "lists"])
+def test_the_kernels_too(case: str) -> None:
+    """Through inductor, strides that are not those of a contiguous tensor among the inputs."""
+    tensors = [
+        torch.randn(2, heads, 384, 64, device="cuda").bfloat16().transpose(1, 2).requires_grad_() for heads in (4, 2, 2)
+    ]
+    given: dict[str, Any] = dict(causal=True, deterministic=True, return_lse=True)
+    if case == "packed":
+        starts = torch.tensor([0, 100, 100, 768], dtype=torch.int32, device="cuda")
+        tensors = [x.detach().flatten(0, 1).requires_grad_() for x in tensors]
+        given |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=668, max_seqlen_k=668)
+    elif case == "lists":
+        blocks = torch.ones(3, 3, dtype=torch.bool, device="cuda").tril()
+        given["block_sparse_tensors"] = lists_from_blocks(blocks, block_size=(128, 128))
+        given["block_sparse_tensors_bwd"] = transpose_lists(given["block_sparse_tensors"], 3)
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True)):
+        made = function(tensors, given)
+        found.append((*made, *gradients(made, tensors)))
+    for eager, graph in zip(*found, strict=True):
+        assert torch.equal(eager, graph) and eager.isfinite().all()
