@@ -44,12 +44,12 @@ class FirstDerivatives(ReverseMode):
     """Backward as a function of everything that it depends on, so that every second derivative fails here."""
 
     @staticmethod
-    def forward(backend: str, compute: Callable[..., tuple], *args: Any) -> tuple:
+    def forward(compute: Callable[..., tuple], backend: str, *args: Any) -> tuple:
         return compute(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.backend = inputs[0]
+        ctx.backend = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
@@ -70,7 +70,7 @@ def first_derivatives(backend: str, compute: Callable[..., tuple], *args: Any) -
         raise NotImplementedError(VMAP)
     with autocast.off(tensors[0].device):
         if torch.is_grad_enabled() or is_transformed():
-            return FirstDerivatives.apply(backend, compute, *args)
+            return FirstDerivatives.apply(compute, backend, *args)
         return compute(*args)
 
 
@@ -177,12 +177,19 @@ def refuse_tangents(*tensors: Any) -> None:
         raise NotImplementedError(FORWARD_MODE)
 
 
-def apply_here(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` in an operator's kernel, which each transform of `torch.func` calls at its level."""
+def apply_here(function: type[torch.autograd.Function], compute: Callable[..., tuple], *args: Any) -> Any:
+    """``function.apply(compute, *args)`` in an operator's kernel, which each transform of `torch.func` calls at its
+    level."""
     if not torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
+        return function.apply(compute, *args)
+
+    def compute_below(*args: Any) -> tuple:
+        # Forward of a function records no derivatives: those of the levels below may.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return compute(*args)
+
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)
+        return super(torch.autograd.Function, function).apply(compute_below, *args)
 
 
 def is_transformed() -> bool:

@@ -487,8 +487,8 @@ def _register(
 
     class Differentiable(derivatives.ReverseMode):
         @staticmethod
-        def forward(keys: DispatchKeySet, static: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-            return _below_autograd(op, keys, *tensors, **static)
+        def forward(compute: Callable, static: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+            return compute(*tensors)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -512,14 +512,15 @@ def _register(
     def autograd(keys: DispatchKeySet, *tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*tensors)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            return derivatives.apply_here(Differentiable, keys, static, *tensors)
+            compute = partial(_below_autograd, op, keys, **static)
+            return derivatives.apply_here(Differentiable, compute, static, *tensors)
         return _below_autograd(op, keys, *tensors, **static)
 
     def autograd_of_backward(keys: DispatchKeySet, *tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*tensors)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             compute = partial(_below_autograd, op_backward, keys, **static)
-            return derivatives.apply_here(derivatives.FirstDerivatives, backend, compute, *tensors)
+            return derivatives.apply_here(derivatives.FirstDerivatives, compute, backend, *tensors)
         return _below_autograd(op_backward, keys, *tensors, **static)
 
     LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)

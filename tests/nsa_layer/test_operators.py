@@ -115,6 +115,13 @@ def test_what_cannot_be_had_is_refused() -> None:
         torch.func.grad(lambda q: torch.func.grad(lambda q: of(q).sum())(q).sum())(q.detach())
     torch.testing.assert_close(torch.func.grad(lambda q: of(q).sum())(q.detach()), dq.detach(), rtol=0, atol=0)
 
+    def value_within(q: torch.Tensor) -> torch.Tensor:  # what the inner transform passes on has the outer derivative
+        return torch.func.grad_and_value(lambda q: of(q).sum())(q)[1]
+
+    torch.testing.assert_close(torch.func.grad(value_within)(q.detach()), dq.detach(), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="nsa: forward mode"):
+        torch.func.jvp(value_within, (q.detach(),), (q.detach(),))
+
 
 def test_starts_are_those_of_the_call() -> None:
     """A caller may refill its own before backward."""
