@@ -2,6 +2,7 @@
 
 from nsa_layer.api import nsa
 from nsa_layer.config import NSAConfig
+from nsa_layer.context_parallel import ContextParallel
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.kvcache import nsa_with_kvcache
 from nsa_layer.module import NSAttention
@@ -10,6 +11,7 @@ from nsa_layer.selected import selected_attention
 from nsa_layer.side_by_side import warm_up
 
 __all__ = [
+    "ContextParallel",
     "MemoryPolicy",
     "NSACache",
     "NSAConfig",

@@ -11,6 +11,10 @@ import torch
 from nsa_layer import autocast, determinism, operators, support
 from nsa_layer.call_spec import Aux, OwnKeys
 from nsa_layer.config import NSAConfig
+from nsa_layer.context_parallel import gather, heads
+from nsa_layer.context_parallel.agreement import agree
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.whole import check_whole
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import Arguments, check_inputs
@@ -37,6 +41,7 @@ def nsa(
     v_win: torch.Tensor | None = None,
     backend: str | None = None,
     memory: MemoryPolicy = MemoryPolicy(),
+    cp: ContextParallel | None = None,
     return_aux: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Aux]:
     """Native Sparse Attention: compressed, selected and sliding-window attention, gated and summed.
@@ -75,6 +80,9 @@ def nsa(
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
             kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
         memory: the kernels' memory budget and recomputation; other backends ignore it.
+        cp: ranks that share the sequences. Tensors of tokens are this rank's part of them, those of compressed keys and
+            of tiles have a row where its first token is, ``cu_seqlens`` and weights are whole and the same on all
+            ranks. What is returned is this rank's part, and so are gradients: those of weights add up over the ranks.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
 
     Returns:
@@ -84,7 +92,7 @@ def nsa(
         TypeError, ValueError: an argument is bad; the message names it.
         NotImplementedError: the named backend does not do this on this architecture; or vmap, forward mode, or on the
             kernels a transform of torch.func.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: a second derivative is asked for; or torch.distributed is not initialised.
 
     Source: arXiv:2502.11089; for differences see the README.
     """
@@ -95,8 +103,13 @@ def nsa(
         refuse_transforms(*tensors, cu_seqlens, block_indices)
     q, k, v, *cast = autocast.cast(*tensors)
     weights, own = cast[:4], OwnKeys(*cast[4:])
-    rest = (softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own)
-    spec = check_inputs(Arguments(q, k, v, config, *weights, *rest))
+    given = Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own)
+    if cp is not None:
+        options = dict(backend=backend, memory=memory, return_aux=return_aux)
+        agree(cp, partial(check_whole, given, cp), **(given._asdict() | own._asdict() | options | dict(own=None)))
+        if cp.mode_of(k.shape[-2]) == "heads":
+            return heads.attend(nsa, cp, given, **options)
+    spec = check_inputs(given) if cp is None else check_whole(given, cp)[0]
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *cast))
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(
@@ -113,9 +126,10 @@ def nsa(
     # What only the kernels have a choice in.
     more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
-    given = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens, block_indices=block_indices) | own._asdict()
+    parts = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens, block_indices=block_indices) | own._asdict()
+    attend = _implementation(name) if cp is None else partial(gather.attend, cp, name)
     with autocast.off(q.device):
-        o, aux = _implementation(name)(q, k, v, **given, **more)
+        o, aux = attend(q, k, v, **parts, **more)
     return (o, aux) if return_aux else o
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +14,10 @@ from nsa_layer.api import nsa
 from nsa_layer.call_spec import Aux
 from nsa_layer.compression import BlockMLP, compressed
 from nsa_layer.config import NSAConfig, require_int
+from nsa_layer.context_parallel.agreement import agree
+from nsa_layer.context_parallel.blocks import compress_own
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.whole import whole_lengths
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import starts_on
 from nsa_layer.inputs import check_lengths, check_starts, refuse_nested
@@ -114,6 +120,23 @@ class NSAttention(nn.Module):
         self.compress_k = BlockMLP(num_kv_heads, D, config=config, **placed) if networks else None
         self.compress_v = BlockMLP(num_kv_heads, Dv, config=config, **placed) if networks else None
         self._reset_own_parameters()
+        self.cp: ContextParallel | None = None
+
+    def set_context_parallel(self, cp: Any, *, mode: str = "auto", load_balance: str | None = "zigzag") -> None:
+        """Share sequences among ranks: from then on x, positions and results are this rank's part, as in `nsa`.
+
+        Gradients of parameters are this rank's part: they add up over the ranks.
+
+        Args:
+            cp: a process group, a DeviceMesh of one dimension, such as ``mesh["cp"]``, or a `ContextParallel`, which
+                has a mode and a balance of its own; None: no longer.
+            mode, load_balance: as in `ContextParallel`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: what `ContextParallel` raises.
+        """
+        known = cp is None or isinstance(cp, ContextParallel)
+        self.cp = cp if known else ContextParallel(cp, mode=mode, load_balance=load_balance)
 
     def reset_parameters(self) -> None:
         """Draw projections and networks anew, set the gates to 1/2 and matrices of compression to the identity."""
@@ -164,6 +187,8 @@ class NSAttention(nn.Module):
             TypeError, ValueError: an argument is bad; the message names it. What `nsa` raises besides, and with a
                 cache `NSACache.attend`.
         """
+        if self.cp is not None:
+            agree(self.cp, partial(self._check_input, x, cu_seqlens), x=x, cu_seqlens=cu_seqlens, config=self.config)
         self._check_input(x, cu_seqlens)
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens, causal, return_aux)
@@ -180,7 +205,7 @@ class NSAttention(nn.Module):
         if self.rope is not None:
             keys = torch.cat([k, own["k_cmp"], own["k_win"]], dim=-2) if own else k
             if positions is None:
-                positions = _count_positions(x, cu_seqlens, None if cache is None else cache.cache_seqlens)
+                positions = _count_positions(x, cu_seqlens, None if cache is None else cache.cache_seqlens, self.cp)
             q, k = self.rope(q, keys, positions)
             if own:
                 k, own["k_cmp"], own["k_win"] = k.split(self.num_kv_heads, dim=-2)
@@ -205,6 +230,7 @@ class NSAttention(nn.Module):
             causal=causal,
             backend=self.backend,
             memory=self.memory,
+            cp=self.cp,
             return_aux=return_aux,
         )
         o, aux = attended if return_aux else (attended, None)
@@ -218,9 +244,21 @@ class NSAttention(nn.Module):
         weights = dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
         if self.compress_k is None and not own:
             return weights
-        lengths = None if cu_seqlens is None else check_lengths(cu_seqlens, k, "cu_seqlens", "x")
+        if cu_seqlens is None:
+            lengths = None
+        elif self.cp is None:
+            lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "x")
+        else:
+            lengths = whole_lengths(cu_seqlens, k, self.cp)
+
+        def compress(x: torch.Tensor, network: BlockMLP | None, weight: torch.Tensor | None) -> torch.Tensor:
+            static = dict(network=network, weight=weight, config=self.config)
+            if self.cp is None:
+                return compressed(x, lengths, cu_seqlens, **static)
+            return compress_own(x, lengths, self.cp, partial(compressed, **static), config=self.config)
+
         made = {
-            name: compressed(own.get(name, x), lengths, cu_seqlens, network=network, weight=weight, config=self.config)
+            name: compress(own.get(name, x), network, weight)
             for name, x, network, weight in zip(
                 ("k_cmp", "v_cmp"), (k, v), (self.compress_k, self.compress_v), weights.values()
             )
@@ -256,6 +294,8 @@ class NSAttention(nn.Module):
             )
         if cache.config != self.config:
             raise ValueError(f"cache must be of the layer's config {self.config}, got {cache.config}")
+        if self.cp is not None:
+            raise NotImplementedError("cache on a layer that shares sequences: set_context_parallel(None) before")
         if causal is not True or return_aux:
             raise ValueError(f"cache needs causal=True and return_aux=False, got {causal!r} and {return_aux!r}")
         sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -284,14 +324,18 @@ def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, head_dim: int | No
 
 
 def _count_positions(
-    x: torch.Tensor, cu_seqlens: torch.Tensor | None, before: torch.Tensor | None = None
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    before: torch.Tensor | None = None,
+    cp: ContextParallel | None = None,
 ) -> torch.Tensor:
     """Positions within each sequence: int64 [T] or [total]; computed on the device, without a synchronisation.
 
     Args:
         before: [sequences], tokens of each sequence ahead of x; a batch's positions are [B, T] then.
+        cp: x is this rank's part.
     """
-    index = torch.arange(x.shape[-2], device=x.device)
+    index = torch.arange(x.shape[-2], device=x.device) if cp is None else cp.places(x.shape[-2], x.device)
     if cu_seqlens is None:
         return index if before is None else index + before.long()[:, None]
     starts = starts_on(cu_seqlens, x.device).long()

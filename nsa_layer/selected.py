@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from nsa_layer import autocast, operators, support
 from nsa_layer.call_spec import ListSpec
 from nsa_layer.config import WIDEST_TILE, NSAConfig, require_int
+from nsa_layer.context_parallel import selected as context_parallel
+from nsa_layer.context_parallel.agreement import agree
+from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import check_lengths, check_lists, check_qkv, check_scale, refuse_nested
 
@@ -34,6 +38,7 @@ def selected_attention(
     deterministic: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
+    cp: ContextParallel | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of every query to the blocks of keys that its list names.
 
@@ -58,6 +63,7 @@ def selected_attention(
         deterministic: the same input gives the same bits twice, backward included.
         return_lse: also return the log-sum-exp, which carries no gradient.
         backend: as for `nsa`.
+        cp: as for `nsa`, where queries are those of all keys.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; a query that sees no key gives 0. With ``return_lse`` a pair
@@ -75,6 +81,13 @@ def selected_attention(
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
     require_int("block_size", block_size, least=1)
+    if cp is not None:
+        static = dict(block_size=block_size, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic)
+        static |= dict(return_lse=return_lse, backend=backend)
+        apart = cu_seqlens_k is not None or q_offset is not None
+        named = dict(q=q, k=k, v=v, block_indices=block_indices, cu_seqlens=cu_seqlens)
+        agree(cp, partial(context_parallel.check, cp, q, k, v, block_indices, cu_seqlens, apart), **named, **static)
+        return context_parallel.attend(selected_attention, cp, **named, **static)
     if cu_seqlens is None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None

@@ -39,7 +39,7 @@ ROOM_OF = {
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PICTURE = re.compile(r"(?<=do not edit -->\n).*?(?=<!-- end -->)", re.DOTALL)
 PATHS = re.compile(r"`((?:nsa_layer|nsa_tools|flash_attn|patches|tests|fuzz|benchmarks|docs)/[\w/.]*)`")
-FREE = {"nsa_layer/integrations/", "nsa_layer/cp/"}
+FREE = {"nsa_layer/integrations/"}
 # What the kernels need beside PyTorch; imported lazily, with them.
 KERNELS = {"cuda", "cutlass"}
 

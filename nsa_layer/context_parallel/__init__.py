@@ -1,0 +1,5 @@
+"""Context parallelism: ranks that share sequences, each with a part of the tokens."""
+
+from nsa_layer.context_parallel.spec import ContextParallel
+
+__all__ = ["ContextParallel"]

@@ -1,0 +1,69 @@
+"""One exchange of a call's description, so that ranks that disagree get an error instead of waiting for one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
+
+CAPACITY = 1024
+RAGGED = ("k_cmp", "v_cmp", "block_indices")  # ranks may have more rows of them, or fewer
+# Descriptions that all ranks of a group have; an equal call exchanges nothing.
+_agreed: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+
+
+def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object) -> None:
+    """Compare a call's arguments with those of the other ranks, at the first call like it; in a graph never.
+
+    Args:
+        check: raises what is wrong with this rank's arguments, at the first call.
+
+    Raises:
+        TypeError: cp is no ContextParallel.
+        RuntimeError: torch.distributed is not initialised; or the first call like it is captured in a CUDA graph.
+        ValueError: the ranks' shapes, dtypes, options or need of gradients differ, or some rank's arguments are bad:
+            on every rank.
+    """
+    if not isinstance(cp, ContextParallel):
+        raise TypeError(f"cp must be a ContextParallel or None, got {type(cp).__name__}")
+    if torch.compiler.is_compiling():
+        return
+    require_initialized()
+    recorded = torch.is_grad_enabled()
+    arguments |= {"cp.mode": cp.mode, "cp.load_balance": cp.load_balance}
+    described = tuple((name, _described(name, value, recorded)) for name, value in arguments.items())
+    key = (cp.group_name, described)
+    if key in _agreed:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a call with these shapes is captured in a CUDA graph before it was made once")
+    wrong = None
+    try:
+        check()
+    except (NotImplementedError, TypeError, ValueError) as error:
+        wrong = error
+    answers: list = [None] * cp.size
+    dist.all_gather_object(answers, (described, wrong and str(wrong)), group=cp.group)
+    for rank, (theirs, _) in enumerate(answers):
+        for (name, first), (_, value) in zip(answers[0][0], theirs):
+            if first != value:
+                raise ValueError(f"ranks disagree on {name}: rank 0 has {first}, rank {rank} has {value}") from wrong
+    if wrong is not None:
+        raise wrong
+    for rank, (_, said) in enumerate(answers):
+        if said is not None:
+            raise ValueError(f"rank {rank}: {said}")
+    if len(_agreed) >= CAPACITY:
+        _agreed.clear()
+    _agreed.add(key)
+
+
+def _described(name: str, value: object, recorded: bool) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    gradient = " with a gradient" if recorded and value.requires_grad else ""
+    shape = f"(.., {', '.join(map(str, value.shape[-2:]))})" if name in RAGGED else str(tuple(value.shape))
+    return f"{value.dtype} {shape} on {value.device.type}{gradient}"

@@ -1,0 +1,48 @@
+"""Compression of the blocks that start in a rank's chunks, with the tokens of following ones that they reach into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.context_parallel.collectives import gather
+from nsa_layer.context_parallel.rows import Rows, pieces
+from nsa_layer.context_parallel.spec import ContextParallel
+
+Tensor = torch.Tensor
+Compress = Callable[[Tensor, tuple[int, ...] | None], Tensor]
+
+
+def compress_own(
+    x: Tensor, lengths: tuple[int, ...] | None, cp: ContextParallel, compress: Compress, *, config: NSAConfig
+) -> Tensor:
+    """What becomes of the blocks that start in this rank's chunks.
+
+    Args:
+        x: [B, n, H, D], packed [n, H, D].
+        lengths: of the whole call's packed sequences.
+        compress: makes [B, Tc, H, D] of [B, T, H, D], or of packed ones and their lengths.
+
+    Returns:
+        [B, rows, H, D], packed [rows, H, D].
+    """
+    batch = x if lengths is None else x[None]
+    chunk = batch.shape[1] // len(cp.chunks)
+    wanted = pieces(lengths or (batch.shape[1] * cp.size,), chunk, config.span, config.stride)
+    behind = max(0, max(piece.begin + sum(piece.lengths) for piece in wanted) - chunk)
+    parts = batch.split(chunk, dim=1)
+    following = None
+    if behind:
+        each = min(chunk, behind)
+        begins = Rows((each,) * cp.count, cp.size, cp.load_balance)
+        following = gather(torch.cat([part[:, :each] for part in parts], dim=1), begins, cp)
+    made = []
+    for part, number in zip(parts, cp.chunks, strict=True):
+        begin, own, _ = wanted[number]
+        if following is not None:
+            part = torch.cat([part, following[:, (number + 1) * each :][:, :behind]], dim=1)
+        part = part[:, begin : begin + sum(own)]
+        made.append(compress(part, None) if lengths is None else compress(part[0], own))
+    return torch.cat(made, dim=1 if lengths is None else 0)

@@ -1,0 +1,102 @@
+"""Each rank attends with its own queries to the keys and values of all ranks.
+
+Compressed keys are made where their blocks start, and gathered.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nsa_layer import support
+from nsa_layer.call_spec import Aux, CallSpec, require_choice_by_token
+from nsa_layer.compression import compressed
+from nsa_layer.context_parallel.blocks import compress_own
+from nsa_layer.context_parallel.collectives import gather
+from nsa_layer.context_parallel.rows import Rows, of_blocks
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.stretches import stretches_of
+
+Tensor = torch.Tensor
+
+
+def attend(
+    cp: ContextParallel,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: CallSpec,
+    gate_weight: Tensor | None,
+    gates: Tensor | None,
+    compress_k_weight: Tensor | None,
+    compress_v_weight: Tensor | None,
+    k_cmp: Tensor | None,
+    v_cmp: Tensor | None,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    cu_seqlens: Tensor | None,
+    block_indices: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Aux]:
+    """The operator on a rank's queries; arguments as `nsa` has checked them, ``spec`` of the whole call.
+
+    Raises:
+        NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut.
+    """
+    config, packed, local = spec.config, spec.lengths is not None, q.shape[-3]
+    if block_indices is None:
+        require_choice_by_token(config, "cp with mode='gather'")
+    elif config.q_tile > 1 and (packed or local // len(cp.chunks) % config.q_tile):
+        raise NotImplementedError(
+            f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"
+        )
+    lengths = spec.lengths or (local * cp.size,)
+    tokens = Rows.of_tokens(cp, local)
+    blocks = of_blocks(cp, lengths, tokens.counts[0], config.span, config.stride)
+
+    def whole(x: Tensor, rows: Rows) -> Tensor:
+        return gather(x[None], rows, cp)[0] if packed else gather(x, rows, cp)
+
+    def made(x: Tensor, weight: Tensor | None) -> Tensor:
+        def mean(tokens: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
+            return compressed(tokens, lengths, network=None, weight=weight, config=config)
+
+        return compress_own(x, spec.lengths, cp, mean, config=config)
+
+    k_cmp = whole(made(k, compress_k_weight) if k_cmp is None else k_cmp, blocks)
+    v_cmp = whole(made(v, compress_v_weight) if v_cmp is None else v_cmp, blocks)
+    of_tokens = dict(k=k, v=v, k_win=k_win, v_win=v_win)
+    of_tokens = {name: None if x is None else whole(x, tokens) for name, x in of_tokens.items()}
+
+    def rows(x: Tensor | None, which: slice) -> Tensor | None:
+        return x if x is None else x[which] if packed else x[:, which]
+
+    found, sequences, tile = [], 1 if packed else q.shape[0], config.q_tile
+    for stretch in stretches_of(cp, local, spec.lengths, cut=spec.causal and block_indices is None):
+        blocks_here, (first, end) = stretch.blocks(spec, config), (stretch.queries.start, stretch.queries.stop)
+        lists = rows(block_indices, slice(first // tile, -(-end // tile)))
+        keys = {name: rows(x, stretch.keys) for name, x in of_tokens.items()}
+        keys |= dict(k_cmp=rows(k_cmp, blocks_here), v_cmp=rows(v_cmp, blocks_here))
+        own = dict(gate_weight=gate_weight, gates=rows(gates, stretch.queries), block_indices=lists)
+        static = dict(spec=stretch.spec(spec), q_offset=stretch.offsets(sequences, q.device), cu_seqlens=None)
+        static |= dict(compress_k_weight=None, compress_v_weight=None)
+        run = import_module(support.BACKENDS[backend]).attend
+        found.append(run(rows(q, stretch.queries), **keys, **own, **static, **options))
+    dim = 0 if packed else 1
+    o = torch.cat([o for o, _ in found], dim)
+    auxes = [aux for _, aux in found]
+    return o, None if auxes[0] is None else joined_aux(auxes, spec, max(lengths), dim, block_indices)
+
+
+def joined_aux(auxes: list[Aux], spec: CallSpec, longest: int, dim: int, block_indices: Tensor | None) -> Aux:
+    """Those of a rank's stretches, as those of its tokens."""
+    lists, width = [aux.block_indices for aux in auxes], spec.config.list_width(longest)
+    if block_indices is None:
+        lists = torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) for x in lists], dim)
+    lses = (torch.cat([getattr(aux, name) for aux in auxes], -1) for name in ("lse_cmp", "lse_slc", "lse_swa"))
+    return Aux(lists if block_indices is None else block_indices, torch.cat([aux.gates for aux in auxes], dim), *lses)

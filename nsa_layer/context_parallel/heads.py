@@ -1,0 +1,133 @@
+"""Each rank attends with all tokens of a part of the heads: exchanges before and after a call that knows nothing of it.
+
+Source: arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa_layer.call_spec import Aux
+from nsa_layer.context_parallel.collectives import (
+    receive_of_heads,
+    receive_of_tokens,
+    send_to_heads,
+    send_to_tokens,
+)
+from nsa_layer.context_parallel.rows import Rows
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, WEIGHTS, check_whole
+from nsa_layer.inputs import Arguments
+
+Tensor = torch.Tensor
+OF_TOKENS = ("q", "k", "v", "gates", "k_win", "v_win")
+LONG = 1 << 16  # tokens from which on a GPU exchanges the next heads beside the attention of those before
+
+
+class Tokens(NamedTuple):
+    """A tensor of rows by rank and heads: x [B, n, H, ...], packed [n, H, ...]."""
+
+    x: Tensor
+    rows: Rows
+
+
+def attend(
+    nsa: Callable[..., Tensor | tuple[Tensor, Aux]],
+    cp: ContextParallel,
+    given: Arguments,
+    *,
+    return_aux: bool,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Aux]:
+    """`nsa` of a rank's tokens.
+
+    Args:
+        given: arguments of `nsa` that are a rank's parts.
+        options: the others of `nsa`.
+
+    Raises:
+        TypeError, ValueError: an argument is bad, or the ranks do not divide the key/value heads.
+    """
+    spec, held = check_whole(given, cp)
+    packed, tiles = given.cu_seqlens is not None, TOKENS if given.config.q_tile == 1 else TILES
+    kinds = dict.fromkeys(OF_TOKENS, TOKENS) | dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=tiles)
+    tensors = {name: x for name, x in (given._asdict() | given.own._asdict()).items() if x is not None}
+    named = {name: tensors[name] for name in kinds if name in tensors}
+    asked = {kinds[name] for name in named} | ({tiles} if return_aux else set())
+    if asked - held.keys():
+        raise NotImplementedError(
+            f"cp in a graph, with cu_seqlens and rows of {', '.join(sorted(asked - held.keys()))}"
+        )
+    parts = {name: Tokens(x, held[kinds[name]]) for name, x in named.items()}
+    weights = {name: tensors[name] for name in WEIGHTS if name in tensors}
+    static = ("config", "softmax_scale", "cu_seqlens", "max_seqlen", "causal")
+    options |= {name: getattr(given, name) for name in static}
+    if spec.lengths is not None:  # no second look at what may be on a GPU
+        options["cu_seqlens"] = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
+    rows = held[TOKENS]
+
+    def call(**tensors: Tensor) -> list[Tokens]:
+        made = nsa(**tensors, **options, return_aux=return_aux)
+        if not return_aux:
+            return [Tokens(made, rows)]
+        o, aux = made
+        lses = (x.mT for x in (aux.lse_cmp, aux.lse_slc, aux.lse_swa))
+        return [Tokens(o, rows), Tokens(aux.block_indices, held[tiles]), *(Tokens(x, rows) for x in (aux.gates, *lses))]
+
+    o, *rest = over_heads(call, cp, parts, weights, packed=packed, heads=given.k.shape[-2])
+    if not return_aux:
+        return o
+    return o, Aux(*rest[:2], *(x.mT.contiguous() for x in rest[2:]))
+
+
+def over_heads(
+    call: Callable[..., list[Tokens]],
+    cp: ContextParallel,
+    parts: dict[str, Tokens],
+    weights: dict[str, Tensor],
+    *,
+    packed: bool,
+    heads: int,
+) -> list[Tensor]:
+    """Call with all rows of this rank's heads, a few at a time.
+
+    Args:
+        call: takes the tensors and weights by name, all rows of some heads, and gives tensors of the same kind.
+        weights: [H, ...], the same on every rank; of their gradients each rank has those of its heads.
+        heads: key/value heads.
+
+    Returns:
+        This rank's rows of all heads of what the calls give.
+    """
+    first = next(iter(parts.values()))
+    long = first.x.is_cuda and sum(first.rows.counts) >= LONG and not torch.compiler.is_compiling()
+    steps = heads // cp.size if long else 1
+    sending: list[dict[str, Any]] = [{} for _ in range(steps)]
+    for name, (x, rows) in parts.items():
+        x = x.unsqueeze(0) if packed else x
+        for step, part in enumerate(x.unflatten(2, (cp.size, steps, -1)).unbind(3)):
+            sending[step][name] = part, rows
+    mine = {name: w.unflatten(0, (cp.size, steps, -1))[cp.rank].unbind(0) for name, w in weights.items()}
+
+    def send(step: int) -> dict[str, Tensor]:
+        return {name: send_to_heads(x, rows, cp) for name, (x, rows) in sending[step].items()}
+
+    # Backward goes in the opposite order, so that there, too, exchanges are launched before the attention beside them.
+    sent, answers = send(0), []
+    for step in range(steps):
+        following = send(step + 1) if step + 1 < steps else {}
+        received = {name: receive_of_heads(x, parts[name].rows, cp) for name, x in sent.items()}
+        received = {name: x[0] if packed else x for name, x in received.items()}
+        made = call(**received, **{name: w[step] for name, w in mine.items()})
+        answers.append([(send_to_tokens(x.unsqueeze(0) if packed else x, rows, cp), rows) for x, rows in made])
+        sent = following
+    results = []
+    for steps_of_one in zip(*answers, strict=True):
+        found = [receive_of_tokens(x, rows, cp) for x, rows in steps_of_one]
+        whole = torch.stack(found, dim=3).flatten(2, 4) if steps > 1 else found[0].flatten(2, 3)
+        results.append(whole[0] if packed else whole)
+    return results

@@ -1,0 +1,78 @@
+"""A rank's chunks as stretches of queries, each with the keys of the whole call that it may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.config import NSAConfig
+from nsa_layer.context_parallel.spec import ContextParallel
+
+Tensor = torch.Tensor
+
+
+class Stretch(NamedTuple):
+    """Queries of one chunk.
+
+    Attributes:
+        queries: rows of the rank's tokens.
+        keys: rows of the whole call's tokens: of all sequences here, up to the chunk's end where they are cut.
+        lengths: (queries, keys, position of the first query) of each sequence here; of a batch one for all.
+        before: sequences that end before the chunk.
+    """
+
+    queries: slice
+    keys: slice
+    lengths: tuple[tuple[int, int, int], ...]
+    before: int
+
+    def spec(self, whole: CallSpec) -> CallSpec:
+        """The static side of this stretch's call."""
+        if whole.lengths is None:
+            return whole
+        queries, keys, _ = zip(*self.lengths)
+        return replace(whole, lengths=queries, lengths_k=keys)
+
+    def blocks(self, whole: CallSpec, config: NSAConfig) -> slice:
+        """Rows of the whole call's compressed keys."""
+        count = config.compressed_length
+        begin = sum(map(count, whole.lengths[: self.before])) if whole.lengths else 0
+        return slice(begin, begin + sum(count(S) for _, S, _ in self.lengths))
+
+    def offsets(self, sequences: int, device: torch.device) -> Tensor:
+        """int32 [sequences], of a batch or of the packed ones here."""
+        first = [at for *_, at in self.lengths]
+        return torch.tensor(first * sequences if len(first) == 1 else first, dtype=torch.int32, device=device)
+
+
+def stretches_of(cp: ContextParallel, local: int, lengths: Sequence[int] | None, *, cut: bool) -> list[Stretch]:
+    """Those of this rank.
+
+    Args:
+        local: tokens of a rank.
+        lengths: of the whole call's packed sequences; None: of one length.
+        cut: leave out keys after the chunk: none of its queries sees them, and no list names them.
+    """
+    size = local // len(cp.chunks)
+    ends = list(accumulate(lengths or (local * cp.size,)))
+    found = []
+    for place, chunk in enumerate(cp.chunks):
+        begin, end = chunk * size, (chunk + 1) * size
+        first = next(s for s, after in enumerate(ends) if after > begin)
+        start = ends[first - 1] if first else 0
+        keys, each, s, at = slice(start, start), [], first, start
+        while at < end:
+            after = ends[s]
+            inside = min(after, end)
+            if inside > at:
+                until = inside if cut else after
+                each.append((inside - max(begin, at), until - at, max(0, begin - at)))
+                keys = slice(start, until)
+            at, s = after, s + 1
+        found.append(Stretch(slice(place * size, (place + 1) * size), keys, tuple(each), first))
+    return found

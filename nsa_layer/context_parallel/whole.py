@@ -1,0 +1,89 @@
+"""The whole call that ranks share, as its shapes: checked before anything is sent."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.config import NSAConfig
+from nsa_layer.context_parallel import rows
+from nsa_layer.context_parallel.rows import Rows
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.inputs import Arguments, check_inputs, check_lengths, check_qkv, check_starts
+
+Tensor = torch.Tensor
+WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
+TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
+
+
+def check_whole(given: Arguments, cp: ContextParallel) -> tuple[CallSpec, dict[str, Rows]]:
+    """Check a rank's arguments of `nsa` as parts of a whole call; everything but values of lists.
+
+    Returns:
+        The whole call's static side, in a graph without lengths, and rows by kind: "tokens"; "blocks", which are
+        compressed keys, where they are given; and "tiles", which have lists; in a packed graph of tokens alone.
+
+    Raises:
+        TypeError, ValueError: an argument is bad, or the mode does not fit.
+    """
+    q, cu_seqlens, packed, config = given.q, given.cu_seqlens, given.cu_seqlens is not None, given.config
+    check_qkv(q, given.k, given.v, packed=packed)
+    cp.mode_of(given.k.shape[-2])
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    local = q.shape[-3]
+    held = {TOKENS: check_tokens(local, cp)}
+    total, chunk = local * cp.size, local // len(cp.chunks)
+    if packed and torch.compiler.is_compiling():
+        return check_inputs(given._replace(block_indices=None)), held
+    lengths = (total,)
+    if packed:
+        lengths = whole_lengths(cu_seqlens, q, cp)
+        cu_seqlens = cu_seqlens.cpu()
+    if given.own.k_cmp is not None or given.own.v_cmp is not None:
+        held[BLOCKS] = rows.of_blocks(cp, lengths, chunk, config.span, config.stride)
+    held[TILES] = held[TOKENS] if config.q_tile == 1 else rows.of_tiles(cp, lengths, chunk, config.q_tile)
+
+    def on_device(name: str, x: Tensor | None) -> Tensor | None:
+        if isinstance(x, torch.Tensor) and x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        return x
+
+    def whole(name: str, x: Tensor | None, kind: str = TOKENS) -> Tensor | None:
+        if not isinstance(x, torch.Tensor) or x.dim() < 3:
+            return x
+        on_device(name, x)
+        expected = sum(held[kind].of_rank(cp.rank))
+        if x.shape[0 if packed else 1] != expected:
+            lead = (expected,) if packed else (q.shape[0], expected)
+            raise ValueError(f"{name} must have this rank's {kind}, {lead}, first, got shape {tuple(x.shape)}")
+        return _like(x, sum(held[kind].counts), 0 if packed else 1)
+
+    own = {name: whole(name, x, BLOCKS if "cmp" in name else TOKENS) for name, x in given.own._asdict().items()}
+    weights = {
+        name: on_device(name, getattr(given, name))
+        for name in ("gate_weight", "compress_k_weight", "compress_v_weight")
+    }
+    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in weights.items()}
+    parts = {name: whole(name, getattr(given, name)) for name in ("q", "k", "v", "gates")}
+    parts["block_indices"] = whole("block_indices", given.block_indices, TILES)
+    spec = check_inputs(given._replace(**parts, **meta, own=given.own._replace(**own), cu_seqlens=cu_seqlens))
+    return spec, held
+
+
+def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:
+    """Lengths of the sequences that the ranks' tokens, such as x [n, ...], are of; TypeError or ValueError."""
+    check_starts(cu_seqlens)
+    return check_lengths(cu_seqlens.cpu(), _like(x, len(x) * cp.size), "cu_seqlens", f"the {cp.size} ranks")
+
+
+def check_tokens(local: int, cp: ContextParallel) -> Rows:
+    """Raise ValueError where a rank's tokens are no equal chunks."""
+    if local % len(cp.chunks):
+        raise ValueError(f"q must have an even number of tokens on a rank, for load_balance='zigzag', got {local}")
+    return Rows.of_tokens(cp, local)
+
+
+def _like(x: Tensor, length: int, dim: int = 0) -> Tensor:
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return torch.empty(shape, dtype=x.dtype, device="meta")

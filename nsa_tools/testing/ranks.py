@@ -1,0 +1,69 @@
+"""Processes that are the ranks of a group on gloo, and run what a test hands to them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import nsa_layer  # noqa: F401, once for all processes: they are forked from one that has it
+
+Work = Callable[..., Any]
+TIMEOUT = 60.0
+
+
+@contextmanager
+def ranks(sizes: Sequence[int], store: str) -> Iterator[Callable[..., list[Any]]]:
+    """Processes of the default group, as many as the largest of `sizes`, and a function that has work done.
+
+    The function takes a size, work and its arguments: each of the first ranks calls ``work(group, *args)`` with the
+    group of that size, and what they return is given back, by rank. Work is a function of a module. An exception
+    becomes an AssertionError with every rank's traceback.
+
+    Args:
+        store: a path for the rendezvous, where there is no file.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    pipes, processes = [], []
+    for rank in range(max(sizes)):
+        here, there = context.Pipe()
+        arguments = (rank, tuple(sizes), store, there)
+        processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+        processes[-1].start()
+        pipes.append(here)
+
+    def run(size: int, work: Work, *args: Any) -> list[Any]:
+        for pipe in pipes[:size]:
+            pipe.send((size, work, args))
+        answers = [pipe.recv() if pipe.poll(TIMEOUT) else (False, "no answer") for pipe in pipes[:size]]
+        failed = [f"rank {rank}:\n{answer}" for rank, (done, answer) in enumerate(answers) if not done]
+        assert not failed, "\n".join(failed)
+        return [answer for _, answer in answers]
+
+    try:
+        yield run
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, sizes: tuple[int, ...], store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    within = timedelta(seconds=TIMEOUT / 2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(sizes), timeout=within)
+    groups = {size: dist.new_group(range(size)) for size in sizes}
+    while True:
+        size, work, args = pipe.recv()
+        try:
+            pipe.send((True, work(groups[size], *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

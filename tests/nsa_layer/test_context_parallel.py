@@ -1,0 +1,248 @@
+"""Ranks that share sequences give what one process gives: processes on gloo, in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nsa_layer import ContextParallel, NSAConfig, NSAttention, nsa, selected_attention
+from nsa_layer.context_parallel.rows import Rows, of_blocks
+from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
+from nsa_layer.inputs import Arguments
+from nsa_layer.rope import RotaryEmbedding
+from nsa_tools.testing.cases import LSES, Case, make_inputs, run
+from nsa_tools.testing.ranks import ranks
+
+Ranks = Callable[..., list[Any]]
+WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
+SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
+OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
+OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")
+BOTH = ("heads", "gather")
+
+CASES = {
+    "batch": (Case(B=2, T=96, config=SMALL), BOTH),
+    "overlapping": (Case(T=80, Hq=8, Hkv=4, config=OVERLAPPING, compress_weights=True), BOTH),
+    "packed": (Case(lengths=(40, 0, 3, 53), config=SMALL, gate="given"), BOTH),
+    "packed, overlapping": (Case(lengths=(40, 1, 3, 52), config=OVERLAPPING, compress_weights=True), BOTH),
+    "not causal": (Case(B=2, T=80, config=OVERLAPPING, causal=False, gate="none"), BOTH),
+    "not causal, packed": (Case(lengths=(30, 50), config=SMALL, causal=False), BOTH),
+    "own keys": (Case(B=2, T=80, config=OVERLAPPING, own_keys=OWN_KEYS), BOTH),
+    "own keys, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL, own_keys=OWN_KEYS), BOTH),
+    "one head": (Case(T=64, Hq=3, Hkv=1, config=SMALL), ("gather",)),
+    "by tile": (Case(T=96, config=SMALL.replace(q_tile=16)), ("heads",)),
+    "by tile, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL.replace(q_tile=16)), ("heads",)),
+}
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks((2, 4), str(tmp_path_factory.mktemp("ranks") / "store")) as run:
+        yield run
+
+
+def held(x: torch.Tensor, rows: Any, cp: ContextParallel, dim: int) -> torch.Tensor:
+    """This rank's rows of a whole tensor."""
+    chunks = x.split(rows.counts, dim)
+    return torch.cat([chunks[chunk] for chunk in cp.chunks], dim)
+
+
+def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed: bool = False) -> None:
+    """On each rank: its part of everything is that of one process."""
+    cp = ContextParallel(group, mode=mode, load_balance=load_balance)
+    inputs = make_inputs(case)
+    lists = run("eager", inputs).aux.block_indices if listed else None
+    more = dict(block_indices=lists) if listed else {}
+    expected = run("eager", inputs, **more)
+    dim, packed = (0, True) if case.lengths else (1, False)
+    kinds = {name: BLOCKS if "cmp" in name else TOKENS for name in inputs.tensors() if name not in WEIGHTS}
+    total = inputs.q.shape[dim]
+    stand_in = inputs.q.narrow(dim, 0, total // cp.size)
+    rest = (None, inputs.cu_seqlens, None, case.causal)
+    rows = check_whole(Arguments(*[stand_in] * 3, case.config, *[None] * 4, *rest), cp)[1]
+    chunk = rows[TOKENS].counts[0]
+    rows[BLOCKS] = of_blocks(cp, case.lengths or (total,), chunk, case.config.span, case.config.stride)
+    given = inputs.tensors()
+    local = {name: held(x, rows[kinds[name]], cp, dim) if name in kinds else x for name, x in given.items()}
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in local.items()}
+    if listed:
+        more = dict(block_indices=held(lists, rows[TILES], cp, dim))
+    static = dict(config=case.config, causal=case.causal, cu_seqlens=inputs.cu_seqlens, return_aux=True)
+    o, aux = nsa(**leaves, **static, **more, cp=cp)
+    grads = torch.autograd.grad(o, list(leaves.values()), held(inputs.do, rows[TOKENS], cp, dim))
+    close = dict(rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(o, held(expected.o, rows[TOKENS], cp, dim), **close)
+    assert torch.equal(aux.block_indices, held(expected.aux.block_indices, rows[TILES], cp, dim))
+    torch.testing.assert_close(aux.gates, held(expected.aux.gates, rows[TOKENS], cp, dim), **close)
+    for name in LSES:
+        whole = getattr(expected.aux, name)
+        torch.testing.assert_close(getattr(aux, name), held(whole, rows[TOKENS], cp, -1), **close)
+    for (name, whole), d in zip(expected.grads.items(), grads):
+        if name in WEIGHTS:
+            dist.all_reduce(d, group=group)
+        else:
+            whole = held(whole, rows[kinds[name]], cp, dim)
+        torch.testing.assert_close(d, whole, **close, msg=lambda said: f"d{name}: {said}")
+
+
+RANKS = [(2, "zigzag"), (4, "zigzag"), (4, None), (2, None)]
+
+
+def all_of_them() -> Iterator[Any]:
+    """Every case on every kind of ranks; all but one kind for each case are sweeps."""
+    for turn, name in enumerate(CASES):
+        for at, kind in enumerate(RANKS):
+            yield pytest.param(name, *kind, marks=[pytest.mark.sweep] if at != turn % len(RANKS) else [])
+
+
+@pytest.mark.parametrize("name, size, load_balance", all_of_them())
+def test_ranks_give_what_one_gives(name: str, size: int, load_balance: str | None, on_ranks: Ranks) -> None:
+    case, modes = CASES[name]
+    case = replace(case, D=8, Dv=6, dtype=torch.float64)
+    for mode in modes:
+        if mode == "gather" or case.Hkv % size == 0:
+            on_ranks(size, compare, case, mode, load_balance)
+
+
+def attend_to_lists(group: Any, case: Case, mode: str, load_balance: str | None, q_tile: int, heads: int) -> None:
+    """`selected_attention` on each rank, with lists of `heads` heads."""
+    cp = ContextParallel(group, mode=mode, load_balance=load_balance)
+    inputs, dim = make_inputs(case), 0 if case.lengths else 1
+    T = inputs.q.shape[dim]
+    draw = torch.Generator().manual_seed(1)
+    shape = (*([case.B] if dim else []), -(-T // q_tile), heads, 3)
+    lists = torch.randint(-1, min(case.lengths or (T,)) // 8, shape, generator=draw, dtype=torch.int32)
+    tokens = Rows.of_tokens(cp, T // cp.size)
+    of_lists = Rows(tuple(count // q_tile for count in tokens.counts), cp.size, load_balance)
+    static = dict(block_size=8, causal=case.causal, cu_seqlens=inputs.cu_seqlens, return_lse=True)
+
+    def step(q: Any, k: Any, v: Any, lists: Any, do: Any, **more: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        o, lse = selected_attention(*leaves, lists, **static, **more)
+        return o.detach(), *torch.autograd.grad(o, leaves, do), lse
+
+    tensors = (inputs.q, inputs.k, inputs.v, lists, inputs.do)
+    rows = (tokens, tokens, tokens, of_lists, tokens)
+    *whole, lse = step(*tensors)
+    *got, lse_here = step(*(held(x, each, cp, dim) for x, each in zip(tensors, rows)), cp=cp)
+    close = dict(rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got, [held(x, tokens, cp, dim) for x in whole], **close)
+    torch.testing.assert_close(lse_here, held(lse, tokens, cp, -1), **close)
+
+
+@pytest.mark.parametrize(
+    "size, load_balance", [(2, "zigzag"), *(pytest.param(*x, marks=pytest.mark.sweep) for x in RANKS[1:])]
+)
+def test_ranks_attend_to_lists(size: int, load_balance: str | None, on_ranks: Ranks) -> None:
+    case = Case(B=2, T=96, D=8, Dv=6, dtype=torch.float64, Hq=8, Hkv=4)
+    packed = replace(case, lengths=(40, 0, 16, 40))
+    for mode in ("heads", "gather"):
+        on_ranks(size, attend_to_lists, case, mode, load_balance, 1, 4)
+        on_ranks(size, attend_to_lists, replace(case, causal=False), mode, load_balance, 4, 8)
+        on_ranks(size, attend_to_lists, packed, mode, load_balance, 1, 8)
+
+
+def train_a_layer(group: Any, mode: str, packed: bool, **options: Any) -> None:
+    """`NSAttention` on each rank: outputs, gradients of x and of every parameter."""
+    torch.manual_seed(0)
+    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float64, config=OVERLAPPING)
+    layer = NSAttention(16, **sizes, **options, rope=RotaryEmbedding(8))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(*(() if packed else (2,)), 80, 16, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 31, 80], dtype=torch.int32) if packed else None
+    do, dim = torch.randn_like(x), x.dim() - 2
+
+    def step(x: torch.Tensor, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        x = x.detach().clone().requires_grad_()
+        o = layer(x, cu_seqlens=cu_seqlens)
+        dx, *grads = torch.autograd.grad(o, [x, *layer.parameters()], do)
+        return o.detach(), dx, grads
+
+    whole, dx, of_parameters = step(x, do)
+    cp = ContextParallel(group, mode=mode)
+    layer.set_context_parallel(cp)
+    tokens = Rows.of_tokens(cp, 80 // cp.size)
+    o, dx_here, grads = step(held(x, tokens, cp, dim), held(do, tokens, cp, dim))
+    for d in grads:
+        dist.all_reduce(d, group=group)
+    close = dict(rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close([o, dx_here], [held(each, tokens, cp, dim) for each in (whole, dx)], **close)
+    torch.testing.assert_close(grads, of_parameters, **close)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mode", BOTH)
+def test_ranks_train_a_layer(mode: str, packed: bool, on_ranks: Ranks) -> None:
+    on_ranks(2, train_a_layer, mode, packed)
+    # The paper's module makes compressed keys of its own, of blocks that reach into the next rank's tokens.
+    for size in (2, 4)[: 1 + (mode == "gather")]:
+        work = partial(train_a_layer, compression="mlp", kv_per_branch=True, gate="input")
+        on_ranks(size, work, mode, packed)
+
+
+def refuse(group: Any, wrong: dict[int, dict[str, Any]], error: type[Exception], match: str) -> None:
+    """Every rank raises what is wrong with one."""
+    cp, rank = ContextParallel(group), group.rank()
+    given = dict(T=16, heads=2, config=SMALL, cp=cp) | wrong.get(rank, wrong.get(-1, {}))
+    if isinstance(given["cp"], dict):
+        given["cp"] = ContextParallel(group, **given["cp"])
+    T, heads = given.pop("T"), given.pop("heads")
+    q = torch.randn(1, T, 4, 8)
+    k, v = torch.randn(2, 1, T, heads, 8)
+    with pytest.raises(error, match=match):
+        nsa(q, k, v, **given)
+
+
+@pytest.mark.parametrize(
+    "wrong, error, match",
+    [
+        ({1: dict(T=24)}, ValueError, r"ranks disagree on q: rank 0 has torch.float32 \(1, 16, 4, 8\)"),
+        ({0: dict(causal=False)}, ValueError, "ranks disagree on causal"),
+        ({1: dict(cp=dict(load_balance=None))}, ValueError, "ranks disagree on cp.load_balance"),
+        ({1: dict(gates=torch.rand(1, 16, 4, 2))}, ValueError, "ranks disagree on gates: rank 0 has None"),
+        ({1: dict(config="small")}, ValueError, "ranks disagree on config"),
+        ({-1: dict(T=15)}, ValueError, "even number of tokens"),
+        ({-1: dict(heads=1, cp=dict(mode="heads"))}, ValueError, "mode='heads' needs ranks that divide the 1"),
+        ({-1: dict(cu_seqlens=torch.tensor([0, 32], dtype=torch.int32))}, ValueError, "q must be packed"),
+        ({-1: dict(cp="ranks")}, TypeError, "cp must be a ContextParallel"),
+        ({-1: dict(config=SMALL.replace(q_tile=4), cp=dict(mode="gather"))}, NotImplementedError, "q_tile=4"),
+        ({1: dict(k_cmp=torch.rand(1, 3, 2, 8)), 0: dict(k_cmp=torch.rand(1, 2, 2, 8))}, ValueError, "k_cmp must"),
+    ],
+)
+def test_every_rank_says_what_is_wrong(wrong: dict, error: type[Exception], match: str, on_ranks: Ranks) -> None:
+    on_ranks(2, refuse, wrong, error, match)
+
+
+def test_groups_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ContextParallel(None)
+    with pytest.raises(ValueError, match="mode must be one of"):
+        ContextParallel(None, mode="ring")
+    with pytest.raises(ValueError, match="load_balance must be"):
+        ContextParallel(None, load_balance="stripes")
+
+
+def compile_a_call(group: Any) -> None:
+    """One graph, with the exchanges in it."""
+    cp, case = ContextParallel(group, mode="heads"), Case(T=32, Hq=2, Hkv=2, D=8, config=SMALL)
+    inputs = make_inputs(case)
+    parts = [held(getattr(inputs, name), Rows.of_tokens(cp, 16), cp, 1) for name in ("q", "k", "v", "do")]
+
+    def step(attend: Any) -> list[torch.Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in parts[:3]]
+        o = attend(*leaves, config=SMALL, cp=cp)
+        return [o.detach(), *torch.autograd.grad(o, leaves, parts[3])]
+
+    torch.testing.assert_close(step(torch.compile(nsa, fullgraph=True, backend="aot_eager")), step(nsa))
+
+
+@pytest.mark.sweep
+def test_a_call_compiles_whole(on_ranks: Ranks) -> None:
+    on_ranks(2, compile_a_call)
