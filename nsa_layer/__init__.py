@@ -2,7 +2,7 @@
 
 from nsa_layer.api import nsa
 from nsa_layer.config import NSAConfig
-from nsa_layer.context_parallel import ContextParallel
+from nsa_layer.context_parallel import ContextParallel, shard_sequence, unshard_sequence
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.kvcache import nsa_with_kvcache
 from nsa_layer.module import NSAttention
@@ -19,5 +19,7 @@ __all__ = [
     "nsa",
     "nsa_with_kvcache",
     "selected_attention",
+    "shard_sequence",
+    "unshard_sequence",
     "warm_up",
 ]

@@ -114,6 +114,7 @@ FEATURES = (
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
     Feature("nsa_with_kvcache", lambda r: r.cached, ()),
     Feature("packed sequences", lambda r: False),
+    Feature("context parallelism", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
 )
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nsa_layer import ContextParallel, NSAConfig, NSAttention, nsa, selected_attention
+from nsa_layer import (
+    ContextParallel,
+    NSAConfig,
+    NSAttention,
+    nsa,
+    selected_attention,
+    shard_sequence,
+    unshard_sequence,
+)
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
 from nsa_layer.inputs import Arguments
@@ -101,7 +109,7 @@ def all_of_them() -> Iterator[Any]:
             yield pytest.param(name, *kind, marks=[pytest.mark.sweep] if at != turn % len(RANKS) else [])
 
 
-@pytest.mark.parametrize("name, size, load_balance", all_of_them())
+@pytest.mark.parametrize("name, size, load_balance", list(all_of_them()))
 def test_ranks_give_what_one_gives(name: str, size: int, load_balance: str | None, on_ranks: Ranks) -> None:
     case, modes = CASES[name]
     case = replace(case, D=8, Dv=6, dtype=torch.float64)
@@ -185,6 +193,38 @@ def test_ranks_train_a_layer(mode: str, packed: bool, on_ranks: Ranks) -> None:
     for size in (2, 4)[: 1 + (mode == "gather")]:
         work = partial(train_a_layer, compression="mlp", kv_per_branch=True, gate="input")
         on_ranks(size, work, mode, packed)
+
+
+def cut_and_join(group: Any, load_balance: str | None) -> None:
+    """Parts are those of their places, and put together the whole; gradients go the same ways."""
+    cp = ContextParallel(group, load_balance=load_balance)
+    for dim, dtype in ((1, torch.float64), (0, torch.bfloat16), (-1, torch.int64)):
+        x = torch.arange(16 * 16 * 3).view(16, 16, 3).movedim(1, dim).to(dtype)
+        part = shard_sequence(x, cp, dim=dim)
+        assert part.equal(x.index_select(dim, cp.places(16 // cp.size, x.device)))
+        whole = unshard_sequence(part.clone().requires_grad_(dtype.is_floating_point), cp, dim=dim)
+        assert whole.equal(x)
+    leaf = torch.ones(2, 16 // cp.size, 3).requires_grad_()
+    weights = [torch.randn(2, 16, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(cp.size)]
+    (unshard_sequence(leaf, cp) * weights[cp.rank]).sum().backward()
+    torch.testing.assert_close(leaf.grad, shard_sequence(sum(weights), cp))
+    leaf = torch.ones(2, 16, 3).requires_grad_()
+    shard_sequence(leaf, cp).sum().backward()
+    assert leaf.grad.sum() == 2 * 16 // cp.size * 3 and shard_sequence(leaf.grad, cp).all()
+    for wrong, error, match in (
+        (dict(x=torch.ones(1, 15)), ValueError, "x must have a multiple of (twice )?[24] ranks"),
+        (dict(dim=3), ValueError, "dim must be a dimension of x"),
+        (dict(dim=1.0), TypeError, "dim must be an int"),
+        (dict(x=[1]), TypeError, "x must be a torch.Tensor"),
+        (dict(cp=group), TypeError, "cp must be a ContextParallel"),
+    ):
+        with pytest.raises(error, match=match):
+            shard_sequence(**(dict(x=torch.ones(1, 16), cp=cp, dim=1) | wrong))
+
+
+@pytest.mark.parametrize("size, load_balance", RANKS[:3])
+def test_sequences_are_cut_and_joined(size: int, load_balance: str | None, on_ranks: Ranks) -> None:
+    on_ranks(size, cut_and_join, load_balance)
 
 
 def refuse(group: Any, wrong: dict[int, dict[str, Any]], error: type[Exception], match: str) -> None:

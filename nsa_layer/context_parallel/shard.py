@@ -1,0 +1,69 @@
+"""Cut whole sequences into the parts that ranks hold, and put them together again."""
+
+from __future__ import annotations
+
+import torch
+
+from nsa_layer.context_parallel.collectives import gather
+from nsa_layer.context_parallel.rows import Rows
+from nsa_layer.context_parallel.spec import ContextParallel
+
+
+def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> torch.Tensor:
+    """This rank's part of a tensor that every rank holds whole: inputs, labels, positions.
+
+    Of R ranks rank r gets chunk r of R, with "zigzag" chunks r and 2R - 1 - r of 2R, in this order. Only tokens count:
+    a pack is cut as one row, wherever its sequences start. Labels, which are of the next tokens, are made before.
+
+    Args:
+        x: [.., T, ..] of any dtype; R divides T, 2R with "zigzag".
+        dim: of the tokens: 1 of [B, T, ..], 0 of packed [total, ..].
+
+    Returns:
+        [.., T / R, ..]; a view without "zigzag". The gradient of x is zero outside of the part.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
+    """
+    _check(x, cp, dim)
+    if x.shape[dim] % cp.count:
+        asked = f"{cp.size} ranks" if cp.load_balance is None else f"twice {cp.size} ranks, for load_balance='zigzag'"
+        raise ValueError(f"x must have a multiple of {asked} in dimension {dim}, got shape {tuple(x.shape)}")
+    chunks = x.split(x.shape[dim] // cp.count, dim)
+    own = [chunks[number] for number in cp.chunks]
+    return own[0] if len(own) == 1 else torch.cat(own, dim)
+
+
+def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> torch.Tensor:
+    """The whole tensor on every rank, of the parts that ranks hold: the inverse of `shard_sequence`.
+
+    Backward sums the ranks' gradients of each part: the loss is the sum of the ranks' losses.
+
+    Args:
+        x: [.., T / R, ..] of any dtype, and of the same shape on every rank.
+        dim: of the tokens: 1 of [B, T / R, ..], 0 of packed [total / R, ..].
+
+    Returns:
+        [.., T, ..], in order.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
+    """
+    _check(x, cp, dim)
+    if x.shape[dim] % len(cp.chunks):
+        raise ValueError(
+            f"x must have an even length in dimension {dim}, for load_balance='zigzag', got shape {tuple(x.shape)}"
+        )
+    parts = x.movedim(dim, 0)
+    return gather(parts[None], Rows.of_tokens(cp, len(parts)), cp)[0].movedim(0, dim)
+
+
+def _check(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if not isinstance(cp, ContextParallel):
+        raise TypeError(f"cp must be a ContextParallel, got {type(cp).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be a dimension of x, got {dim} for shape {tuple(x.shape)}")

@@ -1,1 +1,0 @@
-"""Rooms for other libraries; each needs its own extra."""
