@@ -1,0 +1,101 @@
+"""A model of context parallelism on more GPUs than were measured: bytes that each sends, and times of a step.
+
+    python benchmarks/context_parallel_model.py [--measured benchmarks/results/context_parallel.json] [--network 50]
+
+A step is forward and backward of one layer, 32 query heads, 8 key/value heads of 128, bf16. Attention takes
+(a T + b T^2) / R, with a and b of the two lengths that were measured on one GPU. Collectives run at the bandwidths that
+were measured between two GPUs where all ranks are in one host of 8, else at that of the network, in GB/s of each GPU,
+with nothing lost to latency or to other traffic. Exchanges go head by head beside attention: those of the first heads
+before it and of the last ones after it are not hidden, nor is what takes longer than attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from nsa_tools.report.tables import markdown
+
+MEASURED = Path(__file__).parent / "results" / "context_parallel.json"
+HOST = 8  # GPUs
+HQ, HKV, D, BYTES, FP32 = 32, 8, 128, 2, 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a token and of a pair of tokens on one GPU; GB/s by collective."""
+
+    a: float
+    b: float
+    rates: dict[str, float]
+
+    @classmethod
+    def read(cls, file: Path) -> Measured:
+        found = json.loads(file.read_text())
+        ms = {row["T"]: row["ms"] for row in found["layer"] if row["variant"] == "one GPU"}
+        (short, long) = min(ms), max(ms)
+        each = {T: ms[T] / 1e3 / T for T in (short, long)}
+        b = (each[long] - each[short]) / (long - short)
+        rates = {}
+        for row in sorted(found["bandwidth"], key=lambda row: row["bytes"]):  # the largest size comes last
+            rates[row["collective"]] = row["gb_per_s"]
+        return cls(each[short] - b * short, b, rates)
+
+    def attention(self, T: int, ranks: int) -> float:
+        """Seconds on each GPU."""
+        return (self.a * T + self.b * T**2) / ranks
+
+
+def sent(mode: str, T: int, ranks: int) -> dict[str, float]:
+    """Bytes that each GPU sends in a step, by collective.
+
+    "heads" sends q, k, v and o to other ranks, and their gradients back; "gather" sends k and v in forward and again in
+    backward, and sums of their gradients in fp32. Compressed keys are 1/64 of that, and are left out.
+    """
+    others = (ranks - 1) / ranks
+    if mode == "heads":
+        return {"all-to-all": 2 * (2 * HQ + 2 * HKV) * D * BYTES * T / ranks * others}
+    keys = 2 * HKV * D * T * others
+    return {"all-gather": 2 * keys * BYTES, "reduce-scatter": keys * FP32}
+
+
+def step(mode: str, T: int, ranks: int, measured: Measured, network: float) -> dict[str, float]:
+    """Bytes, and seconds of attention, of exchanges and of what of these is not hidden."""
+    volumes = sent(mode, T, ranks)
+    rate = {name: measured.rates[name] if ranks <= HOST else network for name in volumes}
+    exchanged = sum(size / rate[name] / 1e9 for name, size in volumes.items())
+    attention, turns = measured.attention(T, ranks), HKV // ranks if mode == "heads" else HKV
+    outside = exchanged / turns
+    exposed = outside + max(0.0, exchanged - outside - attention * (turns - 1) / turns)
+    return dict(bytes=sum(volumes.values()), attention=attention, exchanged=exchanged, exposed=exposed)
+
+
+def rows(measured: Measured, network: float) -> list[list[str]]:
+    """A row for each number of ranks, length and mode that fits; the faster mode is marked."""
+    table = []
+    for ranks in (2, 8, 64):
+        for T in (1 << 18, 1 << 20, 1 << 22, 1 << 24):
+            modes = ["heads", "gather"] if HKV % ranks == 0 else ["gather"]
+            found = {mode: step(mode, T, ranks, measured, network) for mode in modes}
+            seconds = {mode: one["attention"] + one["exposed"] for mode, one in found.items()}
+            for mode, one in found.items():
+                name = f"**{mode}**" if seconds[mode] == min(seconds.values()) else mode
+                ideal = f"{seconds[mode] * ranks / measured.attention(T, 1):.2f}"
+                ms = (f"{one[key] * 1e3:,.1f}" for key in ("attention", "exchanged", "exposed"))
+                table.append([str(ranks), f"{T:,}", name, f"{one['bytes'] / 1e9:,.2f}", *ms, ideal])
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", type=Path, default=MEASURED, help="what benchmarks/context_parallel.py wrote")
+    parser.add_argument("--network", type=float, default=50.0, help="GB/s of a GPU between hosts, each way")
+    given = parser.parse_args()
+    header = ["ranks", "tokens", "mode", "GB sent", "attention ms", "exchanges ms", "not hidden ms", "over ideal"]
+    print(markdown(header, rows(Measured.read(given.measured), given.network)))
+
+
+if __name__ == "__main__":
+    main()
