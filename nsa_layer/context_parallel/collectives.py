@@ -96,7 +96,12 @@ def send_to_all(x: Tensor, rows: Rows, cp: ContextParallel) -> Tensor:
 def send_sums(x: Tensor, rows: Rows, cp: ContextParallel) -> Tensor:
     """What this rank adds to all rows, [B, N, ...], to those who have them: the sums, [1, B, most, ...], to be waited
     for."""
-    return OPS.reduce_scatter_tensor(rows.to_ranks(x), "sum", cp.size, cp.group_name)
+    return send_sums_by_rank(rows.to_ranks(x), cp)
+
+
+def send_sums_by_rank(x: Tensor, cp: ContextParallel) -> Tensor:
+    """The same of x [R, B, most, ...]."""
+    return OPS.reduce_scatter_tensor(x, "sum", cp.size, cp.group_name)
 
 
 def own(x: Tensor, rows: Rows, cp: ContextParallel) -> Tensor:

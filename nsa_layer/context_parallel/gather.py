@@ -5,6 +5,7 @@ Compressed keys are made where their blocks start, and gathered.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from nsa_layer import support
 from nsa_layer.call_spec import Aux, CallSpec, require_choice_by_token
 from nsa_layer.compression import compressed
+from nsa_layer.context_parallel import overlapped
 from nsa_layer.context_parallel.blocks import compress_own
 from nsa_layer.context_parallel.collectives import gather
 from nsa_layer.context_parallel.rows import Rows, of_blocks
@@ -63,13 +65,18 @@ def attend(
         return gather(x[None], rows, cp)[0] if packed else gather(x, rows, cp)
 
     def made(x: Tensor, weight: Tensor | None) -> Tensor:
-        def mean(tokens: Tensor, lengths: tuple[int, ...] | None) -> Tensor:
-            return compressed(tokens, lengths, network=None, weight=weight, config=config)
+        mean = partial(compressed, network=None) if backend != "cute" else overlapped.compressed
+        return compress_own(x, spec.lengths, cp, partial(mean, weight=weight, config=config), config=config)
 
-        return compress_own(x, spec.lengths, cp, mean, config=config)
-
-    k_cmp = whole(made(k, compress_k_weight) if k_cmp is None else k_cmp, blocks)
-    v_cmp = whole(made(v, compress_v_weight) if v_cmp is None else v_cmp, blocks)
+    k_cmp = made(k, compress_k_weight) if k_cmp is None else k_cmp
+    v_cmp = made(v, compress_v_weight) if v_cmp is None else v_cmp
+    stretches = stretches_of(cp, local, spec.lengths, cut=spec.causal and block_indices is None)
+    dim = 0 if packed else 1
+    if backend == "cute":
+        given = overlapped.Tensors(q, k, v, gate_weight, gates, k_cmp, v_cmp, k_win, v_win, block_indices)
+        o, auxes = overlapped.attend(cp, given, stretches, blocks, spec=spec, **options)
+        return o, None if auxes is None else joined_aux(auxes, spec, max(lengths), dim, block_indices)
+    k_cmp, v_cmp = (whole(x, blocks) for x in (k_cmp, v_cmp))
     of_tokens = dict(k=k, v=v, k_win=k_win, v_win=v_win)
     of_tokens = {name: None if x is None else whole(x, tokens) for name, x in of_tokens.items()}
 
@@ -77,8 +84,8 @@ def attend(
         return x if x is None else x[which] if packed else x[:, which]
 
     found, sequences, tile = [], 1 if packed else q.shape[0], config.q_tile
-    for stretch in stretches_of(cp, local, spec.lengths, cut=spec.causal and block_indices is None):
-        blocks_here, (first, end) = stretch.blocks(spec, config), (stretch.queries.start, stretch.queries.stop)
+    for stretch in stretches:
+        blocks_here, (first, end) = stretch.blocks(spec), (stretch.queries.start, stretch.queries.stop)
         lists = rows(block_indices, slice(first // tile, -(-end // tile)))
         keys = {name: rows(x, stretch.keys) for name, x in of_tokens.items()}
         keys |= dict(k_cmp=rows(k_cmp, blocks_here), v_cmp=rows(v_cmp, blocks_here))
@@ -87,10 +94,8 @@ def attend(
         static |= dict(compress_k_weight=None, compress_v_weight=None)
         run = import_module(support.BACKENDS[backend]).attend
         found.append(run(rows(q, stretch.queries), **keys, **own, **static, **options))
-    dim = 0 if packed else 1
-    o = torch.cat([o for o, _ in found], dim)
-    auxes = [aux for _, aux in found]
-    return o, None if auxes[0] is None else joined_aux(auxes, spec, max(lengths), dim, block_indices)
+    o, auxes = torch.cat([o for o, _ in found], dim), [aux for _, aux in found]
+    return o, joined_aux(auxes, spec, max(lengths), dim, block_indices)
 
 
 def joined_aux(auxes: list[Aux], spec: CallSpec, longest: int, dim: int, block_indices: Tensor | None) -> Aux:

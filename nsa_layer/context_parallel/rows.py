@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -65,6 +65,15 @@ class Rows(NamedTuple):
         chunks = x.split(self.counts, dim=1)
         held = ([chunks[i] for i in chunks_of(rank, self.size, self.load_balance)] for rank in range(self.size))
         return torch.stack([self.padded(torch.cat(parts, dim=1)) for parts in held])
+
+    def places(self) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Each chunk's rows among all, and where they begin: a rank, and a row among its own."""
+        starts = (0, *accumulate(self.counts))
+        for rank in range(self.size):
+            begin = 0
+            for chunk in chunks_of(rank, self.size, self.load_balance):
+                yield slice(starts[chunk], starts[chunk + 1]), (rank, begin)
+                begin += self.counts[chunk]
 
     def padded(self, x: Tensor) -> Tensor:
         """A rank's rows [B, n, ...] -> [B, most, ...]."""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.spec import ContextParallel
 
 Tensor = torch.Tensor
@@ -38,9 +37,9 @@ class Stretch(NamedTuple):
         queries, keys, _ = zip(*self.lengths)
         return replace(whole, lengths=queries, lengths_k=keys)
 
-    def blocks(self, whole: CallSpec, config: NSAConfig) -> slice:
+    def blocks(self, whole: CallSpec) -> slice:
         """Rows of the whole call's compressed keys."""
-        count = config.compressed_length
+        count = whole.config.compressed_length
         begin = sum(map(count, whole.lengths[: self.before])) if whole.lengths else 0
         return slice(begin, begin + sum(count(S) for _, S, _ in self.lengths))
 

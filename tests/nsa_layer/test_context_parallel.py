@@ -15,11 +15,15 @@ from nsa_layer import (
     ContextParallel,
     NSAConfig,
     NSAttention,
+    compression,
+    eager,
     nsa,
     selected_attention,
     shard_sequence,
+    support,
     unshard_sequence,
 )
+from nsa_layer.context_parallel import overlapped
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
 from nsa_layer.inputs import Arguments
@@ -100,6 +104,50 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
 
 
 RANKS = [(2, "zigzag"), (4, "zigzag"), (4, None), (2, None)]
+
+
+def kernels_by_eager(patch: pytest.MonkeyPatch) -> None:
+    """Calls of the kernels are computed in plain PyTorch: what is around them is as on a GPU."""
+    from nsa_layer.cute import autograd
+
+    names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OWN_KEYS)
+
+    def forward_groups(inputs: Any, spec: Any, plan: Any, *, backward: bool) -> tuple[torch.Tensor, list]:
+        given = dict(zip(names, inputs))
+        o, aux = eager.attend(**given, spec=spec, block_indices=inputs.block_indices, q_offset=inputs.q_offset)
+        nothing = autograd.SavedForBackward(*[None] * len(autograd.SavedForBackward._fields))
+        lses = {name: getattr(aux, name) for name in LSES}
+        return o, [nothing._replace(block_indices=aux.block_indices, g=aux.gates, **lses)]
+
+    def gradients(do: torch.Tensor, packing: Any, spec: Any, plan: Any, *tensors: Any) -> list[torch.Tensor | None]:
+        q_offset, lists = tensors[12:14]
+        with torch.enable_grad():
+            given = {n: None if x is None else x.detach().requires_grad_() for n, x in zip(names, tensors)}
+            o, _ = eager.attend(**given, spec=spec, block_indices=lists, q_offset=q_offset)
+        found = iter(torch.autograd.grad(o, [x for x in given.values() if x is not None], do))
+        return [None if x is None else next(found) for x in given.values()]
+
+    patch.setattr(autograd, "forward_groups", forward_groups)
+    patch.setattr(autograd, "gradients", gradients)
+    patch.setattr(support, "choose_backend", lambda backend, **_: "cute" if backend is None else backend)
+    patch.setattr(overlapped, "compressed", partial(compression.compressed, network=None))
+    # Steps of a head each.
+    patch.setattr(overlapped, "LONG", 1)
+
+
+def compare_kernels(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        kernels_by_eager(patch)
+        compare(group, case, "gather", load_balance, listed)
+
+
+@pytest.mark.parametrize("load_balance", ["zigzag", None])
+@pytest.mark.parametrize("name", ["batch", "packed", "own keys, packed", "not causal", "lists"])
+def test_heads_come_one_after_the_other(name: str, load_balance: str | None, on_ranks: Ranks) -> None:
+    """The kernels' way to gather, with eager in their place."""
+    pytest.importorskip("cutlass")
+    case = CASES["batch" if name == "lists" else name][0]
+    on_ranks(2, compare_kernels, replace(case, D=8, Dv=6, dtype=torch.float64), load_balance, name == "lists")
 
 
 def all_of_them() -> Iterator[Any]:

@@ -1,0 +1,319 @@
+"""`gather` on the kernels: keys and values of a few heads come beside the attention of the heads before.
+
+Backward gathers them again, and what it adds to them goes to their ranks, in fp32, beside the heads after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa_layer import support
+from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype
+from nsa_layer.compress import project
+from nsa_layer.config import NSAConfig
+from nsa_layer.context_parallel.collectives import OPS, own, send_sums, send_to_all
+from nsa_layer.context_parallel.rows import Rows
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.stretches import Stretch
+from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, head_groups, plan_memory
+from nsa_layer.cute.packing import Packing, numbers_on
+from nsa_layer.derivatives import ReverseMode, first_derivatives
+from nsa_layer.gate import gate_kind
+
+Tensor = torch.Tensor
+LONG = 1 << 19  # tokens from which on heads come one by one
+OF_KEYS = ("k", "v", "k_win", "v_win")
+
+
+class Tensors(NamedTuple):
+    """A rank's tensors; shapes as in `nsa`, with a batch dimension where sequences are packed too."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate_weight: Tensor | None
+    gates: Tensor | None
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_win: Tensor | None
+    v_win: Tensor | None
+    block_indices: Tensor | None
+
+
+class Part(NamedTuple):
+    """A stretch's call on some heads: `Inputs` but for the starts, which come after it, and the static side."""
+
+    inputs: tuple[Tensor | None, ...]
+    packing: Packing | None
+    spec: CallSpec
+    plan: MemoryPlan
+
+
+class Call(NamedTuple):
+    """The static side of a rank's call.
+
+    Attributes:
+        spec: of the whole call.
+        tokens, blocks: rows of keys and values, and of compressed ones.
+        stretches: of this rank.
+        heads: key/value heads of each step.
+        kept: outputs that are saved.
+    """
+
+    cp: ContextParallel
+    spec: CallSpec
+    tokens: Rows
+    blocks: Rows
+    stretches: tuple[Stretch, ...]
+    heads: tuple[tuple[int, int], ...]
+    kept: tuple[bool, bool, bool]
+
+    @property
+    def packed(self) -> bool:
+        return self.spec.lengths is not None
+
+    def gathered(self, given: Tensors) -> Iterator[dict[str, Tensor]]:
+        """Keys and values of all ranks, of the heads of each step, sent for a step ahead."""
+        sent = self._sent(given, 0)
+        for step in range(len(self.heads)):
+            following = self._sent(given, step + 1) if step + 1 < len(self.heads) else {}
+            yield {name: self.tokens.to_whole(OPS.wait_tensor(x)) for name, x in sent.items()}
+            sent = following
+
+    def _sent(self, given: Tensors, step: int) -> dict[str, Tensor]:
+        first, end = self.heads[step]
+        named = {name: getattr(given, name) for name in OF_KEYS}
+        return {
+            name: send_to_all(x[:, :, first:end], self.tokens, self.cp) for name, x in named.items() if x is not None
+        }
+
+    def parts(self, given: Tensors, keys: dict[str, Tensor], step: int) -> Iterator[tuple[Stretch, Part]]:
+        """The calls of a step, one for each stretch.
+
+        Args:
+            given: with compressed keys and values of all ranks.
+        """
+        heads = slice(*self.heads[step])
+        G = given.q.shape[2] // given.k.shape[2]
+        of_q = slice(heads.start * G, heads.stop * G)
+        of_lists, tile = heads, self.spec.config.q_tile
+        if given.block_indices is not None and given.block_indices.shape[2] == given.q.shape[2]:
+            of_lists = of_q
+        rows = G if given.block_indices is None or of_lists is heads else 1
+        for stretch in self.stretches:
+            spec, blocks, queries = stretch.spec(self.spec), stretch.blocks(self.spec), stretch.queries
+            lists = slice(queries.start // tile, -(-queries.stop // tile))
+            found = dict(
+                q=given.q[:, queries, of_q],
+                gates=None if given.gates is None else given.gates[:, queries, of_q],
+                k_cmp=given.k_cmp[:, blocks, heads],
+                v_cmp=given.v_cmp[:, blocks, heads],
+                block_indices=None if given.block_indices is None else given.block_indices[:, lists, of_lists],
+                **{name: x[:, stretch.keys] for name, x in keys.items()},
+            )
+            if self.packed:
+                found = {name: None if x is None else x[0] for name, x in found.items()}
+            offset = stretch.offsets(1 if self.packed else len(given.q), given.q.device)
+            weight = None if given.gate_weight is None else given.gate_weight[of_q]
+            names = ("q", "k", "v", "gate_weight", "gates", "w_k", "w_v", "k_cmp", "v_cmp", "k_win", "v_win")
+            inputs = (found | dict(gate_weight=weight)).get
+            tensors = (*map(inputs, names), found["block_indices"], offset)
+            plan = MemoryPlan(((0, heads.stop - heads.start),), self.kept)
+            yield stretch, Part(tensors, Packing.of(spec, given.q.device, rows), spec, plan)
+
+
+def attend(
+    cp: ContextParallel,
+    given: Tensors,
+    stretches: Sequence[Stretch],
+    blocks: Rows,
+    *,
+    spec: CallSpec,
+    memory: MemoryPolicy,
+    needs_grad: bool,
+    return_aux: bool,
+) -> tuple[Tensor, list[Aux] | None]:
+    """o of a rank's queries, and what else there is of each stretch.
+
+    Args:
+        given: of this rank, packed or not as in `nsa`.
+        blocks: rows of compressed keys.
+    """
+    from nsa_layer.cute.autograd import readable
+
+    packed = spec.lengths is not None
+    q, v, tokens = given.q, given.v, Rows.of_tokens(cp, given.q.shape[-3])
+    S, Hkv = sum(tokens.counts), v.shape[-2]
+    whole_v = torch.empty((*v.shape[:-3], S, *v.shape[-2:]), dtype=v.dtype, device="meta")
+    own_window = given.k_win is not None or given.v_win is not None
+    gate = gate_kind(given.gate_weight, given.gates)
+    more = dict(gate=gate, needs_grad=needs_grad, own_window=own_window, lists=given.block_indices)
+    plan = plan_memory(Sizes.of(q, whole_v, spec=spec, **more), memory, q.device)
+    # Not the plan's groups: they follow from what is free, and ranks exchange the same heads.
+    heads = head_groups(Hkv, max(1, min(LONG // S, -(-Hkv // 2))))
+    call = Call(cp, spec, tokens, blocks, tuple(stretches), heads, plan.kept)
+    with_batch = (x if x is None or not packed or i == 3 else x[None] for i, x in enumerate(given))
+    o, *rest = _Attend.apply(call, return_aux, *(x if x is None else readable(x) for x in with_batch))
+    o = o[0] if packed else o
+    return o, [Aux(*rest[i : i + 5]) for i in range(0, len(rest), 5)] if return_aux else None
+
+
+class _Attend(ReverseMode):
+    @staticmethod
+    def forward(ctx: Any, call: Call, return_aux: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        """tensors: of `Tensors`."""
+        from nsa_layer.cute import autograd
+
+        given = Tensors(*tensors)
+        sent = [send_to_all(x, call.blocks, call.cp) for x in (given.k_cmp, given.v_cmp)]
+        k_cmp, v_cmp = (call.blocks.to_whole(OPS.wait_tensor(x)) for x in sent)
+        whole = given._replace(k_cmp=k_cmp, v_cmp=v_cmp)
+        o = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
+        G, backward, saved = given.q.shape[2] // given.k.shape[2], any(ctx.needs_input_grad), []
+        for step, keys in enumerate(call.gathered(given)):
+            of_q = slice(*(G * head for head in call.heads[step]))
+            for stretch, part in call.parts(whole, keys, step):
+                inputs = autograd.Inputs(*part.inputs, part.packing)
+                made, (left,) = autograd.forward_groups(inputs, part.spec, part.plan, backward=backward)
+                o[:, stretch.queries, of_q] = made
+                saved.append(left)
+            del keys, inputs, part
+        ctx.call, ctx.count = call, len(saved)
+        ctx.save_for_backward(*whole, *(x for left in saved for x in left))
+        ctx.set_materialize_grads(False)
+        if not return_aux:
+            return (o,)
+        auxes = []
+        for i, stretch in enumerate(call.stretches):
+            q, left = given.q[:, stretch.queries], saved[i :: len(call.stretches)]
+            unions = support.takes_unions(call.spec.config, listed=call.spec.listed)
+            auxes += autograd._joined_aux(left, q[0] if call.packed else q, unions=unions)
+        ctx.mark_non_differentiable(*auxes)
+        return o, *auxes
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if do is None:
+            return (None,) * len(ctx.needs_input_grad)
+        found = first_derivatives("cute", partial(_gradients, ctx.call), do, *ctx.saved_tensors)
+        return None, None, *found, None
+
+
+def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of `Tensors` but for the last, from what forward saved."""
+    from nsa_layer.cute import autograd
+
+    given, left = Tensors(*tensors[: len(Tensors._fields)]), tensors[len(Tensors._fields) :]
+    each, G = len(autograd.SavedForBackward._fields), given.q.shape[2] // given.k.shape[2]
+    exactly = accumulation_dtype(given.q.dtype)
+    named = {name: getattr(given, name) for name in OF_KEYS if getattr(given, name) is not None}
+    dq, d_weight, d_gates = (
+        None if x is None else torch.zeros_like(x) for x in (given.q, given.gate_weight, given.gates)
+    )
+    of_keys = {name: torch.empty_like(x) for name, x in named.items()}
+    of_blocks = {name: torch.zeros_like(getattr(given, name), dtype=exactly) for name in ("k_cmp", "v_cmp")}
+    sent: dict[str, Tensor] = {}
+
+    def arrive(step: int) -> None:
+        for name, x in sent.items():
+            of_keys[name][:, :, slice(*call.heads[step])] = own(OPS.wait_tensor(x), call.tokens, call.cp)
+
+    for step, keys in enumerate(call.gathered(given)):
+        heads = slice(*call.heads[step])
+        of_q, sums = slice(heads.start * G, heads.stop * G), {name: Sums(x, call.tokens) for name, x in keys.items()}
+        for i, (stretch, part) in enumerate(call.parts(given, keys, step)):
+            at = (step * len(call.stretches) + i) * each
+            rows, blocks = (slice(None), stretch.queries, of_q), (slice(None), stretch.blocks(call.spec), heads)
+            here = do[rows][0] if call.packed else do[rows]
+            static = (part.packing, part.spec, part.plan)
+            found = autograd.gradients(here, *static, *part.inputs, *left[at : at + each])
+            dq_i, dk, dv, d_weight_i, d_gates_i, _, _, dk_cmp, dv_cmp, dk_win, dv_win = found
+            dq[rows] = dq_i
+            if d_weight is not None:
+                d_weight[of_q] += d_weight_i
+            if d_gates is not None:
+                d_gates[rows] = d_gates_i
+            of_blocks["k_cmp"][blocks] += dk_cmp
+            of_blocks["v_cmp"][blocks] += dv_cmp
+            for name, d in dict(k=dk, v=dv, k_win=dk_win, v_win=dv_win).items():
+                if d is not None:
+                    sums[name].add(d[None] if call.packed else d, stretch.keys)
+            del found, dk, dv, dk_cmp, dv_cmp, dk_win, dv_win, d
+        del keys, part
+        if step:
+            arrive(step - 1)
+        sent = {
+            name: OPS.reduce_scatter_tensor(x.total, "sum", call.cp.size, call.cp.group_name)
+            for name, x in sums.items()
+        }
+        del sums
+    arrive(len(call.heads) - 1)
+    to_blocks = [send_sums(x, call.blocks, call.cp) for x in of_blocks.values()]
+    dk_cmp, dv_cmp = (own(OPS.wait_tensor(x), call.blocks, call.cp).to(given.k_cmp.dtype) for x in to_blocks)
+    if d_weight is not None:
+        d_weight = d_weight.to(given.gate_weight.dtype)
+    own_window = (of_keys.get("k_win"), of_keys.get("v_win"))
+    return dq, of_keys["k"], of_keys["v"], d_weight, d_gates, dk_cmp, dv_cmp, *own_window
+
+
+class Sums:
+    """The sum of stretches' gradients of keys, in the accumulation dtype, laid out by rank.
+
+    Attributes:
+        total: [R, B, most, h, D].
+    """
+
+    def __init__(self, x: Tensor, rows: Rows) -> None:
+        """x: [B, S, h, D]."""
+        self.rows, (B, _, *rest) = rows, x.shape
+        shape = (rows.size, B, rows.most, *rest)
+        self.total = torch.zeros(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
+
+    def add(self, d: Tensor, which: slice) -> None:
+        """Add to the keys of a slice of all; d: [B, keys, h, D]."""
+        for at, place in self.rows.places():
+            first, end = max(at.start, which.start), min(at.stop, which.stop)
+            if first < end:
+                rank, begin = place
+                begin += first - at.start
+                here = self.total[rank, :, begin : begin + end - first]
+                here += d[:, first - which.start : end - which.start]
+
+
+class _Pooled(ReverseMode):
+    """Means of complete blocks, by the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, options: dict[str, Any], total: int | None) -> Tensor:
+        from nsa_layer.kernels.mean_pool.pool import pool
+
+        ctx.options, ctx.like = options, (x.shape, x.dtype)
+        more = dict(total_blocks=total) if total is not None else {}
+        return pool(x, None, k_dtypes=(dtype,), v_dtype=dtype, **options, **more)[0][0]
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
+        from nsa_layer.kernels.mean_pool.pool import unpool
+
+        dx = d.new_empty(ctx.like[0], dtype=ctx.like[1])
+        unpool(d.contiguous(), None, dx, None, **ctx.options)
+        return dx, None, None, None
+
+
+def compressed(x: Tensor, lengths: tuple[int, ...] | None, *, weight: Tensor | None, config: NSAConfig) -> Tensor:
+    """Compressed tokens in the dtype of x: [B, T, Hkv, D], or packed [total, Hkv, D] of these lengths."""
+    from nsa_layer.cute.autograd import readable
+
+    options, total = dict(block_size=config.span, stride=config.stride), None
+    if lengths is not None:
+        blocks = [config.compressed_length(length) for length in lengths]
+        starts = [tuple(accumulate(each, initial=0)) for each in (lengths, blocks)]
+        options |= dict(zip(("cu_seqlens", "cu_blocks"), numbers_on(tuple(starts), x.device)))
+        total = sum(blocks)
+    means = _Pooled.apply(readable(x), x.dtype if weight is None else torch.float32, options, total)
+    return project(means, weight).to(x.dtype)
