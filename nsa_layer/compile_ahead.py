@@ -48,6 +48,7 @@ class CallShape:
         backward: backward too.
         plan: groups of heads, and what is saved; None: as the policy has them.
         lists: (heads, blocks) of ``block_indices``.
+        keys: of a sequence, packed of all, where queries are a stretch of them; lengths_k: of packed sequences.
     """
 
     B: int
@@ -67,11 +68,14 @@ class CallShape:
     backward: bool = True
     plan: MemoryPlan | None = None
     lists: tuple[int, int] | None = None
+    keys: int | None = None
+    lengths_k: tuple[int, ...] | None = None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """By argument of `nsa`: q, k and v [B, T, H, D], or [total, H, D] if packed, and the weights."""
-        tokens = (self.B, self.T) if self.lengths is None else (self.T,)
-        found = dict(q=(*tokens, self.Hq, self.D), k=(*tokens, self.Hkv, self.D), v=(*tokens, self.Hkv, self.Dv))
+        S = self.T if self.keys is None else self.keys
+        tokens, keys = ((self.B, T) if self.lengths is None else (T,) for T in (self.T, S))
+        found = dict(q=(*tokens, self.Hq, self.D), k=(*keys, self.Hkv, self.D), v=(*keys, self.Hkv, self.Dv))
         if self.gate == "weight":
             found["gate_weight"] = (self.Hq, 3, self.D)
         if self.gate == "given":
@@ -79,7 +83,7 @@ class CallShape:
         if self.projected:
             found |= dict(compress_k_weight=(self.Hkv, self.D, self.D), compress_v_weight=(self.Hkv, self.Dv, self.Dv))
         count = self.config.compressed_length
-        blocks = (self.B, count(self.T)) if self.lengths is None else (sum(map(count, self.lengths)),)
+        blocks = (self.B, count(S)) if self.lengths is None else (sum(map(count, self.lengths_k or self.lengths)),)
         for name in self.own:
             shape = found[name[0]]
             found[name] = (*blocks, *shape[-2:]) if name.endswith("cmp") else shape
@@ -87,7 +91,8 @@ class CallShape:
 
     def spec(self) -> CallSpec:
         """The static side of the call, as backends take it."""
-        return CallSpec(self.config, self.causal, self.D**-0.5, self.lengths, listed=self.lists is not None)
+        lengths = self.lengths, self.lengths_k
+        return CallSpec(self.config, self.causal, self.D**-0.5, *lengths, listed=self.lists is not None)
 
     def block_indices(self, device: str) -> torch.Tensor | None:
         """Lists of the caller's own, int32 [B, M, *lists], packed [M of all sequences, *lists], if there are."""
@@ -295,7 +300,8 @@ def _make_layer(call: CallShape) -> None:
     given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
     arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
     packing = Packing.of(spec, given["q"].device, call.Hq // (call.lists or (call.Hkv,))[0])
-    lists = dict(block_indices=call.block_indices("cuda"), q_offset=None, packing=packing)
+    offset = None if call.keys is None else _fake(len(call.lengths or range(call.B)), dtype=torch.int32)
+    lists = dict(block_indices=call.block_indices("cuda"), q_offset=offset, packing=packing)
     inputs = Inputs(*map(given.get, arguments), **lists)
     for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
         group = head_group(inputs, first, end)

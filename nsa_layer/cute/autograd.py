@@ -6,7 +6,7 @@ keys and values, and the selected blocks. Block lists are built again in backwar
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -142,18 +142,18 @@ def gradients(
 
 def _side_by_side(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled together."""
-    if inputs.q_offset is not None:
-        return nullcontext()
     return side_by_side.of_call(partial(_shape, inputs, spec, plan, backward=backward))
 
 
 def _shape(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> CallShape:
-    """The call without its tensors; its queries are those of all keys."""
+    """The call without its tensors."""
     q, k, v, gate_weight, gates = inputs[:5]
     B, T = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
     sizes = dict(B=B, T=T, Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], dtype=q.dtype)
     static = dict(config=spec.config, causal=spec.causal, lengths=spec.lengths, plan=plan)
     static["lists"] = None if inputs.block_indices is None else tuple(inputs.block_indices.shape[-2:])
+    if inputs.q_offset is not None:
+        static |= dict(keys=k.shape[-3], lengths_k=spec.lengths_k)
     own = tuple(name for name in OwnKeys._fields if getattr(inputs, name) is not None)
     gate = gate_kind(gate_weight, gates)
     return CallShape(**sizes, **static, gate=gate, projected=inputs.w_k is not None, own=own, backward=backward)

@@ -47,8 +47,11 @@ def own_call(call):
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
     plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
-    rest = *map(given.get, names), call.block_indices("cuda"), None
-    o = autograd._Attend.forward(context, None, call.spec(), plan, False, *rest)
+    sequences = len(call.lengths or range(call.B))
+    offset = None if call.keys is None else torch.empty(sequences, dtype=torch.int32, device="cuda")
+    rest = *map(given.get, names), call.block_indices("cuda"), offset
+    packing = autograd.Packing.of(call.spec(), given["q"].device, call.Hq // (call.lists or (call.Hkv,))[0])
+    o = autograd._Attend.forward(context, packing, call.spec(), plan, False, *rest)
     if call.backward:
         autograd._Attend.backward(context, torch.empty_like(o))
 
@@ -88,6 +91,10 @@ for own in (OwnKeys._fields, ("k_cmp",), ("v_cmp", "k_win")):
         assert list(names) == asked(call), (call, names)
         assert any("pool/" in name for name in names) == (own != OwnKeys._fields), names
 chosen = kernel_files(shape())
+packed = dict(T=150, lengths=(50, 100), keys=300, lengths_k=(100, 200))
+for stretch in (dict(T=100, keys=300, own=("k_cmp", "v_cmp")), packed):
+    call = shape(**stretch)
+    assert list(kernel_files(call)) == asked(call) != list(chosen), call
 for lists in ((2, 5), (4, 5)):
     call = shape(lists=lists)
     assert list(kernel_files(call)) == asked(call) != list(chosen), call
