@@ -91,7 +91,8 @@ class _Pages:
 class NSACache:
     """Keys and values of one layer's sequences, and their compressed keys and values.
 
-    Tensors keep their addresses. In pages, sequences with the same beginning share its pages until they write to them.
+    Tensors keep their addresses, unless the cache is told to grow. In pages, sequences with the same beginning share
+    its pages until they write to them.
 
     Attributes:
         caches: ``k_cache``, ``v_cache``, ``k_cmp_cache``, ``v_cmp_cache`` and, with ``own_window``, ``k_win_cache`` and
@@ -213,6 +214,21 @@ class NSACache:
         self._set(lengths)
         for pages, ends in zip(self._pages.values(), (lengths, self._compressed(lengths))):
             pages.crop(ends)
+
+    def grow(self, max_seqlen: int) -> None:
+        """Make room for longer sequences of a contiguous cache: its tensors are copied to larger ones.
+
+        Raises:
+            ValueError: the cache has pages, or room for more tokens already.
+        """
+        require_int("max_seqlen", max_seqlen, least=self.max_seqlen)
+        if self._pages:
+            raise ValueError(f"a cache grows where it is contiguous, got one of pages and max_seqlen={max_seqlen}")
+        for name, cache in self.caches.items():
+            room = self.config.compressed_length(max_seqlen) if "cmp" in name else max_seqlen
+            self.caches[name] = cache.new_empty(cache.shape[0], room, *cache.shape[2:])
+            self.caches[name][:, : cache.shape[1]] = cache
+        self.max_seqlen = max_seqlen
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
         """Sequence b becomes a copy of sequence ``index[b]``, as beam search asks for; pages are shared, not copied."""

@@ -29,7 +29,9 @@ def test_example_runs(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "__readme__"})
 
 
-@pytest.mark.parametrize("name", ["pytorch", "serving", "distributed"])
+@pytest.mark.parametrize(
+    "name", ["pytorch", "serving", "distributed", pytest.param("huggingface", marks=pytest.mark.xdist_group("hf"))]
+)
 def test_examples_of_a_page_run_one_after_the_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     page = REPOSITORY / "docs" / f"{name}.md"

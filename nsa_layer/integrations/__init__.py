@@ -1,0 +1,1 @@
+"""Rooms for other libraries; each needs its own extra."""

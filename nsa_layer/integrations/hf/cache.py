@@ -1,0 +1,175 @@
+"""`NSAModelCache`: keys and values of a model's layers for `generate`, an `NSACache` for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from nsa_layer.compression import BlockMLP
+from nsa_layer.config import NSAConfig
+from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged
+from nsa_layer.nsa_cache import NSACache
+
+Tensor = torch.Tensor
+ROOM = 256  # tokens, where nobody says how many there will be
+
+
+class NSACacheLayer(CacheLayerMixin):
+    """One layer's sequences, without their padding.
+
+    Args:
+        max_cache_len: tokens to make room for at once; with more of them the cache grows.
+    """
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, max_cache_len: int = ROOM) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.cache: NSACache | None = None
+        self._columns = 0  # of the batch with its padding
+        self._is_token: Tensor | None = None  # bool [B, columns or more] on the CPU; None: there is no padding
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ragged: Ragged | None,
+        *,
+        config: NSAConfig,
+        networks: Mapping[str, BlockMLP],
+        gates: Tensor | None = None,
+        **options: object,
+    ) -> Tensor:
+        """Append the keys and values of q's tokens, and attend to all.
+
+        Args:
+            q: [B, T, Hq, D].
+            k: [B, T, Hkv, D].
+            v: [B, T, Hkv, Dv].
+            ragged: from `nsa_mask`.
+            networks: "k_cmp" and "v_cmp", which compress blocks in place of means.
+            gates: [B, T, Hq, 3].
+            options: of `nsa_with_kvcache`.
+
+        Returns:
+            [B, T, Hq, Dv], 0 at padding.
+
+        Raises:
+            ValueError: rows hold several sequences, or are not those of the calls before.
+        """
+        B, T = q.shape[:2]
+        self._prepare(k, v, ragged, config)
+        counts = [T] * B
+        packed = ragged is not None and ragged.places is not None
+        if packed:
+            q, k, v = map(ragged.pack, (q, k, v))
+            gates = None if gates is None else ragged.pack(gates)
+            counts = ragged.cu_seqlens.diff().tolist()
+            options["cu_seqlens_q"] = ragged.cu_seqlens
+        for name, network in networks.items():
+            made = self._completed(f"{name[0]}_cache", k if name == "k_cmp" else v, counts, network)
+            options[name] = torch.cat(made) if packed else torch.stack(made)
+        self._columns += T
+        if not sum(counts):
+            return q.new_zeros(B, T, q.shape[-2], v.shape[-1])
+        o = self.cache.attend(q, k, v, gates=gates, **options)
+        return ragged.unpack(o, B, T) if packed else o
+
+    def _prepare(self, k: Tensor, v: Tensor, ragged: Ragged | None, config: NSAConfig) -> None:
+        """Make room for the tokens of k [B, T, Hkv, D], and look at their padding."""
+        B, T, Hkv, D = k.shape
+        if self.cache is None:
+            room, sizes = max(self.max_cache_len, T), dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
+            self.cache, self.is_initialized = NSACache(B, room, Hkv, D, config=config, **sizes), True
+        self._is_token, cached = (None, (self._columns,) * B) if ragged is None else (ragged.is_token, ragged.cached)
+        if cached != self.cache.lengths:
+            raise ValueError(NOT_THE_CACHED)
+        if self._columns + T > self.cache.max_seqlen:
+            self.cache.grow(max(self._columns + T, 2 * self.cache.max_seqlen))
+
+    def _completed(self, name: str, x: Tensor, counts: list[int], network: BlockMLP) -> list[Tensor]:
+        """Compressed keys or values of the blocks that each sequence's new tokens complete, and rows behind them.
+
+        Args:
+            x: [B, T, Hkv, D] or packed [total, Hkv, D], new keys or values.
+            counts: new tokens of each sequence.
+        """
+        config, cached = self.cache.config, self.cache.caches[name]
+        parts = []
+        for b, (length, new) in enumerate(zip(self.cache.lengths, x.flatten(0, -3).split(counts))):
+            first = config.compressed_length(length) * config.stride
+            made = network(torch.cat((cached[b, first:length], new)).unsqueeze(0)).squeeze(0).to(x.dtype)
+            part = new.new_zeros(-(-len(new) // config.stride), *new.shape[1:])
+            part[: len(made)] = made
+            parts.append(part)
+        return parts
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
+        raise NotImplementedError(
+            "NSAModelCache is for models of nsa_layer.integrations.hf; for others use DynamicCache"
+        )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: sizes are known with the first tokens."""
+
+    def get_seq_length(self) -> int:
+        """Tokens of a row, its padding included."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Places that a mask is asked for, and the first of them."""
+        return self._columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: it grows."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens of all rows: minus so many.
+
+        Raises:
+            ValueError: the number is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove must be at most 0, as -n for n tokens, got {tokens_to_remove}")
+        self._crop_to(max(0, self._columns + int(tokens_to_remove)))
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        self._crop_to(0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes a copy of row ``beam_idx[b]``, which has the same padding."""
+        if self.cache is not None:
+            self.cache.reorder(beam_idx)
+
+    def _crop_to(self, columns: int) -> None:
+        self._columns = columns
+        if self.cache is not None:
+            left = columns if self._is_token is None else self._is_token[:, :columns].sum(1).tolist()
+            self.cache.crop(left)
+
+
+class NSAModelCache(Cache):
+    """A cache of transformers for models of this package; what `generate` of these models takes of its own accord.
+
+    Sequences are kept without their padding, so that blocks start at a sequence's first token.
+
+    Args:
+        config: the model's.
+        max_cache_len: tokens of a row, padding included, to make room for at once; with more of them it grows.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int = ROOM) -> None:
+        super().__init__(layers=[NSACacheLayer(max_cache_len) for _ in range(config.num_hidden_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers' tensors."""
+        return sum(layer.cache.nbytes for layer in self.layers if layer.cache is not None)

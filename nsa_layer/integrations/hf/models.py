@@ -1,0 +1,245 @@
+"""Llama and Qwen with Native Sparse Attention, whose gates and compression are parameters."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+from transformers import (
+    initialization as init,
+)
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from nsa_layer.compression import BlockMLP
+from nsa_layer.config import NSAConfig
+from nsa_layer.integrations.hf.attention import config_of
+from nsa_layer.integrations.hf.cache import NSAModelCache
+from nsa_layer.module import COMPRESSIONS, GATES
+
+Tensor = torch.Tensor
+START = 4.0  # sigmoid(4) = 0.982
+
+
+class NSABranches(nn.Module):
+    """Gates and compression of a layer, as in `NSAttention`: the gates start at 1/2, matrices at the identity."""
+
+    def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
+        super().__init__()
+        dim, Hq, Hkv, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim
+        self.num_heads = Hq
+        self.gate_mlp = None
+        if config.nsa_gate == "input":
+            hidden = max(1, dim // 4)
+            self.gate_mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, 3 * Hq))
+        weight = nn.Parameter(torch.empty(Hq, 3, D)) if config.nsa_gate == "query" else None
+        self.register_parameter("gate_weight", weight)
+        for name in ("compress_k_weight", "compress_v_weight"):
+            weight = nn.Parameter(torch.empty(Hkv, D, D)) if config.nsa_compression == "linear" else None
+            self.register_parameter(name, weight)
+        self.networks = nn.ModuleDict()
+        if config.nsa_compression == "mlp":
+            made = {name: BlockMLP(Hkv, D, config=config_of(config)) for name in ("k_cmp", "v_cmp")}
+            self.networks = nn.ModuleDict(made)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw networks anew, set the gates to 1/2 and matrices to the identity."""
+        for part in self.modules():
+            if isinstance(part, (nn.Linear, BlockMLP)):
+                part.reset_parameters()
+        for parameter in (self.gate_weight,) if self.gate_mlp is None else self.gate_mlp[-1].parameters():
+            init.zeros_(parameter)
+        for weight in (self.compress_k_weight, self.compress_v_weight):
+            if weight is not None:
+                init.copy_(weight, torch.eye(weight.shape[-1]).to(weight).expand_as(weight))
+
+    @torch.no_grad()
+    def start_selected(self) -> None:
+        """Set the gates by input to nearly 1 for the selected branch, and nearly 0 for the others."""
+        start = torch.tensor([-START, START, -START]).repeat(self.num_heads)
+        self.gate_mlp[-1].bias.copy_(start)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """x [B, T, dim] -> gates or a weight for them, and weights of compression, by their names in `nsa`."""
+        named = dict(self.named_parameters(recurse=False))
+        if self.gate_mlp is not None:
+            named["gates"] = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
+        return named
+
+
+class _Attention:
+    """An attention of transformers that calls "nsa" with its gates and weights, and with its layer of a cache."""
+
+    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.nsa = NSABranches(config, self.head_dim)
+
+    def forward(self, hidden_states: Tensor, *, past_key_values: Cache | None = None, **options: object) -> tuple:
+        if self.config._attn_implementation != "nsa":
+            raise ValueError(f"attn_implementation must be 'nsa', got {self.config._attn_implementation!r}")
+        if isinstance(past_key_values, NSAModelCache):
+            options["nsa_cache"], past_key_values = past_key_values.layers[self.layer_idx], None
+        options |= dict(nsa_weights=self.nsa(hidden_states), nsa_networks=dict(self.nsa.networks))
+        return super().forward(hidden_states, past_key_values=past_key_values, **options)
+
+
+class _Model:
+    """A decoder of transformers with the attention of its class's ``attention``."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        _use_nsa(config)
+        super().__init__(config)
+        for layer in self.layers:
+            layer.self_attn = self.attention(config, layer.self_attn.layer_idx)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, NSABranches):
+            module.reset_parameters()
+
+
+class _CausalLM:
+    """A language model of transformers with the decoder of its class's ``decoder``; `generate` uses `NSAModelCache`."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        _use_nsa(config)
+        super().__init__(config)
+        self.model = self.decoder(config)
+        self.post_init()
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
+        asked = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        if asked == (None, None) and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = NSAModelCache(self.config, max_cache_length)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+
+
+def _use_nsa(config: PreTrainedConfig) -> None:
+    if config._attn_implementation not in (None, "nsa"):
+        raise ValueError(f"attn_implementation must be 'nsa', got {config._attn_implementation!r}")
+    config._attn_implementation = "nsa"
+
+
+@dataclass(kw_only=True)
+class _Fields:
+    """What a configuration has beside those of the dense model.
+
+    Attributes:
+        nsa: fields of `NSAConfig`; a `NSAConfig` becomes them.
+        nsa_gate: "input", a network over a layer's input; or "query", ``sigmoid(q . gate_weight)``.
+        nsa_compression: "mean", "linear" or "mlp", as in `NSAttention`.
+    """
+
+    nsa: dict | None = None
+    nsa_gate: str = "input"
+    nsa_compression: str = "mean"
+
+    def __post_init__(self, **options: object) -> None:
+        self.nsa = asdict(self.nsa if isinstance(self.nsa, NSAConfig) else config_of(self))
+        for name, known in (("nsa_gate", GATES), ("nsa_compression", COMPRESSIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        super().__post_init__(**options)
+
+
+class NSALlamaConfig(_Fields, LlamaConfig):
+    """`LlamaConfig`, and ``nsa``, fields of `NSAConfig`; ``nsa_gate`` and ``nsa_compression`` as in `NSAttention`."""
+
+    model_type = "nsa_llama"
+
+
+class NSALlamaAttention(_Attention, LlamaAttention):
+    """`LlamaAttention`, sparse."""
+
+
+class NSALlamaModel(_Model, LlamaModel):
+    """`LlamaModel` with `NSALlamaAttention`."""
+
+    config_class = NSALlamaConfig
+    attention = NSALlamaAttention
+
+
+class NSALlamaForCausalLM(_CausalLM, LlamaForCausalLM):
+    """`LlamaForCausalLM` with `NSALlamaModel`."""
+
+    config_class = NSALlamaConfig
+    decoder = NSALlamaModel
+
+
+class NSAQwen2Config(_Fields, Qwen2Config):
+    """`Qwen2Config`, and what `NSALlamaConfig` adds."""
+
+    model_type = "nsa_qwen2"
+
+
+class NSAQwen2Attention(_Attention, Qwen2Attention):
+    """`Qwen2Attention`, sparse."""
+
+
+class NSAQwen2Model(_Model, Qwen2Model):
+    """`Qwen2Model` with `NSAQwen2Attention`."""
+
+    config_class = NSAQwen2Config
+    attention = NSAQwen2Attention
+
+
+class NSAQwen2ForCausalLM(_CausalLM, Qwen2ForCausalLM):
+    """`Qwen2ForCausalLM` with `NSAQwen2Model`."""
+
+    config_class = NSAQwen2Config
+    decoder = NSAQwen2Model
+
+
+class NSAQwen3Config(_Fields, Qwen3Config):
+    """`Qwen3Config`, and what `NSALlamaConfig` adds."""
+
+    model_type = "nsa_qwen3"
+
+
+class NSAQwen3Attention(_Attention, Qwen3Attention):
+    """`Qwen3Attention`, sparse."""
+
+
+class NSAQwen3Model(_Model, Qwen3Model):
+    """`Qwen3Model` with `NSAQwen3Attention`."""
+
+    config_class = NSAQwen3Config
+    attention = NSAQwen3Attention
+
+
+class NSAQwen3ForCausalLM(_CausalLM, Qwen3ForCausalLM):
+    """`Qwen3ForCausalLM` with `NSAQwen3Model`."""
+
+    config_class = NSAQwen3Config
+    decoder = NSAQwen3Model
+
+
+for _config, _model, _causal in (
+    (NSALlamaConfig, NSALlamaModel, NSALlamaForCausalLM),
+    (NSAQwen2Config, NSAQwen2Model, NSAQwen2ForCausalLM),
+    (NSAQwen3Config, NSAQwen3Model, NSAQwen3ForCausalLM),
+):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModel.register(_config, _model)
+    AutoModelForCausalLM.register(_config, _causal)

@@ -1,0 +1,332 @@
+"""Models of transformers with sparse attention: conversion, packing, padding, caches, saving, training; on the CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nsa_layer import NSAConfig, cached_step
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("needs the extra [hf]", allow_module_level=True)
+
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
+
+from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, NSAModelCache, convert_to_nsa
+
+pytestmark = pytest.mark.xdist_group("hf")
+
+CONFIG = NSAConfig(block_size=8, block_counts=4, window_size=16)
+WIDE = NSAConfig(block_size=8, block_counts=64, window_size=16)
+VOCABULARY = 64
+SIZES = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2)
+SIZES |= dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+CLOSE = dict(rtol=0, atol=1e-9)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def sparse(**changes: object) -> NSALlamaForCausalLM:
+    """A sparse model in fp64 whose gates and matrices are not those that they start with."""
+    model = NSALlamaForCausalLM(NSALlamaConfig(**SIZES | dict(nsa=CONFIG) | changes)).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".nsa." in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    """Without the one that pads."""
+    return torch.randint(1, VOCABULARY, shape)
+
+
+def padded(ids: torch.Tensor, left: tuple[int, ...], right: tuple[int, ...] = (0, 0)) -> dict[str, torch.Tensor]:
+    """Rows of ids without their first or last tokens, and padding there."""
+    at = torch.arange(ids.shape[1])
+    mask = (at >= torch.tensor(left)[:, None]) & (at < ids.shape[1] - torch.tensor(right)[:, None])
+    return dict(input_ids=ids * mask, attention_mask=mask.long())
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    """Counted from each row's first token: angles of others would differ, rounded to fp32 as they are."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_converted_model_whose_lists_hold_all_blocks_says_what_the_dense_one_does(family: str) -> None:
+    config, kind = FAMILIES[family]
+    dense = kind(config(**SIZES)).double().eval()
+    model = convert_to_nsa(dense, WIDE)
+    ids = tokens(2, 90)
+    with torch.no_grad():
+        near, expected = model(ids).logits, dense(ids).logits
+        for layer in model.model.layers:
+            layer.self_attn.nsa.gate_mlp[-1].bias.mul_(1e3)  # selected alone, exactly
+        exact = model(ids).logits
+    torch.testing.assert_close(exact, expected, **CLOSE)
+    assert 0 < (near - expected).norm() < 0.2 * expected.norm()
+    assert model.lm_head.weight is dense.lm_head.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_conversion_keeps_what_is_tied_frozen_and_of_its_dtype(tied: bool) -> None:
+    dense = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)).bfloat16()
+    dense.model.embed_tokens.requires_grad_(False)
+    dense.generation_config.temperature = 0.5
+    model = convert_to_nsa(dense, CONFIG, gate="query", compression="linear")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert not model.model.embed_tokens.weight.requires_grad
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
+    assert model.generation_config.temperature == 0.5
+    parts = model.model.layers[1].self_attn.nsa
+    assert not parts.gate_weight.any() and (parts.compress_k_weight == torch.eye(8)).all()
+    model(tokens(1, 20)).logits.sum().backward()
+    assert parts.compress_v_weight.grad.any()
+
+
+def test_models_of_transformers_take_the_attention_by_its_name() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="nsa", nsa=dict(block_size=8, window_size=4)))
+    other = sparse(nsa=dict(block_size=8, window_size=4)).float()
+    other.load_state_dict(model.state_dict(), strict=False)
+    for layer in other.model.layers:
+        gates = layer.self_attn.nsa.gate_mlp[-1]
+        torch.nn.init.zeros_(gates.weight)
+        torch.nn.init.constant_(gates.bias, -0.6931472)  # 1/3 each, as without gates
+    ids = tokens(2, 50)
+    torch.testing.assert_close(model(ids).logits, other(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("compression", ["mean", "linear", "mlp"])
+def test_packed_sequences_are_what_each_is_alone(compression: str) -> None:
+    model, ids, cuts = sparse(nsa_compression=compression), tokens(1, 90), (0, 1, 40, 90)
+    alone = torch.cat([model(ids[:, a:b]).logits for a, b in zip(cuts, cuts[1:])], dim=1)
+    places = torch.cat([torch.arange(b - a) for a, b in zip(cuts, cuts[1:])])[None]
+    starts = torch.tensor(cuts, dtype=torch.int32)
+    for options in (dict(cu_seq_lens_q=starts), {}):
+        packed = model(ids, position_ids=places, use_cache=False, **options).logits
+        torch.testing.assert_close(packed, alone, **CLOSE)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_padding_changes_nothing(use_cache: bool) -> None:
+    model, ids = sparse(), tokens(2, 70)
+    for left, right in (((0, 30), (0, 0)), ((0, 0), (30, 0)), ((5, 0), (0, 9))):
+        batch = padded(ids, left, right)
+        logits = model(**batch, position_ids=positions(batch["attention_mask"]), use_cache=use_cache).logits
+        for row, real, of in zip(logits, batch["attention_mask"].bool(), ids):
+            torch.testing.assert_close(row[real], model(of[real][None]).logits[0], **CLOSE)
+
+
+WAYS = {
+    "greedy": {},
+    "sample": dict(do_sample=True, top_k=5),
+    "beam": dict(num_beams=3),
+    "assisted": dict(assistant_model=1),
+    "lookup": dict(prompt_lookup_num_tokens=3),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generation_with_a_cache_is_that_without(way: str) -> None:
+    model = sparse()
+    options = dict(WAYS[way])
+    if way == "assisted":
+        options["assistant_model"] = sparse(num_hidden_layers=1)
+    batch = padded(tokens(2, 60), (0, 23))
+    if way in ("assisted", "lookup"):
+        batch = {name: x[:1] for name, x in batch.items()}
+    made = []
+    for cache in (dict(), dict(past_key_values=DynamicCache()), dict(use_cache=False)):
+        if "use_cache" in cache:
+            options = {name: x for name, x in options.items() if name in ("do_sample", "top_k", "num_beams")}
+        torch.manual_seed(1)
+        made.append(model.generate(**batch, max_new_tokens=12, **cache, **options))
+    assert made[0].tolist() == made[1].tolist() == made[2].tolist()
+    assert len(set(made[0][0, 60:].tolist())) > 3
+
+
+@pytest.mark.parametrize("compression", ["mean", "linear", "mlp"])
+@pytest.mark.parametrize("gate", ["input", "query"])
+def test_steps_on_a_cache_give_the_logits_of_the_whole(compression: str, gate: str) -> None:
+    model, ids = sparse(nsa_compression=compression, nsa_gate=gate), tokens(2, 75)
+    batch, cache = padded(ids, (0, 21)), NSAModelCache(model.config, max_cache_len=10)
+    mask = batch["attention_mask"]
+    places = positions(mask)
+
+    def step_to(end: int, ids: torch.Tensor = ids) -> torch.Tensor:
+        begin = cache.get_seq_length()
+        options = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end])
+        return model(ids[:, begin:end], past_key_values=cache, **options).logits
+
+    with torch.no_grad():
+        whole = model(**batch, position_ids=places).logits
+        for begin, end in ((0, 15), (15, 40), (40, 41), (41, 70)):
+            step = step_to(end)
+            real = mask[:, begin:end].bool()
+            torch.testing.assert_close(step[real], whole[:, begin:end][real], **CLOSE)
+        cache.crop(-20)
+        assert cache.get_seq_length() == 50 and cache.layers[1].cache.lengths == (50, 29)
+        step_to(59, tokens(2, 75))
+        cache.crop(-9)
+        step = step_to(75)
+    torch.testing.assert_close(step, whole[:, 50:], **CLOSE)
+    assert cache.nbytes == sum(layer.cache.nbytes for layer in cache.layers)
+
+
+@pytest.fixture
+def lists(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list]]:
+    """The lists of blocks of each row, by call."""
+    calls, attend = [], cached_step.attend
+
+    def recorded(*given: object, **options: object) -> tuple:
+        result = attend(*given, **options)
+        calls.append([None if aux is None else aux.block_indices[0].sort(-1).values for aux in result[2]])
+        return result
+
+    monkeypatch.setattr(cached_step, "attend", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_left_padded_batches_generate_what_unpadded_ones_do(chunk: int | None, lists: list[list]) -> None:
+    model, batch = sparse(), padded(tokens(3, 60), (0, 33, 59), (0, 0, 0))
+    options = dict(max_new_tokens=12, prefill_chunk_size=chunk)
+    together = model.generate(**batch, **options)[:, 60:]
+    rows = [of_row(lists, b) for b in range(3)]
+    for b, real in enumerate(batch["attention_mask"].bool()):
+        lists.clear()
+        alone = model.generate(batch["input_ids"][b : b + 1, real], **options)[0]
+        assert alone[real.sum() :].tolist() == together[b].tolist()
+        assert of_row(lists, 0) == rows[b]
+
+
+def of_row(lists: list[list], b: int) -> list[list]:
+    """A row's blocks by layer, token and head."""
+    layers = [[x for call in lists[i::2] if call[b] is not None for x in call[b].tolist()] for i in range(2)]
+    return [[[[n for n in blocks if n >= 0] for blocks in heads] for heads in layer] for layer in layers]
+
+
+@pytest.mark.parametrize("compression", ["mean", "linear", "mlp"])
+@pytest.mark.parametrize("gate", ["input", "query"])
+def test_saved_models_are_loaded_as_they_were(gate: str, compression: str, tmp_path) -> None:
+    model, ids = sparse(nsa_gate=gate, nsa_compression=compression), tokens(1, 50)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is NSALlamaForCausalLM and loaded.config.nsa == model.config.nsa
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert type(AutoModel.from_pretrained(tmp_path)) is NSALlamaModel
+
+
+def test_converted_models_are_saved_and_dense_checkpoints_loaded(tmp_path) -> None:
+    dense = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+    model, ids = convert_to_nsa(dense, CONFIG), tokens(1, 50)
+    model.save_pretrained(tmp_path / "sparse")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
+    assert type(loaded) is type(model) and torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "dense")
+    config = NSALlamaConfig(**SIZES, nsa_compression="linear")
+    parts = NSALlamaForCausalLM.from_pretrained(tmp_path / "dense", config=config).model.layers[0].self_attn.nsa
+    assert not parts.gate_mlp[-1].weight.any() and (parts.compress_k_weight == torch.eye(8)).all()
+
+
+def gradients(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return {name: x.grad.clone() for name, x in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    model, ids = sparse(nsa_compression="mlp").train(), tokens(2, 40)
+    plain = gradients(model, ids)
+    model.gradient_checkpointing_enable()
+    again = gradients(model, ids)
+    assert all(x.any() for x in plain.values())
+    for name, x in plain.items():
+        torch.testing.assert_close(again[name], x, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainer_learns_from_packed_sequences_in_bf16(tmp_path) -> None:
+    model = NSALlamaForCausalLM(NSALlamaConfig(**SIZES, nsa=CONFIG))
+    data = [dict(input_ids=[1 + (i * step) % 63 for i in range(20 + 7 * step)]) for step in range(1, 5)] * 4
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=8, per_device_train_batch_size=4, learning_rate=5e-3, bf16=True,
+        use_cpu=True, gradient_checkpointing=True, logging_steps=2, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collator)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_model_in_bf16_generates_with_a_cache() -> None:
+    model, batch = sparse().bfloat16(), padded(tokens(2, 40), (0, 11))
+    assert model.generate(**batch, max_new_tokens=5).shape == (2, 45)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.float().generate(**batch, max_new_tokens=5).shape == (2, 45)
+
+
+def test_what_it_does_not_do_is_an_error() -> None:
+    model, ids = sparse(), tokens(1, 20)
+    dense = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with pytest.raises(NotImplementedError, match="MistralForCausalLM"):
+        convert_to_nsa(MistralForCausalLM(MistralConfig(**SIZES)))
+    with pytest.raises(ValueError, match="nsa_gate must be one of 'query', 'input', got 'none'"):
+        convert_to_nsa(dense, gate="none")
+    with pytest.raises(NotImplementedError, match="use NSAModelCache"):
+        model.generate(ids, cache_implementation="static", max_new_tokens=4)
+    with pytest.raises(NotImplementedError, match="fixed length"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=40))
+    with pytest.raises(NotImplementedError, match="use DynamicCache"):
+        dense(ids, past_key_values=NSAModelCache(dense.config))
+    with pytest.raises(NotImplementedError, match="network"):
+        sparse(nsa_compression="mlp").generate(ids, past_key_values=DynamicCache(), max_new_tokens=4)
+    with pytest.raises(NotImplementedError, match="shape"):
+        model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))
+    with pytest.raises(ValueError, match="attn_implementation must be 'nsa', got 'eager'"):
+        NSALlamaModel(NSALlamaConfig(**SIZES, attn_implementation="eager"))
+    sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(NotImplementedError, match="mask other than|sliding_window"):
+        convert_to_nsa(Qwen2ForCausalLM(sliding))(ids)
+    with pytest.raises(NotImplementedError, match="dropout"):
+        sparse(attention_dropout=0.1).train()(ids)
+    cache = NSAModelCache(model.config)
+    model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="tokens_to_remove"):
+        cache.crop(5)
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
+        model(ids, past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 20], dtype=torch.int32))
+    with pytest.raises(ValueError, match="attention_mask must be that of the cached"):
+        model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))
