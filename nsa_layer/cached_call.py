@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,8 @@ def check_call(call: CachedCall) -> tuple[tuple[int, ...] | None, float]:
         raise ValueError(f"q must have no empty dimension, got shape {tuple(call.q.shape)}")
     lengths = _check_lengths(call)
     _check_caches(call)
+    if lengths is not None and max(lengths) > call.room:
+        raise ValueError(f"q has {max(lengths)} tokens of a sequence, the caches have room for {call.room}")
     _check_new(call, lengths)
     _check_weights(call)
     if call.block_indices is not None:
@@ -122,6 +125,17 @@ def query_lengths(call: CachedCall) -> tuple[int, ...] | None:
     return (call.q.shape[1],) * call.q.shape[0]
 
 
+def refuse_places(there: Sequence[bool], call: CachedCall, lengths: Sequence[int]) -> None:
+    """Raise ValueError unless all sequences have places in the caches; reads ``cache_seqlens`` then."""
+    if not all(there):
+        at = list(there).index(False)
+        tokens = int(call.cache_seqlens[at]) + (0 if call.k is None else lengths[at])
+        raise ValueError(
+            f"cache_seqlens, page tables and cache_batch_idx must lead to places in the caches; sequence {at} has "
+            f"{lengths[at]} queries and {tokens} tokens, new ones included"
+        )
+
+
 def _check_lengths(call: CachedCall) -> tuple[int, ...] | None:
     if call.max_seqlen_q is not None:
         require_int("max_seqlen_q", call.max_seqlen_q, least=1)
@@ -144,6 +158,9 @@ def _check_caches(call: CachedCall) -> None:
     of_size = {"k": D, "v": call.v_cache.shape[-1]}
     for name in ("k_win", "v_win"):
         _check_tensor(f"{name}_cache", getattr(call, f"{name}_cache"), (lead, S, Hkv, of_size[name[0]]), q)
+    for name, x in call.caches((*TOKEN_CACHES, *COMPRESSED_CACHES)).items():
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}_cache must be contiguous in its last dimension, got stride {x.stride(-1)}")
     Sc = None
     for name, x in call.caches(COMPRESSED_CACHES).items():
         Sc = S // call.config.stride if paged else Sc

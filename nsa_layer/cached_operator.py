@@ -39,14 +39,19 @@ def attend(call: CachedCall, softmax_scale: float, *, backend: str, validate: bo
 
 
 def _compute(*tensors: Tensor | None, backend: str, validate: bool, **static: Any) -> tuple[Tensor, ...]:
-    from nsa_layer import cached_step
-
     softmax_scale = static.pop("softmax_scale")
     del static["causal"]
     call = CachedCall(**dict(zip(TENSORS, tensors, strict=True)), config=NSAConfig(**static))
+    lengths = query_lengths(call)
     with autocast.off(call.q.device):
-        how = dict(backend=backend, validate=validate)
-        o, lses, _ = cached_step.attend(call, query_lengths(call), softmax_scale, **how)
+        if backend == "cute":
+            from nsa_layer.cute import cached
+
+            o, lses = cached.attend(call, lengths, softmax_scale, validate=validate)
+        else:
+            from nsa_layer import cached_step
+
+            o, lses, _ = cached_step.attend(call, lengths, softmax_scale, backend=backend, validate=validate)
     return o, *(lse.contiguous() for lse in lses)
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from nsa_layer import support
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
+from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places
 from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype
 
 Tensor = torch.Tensor
@@ -137,12 +137,8 @@ def attend(
     module = import_module(support.BACKENDS[backend])
     sequences = _sequences(call, lengths)
     there = [sequence.is_there(call) for sequence in sequences]
-    if validate and not all(there):
-        at = there.index(False)
-        raise ValueError(
-            f"cache_seqlens, page tables and cache_batch_idx must lead to places in the caches; sequence {at} has "
-            f"{lengths[at]} queries and {sequences[at].S} tokens, new ones included"
-        )
+    if validate:
+        refuse_places(there, call, lengths)
     attended = [inside and sequence.T > 0 for sequence, inside in zip(sequences, there)]
     for sequence in itertools.compress(sequences, attended):
         sequence.write(call, module)

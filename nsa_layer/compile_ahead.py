@@ -1,5 +1,5 @@
-"""Names the kernels that a call of `nsa` or `selected_attention` launches, and compiles them, from shapes alone and
-without a GPU.
+"""Names the kernels that a call of `nsa`, `selected_attention` or `nsa_with_kvcache` launches, and compiles them, from
+shapes alone and without a GPU.
 
 The call is made with fake tensors, which launch nothing. For the names, every lookup in the kernel cache finds a
 stand-in, so that takes a second. Each kernel is then compiled by the same call, in which all other lookups find one;
@@ -9,10 +9,11 @@ any process can do that for any of them.
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from nsa_layer.cached_call import CachedCall
 from nsa_layer.call_spec import CallSpec, ListSpec, OwnKeys
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
@@ -126,6 +128,25 @@ class ListsShape:
     spec: ListSpec
     offset: bool
     backward: bool
+
+
+@dataclass(frozen=True)
+class CachedShape:
+    """A call of `nsa_with_kvcache` without its tensors, each of which is a name, a shape and a dtype.
+
+    Attributes:
+        lengths: queries of each sequence.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    config: NSAConfig
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, call: CachedCall, lengths: tuple[int, ...]) -> CachedShape:
+        found = ((field.name, getattr(call, field.name)) for field in fields(call))
+        tensors = ((name, tuple(x.shape), x.dtype) for name, x in found if isinstance(x, torch.Tensor))
+        return cls(tuple(tensors), call.config, lengths)
 
 
 class Wanted(NamedTuple):
@@ -281,7 +302,7 @@ def _like(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def make_call(call: CallShape | ListsShape) -> None:
+def make_call(call: CallShape | ListsShape | CachedShape) -> None:
     """Make the call with fake tensors: kernels that no cache has are compiled, and nothing is launched.
 
     Of groups of heads of one size, which ask for the same kernels, one is made.
@@ -289,7 +310,7 @@ def make_call(call: CallShape | ListsShape) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), _Unlinked(), torch.no_grad():
-        (_make_listed if isinstance(call, ListsShape) else _make_layer)(call)
+        {ListsShape: _make_listed, CachedShape: _make_cached}.get(type(call), _make_layer)(call)
 
 
 def _make_layer(call: CallShape) -> None:
@@ -324,6 +345,14 @@ def _make_listed(call: ListsShape) -> None:
     o, lse = forward(q, k, k, lists, places, call.spec)
     if call.backward:
         backward(places, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, places.q_offset)
+
+
+def _make_cached(call: CachedShape) -> None:
+    from nsa_layer.cute.cached import step
+
+    given = {name: _fake(*shape, dtype=dtype) for name, shape, dtype in call.tensors}
+    scale = given["q"].shape[-1] ** -0.5
+    step(CachedCall(**given, config=call.config), call.lengths, scale, memory=MemoryPolicy(budget=sys.maxsize))
 
 
 def _fake(*size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -67,7 +67,8 @@ def nsa_with_kvcache(
             there are none all of them, q's included.
         page_table: int32 [B, n], the pages of each sequence in order; what lies behind its last token is not read.
         cache_batch_idx: int32 [B], rows of contiguous caches of any batch; no two the same. None: row b for sequence b.
-        cu_seqlens_q: int32 [B + 1], starts of the packed sequences' queries and their total; as in `nsa`.
+        cu_seqlens_q: int32 [B + 1], starts of the packed sequences' queries and their total; as in `nsa`, on q's device
+            (which is waited for) or on the CPU.
         max_seqlen_q: an upper bound of the packed queries; only checked.
         k_cmp_cache: [B, Sc, Hkv, D], Sc at least ``config.compressed_length(S)``, or with ``cmp_page_table``
             [pages, page / compress_stride, Hkv, D]: compressed keys, made from the cached tokens by the call that
@@ -87,8 +88,8 @@ def nsa_with_kvcache(
         return_lse: also return the branches' log-sum-exps.
         validate: look at ``cache_seqlens``, tables and indices before anything is written, which waits for a GPU.
             Without, a sequence that they lead out of the caches writes nothing, and its rows are NaN.
-        backend: "eager" or "reference". None: the kernels where the tensors are on a supported GPU, which do not do
-            this yet, else eager.
+        backend: "cute" (the kernels), "eager" or "reference". None: the kernels where the tensors are on a supported
+            GPU, else eager.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv]; with ``return_lse`` a pair of o and the log-sum-exps of the compressed,
@@ -97,7 +98,8 @@ def nsa_with_kvcache(
     Raises:
         TypeError, ValueError: an argument is bad; the message names it, and nothing was written.
         NotImplementedError: ``q_tile`` above 1 without ``block_indices`` (a choice belongs to a tile, and the tile's
-            queries may come in other calls); keys that are visible before their block is complete; on the kernels.
+            queries may come in other calls); keys that are visible before their block is complete; what the kernels
+            lack.
     """
     call = CachedCall(
         q=q,
@@ -154,8 +156,11 @@ def checked_step(
     lengths, softmax_scale = check_call(call)
     q, Dv = call.q, call.v_cache.shape[-1]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, config=call.config)
-    lists = None if call.block_indices is None else "given"
-    name = support.choose_backend(backend, **sizes, needs_grad=False, lists=lists, cached=True)
+    lists, heads = None, call.k_cache.shape[2]
+    if call.block_indices is not None:
+        lists, heads = "given", call.block_indices.shape[-2]
+    asked = dict(lists=lists, rows=q.shape[-2] // heads, own_keys=call.k_cmp is not None or call.k_win is not None)
+    name = support.choose_backend(backend, **sizes, needs_grad=False, cached=True, **asked)
     if reserve is not None:
         reserve(lengths)
     return cached_operator.attend(call, softmax_scale, backend=name, validate=validate)

@@ -112,7 +112,7 @@ FEATURES = (
     Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
-    Feature("nsa_with_kvcache", lambda r: r.cached, ()),
+    Feature("nsa_with_kvcache", lambda r: r.cached),
     Feature("packed sequences", lambda r: False),
     Feature("context parallelism", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),

@@ -30,7 +30,7 @@ MAY_IMPORT = {
 OURS = {*MAY_IMPORT, "tests"}
 # Modules of nsa_layer outside its packages, by the room that they belong to; the others are its "api".
 ROOM_OF = {
-    **dict.fromkeys(("config", "call_spec"), "config"),
+    **dict.fromkeys(("config", "call_spec", "inputs", "cached_call"), "config"),
     **dict.fromkeys(("autocast", "derivatives", "determinism", "fork", "profiler_ranges", "support"), "support"),
     **dict.fromkeys(("eager", "compress", "compression", "gate", "select", "token_attention"), "eager"),
     **dict.fromkeys(("compile_ahead", "compile_worker", "side_by_side"), "cute"),

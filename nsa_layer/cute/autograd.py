@@ -25,6 +25,7 @@ require_patched()
 from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
 from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Inputs, SavedForBackward, forward  # noqa: E402
+from nsa_layer.kernels.launch import are_aligned  # noqa: E402
 
 Tensor = torch.Tensor
 
@@ -161,9 +162,7 @@ def _shape(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) 
 
 def readable(x: Tensor) -> Tensor:
     """As the kernels read it, 16 bytes at a time: itself, or a copy where rows lie otherwise."""
-    step = 16 // x.element_size()
-    aligned = x.stride(-1) == 1 and not any(stride % step for stride in x.stride()[:-1]) and not x.data_ptr() % 16
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+    return x if x.stride(-1) == 1 and are_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def head_group(inputs: Inputs, first: int, end: int) -> Inputs:

@@ -55,6 +55,12 @@ def launch(name: str, kernel: type, static: tuple[Hashable, ...], *arguments: ob
         compiled(*arguments)
 
 
+def are_aligned(x: torch.Tensor) -> bool:
+    """True if rows of a tensor start at multiples of 16 bytes, its heads and tokens having any strides."""
+    step = 16 // x.element_size()
+    return not any(stride % step for stride in x.stride()[:-1]) and (_is_fake(x) or not x.data_ptr() % 16)
+
+
 def forget() -> None:
     """Forget the kernels in memory, so that the cache on disk is asked again."""
     _compiled.clear()

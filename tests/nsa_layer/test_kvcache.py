@@ -17,9 +17,9 @@ from torch.library import opcheck
 from nsa_layer import NSAConfig, cached_step, nsa, nsa_with_kvcache
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_call
 from nsa_layer.cached_operator import CACHES, TENSORS
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import Aux, CallSpec
 from nsa_layer.operators import static_arguments
-from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, Result, make_inputs, run
+from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=4, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
@@ -40,16 +40,18 @@ class Caches:
     paged: bool = False
     compressed: bool = True
     seed: int = 0
+    page: int = PAGE
+    room: int = ROOM
     given: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         case, stride = self.inputs.case, self.inputs.case.config.stride
         B, (Hkv, D), Dv = len(case.lengths), self.inputs.k.shape[1:], self.inputs.v.shape[-1]
         names = [name for name in (*TOKEN_CACHES, *COMPRESSED_CACHES) if self.is_kept(name)]
-        pages, generator = ROOM // PAGE, torch.Generator().manual_seed(self.seed)
+        pages, generator = self.room // self.page, torch.Generator().manual_seed(self.seed)
         for name in names:
             step = stride if "cmp" in name else 1
-            places = (B * pages + 3, PAGE // step) if self.paged else (B + 1, ROOM // step)
+            places = (B * pages + 3, self.page // step) if self.paged else (B + 1, self.room // step)
             size = (*places, Hkv, D if name[0] == "k" else Dv)
             self.given[f"{name}_cache"] = torch.full(size, torch.nan, dtype=case.dtype)
         for table in ("page_table", "cmp_page_table") if self.paged else ():
@@ -59,6 +61,7 @@ class Caches:
             del self.given["cmp_page_table"]
         if not self.paged:
             self.given["cache_batch_idx"] = torch.randperm(B + 1, generator=generator)[:B].int()
+        self.given = {name: x.to(self.inputs.q.device) for name, x in self.given.items()}
         self.length = [0] * B
 
     def is_kept(self, name: str) -> bool:
@@ -79,12 +82,17 @@ class Caches:
         for name in ("gate_weight", "compress_k_weight", "compress_v_weight"):
             tensors[name] = getattr(self.inputs, name)
         starts = torch.tensor([0, *counts]).cumsum(0).int()
-        more = dict(cache_seqlens=torch.tensor(self.length).int(), cu_seqlens_q=starts, config=config) | more
+        seqlens = torch.tensor(self.length).int().to(self.inputs.q.device)
+        more = dict(cache_seqlens=seqlens, cu_seqlens_q=starts, config=config) | more
         call = CachedCall(**self.given | tensors | more)
-        o, lses, auxes = cached_step.attend(call, *check_call(call), backend=backend, validate=True)
+        if backend == "cute":
+            o, lses, lists = on_kernels(call)
+            lists = lists.split(tuple(counts))
+        else:
+            o, lses, auxes = cached_step.attend(call, *check_call(call), backend=backend, validate=True)
+            lists = [None if aux is None else aux.block_indices[0] for aux in auxes]
         self.length = [end for _, end in bounds]
-        parts = zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses), auxes)
-        return [(o, *lses, None if aux is None else aux.block_indices[0]) for o, *lses, aux in parts]
+        return list(zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses), lists))
 
     def split(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         return x.split(list(map(self.inputs.case.config.compressed_length, self.inputs.case.lengths)))
@@ -95,37 +103,52 @@ class Caches:
         made = x[config.compressed_length(begin) : config.compressed_length(end)]
         return F.pad(made, (0, 0, 0, 0, 0, -(-(end - begin) // config.stride) - len(made)), value=torch.nan)
 
-    def finish(self, cuts: Sequence[Sequence[int]], backend: str = "eager") -> None:
+    def finish(self, cuts: Sequence[Sequence[int]], backend: str = "eager", **close: float) -> None:
         """Cut each sequence at ``cuts``, a call for the next part of each, and compare with the whole."""
         lengths = self.inputs.case.lengths
         bounds = [sorted({0, *(c for c in own if c < n), n}) for own, n in zip(cuts, lengths)]
         counts = [[j - i for i, j in zip(at, at[1:])] for at in bounds]
         steps = range(max(map(len, counts)))
         found = [self.step([own[i] if i < len(own) else 0 for own in counts], backend) for i in steps]
-        assert_whole(self.inputs, [[step[b] for step in found] for b in range(len(lengths))])
+        assert_whole(self.inputs, [[step[b] for step in found] for b in range(len(lengths))], **close)
 
 
-def whole(inputs: Inputs) -> Result:
-    return run("eager", inputs)
+def on_kernels(call: CachedCall) -> tuple[torch.Tensor, tuple, torch.Tensor]:
+    """o, log-sum-exps, and the lists of all parts."""
+    from nsa_layer.cute import cached
+
+    attend, lists = cached.autograd.attend, []
+
+    def noted(*tensors: torch.Tensor, **given: object) -> tuple[torch.Tensor, Aux]:
+        o, aux = attend(*tensors, **given)
+        lists.append(aux.block_indices)
+        return o, aux
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cached.autograd, "attend", noted)
+        o, lses = cached.attend(call, *check_call(call), validate=True)
+    return o, lses, torch.cat(lists).flatten(0, -3)
 
 
-def assert_whole(inputs: Inputs, found: Sequence[Sequence[tuple]]) -> None:
+def assert_whole(inputs: Inputs, found: Sequence[Sequence[tuple]], *, rtol: float = 1e-12, atol: float = 1e-12) -> None:
     """Each sequence's parts are `nsa`'s result for it, the lists exactly."""
-    want, lengths = whole(inputs), inputs.case.lengths
+    want, lengths = run("eager" if inputs.q.device.type == "cpu" else "cute", inputs), inputs.case.lengths
     for b, parts in enumerate(found):
         tensors = [want.o, *(getattr(want.aux, name) for name in LSES), want.aux.block_indices]
         o, *lses, lists = (x.split(lengths, dim=int(x.dim() == 2))[b] for x in tensors)
         for i, expected in enumerate((o, *lses)):
             got = torch.cat([part[i] for part in parts], dim=int(i > 0))
-            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
         width = lists.shape[-1]
         own = [part[-1] for part in parts if part[-1] is not None]
         for x, expected in zip(own, lists.split(list(map(len, own)))):
-            assert torch.equal(F.pad(x, (0, width - x.shape[-1]), value=-1), expected)
+            n = min(width, x.shape[-1])  # those of the kernels have room for as many blocks as the caches
+            assert (x[..., n:] == -1).all()
+            assert torch.equal(F.pad(x[..., :n], (0, width - n), value=-1), expected)
 
 
-def every(step: int) -> list[range]:
-    return [range(0, 100, step)] * 4
+def every(step: int, most: int = 100) -> list[range]:
+    return [range(0, most, step)] * 4
 
 
 CUTS = {

@@ -48,7 +48,6 @@ UNSUPPORTED = {
     "rule='seed'": dict(config=NSAConfig.seed()),
     "block_size below 16 by token": dict(config=NSAConfig(q_tile=1, block_size=8)),
     "block_size 16 by token with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
-    "nsa_with_kvcache": dict(cached=True),
     "deterministic backward": dict(config=TILES.replace(deterministic=True)),
 }
 ON_ONE = {"deterministic backward": 100}
@@ -73,6 +72,7 @@ def test_a_list_for_a_few_tokens_is_supported(arch: int, q_tile: int) -> None:
 
 def test_a_list_for_each_token_is_supported(arch: int) -> None:
     assert choose(config=NSAConfig.paper()) == choose(config=NSAConfig(q_tile=1), lists="given") == "cute"
+    assert choose(cached=True) == "cute"
     assert choose(config=_alone(192), lists="alone") == "cute"
 
 

@@ -1,0 +1,266 @@
+"""`nsa_with_kvcache` on the kernels: append, complete compressed keys, and attend as a stretch of a longer context.
+
+The host reads no number of the GPU: grids and workspaces follow from the caches' room. Contiguous caches that a batch
+appends to are read in place, after the rows behind each sequence's end are cleared, which attention multiplies by 0.
+From any other cache (pages, rows by index, of packed queries, of tokens that are there already) each sequence's rows
+are first copied side by side, for as many sequences at once as `WORKSPACE` bytes hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from nsa_layer import side_by_side
+from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.compile_ahead import CachedShape
+from nsa_layer.compress import project
+from nsa_layer.cute import autograd
+from nsa_layer.cute.memory_plan import MemoryPolicy
+from nsa_layer.cute.packing import numbers_on, starts_on
+from nsa_layer.kernels.caches.blank_rows import blank_rows
+from nsa_layer.kernels.caches.move_rows import Pair, append, clear, gather
+from nsa_layer.kernels.caches.places import Field, find_places
+from nsa_layer.kernels.mean_pool.pool import pool
+from nsa_layer.profiler_ranges import component
+
+Tensor = torch.Tensor
+Lses = tuple[Tensor, Tensor, Tensor]
+WORKSPACE = 1 << 31  # bytes of copied caches; one sequence's may be more
+
+
+@autograd.on_own_device
+@torch.no_grad()
+def attend(call: CachedCall, lengths: tuple[int, ...], softmax_scale: float, *, validate: bool) -> tuple[Tensor, Lses]:
+    """The step, on caches that it changes in place.
+
+    Args:
+        call: as checked; ``cache_seqlens`` is a tensor.
+        lengths: queries of each sequence.
+        validate: raise, before anything is written, where numbers lead out of the caches; waits for the GPU.
+
+    Returns:
+        o and the branches' log-sum-exps, shaped as `nsa_with_kvcache` says.
+    """
+    with side_by_side.of_call(lambda: CachedShape.of(call, lengths)):
+        return step(call, lengths, softmax_scale, validate=validate)
+
+
+def step(
+    call: CachedCall,
+    lengths: tuple[int, ...],
+    softmax_scale: float,
+    *,
+    validate: bool = False,
+    memory: MemoryPolicy = MemoryPolicy(),
+) -> tuple[Tensor, Lses]:
+    """`attend`, its kernels compiled one after the other."""
+    if call.packed and call.B == 1:
+        o, lses = step(_unpacked(call), lengths, softmax_scale, validate=validate, memory=memory)
+        return o[0], tuple(lse[0] for lse in lses)
+    new = {name: getattr(call, name) for name in ("q", *TOKEN_CACHES, *COMPRESSED_CACHES)}
+    call = replace(call, **{name: autograd.readable(x) for name, x in new.items() if x is not None})
+    starts = starts_on(call.cu_seqlens_q, call.q.device) if call.packed else None
+    found = _Step.of(call, lengths, starts, memory)
+    if validate:
+        refuse_places([not blank for blank in found.places[Field.BLANK].tolist()], call, lengths)
+    with component("append"):
+        found.append()
+    with component("compress"):
+        found.complete()
+    spec = CallSpec(call.config, True, softmax_scale, listed=call.block_indices is not None)
+    parts = [found.attend(bounds, spec) for bounds in found.parts()]
+    o, *lses = parts[0]
+    if len(parts) > 1:
+        o = torch.cat([part[0] for part in parts])
+        lses = [torch.cat(part, dim=int(call.packed)) for part in list(zip(*parts))[1:]]
+    blank_rows(o, lses, found.places, starts)
+    return o, tuple(lses)
+
+
+def _unpacked(call: CachedCall) -> CachedCall:
+    """A pack of one sequence as a batch."""
+    names = ("q", *TOKEN_CACHES, *COMPRESSED_CACHES, "gates", "block_indices")
+    alone = {name: x.unsqueeze(0) for name in names if (x := getattr(call, name)) is not None}
+    return replace(call, cu_seqlens_q=None, max_seqlen_q=None, **alone)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call, and where it finds its sequences.
+
+    Attributes:
+        lengths: queries of each sequence.
+        places: int32 [fields, B], see `Field`.
+        table, cmp_table: int32 [B, n], pages of each sequence, of tokens and of compressed keys, a row of contiguous
+            caches being a page too; None: row b.
+        starts: int32 [B + 1] of packed queries, on the GPU.
+    """
+
+    call: CachedCall
+    lengths: tuple[int, ...]
+    places: Tensor
+    table: Tensor | None
+    cmp_table: Tensor | None
+    starts: Tensor | None
+    memory: MemoryPolicy
+
+    @classmethod
+    def of(cls, call: CachedCall, lengths: tuple[int, ...], starts: Tensor | None, memory: MemoryPolicy) -> _Step:
+        tables = call.page_table, call.cmp_page_table
+        if call.cache_batch_idx is not None:
+            tables = (call.cache_batch_idx.unsqueeze(1),) * 2
+        compressed = next(iter(call.caches(COMPRESSED_CACHES).values()), None)
+        caches = dict(cache=call.k_cache, table=tables[0], cmp_cache=compressed, cmp_table=tables[1])
+        blocks = dict(span=call.config.span, stride=call.config.stride, adds=call.k is not None)
+        with component("places"):
+            places = find_places(call.cache_seqlens, T=call.q.shape[-3], cu_seqlens=starts, **caches, **blocks)
+        return cls(call, lengths, places, *tables, starts, memory)
+
+    @property
+    def in_place(self) -> bool:
+        """True if attention reads the caches themselves."""
+        return self.table is None and self.call.k is not None and not self.call.packed
+
+    def append(self) -> None:
+        """Write new tokens."""
+        for names in (TOKEN_CACHES[:2], TOKEN_CACHES[2:]):
+            if any(getattr(self.call, name) is not None for name in names):
+                caches = self._caches(names)
+                append(self._new(names), caches, self.table, self.places, (Field.FIRST, Field.NEW), self.starts)
+                if self.in_place:
+                    clear(caches, self.places, Field.END)
+
+    def complete(self) -> None:
+        """Write the compressed keys and values of blocks that the call completes: given, or made of cached tokens."""
+        call, config = self.call, self.call.config
+        if not call.caches(COMPRESSED_CACHES):
+            return
+        counts = tuple(map(call.filled, self.lengths))
+        spans = tuple((count - 1) * config.stride + config.span if count else 0 for count in counts)
+        starts, lead = _Rows.of(call, spans, counts), (len(spans), spans[0])
+        caches, given = self._caches(COMPRESSED_CACHES), self._new(COMPRESSED_CACHES)
+        wanted = tuple(cache is not None and x is None for cache, x in zip(caches, given))
+        if any(wanted):
+            sources = tuple(cache if make else None for cache, make in zip(self._caches(TOKEN_CACHES[:2]), wanted))
+            tokens = _empty(sources, lead if starts.tokens is None else (sum(spans),))
+            fields = (Field.SOURCE, Field.SOURCE_TOKENS)
+            gather(sources, tokens, self.table, self.places, fields, starts.tokens)
+            given = tuple(made if x is None else x for made, x in zip(self._compress(tokens, starts), given))
+        given = tuple(x if cache is not None else None for cache, x in zip(caches, given))
+        append(given, caches, self.cmp_table, self.places, (Field.CMP_FIRST, Field.CMP_NEW), starts.blocks)
+        if self.in_place:
+            clear(caches, self.places, Field.CMP_END)
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """(first, end) of sequences that are attended to together."""
+        first, taken, most = 0, 0, len(self.lengths)
+        if not self.in_place:
+            caches = self.call.caches(TOKEN_CACHES).values()
+            each = sum(self.call.room * cache.shape[2:].numel() * cache.element_size() for cache in caches)
+            most = max(1, WORKSPACE // each)
+        for b, T in enumerate(self.lengths):
+            if T and taken == most:
+                yield first, b
+                first, taken = b, 0
+            taken += T > 0
+        yield first, len(self.lengths)
+
+    def attend(self, bounds: tuple[int, int], spec: CallSpec) -> tuple[Tensor, ...]:
+        """o and the log-sum-exps of the part's sequences."""
+        call, own, rows, tiles = self.call, self.lengths[slice(*bounds)], slice(*bounds), slice(*bounds)
+        if call.packed:
+            spec = replace(spec, lengths=own, lengths_k=tuple(call.room if T else 0 for T in own))
+            rows, tiles = (
+                slice(*(sum(map(count, self.lengths[:at])) for at in bounds)) for count in (int, call.config.num_tiles)
+            )
+        k, v, *own_keys = self._keys(bounds)
+        given = dict(zip((*TOKEN_CACHES[2:], *COMPRESSED_CACHES), own_keys), compress_k_weight=None)
+        given |= dict(compress_v_weight=None, gate_weight=call.gate_weight)
+        given |= dict(gates=call.gates if call.gates is None else call.gates[rows])
+        given |= dict(block_indices=call.block_indices if call.block_indices is None else call.block_indices[tiles])
+        q_offset = self.places[Field.FIRST, slice(*bounds)]
+        given |= dict(spec=spec, memory=self.memory, needs_grad=False)
+        o, aux = autograd.attend(call.q[rows], k, v, q_offset=q_offset, **given)
+        return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
+
+    def _keys(self, bounds: tuple[int, int]) -> list[Tensor | None]:
+        """k, v, k_win, v_win, k_cmp and v_cmp, as `attend` takes them: room of the caches for each sequence."""
+        call, part, places = self.call, slice(*bounds), self.places[:, slice(*bounds)]
+        count = call.config.compressed_length(call.room)
+        starts = _Rows(None, None)
+        if self.in_place:
+            keys = [*self._caches(TOKEN_CACHES), *_narrowed(self._caches(COMPRESSED_CACHES), count)]
+        else:
+            leads = (bounds[1] - bounds[0], call.room), (bounds[1] - bounds[0], count)
+            if call.packed:
+                sizes = [[size if T else 0 for T in self.lengths[part]] for size in (call.room, count)]
+                starts, leads = _Rows.of(call, *sizes), [(sum(size),) for size in sizes]
+            of_tokens = (self.table, leads[0], Field.END, starts.tokens)
+            of_blocks = (self.cmp_table, leads[1], Field.CMP_END, starts.blocks)
+            named = (TOKEN_CACHES[:2], of_tokens), (TOKEN_CACHES[2:], of_tokens), (COMPRESSED_CACHES, of_blocks)
+            keys = []
+            for names, (table, lead, end, cu) in named:
+                caches = self._caches(names)
+                if table is None:
+                    caches = tuple(cache if cache is None else cache[part] for cache in caches)
+                else:
+                    table = table[part]
+                keys += _empty(caches, lead)
+                gather(caches, tuple(keys[-2:]), table, places, (Field.START, end), cu)
+        missing = [x is None for x in keys[-2:]]
+        if any(missing) and count:
+            sources = tuple(x if lacks else None for x, lacks in zip(keys, missing))
+            made = self._compress(sources, starts)
+            clear(made, places, Field.CMP_END, starts.blocks)
+            keys[-2:] = (x if x is not None else y for x, y in zip(keys[-2:], made))
+        return keys
+
+    def _caches(self, names: Sequence[str]) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self.call, f"{name}_cache") for name in names)
+
+    def _new(self, names: Sequence[str]) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self.call, name) for name in names)
+
+    def _compress(self, tokens: Pair, starts: _Rows) -> Pair:
+        """Compressed keys of k and values of v, as the layer makes and rounds them."""
+        call, exact = self.call, torch.float32
+        weights = call.compress_k_weight, call.compress_v_weight
+        k_dtype, v_dtype = (call.q.dtype if weight is None else exact for weight in weights)
+        options = dict(block_size=call.config.span, stride=call.config.stride, k_dtypes=(k_dtype,), v_dtype=v_dtype)
+        if starts.tokens is not None:
+            options |= dict(cu_seqlens=starts.tokens, cu_blocks=starts.blocks, total_blocks=starts.total)
+        k_means, v_mean = pool(*tokens, **options)
+        means = k_means[0] if k_means else None, v_mean
+        made = (x if x is None else project(x, weight).to(call.q.dtype) for x, weight in zip(means, weights))
+        return tuple(x if x is None else autograd.readable(x) for x in made)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Starts of packed sequences in tokens and in compressed keys, int32 [B + 1] on the GPU; None for a batch."""
+
+    tokens: Tensor | None
+    blocks: Tensor | None
+    total: int = 0
+
+    @classmethod
+    def of(cls, call: CachedCall, tokens: Sequence[int], blocks: Sequence[int]) -> _Rows:
+        """Those of so many tokens and compressed keys of each sequence."""
+        if not call.packed:
+            return cls(None, None)
+        starts = tuple((*accumulate(counts, initial=0),) for counts in (tokens, blocks))
+        return cls(*numbers_on(starts, call.q.device), sum(blocks))
+
+
+def _empty(like: Sequence[Tensor | None], lead: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+    """Dense tensors for rows of caches."""
+    return tuple(x if x is None else x.new_empty(*lead, *x.shape[2:]) for x in like)
+
+
+def _narrowed(caches: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
+    return tuple(x if x is None else x[:, :count] for x in caches)

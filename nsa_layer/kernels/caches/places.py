@@ -1,0 +1,163 @@
+"""Places of a call's sequences in caches, found on the GPU: one launch, a thread block a sequence.
+
+Lengths, pages and rows are only known there. A sequence that they lead out of the caches has no place: its numbers are
+0 but for `Field.BLANK`, so that nothing of it is written or read.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, const_expr
+
+from nsa_layer.kernels.launch import launch
+
+Tensor = torch.Tensor
+THREADS = 256
+ALIGNED = 4  # numbers in 16 bytes
+
+
+class Field(IntEnum):
+    """Rows of the tensor of places; tokens and compressed keys are counted from a sequence's start."""
+
+    FIRST = 0  # position of the first query
+    NEW = 1  # queries: 0 where there are none or no place for them
+    END = 2  # tokens, q's included
+    CMP_FIRST = 3  # compressed keys before the call
+    CMP_NEW = 4  # compressed keys that it completes
+    CMP_END = 5
+    SOURCE = 6  # first token of these
+    SOURCE_TOKENS = 7
+    BLANK = 8  # 1 where there are queries and no place for them
+    START = 9  # 0
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Static options: tokens of a compressed key and between two; whether tokens are added to those in the caches."""
+
+    span: int
+    stride: int
+    adds: bool
+
+
+class FindPlaces:
+    """One launch of `find_places`."""
+
+    shapes = ("sequences *", "starts *", "sequences width *", "sequences cmp_width *", "fields sequences")
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+
+    @cute.jit
+    def __call__(
+        self,
+        mSeqlens: cute.Tensor,  # int32 [B]
+        mCu: cute.Tensor | None,  # int32 [B + 1]
+        mTable: cute.Tensor | None,  # int32 [B, n]: pages, or the one row of a sequence
+        mCmp_table: cute.Tensor | None,
+        mPlaces: cute.Tensor,  # int32 [fields, B]
+        T: Int32,
+        pages: Int32,
+        page: Int32,
+        cmp_pages: Int32,
+        cmp_page: Int32,
+        stream: cuda.CUstream,
+    ):
+        sizes = (T, pages, page, cmp_pages, cmp_page)
+        self.kernel((mSeqlens, mCu, mTable, mCmp_table, mPlaces), sizes).launch(
+            grid=[mPlaces.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, sizes: tuple):
+        mSeqlens, mCu, mTable, mCmp_table, mPlaces = tensors
+        T, pages, page, cmp_pages, cmp_page = sizes
+        s, tidx = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
+        smem = cutlass.utils.SmemAllocator()
+        lost = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        if const_expr(mCu is not None):
+            T = mCu[s + 1] - mCu[s]
+        room = page if const_expr(mTable is None) else page * mTable.shape[1]
+        end = mSeqlens[s]
+        # A number beyond all room stays so, and cannot overflow.
+        end = cutlass.min(cutlass.max(end, -1), room + 1)
+        if const_expr(self.blocks.adds):
+            end = room + 1 if end < 0 else end + T
+        count = self.compressed(end)
+        if tidx == 0:
+            lost[0] = Int32(0)
+        cute.arch.sync_threads()
+        inside = end >= T and end <= room
+        if inside:
+            if const_expr(mTable is not None):
+                self.look(mTable, s, cute.ceil_div(end, page), pages, lost)
+            if const_expr(mCmp_table is not None):
+                self.look(mCmp_table, s, cute.ceil_div(count, cmp_page), cmp_pages, lost)
+        cute.arch.sync_threads()
+        if tidx == 0:
+            if const_expr(mCmp_table is not None):
+                inside = inside and count <= cmp_page * mCmp_table.shape[1]
+            there = Int32(inside and lost[0] == 0 and T > 0)
+            before = self.compressed(end - T)
+            made = count - before
+            mPlaces[Field.FIRST, s] = (end - T) * there
+            mPlaces[Field.NEW, s] = T * there
+            mPlaces[Field.END, s] = end * there
+            mPlaces[Field.CMP_FIRST, s] = before * there
+            mPlaces[Field.CMP_NEW, s] = made * there
+            mPlaces[Field.CMP_END, s] = count * there
+            mPlaces[Field.SOURCE, s] = before * self.blocks.stride * there
+            source = (made - 1) * self.blocks.stride + self.blocks.span
+            mPlaces[Field.SOURCE_TOKENS, s] = source * there * Int32(made > 0)
+            mPlaces[Field.BLANK, s] = Int32(T > 0) * (1 - there)
+            mPlaces[Field.START, s] = Int32(0)
+
+    def compressed(self, tokens: Int32) -> Int32:
+        """Complete blocks of so many tokens."""
+        return cutlass.max(tokens - self.blocks.span + self.blocks.stride, 0) // self.blocks.stride
+
+    @cute.jit
+    def look(self, table: cute.Tensor, s: Int32, used: Int32, pages: Int32, lost: cute.Tensor):
+        """Set `lost` if one of the first entries is no page."""
+        used = cutlass.min(used, table.shape[1])
+        for i in cutlass.range(cute.arch.thread_idx()[0], used, THREADS, unroll=4):
+            entry = table[s, i]
+            if entry < 0 or entry >= pages:
+                lost[0] = Int32(1)
+
+
+def find_places(
+    cache_seqlens: Tensor,
+    *,
+    T: int,
+    cu_seqlens: Tensor | None,
+    cache: Tensor,
+    table: Tensor | None,
+    cmp_cache: Tensor | None,
+    cmp_table: Tensor | None,
+    span: int,
+    stride: int,
+    adds: bool,
+) -> Tensor:
+    """The numbers of `Field` for each sequence of a call, int32 [fields, B].
+
+    Args:
+        cache_seqlens: int32 [B].
+        T: queries of a sequence, if not packed.
+        cu_seqlens: int32 [B + 1] of packed queries.
+        cache: [rows, S, ...] or [pages, page, ...].
+        table: int32 [B, n], pages of each sequence, or [B, 1], its row; None: row b.
+        cmp_cache, cmp_table: those of compressed keys.
+        span, stride: tokens of a compressed key, and between two.
+        adds: the queries are not counted by cache_seqlens.
+    """
+    B = len(cache_seqlens)
+    places = torch.empty(len(Field), -(-B // ALIGNED) * ALIGNED, dtype=torch.int32, device=cache.device).narrow(1, 0, B)
+    cmp_sizes = (0, 1) if cmp_cache is None else cmp_cache.shape[:2]
+    tensors = (cache_seqlens, cu_seqlens, table, None if cmp_cache is None else cmp_table, places)
+    launch("find_places", FindPlaces, (Blocks(span, stride, adds),), *tensors, T, *cache.shape[:2], *cmp_sizes)
+    return places

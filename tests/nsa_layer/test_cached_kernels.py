@@ -1,0 +1,283 @@
+"""`nsa_with_kvcache` on the kernels: many queries at once, in caches that were full of NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_kvcache import CASE, CUTS, OUT, OVERLAPPING, SMALL, VARIANTS, Caches, contiguous, every, on_kernels
+
+from nsa_layer import NSAConfig, compress, eager, nsa
+from nsa_layer.cached_call import CachedCall, check_call
+from nsa_tools.testing.cases import OWN_KEYS, Case, Inputs, make_inputs, run
+
+BEHIND = 5
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch on the CPU in place of the kernels; what may be NaN, since nothing reads it, is anything."""
+    pytest.importorskip("cutlass")
+    from nsa_layer.cute import autograd, cached
+
+    monkeypatch.setattr(cached, "find_places", find_places)
+    monkeypatch.setattr(cached, "append", append)
+    monkeypatch.setattr(cached, "gather", gather)
+    monkeypatch.setattr(cached, "clear", clear)
+    monkeypatch.setattr(cached, "pool", pool)
+    monkeypatch.setattr(cached, "blank_rows", blank_rows)
+    monkeypatch.setattr(autograd, "attend", attend)
+    monkeypatch.setattr(autograd, "readable", lambda x: x)
+
+
+def find_places(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_table, span, stride, adds):
+    def count(n: int) -> int:
+        return max(0, (n - span) // stride + 1)
+
+    def holds(cache: torch.Tensor, table: torch.Tensor | None, b: int, end: int) -> bool:
+        if cache is None or table is None:
+            return cache is None or end <= cache.shape[1]
+        used = table[b, : -(-end // cache.shape[1])].tolist()
+        return end <= table.shape[1] * cache.shape[1] and all(0 <= page < len(cache) for page in used)
+
+    columns = []
+    for b, S in enumerate(cache_seqlens.tolist()):
+        n = T if cu_seqlens is None else int(cu_seqlens[b + 1] - cu_seqlens[b])
+        S += n * adds
+        inside = S >= n and holds(cache, table, b, S) and holds(cmp_cache, cmp_table, b, count(S))
+        made = count(S) - count(S - n)
+        source = (made - 1) * stride + span if made else 0
+        column = [S - n, n, S, count(S - n), made, count(S), count(S - n) * stride, source, 0, 0]
+        columns.append(column if inside and n else [0] * 8 + [int(n > 0), 0])
+    return torch.tensor(columns, dtype=torch.int32).T
+
+
+def _rows(x: torch.Tensor, cu_seqlens: torch.Tensor | None, b: int) -> torch.Tensor:
+    return x[b] if cu_seqlens is None else x[cu_seqlens[b] : cu_seqlens[b + 1]]
+
+
+def _spots(cache: torch.Tensor, table: torch.Tensor | None, b: int, first: int, count: int) -> tuple:
+    at = torch.arange(first, first + count)
+    return (b, at) if table is None else (table[b].long()[at // cache.shape[1]], at % cache.shape[1])
+
+
+def append(x, caches, table, places, fields, cu_seqlens):
+    for own, cache in zip(x, caches):
+        for b, (first, count) in enumerate(zip(*(places[field].tolist() for field in fields))):
+            if cache is not None:
+                cache[_spots(cache, table, b, first, count)] = _rows(own, cu_seqlens, b)[:count]
+
+
+def gather(caches, x, table, places, fields, cu_seqlens):
+    for own, cache in zip(x, caches):
+        for b, (first, count) in enumerate(zip(*(places[field].tolist() for field in fields))):
+            if cache is not None:
+                rows = _rows(own, cu_seqlens, b)
+                rows[...] = torch.nan
+                rows[:count] = cache[_spots(cache, table, b, first, count)]
+                rows[count : count + BEHIND] = 0
+
+
+def clear(x, places, first, cu_seqlens=None):
+    from nsa_layer.kernels.caches.places import Field
+
+    for own in x:
+        for b, at in enumerate(places[first].tolist()):
+            if own is not None and places[Field.NEW, b]:
+                _rows(own, cu_seqlens, b)[at : at + BEHIND] = 0
+
+
+def pool(k, v, *, block_size, stride, k_dtypes, v_dtype, cu_seqlens=None, cu_blocks=None, total_blocks=None):
+    config = SMALL.replace(compress_size=block_size, compress_stride=stride, block_size=block_size)
+
+    def means(x: torch.Tensor | None) -> torch.Tensor | None:
+        if x is None or cu_seqlens is None:
+            return None if x is None else compress.mean_pool(x, config=config)
+        parts = x.split((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
+        return torch.cat([compress.mean_pool(part[None], config=config)[0] for part in parts])
+
+    return () if k is None else (means(k),), means(v)
+
+
+def blank_rows(o, lses, places, cu_seqlens):
+    from nsa_layer.kernels.caches.places import Field
+
+    for b in places[Field.BLANK].nonzero().flatten().tolist():
+        _rows(o, cu_seqlens, b)[...] = torch.nan
+        for lse in lses:
+            _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
+
+
+def attend(q, k, v, *, spec, q_offset, memory, needs_grad, **given):
+    """Eager's, of keys of which those behind the last query's are finite for a while."""
+    config, lengths = spec.config, spec.lengths or [q.shape[1]] * len(q)
+    rooms = spec.key_lengths or [k.shape[1]] * len(k)
+    own = {name: given[name] for name in ("k_win", "v_win", "k_cmp", "v_cmp")}
+    counts = list(map(config.compressed_length, rooms))
+    for name, x in dict(k=k, v=v, **own).items():
+        if x is None or not x.numel():
+            continue
+        parts = x.unbind() if spec.lengths is None else x.split(counts if "cmp" in name else list(rooms))
+        for part, first, T in zip(parts, q_offset.tolist(), lengths):
+            end = first + T if "cmp" not in name else config.compressed_length(first + T)
+            # A sequence without a place reads what lies in front, and its rows are blanked.
+            assert T == 0 or part[:end].isnan().any() or part[: end + BEHIND].isfinite().all(), name
+    k, v = k.nan_to_num(), v.nan_to_num()
+    given |= {name: x if x is None else x.nan_to_num() for name, x in own.items()}
+    cu_seqlens = None if spec.lengths is None else torch.tensor([0, *spec.lengths]).cumsum(0).int()
+    return eager.attend(q, k, v, spec=spec, q_offset=q_offset, cu_seqlens=cu_seqlens, **given)
+
+
+@pytest.mark.parametrize("name", ["7", "64", "all at once", "ragged"])
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_any_cut_gives_the_whole(emulated: None, paged: bool, name: str) -> None:
+    Caches(make_inputs(CASE), paged).finish(CUTS[name], "cute")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("compressed", [True, False], ids=["kept", "made anew"])
+def test_variants(emulated: None, compressed: bool, name: str) -> None:
+    if compressed or "own" not in name:
+        Caches(make_inputs(VARIANTS[name]), True, compressed).finish(CUTS["ragged"], "cute")
+
+
+def test_few_bytes_hold_a_sequence_at_a_time(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_layer.cute import cached
+
+    monkeypatch.setattr(cached, "WORKSPACE", 1)
+    Caches(make_inputs(VARIANTS["gates given"]), True).finish(CUTS["ragged"], "cute")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["blocks", "overlapping"])
+def test_a_batch_is_read_in_place(emulated: None, config: NSAConfig, packed: bool) -> None:
+    """Of one length; a pack of one sequence is one too."""
+    given = contiguous(Case(B=1 if packed else 2, T=20, D=8, dtype=torch.float64, config=config), S=24)
+    for name in ("k_cmp_cache", "v_cmp_cache"):
+        given[name] = given[name].new_full((len(given["q"]), 5, *given[name].shape[2:]), torch.nan)
+    want, aux = nsa(*(given[name] for name in "qkv"), config=config, return_aux=True)
+    found = []
+    for begin, end in ((0, 9), (9, 10), (10, 20)):
+        new = {name: given[name][:, begin:end] for name in "qkv"}
+        starts = torch.tensor([0, end - begin]).int() if packed else None
+        new = {name: x[0] for name, x in new.items()} if packed else new
+        more = dict(cache_seqlens=torch.full((len(given["q"]),), begin).int(), cu_seqlens_q=starts)
+        o, lses, _ = on_kernels(CachedCall(**given | new | more))
+        found.append((o, *lses))
+    for i, x in enumerate((want, aux.lse_cmp, aux.lse_slc, aux.lse_swa)):
+        got = torch.cat([part[i] for part in found], dim=0 if packed and not i else -1 if i else 1)
+        torch.testing.assert_close(got, x[0] if packed else x, rtol=1e-12, atol=1e-12)
+
+
+def test_tokens_that_are_there_are_not_touched(emulated: None) -> None:
+    """Nor is what lies behind them."""
+    given = contiguous()
+    nsa_whole = nsa(*(given[name] for name in "qkv"), config=SMALL)
+    on_kernels(CachedCall(**given))
+    for name in ("k_cache", "v_cache"):
+        given[name][:, 20:] = torch.nan
+    before = given["v_cache"].clone()
+    more = dict(k=None, v=None, cache_seqlens=torch.full((2,), 20).int(), q=given["q"][:, 5:])
+    o, _, _ = on_kernels(CachedCall(**given | more))
+    torch.testing.assert_close(o, nsa_whole[:, 5:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(given["v_cache"], before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_numbers_that_lead_out_of_the_caches(emulated: None, name: str) -> None:
+    from nsa_layer.cute import cached
+
+    given = contiguous() | OUT[name]
+    want = nsa(**{name: contiguous()[name] for name in "qkv"}, config=SMALL)
+    with pytest.raises(ValueError, match="must lead to places in the caches; sequence 0 has 20 queries"):
+        cached.attend(CachedCall(**given), (20, 20), 8**-0.5, validate=True)
+    o, lses = cached.attend(CachedCall(**given), (20, 20), 8**-0.5, validate=False)
+    assert o[0].isnan().all() and all(lse[0].isnan().all() for lse in lses)
+    if given["k"] is not None:
+        torch.testing.assert_close(o[1], want[1], rtol=1e-12, atol=1e-12)
+        assert all(x[0].isnan().all() and not x[1, :2].isnan().any() for x in (given["k_cache"], given["v_cmp_cache"]))
+
+
+KERNELS = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16, config=NSAConfig(block_counts=5, window_size=100))
+PACK = Case(lengths=(500, 0, 3, 261), **KERNELS)
+ON_GPU = {
+    "default": PACK,
+    "paper, weights": replace(PACK, config=NSAConfig.paper(block_counts=5, window_size=100), compress_weights=True),
+    "own keys, D 128, one head": replace(PACK, Hq=2, D=128, own_keys=OWN_KEYS, dtype=torch.float16),
+}
+ROUNDING = dict(rtol=0.02, atol=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cut", ["64", "100", "all at once", "ragged"])
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_any_cut_gives_the_whole_on_the_kernels(paged: bool, name: str, cut: str) -> None:
+    cuts = [(90, 91, 410), (), (1,), (64, 128)] if cut == "ragged" else every(int(cut) if cut.isdigit() else 500, 500)
+    inputs = make_inputs(ON_GPU[name], "cuda")
+    Caches(inputs, paged, name != "paper, weights", page=64, room=576).finish(cuts, "cute", **ROUNDING)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beside", [0, 1])
+@pytest.mark.parametrize("step", [64, 100, 500])
+def test_a_batch_is_read_in_place_on_the_kernels(step: int, beside: int) -> None:
+    """Caches are full of NaN, longer than any tile, and rows may start anywhere."""
+    case = Case(B=2, T=500, **KERNELS)
+    inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
+    caches = batch_caches(inputs, 1300, beside)
+    seqlens, found = torch.zeros(2, dtype=torch.int32, device="cuda"), []
+    for begin in range(0, 500, step):
+        new = {name: getattr(inputs, name)[:, begin : begin + step] for name in "qkv"}
+        given = caches | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
+        found.append(attended(given))
+        seqlens += found[-1].shape[1]
+    torch.testing.assert_close(torch.cat(found, dim=1), want.o, **ROUNDING)
+
+
+def attended(given: dict) -> torch.Tensor:
+    from nsa_layer.cute import cached
+
+    call = CachedCall(**given)
+    return cached.attend(call, *check_call(call), validate=False)[0]
+
+
+def batch_caches(inputs: Inputs, S: int, beside: int = 0) -> dict[str, torch.Tensor]:
+    caches = {}
+    for name in "kv":
+        B, _, H, D = getattr(inputs, name).shape
+        for kind, rows in (("", S), ("_cmp", S // 64)):
+            cache = torch.full((B, rows, H, beside + D), torch.nan, dtype=inputs.q.dtype, device="cuda")
+            caches[f"{name}{kind}_cache"] = cache[..., beside:]
+    return caches
+
+
+@pytest.mark.gpu
+def test_a_graph_of_a_chunk_is_replayed_with_other_lengths() -> None:
+    """One sequence ends up outside of the caches: its rows are NaN, and no place is written."""
+    case = Case(B=2, T=320, **KERNELS)
+    inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
+    caches, seqlens = batch_caches(inputs, 320), torch.zeros(2, dtype=torch.int32, device="cuda")
+    new = {name: getattr(inputs, name)[:, :64].clone() for name in "qkv"}
+    given = caches | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attended(given)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = attended(given)
+    for cache in caches.values():
+        cache.fill_(torch.nan)
+    for begin in range(0, 320, 64):
+        for name, x in new.items():
+            x.copy_(getattr(inputs, name)[:, begin : begin + 64])
+        graph.replay()
+        torch.testing.assert_close(o, want.o[:, begin : begin + 64], **ROUNDING)
+        seqlens += 64
+    before = {name: x.clone() for name, x in caches.items()}
+    seqlens.copy_(torch.tensor([300, -1]))
+    graph.replay()
+    assert o.isnan().all()
+    assert all(torch.equal(before[name], x) for name, x in caches.items())
