@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a group on gloo, and run what a test hands to them."""
+"""Processes that are the ranks of a group, and run what a test hands to them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import nsa_layer  # noqa: F401, once for all processes: they are forked from one
 
 Work = Callable[..., Any]
 TIMEOUT = 60.0
+TIMEOUT_ON_GPUS = 240.0  # where kernels are compiled
 
 
 @contextmanager
-def ranks(sizes: Sequence[int], store: str) -> Iterator[Callable[..., list[Any]]]:
+def ranks(sizes: Sequence[int], store: str, *, gpus: bool = False) -> Iterator[Callable[..., list[Any]]]:
     """Processes of the default group, as many as the largest of `sizes`, and a function that has work done.
 
     The function takes a size, work and its arguments: each of the first ranks calls ``work(group, *args)`` with the
@@ -29,13 +30,14 @@ def ranks(sizes: Sequence[int], store: str) -> Iterator[Callable[..., list[Any]]
 
     Args:
         store: a path for the rendezvous, where there is no file.
+        gpus: each rank has one, and the groups are of NCCL; otherwise of gloo.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    pipes, processes = [], []
+    pipes, processes, timeout = [], [], TIMEOUT_ON_GPUS if gpus else TIMEOUT
     for rank in range(max(sizes)):
         here, there = context.Pipe()
-        arguments = (rank, tuple(sizes), store, there)
+        arguments = (rank, tuple(sizes), store, gpus, there)
         processes.append(context.Process(target=_serve, args=arguments, daemon=True))
         processes[-1].start()
         pipes.append(here)
@@ -43,7 +45,7 @@ def ranks(sizes: Sequence[int], store: str) -> Iterator[Callable[..., list[Any]]
     def run(size: int, work: Work, *args: Any) -> list[Any]:
         for pipe in pipes[:size]:
             pipe.send((size, work, args))
-        answers = [pipe.recv() if pipe.poll(TIMEOUT) else (False, "no answer") for pipe in pipes[:size]]
+        answers = [pipe.recv() if pipe.poll(timeout) else (False, "no answer") for pipe in pipes[:size]]
         failed = [f"rank {rank}:\n{answer}" for rank, (done, answer) in enumerate(answers) if not done]
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]
@@ -56,10 +58,13 @@ def ranks(sizes: Sequence[int], store: str) -> Iterator[Callable[..., list[Any]]
             process.join()
 
 
-def _serve(rank: int, sizes: tuple[int, ...], store: str, pipe: Connection) -> None:
+def _serve(rank: int, sizes: tuple[int, ...], store: str, gpus: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    within = timedelta(seconds=TIMEOUT / 2)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=max(sizes), timeout=within)
+    if gpus:
+        torch.cuda.set_device(rank)
+    backend, within = ("nccl", TIMEOUT_ON_GPUS) if gpus else ("gloo", TIMEOUT)
+    options = dict(init_method=f"file://{store}", rank=rank, world_size=max(sizes))
+    dist.init_process_group(backend, **options, timeout=timedelta(seconds=within / 2))
     groups = {size: dist.new_group(range(size)) for size in sizes}
     while True:
         size, work, args = pipe.recv()

@@ -1,0 +1,181 @@
+"""Ranks that share sequences, on two GPUs: the kernels and NCCL against the fp64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, shard_sequence, unshard_sequence
+from nsa_layer.call_spec import Aux, CallSpec
+from nsa_tools.testing.assertions import assert_close_to_reference
+from nsa_tools.testing.cases import LSES, Case, make_inputs
+from nsa_tools.testing.ranks import ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sweep,
+    pytest.mark.xdist_group("two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+Tensor = torch.Tensor
+OF_TOKENS = ("q", "k", "v", "gates")
+SIZES = dict(Hq=8, Hkv=2, D=64, dtype=torch.bfloat16)
+CONFIG = NSAConfig(block_counts=5, window_size=100)
+OVERLAPPING = CONFIG.replace(compress_size=32, compress_stride=16)
+PACKED = (300, 0, 1, 699)
+CASES = {
+    "batch": Case(**SIZES, B=2, T=1000, config=CONFIG, compress_weights=True),
+    "packed": Case(**SIZES, lengths=PACKED, config=CONFIG, gate="given"),
+    "overlapping": Case(**SIZES | dict(D=128, Hq=4), T=1000, config=OVERLAPPING, gate="none"),
+    "overlapping, packed": Case(**SIZES, lengths=PACKED, config=OVERLAPPING, compress_weights=True),
+    "not causal": Case(**SIZES, T=1000, config=CONFIG, causal=False),
+}
+MODES = ("heads", "gather")
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    with ranks((2,), str(tmp_path_factory.mktemp("ranks") / "store"), gpus=True) as run:
+        yield partial(run, 2)
+
+
+class _Mean(torch.autograd.Function):
+    """A tensor that ranks have in common: its gradient is the mean of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cp: ContextParallel) -> Tensor:
+        ctx.cp = cp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        mean = d.float()
+        dist.all_reduce(mean, group=ctx.cp.group)
+        return (mean / ctx.cp.size).to(d.dtype), None
+
+
+def whole_call(cp: ContextParallel, *, spec: CallSpec, cu_seqlens: Tensor | None, **tensors: Tensor | None) -> Any:
+    """`nsa` of the ranks' parts, as a call of the whole; each rank's gradient of the whole output is all of it."""
+    dim = 1 if cu_seqlens is None else 0
+    parts = {name: _Mean.apply(x, cp) for name, x in tensors.items() if x is not None}
+    parts = {name: shard_sequence(x, cp, dim=dim) if name in OF_TOKENS else x for name, x in parts.items()}
+    static = dict(config=spec.config, causal=spec.causal, cu_seqlens=cu_seqlens)
+    o, aux = nsa(**parts, **static, backend="cute", cp=cp, return_aux=True)
+
+    def whole(x: Tensor, dim: int = dim) -> Tensor:
+        return unshard_sequence(x.contiguous(), cp, dim=dim)
+
+    lses = (whole(getattr(aux, name), -1) for name in LSES)
+    return whole(o), Aux(whole(aux.block_indices), whole(aux.gates), *lses)
+
+
+def compare(group: Any, case: Case, mode: str, load_balance: str | None) -> None:
+    cp = ContextParallel(group, mode=mode, load_balance=load_balance)
+    assert_close_to_reference(case, partial(whole_call, cp), f"cuda:{cp.rank}")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_give_what_the_reference_gives(mode: str, name: str, on_gpus: Callable[..., Any]) -> None:
+    on_gpus(compare, CASES[name], mode, "zigzag")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_with_neighbouring_tokens(mode: str, on_gpus: Callable[..., Any]) -> None:
+    on_gpus(compare, CASES["batch"], mode, None)
+
+
+def drawn(case: Case, cp: ContextParallel, seed: int = 0) -> dict[str, Tensor]:
+    """A rank's part of q, k, v and do, in memory of their own."""
+    inputs = make_inputs(case, f"cuda:{cp.rank}")
+    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "do")}
+    return {name: shard_sequence(x.roll(seed), cp).clone().requires_grad_(name != "do") for name, x in named.items()}
+
+
+def step(attend: Callable[..., Tensor], given: dict[str, Tensor], *lists: Tensor) -> list[Tensor]:
+    leaves = [given[name] for name in "qkv"]
+    o = attend(*leaves, *lists)
+    return [o.detach(), *torch.autograd.grad(o, leaves, given["do"])]
+
+
+def repeat(group: Any, mode: str, T: int) -> None:
+    cp = ContextParallel(group, mode=mode)
+    case = Case(**SIZES, T=T, config=CONFIG.replace(deterministic=True))
+    given = drawn(case, cp)
+    attend = partial(nsa, config=case.config, cp=cp)
+    first = step(attend, given)
+    for _ in range(3):
+        assert all(x.equal(y) for x, y in zip(step(attend, given), first))
+
+
+@pytest.mark.parametrize("T", [1000, 1 << 16])  # the longer one exchanges beside attention
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_bits_twice(mode: str, T: int, on_gpus: Callable[..., Any]) -> None:
+    on_gpus(repeat, mode, T)
+
+
+def capture(group: Any, mode: str) -> None:
+    cp = ContextParallel(group, mode=mode)
+    case = Case(**SIZES, T=1000, config=CONFIG.replace(deterministic=True))
+    given, attend = drawn(case, cp), partial(nsa, config=case.config, cp=cp)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(attend, given)
+    torch.cuda.current_stream().wait_stream(side)
+    dist.barrier(group)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        static = step(attend, given)
+    fresh = drawn(case, cp, seed=1)
+    with torch.no_grad():
+        for name, x in given.items():
+            x.copy_(fresh[name])
+    graph.replay()
+    assert all(x.equal(y) for x, y in zip(static, step(attend, fresh)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_is_captured_in_a_graph(mode: str, on_gpus: Callable[..., Any]) -> None:
+    on_gpus(capture, mode)
+
+
+def compile_a_call(group: Any, mode: str) -> None:
+    cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=1000, config=CONFIG)
+    given, attend = drawn(case, cp), partial(nsa, config=case.config, cp=cp)
+    expected = step(attend, given)
+    got = step(torch.compile(attend, fullgraph=True), given)
+    for x, y in zip(got, expected):
+        torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6)
+
+
+def test_a_call_compiles_whole(on_gpus: Callable[..., Any]) -> None:
+    on_gpus(compile_a_call, "heads")
+
+
+def attend_to_lists(group: Any, mode: str) -> None:
+    """Against the eager backend's call of the whole."""
+    cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=1000, config=CONFIG)
+    inputs = make_inputs(case, f"cuda:{cp.rank}")
+    lists = torch.randint(-1, 15, (1, 1000, 2, 5), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    lists = lists.to(inputs.q.device)
+    whole = {name: getattr(inputs, name).detach().requires_grad_(name != "do") for name in ("q", "k", "v", "do")}
+    expected = step(partial(selected_attention, block_size=64, backend="eager"), whole, lists)
+    attend = partial(selected_attention, block_size=64, cp=cp)
+    got = step(attend, drawn(case, cp), shard_sequence(lists, cp).contiguous())
+    for x, y in zip(got, expected):
+        error = (x - shard_sequence(y, cp)).float().abs().max()
+        assert error <= 2**-6 * y.float().abs().max(), error
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_attend_to_lists(mode: str, on_gpus: Callable[..., Any]) -> None:
+    on_gpus(attend_to_lists, mode)
