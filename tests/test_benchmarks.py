@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuzz.case import PATTERNS
+from nsa_layer import ContextParallel, nsa
+from nsa_tools.testing.ranks import ranks
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside them
@@ -18,6 +22,7 @@ sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside th
 import block_sparse  # noqa: E402
 import checked_kernels as checked  # noqa: E402
 import compare_trees as trees  # noqa: E402
+import context_parallel_model as parallel  # noqa: E402
 import list_masks as masks  # noqa: E402
 import recall  # noqa: E402
 import tree_calls  # noqa: E402
@@ -181,3 +186,47 @@ def test_recall_counts_what_a_model_finds(capsys: pytest.CaptureFixture[str]) ->
     assert all(name in shown for name in recall.VARIANTS) and "16 tokens" in shown
     with pytest.raises(SystemExit):
         recall.main(["--lengths", "12"])
+
+
+class _Sent(TorchDispatchMode):
+    """Bytes that a rank of two hands to the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, float] = {}
+
+    def __torch_dispatch__(
+        self, function: object, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        ops = torch.ops._c10d_functional
+        halves = {ops.all_to_all_single.default: "all-to-all", ops.reduce_scatter_tensor.default: "reduce-scatter"}
+        if function in halves:
+            self.bytes[halves[function]] = self.bytes.get(halves[function], 0) + args[0].nbytes / 2
+        return function(*args, **(kwargs or {}))
+
+
+def sent_in_a_step(group: Any, T: int, mode: str) -> dict[str, float]:
+    cp, heads = ContextParallel(group, mode=mode), (parallel.HQ, parallel.HKV, parallel.HKV)
+    q, k, v = (torch.randn(1, T // 2, H, parallel.D, dtype=torch.bfloat16, requires_grad=True) for H in heads)
+    with _Sent() as counted:
+        o = nsa(q, k, v, cp=cp)
+        torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+    return counted.bytes
+
+
+def test_the_model_counts_what_ranks_send(tmp_path: Path) -> None:
+    T = 256  # chunks of whole blocks
+    with ranks((2,), str(tmp_path / "store")) as run:
+        heads, gather = (run(2, sent_in_a_step, T, mode)[0] for mode in ("heads", "gather"))
+    assert heads == parallel.sent("heads", T, 2)
+    # The model leaves out compressed keys, 1/64.
+    assert gather["reduce-scatter"] == pytest.approx(parallel.sent("gather", T, 2)["reduce-scatter"], rel=1 / 60)
+
+
+def test_the_model_prefers_what_sends_less() -> None:
+    measured = parallel.Measured(3e-7, 1e-12, {"all-to-all": 300.0, "all-gather": 300.0, "reduce-scatter": 300.0})
+    assert measured.attention(1 << 20, 2) == pytest.approx((3e-7 * 2**20 + 1e-12 * 2**40) / 2)
+    rows = parallel.rows(measured, network=50.0)
+    assert {row[2] for row in rows if row[0] == "64"} == {"**gather**"}  # more ranks than key/value heads
+    slow = parallel.step("gather", 1 << 18, 64, measured, 50.0)
+    assert slow["exchanged"] > slow["exposed"] > slow["exchanged"] - slow["attention"]
