@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 
 import torch
 
@@ -43,6 +42,7 @@ def nsa(
     memory: MemoryPolicy = MemoryPolicy(),
     cp: ContextParallel | None = None,
     return_aux: bool = False,
+    validate: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Aux]:
     """Native Sparse Attention: compressed, selected and sliding-window attention, gated and summed.
 
@@ -63,11 +63,12 @@ def nsa(
         compress_k_weight: [Hkv, D, D], applied to the mean of a block of k; None: the identity.
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
-        cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total; read on the host once a call,
-            which waits for the GPU where they are on one; backward does not read them, so that a buffer may be
-            refilled. On the CPU they may be too: then nothing waits, and calls with the same starts can be captured in
-            a CUDA graph.
-        max_seqlen: an upper bound of the packed lengths, in tokens; only checked.
+        cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, on q's device or the CPU;
+            backward does not read them, so that a buffer may be refilled. On a GPU the kernels by token do not show
+            them to the host: nothing waits, a captured CUDA graph takes other starts, and what is no start is undefined
+            behaviour. All else reads them once a call, which waits for the GPU where they are on one.
+        max_seqlen: an upper bound of the packed lengths, in tokens: checked, or where the host does not read
+            ``cu_seqlens``, relied on.
         causal: False lets every query see the whole sequence.
         block_indices: int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]: the blocks of each tile of
             ``config.q_tile`` queries, in place of a choice, nothing added; Hs = Hkv, or Hq for a list of each query
@@ -84,6 +85,7 @@ def nsa(
             of tiles have a row where its first token is, ``cu_seqlens`` and weights are whole and the same on all
             ranks. What is returned is this rank's part, and so are gradients: those of weights add up over the ranks.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
+        validate: check ``cu_seqlens`` that are on a GPU, which waits for it.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; with ``return_aux`` a pair (o, `Aux`).
@@ -109,7 +111,7 @@ def nsa(
         agree(cp, partial(check_whole, given, cp), **(given._asdict() | own._asdict() | options | dict(own=None)))
         if cp.mode_of(k.shape[-2]) == "heads":
             return heads.attend(nsa, cp, given, **options)
-    spec = check_inputs(given) if cp is None else check_whole(given, cp)[0]
+    spec = check_inputs(given, backend=backend, validate=validate) if cp is None else check_whole(given, cp)[0]
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *cast))
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(
@@ -123,6 +125,7 @@ def nsa(
     )
     spec = determinism.in_force(spec, choose)
     name = choose(config=spec.config)
+    support.refuse_packed_graph(name, packed=cu_seqlens is not None)
     # What only the kernels have a choice in.
     more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
     names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
@@ -134,8 +137,15 @@ def nsa(
 
 
 def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]:
+    """Imported where it is asked for, by statements that graphs can be made of."""
     if name == "eager":
         return operators.attend
-    if name == "cute" and torch.compiler.is_compiling():
+    if name == "reference":
+        from nsa_layer import reference
+
+        return reference.attend
+    if torch.compiler.is_compiling():
         return operators.attend_on_kernels
-    return import_module(support.BACKENDS[name]).attend
+    from nsa_layer.cute import autograd
+
+    return autograd.attend

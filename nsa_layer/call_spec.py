@@ -22,6 +22,7 @@ class CallSpec:
         lengths: the packed sequences' lengths, or None for a batch of equal length.
         lengths_k: those of their keys, where queries are a stretch of a longer context; None: the same.
         listed: the lists of blocks are the caller's.
+        bound: tokens at most of a packed sequence, where the host does not know the lengths; else None.
     """
 
     config: NSAConfig
@@ -30,6 +31,7 @@ class CallSpec:
     lengths: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
     listed: bool = False
+    bound: int | None = None
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:
@@ -67,6 +69,7 @@ class ListSpec:
         causal: queries see no later token.
         softmax_scale: factor of q . k.
         lengths: (queries, keys) of each packed sequence, or None for a batch.
+        bound: (queries, keys) at most of a packed sequence, where the host does not know the lengths; else None.
     """
 
     block_size: int
@@ -74,6 +77,7 @@ class ListSpec:
     causal: bool
     softmax_scale: float
     lengths: tuple[tuple[int, int], ...] | None = None
+    bound: tuple[int, int] | None = None
 
     def first_positions(self, q: torch.Tensor, k: torch.Tensor, q_offset: torch.Tensor | int | None) -> torch.Tensor:
         """Int64 [B], packed [sequences], on q's device: of each sequence's first query among its keys."""

@@ -9,7 +9,7 @@ from nsa_layer.compress import project
 
 
 def gate_kind(gate_weight: torch.Tensor | None, gates: torch.Tensor | None) -> str:
-    """"given", "weight" or "none": the gates themselves, a weight to make them with, or equal shares."""
+    """The kind of gates, "given", "weight" or "none": as they are, made with a weight, or equal shares."""
     return "given" if gates is not None else "none" if gate_weight is None else "weight"
 
 

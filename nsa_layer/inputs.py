@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from nsa_layer import support
 from nsa_layer.call_spec import CallSpec, OwnKeys
 from nsa_layer.config import NSAConfig
 
@@ -37,13 +38,14 @@ class Arguments(NamedTuple):
     own: OwnKeys = OwnKeys()
 
 
-def check_inputs(given: Arguments) -> CallSpec:
+def check_inputs(given: Arguments, *, backend: str | None = "reference", validate: bool = True) -> CallSpec:
     """Check every argument of `nsa` and return the static side of the call; in a graph, without packed lengths.
 
-    Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none.
+    Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none. None
+    either without ``validate``, where kernels can do without lengths: the call then has a bound of them.
     """
     if given.cu_seqlens is not None or given.block_indices is not None or torch.compiler.is_compiling():
-        return _check(given)
+        return _check(given, backend, validate)
     q, k, v, config, *weights, softmax_scale, _, max_seqlen, causal, _, own = given
     try:
         seen = (
@@ -62,7 +64,7 @@ def check_inputs(given: Arguments) -> CallSpec:
     return spec
 
 
-def _check(given: Arguments) -> CallSpec:
+def _check(given: Arguments, backend: str | None = "reference", validate: bool = True) -> CallSpec:
     q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own = given
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
@@ -81,13 +83,35 @@ def _check(given: Arguments) -> CallSpec:
     for (name, shape), tensor in zip(shapes.items(), weights, strict=True):
         if tensor is not None:
             _check_weight(name, tensor, shape, q)
-    lengths = _check_lengths(cu_seqlens, max_seqlen, q)
+    leave = not validate and leaves_lengths(backend, cu_seqlens, q, k, config, block_indices, own.k_cmp, own.v_cmp)
+    lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
+    bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
     _check_own_keys(own, given, lengths)
     if block_indices is not None:
         of = lengths if cu_seqlens is not None else q.shape[1:2]
         tiles, blocks = (None if of is None else list(map(f, of)) for f in (config.num_tiles, config.num_blocks))
         check_lists(block_indices, q, Hkv, tiles, blocks, packed=cu_seqlens is not None)
-    return CallSpec(config, causal, check_scale(softmax_scale, D), lengths, listed=block_indices is not None)
+    scale, listed = check_scale(softmax_scale, D), block_indices is not None
+    return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)
+
+
+def leaves_lengths(
+    backend: str | None,
+    cu_seqlens: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    config: NSAConfig,
+    *given: torch.Tensor | None,
+) -> bool:
+    """True if the host leaves starts on a GPU to the kernels, which need no lengths; False in a graph, whose operators
+    decide. given: as for `takes_starts`."""
+    if cu_seqlens is None or torch.compiler.is_compiling():
+        return False
+    if backend not in (None, "cute") or not support.has_kernels(q):
+        return False
+    from nsa_layer.cute.packing import takes_starts
+
+    return takes_starts(cu_seqlens, q, k, config, *given)
 
 
 def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | None) -> None:
@@ -98,7 +122,7 @@ def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | N
         if x is None:
             continue
         if "cmp" in name and not lead:
-            shape = (*x.shape[:1], *shape)  # in a graph; what runs it looks at the lengths
+            shape = (*x.shape[:1], *shape)  # lengths are not known here
         _check_weight(name, x, shape, q)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
@@ -224,28 +248,35 @@ def check_scale(softmax_scale: float | None, D: int) -> float:
     return float(softmax_scale)
 
 
-def _check_lengths(cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: torch.Tensor) -> tuple[int, ...] | None:
+def _check_lengths(
+    cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: torch.Tensor, *, read: bool
+) -> tuple[int, ...] | None:
     if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
         raise TypeError(f"max_seqlen must be an int or None, got {max_seqlen!r}")
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError(f"max_seqlen is for packed input, got {max_seqlen} without cu_seqlens")
         return None
-    lengths = check_lengths(cu_seqlens, q, "cu_seqlens", "q")
+    lengths = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=read)
     if lengths is not None and max_seqlen is not None and max_seqlen < max(lengths):
         raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
     return lengths
 
 
-def check_lengths(cu_seqlens: torch.Tensor, x: torch.Tensor, name: str, of: str) -> tuple[int, ...] | None:
+def check_lengths(
+    cu_seqlens: torch.Tensor, x: torch.Tensor, name: str, of: str, *, read: bool = True
+) -> tuple[int, ...] | None:
     """The lengths of the sequences that are packed in x [total, ...]; TypeError or ValueError where they are not.
 
     None in a graph that is compiled or exported: the operators check the numbers when it runs.
+
+    Args:
+        read: False leaves the numbers alone, and returns None.
     """
     check_starts(cu_seqlens, name)
     if cu_seqlens.device not in (x.device, torch.device("cpu")):
         raise ValueError(f"{name} must be on q's device {x.device} or on the CPU, got {cu_seqlens.device}")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not read:
         return None
     starts = cu_seqlens.tolist()
     lengths = tuple(end - start for start, end in zip(starts, starts[1:]))

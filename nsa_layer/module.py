@@ -20,7 +20,7 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import whole_lengths
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import starts_on
-from nsa_layer.inputs import check_lengths, check_starts, refuse_nested
+from nsa_layer.inputs import check_lengths, check_starts, leaves_lengths, refuse_nested
 from nsa_layer.nsa_cache import NSACache
 
 COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input")
@@ -224,7 +224,7 @@ class NSAttention(nn.Module):
             config=self.config,
             gate_weight=self.gate_weight,
             gates=gates,
-            **self._compressed(k, v, own, cu_seqlens),
+            **self._compressed(q, k, v, own, cu_seqlens),
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             causal=causal,
@@ -238,7 +238,12 @@ class NSAttention(nn.Module):
         return (out, aux) if return_aux else out
 
     def _compressed(
-        self, k: torch.Tensor, v: torch.Tensor, own: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        own: dict[str, torch.Tensor],
+        cu_seqlens: torch.Tensor | None,
     ) -> dict[str, torch.Tensor | None]:
         """The arguments of `nsa` that compression makes, and the branches' own keys and values."""
         weights = dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
@@ -247,7 +252,8 @@ class NSAttention(nn.Module):
         if cu_seqlens is None:
             lengths = None
         elif self.cp is None:
-            lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "x")
+            read = not leaves_lengths(self.backend, cu_seqlens, q, k, self.config, None)
+            lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "x", read=read)
         else:
             lengths = whole_lengths(cu_seqlens, k, self.cp)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
@@ -24,6 +25,7 @@ from nsa_layer import autocast, derivatives, support
 from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, plans_by_tokens
+from nsa_layer.cute.packing import takes_starts
 from nsa_layer.gate import equal_gates, gate_kind
 from nsa_layer.inputs import check_lengths, check_lists
 
@@ -180,6 +182,16 @@ def _spec(static: dict[str, Any], lengths: tuple[int, ...] | None, *, listed: bo
     return CallSpec(_config(named), static["causal"], static["softmax_scale"], lengths, listed=listed)
 
 
+def _kernels_spec(
+    static: dict[str, Any], cu_seqlens: Tensor | None, q: Tensor, k: Tensor, block_indices: Tensor | None, *own: Tensor
+) -> CallSpec:
+    """The spec of a call on the kernels; starts that these take without lengths are left on the GPU."""
+    spec = _spec(static, None, listed=block_indices is not None)
+    if takes_starts(cu_seqlens, q, k, spec.config, block_indices, *own):
+        return replace(spec, bound=q.shape[0])
+    return spec if cu_seqlens is None else replace(spec, lengths=check_lengths(cu_seqlens, q, "cu_seqlens", "q"))
+
+
 def _branches(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     """o_cmp, o_slc, o_swa, the LSEs in the same order, the chosen blocks, all LSEs as backward takes them, and a copy
     of cu_seqlens."""
@@ -268,14 +280,13 @@ def _attend(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any
     from nsa_layer.cute import graph
 
     q, cu_seqlens, block_indices = tensors[0], *tensors[11:]
-    lengths = None if cu_seqlens is None else check_lengths(cu_seqlens, q, "cu_seqlens", "q")
-    spec = _spec(static, lengths, listed=block_indices is not None)
-    if block_indices is not None:
+    spec = _kernels_spec(static, cu_seqlens, *tensors[:2], block_indices, *tensors[7:9])
+    if block_indices is not None and spec.bound is None:
         _check_lists(block_indices, q, tensors[1], spec)
     tensors = (*_complete(tensors[:11], spec, 7), *tensors[11:])
     with torch.no_grad(), autocast.off(q.device), torch.cuda.device_of(q):
         o, made = graph.attend(tensors, spec=spec, heads=heads, kept=kept)
-    return o, *(q.new_empty(0) if x is None else x for x in made), _copied(cu_seqlens)
+    return o, *(q.new_empty(0) if x is None else x for x in made), _copied(cu_seqlens, q, left=spec.bound is not None)
 
 
 def _attend_fake(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
@@ -285,7 +296,8 @@ def _attend_fake(*tensors: Tensor | None, heads: int, kept: list[bool], **static
     spec = _spec(static, None, listed=block_indices is not None)
     shapes = saved_shapes(tensors, spec=spec, kept=kept)
     made = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), *made, _copied_fake(q, cu_seqlens)
+    left = takes_starts(cu_seqlens, *tensors[:2], spec.config, block_indices, *tensors[7:9])
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), *made, _copied_fake(q, cu_seqlens, on_kernels=True, left=left)
 
 
 def _attend_backward(
@@ -295,6 +307,8 @@ def _attend_backward(
 
     inputs, block_indices, made, starts = tensors[:11], tensors[11], tensors[12:25], tensors[25]
     spec = _spec(static, _lengths(starts), listed=block_indices is not None)
+    if _is_left(starts):
+        spec = replace(spec, bound=inputs[0].shape[0])
     given = (*_complete(inputs, spec, 7), starts if starts.numel() else None, block_indices)
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
         found = graph.gradients(do, given, made, spec=spec, heads=heads, kept=kept)
@@ -307,17 +321,27 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
     from nsa_layer.cute import selected_alone
 
     *inputs, cu_seqlens, cu_seqlens_k = tensors
-    spec = _list_spec(static, inputs[0], inputs[1], cu_seqlens, cu_seqlens_k)
-    _check_lists_alone(inputs[3], *inputs[:2], spec)
-    with torch.no_grad(), autocast.off(inputs[0].device), torch.cuda.device_of(inputs[0]):
-        made = selected_alone.forward(*selected_alone.placed(*inputs, spec=spec), spec)
-    return *_apart(made), _copied(cu_seqlens), _copied(cu_seqlens_k)
+    q, k, _, block_indices, _ = inputs
+    left = _leaves_starts(q, k, block_indices, cu_seqlens, cu_seqlens_k)
+    spec = _list_spec(static, q, k, cu_seqlens, cu_seqlens_k, left=left)
+    if not left:
+        _check_lists_alone(block_indices, q, k, spec)
+    with torch.no_grad(), autocast.off(q.device), torch.cuda.device_of(q):
+        made = selected_alone.forward(*selected_alone.placed(*tensors, spec=spec), spec)
+    return *_apart(made), *(_copied(starts, q, left=left) for starts in (cu_seqlens, cu_seqlens_k))
+
+
+def _leaves_starts(q: Tensor, k: Tensor, block_indices: Tensor, cu_seqlens: Tensor | None, *of_keys: Tensor) -> bool:
+    """True if starts of queries and keys are left on the GPU."""
+    on_gpu = all(starts is None or starts.device == q.device for starts in of_keys)
+    return on_gpu and takes_starts(cu_seqlens, q, k, NSAConfig(q_tile=1), block_indices)
 
 
 def _selected_on_kernels_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
-    q, _, v, *_, cu_seqlens, cu_seqlens_k = tensors
+    q, k, v, block_indices, _, *starts = tensors
     lse = q.new_empty(lse_shape(q), dtype=torch.float32)
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, _copied_fake(q, cu_seqlens), _copied_fake(q, cu_seqlens_k)
+    how = dict(on_kernels=True, left=_leaves_starts(q, k, block_indices, *starts))
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, *(_copied_fake(q, x, **how) for x in starts)
 
 
 def _selected_on_kernels_backward(
@@ -326,17 +350,19 @@ def _selected_on_kernels_backward(
     from nsa_layer.cute import selected_alone
 
     *inputs, o, lse, cu_seqlens, cu_seqlens_k = tensors
-    starts = (x if x.numel() else None for x in (cu_seqlens, cu_seqlens_k))
-    spec = _list_spec(static, inputs[0], inputs[1], *starts)
+    starts = [x if x.numel() else None for x in (cu_seqlens, cu_seqlens_k)]
+    spec = _list_spec(static, inputs[0], inputs[1], *starts, left=_is_left(starts[0]))
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
-        q, k, v, block_indices, places = selected_alone.placed(*inputs, spec=spec)
+        q, k, v, block_indices, places = selected_alone.placed(*inputs, *starts, spec=spec)
         found = selected_alone.backward(places, spec, do, q, k, v, block_indices, o, lse, places.q_offset)
     return tuple(next(_apart([d])) if need else do.new_empty(0) for d, need in zip(found, needs, strict=True))
 
 
-def _list_spec(static: dict[str, Any], q: Tensor, k: Tensor, *starts: Tensor | None) -> ListSpec:
+def _list_spec(static: dict[str, Any], q: Tensor, k: Tensor, *starts: Tensor | None, left: bool = False) -> ListSpec:
     if starts[0] is None:
         return ListSpec(**static)
+    if left:
+        return ListSpec(**static, bound=(q.shape[0], k.shape[0]))
     of_q = check_lengths(starts[0], q, "cu_seqlens", "q")
     of_k = of_q if starts[1] is None else check_lengths(starts[1], k, "cu_seqlens_k", "k")
     return ListSpec(**static, lengths=tuple(zip(of_q, of_k, strict=True)))
@@ -380,9 +406,16 @@ def _choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSACo
 
 
 def _lengths(starts: Tensor) -> tuple[int, ...] | None:
-    """Lengths of the sequences that start there; None where there are no starts."""
+    """Lengths of the sequences that start there; None where there are no starts, or they are left on a GPU."""
+    if not starts.numel() or _is_left(starts):
+        return None
     numbers = starts.tolist()
     return tuple(end - start for start, end in zip(numbers, numbers[1:])) or None
+
+
+def _is_left(starts: Tensor | None) -> bool:
+    """True if they are on a GPU, where no one but the kernels reads them."""
+    return starts is not None and starts.numel() > 0 and starts.device.type == "cuda"
 
 
 def _sizes(q: Tensor, lengths: Sequence[int] | None, branches: int) -> list[int]:
@@ -392,13 +425,18 @@ def _sizes(q: Tensor, lengths: Sequence[int] | None, branches: int) -> list[int]
     return [length * q.shape[-2] for length in lengths if length for _ in range(branches)]
 
 
-def _copied(cu_seqlens: Tensor | None) -> Tensor:
-    """On the CPU: a caller may refill its own."""
-    return torch.empty(0, dtype=torch.int32) if cu_seqlens is None else cu_seqlens.to("cpu", copy=True)
+def _copied(cu_seqlens: Tensor | None, q: Tensor | None = None, *, left: bool = False) -> Tensor:
+    """A copy, since a caller may refill its own; empty where there is none. On the CPU but for two that are on a GPU:
+    starts that are left there, and an empty one with q, since a graph with anything on the CPU is no CUDA graph."""
+    if cu_seqlens is None:
+        return torch.empty(0, dtype=torch.int32, device="cpu" if q is None else q.device)
+    return cu_seqlens.clone() if left else cu_seqlens.to("cpu", copy=True)
 
 
-def _copied_fake(q: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return q.new_empty((0,) if cu_seqlens is None else cu_seqlens.shape, dtype=torch.int32, device="cpu")
+def _copied_fake(like: Tensor, cu_seqlens: Tensor | None, *, on_kernels: bool = False, left: bool = False) -> Tensor:
+    if cu_seqlens is None:
+        return like.new_empty(0, dtype=torch.int32, device=like.device if on_kernels else "cpu")
+    return cu_seqlens.new_empty(cu_seqlens.shape, device=cu_seqlens.device if left else "cpu")
 
 
 def _apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

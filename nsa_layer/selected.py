@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 
 import torch
 
@@ -14,13 +13,9 @@ from nsa_layer.context_parallel import selected as context_parallel
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.derivatives import refuse_transforms
-from nsa_layer.inputs import check_lengths, check_lists, check_qkv, check_scale, refuse_nested
+from nsa_layer.inputs import check_lengths, check_lists, check_qkv, check_scale, leaves_lengths, refuse_nested
 
 Tensor = torch.Tensor
-
-
-# Eager is reached by operators, and the kernels from graphs.
-IMPLEMENTATIONS = {"cute": "nsa_layer.cute.selected_alone", "reference": "nsa_layer.reference"}
 
 
 def selected_attention(
@@ -39,6 +34,7 @@ def selected_attention(
     return_lse: bool = False,
     backend: str | None = None,
     cp: ContextParallel | None = None,
+    validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of every query to the blocks of keys that its list names.
 
@@ -54,7 +50,8 @@ def selected_attention(
             padding, a block named twice counts once. Read by checks on a CPU only: on a GPU other numbers are
             undefined behaviour.
         block_size: keys in a block; the last one may be short.
-        cu_seqlens: int32 [sequences + 1], starts of the packed queries and their total, on q's device or the CPU.
+        cu_seqlens: int32 [sequences + 1], starts of the packed queries and their total, on q's device or the CPU; as
+            for `nsa`, the kernels do not show those on a GPU to the host where there is a list of each query.
         cu_seqlens_k: the same for keys; None: ``cu_seqlens``.
         q_offset: position of each sequence's first query among its keys: int32 [B] or [sequences] on q's device, or an
             int for all. None: the queries are the last ones, ``S - T``.
@@ -64,6 +61,7 @@ def selected_attention(
         return_lse: also return the log-sum-exp, which carries no gradient.
         backend: as for `nsa`.
         cp: as for `nsa`, where queries are those of all keys.
+        validate: check ``cu_seqlens`` and ``cu_seqlens_k`` that are on a GPU, which waits for it.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; a query that sees no key gives 0. With ``return_lse`` a pair
@@ -92,32 +90,48 @@ def selected_attention(
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
     check_qkv(q, k, v, packed=packed, same_length=not apart)
-    lengths = None
+    lengths = bound = None
     if packed:
-        of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q")
-        of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k") if apart else of_q
+        leave = not validate and (not apart or getattr(cu_seqlens_k, "device", None) == q.device)
+        leave = leave and leaves_lengths(backend, cu_seqlens, q, k, NSAConfig(q_tile=1), block_indices)
+        bound = (q.shape[0], k.shape[0]) if leave else None
+        of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=not leave)
+        of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k", read=not leave) if apart else of_q
         if apart and len(cu_seqlens_k) != len(cu_seqlens):
             sequences, of_keys = len(cu_seqlens) - 1, len(cu_seqlens_k) - 1
             raise ValueError(f"cu_seqlens_k must have cu_seqlens's {sequences} sequences, got {of_keys}")
         lengths = None if of_q is None else tuple(zip(of_q, of_k))
-    # In a graph lengths are not known: lists of a token each are, those of tiles are not.
+    # Where lengths are not known, lists of a token each are, those of tiles are not.
     pairs = lengths or ((q.shape[-3], k.shape[-3]),)
     q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
     tiles, blocks = [-(-T // q_tile) for T, _ in pairs], [-(-S // block_size) for _, S in pairs]
     check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=packed)
     _check_offset(q_offset, q, len(cu_seqlens) - 1 if packed else q.shape[0], pairs, causal)
-    spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths)
+    spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths, bound)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     name = support.choose_backend(backend, **sizes, **asked, lists="alone", rows=q.shape[-2] // block_indices.shape[-2])
+    support.refuse_packed_graph(name, packed=packed)
     tensors = (q, k, v, block_indices, q_offset)
     with autocast.off(q.device):
         if name == "eager" or name == "cute" and torch.compiler.is_compiling():
             o, lse = operators.attend_selected(*tensors, cu_seqlens, cu_seqlens_k, spec=spec, backend=name)
         else:
-            o, lse = import_module(IMPLEMENTATIONS[name]).attend_selected(*tensors, spec=spec)
+            o, lse = _outside_of_graphs(name, *tensors, cu_seqlens, cu_seqlens_k, spec=spec)
     return (o, lse.detach()) if return_lse else o
+
+
+def _outside_of_graphs(name: str, *tensors: Tensor | int | None, spec: ListSpec) -> tuple[Tensor, Tensor]:
+    *tensors, cu_seqlens, cu_seqlens_k = tensors
+    if name == "reference":
+        from nsa_layer import reference
+
+        return reference.attend_selected(*tensors, spec=spec)
+    from nsa_layer.cute import selected_alone
+
+    starts = (cu_seqlens, cu_seqlens_k) if spec.bound else ()
+    return selected_alone.attend_selected(*tensors, *starts, spec=spec)
 
 
 def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:

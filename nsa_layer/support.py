@@ -150,6 +150,17 @@ def kernel_family(arch: int) -> int:
     return {9: 90, 10: 100}.get(arch // 10, arch)
 
 
+def has_kernels(x: torch.Tensor) -> bool:
+    """True if x is on a GPU that there are kernels for."""
+    return x.device.type == "cuda" and kernel_family(device_arch(x.device.index)) in ARCHITECTURES
+
+
+def refuse_packed_graph(backend: str, *, packed: bool) -> None:
+    """Raise NotImplementedError for the reference with packed sequences, whose lengths it reads, in a graph."""
+    if backend == "reference" and packed and torch.compiler.is_compiling():
+        raise NotImplementedError("backend='reference' reads cu_seqlens, so that a graph takes no packed sequences")
+
+
 @lru_cache(maxsize=1024)
 def missing_feature(request: Request) -> str | None:
     """The first thing asked for that the kernels lack on this architecture, or None."""

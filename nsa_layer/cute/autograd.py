@@ -75,7 +75,8 @@ def attend(
     own = OwnKeys(k_cmp, v_cmp, k_win, v_win).map(readable)
     q, k, v = map(readable, (q, k, v))
     lists = k if block_indices is None else block_indices
-    packing = Packing.of(spec, q.device, q.shape[-2] // lists.shape[-2])
+    rows = q.shape[-2] // lists.shape[-2]
+    packing = Packing.of(spec, q.device, rows, cu_seqlens=cu_seqlens, total=q.shape[0])
     made = _Attend.apply(packing, spec, plan, return_aux, q, k, v, *weights, *own, block_indices, q_offset)
     return (made[0], Aux(*made[1:])) if return_aux else (made, None)
 
@@ -152,6 +153,8 @@ def _shape(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) 
     B, T = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
     sizes = dict(B=B, T=T, Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], dtype=q.dtype)
     static = dict(config=spec.config, causal=spec.causal, lengths=spec.lengths, plan=plan)
+    if spec.bound is not None:  # kernels for others of these bounds are the same
+        static["lengths"] = (spec.bound, T - spec.bound)
     static["lists"] = None if inputs.block_indices is None else tuple(inputs.block_indices.shape[-2:])
     if inputs.q_offset is not None:
         static |= dict(keys=k.shape[-3], lengths_k=spec.lengths_k)

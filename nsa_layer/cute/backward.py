@@ -117,6 +117,10 @@ def backward(
         if dk_cmp is None:
             dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
             sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
+        if packing is not None and packing.bounded:
+            for x, given, weight in ((dk_cmp, inputs.k_cmp, w_k), (dv_cmp, inputs.v_cmp, w_v)):
+                if given is not None or weight is not None:
+                    packing.clear_behind_blocks(x)
     with component("swa"):
         stored = [launch("swa", do_swa, rows_swa)]
     accum = None

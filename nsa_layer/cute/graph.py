@@ -99,7 +99,9 @@ def gradients(
     inputs, plan = _inputs(tensors, spec, heads, kept)
     shapes, whole = saved_shapes(tensors, spec=spec, kept=kept, exact=True), []
     for x, shape in zip(made, shapes, strict=True):
-        whole.append(None if shape is None else x[tuple(map(slice, shape[0]))].contiguous())
+        if shape is not None and x.shape != shape[0]:
+            x = x[tuple(map(slice, shape[0]))].contiguous()
+        whole.append(None if shape is None else x)
     parts = []
     for first, end in plan.groups:
         group = autograd.head_group(inputs, first, end)
@@ -128,11 +130,12 @@ def _inputs(tensors: Sequence[Tensor | None], spec: CallSpec, heads: int, kept: 
     from nsa_layer.cute.forward import Inputs
     from nsa_layer.cute.packing import Packing
 
-    *given, _, block_indices = tensors
+    *given, cu_seqlens, block_indices = tensors
     q, k, v, *weights = given
     weights[4:] = (None if x is None else readable(x) for x in weights[4:])
     lists = k if block_indices is None else block_indices
-    packing = Packing.of(spec, q.device, q.shape[-2] // lists.shape[-2])
+    rows = q.shape[-2] // lists.shape[-2]
+    packing = Packing.of(spec, q.device, rows, cu_seqlens=cu_seqlens, total=q.shape[0])
     plan = MemoryPlan(head_groups(k.shape[-2], heads), tuple(kept))
     return Inputs(*map(readable, (q, k, v)), *weights, block_indices, None, packing), plan
 

@@ -1,4 +1,7 @@
-"""Starts of packed sequences on the GPU, in tokens, compressed blocks and tiles."""
+"""Starts of packed sequences on the GPU, in tokens, compressed blocks and tiles.
+
+The host makes them of the lengths, where it knows these; otherwise the GPU does, and totals are bounds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from nsa_layer.support import hopper_kv_tile, takes_unions
 class Packing(NamedTuple):
     """Starts are int32 [sequences + 1] on the GPU and end with the total.
 
-    Copies made from the lengths on the host: a caller may refill its ``cu_seqlens`` at any time.
+    Copies, or made of the caller's ``cu_seqlens``, which may be refilled at any time.
 
     Attributes:
         cu_seqlens, cu_seqlens_k, cu_blocks, cu_tiles, cu_kv_tiles, cu_row_tiles: of queries, of keys, of compressed
@@ -25,6 +28,7 @@ class Packing(NamedTuple):
             rows, where each query has a row for each head that shares its list.
         total_blocks, total_kv_tiles, total_row_tiles: of all sequences.
         longest, longest_k, longest_blocks: of one sequence, in queries, in keys and in compressed blocks.
+        bounded: these six are bounds; the host does not know the lengths.
     """
 
     cu_seqlens: torch.Tensor
@@ -39,14 +43,26 @@ class Packing(NamedTuple):
     longest: int
     longest_k: int
     longest_blocks: int
+    bounded: bool = False
 
     @classmethod
-    def of(cls, spec: CallSpec, device: torch.device, rows: int = 1) -> Packing | None:
+    def of(
+        cls,
+        spec: CallSpec,
+        device: torch.device,
+        rows: int = 1,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        total: int = 0,
+    ) -> Packing | None:
         """The starts of a call, without a synchronisation; None for a batch of equal length.
 
         Args:
             rows: of a token in a tile: query heads that share a list.
+            cu_seqlens: on the GPU, and total tokens; for a spec with bounds alone.
         """
+        if spec.bound is not None:
+            return cls._bounded(spec, cu_seqlens, total, rows)
         if spec.lengths is None:
             return None
         config, longest, longest_k = spec.config, max(spec.lengths), max(spec.key_lengths)
@@ -55,6 +71,70 @@ class Packing(NamedTuple):
         copy, starts, totals = find(spec.lengths, spec.key_lengths, config, unions, rows, device)
         copy.ready()
         return cls(*starts, *totals, longest, longest_k, config.compressed_length(longest_k))
+
+    @classmethod
+    def _bounded(cls, spec: CallSpec, cu_seqlens: torch.Tensor, total: int, rows: int) -> Packing:
+        config, sequences = spec.config, len(cu_seqlens) - 1
+        # Of a sequence of T tokens there are (T * factor + more) // size, or none.
+        counted = (
+            (1, 0, 1),
+            (1, config.stride - config.span, config.stride),
+            (1, config.q_tile - 1, config.q_tile),
+            (1, config.block_size - 1, config.block_size),
+            (rows, ROWS - 1, ROWS),
+        )
+        tokens, blocks, tiles, kv_tiles, row_tiles = starts_of(cu_seqlens, counted)
+        totals = (total // config.stride, total // config.block_size + sequences, total * rows // ROWS + sequences)
+        longest = (spec.bound, spec.bound, config.compressed_length(spec.bound))
+        return cls(tokens, tokens, blocks, tiles, kv_tiles, row_tiles, *totals, *longest, bounded=True)
+
+    def clear_behind_blocks(self, x: torch.Tensor) -> None:
+        """Fill x [total_blocks, H, D] with 0 where no sequence has a compressed block."""
+        behind = torch.arange(len(x), device=x.device) >= self.cu_blocks[-1]
+        x.masked_fill_(behind[:, None, None], 0)
+
+
+def takes_starts(
+    cu_seqlens: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    config: NSAConfig,
+    block_indices: torch.Tensor | None,
+    *compressed: torch.Tensor | None,
+) -> bool:
+    """True if the kernels take a packed call whose starts are on the GPU without the host's reading them.
+
+    Args:
+        block_indices: the caller's lists, which have to be of a token each.
+        compressed: the caller's k_cmp and v_cmp, which need rows for as many blocks as there could be.
+    """
+
+    def rows(x: torch.Tensor) -> int:
+        return x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else 0
+
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type != "cuda":
+        return False
+    if any(x is not None and rows(x) < q.shape[0] // config.stride for x in compressed):
+        return False
+    if block_indices is not None:
+        return config.q_tile == 1 and rows(block_indices) == q.shape[0]
+    from nsa_layer.kernels.token_topk.kernel import takes
+
+    return config.by_token and takes(config, q.shape[-2] // k.shape[-2])
+
+
+def starts_of(cu_seqlens: torch.Tensor, counted: tuple[tuple[int, int, int], ...]) -> tuple[torch.Tensor, ...]:
+    """Starts int32 [sequences + 1] of what packed sequences have, made on the GPU.
+
+    Args:
+        counted: (factor, more, size) each: a sequence of T tokens has ``(T * factor + more) // size``, at least 0.
+    """
+    factor, more, size = (x[:, None] for x in numbers_on(tuple(zip(*counted)), cu_seqlens.device))
+    counts = (cu_seqlens.diff() * factor + more).div_(size, rounding_mode="floor").clamp_(min=0)
+    # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.
+    starts = counts.new_zeros(len(counted), _aligned(len(cu_seqlens)))
+    torch.cumsum(counts, 1, dtype=torch.int32, out=starts[:, 1 : len(cu_seqlens)])
+    return starts[:, : len(cu_seqlens)].unbind()
 
 
 def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:

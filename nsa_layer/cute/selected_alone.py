@@ -7,6 +7,7 @@ made again in backward. Nothing is read by the host.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -36,7 +37,15 @@ START = 64  # rows that row sums of packed sequences start at multiples of
 
 @on_own_device
 def attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, q_offset: Tensor | int | None, *, spec: ListSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    q_offset: Tensor | int | None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    spec: ListSpec,
 ) -> tuple[Tensor, Tensor]:
     """o [B, T, Hq, D] and the LSE [B, Hq, T], packed [total, Hq, D] and [Hq, total]; arguments as
     `selected_attention` has checked them."""
@@ -45,16 +54,23 @@ def attend_selected(
             "selected_attention: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or "
             "torch.func.grad with backend='eager'"
         )
-    return _AttendSelected.apply(*placed(q, k, v, block_indices, q_offset, spec=spec), spec)
+    tensors = (q, k, v, block_indices, q_offset, cu_seqlens, cu_seqlens_k)
+    return _AttendSelected.apply(*placed(*tensors, spec=spec), spec)
 
 
 def placed(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, q_offset: Tensor | int | None, *, spec: ListSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    q_offset: Tensor | int | None,
+    *starts: Tensor | None,
+    spec: ListSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Places]:
     """A call's tensors as kernels read them."""
     q, k, v = map(readable, (q, k, v))
     rows = q.shape[-2] // block_indices.shape[-2]
-    return q, k, v, block_indices, Places.of_lists(q, k, rows, q_offset, spec)
+    return q, k, v, block_indices, Places.of_lists(q, k, rows, q_offset, spec, *starts)
 
 
 class _AttendSelected(torch.autograd.Function):
@@ -82,6 +98,8 @@ def _side_by_side(
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled together."""
     shapes = (tuple(x.shape) for x in (q, k, block_indices))
+    if spec.bound is not None:  # kernels for others of these bounds are the same
+        spec = replace(spec, lengths=(spec.bound, (len(q) - spec.bound[0], len(k) - spec.bound[1])), bound=None)
     return side_by_side.of_call(lambda: ListsShape(*shapes, q.dtype, spec, places.q_offset is not None, backward))
 
 
@@ -92,12 +110,13 @@ def forward(
     with component("lists"):
         lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], places)
     options = dict(softmax_scale=spec.softmax_scale, causal=spec.causal) | _options(places)
-    if spec.lengths is not None:
+    packed = places.cu_seqlens is not None
+    if packed:
         options |= dict(max_seqlen_q=places.queries)
     with component("slc"):
         if by_warp(device_arch(q.device.index)):
             return forward_unions(q, k, v, lists, **options)
-        if spec.lengths is not None:
+        if packed:
             options |= dict(max_seqlen_k=places.keys)
         options |= dict(pack_gqa=block_indices.shape[-2] == k.shape[-2], return_lse=True)
         return _flash_attn_fwd(q, k, v, block_sparse_tensors=lists, **options)[:2]
@@ -108,7 +127,7 @@ def backward(places: Places, spec: ListSpec, do: Tensor, *saved: Tensor | None) 
     q, k, v, block_indices, o, lse, q_offset = saved
     places, do = places._replace(q_offset=q_offset), readable(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    count = places.tokens if spec.lengths is None else places.tokens + START * len(spec.lengths)
+    count = places.tokens if places.cu_seqlens is None else places.tokens + START * (len(places.cu_seqlens) - 1)
     shape = (*q.shape[:-3], q.shape[-2], -(-count // START) * START)
     dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START) | _options(places)

@@ -11,7 +11,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from nsa_layer.call_spec import CallSpec, ListSpec
 from nsa_layer.cute.memory_plan import rows_of_item
-from nsa_layer.cute.packing import Packing, numbers_on
+from nsa_layer.cute.packing import Packing, numbers_on, starts_of
 from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
 from nsa_layer.kernels.token_lists.sizes import KEYS, ROWS, most_partials
 from nsa_layer.kernels.token_lists.union_lists import union_lists
@@ -61,8 +61,24 @@ class Places(NamedTuple):
         return cls(*static, T, *lengths, *starts, *totals)
 
     @classmethod
-    def of_lists(cls, q: Tensor, k: Tensor, rows: int, q_offset: Tensor | int | None, spec: ListSpec) -> Places:
-        """Those of a call of `selected_attention`. rows: of a token in a tile: heads that share a list."""
+    def of_lists(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        rows: int,
+        q_offset: Tensor | int | None,
+        spec: ListSpec,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> Places:
+        """Those of a call of `selected_attention`.
+
+        Args:
+            rows: of a token in a tile: heads that share a list.
+            cu_seqlens, cu_seqlens_k: on the GPU, for a spec with bounds alone; of keys None: the same.
+        """
+        if spec.bound is not None:
+            return cls._bounded(q, k, rows, q_offset, spec, cu_seqlens, cu_seqlens_k)
         lengths = spec.lengths or ((q.shape[1], k.shape[1]),) * q.shape[0]
         of_q, of_k = zip(*lengths)
         numbers, more = {}, {}
@@ -85,6 +101,36 @@ class Places(NamedTuple):
         found = dict(zip(numbers, numbers_on(tuple(numbers.values()), q.device))) if numbers else {}
         static = (spec.block_size, spec.q_tile, spec.causal)
         return cls(*static, q.shape[-3], max(of_q), max(of_k), **found, **more)
+
+    @classmethod
+    def _bounded(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        rows: int,
+        q_offset: Tensor | int | None,
+        spec: ListSpec,
+        cu_seqlens: Tensor,
+        cu_seqlens_k: Tensor | None,
+    ) -> Places:
+        sequences, block_size, q_tile = len(cu_seqlens) - 1, spec.block_size, spec.q_tile
+        of_keys = (1, 0, 1), (1, block_size - 1, block_size)
+        tokens, lists, tiles, keys, blocks = starts_of(
+            cu_seqlens, ((1, 0, 1), (1, q_tile - 1, q_tile), (rows, ROWS - 1, ROWS), *of_keys)
+        )
+        if cu_seqlens_k is not None:
+            keys, blocks = starts_of(cu_seqlens_k, of_keys)
+        if not spec.causal:
+            q_offset = None
+        elif isinstance(q_offset, int):
+            q_offset = q.new_full((sequences,), q_offset, dtype=torch.int32)
+        elif q_offset is None and cu_seqlens_k is not None:
+            q_offset = keys.diff() - tokens.diff()
+        elif q_offset is not None:
+            q_offset = q_offset.contiguous()
+        starts = (tokens, keys, lists, tiles, blocks)
+        totals = (q.shape[0] * rows // ROWS + sequences, k.shape[0] // block_size + sequences)
+        return cls(block_size, q_tile, spec.causal, q.shape[0], *spec.bound, q_offset, *starts, *totals)
 
     def named(self, *names: str) -> dict[str, object]:
         """These attributes, as keyword arguments."""

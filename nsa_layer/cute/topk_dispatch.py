@@ -74,7 +74,8 @@ def _static(spec: CallSpec) -> dict:
 def _starts(spec: CallSpec, packing: Packing | None) -> dict:
     if packing is None:
         return {}
-    return dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks, lengths=spec.lengths)
+    lengths = (packing.longest,) if packing.bounded else spec.lengths
+    return dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks, lengths=lengths)
 
 
 def _by_pytorch(

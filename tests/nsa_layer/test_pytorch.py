@@ -89,6 +89,16 @@ def test_attention_to_lists_compiles() -> None:
         assert_same(gradients(compiled(*tensors, **more), *of), gradients(call(*tensors, **more), *of))
 
 
+def test_the_reference_compiles() -> None:
+    q, k, v = (torch.randn(1, 20, h, 8, requires_grad=True) for h in (4, 2, 2))
+    call = partial(nsa, config=SMALL, backend="reference")
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_same(gradients(compiled(q, k, v), q, k, v), gradients(call(q, k, v), q, k, v))
+    starts = torch.tensor([0, 7, 20]).int()
+    with pytest.raises(Exception, match="reference' reads cu_seqlens"):  # of Dynamo's kind
+        compiled(*(x[0].detach() for x in (q, k, v)), cu_seqlens=starts)
+
+
 class Model(nn.Module):
     """Two layers between an embedding and a loss."""
 

@@ -241,6 +241,7 @@ def pool(
     cu_seqlens: Optional[Tensor] = None,
     cu_blocks: Optional[Tensor] = None,
     total_blocks: Optional[int] = None,
+    bounded: bool = False,
 ) -> tuple[tuple[Tensor, ...], Optional[Tensor]]:
     """Means of the complete blocks of k and of v, summed in fp32 (`nsa_layer.compress.mean_pool`), in one launch.
 
@@ -250,19 +251,21 @@ def pool(
         k_dtypes: the means of k are written in each of them; one or two.
         cu_seqlens, cu_blocks: packed: int32 starts of each sequence's tokens, and of its blocks; read on the GPU.
         total_blocks: packed: ``cu_blocks[-1]``.
+        bounded: it may be more; means behind those of the last sequence are 0.
 
     Returns:
         The means of k, one tensor for each of `k_dtypes`, and those of v: [B, Tc, H, D], packed [total_blocks, H, D].
     """
     if k is None:
         static = dict(block_size=block_size, stride=stride, v_dtype=v_dtype)
-        starts = dict(cu_seqlens=cu_seqlens, cu_blocks=cu_blocks, total_blocks=total_blocks)
+        starts = dict(cu_seqlens=cu_seqlens, cu_blocks=cu_blocks, total_blocks=total_blocks, bounded=bounded)
         (v_mean,), _ = pool(v, None, k_dtypes=(v_dtype,), **static, **starts)
         return (), v_mean
     D, Dv = k.shape[-1], 0 if v is None else v.shape[-1]
     blocks = (total_blocks,) if k.dim() == 3 else (k.shape[0], max(0, (k.shape[1] - block_size) // stride + 1))
-    k_means = tuple([k.new_empty((*blocks, *k.shape[-2:]), dtype=dtype) for dtype in k_dtypes])
-    v_mean = None if v is None else v.new_empty((*blocks, *v.shape[-2:]), dtype=v_dtype)
+    make = torch.zeros if bounded else torch.empty
+    k_means = tuple([make((*blocks, *k.shape[-2:]), dtype=dtype, device=k.device) for dtype in k_dtypes])
+    v_mean = None if v is None else make((*blocks, *v.shape[-2:]), dtype=v_dtype, device=v.device)
     if blocks[-1] == 0:
         return k_means, v_mean
     too = k_means[1] if len(k_means) == 2 else None

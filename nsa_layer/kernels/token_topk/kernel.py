@@ -143,7 +143,7 @@ def token_topk(
         k_cmp: [B, Tc, Hkv, D], packed [all, Hkv, D]: the compressed branch's keys, like q.
         lse: fp32 [B, Hq, T], packed [Hq, total]: the compressed branch's log-sum-exp, -inf where a row sees no key.
         cu_seqlens, cu_blocks: packed only: int32, where sequences start in q, and in k_cmp.
-        lengths: packed only: the sequences' lengths, as the host knows them.
+        lengths: packed only: the sequences' lengths, as the host knows them, or a bound of them.
         q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, where there
             are more keys than queries. None: as many, from 0.
         cu_seqlens_k: packed, with q_offset: int32, where the tokens that compressed keys are made of start.

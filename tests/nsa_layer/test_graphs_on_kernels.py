@@ -1,0 +1,231 @@
+"""The kernels in graphs that PyTorch compiles, exports and captures, and packed calls that never wait for the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+from stub_kernels import stubbed_layer
+from torch._dynamo.utils import counters
+
+from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.cute.packing import Packing
+from nsa_layer.rope import RotaryEmbedding
+
+Tensors = list[torch.Tensor]
+FIXED = NSAConfig(deterministic=True)
+DIM, HEADS = 256, dict(num_heads=4, num_kv_heads=2, head_dim=64)
+LENGTHS, OTHERS = (300, 1, 0, 723), (64, 0, 65, 895)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    torch._dynamo.reset()
+
+
+def starts_of(lengths: tuple[int, ...], device: str = "cuda") -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize(
+    "config", [NSAConfig(), NSAConfig.paper(), NSAConfig(block_size=32)], ids=["default", "paper", "small blocks"]
+)
+def test_starts_made_on_the_gpu_are_those_that_the_host_makes(config: NSAConfig) -> None:
+    lengths, device = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000), torch.device("cpu")
+    total = sum(lengths)
+    want = Packing.of(CallSpec(config, True, 1.0, lengths), device, 3)
+    bounds = CallSpec(config, True, 1.0, bound=1000)
+    got = Packing.of(bounds, device, 3, cu_seqlens=starts_of(lengths, "cpu"), total=total)
+    for name in Packing._fields:
+        x, y = getattr(got, name), getattr(want, name)
+        if name.startswith("cu_"):
+            assert torch.equal(x, y) and x.dtype == torch.int32 and x.data_ptr() % 16 == 0, name
+        elif name.startswith("total"):
+            assert y <= x <= y + len(lengths) + total // config.stride, name
+    assert got[-4:-1] == want[-4:-1] and got.bounded and not want.bounded
+
+
+@pytest.mark.parametrize("way", ["operator", "call"])
+def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a look would wait for it; here it is an error."""
+    from nsa_layer import inputs, operators, selected
+
+    for module in (inputs, selected):
+        monkeypatch.setattr(module, "leaves_lengths", lambda *_: True)
+        monkeypatch.setattr(module, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
+    monkeypatch.setattr(operators, "takes_starts", lambda *_: True)
+    monkeypatch.setattr(operators, "_is_left", lambda starts: starts is not None)
+    for name in ("tolist", "item", "nonzero", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    total = sum(LENGTHS)
+    q, k, v = (torch.randn(total, h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+    lists, starts = torch.zeros(total, 2, 3, dtype=torch.int32), starts_of(LENGTHS, "cpu")
+    given = dict(gate_weight=torch.randn(4, 3, 64, dtype=torch.bfloat16, requires_grad=True), cu_seqlens=starts)
+    given |= dict(compress_k_weight=torch.randn(2, 64, 64, dtype=torch.bfloat16, requires_grad=True))
+    with stubbed_layer():
+        if way == "operator":
+            monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+            monkeypatch.setattr(operators, "plans_by_tokens", lambda *_: [(1 << 20, 1, (True,) * 3)])
+        calls = [
+            nsa(q, k, v, **given, backend="cute"),
+            nsa(q, k, v, block_indices=lists, max_seqlen=800, cu_seqlens=starts, backend="cute"),
+            selected_attention(q, k, v, lists, block_size=64, cu_seqlens=starts, backend="cute"),
+        ]
+        for o in calls:
+            torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+
+
+def layer(**options: object) -> NSAttention:
+    torch.manual_seed(0)
+    return NSAttention(DIM, **HEADS, **dict(dict(config=FIXED), **options)).to("cuda", torch.bfloat16)
+
+
+def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+
+def step(call: Callable[..., torch.Tensor], of: Tensors, *args: object, **more: object) -> Tensors:
+    o = call(*args, **more)
+    return [o.detach().clone(), *(x.clone() for x in torch.autograd.grad(o.float().square().sum(), of))]
+
+
+def assert_close(got: Tensors, want: Tensors) -> None:
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        error = (x.float() - y.float()).norm() / y.float().norm().clamp(min=1e-6)
+        assert error < 0.02, (i, float(error))
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+MODULES = {
+    "default": {},
+    "linear, grouped": dict(compression="linear"),
+    "paper": dict(compression="mlp", kv_per_branch=True, gate="input", rope=RotaryEmbedding(64)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
+def test_starts_on_the_gpu_are_not_read(options: dict) -> None:
+    """The host waits for nothing, and what comes out is the same."""
+    module, x = layer(**options), drawn(sum(LENGTHS), DIM).requires_grad_()
+    of = [x, *module.parameters()]
+    want = step(module, of, x, cu_seqlens=starts_of(LENGTHS, "cpu"))
+    starts = starts_of(LENGTHS)
+    step(module, of, x, cu_seqlens=starts)
+    with no_waits():
+        got = step(module, of, x, cu_seqlens=starts)
+        bounded = step(module, of, x, cu_seqlens=starts, max_seqlen=800)
+    assert all(x.isfinite().all() for x in got)
+    # A gradient of a weight is a product over more rows, and may be summed in another order.
+    assert torch.equal(got[0], want[0]) and torch.equal(bounded[0], want[0])
+    assert_close(got, want)
+    assert_close(bounded, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=["grouped", "a head each"])
+def test_lists_with_starts_on_the_gpu(heads: tuple[int, int]) -> None:
+    total, keys = sum(LENGTHS), tuple(length + 64 for length in LENGTHS)
+    q = drawn(total, heads[0], 64).requires_grad_()
+    k, v = (drawn(sum(keys), heads[1], 64, seed=seed).requires_grad_() for seed in (2, 3))
+    lists = torch.tensor([[0, 1, -1]], dtype=torch.int32, device="cuda").repeat(total, heads[1], 1)
+    call = partial(selected_attention, block_size=64, deterministic=True)
+    on_host, on_gpu = (
+        dict(cu_seqlens=starts_of(LENGTHS, device), cu_seqlens_k=starts_of(keys, device)) for device in ("cpu", "cuda")
+    )
+    for more in ({}, dict(q_offset=3)):
+        want, _ = (step(call, [q, k, v], q, k, v, lists, **starts, **more) for starts in (on_host, on_gpu))
+        with no_waits():
+            got = step(call, [q, k, v], q, k, v, lists, **on_gpu, **more)
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_wrong_starts_on_the_gpu_are_found_where_asked_for() -> None:
+    q, k = drawn(1, 4, 64), drawn(1, 2, 64)
+    starts = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="cu_seqlens must end at the 1 tokens"):
+        nsa(q, k, k, cu_seqlens=starts, validate=True)
+    lists = torch.zeros(1, 2, 1, dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="cu_seqlens must end at the 1 tokens"):
+        selected_attention(q, k, k, lists, block_size=64, cu_seqlens=starts, validate=True)
+
+
+@pytest.mark.gpu
+def test_a_captured_call_takes_other_starts() -> None:
+    module, x = layer(), drawn(sum(LENGTHS), DIM).requires_grad_()
+    of, starts = [x, *module.parameters()], starts_of(LENGTHS)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(module, of, x, cu_seqlens=starts)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = step(module, of, x, cu_seqlens=starts)
+    for lengths in (OTHERS, LENGTHS):
+        starts.copy_(starts_of(lengths))
+        graph.replay()
+        assert_close(static, step(module, of, x, cu_seqlens=starts_of(lengths, "cpu")))
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """CUDA graphs that are replayed."""
+    seen, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (seen.append(graph), replay(graph))[1])
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_reduce_overhead_runs_cuda_graphs(packed: bool, replays: list[object]) -> None:
+    """Forward and backward are one each, and take other starts."""
+    module, total = layer(), sum(LENGTHS)
+    x = drawn(total, DIM) if packed else drawn(2, total, DIM)
+    x.requires_grad_()
+    of = [x, *module.parameters()]
+    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    counters.clear()
+    for turn, lengths in enumerate((LENGTHS, OTHERS, LENGTHS, OTHERS)):
+        given = dict(cu_seqlens=starts_of(lengths)) if packed else {}
+        want = step(module, of, x, **given)
+        replays.clear()
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(step(compiled, of, x, **given), want)
+        assert turn < 2 or len(replays) == 2, (turn, len(replays))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.gpu
+def test_reduce_overhead_runs_lists_in_cuda_graphs(replays: list[object]) -> None:
+    total = sum(LENGTHS)
+    q, k, v = (drawn(total, h, 64, seed=h).requires_grad_() for h in (4, 2, 2))
+    lists = torch.tensor([[0, 1, -1]], dtype=torch.int32, device="cuda").repeat(total, 2, 1)
+    call = partial(selected_attention, block_size=64)
+    compiled = torch.compile(call, fullgraph=True, mode="reduce-overhead")
+    counters.clear()
+    for turn, lengths in enumerate((LENGTHS, OTHERS, LENGTHS)):
+        given, starts = (q, k, v, lists), starts_of(lengths)
+        want = step(call, [q, k, v], *given, cu_seqlens=starts)
+        replays.clear()
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(step(compiled, [q, k, v], *given, cu_seqlens=starts), want)
+        assert turn < 2 or len(replays) == 2, (turn, len(replays))
+    assert counters["inductor"]["cudagraph_skips"] == 0
