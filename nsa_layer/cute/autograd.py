@@ -108,13 +108,26 @@ def forward_groups(
     inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool
 ) -> tuple[Tensor, list[SavedForBackward]]:
     """o, and what each group of heads leaves to its backward, if there will be one."""
+    with _side_by_side(inputs, spec, plan, backward=backward):
+        return _forward_groups(inputs, spec, plan)
+
+
+def _forward_groups(inputs: Inputs, spec: CallSpec, plan: MemoryPlan) -> tuple[Tensor, list[SavedForBackward]]:
     q, k, v = inputs[:3]
     o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
-    with _side_by_side(inputs, spec, plan, backward=backward):
-        for first, end in plan.groups:
-            into = _narrow(o, -2, _query_heads(q, k, first, end))
-            parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
+    for first, end in plan.groups:
+        into = _narrow(o, -2, _query_heads(q, k, first, end))
+        parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
     return o, parts
+
+
+def infer(inputs: Inputs, spec: CallSpec, memory: MemoryPolicy) -> tuple[Tensor, Aux]:
+    """`attend` without backward, of tensors that are `readable`; its kernels are compiled one after the other."""
+    gate, own_window = gate_kind(inputs.gate_weight, inputs.gates), inputs.k_win is not None or inputs.v_win is not None
+    asked = dict(gate=gate, needs_grad=False, own_window=own_window, lists=inputs.block_indices)
+    plan = plan_memory(Sizes.of(inputs.q, inputs.v, spec=spec, **asked), memory, inputs.q.device)
+    o, parts = _forward_groups(inputs, spec, plan)
+    return o, Aux(*_joined_aux(parts, inputs.q, unions=support.takes_unions(spec.config, listed=spec.listed)))
 
 
 def gradients(

@@ -21,7 +21,7 @@ from nsa_layer.compile_ahead import CachedShape
 from nsa_layer.compress import project
 from nsa_layer.cute import autograd
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.packing import numbers_on, starts_on
+from nsa_layer.cute.packing import Packing, numbers_on, starts_on
 from nsa_layer.kernels.caches.blank_rows import blank_rows
 from nsa_layer.kernels.caches.move_rows import Pair, append, clear, gather
 from nsa_layer.kernels.caches.places import Field, find_places
@@ -178,14 +178,13 @@ class _Step:
             rows, tiles = (
                 slice(*(sum(map(count, self.lengths[:at])) for at in bounds)) for count in (int, call.config.num_tiles)
             )
-        k, v, *own_keys = self._keys(bounds)
-        given = dict(zip((*TOKEN_CACHES[2:], *COMPRESSED_CACHES), own_keys), compress_k_weight=None)
-        given |= dict(compress_v_weight=None, gate_weight=call.gate_weight)
-        given |= dict(gates=call.gates if call.gates is None else call.gates[rows])
-        given |= dict(block_indices=call.block_indices if call.block_indices is None else call.block_indices[tiles])
-        q_offset = self.places[Field.FIRST, slice(*bounds)]
-        given |= dict(spec=spec, memory=self.memory, needs_grad=False)
-        o, aux = autograd.attend(call.q[rows], k, v, q_offset=q_offset, **given)
+        lists = call.block_indices if call.block_indices is None else call.block_indices[tiles]
+        heads = call.k_cache.shape[2] if lists is None else lists.shape[-2]
+        given = dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), self._keys(bounds)), w_k=None, w_v=None)
+        given |= dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
+        given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, slice(*bounds)])
+        packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads)
+        o, aux = autograd.infer(autograd.Inputs(**given, packing=packing), spec, self.memory)
         return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
 
     def _keys(self, bounds: tuple[int, int]) -> list[Tensor | None]:
@@ -195,6 +194,7 @@ class _Step:
         starts = _Rows(None, None)
         if self.in_place:
             keys = [*self._caches(TOKEN_CACHES), *_narrowed(self._caches(COMPRESSED_CACHES), count)]
+            keys = [x if x is None else autograd.readable(x) for x in keys]
         else:
             leads = (bounds[1] - bounds[0], call.room), (bounds[1] - bounds[0], count)
             if call.packed:

@@ -27,7 +27,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached, "clear", clear)
     monkeypatch.setattr(cached, "pool", pool)
     monkeypatch.setattr(cached, "blank_rows", blank_rows)
-    monkeypatch.setattr(autograd, "attend", attend)
+    monkeypatch.setattr(autograd, "infer", infer)
     monkeypatch.setattr(autograd, "readable", lambda x: x)
 
 
@@ -109,8 +109,12 @@ def blank_rows(o, lses, places, cu_seqlens):
             _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
 
 
-def attend(q, k, v, *, spec, q_offset, memory, needs_grad, **given):
+def infer(inputs, spec, memory):
     """Eager's, of keys of which those behind the last query's are finite for a while."""
+    given = inputs._asdict()
+    q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
+    for name in ("packing", "w_k", "w_v"):
+        del given[name]
     config, lengths = spec.config, spec.lengths or [q.shape[1]] * len(q)
     rooms = spec.key_lengths or [k.shape[1]] * len(k)
     own = {name: given[name] for name in ("k_win", "v_win", "k_cmp", "v_cmp")}

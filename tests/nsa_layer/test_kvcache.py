@@ -117,15 +117,15 @@ def on_kernels(call: CachedCall) -> tuple[torch.Tensor, tuple, torch.Tensor]:
     """o, log-sum-exps, and the lists of all parts."""
     from nsa_layer.cute import cached
 
-    attend, lists = cached.autograd.attend, []
+    infer, lists = cached.autograd.infer, []
 
-    def noted(*tensors: torch.Tensor, **given: object) -> tuple[torch.Tensor, Aux]:
-        o, aux = attend(*tensors, **given)
+    def noted(*given: object) -> tuple[torch.Tensor, Aux]:
+        o, aux = infer(*given)
         lists.append(aux.block_indices)
         return o, aux
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cached.autograd, "attend", noted)
+        patch.setattr(cached.autograd, "infer", noted)
         o, lses = cached.attend(call, *check_call(call), validate=True)
     return o, lses, torch.cat(lists).flatten(0, -3)
 
