@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -107,10 +108,13 @@ def nsa(
     weights, own = cast[:4], OwnKeys(*cast[4:])
     given = Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own)
     if cp is not None:
-        options = dict(backend=backend, memory=memory, return_aux=return_aux)
-        agree(cp, partial(check_whole, given, cp), **(given._asdict() | own._asdict() | options | dict(own=None)))
+        options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
+        named = {name: x for name, x in (given._asdict() | own._asdict()).items() if name != "own"}
+        agree(cp, partial(check_whole, given, cp), **named, **options)
         if cp.mode_of(k.shape[-2]) == "heads":
             return heads.attend(nsa, cp, given, **options)
+        if torch.compiler.is_compiling():
+            return _outside_of_graphs(**named, **options, cp=cp)
     spec = check_inputs(given, backend=backend, validate=validate) if cp is None else check_whole(given, cp)[0]
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *cast))
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
@@ -134,6 +138,12 @@ def nsa(
     with autocast.off(q.device):
         o, aux = attend(q, k, v, **parts, **more)
     return (o, aux) if return_aux else o
+
+
+@torch.compiler.disable
+def _outside_of_graphs(**arguments: Any) -> torch.Tensor | tuple[torch.Tensor, Aux]:
+    """`nsa`, where a graph breaks: it exchanges keys of some heads beside the attention of others."""
+    return nsa(**arguments)
 
 
 def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]:

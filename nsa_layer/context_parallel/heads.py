@@ -52,7 +52,9 @@ def attend(
     Raises:
         TypeError, ValueError: an argument is bad, or the ranks do not divide the key/value heads.
     """
-    spec, held = check_whole(given, cp)
+    of_lengths = given.own.k_cmp is not None or given.own.v_cmp is not None or given.config.q_tile > 1
+    on_gpu = given.q.is_cuda and getattr(given.cu_seqlens, "is_cuda", False)
+    spec, held = check_whole(given, cp, read=of_lengths or not on_gpu)
     packed, tiles = given.cu_seqlens is not None, TOKENS if given.config.q_tile == 1 else TILES
     kinds = dict.fromkeys(OF_TOKENS, TOKENS) | dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=tiles)
     tensors = {name: x for name, x in (given._asdict() | given.own._asdict()).items() if x is not None}
@@ -66,7 +68,7 @@ def attend(
     weights = {name: tensors[name] for name in WEIGHTS if name in tensors}
     static = ("config", "softmax_scale", "cu_seqlens", "max_seqlen", "causal")
     options |= {name: getattr(given, name) for name in static}
-    if spec.lengths is not None:  # no second look at what may be on a GPU
+    if spec is not None and spec.lengths is not None:  # no second look at what may be on a GPU
         options["cu_seqlens"] = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
     rows = held[TOKENS]
 

@@ -11,6 +11,7 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.cute.packing import numbers_on
 
 Tensor = torch.Tensor
 
@@ -45,8 +46,8 @@ class Stretch(NamedTuple):
 
     def offsets(self, sequences: int, device: torch.device) -> Tensor:
         """int32 [sequences], of a batch or of the packed ones here."""
-        first = [at for *_, at in self.lengths]
-        return torch.tensor(first * sequences if len(first) == 1 else first, dtype=torch.int32, device=device)
+        first = tuple(at for *_, at in self.lengths)
+        return numbers_on((first * sequences if len(first) == 1 else first,), device)[0]
 
 
 def stretches_of(cp: ContextParallel, local: int, lengths: Sequence[int] | None, *, cut: bool) -> list[Stretch]:

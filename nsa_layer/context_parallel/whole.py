@@ -16,12 +16,15 @@ WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
 
 
-def check_whole(given: Arguments, cp: ContextParallel) -> tuple[CallSpec, dict[str, Rows]]:
+def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> tuple[CallSpec | None, dict[str, Rows]]:
     """Check a rank's arguments of `nsa` as parts of a whole call; everything but values of lists.
 
+    Args:
+        read: read ``cu_seqlens``, which a graph does not; else nothing is checked that depends on lengths.
+
     Returns:
-        The whole call's static side, in a graph without lengths, and rows by kind: "tokens"; "blocks", which are
-        compressed keys, where they are given; and "tiles", which have lists; in a packed graph of tokens alone.
+        The whole call's static side, and rows by kind: "tokens"; "blocks", which are compressed keys, where they are
+        given; and "tiles", which have lists. Of packed sequences that are not read None, and rows of tokens alone.
 
     Raises:
         TypeError, ValueError: an argument is bad, or the mode does not fit.
@@ -34,8 +37,8 @@ def check_whole(given: Arguments, cp: ContextParallel) -> tuple[CallSpec, dict[s
     local = q.shape[-3]
     held = {TOKENS: check_tokens(local, cp)}
     total, chunk = local * cp.size, local // len(cp.chunks)
-    if packed and torch.compiler.is_compiling():
-        return check_inputs(given._replace(block_indices=None)), held
+    if packed and (torch.compiler.is_compiling() or not read):
+        return None, held
     lengths = (total,)
     if packed:
         lengths = whole_lengths(cu_seqlens, q, cp)

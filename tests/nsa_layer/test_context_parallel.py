@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nsa_layer import (
     ContextParallel,
@@ -317,20 +320,91 @@ def test_groups_that_do_not_exist_are_refused() -> None:
         ContextParallel(None, load_balance="stripes")
 
 
-def compile_a_call(group: Any) -> None:
-    """One graph, with the exchanges in it."""
-    cp, case = ContextParallel(group, mode="heads"), Case(T=32, Hq=2, Hkv=2, D=8, config=SMALL)
+def compile_a_call(group: Any, mode: str, alone: bool) -> None:
+    """By heads one graph, with the exchanges in it."""
+    cp, case = ContextParallel(group, mode=mode), Case(T=32, Hq=2, Hkv=2, D=8, config=SMALL)
     inputs = make_inputs(case)
     parts = [held(getattr(inputs, name), Rows.of_tokens(cp, 16), cp, 1) for name in ("q", "k", "v", "do")]
+    lists = torch.zeros(1, 16, 2, 1, dtype=torch.int32)
+    given = dict(block_indices=lists, block_size=8) if alone else dict(config=SMALL)
+    function = selected_attention if alone else nsa
 
     def step(attend: Any) -> list[torch.Tensor]:
         leaves = [x.detach().clone().requires_grad_() for x in parts[:3]]
-        o = attend(*leaves, config=SMALL, cp=cp)
+        o = attend(*leaves, **given, cp=cp)
         return [o.detach(), *torch.autograd.grad(o, leaves, parts[3])]
 
-    torch.testing.assert_close(step(torch.compile(nsa, fullgraph=True, backend="aot_eager")), step(nsa))
+    compiled = torch.compile(function, fullgraph=mode == "heads", backend="aot_eager")
+    torch.testing.assert_close(step(compiled), step(function))
 
 
 @pytest.mark.sweep
-def test_a_call_compiles_whole(on_ranks: Ranks) -> None:
-    on_ranks(2, compile_a_call)
+@pytest.mark.parametrize("mode", BOTH)
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_call_compiles(mode: str, alone: bool, on_ranks: Ranks) -> None:
+    on_ranks(2, compile_a_call, mode, alone)
+
+
+def come_alone(group: Any) -> None:
+    """A rank whose others do not come gets an error; they come to nothing."""
+    soon = dist.new_group(range(2), timeout=timedelta(seconds=2))
+    if soon.rank() == 0:
+        q = torch.randn(1, 16, 2, 8)
+        with pytest.raises(RuntimeError):
+            nsa(q, q, q, config=SMALL, cp=ContextParallel(soon))
+    dist.barrier(group)
+
+
+def test_a_rank_alone_does_not_wait_for_ever(on_ranks: Ranks) -> None:
+    on_ranks(2, come_alone)
+
+
+@st.composite
+def shared(draw: st.DrawFn) -> tuple[int, bool, tuple[Any, ...]]:
+    """Ranks, True for the kernels' way, and arguments of `compare`, or of `compare_kernels`."""
+    size, balance = draw(st.sampled_from(RANKS))
+    mode, kernels = draw(st.sampled_from(BOTH)), draw(st.booleans())
+    whole = size * (1 if balance is None else 2)
+    total = whole * draw(st.integers(1, 14))
+    lengths = None
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.lists(st.integers(0, total), max_size=5)))
+        lengths = tuple(end - begin for begin, end in zip([0, *cuts], [*cuts, total]))
+    sizes = dict(block_size=8, q_tile=4)
+    if mode == "gather" or draw(st.booleans()):
+        sizes = dict(compress_size=draw(st.sampled_from((4, 8))), compress_stride=draw(st.sampled_from((2, 4))))
+        sizes |= dict(block_size=draw(st.sampled_from((8, 16))), q_tile=1)
+    sizes |= dict(block_counts=draw(st.integers(1, 5)), window_size=draw(st.integers(1, 20)))
+    Hkv = draw(st.sampled_from((size, 2 * size) if mode == "heads" else (1, 2, 3)))
+    case = Case(
+        B=draw(st.integers(1, 2)),
+        T=total,
+        lengths=lengths,
+        Hq=Hkv * draw(st.integers(1, 3)),
+        Hkv=Hkv,
+        D=4,
+        Dv=6,
+        dtype=torch.float64,
+        config=NSAConfig(**sizes),
+        causal=draw(st.booleans()),
+        gate=draw(st.sampled_from(("weight", "given", "none"))),
+        compress_weights=draw(st.booleans()),
+        own_keys=tuple(name for name in OWN_KEYS if draw(st.booleans())),
+        seed=draw(st.integers(0, 1 << 20)),
+    )
+    if mode == "gather" and kernels:
+        return size, True, (case, balance, draw(st.booleans()))
+    return size, False, (case, mode, balance, draw(st.booleans()))
+
+
+@pytest.mark.sweep
+def test_drawn_calls_are_those_of_one(on_ranks: Ranks) -> None:
+    pytest.importorskip("cutlass")
+
+    @settings(max_examples=100, deadline=None, database=None)
+    @given(shared())
+    def draw(call: tuple[int, bool, tuple[Any, ...]]) -> None:
+        size, kernels, arguments = call
+        on_ranks(size, compare_kernels if kernels else compare, *arguments)
+
+    draw()
