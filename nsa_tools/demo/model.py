@@ -8,6 +8,7 @@ from torch import nn
 
 from nsa_layer.call_spec import Aux
 from nsa_layer.module import NSAttention
+from nsa_layer.nsa_cache import NSACache
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.demo.demo_config import DemoConfig
 
@@ -56,14 +57,16 @@ class Block(nn.Module):
         self.up = nn.Linear(config.dim, 4 * config.dim, bias=False)
         self.down = nn.Linear(4 * config.dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, seen: list[Aux] | None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seen: list[Aux] | None, cache: NSACache | None) -> torch.Tensor:
         attended = self.attention_norm(x)
-        if seen is None:
-            x = x + self.attention(attended)
-        else:
+        if seen is not None:
             out, aux = self.attention(attended, return_aux=True)
             seen.append(aux)
-            x = x + out
+        elif cache is not None:
+            out = self.attention(attended, cache=cache)
+        else:
+            out = self.attention(attended)
+        x = x + out
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
@@ -80,12 +83,29 @@ class ByteModel(nn.Module):
         self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
         self._autocast = None if config.dtype == "float32" else getattr(torch, config.dtype)
 
-    def forward(self, tokens: torch.Tensor, *, seen: list[Aux] | None = None) -> torch.Tensor:
-        """int64 [B, T] -> fp32 logits [B, T, 256]; ``seen`` collects each sparse layer's `Aux`."""
+    def new_caches(self, batch: int, max_seqlen: int) -> list[NSACache] | None:
+        """Empty ones for each layer; None where there are none: dense attention, or a choice by tile."""
+        layers = [block.attention for block in self.blocks]
+        if not all(isinstance(layer, NSAttention) and layer.config.by_token for layer in layers):
+            return None
+        weight = self.head.weight
+        options = dict(dtype=self._autocast or weight.dtype, device=weight.device)
+        sizes = [(batch, max_seqlen, layer.num_kv_heads, layer.head_dim) for layer in layers]
+        return [NSACache(*size, config=layer.config, **options) for size, layer in zip(sizes, layers)]
+
+    def forward(
+        self, tokens: torch.Tensor, *, seen: list[Aux] | None = None, caches: list[NSACache] | None = None
+    ) -> torch.Tensor:
+        """int64 [B, T] -> fp32 logits [B, T, 256].
+
+        Args:
+            seen: collects each sparse layer's `Aux`.
+            caches: from `new_caches`, of the tokens ahead of these, which are appended.
+        """
         with torch.autocast(tokens.device.type, dtype=self._autocast, enabled=self._autocast is not None):
             x = self.embedding(tokens)
-            for block in self.blocks:
-                x = block(x, seen)
+            for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
+                x = block(x, seen, cache)
             return self.head(self.norm(x)).float()
 
     def loss(self, sequences: torch.Tensor) -> torch.Tensor:

@@ -25,16 +25,21 @@ def continue_text(
 ) -> torch.Tensor:
     """Sample ``count`` bytes after a prompt, or as many as come in some seconds: int64 [n] -> int64 [at most count].
 
-    The sequence has its full length from the start: the models are causal, so what stands behind the last byte so far
-    changes nothing, and kernels see one shape.
+    A model with caches is given what they do not have. Without, the sequence has its full length from the start: the
+    models are causal, so what stands behind the last byte so far changes nothing, and kernels see one shape.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.cat((prompt, prompt.new_zeros(count)))[None]
     model.eval()
+    caches, cached = model.new_caches(*tokens.shape), 0
     limit = time.monotonic() + seconds
     end = len(prompt)
     while end < tokens.shape[1] and time.monotonic() < limit:
-        logits = model(tokens)[0, end - 1].cpu() / TEMPERATURE
+        if caches is None:
+            logits = model(tokens)[0, end - 1]
+        else:
+            logits, cached = model(tokens[:, cached:end], caches=caches)[0, -1], end
+        logits = logits.cpu() / TEMPERATURE
         tokens[0, end] = torch.multinomial(logits.softmax(-1), 1, generator=generator).item()
         end += 1
     return tokens[0, len(prompt) : end].cpu()

@@ -64,12 +64,26 @@ def test_standard_library_is_sorted_and_holds_no_installed_package() -> None:
     assert found == standard_library()
 
 
-def test_sampling_ignores_what_stands_behind() -> None:
-    model = build_models(TINY)["nsa"]
+@pytest.mark.parametrize("kind, q_tile", [("nsa", 1), ("nsa", 16), ("dense", 16)])
+def test_sampling_ignores_what_stands_behind(kind: str, q_tile: int) -> None:
+    model = build_models(replace(TINY, q_tile=q_tile))[kind]
     prompt = torch.randint(256, (20,))
     short, long = (continue_text(model, prompt, count, seed=3) for count in (4, 9))
     assert torch.equal(long[:4], short)
     assert len(continue_text(model, prompt, 9, seed=3, seconds=0)) == 0
+
+
+@pytest.mark.parametrize("q_tile", [1, 8])
+def test_samples_come_through_caches_where_tokens_choose(q_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_models(replace(TINY, q_tile=q_tile))["nsa"]
+    prompt = torch.randint(256, (20,))
+    shapes = []
+    hook = model.embedding.register_forward_hook(lambda _, given, __: shapes.append(tuple(given[0].shape)))
+    written = continue_text(model, prompt, 5, seed=3)
+    assert shapes == ([(1, 20), *[(1, 1)] * 4] if q_tile == 1 else [(1, 25)] * 5)
+    hook.remove()
+    monkeypatch.setattr(model, "new_caches", lambda *sizes: None)
+    assert torch.equal(continue_text(model, prompt, 5, seed=3), written)
 
 
 def test_pictures_show_the_definition() -> None:
