@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +40,7 @@ from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALl
 
 pytestmark = pytest.mark.xdist_group("hf")
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = NSAConfig(block_size=8, block_counts=4, window_size=16)
 WIDE = NSAConfig(block_size=8, block_counts=64, window_size=16)
 VOCABULARY = 64
@@ -330,3 +335,37 @@ def test_what_it_does_not_do_is_an_error() -> None:
         model(ids, past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 20], dtype=torch.int32))
     with pytest.raises(ValueError, match="attention_mask must be that of the cached"):
         model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))
+
+
+@pytest.mark.sweep
+def test_examples_train_a_sparse_model_and_generate_with_it(tmp_path) -> None:
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=400)
+    trained = run([sys.executable, EXAMPLES / "train_hf.py", "--out", tmp_path / "model"]).stdout
+    perplexities = [
+        float(line.split("|")[2]) for line in trained.splitlines() if line.startswith(("| dense", "| sparse"))
+    ]
+    dense, whole, sparse, dense_later, sparse_later = perplexities
+    assert abs(whole - dense) < 0.02 * dense and sparse < 1.05 * dense
+    assert sparse_later < sparse and sparse_later < 1.02 * dense_later
+    written = run([sys.executable, EXAMPLES / "generate_hf.py", tmp_path / "model", "--tokens", "40"]).stdout
+    assert "=== three beams" in written and "=== two turns on one cache of" in written
+
+
+@pytest.mark.gpu
+def test_kernels_give_the_logits_and_gradients_of_the_cpu() -> None:
+    options = dict(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128), nsa_compression="linear")
+    model, ids, cuts = sparse(**options).float(), tokens(1, 1000), (0, 1, 400, 1000)
+    places = torch.cat([torch.arange(b - a) for a, b in zip(cuts, cuts[1:])])[None]
+    packed = dict(cu_seq_lens_q=torch.tensor(cuts, dtype=torch.int32), position_ids=places)
+    results = []
+    for device, dtype in (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16)):
+        own = {name: x.to(device) for name, x in dict(packed, input_ids=ids, labels=ids).items()}
+        model.zero_grad()
+        made = model.to(device)
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = made(**own, use_cache=False)
+        out.loss.backward()
+        results.append([out.logits.cpu().float(), *(x.grad.cpu() for x in made.parameters())])
+    for exact, rounded, of_kernels in zip(*results):
+        assert of_kernels.isfinite().all()
+        assert (of_kernels - exact).norm() <= 2 * (rounded - exact).norm() + 1e-6
