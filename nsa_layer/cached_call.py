@@ -136,6 +136,30 @@ def refuse_places(there: Sequence[bool], call: CachedCall, lengths: Sequence[int
         )
 
 
+def refuse_shared(call: CachedCall, lengths: Sequence[int]) -> None:
+    """Raise ValueError where two sequences, whose places are in the caches, write to the same row or page."""
+    tokens = [end + (0 if call.k is None else T) for end, T in zip(call.cache_seqlens.tolist(), lengths)]
+    count, compressed = call.config.compressed_length, call.caches(COMPRESSED_CACHES)
+    written = [(end - T, end) for end, T in zip(tokens, lengths)]
+    made = [(count(first), count(end)) for first, end in written]
+    size = next((x.shape[1] for x in compressed.values()), 1)
+    for name, page, spans, used in (
+        ("page_table", call.k_cache.shape[1], written, call.k is not None),
+        ("cmp_page_table", size, made, bool(compressed)),
+        ("cache_batch_idx", call.room, [(0, T) for T in lengths], True),
+    ):
+        table, users = getattr(call, name), {}
+        if table is None or not used:
+            continue
+        for b, (row, (first, end)) in enumerate(zip(table.view(len(lengths), -1).tolist(), spans)):
+            for page_or_row in row[first // page : -(-end // page) if end > first else 0]:
+                if users.setdefault(page_or_row, b) != b:
+                    raise ValueError(
+                        f"{name} must let no two sequences write to the same place, got {page_or_row} for sequences "
+                        f"{users[page_or_row]} and {b}"
+                    )
+
+
 def _check_lengths(call: CachedCall) -> tuple[int, ...] | None:
     if call.max_seqlen_q is not None:
         require_int("max_seqlen_q", call.max_seqlen_q, least=1)

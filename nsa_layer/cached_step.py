@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 from nsa_layer import support
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places
+from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places, refuse_shared
 from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype
 
 Tensor = torch.Tensor
@@ -139,6 +139,7 @@ def attend(
     there = [sequence.is_there(call) for sequence in sequences]
     if validate:
         refuse_places(there, call, lengths)
+        refuse_shared(call, lengths)
     attended = [inside and sequence.T > 0 for sequence, inside in zip(sequences, there)]
     for sequence in itertools.compress(sequences, attended):
         sequence.write(call, module)

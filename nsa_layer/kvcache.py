@@ -83,11 +83,13 @@ def nsa_with_kvcache(
         gate_weight, gates, compress_k_weight, compress_v_weight, softmax_scale: as in `nsa`.
         config: block sizes, window, the rule that chooses blocks: each token for itself.
         block_indices: as in `nsa`; tiles of ``config.q_tile`` queries count from the call's first.
-        num_splits: parts that kernels divide a sequence's keys into; 0: as they see fit. Other backends ignore it.
+        num_splits: parts that the kernels of few queries divide a sequence's keys into; 0: as they see fit. Others
+            ignore it.
         out: like the output, to be written to.
         return_lse: also return the branches' log-sum-exps.
-        validate: look at ``cache_seqlens``, tables and indices before anything is written, which waits for a GPU.
-            Without, a sequence that they lead out of the caches writes nothing, and its rows are NaN.
+        validate: look at ``cache_seqlens``, tables and indices before anything is written, which waits for a GPU: they
+            must lead to places in the caches, and no two sequences may write to the same. Without, a sequence that they
+            lead out of the caches writes nothing, and its rows are NaN.
         backend: "cute" (the kernels), "eager" or "reference". None: the kernels where the tensors are on a supported
             GPU, else eager.
 
@@ -149,7 +151,7 @@ def checked_step(
         reserve: called with the number of each sequence's queries, when the call is known to be right.
     """
     refuse_transforms(*(getattr(call, name) for name in TENSORS))
-    call = replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))
+    call = cast_call(call)
     for name, value in dict(validate=validate, return_lse=return_lse).items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
@@ -164,3 +166,8 @@ def checked_step(
     if reserve is not None:
         reserve(lengths)
     return cached_operator.attend(call, softmax_scale, backend=name, validate=validate)
+
+
+def cast_call(call: CachedCall) -> CachedCall:
+    """The call as autocast, where it is in force, casts it."""
+    return replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))

@@ -176,9 +176,9 @@ class NSAttention(nn.Module):
                 sequence. They move only the embedding; what a query sees follows the order of the tokens.
             causal: False lets every query see its whole sequence.
             return_aux: also return `nsa`'s `Aux`: chosen blocks, gates, log-sum-exps.
-            cache: this layer's, of its config: x are the next tokens of the cache's sequences, which are appended to it
-                and attend to all that it holds; positions count on. Carries no gradient, and needs compression "mean"
-                or "linear", without ``kv_per_branch``.
+            cache: this layer's, of its config, with ``own_window`` and ``own_sources`` for ``kv_per_branch``: x are the
+                next tokens of the cache's sequences, which are appended to it and attend to all that it holds;
+                positions count on. Carries no gradient.
 
         Returns:
             [B, T, dim] or [total, dim]; with ``return_aux`` a pair.
@@ -213,10 +213,15 @@ class NSAttention(nn.Module):
         if self.gate_mlp is not None:
             gates = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
         if cache is not None:
-            weights = dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
-            weights |= dict(gate_weight=self.gate_weight, gates=gates, backend=self.backend)
-            o = cache.attend(q, k, v, cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen, **weights)
-            return self.o_proj(o.flatten(-2))
+            given = dict(gate_weight=self.gate_weight, gates=gates, backend=self.backend)
+            given |= dict(cu_seqlens_q=cu_seqlens, max_seqlen_q=max_seqlen)
+            if self.compress_k is None and not own:
+                given |= dict(compress_k_weight=self.compress_k_weight, compress_v_weight=self.compress_v_weight)
+            else:
+                given["compress"] = self._compress_blocks
+            if own:
+                given["sources"] = own.pop("k_cmp"), own.pop("v_cmp")
+            return self.o_proj(cache.attend(q, k, v, **own, **given).flatten(-2))
         attended = nsa(
             q,
             k,
@@ -271,6 +276,12 @@ class NSAttention(nn.Module):
         }
         return own | made
 
+    def _compress_blocks(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compressed keys and values of blocks: [blocks, span, Hkv, D] -> [blocks, Hkv, D]."""
+        networks, weights = (self.compress_k, self.compress_v), (self.compress_k_weight, self.compress_v_weight)
+        static = [dict(network=f, weight=weight, config=self.config) for f, weight in zip(networks, weights)]
+        return tuple(compressed(x, None, **how).squeeze(1) for x, how in zip((k, v), static))
+
     def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
@@ -293,10 +304,10 @@ class NSAttention(nn.Module):
     ) -> None:
         if not isinstance(cache, NSACache):
             raise TypeError(f"cache must be an NSACache or None, got {type(cache).__name__}")
-        if self.compression == "mlp" or self.kv_per_branch:
-            raise NotImplementedError(
-                f"cache with compression={self.compression!r}, kv_per_branch={self.kv_per_branch}: it makes compressed "
-                "keys of cached tokens by means; call nsa_with_kvcache with k_cmp and v_cmp"
+        if {self.kv_per_branch} != {"k_win_cache" in cache.caches, bool(cache.sources)}:
+            raise ValueError(
+                f"cache must have own_window and own_sources where the layer has kv_per_branch, which is "
+                f"{self.kv_per_branch}, and nowhere else"
             )
         if cache.config != self.config:
             raise ValueError(f"cache must be of the layer's config {self.config}, got {cache.config}")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
-from nsa_layer.cached_call import CachedCall
+from nsa_layer.cached_call import CachedCall, check_call
 from nsa_layer.cached_operator import Lses
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.inputs import DTYPES
-from nsa_layer.kvcache import checked_step
+from nsa_layer.kvcache import cast_call, checked_step
 
 Tensor = torch.Tensor
+Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Spans = Sequence[tuple[int, int]]  # the places of each sequence that are to be written
 
 
@@ -97,6 +100,7 @@ class NSACache:
     Attributes:
         caches: ``k_cache``, ``v_cache``, ``k_cmp_cache``, ``v_cmp_cache`` and, with ``own_window``, ``k_win_cache`` and
             ``v_win_cache``, shaped as `nsa_with_kvcache` says.
+        sources: with ``own_sources`` "k" and "v", like ``k_cache`` and ``v_cache``.
         cache_seqlens: int32 [batch] on the device, tokens of each sequence; the same as ``lengths``.
 
     Args:
@@ -107,6 +111,7 @@ class NSACache:
         page_size: tokens in a page, a multiple of ``config.block_size``; None: contiguous.
         num_pages: pages of the pool; None: enough for ``max_seqlen`` tokens of every sequence.
         own_window: the sliding window has keys and values of its own.
+        own_sources: compressed keys and values are made of tokens of their own, which the cache keeps beside k and v.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
@@ -124,6 +129,7 @@ class NSACache:
         page_size: int | None = None,
         num_pages: int | None = None,
         own_window: bool = False,
+        own_sources: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
@@ -133,8 +139,9 @@ class NSACache:
             require_int(name, size, least=1)
         if not isinstance(config, NSAConfig):
             raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
-        if not isinstance(own_window, bool):
-            raise TypeError(f"own_window must be a bool, got {own_window!r}")
+        for name, value in dict(own_window=own_window, own_sources=own_sources).items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be a bool, got {value!r}")
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
         if page_size is None and num_pages is not None:
@@ -158,11 +165,13 @@ class NSACache:
             for places, own in ((lead, names), (compressed, ("k_cmp", "v_cmp")))
             for name in own
         }
+        self.sources = {name: torch.empty_like(self.caches[f"{name}_cache"]) for name in "kv"[: 2 * own_sources]}
         self._pages: dict[str, _Pages] = {}
         if page_size is not None:
             tables = dict(page_table=names, cmp_page_table=("k_cmp", "v_cmp"))
             for table, own in tables.items():
-                self._pages[table] = _Pages([self.caches[f"{name}_cache"] for name in own], batch, width)
+                more = self.sources.values() if table == "page_table" else ()
+                self._pages[table] = _Pages([*(self.caches[f"{name}_cache"] for name in own), *more], batch, width)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -172,7 +181,8 @@ class NSACache:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (*self.caches.values(), self.cache_seqlens, *(pages.table for pages in self._pages.values()))
+        kept = (*self.caches.values(), *self.sources.values())
+        tensors = (*kept, self.cache_seqlens, *(pages.table for pages in self._pages.values()))
         return sum(x.numel() * x.element_size() for x in tensors)
 
     def attend(
@@ -183,9 +193,16 @@ class NSACache:
         *,
         return_lse: bool = False,
         backend: str | None = None,
+        compress: Compress | None = None,
+        sources: tuple[Tensor, Tensor] | None = None,
         **options: object,
     ) -> Tensor | tuple[Tensor, Lses]:
         """Append the keys and values of q's tokens, and attend: `nsa_with_kvcache`, whose options these are.
+
+        Args:
+            compress: makes compressed keys [blocks, Hkv, D] and values [blocks, Hkv, Dv] of the tokens [blocks,
+                compress_size, Hkv, D] and [..., Dv] of the blocks that the call completes. None: means, or those given.
+            sources: with ``own_sources`` these tokens' keys and values, shaped like k and v, which they are otherwise.
 
         Raises:
             ValueError: no room for the new tokens; nothing was written. What `nsa_with_kvcache` raises besides.
@@ -196,11 +213,67 @@ class NSACache:
         tables = {name: pages.table for name, pages in self._pages.items()}
         given = dict(q=q, k=k, v=v, config=self.config, cache_seqlens=self.cache_seqlens)
         call = CachedCall(**given, **self.caches, **tables, **options)
+        if (sources is not None) != bool(self.sources) or (sources is not None and compress is None):
+            raise ValueError("sources must be given to a cache with own_sources, with compress, and to no other")
+        made = {}
+        if compress is not None:
+            lengths, _ = check_call(cast_call(call))
+            made = {name: self._room_of_blocks(name, call, lengths) for name in ("k_cmp", "v_cmp")}
+            call = replace(call, **made)
         ends: list[int] = []
-        static = dict(backend=backend, return_lse=return_lse)
-        o, lses = checked_step(call, **static, reserve=lambda counts: ends.extend(self._reserve(counts)))
+
+        def reserve(counts: Sequence[int]) -> None:
+            ends.extend(self._reserve(counts))
+            if compress is not None:
+                self._complete(compress, counts, (k, v) if sources is None else sources, made)
+
+        o, lses = checked_step(call, backend=backend, return_lse=return_lse, reserve=reserve)
         self._set(ends)
         return (o, lses) if return_lse else o
+
+    def _room_of_blocks(self, name: str, call: CachedCall, lengths: Sequence[int]) -> Tensor:
+        """Zeros for the compressed keys or values that a call may complete."""
+        lead = (sum(map(call.filled, lengths)),) if call.packed else (len(lengths), call.filled(lengths[0]))
+        cache = self.caches[f"{name}_cache"]
+        return cache.new_zeros(*lead, *cache.shape[2:])
+
+    def _complete(
+        self, compress: Compress, counts: Sequence[int], new: tuple[Tensor, Tensor], made: dict[str, Tensor]
+    ) -> None:
+        """Fill ``made`` with the compressed keys and values of blocks that the new tokens complete, and keep those."""
+        stride, span, rows, blocks, row = self.config.stride, self.config.span, [], [], 0
+        starts = [0, *accumulate(counts)]
+        for b, (length, count) in enumerate(zip(self._lengths, counts)):
+            first, end = self._compressed((length, length + count))
+            rows += range(row, row + end - first)
+            row += -(-count // stride)
+            blocks += [(b, length, starts[b], block * stride) for block in range(first, end)]
+        new = tuple(x.flatten(0, -3) for x in new)
+        kept = tuple(self.sources.get(name, self.caches[f"{name}_cache"]) for name in "kv")
+        if blocks:
+            b, length, start, token = torch.tensor(blocks, device=new[0].device).T.unsqueeze(-1)
+            token = token + torch.arange(span, device=token.device)
+            old, row_of_new = token < length, (start + token - length).clamp(min=0)
+            places = self._places(b.expand_as(token), token.minimum(length - 1).clamp(min=0))
+            with torch.no_grad():
+                tokens = (
+                    torch.where(old[..., None, None], cache[places], x.to(cache.dtype)[row_of_new])
+                    for cache, x in zip(kept, new)
+                )
+                for into, x in zip(made.values(), compress(*tokens), strict=True):
+                    into.flatten(0, -3)[torch.tensor(rows, device=into.device)] = x.to(into.dtype)
+        if self.sources:
+            spans = [(b, self._lengths[b] + i) for b, count in enumerate(counts) for i in range(count)]
+            places = self._places(*torch.tensor(spans, device=new[0].device).T)
+            for cache, x in zip(kept, new):
+                cache[places] = x.detach().to(cache.dtype)
+
+    def _places(self, b: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the tokens of sequences b are in the caches."""
+        if not self._pages:
+            return b, token
+        pages = self._pages["page_table"]
+        return pages.table[b, token // pages.size].long(), token % pages.size
 
     def crop(self, lengths: int | Sequence[int] | Tensor) -> None:
         """Go back to the first tokens of each sequence: at most so many, or as many as a list says; 0 empties it."""
@@ -224,10 +297,11 @@ class NSACache:
         require_int("max_seqlen", max_seqlen, least=self.max_seqlen)
         if self._pages:
             raise ValueError(f"a cache grows where it is contiguous, got one of pages and max_seqlen={max_seqlen}")
-        for name, cache in self.caches.items():
-            room = self.config.compressed_length(max_seqlen) if "cmp" in name else max_seqlen
-            self.caches[name] = cache.new_empty(cache.shape[0], room, *cache.shape[2:])
-            self.caches[name][:, : cache.shape[1]] = cache
+        for caches in (self.caches, self.sources):
+            for name, cache in caches.items():
+                room = self.config.compressed_length(max_seqlen) if "cmp" in name else max_seqlen
+                caches[name] = cache.new_empty(cache.shape[0], room, *cache.shape[2:])
+                caches[name][:, : cache.shape[1]] = cache
         self.max_seqlen = max_seqlen
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
@@ -239,7 +313,7 @@ class NSACache:
         for pages in self._pages.values():
             pages.reorder(index)
         if not self._pages:
-            for cache in self.caches.values():
+            for cache in (*self.caches.values(), *self.sources.values()):
                 cache.copy_(cache[torch.tensor(index, device=cache.device)])
         self._set([self._lengths[i] for i in index])
 

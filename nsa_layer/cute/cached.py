@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from nsa_layer import side_by_side
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places
+from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places, refuse_shared
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.compile_ahead import CachedShape
 from nsa_layer.compress import project
@@ -68,6 +68,7 @@ def step(
     found = _Step.of(call, lengths, starts, memory)
     if validate:
         refuse_places([not blank for blank in found.places[Field.BLANK].tolist()], call, lengths)
+        refuse_shared(call, lengths)
     with component("append"):
         found.append()
     with component("compress"):

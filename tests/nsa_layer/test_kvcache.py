@@ -298,6 +298,26 @@ def test_numbers_that_lead_out_of_the_caches(name: str) -> None:
     assert all(x[0].isnan().all() and not x[1, :2].isnan().any() for x in (given["k_cache"], given["v_cmp_cache"]))
 
 
+SHARED = {
+    "cache_batch_idx": dict(cache_batch_idx=torch.tensor([1, 1]).int()),
+    "page_table": dict(page_table=torch.tensor([[1], [1]]).int(), cmp_page_table=torch.tensor([[0], [1]]).int()),
+    "cmp_page_table": dict(page_table=torch.tensor([[0], [1]]).int(), cmp_page_table=torch.tensor([[1], [1]]).int()),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_two_sequences_that_write_to_one_place_are_refused(name: str) -> None:
+    given = contiguous() | SHARED[name]
+    with pytest.raises(ValueError, match=f"^{name} must let no two sequences write .* got 1 for sequences 0 and 1"):
+        nsa_with_kvcache(**given, validate=True)
+    assert is_blank(given)
+    # What they only read, or do not use, they may share.
+    compressed = dict.fromkeys(("k_cmp_cache", "v_cmp_cache", "cmp_page_table"))
+    alone = {name: given[name].nan_to_num() for name in ("k_cache", "v_cache")} | dict(k=None, v=None)
+    if name == "page_table":
+        nsa_with_kvcache(**given | compressed | alone | dict(cache_seqlens=20), validate=True)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_pytorch_finds_nothing_wrong_with_the_operator(packed: bool) -> None:
     given = contiguous()

@@ -156,18 +156,35 @@ def test_the_windows_own_keys_and_log_sum_exps() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("options", [dict(compression="linear", rope=RotaryEmbedding(8)), dict(gate="input")])
-def test_a_layer_with_a_cache_gives_what_it_gives_for_all_tokens(options: dict, packed: bool) -> None:
-    layer = NSAttention(32, num_heads=4, num_kv_heads=2, config=SMALL, dtype=torch.float64, **options)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(compression="linear", rope=RotaryEmbedding(8)),
+        dict(gate="input", compression="mlp", config=OVERLAPPING),
+        dict(kv_per_branch=True, compression="mlp", rope=RotaryEmbedding(8), head_dim_v=6),
+        dict(kv_per_branch=True, compression="linear", config=OVERLAPPING),
+    ],
+)
+def test_a_layer_with_a_cache_gives_what_it_gives_for_all_tokens(options: dict, paged: bool, packed: bool) -> None:
+    options = dict(config=SMALL) | options
+    layer = NSAttention(32, num_heads=4, num_kv_heads=2, dtype=torch.float64, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    cache = NSACache(2, ROOM, 2, 8, config=SMALL, page_size=16, dtype=torch.float64)
+    own = dict(own_window=layer.kv_per_branch, own_sources=layer.kv_per_branch, head_dim_v=layer.head_dim_v)
+    own |= dict(config=layer.config, page_size=16 if paged else None)
+    cache = NSACache(2, ROOM, 2, 8, **own, dtype=torch.float64)
+    for tensor in (*cache.caches.values(), *cache.sources.values()):
+        tensor.fill_(torch.nan)
     x = torch.randn(2, 40, 32, dtype=torch.float64)
     found = [[], []]
     for ends in ((30, 21), (31, 21), (40, 40)) if packed else ((30, 30), (31, 31), (40, 40)):
         new = [own[at:end] for own, at, end in zip(x, cache.lengths, ends)]
         starts = torch.tensor([0, *map(len, new)]).cumsum(0).int()
+        before = cache.lengths
+        layer(torch.randn(2, 5, 32, dtype=torch.float64), cache=cache)
+        cache.crop(before)
         o = layer(torch.cat(new), cu_seqlens=starts, cache=cache) if packed else layer(torch.stack(new), cache=cache)
         for parts, part in zip(found, o.flatten(0, -2).split(list(map(len, new)))):
             parts.append(part)
