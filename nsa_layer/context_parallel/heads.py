@@ -6,12 +6,13 @@ Source: arXiv:2309.14509.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import Aux
+from nsa_layer.call_spec import Aux, CallSpec
 from nsa_layer.context_parallel.collectives import (
     receive_of_heads,
     receive_of_tokens,
@@ -21,6 +22,8 @@ from nsa_layer.context_parallel.collectives import (
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, WEIGHTS, check_whole
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.gate import gate_kind
 from nsa_layer.inputs import Arguments
 
 Tensor = torch.Tensor
@@ -71,6 +74,8 @@ def attend(
     if spec is not None and spec.lengths is not None:  # no second look at what may be on a GPU
         options["cu_seqlens"] = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
     rows = held[TOKENS]
+    if steps_of(given.q, rows, cp, given.k.shape[-2]) > 1:
+        options["memory"] = _policy(given, rows, cp, options["memory"])
 
     def call(**tensors: Tensor) -> list[Tokens]:
         made = nsa(**tensors, **options, return_aux=return_aux)
@@ -84,6 +89,27 @@ def attend(
     if not return_aux:
         return o
     return o, Aux(*rest[:2], *(x.mT.contiguous() for x in rest[2:]))
+
+
+def steps_of(x: Tensor, rows: Rows, cp: ContextParallel, heads: int) -> int:
+    """Calls that a rank's share of so many key/value heads comes in, for tokens x."""
+    long = x.is_cuda and sum(rows.counts) >= LONG and not torch.compiler.is_compiling()
+    return heads // cp.size if long else 1
+
+
+def _policy(given: Arguments, rows: Rows, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:
+    """What calls recompute, from the memory of all of them: the first one would take what the last one needs."""
+    if memory.recompute != "auto" or memory.budget is not None:
+        return memory
+    config, own, lead = given.config, given.own, (*given.q.shape[:-3], sum(rows.counts))
+    shapes = ((*lead, x.shape[-2] // cp.size, x.shape[-1]) for x in (given.q, given.v))
+    q, v = (torch.empty(shape, dtype=given.q.dtype, device="meta") for shape in shapes)
+    asked = dict(gate=gate_kind(given.gate_weight, given.gates), spec=CallSpec(config, given.causal, 1.0))
+    own_window = own.k_win is not None or own.v_win is not None
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (given.q, given.k, given.v))
+    sizes = Sizes.of(q, v, **asked, needs_grad=needs_grad, own_window=own_window, lists=given.block_indices)
+    kept = plan_memory(sizes, memory, given.q.device).kept
+    return replace(memory, recompute="none" if all(kept) else "all")
 
 
 def over_heads(
@@ -105,9 +131,7 @@ def over_heads(
     Returns:
         This rank's rows of all heads of what the calls give.
     """
-    first = next(iter(parts.values()))
-    long = first.x.is_cuda and sum(first.rows.counts) >= LONG and not torch.compiler.is_compiling()
-    steps = heads // cp.size if long else 1
+    steps = steps_of(*next(iter(parts.values())), cp, heads)
     sending: list[dict[str, Any]] = [{} for _ in range(steps)]
     for name, (x, rows) in parts.items():
         x = x.unsqueeze(0) if packed else x

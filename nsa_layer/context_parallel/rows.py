@@ -50,21 +50,21 @@ class Rows(NamedTuple):
         """[R, B, most, ...], each rank's rows -> [B, all rows, ...], in order."""
         if self.in_order:
             return x.movedim(0, 1).flatten(1, 2)
-        parts: list[Tensor | None] = [None] * len(self.counts)
-        for rank in range(self.size):
-            chunks = chunks_of(rank, self.size, self.load_balance)
-            sizes = self.of_rank(rank)
-            for chunk, part in zip(chunks, x[rank, :, : sum(sizes)].split(sizes, dim=1), strict=True):
-                parts[chunk] = part
-        return torch.cat(parts, dim=1)
+        counts = {
+            at.start: (rank, begin, at.stop - at.start) for at, (rank, begin) in self.places() if at.stop > at.start
+        }
+        parts = [x[rank, :, begin : begin + count] for _, (rank, begin, count) in sorted(counts.items())]
+        return torch.cat(parts, dim=1) if parts else x[0, :, :0]
 
     def to_ranks(self, x: Tensor) -> Tensor:
         """The inverse of `to_whole`, contiguous; what a rank has not is 0."""
         if self.in_order:
             return x.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
-        chunks = x.split(self.counts, dim=1)
-        held = ([chunks[i] for i in chunks_of(rank, self.size, self.load_balance)] for rank in range(self.size))
-        return torch.stack([self.padded(torch.cat(parts, dim=1)) for parts in held])
+        shape = (self.size, x.shape[0], self.most, *x.shape[2:])
+        found = x.new_empty(shape) if self.size * self.most == sum(self.counts) else x.new_zeros(shape)
+        for at, (rank, begin) in self.places():
+            found[rank, :, begin : begin + at.stop - at.start] = x[:, at]
+        return found
 
     def places(self) -> Iterator[tuple[slice, tuple[int, int]]]:
         """Each chunk's rows among all, and where they begin: a rank, and a row among its own."""

@@ -26,7 +26,7 @@ from nsa_layer import (
     support,
     unshard_sequence,
 )
-from nsa_layer.context_parallel import overlapped
+from nsa_layer.context_parallel import heads, overlapped
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
 from nsa_layer.inputs import Arguments
@@ -138,6 +138,13 @@ def kernels_by_eager(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(overlapped, "LONG", 1)
 
 
+def compare_steps(group: Any, case: Case, load_balance: str | None) -> None:
+    """By heads, as long calls on a GPU: exchanges of the next heads are launched before the attention of some."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "steps_of", lambda x, rows, cp, count: count // cp.size)
+        compare(group, case, "heads", load_balance)
+
+
 def compare_kernels(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         kernels_by_eager(patch)
@@ -147,9 +154,11 @@ def compare_kernels(group: Any, case: Case, load_balance: str | None, listed: bo
 @pytest.mark.parametrize("load_balance", ["zigzag", None])
 @pytest.mark.parametrize("name", ["batch", "packed", "own keys, packed", "not causal", "lists"])
 def test_heads_come_one_after_the_other(name: str, load_balance: str | None, on_ranks: Ranks) -> None:
-    """The kernels' way to gather, with eager in their place."""
+    """The kernels' way to gather, with eager in their place, and the way of long calls by heads."""
     pytest.importorskip("cutlass")
     case = CASES["batch" if name == "lists" else name][0]
+    if name != "lists":
+        on_ranks(2, compare_steps, replace(case, Hq=8, Hkv=4, D=8, Dv=6, dtype=torch.float64), load_balance)
     on_ranks(2, compare_kernels, replace(case, D=8, Dv=6, dtype=torch.float64), load_balance, name == "lists")
 
 
