@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import torch
@@ -108,13 +108,11 @@ def warm_up(
     return time.perf_counter() - begin
 
 
-@contextmanager
-def of_call(shape: Callable[[], CallShape]) -> Iterator[None]:
+def of_call(shape: Callable[[], CallShape]) -> AbstractContextManager[None]:
     """Within, the first kernel that is not in the cache makes another process compile all that the call will launch."""
     from flash_attn.cute.runtime import kernel_cache
 
-    with kernel_cache.at_first_miss(lambda: _begin(shape())):
-        yield
+    return kernel_cache.at_first_miss(lambda: _begin(shape()))
 
 
 def _begin(call: CallShape) -> None:

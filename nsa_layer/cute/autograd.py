@@ -183,6 +183,8 @@ def readable(x: Tensor) -> Tensor:
 
 def head_group(inputs: Inputs, first: int, end: int) -> Inputs:
     """The inputs of key/value heads `first` to `end` with their query heads."""
+    if (first, end) == (0, inputs.k.shape[-2]):
+        return inputs
     query, key = _query_heads(inputs.q, inputs.k, first, end), (first, end)
     parts = dict(q=_narrow(inputs.q, -2, query), gates=_narrow(inputs.gates, -2, query))
     parts |= {name: _narrow(getattr(inputs, name), -2, key) for name in ("k", "v", *OwnKeys._fields)}

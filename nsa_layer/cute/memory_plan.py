@@ -270,7 +270,7 @@ def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
     total = _total_memory(device.index)
     if sizes.deterministic:
         return _budget_when_empty(sizes, total)
-    parts = predict(sizes, sizes.Hkv, (sizes.needs_grad,) * 3)
+    parts = _whole(sizes)
     if sum(parts.values()) < SMALL * total:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -278,9 +278,15 @@ def _free_budget(sizes: Sizes, device: torch.device) -> int | None:
     return max(0, free - int(RESERVE * total) - parts["outputs"] - parts["gradients"])
 
 
+@lru_cache(maxsize=256)
+def _whole(sizes: Sizes) -> dict[str, int]:
+    """`predict` for all heads in one group, everything saved; not to be written to."""
+    return predict(sizes, sizes.Hkv, (sizes.needs_grad,) * 3)
+
+
 def _budget_when_empty(sizes: Sizes, total: int) -> int | None:
     """The same if nothing but the call's inputs were on the GPU."""
-    parts = predict(sizes, sizes.Hkv, (sizes.needs_grad,) * 3)
+    parts = _whole(sizes)
     if sum(parts.values()) < SMALL * total:
         return None
     per_key = (1 + sizes.own_window) * sizes.Hkv * (sizes.D + sizes.Dv)

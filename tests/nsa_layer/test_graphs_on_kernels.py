@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from stub_kernels import stubbed_layer
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.export import Dim, export, load, save
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
 from nsa_layer.call_spec import CallSpec
@@ -229,3 +238,69 @@ def test_reduce_overhead_runs_lists_in_cuda_graphs(replays: list[object]) -> Non
         assert_close(step(compiled, [q, k, v], *given, cu_seqlens=starts), want)
         assert turn < 2 or len(replays) == 2, (turn, len(replays))
     assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+SHAPES = {"x": {0: Dim("B", min=1, max=16), 1: Dim("T", min=128, max=65536)}}  # two blocks or more
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
+def test_an_exported_program_runs_the_kernels(strict: bool, tmp_path: Path) -> None:
+    module = layer().requires_grad_(False)
+    save(export(module, (drawn(2, 128, DIM),), dynamic_shapes=SHAPES, strict=strict), tmp_path / "layer.pt2")
+    program = load(tmp_path / "layer.pt2")
+    assert any(node.target is torch.ops.nsa_layer.attend.default for node in program.graph.nodes)
+    for shape in ((1, 1000), (3, 128)):
+        x = drawn(*shape, DIM)
+        assert_close([program.module()(x)], [module(x)])
+
+
+@pytest.mark.gpu
+def test_a_profiler_names_the_parts_of_a_call() -> None:
+    module, x = layer(), drawn(1, 1000, DIM)
+    with torch.profiler.profile() as profiler:
+        module(x).float().sum().backward()
+        torch.compile(module, fullgraph=True, backend="aot_eager")(x).float().sum().backward()
+    names = {"nsa_layer::attend", "nsa_layer::attend_backward", "nsa_layer::choose", "nsa_layer::slc_dkdv"}
+    assert names <= {event.key for event in profiler.key_averages()}
+
+
+@pytest.mark.gpu
+def test_checkpoints_and_hooks_run_the_kernels() -> None:
+    """Both kinds, selective ones of a graph, and what is saved on the CPU."""
+    module, x = layer(), drawn(1, 1000, DIM).requires_grad_()
+    of, seen = [x, *module.parameters()], []
+    want = step(module, of, x)
+    assert_close(step(lambda x: checkpoint(module, x, use_reentrant=False), of, x), want)
+    o = checkpoint(module, x, use_reentrant=True)
+    o.float().square().sum().backward()
+    assert_close([o, *(each.grad for each in of)], want)
+    with torch.autograd.graph.save_on_cpu():
+        assert_close(step(module, of, x), want)
+
+    def policy(context: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
+        seen.append(op)
+        kept = op is torch.ops.nsa_layer.attend.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    compiled = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts))
+    assert_close(step(compiled, of, x), want)
+    assert torch.ops.nsa_layer.attend.default in seen
+
+
+@pytest.mark.gpu
+def test_wrappers_of_distributed_training_run_the_kernels(tmp_path: Path) -> None:
+    """In one process, by NCCL."""
+    module, x = layer(), drawn(1, 1000, DIM)
+    want = [d.clone() for d in torch.autograd.grad(module(x).float().square().mean(), list(module.parameters()))]
+    store = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("nccl", init_method=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        both = DistributedDataParallel(copy.deepcopy(module)), fully_shard(module, mesh=init_device_mesh("cuda", (1,)))
+        for wrapped in both:
+            wrapped(x).float().square().mean().backward()
+            found = [p.grad for p in wrapped.parameters()]
+            assert_close([d.full_tensor() if isinstance(d, DTensor) else d for d in found], want)
+    finally:
+        dist.destroy_process_group()

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,6 +157,16 @@ def test_an_export_takes_any_length(strict: bool) -> None:
     file.seek(0)
     x = torch.randn(3, 57, DIM)
     assert_same([torch.export.load(file).module()(x)], [module(x)])
+
+
+@pytest.mark.sweep
+def test_a_package_of_aotinductor_takes_any_length(tmp_path: Path) -> None:
+    module = layer().requires_grad_(False)
+    shapes = {"x": {0: Dim("B", min=1, max=64), 1: Dim("T", min=16, max=4096)}}
+    exported = export(module, (torch.randn(2, 40, DIM),), dynamic_shapes=shapes)
+    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "layer.pt2"))
+    x = torch.randn(3, 57, DIM)
+    assert_same([torch._inductor.aoti_load_package(path)(x)], [module(x)])
 
 
 def test_selective_checkpoints_keep_the_operators() -> None:
