@@ -131,6 +131,19 @@ def test_no_room_writes_nothing() -> None:
     checked.append([12, 1, 0])
 
 
+@pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["apart", "overlapping"])
+def test_a_contiguous_cache_grows(config: NSAConfig) -> None:
+    checked = Checked(config, page_size=None)
+    checked.append([ROOM, 0, 17])
+    checked.cache.grow(ROOM + 20)
+    assert checked.cache.caches["k_cmp_cache"].shape[1] == config.compressed_length(ROOM + 20)
+    checked.append([20, 3, 9])
+    with pytest.raises(ValueError, match="at least 68"):
+        checked.cache.grow(ROOM)
+    with pytest.raises(ValueError, match="pages"):
+        Checked(config).cache.grow(ROOM + 20)
+
+
 def test_bytes() -> None:
     """Beside keys and values of 48 tokens, compressed ones for every 8; 4-byte numbers of lengths and pages."""
     kv = 2 * 4 * 2 * 8

@@ -29,25 +29,28 @@ def nsa_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    nsa_weights: Mapping[str, Tensor] | None = None,
+    nsa_options: Mapping[str, object] | None = None,
     nsa_networks: Networks | None = None,
     nsa_cache: NSACacheLayer | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Native Sparse Attention as an attention function of transformers.
 
     Args:
-        module: the layer; ``module.config.nsa``, where there is one, has the fields of its `NSAConfig`.
+        module: the layer.
         query: [B, Hq, T, D], the last T tokens of key's.
         key: [B, Hkv, S, D].
         value: [B, Hkv, S, Dv].
         attention_mask: from `nsa_mask`.
         scaling: factor of q . k.
-        nsa_weights: gates and weights by their names in `nsa`. Without gates each branch counts 1/3.
+        nsa_options: config, gates and weights by their names in `nsa`. None: branches count 1/3 each, and config has
+            the fields that are in ``module.config.nsa``, if that is there.
         nsa_networks: "k_cmp" and "v_cmp", which compress blocks in place of means.
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
+        max_length_q: an upper bound of their lengths.
 
     Returns:
         [B, T, Hq, Dv], and no attention weights. It carries no gradient where there are cached tokens.
@@ -67,13 +70,14 @@ def nsa_attention_forward(
     q, k, v = autocast.cast(*(x.transpose(1, 2) for x in (query, key, value)))
     if cu_seq_lens_q is not None and (nsa_cache is not None or k.shape[1] > q.shape[1]):
         raise ValueError("cu_seq_lens_q is for sequences without a cache")
-    given = dict(nsa_weights or {}, config=config_of(module.config), softmax_scale=scaling)
+    given = {"config": config_of(module.config)} if nsa_options is None else dict(nsa_options)
+    given["softmax_scale"] = scaling
     if nsa_cache is not None:
         return nsa_cache.attend(q, k, v, ragged, networks=networks, **given), None
     if k.shape[1] > q.shape[1]:
         return _attend_to_cached(q, k, v, ragged, networks, given), None
     if cu_seq_lens_q is not None:
-        ragged = Ragged(None, cu_seq_lens_q)
+        ragged, given["max_seqlen"] = Ragged(None, cu_seq_lens_q), max_length_q
     return _attend(q, k, v, ragged, networks, given), None
 
 
@@ -88,10 +92,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None, networks: Ne
     lengths, starts = None, None
     if ragged is not None:
         q, k, v = map(ragged.pack, (q, k, v))
-        starts = given["cu_seqlens"] = ragged.cu_seqlens
-        lengths = None if torch.compiler.is_compiling() else tuple(starts.diff().tolist())
         if "gates" in given:
             given["gates"] = ragged.pack(given["gates"])
+        starts = given["cu_seqlens"] = ragged.cu_seqlens
+        if networks and not torch.compiler.is_compiling():
+            lengths = tuple(starts.diff().tolist())
     for name, network in networks.items():
         of = dict(network=network, weight=None, config=given["config"])
         given[name] = compressed(k if name == "k_cmp" else v, lengths, starts, **of)
@@ -116,7 +121,8 @@ def _attend_to_cached(
     packed = ragged is not None and ragged.places is not None
     if packed:
         q, given["cu_seqlens_q"] = ragged.pack(q), ragged.cu_seqlens
-        given |= {name: ragged.pack(given[name]) for name in ("gates",) if name in given}
+        if "gates" in given:
+            given["gates"] = ragged.pack(given["gates"])
         if not len(q):
             return q.new_zeros(B, T, q.shape[-2], v.shape[-1])
     o = nsa_with_kvcache(q, k, v, cache_seqlens=lengths, **given)

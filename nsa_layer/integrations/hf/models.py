@@ -45,7 +45,7 @@ class NSABranches(nn.Module):
     def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
         super().__init__()
         dim, Hq, Hkv, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim
-        self.num_heads = Hq
+        self.num_heads, self.config = Hq, config_of(config)
         self.gate_mlp = None
         if config.nsa_gate == "input":
             hidden = max(1, dim // 4)
@@ -57,7 +57,7 @@ class NSABranches(nn.Module):
             self.register_parameter(name, weight)
         self.networks = nn.ModuleDict()
         if config.nsa_compression == "mlp":
-            made = {name: BlockMLP(Hkv, D, config=config_of(config)) for name in ("k_cmp", "v_cmp")}
+            made = {name: BlockMLP(Hkv, D, config=self.config) for name in ("k_cmp", "v_cmp")}
             self.networks = nn.ModuleDict(made)
 
     @torch.no_grad()
@@ -78,9 +78,9 @@ class NSABranches(nn.Module):
         start = torch.tensor([-START, START, -START]).repeat(self.num_heads)
         self.gate_mlp[-1].bias.copy_(start)
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """x [B, T, dim] -> gates or a weight for them, and weights of compression, by their names in `nsa`."""
-        named = dict(self.named_parameters(recurse=False))
+    def forward(self, x: Tensor) -> dict[str, object]:
+        """x [B, T, dim] -> options of `nsa`: config, gates or a weight for them, weights of compression."""
+        named = dict(self.named_parameters(recurse=False), config=self.config)
         if self.gate_mlp is not None:
             named["gates"] = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
         return named
@@ -98,7 +98,7 @@ class _Attention:
             raise ValueError(f"attn_implementation must be 'nsa', got {self.config._attn_implementation!r}")
         if isinstance(past_key_values, NSAModelCache):
             options["nsa_cache"], past_key_values = past_key_values.layers[self.layer_idx], None
-        options |= dict(nsa_weights=self.nsa(hidden_states), nsa_networks=dict(self.nsa.networks))
+        options |= dict(nsa_options=self.nsa(hidden_states), nsa_networks=dict(self.nsa.networks))
         return super().forward(hidden_states, past_key_values=past_key_values, **options)
 
 
@@ -156,7 +156,10 @@ class _Fields:
     nsa_compression: str = "mean"
 
     def __post_init__(self, **options: object) -> None:
-        self.nsa = asdict(self.nsa if isinstance(self.nsa, NSAConfig) else config_of(self))
+        if not isinstance(self.nsa, NSAConfig):
+            # Without compress_size it would be of a version with another default.
+            self.nsa = NSAConfig.from_dict({"compress_size": None} | (self.nsa or {}))
+        self.nsa = asdict(self.nsa)
         for name, known in (("nsa_gate", GATES), ("nsa_compression", COMPRESSIONS)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
