@@ -15,18 +15,18 @@ from fa_reference import assert_close, reference
 CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))
 # What a call has beside that, and how many stages of keys and values; 0: a CTA to a tile.
 CALLS: list[tuple[dict[str, Any], int]] = [
-    ({}, 2),
-    ({"pack_gqa": False}, 2),
-    ({"window": (100, 60)}, 2),
-    ({"window": (0, 0)}, 2),
-    ({"Hkv": 8}, 2),
+    ({}, 3),
+    ({"pack_gqa": False}, 3),
+    ({"window": (100, 60)}, 3),
+    ({"window": (0, 0)}, 3),
+    ({"Hkv": 8}, 3),
     ({"D": 64}, 3),
     ({"D": 64, "window": (0, 700), "pack_gqa": True}, 3),
     ({"D": 96}, 2),
     ({"D": 112}, 3),
-    ({"dtype": "float16"}, 2),
-    ({"overlap": False}, 2),
-    ({"window": (2048, 0)}, 2),
+    ({"dtype": "float16"}, 3),
+    ({"overlap": False}, 3),
+    ({"window": (2048, 0)}, 3),
     # Long windows, no window or half of one, no registers, other values than keys, heads that do not divide a tile.
     ({"window": (4096, 0)}, 0),
     ({"window": (1500, 1500)}, 0),

@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple, Optional, Tuple
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.compressed_causal import schedule as compress_schedule
 from flash_attn.cute.compressed_causal.mask import CompressArgs
 from flash_attn.cute.lists import tiling
 from flash_attn.cute.lists.query_bits import has_bits
@@ -20,10 +21,11 @@ MOST_ENTRIES = 64  # room of a row for mask and full blocks together, at most
 MOST_UNION_ENTRIES = 128  # of a union of tokens' lists: neighbours list alike, so it has a fifth of its room to a third
 MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for walking on
 
-# Key tiles of a tile of queries in a window, at most: what 2,048 keys reach into, whichever tile the kernel takes.
-# Waiting for queries and output takes as long as a few key tiles: there is less to win the longer the walk. And the
-# last round of a fixed deal costs up to one walk, where a CTA to a tile goes to whichever multiprocessor is free first.
-MOST_KEY_TILES = 20
+# Keys of the tiles that a tile of queries visits in a window, at most: a window of 2,048 has fewer, whichever tile the
+# kernel takes. Waiting for queries and output takes as long as a few key tiles: there is less to win the longer the
+# walk. And the last round of a fixed deal costs up to one walk, where a CTA to a tile goes to whichever multiprocessor
+# is free first.
+MOST_KEYS = 2560
 
 SMEM_BYTES = 227 << 10  # of a CTA
 BARRIER_BYTES = 1 << 10  # what the barriers take, with what aligns the tiles behind them
@@ -66,10 +68,33 @@ class ForwardTile(NamedTuple):
         stages = min(((SMEM_BYTES - BARRIER_BYTES) // 2 - held) // (self.keys * (D + Dv)), most)
         return stages if D == Dv and D % 16 == 0 and self.queries % self.packed_heads == 0 and stages >= 2 else 0
 
+    def in_window(self, left: Optional[int], right: Optional[int]) -> bool:
+        """True if a tile of queries visits few keys."""
+        return left is not None and right is not None and self.keys_reached(left, right) * self.keys <= MOST_KEYS
+
     def keys_reached(self, left: int, right: int) -> int:
         """Key tiles that the windows of a tile's queries reach at most, wherever the tile begins."""
         keys = -(-self.queries // self.packed_heads) + left + right
         return -(-(keys - 1) // self.keys) + 1
+
+
+def window_tile(
+    head_dim: int, head_dim_v: int, packed_heads: int, window: Tuple[Optional[int], Optional[int]], plain: bool
+) -> Optional[Tuple[int, int]]:
+    """(tile_m, tile_n) of SM90 forward in a short window whose tiles count from its end (`window_tiles`), or None.
+
+    Keys are few, as under the compressed-causal mask, and so the tile is the same. None: the kernel's own choice.
+
+    Args:
+        packed_heads: how many query heads share the rows of a tile.
+        window: (left, right); None: without an end on this side.
+        plain: one length for all sequences, and nothing but the window that hides or changes scores.
+    """
+    shape = compress_schedule.forward_tile(head_dim, head_dim_v, packed_heads, plain)
+    if shape is None:
+        return None
+    tile = ForwardTile(head_dim, head_dim_v, *shape, packed_heads, p_in_smem=False)
+    return shape if tile.in_window(*window) and tile.stages_beside_two_queries(3) else None
 
 
 def overlapped_stages(
@@ -92,5 +117,5 @@ def overlapped_stages(
     elif compress is not None:
         few = compress.factor > 1
     else:
-        few = tile.head_dim <= MOST_HEAD_DIM and None not in window and tile.keys_reached(*window) <= MOST_KEY_TILES
+        few = tile.head_dim <= MOST_HEAD_DIM and tile.in_window(*window)
     return tile.stages_beside_two_queries(tiling.STAGES if has_bits(lists) else 3) if few else 0
