@@ -14,6 +14,9 @@ import torch
 
 from nsa_layer.call_spec import Aux, CallSpec
 from nsa_layer.context_parallel.collectives import (
+    Exchange,
+    divided,
+    joined,
     receive_of_heads,
     receive_of_tokens,
     send_to_heads,
@@ -132,28 +135,32 @@ def over_heads(
         This rank's rows of all heads of what the calls give.
     """
     steps = steps_of(*next(iter(parts.values())), cp, heads)
-    sending: list[dict[str, Any]] = [{} for _ in range(steps)]
-    for name, (x, rows) in parts.items():
+    exchanges = {name: Exchange.of(x[None] if packed else x, rows, cp) for name, (x, rows) in parts.items()}
+    sending: list[dict[str, Tensor]] = [{} for _ in range(steps)]
+    for name, (x, _) in parts.items():
         x = x.unsqueeze(0) if packed else x
-        for step, part in enumerate(x.unflatten(2, (cp.size, steps, -1)).unbind(3)):
-            sending[step][name] = part, rows
+        for step, part in enumerate(divided(x, cp.size, steps)):
+            sending[step][name] = part
     mine = {name: w.unflatten(0, (cp.size, steps, -1))[cp.rank].unbind(0) for name, w in weights.items()}
 
     def send(step: int) -> dict[str, Tensor]:
-        return {name: send_to_heads(x, rows, cp) for name, (x, rows) in sending[step].items()}
+        return {name: send_to_heads(x, exchanges[name]) for name, x in sending[step].items()}
+
+    def answer(x: Tensor, rows: Rows) -> tuple[Tensor, Exchange]:
+        x = x.unsqueeze(0) if packed else x
+        exchange = Exchange.of(x, rows, cp)
+        return send_to_tokens(x, exchange), exchange
 
     # Backward goes in the opposite order, so that there, too, exchanges are launched before the attention beside them.
     sent, answers = send(0), []
     for step in range(steps):
         following = send(step + 1) if step + 1 < steps else {}
-        received = {name: receive_of_heads(x, parts[name].rows, cp) for name, x in sent.items()}
+        received = {name: receive_of_heads(x, exchanges[name]) for name, x in sent.items()}
         received = {name: x[0] if packed else x for name, x in received.items()}
-        made = call(**received, **{name: w[step] for name, w in mine.items()})
-        answers.append([(send_to_tokens(x.unsqueeze(0) if packed else x, rows, cp), rows) for x, rows in made])
+        answers.append([answer(*made) for made in call(**received, **{name: w[step] for name, w in mine.items()})])
         sent = following
     results = []
     for steps_of_one in zip(*answers, strict=True):
-        found = [receive_of_tokens(x, rows, cp) for x, rows in steps_of_one]
-        whole = torch.stack(found, dim=3).flatten(2, 4) if steps > 1 else found[0].flatten(2, 3)
+        whole = joined([receive_of_tokens(*each) for each in steps_of_one])
         results.append(whole[0] if packed else whole)
     return results

@@ -16,7 +16,7 @@ from nsa_layer import support
 from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype
 from nsa_layer.compress import project
 from nsa_layer.config import NSAConfig
-from nsa_layer.context_parallel.collectives import OPS, own, send_sums, send_to_all
+from nsa_layer.context_parallel.collectives import Exchange, copy
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import Stretch
@@ -59,16 +59,15 @@ class Call(NamedTuple):
 
     Attributes:
         spec: of the whole call.
-        tokens, blocks: rows of keys and values, and of compressed ones.
+        tokens, blocks: exchanges of keys and values, and of compressed ones.
         stretches: of this rank.
         heads: key/value heads of each step.
         kept: outputs that are saved.
     """
 
-    cp: ContextParallel
     spec: CallSpec
-    tokens: Rows
-    blocks: Rows
+    tokens: Exchange
+    blocks: Exchange
     stretches: tuple[Stretch, ...]
     heads: tuple[tuple[int, int], ...]
     kept: tuple[bool, bool, bool]
@@ -82,15 +81,13 @@ class Call(NamedTuple):
         sent = self._sent(given, 0)
         for step in range(len(self.heads)):
             following = self._sent(given, step + 1) if step + 1 < len(self.heads) else {}
-            yield {name: self.tokens.to_whole(OPS.wait_tensor(x)) for name, x in sent.items()}
+            yield {name: self.tokens.whole(x) for name, x in sent.items()}
             sent = following
 
     def _sent(self, given: Tensors, step: int) -> dict[str, Tensor]:
         first, end = self.heads[step]
         named = {name: getattr(given, name) for name in OF_KEYS}
-        return {
-            name: send_to_all(x[:, :, first:end], self.tokens, self.cp) for name, x in named.items() if x is not None
-        }
+        return {name: self.tokens.send_to_all(x[:, :, first:end]) for name, x in named.items() if x is not None}
 
     def parts(self, given: Tensors, keys: dict[str, Tensor], step: int) -> Iterator[tuple[Stretch, Part]]:
         """The calls of a step, one for each stretch.
@@ -155,12 +152,20 @@ def attend(
     more = dict(gate=gate, needs_grad=needs_grad, own_window=own_window, lists=given.block_indices)
     plan = plan_memory(Sizes.of(q, whole_v, spec=spec, **more), memory, q.device)
     # Not the plan's groups: they follow from what is free, and ranks exchange the same heads.
-    heads = head_groups(Hkv, max(1, min(LONG // S, -(-Hkv // 2))))
-    call = Call(cp, spec, tokens, blocks, tuple(stretches), heads, plan.kept)
+    heads = steps_of(Hkv, max(1, min(LONG // S, -(-Hkv // 2))))
+    exchanges = Exchange.of(q[None] if packed else q, tokens, cp), Exchange(blocks, cp)
+    call = Call(spec, *exchanges, tuple(stretches), heads, plan.kept)
     with_batch = (x if x is None or not packed or i == 3 else x[None] for i, x in enumerate(given))
     o, *rest = _Attend.apply(call, return_aux, *(x if x is None else readable(x) for x in with_batch))
     o = o[0] if packed else o
     return o, [Aux(*rest[i : i + 5]) for i in range(0, len(rest), 5)] if return_aux else None
+
+
+def steps_of(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
+    """Key/value heads of each step, at most so many; one at both ends, beside whose exchange nothing runs."""
+    inner = head_groups(max(0, Hkv - 2), heads)
+    ends = [(first, first + 1) for first in sorted({0, Hkv - 1})]
+    return (ends[0], *((first + 1, end + 1) for first, end in inner), *ends[1:])
 
 
 class _Attend(ReverseMode):
@@ -170,8 +175,7 @@ class _Attend(ReverseMode):
         from nsa_layer.cute import autograd
 
         given = Tensors(*tensors)
-        sent = [send_to_all(x, call.blocks, call.cp) for x in (given.k_cmp, given.v_cmp)]
-        k_cmp, v_cmp = (call.blocks.to_whole(OPS.wait_tensor(x)) for x in sent)
+        k_cmp, v_cmp = map(call.blocks.whole, [call.blocks.send_to_all(x) for x in (given.k_cmp, given.v_cmp)])
         whole = given._replace(k_cmp=k_cmp, v_cmp=v_cmp)
         o = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
         G, backward, saved = given.q.shape[2] // given.k.shape[2], any(ctx.needs_input_grad), []
@@ -180,7 +184,7 @@ class _Attend(ReverseMode):
             for stretch, part in call.parts(whole, keys, step):
                 inputs = autograd.Inputs(*part.inputs, part.packing)
                 made, (left,) = autograd.forward_groups(inputs, part.spec, part.plan, backward=backward)
-                o[:, stretch.queries, of_q] = made
+                copy(o[:, stretch.queries, of_q], made[None] if call.packed else made)
                 saved.append(left)
             del keys, inputs, part
         ctx.call, ctx.count = call, len(saved)
@@ -221,19 +225,22 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
 
     def arrive(step: int) -> None:
         for name, x in sent.items():
-            of_keys[name][:, :, slice(*call.heads[step])] = own(OPS.wait_tensor(x), call.tokens, call.cp)
+            of_keys[name][:, :, slice(*call.heads[step])] = call.tokens.sums(x)
 
     for step, keys in enumerate(call.gathered(given)):
         heads = slice(*call.heads[step])
-        of_q, sums = slice(heads.start * G, heads.stop * G), {name: Sums(x, call.tokens) for name, x in keys.items()}
-        for i, (stretch, part) in enumerate(call.parts(given, keys, step)):
+        of_q, sums = (
+            slice(heads.start * G, heads.stop * G),
+            {name: Sums(x, call.tokens.rows) for name, x in keys.items()},
+        )
+        for i, (stretch, part) in reversed([*enumerate(call.parts(given, keys, step))]):
             at = (step * len(call.stretches) + i) * each
             rows, blocks = (slice(None), stretch.queries, of_q), (slice(None), stretch.blocks(call.spec), heads)
             here = do[rows][0] if call.packed else do[rows]
             static = (part.packing, part.spec, part.plan)
             found = autograd.gradients(here, *static, *part.inputs, *left[at : at + each])
             dq_i, dk, dv, d_weight_i, d_gates_i, _, _, dk_cmp, dv_cmp, dk_win, dv_win = found
-            dq[rows] = dq_i
+            copy(dq[rows], dq_i[None] if call.packed else dq_i)
             if d_weight is not None:
                 d_weight[of_q] += d_weight_i
             if d_gates is not None:
@@ -247,14 +254,11 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
         del keys, part
         if step:
             arrive(step - 1)
-        sent = {
-            name: OPS.reduce_scatter_tensor(x.total, "sum", call.cp.size, call.cp.group_name)
-            for name, x in sums.items()
-        }
+        sent = {name: call.tokens.send_sums_by_rank(x.total) for name, x in sums.items()}
         del sums
     arrive(len(call.heads) - 1)
-    to_blocks = [send_sums(x, call.blocks, call.cp) for x in of_blocks.values()]
-    dk_cmp, dv_cmp = (own(OPS.wait_tensor(x), call.blocks, call.cp).to(given.k_cmp.dtype) for x in to_blocks)
+    to_blocks = [call.blocks.send_sums(x) for x in of_blocks.values()]
+    dk_cmp, dv_cmp = (call.blocks.sums(x).to(given.k_cmp.dtype) for x in to_blocks)
     if d_weight is not None:
         d_weight = d_weight.to(given.gate_weight.dtype)
     own_window = (of_keys.get("k_win"), of_keys.get("v_win"))
@@ -265,24 +269,29 @@ class Sums:
     """The sum of stretches' gradients of keys, in the accumulation dtype, laid out by rank.
 
     Attributes:
-        total: [R, B, most, h, D].
+        total: [R, B, most, h, D]; anything before the first `add`.
     """
 
     def __init__(self, x: Tensor, rows: Rows) -> None:
         """x: [B, S, h, D]."""
         self.rows, (B, _, *rest) = rows, x.shape
         shape = (rows.size, B, rows.most, *rest)
-        self.total = torch.zeros(shape, dtype=accumulation_dtype(x.dtype), device=x.device)
+        self.total, self.filled = x.new_empty(shape, dtype=accumulation_dtype(x.dtype)), False
 
     def add(self, d: Tensor, which: slice) -> None:
         """Add to the keys of a slice of all; d: [B, keys, h, D]."""
-        for at, place in self.rows.places():
-            first, end = max(at.start, which.start), min(at.stop, which.stop)
-            if first < end:
-                rank, begin = place
-                begin += first - at.start
-                here = self.total[rank, :, begin : begin + end - first]
-                here += d[:, first - which.start : end - which.start]
+        for at, (rank, begin) in self.rows.places():
+            first, end = (min(max(place, at.start), at.stop) for place in (which.start, which.stop))
+            chunk = self.total[rank, :, begin : begin + at.stop - at.start]
+            here = chunk[:, first - at.start : end - at.start]
+            part = d[:, first - which.start : end - which.start] if first < end else d[:, :0]
+            if self.filled:
+                here += part
+                continue
+            here.copy_(part)
+            chunk[:, : first - at.start].zero_()
+            chunk[:, end - at.start :].zero_()
+        self.filled = True
 
 
 class _Pooled(ReverseMode):

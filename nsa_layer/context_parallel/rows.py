@@ -32,9 +32,13 @@ class Rows(NamedTuple):
         """Those of tokens, of which each rank has so many."""
         return cls((local // len(cp.chunks),) * cp.count, cp.size, cp.load_balance)
 
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """Numbers of a rank's chunks."""
+        return chunks_of(rank, self.size, self.load_balance)
+
     def of_rank(self, rank: int) -> list[int]:
         """Rows of each of a rank's chunks."""
-        return [self.counts[chunk] for chunk in chunks_of(rank, self.size, self.load_balance)]
+        return [self.counts[chunk] for chunk in self.chunks(rank)]
 
     @property
     def most(self) -> int:
@@ -71,7 +75,7 @@ class Rows(NamedTuple):
         starts = (0, *accumulate(self.counts))
         for rank in range(self.size):
             begin = 0
-            for chunk in chunks_of(rank, self.size, self.load_balance):
+            for chunk in self.chunks(rank):
                 yield slice(starts[chunk], starts[chunk + 1]), (rank, begin)
                 begin += self.counts[chunk]
 

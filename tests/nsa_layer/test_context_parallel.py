@@ -26,7 +26,7 @@ from nsa_layer import (
     support,
     unshard_sequence,
 )
-from nsa_layer.context_parallel import heads, overlapped
+from nsa_layer.context_parallel import collectives, heads, overlapped
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
 from nsa_layer.inputs import Arguments
@@ -138,16 +138,35 @@ def kernels_by_eager(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(overlapped, "LONG", 1)
 
 
+def send_lists(
+    outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool
+) -> torch.distributed.Work:
+    """`torch.distributed.all_to_all`, which gloo has not."""
+    waiting = [
+        dist.isend(x.contiguous(), group=group, group_dst=rank) for rank, x in enumerate(inputs) if rank != group.rank()
+    ]
+    waiting += [dist.irecv(x, group=group, group_src=rank) for rank, x in enumerate(outputs) if rank != group.rank()]
+    assert all(x.is_contiguous() for x in outputs + inputs)
+    outputs[group.rank()].copy_(inputs[group.rank()])
+    for work in waiting:
+        work.wait()
+    return dist.barrier(group, async_op=True)
+
+
 def compare_steps(group: Any, case: Case, load_balance: str | None) -> None:
     """By heads, as long calls on a GPU: exchanges of the next heads are launched before the attention of some."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "steps_of", lambda x, rows, cp, count: count // cp.size)
+        patch.setattr(collectives, "_takes_lists", lambda x: True)
+        patch.setattr(dist, "all_to_all", send_lists)
         compare(group, case, "heads", load_balance)
 
 
 def compare_kernels(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         kernels_by_eager(patch)
+        patch.setattr(collectives, "_takes_lists", lambda x: True)
+        patch.setattr(dist, "all_to_all", send_lists)
         compare(group, case, "gather", load_balance, listed)
 
 
