@@ -137,8 +137,8 @@ def test_packed_sequences_are_what_each_is_alone(compression: str) -> None:
     alone = torch.cat([model(ids[:, a:b]).logits for a, b in zip(cuts, cuts[1:])], dim=1)
     places = torch.cat([torch.arange(b - a) for a, b in zip(cuts, cuts[1:])])[None]
     starts = torch.tensor(cuts, dtype=torch.int32)
-    for options in (dict(cu_seq_lens_q=starts), {}):
-        packed = model(ids, position_ids=places, use_cache=False, **options).logits
+    for options in (dict(cu_seq_lens_q=starts), {}, dict(use_cache=False)):
+        packed = model(ids, position_ids=places, **options).logits
         torch.testing.assert_close(packed, alone, **CLOSE)
 
 
@@ -340,12 +340,16 @@ def test_what_it_does_not_do_is_an_error() -> None:
         sparse(attention_dropout=0.1).train()(ids)
     cache = NSAModelCache(model.config)
     model(ids, past_key_values=cache)
+    tiles = sparse(nsa=CONFIG.replace(q_tile=8))
+    with pytest.raises(NotImplementedError, match="q_tile=8"):
+        tiles.generate(ids, max_new_tokens=4)
     with pytest.raises(ValueError, match="tokens_to_remove"):
         cache.crop(5)
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
         model(ids, past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 20], dtype=torch.int32))
     with pytest.raises(ValueError, match="attention_mask must be that of the cached"):
         model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))
+    assert cache.get_seq_length() == 20 == cache.layers[0].cache.lengths[0]
 
 
 @pytest.mark.sweep

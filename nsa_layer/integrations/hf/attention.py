@@ -13,7 +13,7 @@ from nsa_layer.api import nsa
 from nsa_layer.compression import BlockMLP, compressed
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.cache import NSACacheLayer
-from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged
+from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged, of_positions
 from nsa_layer.kvcache import nsa_with_kvcache
 
 Tensor = torch.Tensor
@@ -34,6 +34,7 @@ def nsa_attention_forward(
     nsa_cache: NSACacheLayer | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    position_ids: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Native Sparse Attention as an attention function of transformers.
@@ -51,6 +52,8 @@ def nsa_attention_forward(
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
         max_length_q: an upper bound of their lengths.
+        position_ids: [B or 1, T]; those of packed sequences start anew in each, which is looked at where there is no
+            padding, no ``cu_seq_lens_q``, no cached token and no graph being compiled.
 
     Returns:
         [B, T, Hq, Dv], and no attention weights. It carries no gradient where there are cached tokens.
@@ -76,6 +79,8 @@ def nsa_attention_forward(
         return nsa_cache.attend(q, k, v, ragged, networks=networks, **given), None
     if k.shape[1] > q.shape[1]:
         return _attend_to_cached(q, k, v, ragged, networks, given), None
+    if ragged is None and cu_seq_lens_q is None:
+        ragged = of_positions(position_ids, *q.shape[:2])
     if cu_seq_lens_q is not None:
         ragged, given["max_seqlen"] = Ragged(None, cu_seq_lens_q), max_length_q
     return _attend(q, k, v, ragged, networks, given), None

@@ -75,10 +75,11 @@ class NSACacheLayer(CacheLayerMixin):
         for name, network in networks.items():
             made = self._completed(f"{name[0]}_cache", k if name == "k_cmp" else v, counts, network)
             options[name] = torch.cat(made) if packed else torch.stack(made)
+        if sum(counts):
+            o = self.cache.attend(q, k, v, gates=gates, **options)
+        else:
+            o = q.new_zeros(0, q.shape[-2], v.shape[-1])
         self._columns += T
-        if not sum(counts):
-            return q.new_zeros(B, T, q.shape[-2], v.shape[-1])
-        o = self.cache.attend(q, k, v, gates=gates, **options)
         return ragged.unpack(o, B, T) if packed else o
 
     def _prepare(self, k: Tensor, v: Tensor, ragged: Ragged | None, config: NSAConfig) -> None:
@@ -87,9 +88,9 @@ class NSACacheLayer(CacheLayerMixin):
         if self.cache is None:
             room, sizes = max(self.max_cache_len, T), dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
             self.cache, self.is_initialized = NSACache(B, room, Hkv, D, config=config, **sizes), True
-        self._is_token, cached = (None, (self._columns,) * B) if ragged is None else (ragged.is_token, ragged.cached)
-        if cached != self.cache.lengths:
+        if self.cache.lengths != ((self._columns,) * B if ragged is None else ragged.cached):
             raise ValueError(NOT_THE_CACHED)
+        self._is_token = None if ragged is None else ragged.is_token
         if self._columns + T > self.cache.max_seqlen:
             self.cache.grow(max(self._columns + T, 2 * self.cache.max_seqlen))
 

@@ -1,17 +1,21 @@
-"""The mask function of "nsa": which places of a batch are tokens, and of which sequence, read once a forward pass."""
+"""Which places of a batch are tokens, and of which sequence: the mask function of "nsa", read once a forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 Tensor = torch.Tensor
 NOT_THE_CACHED = "attention_mask must be that of the cached tokens and the new ones, a sequence in each row"
+
+# What `of_positions` found, for all layers of a forward pass.
+_of_positions: MutableMapping[Tensor, tuple[tuple[int, int] | None, Ragged | None]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -52,18 +56,18 @@ def nsa_mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
+    device: torch.device | None = None,
     **options: object,
 ) -> Ragged | None:
-    """The sequences of a batch, in place of a mask; None: each row is one, without padding.
+    """The sequences of a batch, in place of a mask; None: there is no padding.
 
-    Reads the mask on the host, which waits for a GPU once a forward pass. In a graph that is being compiled,
-    ``position_ids`` that start anew within a row are not looked at: pass ``cu_seq_lens_q``.
+    Reads the mask on the host, which waits for a GPU once a forward pass.
 
     Args:
         batch_size: B.
         q_length: T.
         kv_length: cached places and T.
-        mask_function: (row, head, query, key) -> bool: causal, and of packed sequences where positions start anew.
+        mask_function: (row, head, query, key) -> bool: causal, of whole rows or packed sequences.
         attention_mask: bool [B, kv_length or more], False at padding.
 
     Raises:
@@ -75,9 +79,12 @@ def nsa_mask(
         raise NotImplementedError('attention "nsa" with a mask other than the causal one of whole sequences')
     if attention_mask is not None:
         return _of_padding(attention_mask[:, :kv_length], q_length)
-    if mask_function is causal_mask_function or torch.compiler.is_compiling():
-        return None
-    return _of_packed(mask_function, batch_size, q_length, options.get("device"))
+    if mask_function is not causal_mask_function and q_length > 1 and not torch.compiler.is_compiling():
+        row, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
+        later = torch.arange(1, q_length, device=device)[None]
+        if mask_function(row, head, later - 1, later).any():
+            raise NotImplementedError('attention "nsa" with a mask that shows later tokens')
+    return None
 
 
 def _of_padding(is_token: Tensor, T: int) -> Ragged | None:
@@ -91,17 +98,28 @@ def _of_padding(is_token: Tensor, T: int) -> Ragged | None:
     return Ragged(places, starts, on_host, tuple(on_host[:, :-T].sum(1).tolist()))
 
 
-def _of_packed(mask_function: Callable, B: int, T: int, device: torch.device | None) -> Ragged | None:
-    """Of rows without padding: a sequence starts at a token that does not see the one before it."""
-    row, head = torch.arange(B, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
-    token = torch.arange(1, T, device=device)[None]
-    if T > 1 and mask_function(row, head, token - 1, token).any():
-        raise NotImplementedError('attention "nsa" with a mask that shows later tokens')
-    goes_on = mask_function(row, head, token, token - 1).expand(B, T - 1).cpu()
-    if goes_on.all():
+def of_positions(position_ids: Tensor | None, B: int, T: int) -> Ragged | None:
+    """The sequences of rows without padding, which start where positions do not go on; None: each row is one.
+
+    Reads positions on the host, which waits for a GPU once a forward pass. In a graph that is being compiled they are
+    not looked at.
+
+    Args:
+        position_ids: [B or 1, T].
+    """
+    if position_ids is None or position_ids.dim() != 2 or T == 1 or torch.compiler.is_compiling():
         return None
-    starts = torch.cat((torch.zeros(B, 1, dtype=torch.bool), goes_on), dim=1).logical_not().flatten().nonzero()[:, 0]
-    return Ragged(None, torch.cat((starts, torch.tensor([B * T]))).int())
+    state = None if position_ids.is_inference() else (position_ids._version, B)
+    seen = _of_positions.get(position_ids)
+    if state is None or seen is None or seen[0] != state:
+        starts = torch.ones(B, T, dtype=torch.bool)
+        starts[:, 1:] = (position_ids.diff(dim=1) != 1).cpu()
+        ragged = None
+        if starts[:, 1:].any():
+            at = starts.flatten().nonzero()[:, 0]
+            ragged = Ragged(None, torch.cat((at, torch.tensor([B * T]))).int())
+        seen = _of_positions[position_ids] = state, ragged
+    return seen[1]
 
 
 AttentionMaskInterface.register("nsa", nsa_mask)
