@@ -17,7 +17,8 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -39,10 +40,20 @@ from nsa_tools.shape import Shape, long_tailed
 PARTS = ("check", "bandwidth", "layer", "longest", "model")
 HEADS = dict(Hq=32, Hkv=8, D=128, Dv=128)
 VARIANTS = {
-    "heads": ("heads", None),
-    "heads, zigzag": ("heads", "zigzag"),
+    "heads": ("heads", "zigzag"),
     "gather": ("gather", "zigzag"),
     "auto": ("auto", "zigzag"),
+    "heads in order": ("heads", None),
+    "gather in order": ("gather", None),
+}
+# Options of NCCL's groups. Its thread blocks keep multiprocessors busy until those of the other GPUs run too.
+GROUPS: dict[str, dict[str, int | bool]] = {
+    "own": {},
+    "16": dict(max_ctas=16),
+    "8": dict(max_ctas=8),
+    "4": dict(max_ctas=4),
+    "8 single": dict(max_ctas=8, cga_cluster_size=1),
+    "8 first": dict(max_ctas=8, high_priority=True),
 }
 ONE = "one GPU"
 CUDA = torch.cuda.is_available()
@@ -108,7 +119,7 @@ def check(given: argparse.Namespace) -> Iterable[dict]:
         dim, packed = (1, {}) if shape.lengths is None else (0, shape.packing())
         whole, do = shape.inputs(), shape.output_gradient()
         expected = attend(whole, do, **packed)
-        for name, cp in made(given.variants).items():
+        for name, cp in made(given.variants, given.groups).items():
             inputs, part_do = parts_of(whole, do, cp, dim=dim)
             got = attend(inputs, part_do, cp=cp, **packed)
             for what, x, y in zip(("o", *("d" + key for key in inputs)), got, expected, strict=True):
@@ -146,9 +157,11 @@ def layer(given: argparse.Namespace) -> Iterable[dict]:
         shape = shape_of(T)
         whole, do = shape.inputs(), shape.output_gradient()
         calls: dict[str, Callable[[], object]] = {}
-        for name, cp in made(given.variants).items():
-            inputs, part = parts_of(whole, do, cp)
-            calls[name] = partial(attend, inputs, part, cp=cp)
+        held: dict[str | None, tuple[Inputs, torch.Tensor]] = {}
+        for name, cp in made(given.variants, given.groups).items():
+            if cp.load_balance not in held:
+                held[cp.load_balance] = parts_of(whole, do, cp)
+            calls[name] = partial(attend, *held[cp.load_balance], cp=cp)
         first = dist.get_rank() == 0
         calls[ONE] = partial(attend, whole, do) if first else lambda: None
         if not first:
@@ -164,7 +177,7 @@ def layer(given: argparse.Namespace) -> Iterable[dict]:
         for name, taken in times.items():
             row = dict(T=T, variant=name, ms=statistics.median(taken), timings_ms=taken)
             row["of_one"] = row["ms"] / one
-            if CUDA and name != ONE:
+            if CUDA and name != ONE and not given.no_trace:
                 dist.barrier()
                 row |= exposed(record({"step": calls[name]}))
             yield row
@@ -194,7 +207,7 @@ def covered(spans: Spans) -> float:
 def longest(given: argparse.Namespace) -> Iterable[dict]:
     """Calls of more and more tokens until one does not fit."""
     for name in given.longest_variants:
-        cp = None if name == ONE else made([name])[name]
+        cp = None if name == ONE else next(iter(made([name], given.groups).values()))
         for T in given.longest_tokens:
             clear()
             fits, ms = True, 0.0
@@ -255,8 +268,7 @@ def model(given: argparse.Namespace) -> Iterable[dict]:
     """A training step of a model, with attention and with a sum in its place."""
     clear()
     mesh = init_device_mesh(DEVICE, (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
-    mode, load_balance = VARIANTS[given.model_variant]
-    cp = ContextParallel(mesh["cp"], mode=mode, load_balance=load_balance)
+    (cp,) = made([given.model_variant], given.groups[:1]).values()
     precision = (
         dict(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)) if CUDA else {}
     )
@@ -298,9 +310,26 @@ def summed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> to
     return q + (k + v).repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
 
 
-def made(variants: Iterable[str]) -> dict[str, ContextParallel]:
-    group = dist.group.WORLD
-    return {name: ContextParallel(group, mode=VARIANTS[name][0], load_balance=VARIANTS[name][1]) for name in variants}
+def made(variants: Iterable[str], groups: Iterable[str] = ("own",)) -> dict[str, ContextParallel]:
+    """Each variant on each kind of group, by their names."""
+    found = {}
+    for name, kind in product(variants, groups):
+        mode, load_balance = VARIANTS[name]
+        said = name if kind == "own" else f"{name}, {kind}"
+        found[said] = ContextParallel(group_of(kind), mode=mode, load_balance=load_balance)
+    return found
+
+
+@cache
+def group_of(kind: str) -> dist.ProcessGroup:
+    """All ranks, with options of NCCL."""
+    if kind == "own" or not CUDA:
+        return dist.group.WORLD
+    given = dict(GROUPS[kind])
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.pop("high_priority", False))
+    for name, value in given.items():
+        setattr(options.config, name, value)
+    return dist.new_group(backend="nccl", pg_options=options)
 
 
 def shown(value: object) -> str:
@@ -344,11 +373,13 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; all unless given")
     parser.add_argument("--json", type=Path, help="also write what was found to this file, after each part")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:3])
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["own"], help="options of NCCL, see GROUPS")
     parser.add_argument("--check-tokens", type=int, default=16384)
     parser.add_argument("--bytes", type=int, nargs="+", default=[1 << 24, 1 << 27, 1 << 31], help="that a GPU sends")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 18, 1 << 20])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-trace", action="store_true", help="times alone")
     parser.add_argument("--longest-variants", nargs="+", choices=[ONE, *VARIANTS], default=[ONE, "heads", "gather"])
     each = [n << 18 for n in (8, 9, 10, 11, 12)]
     parser.add_argument(
