@@ -49,6 +49,7 @@ VARIANTS = {
 # Options of NCCL's groups. Its thread blocks keep multiprocessors busy until those of the other GPUs run too.
 GROUPS: dict[str, dict[str, int | bool]] = {
     "own": {},
+    "first": dict(high_priority=True),
     "16": dict(max_ctas=16),
     "8": dict(max_ctas=8),
     "4": dict(max_ctas=4),
