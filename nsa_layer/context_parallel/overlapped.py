@@ -16,7 +16,7 @@ from nsa_layer import support
 from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype
 from nsa_layer.compress import project
 from nsa_layer.config import NSAConfig
-from nsa_layer.context_parallel.collectives import Exchange, copy
+from nsa_layer.context_parallel.collectives import Exchange
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import Stretch
@@ -183,8 +183,9 @@ class _Attend(ReverseMode):
             of_q = slice(*(G * head for head in call.heads[step]))
             for stretch, part in call.parts(whole, keys, step):
                 inputs = autograd.Inputs(*part.inputs, part.packing)
-                made, (left,) = autograd.forward_groups(inputs, part.spec, part.plan, backward=backward)
-                copy(o[:, stretch.queries, of_q], made[None] if call.packed else made)
+                into = o[:, stretch.queries, of_q]
+                into = into[0] if call.packed else into
+                _, (left,) = autograd.forward_groups(inputs, part.spec, part.plan, backward=backward, o=into)
                 saved.append(left)
             del keys, inputs, part
         ctx.call, ctx.count = call, len(saved)
@@ -236,11 +237,10 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
         for i, (stretch, part) in reversed([*enumerate(call.parts(given, keys, step))]):
             at = (step * len(call.stretches) + i) * each
             rows, blocks = (slice(None), stretch.queries, of_q), (slice(None), stretch.blocks(call.spec), heads)
-            here = do[rows][0] if call.packed else do[rows]
+            do_i, dq_i = (x[rows][0] if call.packed else x[rows] for x in (do, dq))
             static = (part.packing, part.spec, part.plan)
-            found = autograd.gradients(here, *static, *part.inputs, *left[at : at + each])
-            dq_i, dk, dv, d_weight_i, d_gates_i, _, _, dk_cmp, dv_cmp, dk_win, dv_win = found
-            copy(dq[rows], dq_i[None] if call.packed else dq_i)
+            found = autograd.gradients(do_i, *static, *part.inputs, *left[at : at + each], dq=dq_i)
+            _, dk, dv, d_weight_i, d_gates_i, _, _, dk_cmp, dv_cmp, dk_win, dv_win = found
             if d_weight is not None:
                 d_weight[of_q] += d_weight_i
             if d_gates is not None:

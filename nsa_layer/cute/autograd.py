@@ -105,16 +105,19 @@ class _Attend(torch.autograd.Function):
 
 
 def forward_groups(
-    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool
+    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool, o: Tensor | None = None
 ) -> tuple[Tensor, list[SavedForBackward]]:
-    """o, and what each group of heads leaves to its backward, if there will be one."""
+    """o, which is written where it is given, and what each group of heads leaves to its backward, if there will be
+    one."""
     with _side_by_side(inputs, spec, plan, backward=backward):
-        return _forward_groups(inputs, spec, plan)
+        return _forward_groups(inputs, spec, plan, o)
 
 
-def _forward_groups(inputs: Inputs, spec: CallSpec, plan: MemoryPlan) -> tuple[Tensor, list[SavedForBackward]]:
-    q, k, v = inputs[:3]
-    o, parts = q.new_empty((*q.shape[:-1], v.shape[-1])), []
+def _forward_groups(
+    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, o: Tensor | None = None
+) -> tuple[Tensor, list[SavedForBackward]]:
+    (q, k, v), parts = inputs[:3], []
+    o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
     for first, end in plan.groups:
         into = _narrow(o, -2, _query_heads(q, k, first, end))
         parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
@@ -131,9 +134,14 @@ def infer(inputs: Inputs, spec: CallSpec, memory: MemoryPolicy) -> tuple[Tensor,
 
 
 def gradients(
-    do: Tensor, packing: Packing | None, spec: CallSpec, plan: MemoryPlan, *tensors: Tensor | None
+    do: Tensor,
+    packing: Packing | None,
+    spec: CallSpec,
+    plan: MemoryPlan,
+    *tensors: Tensor | None,
+    dq: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `_Attend`'s tensors but for the last two, from those that it saved."""
+    """The gradients of `_Attend`'s tensors but for the last two, from those that it saved; dq where it is given."""
     given, made = len(Inputs._fields) - 1, len(SavedForBackward._fields)
     inputs = Inputs(*tensors[:given], packing)
     q, k, v = inputs[:3]
@@ -143,7 +151,8 @@ def gradients(
     spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes))
     do = readable(do)
     of_tokens = (*inputs[:3], inputs.k_win, inputs.v_win)
-    whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens]
+    whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]
+    whole.insert(0, torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq)
     rest = []
     with _side_by_side(inputs, spec, plan, backward=True):
         for turn, (first, end) in enumerate(plan.groups):
