@@ -21,7 +21,8 @@ OPTIONS = {
     "deterministic": (False, True),
     "gate": ("weight", "given", "none"),
     "projected": (False, True),
-    "q_tile": (128, 1),
+    "q_tile": (128, 1, 2, 64),
+    "past": (0, 300),  # tokens of the keys before the queries, which then have `q_offset`
 }
 Combination = tuple[tuple[str, object], ...]
 
@@ -39,7 +40,7 @@ def covering_calls(arch: int, *, strength: int = 2) -> list[Shape]:
 def combinations(arch: int) -> list[Combination]:
     """Every combination of the options that the kernels of an architecture take."""
     every = (tuple(zip(OPTIONS, values)) for values in itertools.product(*OPTIONS.values()))
-    return [options for options in every if _missing(arch, _call(options)) is None]
+    return [options for options in every if _makes_sense(**dict(options)) and _missing(arch, _call(options)) is None]
 
 
 def covering(every: list[Combination], strength: int) -> list[Combination]:
@@ -52,6 +53,11 @@ def covering(every: list[Combination], strength: int) -> list[Combination]:
     return chosen
 
 
+def _makes_sense(*, q_tile: int, past: int, gate: str, projected: bool, **_: object) -> bool:
+    """True unless a stretch of queries would choose by tile, or the kernels are those of other combinations."""
+    return (not past or q_tile == 1) and (not past and q_tile in (1, 128) or gate == "weight" and not projected)
+
+
 def _missing(arch: int, call: Shape) -> str | None:
     return support.missing_feature(support.Request(arch, call.dtype, call.D, call.Dv, call.config, call.backward))
 
@@ -60,5 +66,8 @@ def _call(options: Combination) -> Shape:
     given = dict(options)
     (Hq, Hkv), T, D = given.pop("heads"), given["T"], given["D"]
     config = NSAConfig(**{name: given.pop(name) for name in ("block_size", "deterministic", "q_tile")})
-    lengths = (T - T // 3, T // 3) if given.pop("packed") else None
+    lengths, past = (T - T // 3, T // 3) if given.pop("packed") else None, given.pop("past")
+    if past:
+        given["keys"] = T + past * len(lengths or (T,))
+        given["lengths_k"] = None if lengths is None else tuple(length + past for length in lengths)
     return Shape(B=1, Hq=Hq, Hkv=Hkv, Dv=D, config=config, lengths=lengths, device="cuda", **given)

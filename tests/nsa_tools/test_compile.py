@@ -32,19 +32,18 @@ def test_every_option_compiles(arch: int, cache: Path) -> None:
     assert not {outcome.kernel: outcome.error for outcome in outcomes if outcome.error}
     kinds = {outcome.kernel.split("/")[0] for outcome in outcomes if outcome.seconds}
     assert kinds >= {"fwd", "bwd", "bwd_post", "nsa_pool", "nsa_block_topk", "nsa_gated_sum", "nsa_gated_sum_backward"}
-    by_token = {"nsa_token_topk", "nsa_union_lists", "nsa_token_pairs", "bwd_dkdv"}
-    assert kinds & by_token == (by_token if arch == 90 else set())
+    assert kinds >= {"nsa_token_topk", "nsa_union_lists", "nsa_token_pairs", "bwd_dkdv"}
     assert len(outcomes) == len({outcome.kernel for outcome in outcomes}) == len([*cache.rglob("*.o")])
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("strength", "most"), [(1, 3), (2, 16)])
+@pytest.mark.parametrize(("strength", "most"), [(1, 6), (2, 20)])
 def test_covering_calls_hold_every_set_of_options(arch: int, strength: int, most: int) -> None:
     every = covering_calls.combinations(arch)
     chosen = covering_calls.covering(every, strength)
     held, meant = ({part for one in of for part in itertools.combinations(one, strength)} for of in (chosen, every))
     assert held == meant and len(chosen) <= most
-    assert len(meant) >= (21 if strength == 1 else 190)
+    assert len(meant) >= (27 if strength == 1 else 300)
 
 
 def test_calls_are_distinct_and_kernels_take_them() -> None:
