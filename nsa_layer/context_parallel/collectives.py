@@ -35,8 +35,9 @@ class Exchange(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, rows: Rows, cp: ContextParallel) -> Exchange:
         """For a tensor [B, ...]."""
-        even = len(set(rows.counts)) == 1 and not rows.in_order and len(x) == 1
-        return cls(rows, cp, even and _takes_lists(x) and not torch.compiler.is_compiling())
+        if torch.compiler.is_compiling():
+            return cls(rows, cp)
+        return cls(rows, cp, rows.even and not rows.in_order and len(x) == 1 and _takes_lists(x))
 
     def send_to_whole(self, x: Tensor) -> Tensor:
         """Part r of x [R, B, most, ...], this rank's rows, to rank r; `whole` waits for what comes."""

@@ -48,24 +48,31 @@ class Rows(NamedTuple):
     @property
     def in_order(self) -> bool:
         """True if the ranks' rows one after the other are those of the sequence."""
-        return self.load_balance is None and len(set(self.counts)) == 1
+        return self.load_balance is None and self.even
+
+    @property
+    def even(self) -> bool:
+        """True if all chunks have as many rows."""
+        return all(count == self.counts[0] for count in self.counts)
 
     def to_whole(self, x: Tensor) -> Tensor:
         """[R, B, most, ...], each rank's rows -> [B, all rows, ...], in order."""
         if self.in_order:
             return x.movedim(0, 1).flatten(1, 2)
-        counts = {
-            at.start: (rank, begin, at.stop - at.start) for at, (rank, begin) in self.places() if at.stop > at.start
-        }
-        parts = [x[rank, :, begin : begin + count] for _, (rank, begin, count) in sorted(counts.items())]
-        return torch.cat(parts, dim=1) if parts else x[0, :, :0]
+        parts = [x[0]] * len(self.counts)
+        for rank in range(self.size):
+            begin = 0
+            for chunk in self.chunks(rank):
+                parts[chunk] = x[rank, :, begin : begin + self.counts[chunk]]
+                begin += self.counts[chunk]
+        return torch.cat(parts, dim=1)
 
     def to_ranks(self, x: Tensor) -> Tensor:
         """The inverse of `to_whole`, contiguous; what a rank has not is 0."""
         if self.in_order:
             return x.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
         shape = (self.size, x.shape[0], self.most, *x.shape[2:])
-        found = x.new_empty(shape) if self.size * self.most == sum(self.counts) else x.new_zeros(shape)
+        found = x.new_empty(shape) if self.even else x.new_zeros(shape)
         for at, (rank, begin) in self.places():
             found[rank, :, begin : begin + at.stop - at.start] = x[:, at]
         return found

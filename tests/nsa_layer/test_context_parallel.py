@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_layer import (
     ContextParallel,
@@ -357,21 +358,23 @@ def test_groups_that_do_not_exist_are_refused() -> None:
 
 
 def compile_a_call(group: Any, mode: str, alone: bool) -> None:
-    """By heads one graph, with the exchanges in it."""
-    cp, case = ContextParallel(group, mode=mode), Case(T=32, Hq=2, Hkv=2, D=8, config=SMALL)
-    inputs = make_inputs(case)
-    parts = [held(getattr(inputs, name), Rows.of_tokens(cp, 16), cp, 1) for name in ("q", "k", "v", "do")]
-    lists = torch.zeros(1, 16, 2, 1, dtype=torch.int32)
-    given = dict(block_indices=lists, block_size=8) if alone else dict(config=SMALL)
+    """By heads one graph for two lengths, with the exchanges in it."""
+    cp, counter = ContextParallel(group, mode=mode), CompileCounterWithBackend("aot_eager")
     function = selected_attention if alone else nsa
+    compiled = torch.compile(function, fullgraph=mode == "heads", backend=counter, dynamic=True)
+    for T in (32, 48):
+        inputs, tokens = make_inputs(Case(T=T, Hq=2, Hkv=2, D=8, config=SMALL)), Rows.of_tokens(cp, T // 2)
+        parts = [held(getattr(inputs, name), tokens, cp, 1) for name in ("q", "k", "v", "do")]
+        lists = torch.zeros(1, T // 2, 2, 1, dtype=torch.int32)
+        given = dict(block_indices=lists, block_size=8) if alone else dict(config=SMALL)
 
-    def step(attend: Any) -> list[torch.Tensor]:
-        leaves = [x.detach().clone().requires_grad_() for x in parts[:3]]
-        o = attend(*leaves, **given, cp=cp)
-        return [o.detach(), *torch.autograd.grad(o, leaves, parts[3])]
+        def step(attend: Any) -> list[torch.Tensor]:
+            leaves = [x.detach().clone().requires_grad_() for x in parts[:3]]
+            o = attend(*leaves, **given, cp=cp)
+            return [o.detach(), *torch.autograd.grad(o, leaves, parts[3])]
 
-    compiled = torch.compile(function, fullgraph=mode == "heads", backend="aot_eager")
-    torch.testing.assert_close(step(compiled), step(function))
+        torch.testing.assert_close(step(compiled), step(function))
+    assert mode == "gather" or counter.frame_count == 1
 
 
 @pytest.mark.sweep
