@@ -384,3 +384,23 @@ def test_kernels_give_the_logits_and_gradients_of_the_cpu() -> None:
     for exact, rounded, of_kernels in zip(*results):
         assert of_kernels.isfinite().all()
         assert (of_kernels - exact).norm() <= 2 * (rounded - exact).norm() + 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [NSAModelCache, DynamicCache])
+def test_generation_on_a_gpu_is_that_without_a_cache(kind: type) -> None:
+    model = sparse(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128)).bfloat16().cuda()
+    batch = {name: x.cuda() for name, x in padded(tokens(2, 400), (0, 133)).items()}
+    cache = kind(config=model.config)
+    mask, places = batch["attention_mask"], positions(batch["attention_mask"])
+    with torch.no_grad():
+        whole = model(**batch, position_ids=places, use_cache=False).logits
+        steps = []
+        for begin, end in ((0, 300), (300, 301), (301, 302), (302, 400)):
+            given = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end], past_key_values=cache)
+            steps.append(model(batch["input_ids"][:, begin:end], **given).logits)
+    real = mask.bool()
+    error = (torch.cat(steps, dim=1)[real] - whole[real]).float().norm()
+    assert error < 0.05 * whole[real].float().norm()  # a block may differ where two score alike
+    made = model.generate(**batch, max_new_tokens=8, past_key_values=kind(config=model.config))
+    assert made.shape == (2, 408)
