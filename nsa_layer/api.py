@@ -93,8 +93,7 @@ def nsa(
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
-        NotImplementedError: the named backend does not do this on this architecture; or vmap, forward mode, or on the
-            kernels a transform of torch.func.
+        NotImplementedError: the named backend does not do this on this architecture; or vmap or forward mode.
         RuntimeError: a second derivative is asked for; or torch.distributed is not initialised.
 
     Source: arXiv:2502.11089; for differences see the README.
@@ -154,7 +153,7 @@ def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]
         from nsa_layer import reference
 
         return reference.attend
-    if torch.compiler.is_compiling():
+    if operators.is_seen():
         return operators.attend_on_kernels
     from nsa_layer.cute import autograd
 

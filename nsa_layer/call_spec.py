@@ -38,6 +38,11 @@ class CallSpec:
         """Lengths of the packed sequences' keys, or None for a batch."""
         return self.lengths if self.lengths_k is None else self.lengths_k
 
+    def lists_and_blocks(self, q: torch.Tensor, k: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Lists, and blocks of keys, of each packed sequence; of a batch those of one sequence."""
+        of_q, of_k = (self.lengths, self.key_lengths) if self.lengths else (q.shape[1:2], k.shape[1:2])
+        return list(map(self.config.num_tiles, of_q)), list(map(self.config.num_blocks, of_k))
+
 
 class OwnKeys(NamedTuple):
     """Keys and values that the caller gives to a branch in place of those made of k and v; shapes as in `nsa`."""
@@ -78,6 +83,11 @@ class ListSpec:
     softmax_scale: float
     lengths: tuple[tuple[int, int], ...] | None = None
     bound: tuple[int, int] | None = None
+
+    def lists_and_blocks(self, q: torch.Tensor, k: torch.Tensor) -> tuple[list[int], list[int]]:
+        """As `CallSpec.lists_and_blocks`; where the host does not know lengths, all are one sequence's."""
+        pairs = self.lengths or ((q.shape[-3], k.shape[-3]),)
+        return [-(-T // self.q_tile) for T, _ in pairs], [-(-S // self.block_size) for _, S in pairs]
 
     def first_positions(self, q: torch.Tensor, k: torch.Tensor, q_offset: torch.Tensor | int | None) -> torch.Tensor:
         """Int64 [B], packed [sequences], on q's device: of each sequence's first query among its keys."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import _functorch as functorch
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from nsa_layer import autocast
@@ -180,8 +180,9 @@ def refuse_tangents(*tensors: Any) -> None:
 def apply_here(function: type[torch.autograd.Function], compute: Callable[..., tuple], *args: Any) -> Any:
     """``function.apply(compute, *args)`` in an operator's kernel, which each transform of `torch.func` calls at its
     level."""
+    apply = super(torch.autograd.Function, function).apply  # the class's own looks at forward's signature every time
     if not torch._C._are_functorch_transforms_active():
-        return function.apply(compute, *args)
+        return apply(compute, *unwrap_dead_wrappers(args))
 
     def compute_below(*args: Any) -> tuple:
         # Forward of a function records no derivatives: those of the levels below may.
@@ -189,7 +190,7 @@ def apply_here(function: type[torch.autograd.Function], compute: Callable[..., t
             return compute(*args)
 
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(compute_below, *args)
+        return apply(compute_below, *args)
 
 
 def is_transformed() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,11 +86,14 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
     leave = not validate and leaves_lengths(backend, cu_seqlens, q, k, config, block_indices, own.k_cmp, own.v_cmp)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
+    if torch.compiler.is_compiling():  # for the operator, where it leaves them too
+        bound = max_seqlen
     _check_own_keys(own, given, lengths)
     if block_indices is not None:
         of = lengths if cu_seqlens is not None else q.shape[1:2]
         tiles, blocks = (None if of is None else list(map(f, of)) for f in (config.num_tiles, config.num_blocks))
-        check_lists(block_indices, q, Hkv, tiles, blocks, packed=cu_seqlens is not None)
+        numbers = backend == "reference"  # of others an operator reads them
+        check_lists(block_indices, q, Hkv, tiles, blocks, packed=cu_seqlens is not None, numbers=numbers)
     scale, listed = check_scale(softmax_scale, D), block_indices is not None
     return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)
 
@@ -141,6 +144,7 @@ def check_lists(
     blocks: list[int] | None,
     *,
     packed: bool,
+    numbers: bool = True,
 ) -> None:
     """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n], of blocks that exist.
 
@@ -148,6 +152,7 @@ def check_lists(
 
     Args:
         tiles, blocks: of each packed sequence, or of each sequence of a batch: one number. None: not known.
+        numbers: False leaves them to the operator.
     """
     name = "block_indices"
     if not isinstance(block_indices, torch.Tensor):
@@ -162,7 +167,7 @@ def check_lists(
     if shape[:-2] != lead or len(shape) < 2 or shape[-2] not in heads or shape[-1] == 0:
         said = ", ".join(map(str, lead))
         raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
-    if block_indices.device.type == "cpu" and not torch.compiler.is_compiling() and block_indices.numel():
+    if numbers and block_indices.device.type == "cpu" and not torch.compiler.is_compiling() and block_indices.numel():
         most = torch.tensor(blocks).repeat_interleave(torch.tensor(tiles))[:, None, None]
         wrong = ((block_indices < -1) | (block_indices >= most)).nonzero()
         if len(wrong):
@@ -170,6 +175,22 @@ def check_lists(
             raise ValueError(
                 f"{name} must be -1 or a block of the sequence, got {int(block_indices[tuple(at)])} at {at}"
             )
+
+
+def check_positions(q_offset: torch.Tensor | int | None, pairs: Sequence[tuple[int, int]], *, causal: bool) -> None:
+    """Raise ValueError for queries before the first key of their sequence.
+
+    The numbers of a tensor are read on a CPU only, and not in a graph.
+
+    Args:
+        pairs: queries and keys of the sequences.
+    """
+    if isinstance(q_offset, torch.Tensor):
+        if q_offset.device.type == "cpu" and not torch.compiler.is_compiling() and q_offset.min() < 0:
+            raise ValueError(f"q_offset must be at least 0, got {int(q_offset.min())}")
+    elif q_offset is None and causal and min(S - T for T, S in pairs) < 0:
+        fewer = max(T - S for T, S in pairs)
+        raise ValueError(f"k must have at least as many tokens as q where q_offset is None, got {fewer} fewer")
 
 
 def refuse_nested(name: str, x: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, plans_by_tokens
 from nsa_layer.cute.packing import takes_starts
 from nsa_layer.gate import equal_gates, gate_kind
-from nsa_layer.inputs import check_lengths, check_lists
+from nsa_layer.inputs import check_lengths, check_lists, check_positions
 
 Tensor, DispatchKeySet = torch.Tensor, torch._C.DispatchKeySet
 Tensors = Sequence[Tensor | None]
@@ -45,6 +45,7 @@ CONFIG = (
 LISTS = f"{KEYS}, Tensor block_indices, Tensor? q_offset, Tensor? cu_seqlens, Tensor? cu_seqlens_k"
 LIST_CONFIG = "int block_size, int q_tile, bool causal, float softmax_scale"
 
+DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 LIBRARY = torch.library.Library("nsa_layer", "DEF")
 OPS = torch.ops.nsa_layer
 
@@ -66,7 +67,7 @@ def attend(
     cu_seqlens: Tensor | None,
     block_indices: Tensor | None,
 ) -> tuple[Tensor, Aux]:
-    """The layer in plain PyTorch, by operators; arguments as `nsa` has checked them.
+    """The layer in plain PyTorch; arguments as `nsa` has checked them.
 
     In a graph the lists of chosen blocks have room for any length: columns, and of packed sequences rows, of padding.
     """
@@ -84,6 +85,16 @@ def attend(
         if not torch.compiler.is_compiling():
             choice = choice[..., : spec.config.list_width(max(spec.lengths or q.shape[1:2]))]
     return eager.gated(q, gate_weight, gates, eager.Branches(list(made[:3]), list(made[3:6]), choice))
+
+
+def is_seen() -> bool:
+    """True where calls of operators are told apart from others: in graphs, modes and transforms of `torch.func`.
+
+    Elsewhere the layer's kernels are called by an autograd function, which takes less of the host's time.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
 def attend_on_kernels(
@@ -106,10 +117,12 @@ def attend_on_kernels(
     needs_grad: bool,
     return_aux: bool,
 ) -> tuple[Tensor, Aux | None]:
-    """The layer on the kernels, in a graph; arguments as `nsa` has checked them.
+    """The layer on the kernels, where it is seen; arguments as `nsa` has checked them.
 
     Groups of heads, and what is saved, follow from sizes and the GPU's memory, not from what is free of it.
     """
+    if spec.lengths is not None:  # no second look at what may be on a GPU
+        cu_seqlens = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     tensors = (q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
     gate = gate_kind(gate_weight, gates)
@@ -124,12 +137,17 @@ def attend_on_kernels(
     for most, heads, kept in plans:
         if prod(q.shape[:-2]) <= most:
             break
-    made = OPS.attend(*tensors, **static_arguments(spec), heads=heads, kept=list(kept))
+    made = OPS.attend(*tensors, **static_arguments(spec), heads=heads, kept=list(kept), bound=spec.bound)
     if not return_aux:
         return made[0], None
     choice, g, lses = made[1] if block_indices is None else block_indices, made[13], made[10:13]
-    if block_indices is None and not support.takes_unions(spec.config):
-        choice = choice.transpose(-3, -2)
+    if block_indices is None:
+        if not support.takes_unions(config):
+            choice = choice.transpose(-3, -2)
+        if not torch.compiler.is_compiling():  # without the room that a graph has
+            rows = sum(map(config.num_tiles, spec.lengths)) if spec.lengths else choice.shape[-3]
+            width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or q.shape[-3])
+            choice = choice.narrow(-3, 0, rows)[..., :width]
     if gate == "none":
         g = equal_gates(q)
     return made[0], Aux(choice, g, *lses)
@@ -147,7 +165,7 @@ def attend_selected(
     spec: ListSpec,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """`selected_attention` by operators, in plain PyTorch or in a graph on the kernels; arguments as checked."""
+    """`selected_attention` in plain PyTorch or on the kernels; arguments as checked."""
     if spec.lengths is not None:
         cu_seqlens, cu_seqlens_k = (
             torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in zip(*spec.lengths, strict=True)
@@ -177,7 +195,7 @@ def _config(arguments: tuple[tuple[str, Any], ...]) -> NSAConfig:
 
 
 def _spec(static: dict[str, Any], lengths: tuple[int, ...] | None, *, listed: bool = False) -> CallSpec:
-    apart = ("causal", "softmax_scale", "heads", "kept")
+    apart = ("causal", "softmax_scale", "heads", "kept", "bound")
     named = tuple((name, value) for name, value in static.items() if name not in apart)
     return CallSpec(_config(named), static["causal"], static["softmax_scale"], lengths, listed=listed)
 
@@ -188,8 +206,13 @@ def _kernels_spec(
     """The spec of a call on the kernels; starts that these take without lengths are left on the GPU."""
     spec = _spec(static, None, listed=block_indices is not None)
     if takes_starts(cu_seqlens, q, k, spec.config, block_indices, *own):
-        return replace(spec, bound=q.shape[0])
+        return _bounded(spec, q, static)
     return spec if cu_seqlens is None else replace(spec, lengths=check_lengths(cu_seqlens, q, "cu_seqlens", "q"))
+
+
+def _bounded(spec: CallSpec, q: Tensor, static: dict[str, Any]) -> CallSpec:
+    """The spec of packed sequences whose lengths the host does not know."""
+    return replace(spec, bound=min(static["bound"] or q.shape[0], q.shape[0]))
 
 
 def _branches(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
@@ -245,9 +268,9 @@ def _selected(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     from nsa_layer import token_attention
 
     *inputs, cu_seqlens, cu_seqlens_k = tensors
-    q, k, _, block_indices, _ = inputs
+    q, k, _, block_indices, q_offset = inputs
     spec = _list_spec(static, q, k, cu_seqlens, cu_seqlens_k)
-    _check_lists_alone(block_indices, q, k, spec)
+    _check_lists_alone(block_indices, q, k, q_offset, spec)
     with torch.no_grad(), autocast.off(q.device), derivatives.noted_lses() as lses:
         o, lse = token_attention.attend_selected(*inputs, spec=spec)
     return *_apart([o, lse]), torch.cat(lses), _copied(cu_seqlens), _copied(cu_seqlens_k)
@@ -308,7 +331,7 @@ def _attend_backward(
     inputs, block_indices, made, starts = tensors[:11], tensors[11], tensors[12:25], tensors[25]
     spec = _spec(static, _lengths(starts), listed=block_indices is not None)
     if _is_left(starts):
-        spec = replace(spec, bound=inputs[0].shape[0])
+        spec = _bounded(spec, inputs[0], static)
     given = (*_complete(inputs, spec, 7), starts if starts.numel() else None, block_indices)
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
         found = graph.gradients(do, given, made, spec=spec, heads=heads, kept=kept)
@@ -321,13 +344,16 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
     from nsa_layer.cute import selected_alone
 
     *inputs, cu_seqlens, cu_seqlens_k = tensors
-    q, k, _, block_indices, _ = inputs
+    q, k, _, block_indices, q_offset = inputs
     left = _leaves_starts(q, k, block_indices, cu_seqlens, cu_seqlens_k)
     spec = _list_spec(static, q, k, cu_seqlens, cu_seqlens_k, left=left)
     if not left:
-        _check_lists_alone(block_indices, q, k, spec)
+        _check_lists_alone(block_indices, q, k, q_offset, spec)
+    needs_grad = any(x.requires_grad for x in tensors[:3])  # in a graph of none
     with torch.no_grad(), autocast.off(q.device), torch.cuda.device_of(q):
-        made = selected_alone.forward(*selected_alone.placed(*tensors, spec=spec), spec)
+        q, k, v, block_indices, places = selected_alone.placed(*tensors, spec=spec)
+        with selected_alone.compiled_together(q, k, block_indices, places, spec, backward=needs_grad):
+            made = selected_alone.forward(q, k, v, block_indices, places, spec)
     return *_apart(made), *(_copied(starts, q, left=left) for starts in (cu_seqlens, cu_seqlens_k))
 
 
@@ -354,7 +380,8 @@ def _selected_on_kernels_backward(
     spec = _list_spec(static, inputs[0], inputs[1], *starts, left=_is_left(starts[0]))
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
         q, k, v, block_indices, places = selected_alone.placed(*inputs, *starts, spec=spec)
-        found = selected_alone.backward(places, spec, do, q, k, v, block_indices, o, lse, places.q_offset)
+        with selected_alone.compiled_together(q, k, block_indices, places, spec, backward=True):
+            found = selected_alone.backward(places, spec, do, q, k, v, block_indices, o, lse, places.q_offset)
     return tuple(next(_apart([d])) if need else do.new_empty(0) for d, need in zip(found, needs, strict=True))
 
 
@@ -384,16 +411,14 @@ def _with_room(d: Tensor, x: Tensor) -> Tensor:
     return d if d.shape == x.shape else torch.cat([d, d.new_zeros(len(x) - len(d), *x.shape[1:])])
 
 
-def _check_lists(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec) -> None:
-    of_q, of_k = (spec.lengths, spec.key_lengths) if spec.lengths else (q.shape[1:2], k.shape[1:2])
-    tiles, blocks = list(map(spec.config.num_tiles, of_q)), list(map(spec.config.num_blocks, of_k))
-    check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=spec.lengths is not None)
+def _check_lists(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec) -> None:
+    packed = spec.lengths is not None
+    check_lists(block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed)
 
 
-def _check_lists_alone(block_indices: Tensor, q: Tensor, k: Tensor, spec: ListSpec) -> None:
-    pairs = spec.lengths or ((q.shape[1], k.shape[1]),)
-    tiles, blocks = [-(-T // spec.q_tile) for T, _ in pairs], [-(-S // spec.block_size) for _, S in pairs]
-    check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=spec.lengths is not None)
+def _check_lists_alone(block_indices: Tensor, q: Tensor, k: Tensor, q_offset: Tensor | None, spec: ListSpec) -> None:
+    _check_lists(block_indices, q, k, spec)
+    check_positions(q_offset, spec.lengths or ((q.shape[1], k.shape[1]),), causal=spec.causal)
 
 
 def _choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSAConfig) -> tuple[int, ...]:
@@ -544,22 +569,22 @@ def _register(
             found = derivatives.first_derivatives(
                 backend, lambda *all_of_it: op_backward(*all_of_it, **static), *given, *ctx.saved_tensors
             )
-            gradients = (d if need else None for d, need in zip(found, needs, strict=True))
-            return None, None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 2 - differentiable)
+            found = (d if need else None for d, need in zip(found, needs, strict=True))
+            return None, None, *found, *(None,) * (len(ctx.needs_input_grad) - 2 - differentiable)
 
     def autograd(keys: DispatchKeySet, *tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*tensors)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            compute = partial(_below_autograd, op, keys, **static)
-            return derivatives.apply_here(Differentiable, compute, static, *tensors)
-        return _below_autograd(op, keys, *tensors, **static)
+            below = partial(_below_autograd, op, compute, keys, **static)
+            return derivatives.apply_here(Differentiable, below, static, *tensors)
+        return _below_autograd(op, compute, keys, *tensors, **static)
 
     def autograd_of_backward(keys: DispatchKeySet, *tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*tensors)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            compute = partial(_below_autograd, op_backward, keys, **static)
-            return derivatives.apply_here(derivatives.FirstDerivatives, compute, backend, *tensors)
-        return _below_autograd(op_backward, keys, *tensors, **static)
+            below = partial(_below_autograd, op_backward, gradients, keys, **static)
+            return derivatives.apply_here(derivatives.FirstDerivatives, below, backend, *tensors)
+        return _below_autograd(op_backward, gradients, keys, *tensors, **static)
 
     LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
     LIBRARY.impl(backward, autograd_of_backward, "Autograd", with_keyset=True)
@@ -579,10 +604,17 @@ def _refuse_vmap(*_: Any, **__: Any) -> None:
 
 
 def _below_autograd(
-    op: torch._ops.OpOverload, keys: DispatchKeySet, *tensors: Tensor | None, **static: Any
+    op: torch._ops.OpOverload,
+    compute: Callable[..., tuple[Tensor, ...]],
+    keys: DispatchKeySet,
+    *tensors: Tensor | None,
+    **static: Any,
 ) -> tuple[Tensor, ...]:
+    keys = keys & torch._C._after_autograd_keyset
     with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *tensors, **static)
+        if keys.highestPriorityTypeId() in DEVICES:  # nothing looks at calls on their way: the dispatcher takes time
+            return compute(*tensors, **static)
+        return op.redispatch(keys, *tensors, **static)
 
 
 _register(
@@ -601,7 +633,7 @@ _register(
 _register(
     "attend",
     "cute",
-    schema=f"{LAYER}, *, {CONFIG}, int heads, bool[] kept",
+    schema=f"{LAYER}, *, {CONFIG}, int heads, bool[] kept, SymInt? bound",
     compute=_attend,
     fake=_attend_fake,
     outputs=15,

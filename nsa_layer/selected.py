@@ -13,7 +13,15 @@ from nsa_layer.context_parallel import selected as context_parallel
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.derivatives import refuse_transforms
-from nsa_layer.inputs import check_lengths, check_lists, check_qkv, check_scale, leaves_lengths, refuse_nested
+from nsa_layer.inputs import (
+    check_lengths,
+    check_lists,
+    check_positions,
+    check_qkv,
+    check_scale,
+    leaves_lengths,
+    refuse_nested,
+)
 
 Tensor = torch.Tensor
 
@@ -104,10 +112,12 @@ def selected_attention(
     # Where lengths are not known, lists of a token each are, those of tiles are not.
     pairs = lengths or ((q.shape[-3], k.shape[-3]),)
     q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
-    tiles, blocks = [-(-T // q_tile) for T, _ in pairs], [-(-S // block_size) for _, S in pairs]
-    check_lists(block_indices, q, k.shape[-2], tiles, blocks, packed=packed)
-    _check_offset(q_offset, q, len(cu_seqlens) - 1 if packed else q.shape[0], pairs, causal)
     spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths, bound)
+    numbers = backend == "reference"  # of others an operator reads them
+    check_lists(block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed, numbers=numbers)
+    _check_offset(q_offset, q, len(cu_seqlens) - 1 if packed else q.shape[0])
+    if numbers or q_offset is None:
+        check_positions(q_offset, pairs, causal=causal)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
@@ -115,23 +125,13 @@ def selected_attention(
     support.refuse_packed_graph(name, packed=packed)
     tensors = (q, k, v, block_indices, q_offset)
     with autocast.off(q.device):
-        if name == "eager" or name == "cute" and torch.compiler.is_compiling():
-            o, lse = operators.attend_selected(*tensors, cu_seqlens, cu_seqlens_k, spec=spec, backend=name)
+        if name == "reference":
+            from nsa_layer import reference
+
+            o, lse = reference.attend_selected(*tensors, spec=spec)
         else:
-            o, lse = _outside_of_graphs(name, *tensors, cu_seqlens, cu_seqlens_k, spec=spec)
+            o, lse = operators.attend_selected(*tensors, cu_seqlens, cu_seqlens_k, spec=spec, backend=name)
     return (o, lse.detach()) if return_lse else o
-
-
-def _outside_of_graphs(name: str, *tensors: Tensor | int | None, spec: ListSpec) -> tuple[Tensor, Tensor]:
-    *tensors, cu_seqlens, cu_seqlens_k = tensors
-    if name == "reference":
-        from nsa_layer import reference
-
-        return reference.attend_selected(*tensors, spec=spec)
-    from nsa_layer.cute import selected_alone
-
-    starts = (cu_seqlens, cu_seqlens_k) if spec.bound else ()
-    return selected_alone.attend_selected(*tensors, *starts, spec=spec)
 
 
 def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:
@@ -149,9 +149,7 @@ def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:
     )
 
 
-def _check_offset(
-    q_offset: Tensor | int | None, q: Tensor, count: int, pairs: tuple[tuple[int, int], ...], causal: bool
-) -> None:
+def _check_offset(q_offset: Tensor | int | None, q: Tensor, count: int) -> None:
     if isinstance(q_offset, Tensor):
         refuse_nested("q_offset", q_offset)
         if q_offset.dtype != torch.int32:
@@ -160,10 +158,5 @@ def _check_offset(
             raise ValueError(f"q_offset must have shape ({count},), got {tuple(q_offset.shape)}")
         if q_offset.device != q.device:
             raise ValueError(f"q_offset must be on q's device {q.device}, got {q_offset.device}")
-        if q_offset.device.type == "cpu" and not torch.compiler.is_compiling() and q_offset.min() < 0:
-            raise ValueError(f"q_offset must be at least 0, got {int(q_offset.min())}")
     elif q_offset is not None:
         require_int("q_offset", q_offset, least=0)
-    elif causal and min(S - T for T, S in pairs) < 0:
-        fewer = max(T - S for T, S in pairs)
-        raise ValueError(f"k must have at least as many tokens as q where q_offset is None, got {fewer} fewer")

@@ -35,7 +35,8 @@ def saved_shapes(
         blocks = sum(map(config.compressed_length, spec.lengths))
     else:
         longest, tiles = tokens, config.num_tiles(tokens)
-        blocks = torch.sym_max(0, (tokens - config.span) // config.stride + 1)
+        blocks = (tokens - config.span) // config.stride + 1
+        blocks = max(0, blocks) if isinstance(blocks, int) else torch.sym_max(0, blocks)
         if cu_seqlens is not None:
             blocks = tokens // config.stride
             tiles = tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from nsa_layer import side_by_side
 from nsa_layer.call_spec import ListSpec
 from nsa_layer.compile_ahead import ListsShape
-from nsa_layer.derivatives import first_derivatives
 from nsa_layer.fork import require_patched
 
 require_patched()
@@ -25,7 +23,6 @@ from flash_attn.cute.bwd_dq_sm90.interface import backward_dq  # noqa: E402
 from flash_attn.cute.fwd_unions.interface import forward_unions  # noqa: E402
 from flash_attn.cute.interface import _flash_attn_fwd  # noqa: E402
 from flash_attn.cute.multiply.form import by_warp  # noqa: E402
-from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
 from nsa_layer.cute.autograd import readable  # noqa: E402
 from nsa_layer.cute.token_unions import Places, key_pairs, query_lists  # noqa: E402
 from nsa_layer.profiler_ranges import component  # noqa: E402
@@ -33,29 +30,6 @@ from nsa_layer.support import device_arch  # noqa: E402
 
 Tensor = torch.Tensor
 START = 64  # rows that row sums of packed sequences start at multiples of
-
-
-@on_own_device
-def attend_selected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor,
-    q_offset: Tensor | int | None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    spec: ListSpec,
-) -> tuple[Tensor, Tensor]:
-    """o [B, T, Hq, D] and the LSE [B, Hq, T], packed [total, Hq, D] and [Hq, total]; arguments as
-    `selected_attention` has checked them."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "selected_attention: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or "
-            "torch.func.grad with backend='eager'"
-        )
-    tensors = (q, k, v, block_indices, q_offset, cu_seqlens, cu_seqlens_k)
-    return _AttendSelected.apply(*placed(*tensors, spec=spec), spec)
 
 
 def placed(
@@ -73,27 +47,7 @@ def placed(
     return q, k, v, block_indices, Places.of_lists(q, k, rows, q_offset, spec, *starts)
 
 
-class _AttendSelected(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, block_indices, places, spec):
-        with _side_by_side(q, k, block_indices, places, spec, backward=any(ctx.needs_input_grad)):
-            o, lse = forward(q, k, v, block_indices, places, spec)
-        ctx.save_for_backward(q, k, v, block_indices, o, lse, places.q_offset)
-        ctx.places, ctx.spec = places, spec
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, _):
-        if do is None:
-            return (None,) * 6
-        compute, (q, k, _, block_indices, *_) = partial(backward, ctx.places, ctx.spec), ctx.saved_tensors
-        with _side_by_side(q, k, block_indices, ctx.places, ctx.spec, backward=True):
-            return *first_derivatives("cute", compute, do, *ctx.saved_tensors), *[None] * 3
-
-
-def _side_by_side(
+def compiled_together(
     q: Tensor, k: Tensor, block_indices: Tensor, places: Places, spec: ListSpec, *, backward: bool
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled together."""

@@ -51,8 +51,10 @@ def stubs() -> Iterator[None]:
 def stubbed_layer() -> Iterator[None]:
     """Within, `nsa` with backend="cute" takes tensors on the CPU; what its kernels would write is never written."""
     from nsa_layer import support
+    from nsa_layer.cute import memory_plan
 
     with stubs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory_plan, "_total_memory", lambda index: 80 << 30)
         patch.setattr(support, "choose_backend", lambda backend, **_: backend)
         yield
 

@@ -57,12 +57,12 @@ def own_call(call):
 
 def own_lists(call):
     q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))
-    lists, context = torch.empty(call.lists, dtype=torch.int32, device="cuda"), Context()
+    lists = torch.empty(call.lists, dtype=torch.int32, device="cuda")
     places = selected_alone.Places.of_lists(q, k, q.shape[-2] // lists.shape[-2], None, call.spec)
     assert call.offset == (places.q_offset is not None)
-    o, _ = selected_alone._AttendSelected.forward(context, q, k, k, lists, places, call.spec)
+    o, lse = selected_alone.forward(q, k, k, lists, places, call.spec)
     if call.backward:
-        selected_alone._AttendSelected.backward(context, torch.empty_like(o), None)
+        selected_alone.backward(places, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, places.q_offset)
 
 def asked(call):
     names = {}

@@ -133,6 +133,14 @@ def test_func_grad_gives_what_autograd_gives(lengths: tuple[int, ...] | None) ->
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
+@pytest.mark.gpu
+def test_func_grad_on_the_kernels() -> None:
+    loss, q = problem("cute", "cuda", deterministic=True)
+    got = torch.func.grad(loss)(q)
+    (want,) = torch.autograd.grad(loss(q.requires_grad_()), q)
+    assert torch.equal(got, want) and want.any()
+
+
 def test_a_vjp_without_gradients_of_its_own() -> None:
     """It is called outside the transform, whose tensors are no longer alive."""
     loss, q = problem("eager")

@@ -169,11 +169,19 @@ def test_a_package_of_aotinductor_takes_any_length(tmp_path: Path) -> None:
     assert_same([torch._inductor.aoti_load_package(path)(x)], [module(x)])
 
 
-def test_selective_checkpoints_keep_the_operators() -> None:
-    module, x, seen = layer(), torch.randn(1, 40, DIM, requires_grad=True), []
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_selective_checkpoints_keep_the_operators(device: str) -> None:
+    """Plain PyTorch's, and the kernels'."""
+    if device == "cpu":
+        module, x, seen = layer(), torch.randn(1, 40, DIM), []
+    else:
+        made = NSAttention(256, num_heads=4, num_kv_heads=2, config=NSAConfig(deterministic=True))
+        module, x, seen = made.to(device, torch.bfloat16), torch.randn(1, 300, 256, device=device).bfloat16(), []
+    x.requires_grad_()
+    kept = torch.ops.nsa_layer.branches if device == "cpu" else torch.ops.nsa_layer.attend
 
     def policy(context: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
-        if op is not torch.ops.nsa_layer.branches.default:
+        if op is not kept.default:
             return CheckpointPolicy.PREFER_RECOMPUTE
         seen.append(op)
         return CheckpointPolicy.MUST_SAVE
