@@ -9,11 +9,20 @@ import torch
 
 from nsa_layer.call_spec import require_choice_by_token
 from nsa_layer.config import NSAConfig, require_int
-from nsa_layer.inputs import DTYPES, check_lengths, check_lists, check_scale, refuse_nested
+from nsa_layer.inputs import (
+    DTYPES,
+    check_lengths,
+    check_lists,
+    check_scale,
+    check_starts,
+    leaves_lengths,
+    refuse_nested,
+)
 
 Tensor = torch.Tensor
 TOKEN_CACHES = ("k", "v", "k_win", "v_win")
 COMPRESSED_CACHES = ("k_cmp", "v_cmp")
+WORKSPACE = 1 << 31  # bytes of caches that the kernels copy at a time; one sequence's may be more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +73,16 @@ class CachedCall:
         page = self.k_cache.shape[1]
         return page if self.page_table is None else page * self.page_table.shape[1]
 
+    @property
+    def most_queries(self) -> int:
+        """Queries at most of a packed sequence, as far as shapes and ``max_seqlen_q`` say."""
+        return min(self.q.shape[0] if self.max_seqlen_q is None else self.max_seqlen_q, self.q.shape[0], self.room)
+
+    @property
+    def bytes_of_room(self) -> int:
+        """Bytes of the tokens that a sequence may have."""
+        return sum(self.room * x.shape[2:].numel() * x.element_size() for x in self.caches(TOKEN_CACHES).values())
+
     def caches(self, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Those that there are, of `TOKEN_CACHES` or `COMPRESSED_CACHES`."""
         named = {name: getattr(self, f"{name}_cache") for name in names}
@@ -74,7 +93,9 @@ class CachedCall:
         return -(-T // self.config.stride)
 
 
-def check_call(call: CachedCall) -> tuple[tuple[int, ...] | None, float]:
+def check_call(
+    call: CachedCall, *, backend: str | None = "reference", validate: bool = True
+) -> tuple[tuple[int, ...] | None, float]:
     """Check everything but the numbers on the device.
 
     Returns:
@@ -90,8 +111,10 @@ def check_call(call: CachedCall) -> tuple[tuple[int, ...] | None, float]:
         raise TypeError(f"q must be float16, bfloat16, float32 or float64, got {call.q.dtype}")
     if 0 in call.q.shape:
         raise ValueError(f"q must have no empty dimension, got shape {tuple(call.q.shape)}")
-    lengths = _check_lengths(call)
+    if call.packed:
+        check_starts(call.cu_seqlens_q, "cu_seqlens_q")
     _check_caches(call)
+    lengths = _check_lengths(call, backend, validate)
     if lengths is not None and max(lengths) > call.room:
         raise ValueError(f"q has {max(lengths)} tokens of a sequence, the caches have room for {call.room}")
     _check_new(call, lengths)
@@ -118,11 +141,17 @@ def _check_config(call: CachedCall) -> None:
     require_int("num_splits", call.num_splits, least=0)
 
 
-def query_lengths(call: CachedCall) -> tuple[int, ...] | None:
-    """Queries of each sequence; None in a graph with packed ones, where the operator checks them when it runs."""
-    if call.packed:
-        return check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q")
-    return (call.q.shape[1],) * call.q.shape[0]
+def query_lengths(call: CachedCall, *, backend: str | None, validate: bool) -> tuple[int, ...] | None:
+    """Queries of each sequence.
+
+    None in a graph with packed ones, where the operator checks them when it runs, and for kernels that leave those of
+    ``cu_seqlens_q`` on the GPU there: without ``validate``, where a copy of all caches fits into `WORKSPACE` bytes.
+    """
+    if not call.packed:
+        return (call.q.shape[1],) * call.q.shape[0]
+    given = (call.cu_seqlens_q, call.q, call.k_cache, call.config, call.block_indices)
+    read = validate or call.B * call.bytes_of_room > WORKSPACE or not leaves_lengths(backend, *given)
+    return check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q", read=read)
 
 
 def refuse_places(there: Sequence[bool], call: CachedCall, lengths: Sequence[int]) -> None:
@@ -160,12 +189,12 @@ def refuse_shared(call: CachedCall, lengths: Sequence[int]) -> None:
                     )
 
 
-def _check_lengths(call: CachedCall) -> tuple[int, ...] | None:
+def _check_lengths(call: CachedCall, backend: str | None, validate: bool) -> tuple[int, ...] | None:
     if call.max_seqlen_q is not None:
         require_int("max_seqlen_q", call.max_seqlen_q, least=1)
         if not call.packed:
             raise ValueError(f"max_seqlen_q is for packed q, got {call.max_seqlen_q} without cu_seqlens_q")
-    lengths = query_lengths(call)
+    lengths = query_lengths(call, backend=backend, validate=validate)
     if call.max_seqlen_q is not None and lengths is not None and call.max_seqlen_q < max(lengths):
         raise ValueError(f"max_seqlen_q must be at least {max(lengths)}, got {call.max_seqlen_q}")
     return lengths

@@ -42,7 +42,7 @@ def _compute(*tensors: Tensor | None, backend: str, validate: bool, **static: An
     softmax_scale = static.pop("softmax_scale")
     del static["causal"]
     call = CachedCall(**dict(zip(TENSORS, tensors, strict=True)), config=NSAConfig(**static))
-    lengths = query_lengths(call)
+    lengths = query_lengths(call, backend=backend, validate=validate)
     with autocast.off(call.q.device):
         if backend == "cute":
             from nsa_layer.cute import cached

@@ -22,7 +22,8 @@ class CallSpec:
         lengths: the packed sequences' lengths, or None for a batch of equal length.
         lengths_k: those of their keys, where queries are a stretch of a longer context; None: the same.
         listed: the lists of blocks are the caller's.
-        bound: tokens at most of a packed sequence, where the host does not know the lengths; else None.
+        bound: tokens at most of a packed sequence, where the host does not know the lengths; else None. With
+            ``lengths_k`` of its queries.
     """
 
     config: NSAConfig

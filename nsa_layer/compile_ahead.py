@@ -135,15 +135,15 @@ class CachedShape:
     """A call of `nsa_with_kvcache` without its tensors, each of which is a name, a shape and a dtype.
 
     Attributes:
-        lengths: queries of each sequence.
+        lengths: queries of each sequence, if they are known.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     config: NSAConfig
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, call: CachedCall, lengths: tuple[int, ...]) -> CachedShape:
+    def of(cls, call: CachedCall, lengths: tuple[int, ...] | None) -> CachedShape:
         found = ((field.name, getattr(call, field.name)) for field in fields(call))
         tensors = ((name, tuple(x.shape), x.dtype) for name, x in found if isinstance(x, torch.Tensor))
         return cls(tuple(tensors), call.config, lengths)

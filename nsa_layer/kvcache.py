@@ -68,8 +68,9 @@ def nsa_with_kvcache(
         page_table: int32 [B, n], the pages of each sequence in order; what lies behind its last token is not read.
         cache_batch_idx: int32 [B], rows of contiguous caches of any batch; no two the same. None: row b for sequence b.
         cu_seqlens_q: int32 [B + 1], starts of the packed sequences' queries and their total; as in `nsa`, on q's device
-            (which is waited for) or on the CPU.
-        max_seqlen_q: an upper bound of the packed queries; only checked.
+            or on the CPU. The kernels leave those of a GPU there, where a copy of all caches takes at most 2 GiB and
+            without ``validate``; otherwise the host waits for them.
+        max_seqlen_q: an upper bound of a packed sequence's queries: checked where their numbers are known.
         k_cmp_cache: [B, Sc, Hkv, D], Sc at least ``config.compressed_length(S)``, or with ``cmp_page_table``
             [pages, page / compress_stride, Hkv, D]: compressed keys, made from the cached tokens by the call that
             completes their block. None: they are made anew by every call.
@@ -155,7 +156,7 @@ def checked_step(
     for name, value in dict(validate=validate, return_lse=return_lse).items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
-    lengths, softmax_scale = check_call(call)
+    lengths, softmax_scale = check_call(call, backend=backend, validate=validate or reserve is not None)
     q, Dv = call.q, call.v_cache.shape[-1]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, config=call.config)
     lists, heads = None, call.k_cache.shape[2]

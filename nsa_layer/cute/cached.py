@@ -15,13 +15,20 @@ from itertools import accumulate
 import torch
 
 from nsa_layer import side_by_side
-from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places, refuse_shared
+from nsa_layer.cached_call import (
+    COMPRESSED_CACHES,
+    TOKEN_CACHES,
+    WORKSPACE,
+    CachedCall,
+    refuse_places,
+    refuse_shared,
+)
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.compile_ahead import CachedShape
 from nsa_layer.compress import project
 from nsa_layer.cute import autograd
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.packing import Packing, numbers_on, starts_on
+from nsa_layer.cute.packing import Packing, numbers_on, starts_of, starts_on
 from nsa_layer.kernels.caches.blank_rows import blank_rows
 from nsa_layer.kernels.caches.move_rows import Pair, append, clear, gather
 from nsa_layer.kernels.caches.places import Field, find_places
@@ -30,17 +37,18 @@ from nsa_layer.profiler_ranges import component
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
-WORKSPACE = 1 << 31  # bytes of copied caches; one sequence's may be more
 
 
 @autograd.on_own_device
 @torch.no_grad()
-def attend(call: CachedCall, lengths: tuple[int, ...], softmax_scale: float, *, validate: bool) -> tuple[Tensor, Lses]:
+def attend(
+    call: CachedCall, lengths: tuple[int, ...] | None, softmax_scale: float, *, validate: bool
+) -> tuple[Tensor, Lses]:
     """The step, on caches that it changes in place.
 
     Args:
         call: as checked; ``cache_seqlens`` is a tensor.
-        lengths: queries of each sequence.
+        lengths: queries of each sequence; None: they are known on the GPU alone.
         validate: raise, before anything is written, where numbers lead out of the caches; waits for the GPU.
 
     Returns:
@@ -52,7 +60,7 @@ def attend(call: CachedCall, lengths: tuple[int, ...], softmax_scale: float, *, 
 
 def step(
     call: CachedCall,
-    lengths: tuple[int, ...],
+    lengths: tuple[int, ...] | None,
     softmax_scale: float,
     *,
     validate: bool = False,
@@ -60,7 +68,7 @@ def step(
 ) -> tuple[Tensor, Lses]:
     """`attend`, its kernels compiled one after the other."""
     if call.packed and call.B == 1:
-        o, lses = step(_unpacked(call), lengths, softmax_scale, validate=validate, memory=memory)
+        o, lses = step(_unpacked(call), (len(call.q),), softmax_scale, validate=validate, memory=memory)
         return o[0], tuple(lse[0] for lse in lses)
     new = {name: getattr(call, name) for name in ("q", *TOKEN_CACHES, *COMPRESSED_CACHES)}
     call = replace(call, **{name: autograd.readable(x) for name, x in new.items() if x is not None})
@@ -95,7 +103,7 @@ class _Step:
     """A call, and where it finds its sequences.
 
     Attributes:
-        lengths: queries of each sequence.
+        lengths: queries of each sequence, or None.
         places: int32 [fields, B], see `Field`.
         table, cmp_table: int32 [B, n], pages of each sequence, of tokens and of compressed keys, a row of contiguous
             caches being a page too; None: row b.
@@ -103,7 +111,7 @@ class _Step:
     """
 
     call: CachedCall
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | None
     places: Tensor
     table: Tensor | None
     cmp_table: Tensor | None
@@ -111,7 +119,9 @@ class _Step:
     memory: MemoryPolicy
 
     @classmethod
-    def of(cls, call: CachedCall, lengths: tuple[int, ...], starts: Tensor | None, memory: MemoryPolicy) -> _Step:
+    def of(
+        cls, call: CachedCall, lengths: tuple[int, ...] | None, starts: Tensor | None, memory: MemoryPolicy
+    ) -> _Step:
         tables = call.page_table, call.cmp_page_table
         if call.cache_batch_idx is not None:
             tables = (call.cache_batch_idx.unsqueeze(1),) * 2
@@ -119,7 +129,8 @@ class _Step:
         caches = dict(cache=call.k_cache, table=tables[0], cmp_cache=compressed, cmp_table=tables[1])
         blocks = dict(span=call.config.span, stride=call.config.stride, adds=call.k is not None)
         with component("places"):
-            places = find_places(call.cache_seqlens, T=call.q.shape[-3], cu_seqlens=starts, **caches, **blocks)
+            most = call.most_queries if lengths is None else max(lengths)
+            places = find_places(call.cache_seqlens, T=most, cu_seqlens=starts, **caches, **blocks)
         return cls(call, lengths, places, *tables, starts, memory)
 
     @property
@@ -138,17 +149,15 @@ class _Step:
 
     def complete(self) -> None:
         """Write the compressed keys and values of blocks that the call completes: given, or made of cached tokens."""
-        call, config = self.call, self.call.config
+        call = self.call
         if not call.caches(COMPRESSED_CACHES):
             return
-        counts = tuple(map(call.filled, self.lengths))
-        spans = tuple((count - 1) * config.stride + config.span if count else 0 for count in counts)
-        starts, lead = _Rows.of(call, spans, counts), (len(spans), spans[0])
+        starts, lead = self._sources()
         caches, given = self._caches(COMPRESSED_CACHES), self._new(COMPRESSED_CACHES)
         wanted = tuple(cache is not None and x is None for cache, x in zip(caches, given))
         if any(wanted):
             sources = tuple(cache if make else None for cache, make in zip(self._caches(TOKEN_CACHES[:2]), wanted))
-            tokens = _empty(sources, lead if starts.tokens is None else (sum(spans),))
+            tokens = _empty(sources, lead)
             fields = (Field.SOURCE, Field.SOURCE_TOKENS)
             gather(sources, tokens, self.table, self.places, fields, starts.tokens)
             given = tuple(made if x is None else x for made, x in zip(self._compress(tokens, starts), given))
@@ -157,34 +166,52 @@ class _Step:
         if self.in_place:
             clear(caches, self.places, Field.CMP_END)
 
+    def _sources(self) -> tuple[_Rows, tuple[int, ...]]:
+        """Starts of the tokens that compressed keys are made of, and of the most of these that the call can complete;
+        leading dimensions of the tokens."""
+        call, stride, span = self.call, self.call.config.stride, self.call.config.span
+        if self.lengths is None:
+            (blocks,) = starts_of(self.starts, ((1, stride - 1, stride),))
+            more = torch.arange(len(blocks), device=blocks.device, dtype=torch.int32) * (span - stride)
+            total = len(call.q) // stride + call.B
+            return _Rows(blocks * stride + more, blocks, total), (total * stride + call.B * (span - stride),)
+        counts = tuple(map(call.filled, self.lengths))
+        spans = tuple((count - 1) * stride + span if count else 0 for count in counts)
+        return _Rows.of(call, spans, counts), (sum(spans),) if call.packed else (len(spans), spans[0])
+
     def parts(self) -> Iterator[tuple[int, int]]:
         """(first, end) of sequences that are attended to together."""
-        first, taken, most = 0, 0, len(self.lengths)
+        first, taken, most = 0, 0, self.call.B
         if not self.in_place:
-            caches = self.call.caches(TOKEN_CACHES).values()
-            each = sum(self.call.room * cache.shape[2:].numel() * cache.element_size() for cache in caches)
-            most = max(1, WORKSPACE // each)
-        for b, T in enumerate(self.lengths):
+            most = max(1, WORKSPACE // self.call.bytes_of_room)
+        for b, T in enumerate(self.lengths or ()):
             if T and taken == most:
                 yield first, b
                 first, taken = b, 0
             taken += T > 0
-        yield first, len(self.lengths)
+        yield first, self.call.B
 
     def attend(self, bounds: tuple[int, int], spec: CallSpec) -> tuple[Tensor, ...]:
         """o and the log-sum-exps of the part's sequences."""
-        call, own, rows, tiles = self.call, self.lengths[slice(*bounds)], slice(*bounds), slice(*bounds)
+        call, rows, tiles = self.call, slice(*bounds), slice(*bounds)
         if call.packed:
-            spec = replace(spec, lengths=own, lengths_k=tuple(call.room if T else 0 for T in own))
-            rows, tiles = (
-                slice(*(sum(map(count, self.lengths[:at])) for at in bounds)) for count in (int, call.config.num_tiles)
-            )
+            spec = replace(spec, lengths_k=self._rooms(call.room, bounds))
+            if self.lengths is None:
+                rows = tiles = slice(None)
+                spec = replace(spec, bound=call.most_queries)
+            else:
+                spec = replace(spec, lengths=self.lengths[slice(*bounds)])
+                rows, tiles = (
+                    slice(*(sum(map(count, self.lengths[:at])) for at in bounds))
+                    for count in (int, call.config.num_tiles)
+                )
         lists = call.block_indices if call.block_indices is None else call.block_indices[tiles]
         heads = call.k_cache.shape[2] if lists is None else lists.shape[-2]
         given = dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), self._keys(bounds)), w_k=None, w_v=None)
         given |= dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
         given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, slice(*bounds)])
-        packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads)
+        bounded = dict(cu_seqlens=self.starts, total=len(call.q))
+        packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
         o, aux = autograd.infer(autograd.Inputs(**given, packing=packing), spec, self.memory)
         return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
 
@@ -199,7 +226,7 @@ class _Step:
         else:
             leads = (bounds[1] - bounds[0], call.room), (bounds[1] - bounds[0], count)
             if call.packed:
-                sizes = [[size if T else 0 for T in self.lengths[part]] for size in (call.room, count)]
+                sizes = [self._rooms(size, bounds) for size in (call.room, count)]
                 starts, leads = _Rows.of(call, *sizes), [(sum(size),) for size in sizes]
             of_tokens = (self.table, leads[0], Field.END, starts.tokens)
             of_blocks = (self.cmp_table, leads[1], Field.CMP_END, starts.blocks)
@@ -220,6 +247,11 @@ class _Step:
             clear(made, places, Field.CMP_END, starts.blocks)
             keys[-2:] = (x if x is not None else y for x, y in zip(keys[-2:], made))
         return keys
+
+    def _rooms(self, size: int, bounds: tuple[int, int]) -> tuple[int, ...]:
+        """The size for each of the part's sequences, 0 for those that are known to have no query."""
+        lengths = (1,) * self.call.B if self.lengths is None else self.lengths
+        return tuple(size if T else 0 for T in lengths[slice(*bounds)])
 
     def _caches(self, names: Sequence[str]) -> tuple[Tensor | None, ...]:
         return tuple(getattr(self.call, f"{name}_cache") for name in names)

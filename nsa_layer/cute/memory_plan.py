@@ -104,7 +104,7 @@ class Sizes:
         lists: torch.Tensor | None = None,
     ) -> Sizes:
         """The sizes of a call: q [B, T, Hq, D] or [total, Hq, D], v alike; lists [..., Hs, n], the caller's."""
-        config, longest = spec.config, max(spec.key_lengths) if spec.lengths else spec.bound or v.shape[-3]
+        config, longest = spec.config, max(spec.key_lengths) if spec.key_lengths else spec.bound or v.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         width = config.list_width(longest) if lists is None else lists.shape[-1]
         static = (q.element_size(), config.stride, config.q_tile, width)

@@ -85,8 +85,17 @@ class Packing(NamedTuple):
         )
         tokens, blocks, tiles, kv_tiles, row_tiles = starts_of(cu_seqlens, counted)
         totals = (total // config.stride, total // config.block_size + sequences, total * rows // ROWS + sequences)
-        longest = (spec.bound, spec.bound, config.compressed_length(spec.bound))
-        return cls(tokens, tokens, blocks, tiles, kv_tiles, row_tiles, *totals, *longest, bounded=True)
+        longest_k, keys = spec.bound, tokens
+        if spec.lengths_k is not None:  # the host knows those of keys
+            counts = (
+                spec.lengths_k,
+                *(list(map(f, spec.lengths_k)) for f in (config.compressed_length, config.num_blocks)),
+            )
+            starts = tuple((*accumulate(count, initial=0),) for count in counts)
+            keys, blocks, kv_tiles = numbers_on(starts, cu_seqlens.device)
+            totals, longest_k = (starts[1][-1], starts[2][-1], totals[2]), max(spec.lengths_k)
+        longest = (spec.bound, longest_k, config.compressed_length(longest_k))
+        return cls(tokens, keys, blocks, tiles, kv_tiles, row_tiles, *totals, *longest, bounded=True)
 
     def clear_behind_blocks(self, x: torch.Tensor) -> None:
         """Fill x [total_blocks, H, D] with 0 where no sequence has a compressed block."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_kvcache import CASE, CUTS, OUT, OVERLAPPING, SMALL, VARIANTS, Caches, contiguous, every, on_kernels
 
-from nsa_layer import NSAConfig, compress, eager, nsa
+from nsa_layer import NSAConfig, cached_call, compress, eager, nsa
 from nsa_layer.cached_call import CachedCall, check_call
 from nsa_tools.testing.cases import OWN_KEYS, Case, Inputs, make_inputs, run
 
@@ -45,7 +45,7 @@ def find_places(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_ta
     for b, S in enumerate(cache_seqlens.tolist()):
         n = T if cu_seqlens is None else int(cu_seqlens[b + 1] - cu_seqlens[b])
         S += n * adds
-        inside = S >= n and holds(cache, table, b, S) and holds(cmp_cache, cmp_table, b, count(S))
+        inside = T >= n and S >= n and holds(cache, table, b, S) and holds(cmp_cache, cmp_table, b, count(S))
         made = count(S) - count(S - n)
         source = (made - 1) * stride + span if made else 0
         column = [S - n, n, S, count(S - n), made, count(S), count(S - n) * stride, source, 0, 0]
@@ -94,8 +94,11 @@ def pool(k, v, *, block_size, stride, k_dtypes, v_dtype, cu_seqlens=None, cu_blo
     def means(x: torch.Tensor | None) -> torch.Tensor | None:
         if x is None or cu_seqlens is None:
             return None if x is None else compress.mean_pool(x, config=config)
-        parts = x.split((cu_seqlens[1:] - cu_seqlens[:-1]).tolist())
-        return torch.cat([compress.mean_pool(part[None], config=config)[0] for part in parts])
+        parts = x[: cu_seqlens[-1]].split(cu_seqlens.diff().tolist())
+        counts, made = cu_blocks.diff().tolist(), x.new_full((total_blocks, *x.shape[1:]), torch.nan)
+        means = [compress.mean_pool(part[None], config=config)[0, :n] for part, n in zip(parts, counts)]
+        made[: cu_blocks[-1]] = torch.cat(means)
+        return made
 
     return () if k is None else (means(k),), means(v)
 
@@ -115,6 +118,10 @@ def infer(inputs, spec, memory):
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
     for name in ("packing", "w_k", "w_v"):
         del given[name]
+    if spec.bound is not None:
+        lengths = inputs.packing.cu_seqlens.diff().tolist()
+        assert max(lengths) <= spec.bound
+        spec = replace(spec, lengths=tuple(lengths), bound=None)
     config, lengths = spec.config, spec.lengths or [q.shape[1]] * len(q)
     rooms = spec.key_lengths or [k.shape[1]] * len(k)
     own = {name: given[name] for name in ("k_win", "v_win", "k_cmp", "v_cmp")}
@@ -151,6 +158,13 @@ def test_few_bytes_hold_a_sequence_at_a_time(emulated: None, monkeypatch: pytest
 
     monkeypatch.setattr(cached, "WORKSPACE", 1)
     Caches(make_inputs(VARIANTS["gates given"]), True).finish(CUTS["ragged"], "cute")
+
+
+@pytest.mark.parametrize("name", ["overlapping, weights", "own keys"])
+def test_lengths_that_are_on_the_gpu_alone(emulated: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Nothing but what stands for kernels reads starts of queries."""
+    monkeypatch.setattr(cached_call, "leaves_lengths", lambda *_: True)
+    Caches(make_inputs(VARIANTS[name]), True, check=dict(backend="cute", validate=False)).finish(CUTS["ragged"], "cute")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -221,6 +235,14 @@ def test_any_cut_gives_the_whole_on_the_kernels(paged: bool, name: str, cut: str
     cuts = [(90, 91, 410), (), (1,), (64, 128)] if cut == "ragged" else every(int(cut) if cut.isdigit() else 500, 500)
     inputs = make_inputs(ON_GPU[name], "cuda")
     Caches(inputs, paged, name != "paper, weights", page=64, room=576).finish(cuts, "cute", **ROUNDING)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(name: str) -> None:
+    inputs, check = make_inputs(ON_GPU[name], "cuda"), dict(backend="cute", validate=False)
+    call = Caches(inputs, True, page=64, room=576, check=check)
+    call.finish([(90, 91, 410), (), (1,), (64, 128)], "cute", **ROUNDING)
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ class Caches:
     """Caches full of NaN for the sequences of a case, contiguous or in pages of a random order.
 
     Attributes:
+        check: options of `check_call` on the kernels, and of the call.
         given: arguments of `nsa_with_kvcache`.
         length: tokens of each sequence that are there.
     """
@@ -42,6 +43,7 @@ class Caches:
     seed: int = 0
     page: int = PAGE
     room: int = ROOM
+    check: dict[str, object] = field(default_factory=dict)
     given: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,9 +86,11 @@ class Caches:
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         seqlens = torch.tensor(self.length).int().to(self.inputs.q.device)
         more = dict(cache_seqlens=seqlens, cu_seqlens_q=starts, config=config) | more
+        if self.check and self.inputs.q.is_cuda:
+            more["cu_seqlens_q"] = more["cu_seqlens_q"].cuda()
         call = CachedCall(**self.given | tensors | more)
         if backend == "cute":
-            o, lses, lists = on_kernels(call)
+            o, lses, lists = on_kernels(call, **self.check)
             lists = lists.split(tuple(counts))
         else:
             o, lses, auxes = cached_step.attend(call, *check_call(call), backend=backend, validate=True)
@@ -113,7 +117,7 @@ class Caches:
         assert_whole(self.inputs, [[step[b] for step in found] for b in range(len(lengths))], **close)
 
 
-def on_kernels(call: CachedCall) -> tuple[torch.Tensor, tuple, torch.Tensor]:
+def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> tuple[torch.Tensor, tuple, torch.Tensor]:
     """o, log-sum-exps, and the lists of all parts."""
     from nsa_layer.cute import cached
 
@@ -126,7 +130,7 @@ def on_kernels(call: CachedCall) -> tuple[torch.Tensor, tuple, torch.Tensor]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cached.autograd, "infer", noted)
-        o, lses = cached.attend(call, *check_call(call), validate=True)
+        o, lses = cached.attend(call, *check_call(call, validate=validate, **check), validate=validate)
     return o, lses, torch.cat(lists).flatten(0, -3)
 
 

@@ -79,6 +79,7 @@ class FindPlaces:
         s, tidx = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         smem = cutlass.utils.SmemAllocator()
         lost = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        most = T
         if const_expr(mCu is not None):
             T = mCu[s + 1] - mCu[s]
         room = page if const_expr(mTable is None) else page * mTable.shape[1]
@@ -91,7 +92,7 @@ class FindPlaces:
         if tidx == 0:
             lost[0] = Int32(0)
         cute.arch.sync_threads()
-        inside = end >= T and end <= room
+        inside = end >= T and end <= room and T <= most
         if inside:
             if const_expr(mTable is not None):
                 self.look(mTable, s, cute.ceil_div(end, page), pages, lost)
@@ -147,7 +148,7 @@ def find_places(
 
     Args:
         cache_seqlens: int32 [B].
-        T: queries of a sequence, if not packed.
+        T: queries of a sequence; packed: at most, a sequence of more has no place.
         cu_seqlens: int32 [B + 1] of packed queries.
         cache: [rows, S, ...] or [pages, page, ...].
         table: int32 [B, n], pages of each sequence, or [B, 1], its row; None: row b.
