@@ -32,16 +32,20 @@ def attend(call: CachedCall, softmax_scale: float, *, backend: str, validate: bo
         )
     static = static_arguments(CallSpec(call.config, True, softmax_scale))
     with torch.no_grad():
-        o, *lses = OPS.with_kvcache(*tensors, **static, backend=backend, validate=validate)
+        options = dict(backend=backend, validate=validate, max_seqlen_q=call.max_seqlen_q)
+        o, *lses = OPS.with_kvcache(*tensors, **static, **options)
         if call.out is not None:
             o = call.out.copy_(o)
     return o, tuple(lses)
 
 
-def _compute(*tensors: Tensor | None, backend: str, validate: bool, **static: Any) -> tuple[Tensor, ...]:
+def _compute(
+    *tensors: Tensor | None, backend: str, validate: bool, max_seqlen_q: int | None = None, **static: Any
+) -> tuple[Tensor, ...]:
     softmax_scale = static.pop("softmax_scale")
     del static["causal"]
-    call = CachedCall(**dict(zip(TENSORS, tensors, strict=True)), config=NSAConfig(**static))
+    given = dict(zip(TENSORS, tensors, strict=True))
+    call = CachedCall(**given, config=NSAConfig(**static), max_seqlen_q=max_seqlen_q)
     lengths = query_lengths(call, backend=backend, validate=validate)
     with autocast.off(call.q.device):
         if backend == "cute":
@@ -65,7 +69,8 @@ def _schema() -> str:
     kinds = {name: "Tensor" if name in NEEDED else "Tensor?" for name in TENSORS}
     kinds |= {name: kinds[name].replace("Tensor", f"Tensor({alias}!)") for name, alias in zip(CACHES, "abcdef")}
     given = ", ".join(f"{kind} {name}" for name, kind in kinds.items())
-    return f"with_kvcache({given}, *, {CONFIG}, str backend, bool validate) -> (Tensor, Tensor, Tensor, Tensor)"
+    options = f"{CONFIG}, str backend, bool validate, int? max_seqlen_q=None"
+    return f"with_kvcache({given}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 
 LIBRARY.define(_schema(), tags=(torch.Tag.pt2_compliant_tag,))

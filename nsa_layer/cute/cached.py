@@ -77,7 +77,7 @@ def step(
     if validate:
         refuse_places([not blank for blank in found.places[Field.BLANK].tolist()], call, lengths)
         refuse_shared(call, lengths)
-    with component("append"):
+    with component("cache"):
         found.append()
     with component("compress"):
         found.complete()
@@ -87,7 +87,8 @@ def step(
     if len(parts) > 1:
         o = torch.cat([part[0] for part in parts])
         lses = [torch.cat(part, dim=int(call.packed)) for part in list(zip(*parts))[1:]]
-    blank_rows(o, lses, found.places, starts)
+    with component("cache"):
+        blank_rows(o, lses, found.places, starts)
     return o, tuple(lses)
 
 
@@ -128,7 +129,7 @@ class _Step:
         compressed = next(iter(call.caches(COMPRESSED_CACHES).values()), None)
         caches = dict(cache=call.k_cache, table=tables[0], cmp_cache=compressed, cmp_table=tables[1])
         blocks = dict(span=call.config.span, stride=call.config.stride, adds=call.k is not None)
-        with component("places"):
+        with component("cache"):
             most = call.most_queries if lengths is None else max(lengths)
             places = find_places(call.cache_seqlens, T=most, cu_seqlens=starts, **caches, **blocks)
         return cls(call, lengths, places, *tables, starts, memory)
@@ -207,7 +208,9 @@ class _Step:
                 )
         lists = call.block_indices if call.block_indices is None else call.block_indices[tiles]
         heads = call.k_cache.shape[2] if lists is None else lists.shape[-2]
-        given = dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), self._keys(bounds)), w_k=None, w_v=None)
+        with component("cache"):
+            keys = self._keys(bounds)
+        given = dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), keys), w_k=None, w_v=None)
         given |= dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
         given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, slice(*bounds)])
         bounded = dict(cu_seqlens=self.starts, total=len(call.q))
@@ -243,7 +246,8 @@ class _Step:
         missing = [x is None for x in keys[-2:]]
         if any(missing) and count:
             sources = tuple(x if lacks else None for x, lacks in zip(keys, missing))
-            made = self._compress(sources, starts)
+            with component("compress"):
+                made = self._compress(sources, starts)
             clear(made, places, Field.CMP_END, starts.blocks)
             keys[-2:] = (x if x is not None else y for x, y in zip(keys[-2:], made))
         return keys

@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy, compile_ahead
 from nsa_layer.call_spec import ListSpec, OwnKeys
-from nsa_layer.cute import autograd, selected_alone
-from nsa_layer.compile_ahead import CallShape, ListsShape, kernel_files
+from nsa_layer.cached_call import CachedCall
+from nsa_layer.cute import autograd, cached, selected_alone
+from nsa_layer.compile_ahead import CachedShape, CallShape, ListsShape, kernel_files
 from nsa_layer.cute.memory_plan import plan_memory
 
 warnings.simplefilter("ignore")
@@ -44,6 +45,8 @@ def shape(**changes):
 def own_call(call):
     if isinstance(call, ListsShape):
         return own_lists(call)
+    if isinstance(call, CachedShape):
+        return own_cached(call)
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
     plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
@@ -63,6 +66,12 @@ def own_lists(call):
     o, lse = selected_alone.forward(q, k, k, lists, places, call.spec)
     if call.backward:
         selected_alone.backward(places, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, places.q_offset)
+
+def own_cached(call):
+    given = {name: torch.empty(of, dtype=dtype, device="cuda") for name, of, dtype in call.tensors}
+    own = CachedCall(**given, config=call.config)
+    assert CachedShape.of(own, call.lengths) == call
+    cached.step(own, call.lengths, 0.125, memory=MemoryPolicy(budget=1 << 60))
 
 def asked(call):
     names = {}
@@ -106,6 +115,16 @@ for lists, lengths, keys in (((1, 300, 2, 5), None, 300), ((1, 300, 4, 5), None,
         call = ListsShape(q, k, lists, torch.bfloat16, spec, keys > 300 or lengths is not None, backward)
         assert list(kernel_files(call)) == asked(call), call
         assert len(asked(call)) == (8 if backward else 2), asked(call)
+number = torch.int32
+for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
+    new, pages = dict(q=4, k=2, v=2), dict(k_cache=64, v_cache=64, k_cmp_cache=1, v_cmp_cache=1)
+    tensors = [(name, (*lead, H, 64), torch.bfloat16) for name, H in new.items()]
+    tensors += [(name, (9, page, 2, 64), torch.bfloat16) for name, page in pages.items()]
+    tensors += [("cache_seqlens", (2,), number), ("page_table", (2, 4), number), ("cmp_page_table", (2, 4), number)]
+    tensors += [("cu_seqlens_q", (3,), number)] * (lead == (60,))
+    order = CachedCall.__dataclass_fields__
+    call = CachedShape(tuple(sorted(tensors, key=lambda x: [*order].index(x[0]))), NSAConfig(), lengths)
+    assert list(kernel_files(call)) == asked(call) and len(asked(call)) == 11, (call, asked(call))
 """
 CALLED = """
 from nsa_layer import side_by_side

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from fa_compile import Worker
 
@@ -10,22 +11,26 @@ from nsa_layer.kernels.caches.move_rows import append, clear, gather
 from nsa_layer.kernels.caches.places import Field, find_places
 
 
-def trace_all() -> tuple[int, ...]:
+def trace(moves: bool) -> tuple[int, ...]:
     def make(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cuda")
 
     seqlens, starts, pages = (make(*shape, dtype=torch.int32) for shape in ((3,), (4,), (3, 4)))
     caches, x = ((make(*lead, 2, 128), make(*lead, 2, 64)) for lead in ((3, 256), (21,)))
     given = dict(cache=caches[0], table=pages, cmp_cache=caches[0], cmp_table=pages, span=32, stride=16, adds=True)
-    places = find_places(seqlens, T=7, cu_seqlens=starts, **given)
+    places = make(len(Field), 3, dtype=torch.int32)
+    if not moves:
+        places = find_places(seqlens, T=7, cu_seqlens=starts, **given)
+        blank_rows(x[0], [make(2, 21, dtype=torch.float32)] * 3, places, starts)
+        return tuple(places.shape)
     append(x, caches, pages, places, (Field.FIRST, Field.NEW), starts)
     append((None, x[1]), (None, make(3, 256, 2, 65).narrow(-1, 1, 64)), None, places, (Field.FIRST, Field.NEW), starts)
     gather(caches, x, pages, places, (Field.START, Field.END), starts)
     clear(x, places, Field.END, starts)
     clear(caches, places, Field.END)
-    blank_rows(x[0], [make(2, 21, dtype=torch.float32)] * 3, places, starts)
     return tuple(places.shape)
 
 
-def test_kernels_are_traced(compiler: Worker) -> None:
-    assert compiler.trace(trace_all) == (len(Field), 3)
+@pytest.mark.parametrize("moves", [False, True])
+def test_kernels_are_traced(compiler: Worker, moves: bool) -> None:
+    assert compiler.trace(trace, moves) == (len(Field), 3)
