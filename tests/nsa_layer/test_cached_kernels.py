@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_kvcache import CASE, CUTS, OUT, OVERLAPPING, SMALL, VARIANTS, Caches, contiguous, every, on_kernels
 
-from nsa_layer import NSAConfig, cached_call, compress, eager, nsa
+from nsa_layer import NSACache, NSAConfig, NSAttention, cached_call, compress, eager, nsa
 from nsa_layer.cached_call import CachedCall, check_call
 from nsa_tools.testing.cases import OWN_KEYS, Case, Inputs, make_inputs, run
 
@@ -307,3 +307,21 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths() -> None:
     graph.replay()
     assert o.isnan().all()
     assert all(torch.equal(before[name], x) for name, x in caches.items())
+
+
+@pytest.mark.gpu
+def test_the_papers_module_appends_to_a_cache_on_the_kernels() -> None:
+    """Networks compress what each branch projects; a draft is taken back in between."""
+    config = NSAConfig(block_counts=5, window_size=100)
+    made = dict(compression="mlp", kv_per_branch=True, gate="input", device="cuda", dtype=torch.bfloat16)
+    layer = NSAttention(256, num_heads=8, num_kv_heads=2, head_dim=64, config=config, **made)
+    cache = NSACache(2, 320, 2, 64, config=config, page_size=64, own_window=True, own_sources=True, device="cuda")
+    for tensor in (*cache.caches.values(), *cache.sources.values()):
+        tensor.fill_(torch.nan)
+    x, found = torch.randn(2, 300, 256, device="cuda").bfloat16(), []
+    with torch.no_grad():
+        for begin, end in ((0, 150), (150, 170), (170, 300)):
+            layer(torch.randn(2, 20, 256, device="cuda").bfloat16(), cache=cache)
+            cache.crop(begin)
+            found.append(layer(x[:, begin:end], cache=cache))
+        torch.testing.assert_close(torch.cat(found, dim=1), layer(x), **ROUNDING)
