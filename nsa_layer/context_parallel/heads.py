@@ -65,11 +65,10 @@ def attend(
     kinds = dict.fromkeys(OF_TOKENS, TOKENS) | dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=tiles)
     tensors = {name: x for name, x in (given._asdict() | given.own._asdict()).items() if x is not None}
     named = {name: tensors[name] for name in kinds if name in tensors}
-    asked = {kinds[name] for name in named} | ({tiles} if return_aux else set())
-    if asked - held.keys():
-        raise NotImplementedError(
-            f"cp in a graph, with cu_seqlens and rows of {', '.join(sorted(asked - held.keys()))}"
-        )
+    asked = [kinds[name] for name in named] + [tiles] * return_aux
+    missing = [kind for kind in asked if kind not in held]
+    if missing:
+        raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {missing[0]}")
     parts = {name: Tokens(x, held[kinds[name]]) for name, x in named.items()}
     weights = {name: tensors[name] for name in WEIGHTS if name in tensors}
     static = ("config", "softmax_scale", "cu_seqlens", "max_seqlen", "causal")
