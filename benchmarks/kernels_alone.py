@@ -5,7 +5,8 @@
 bf16, D 128, 16 blocks of 64 a token, as the choice gives them; the data are `bench`'s. "selected" is
 `selected_attention`, which makes its lists on the way: unions in forward, unions and pairs in backward. Medians of
 CUDA-event timings after a warm-up, the host's part hidden; calls take turns, on inputs that are many times the L2.
-flash-linear-attention's `parallel_nsa` takes part where it is installed and a group has a multiple of 16 heads.
+flash-linear-attention's `parallel_nsa` takes part where it is installed and a group has a multiple of 16 heads. SFNSA,
+which no package index has, does not.
 """
 
 from __future__ import annotations

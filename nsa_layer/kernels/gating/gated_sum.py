@@ -234,7 +234,7 @@ def gated_sum(
 
 
 def forward_rows(D: int, Hq: int, *, weighed: bool) -> Rows:
-    return Rows(D, heads_of_cta(Hq), at_once=2 if weighed else 4, steps=16)
+    return Rows(D, heads_of_cta(Hq), at_once=4, steps=16, resident=1 if weighed else 2)
 
 
 def heads_of_cta(Hq: int) -> int:
