@@ -65,9 +65,10 @@ def nsa(
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
         cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, on q's device or the CPU;
-            backward does not read them, so that a buffer may be refilled. On a GPU the kernels by token do not show
-            them to the host: nothing waits, a captured CUDA graph takes other starts, and what is no start is undefined
-            behaviour. All else reads them once a call, which waits for the GPU where they are on one.
+            backward does not read them, so that a buffer may be refilled. The kernels do not show those on a GPU to the
+            host: nothing waits, a captured CUDA graph takes other starts, and what is no start is undefined behaviour.
+            Lists of the caller's own for tiles, fewer rows of ``k_cmp`` than there could be blocks, and other backends
+            have the host read them once a call.
         max_seqlen: an upper bound of the packed lengths, in tokens: checked, or where the host does not read
             ``cu_seqlens``, relied on.
         causal: False lets every query see the whole sequence.

@@ -22,6 +22,21 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) of attention, and where the kernels take it.
 HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
 ROW_LENGTHS = {D for dims, archs in HEAD_DIMS.items() if archs for D in dims}
+# Of PyTorch, that take the layer whatever a call asks for; see docs/pytorch.md.
+PYTORCH = (
+    "torch.compile, fullgraph",
+    "torch.export",
+    "AOTInductor",
+    "torch.utils.checkpoint, both kinds",
+    "save_on_cpu",
+    "GradScaler",
+    "FSDP2",
+    "DDP",
+    "parametrize",
+    "deepcopy, pickle",
+    "meta device",
+    "functional_call",
+)
 
 
 def hopper_kv_tile(block_size: int) -> int:
@@ -116,6 +131,7 @@ FEATURES = (
     Feature("packed sequences", lambda r: False),
     Feature("context parallelism", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
+    *(Feature(name, lambda r: False) for name in PYTORCH),
 )
 
 

@@ -23,6 +23,7 @@ import block_sparse  # noqa: E402
 import checked_kernels as checked  # noqa: E402
 import compare_trees as trees  # noqa: E402
 import context_parallel_model as parallel  # noqa: E402
+import layer_turns  # noqa: E402
 import list_masks as masks  # noqa: E402
 import recall  # noqa: E402
 import tree_calls  # noqa: E402
@@ -230,3 +231,11 @@ def test_the_model_prefers_what_sends_less() -> None:
     assert {row[2] for row in rows if row[0] == "64"} == {"**gather**"}  # more ranks than key/value heads
     slow = parallel.step("gather", 1 << 18, 64, measured, 50.0)
     assert slow["exchanged"] > slow["exposed"] > slow["exchanged"] - slow["attention"]
+
+
+def test_a_block_is_trained_on_what_it_returns() -> None:
+    with torch.device("meta"):
+        block, x = layer_turns.Block(), torch.empty(1, 128, layer_turns.DIM, requires_grad=True)
+        o = block(x)
+    assert o.shape == x.shape
+    assert len(torch.autograd.grad(o, [x, *block.parameters()], torch.empty_like(o))) == 12

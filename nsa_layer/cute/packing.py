@@ -14,7 +14,7 @@ import torch
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.token_lists.sizes import ROWS
-from nsa_layer.support import hopper_kv_tile, takes_unions
+from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, takes_unions
 
 
 class Packing(NamedTuple):
@@ -67,24 +67,23 @@ class Packing(NamedTuple):
             return None
         config, longest, longest_k = spec.config, max(spec.lengths), max(spec.key_lengths)
         find = _starts if _are_lasting() else _starts.__wrapped__
-        unions = takes_unions(config, listed=spec.listed)
-        copy, starts, totals = find(spec.lengths, spec.key_lengths, config, unions, rows, device)
+        copy, starts, totals = find(spec.lengths, spec.key_lengths, config, _kv_tile(spec), rows, device)
         copy.ready()
         return cls(*starts, *totals, longest, longest_k, config.compressed_length(longest_k))
 
     @classmethod
     def _bounded(cls, spec: CallSpec, cu_seqlens: torch.Tensor, total: int, rows: int) -> Packing:
-        config, sequences = spec.config, len(cu_seqlens) - 1
+        config, sequences, kv_tile = spec.config, len(cu_seqlens) - 1, _kv_tile(spec)
         # Of a sequence of T tokens there are (T * factor + more) // size, or none.
         counted = (
             (1, 0, 1),
             (1, config.stride - config.span, config.stride),
             (1, config.q_tile - 1, config.q_tile),
-            (1, config.block_size - 1, config.block_size),
+            (1, kv_tile - 1, kv_tile),
             (rows, ROWS - 1, ROWS),
         )
         tokens, blocks, tiles, kv_tiles, row_tiles = starts_of(cu_seqlens, counted)
-        totals = (total // config.stride, total // config.block_size + sequences, total * rows // ROWS + sequences)
+        totals = (total // config.stride, total // kv_tile + sequences, total * rows // ROWS + sequences)
         longest_k, keys = spec.bound, tokens
         if spec.lengths_k is not None:  # the host knows those of keys
             counts = (
@@ -101,6 +100,12 @@ class Packing(NamedTuple):
         """Fill x [total_blocks, H, D] with 0 where no sequence has a compressed block."""
         behind = torch.arange(len(x), device=x.device) >= self.cu_blocks[-1]
         x.masked_fill_(behind[:, None, None], 0)
+
+
+def _kv_tile(spec: CallSpec) -> int:
+    """Tokens that `Packing.cu_kv_tiles` count."""
+    size = spec.config.block_size
+    return size if takes_unions(spec.config, listed=spec.listed) else hopper_kv_tile(size)
 
 
 def takes_starts(
@@ -127,9 +132,16 @@ def takes_starts(
         return False
     if block_indices is not None:
         return config.q_tile == 1 and rows(block_indices) == q.shape[0]
-    from nsa_layer.kernels.token_topk.kernel import takes
+    from nsa_layer.kernels.block_topk import topk_kernel
+    from nsa_layer.kernels.token_topk import kernel
 
-    return config.by_token and takes(config, q.shape[-2] // k.shape[-2])
+    G, size = q.shape[-2] // k.shape[-2], config.block_size
+    if config.by_token:
+        return kernel.takes(config, G)
+    if not takes_unions(config):  # lists by key tile are made by kernels on Hopper, of blocks of whole tiles
+        if kernel_family(device_arch(q.device.index)) != 90 or size % hopper_kv_tile(size):
+            return False
+    return config.rule == "nsa" and topk_kernel.takes(config, G)
 
 
 def starts_of(cu_seqlens: torch.Tensor, counted: tuple[tuple[int, int, int], ...]) -> tuple[torch.Tensor, ...]:
@@ -138,8 +150,11 @@ def starts_of(cu_seqlens: torch.Tensor, counted: tuple[tuple[int, int, int], ...
     Args:
         counted: (factor, more, size) each: a sequence of T tokens has ``(T * factor + more) // size``, at least 0.
     """
-    factor, more, size = (x[:, None] for x in numbers_on(tuple(zip(*counted)), cu_seqlens.device))
-    counts = (cu_seqlens.diff() * factor + more).div_(size, rounding_mode="floor").clamp_(min=0)
+    find = _columns if _are_lasting() else _columns.__wrapped__
+    factor, more, size = find(counted, cu_seqlens.device).ready().unbind()
+    counts = torch.addcmul(more, cu_seqlens[1:] - cu_seqlens[:-1], factor).div_(size, rounding_mode="floor")
+    if min(numbers[1] for numbers in counted) < 0:
+        counts.clamp_(min=0)
     # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.
     starts = counts.new_zeros(len(counted), _aligned(len(cu_seqlens)))
     torch.cumsum(counts, 1, dtype=torch.int32, out=starts[:, 1 : len(cu_seqlens)])
@@ -200,6 +215,12 @@ def _joined(rows: tuple[tuple[int, ...], ...], device: torch.device) -> _Copy:
     return _moved(torch.tensor(padded, dtype=torch.int32, device="cpu"), device)
 
 
+@lru_cache(maxsize=64)
+def _columns(rows: tuple[tuple[int, ...], ...], device: torch.device) -> _Copy:
+    """[columns, rows, 1]"""
+    return _moved(torch.tensor(rows, dtype=torch.int32, device="cpu").mT[..., None].contiguous(), device)
+
+
 def _aligned(size: int) -> int:
     """Numbers of a multiple of 16 bytes: attention copies what starts elsewhere, at every call."""
     return -(-size // 4) * 4
@@ -210,13 +231,12 @@ def _starts(
     lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
     config: NSAConfig,
-    unions: bool,
+    kv_tile: int,
     rows: int,
     device: torch.device,
 ) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, int, int]]:
     """Starts of queries, keys, blocks and all kinds of tiles, together and one by one; totals of blocks, key and row
     tiles."""
-    kv_tile = config.block_size if unions else hopper_kv_tile(config.block_size)
     blocks, tiles = map(config.compressed_length, key_lengths), map(config.num_tiles, lengths)
     kv_tiles = (-(-length // kv_tile) for length in key_lengths)
     row_tiles = (-(-length * rows // ROWS) for length in lengths)

@@ -29,7 +29,10 @@ def block_topk(q: Tensor, k_cmp: Tensor, *, spec: CallSpec, packing: Packing | N
     if not topk_kernel.takes(spec.config, q.shape[-2] // k_cmp.shape[-2]):
         indices = _by_pytorch(choose_blocks, (q, k_cmp), spec, packing)
         return indices, (indices >= 0).sum(-1, dtype=torch.int32)
-    return topk_kernel.block_topk(q, k_cmp, **_static(spec), **_starts(spec, packing))
+    where = _starts(spec, packing)
+    if packing is not None and packing.bounded:
+        where["tiles"] = spec.config.num_tiles(q.shape[0]) + len(packing.cu_tiles) - 2
+    return topk_kernel.block_topk(q, k_cmp, **_static(spec), **where)
 
 
 def token_topk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,17 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from stub_kernels import stubbed_layer
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.export import Dim, export, load, save
+from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
+from nsa_layer.operators import OPS, static_arguments
 from nsa_layer.rope import RotaryEmbedding
 
 Tensors = list[torch.Tensor]
@@ -42,7 +47,9 @@ def starts_of(lengths: tuple[int, ...], device: str = "cuda") -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "config", [NSAConfig(), NSAConfig.paper(), NSAConfig(block_size=32)], ids=["default", "paper", "small blocks"]
+    "config",
+    [NSAConfig(), NSAConfig.paper(), NSAConfig(block_size=32), NSAConfig(block_size=32, q_tile=128)],
+    ids=["default", "paper", "small blocks", "tiles"],
 )
 def test_starts_made_on_the_gpu_are_those_that_the_host_makes(config: NSAConfig) -> None:
     lengths, device = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000), torch.device("cpu")
@@ -82,6 +89,8 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
             monkeypatch.setattr(operators, "plans_by_tokens", lambda *_: [(1 << 20, 1, (True,) * 3)])
         calls = [
             nsa(q, k, v, **given, backend="cute"),
+            nsa(q, k, v, **given, config=NSAConfig(q_tile=32), backend="cute"),
+            nsa(q, k, v, **given, config=NSAConfig(q_tile=128), backend="cute"),
             nsa(q, k, v, block_indices=lists, max_seqlen=800, cu_seqlens=starts, backend="cute"),
             selected_attention(q, k, v, lists, block_size=64, cu_seqlens=starts, backend="cute"),
         ]
@@ -122,7 +131,9 @@ def no_waits() -> Iterator[None]:
 
 MODULES = {
     "default": {},
-    "linear, grouped": dict(compression="linear"),
+    "linear": dict(compression="linear"),
+    "small tiles": dict(config=FIXED.replace(q_tile=32)),
+    "tiles": dict(config=FIXED.replace(q_tile=128, block_size=128)),
     "paper": dict(compression="mlp", kv_per_branch=True, gate="input", rope=RotaryEmbedding(64)),
 }
 
@@ -194,6 +205,20 @@ def test_a_captured_call_takes_other_starts() -> None:
         assert_close(static, step(module, of, x, cu_seqlens=starts_of(lengths, "cpu")))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_pytorch_finds_nothing_wrong_with_the_operators(packed: bool) -> None:
+    total = sum(LENGTHS)
+    lead, starts = ((total,), starts_of(LENGTHS)) if packed else ((1, total), None)
+    # Heads come first in memory: the strides are not those of a contiguous tensor.
+    q, k, v = (drawn(*lead[:-1], h, total, 64, seed=h).transpose(-2, -3).requires_grad_() for h in (4, 2, 2))
+    weight, lists = drawn(4, 3, 64), torch.zeros(*lead, 2, 3, dtype=torch.int32, device="cuda")
+    static = dict(static_arguments(CallSpec(FIXED, True, 0.125)), heads=1, kept=[False, True, True], bound=None)
+    opcheck(OPS.attend.default, (q, k, v, weight, *[None] * 7, starts, None), static)
+    static = dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.125)
+    opcheck(OPS.selected_on_kernels.default, (q, k, v, lists, None, starts, None), static)
+
+
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """CUDA graphs that are replayed."""
@@ -256,6 +281,20 @@ def test_an_exported_program_runs_the_kernels(strict: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.gpu
+def test_a_package_of_aotinductor_runs_the_kernels(tmp_path: Path) -> None:
+    module = layer().requires_grad_(False)
+    with torch.no_grad():
+        program = export(module, (drawn(2, 128, DIM),), dynamic_shapes=SHAPES)
+        quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+        options = dict(package_path=str(tmp_path / "layer.pt2"), inductor_configs=quick)
+        path = torch._inductor.aoti_compile_and_package(program, **options)
+    package = torch._inductor.aoti_load_package(path)
+    for shape in ((1, 1000), (3, 128)):
+        x = drawn(*shape, DIM)
+        assert_close([package(x)], [module(x)])
+
+
+@pytest.mark.gpu
 def test_a_profiler_names_the_parts_of_a_call() -> None:
     module, x = layer(), drawn(1, 1000, DIM)
     with torch.profiler.profile() as profiler:
@@ -287,6 +326,30 @@ def test_checkpoints_and_hooks_run_the_kernels() -> None:
     compiled = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts))
     assert_close(step(compiled, of, x), want)
     assert torch.ops.nsa_layer.attend.default in seen
+
+
+@pytest.mark.gpu
+def test_training_runs_the_kernels() -> None:
+    """Scaled gradients that add up; copies; weights that are made of others, or given to the call."""
+    whole, x = layer().float(), drawn(2, 1000, DIM).float()
+    optimizer, scaler = torch.optim.SGD(whole.parameters()), torch.amp.GradScaler()
+    with torch.autocast("cuda", torch.bfloat16):
+        want = torch.autograd.grad(whole(x).float().square().mean(), list(whole.parameters()))
+        losses = [whole(part).float().square().mean() / 2 for part in x.split(1)]
+    for loss in losses:
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    assert_close([each.grad for each in whole.parameters()], want)
+    module, x = layer(), x.bfloat16()
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(module)]
+    parametrize.register_parametrization(copies[2], "gate_weight", nn.Identity())
+    for each in copies:
+        assert torch.equal(each(x), module(x))
+    assert torch.equal(torch.func.functional_call(module, dict(copies[0].named_parameters()), x), module(x))
+    with torch.device("meta"):
+        empty = NSAttention(DIM, **HEADS, dtype=torch.bfloat16)
+    empty.to_empty(device="cuda").reset_parameters()
+    assert empty(x).isfinite().all()
 
 
 @pytest.mark.gpu

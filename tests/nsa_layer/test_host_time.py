@@ -85,8 +85,8 @@ def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.
 @pytest.mark.gpu
 @pytest.mark.parametrize("starts", [None, "cuda", "cpu"], ids=["batch", "packed", "starts on the host"])
 @pytest.mark.parametrize("q_tile, deterministic", [(1, False), (1, True), (128, True)])
-def test_the_host_waits_once_at_most(q_tile: int, deterministic: bool, starts: str | None) -> None:
-    """Never, but for packed sequences by tile once a forward call, to read where they start if that is on the GPU."""
+def test_the_host_never_waits(q_tile: int, deterministic: bool, starts: str | None) -> None:
+    """Where packed sequences start the host knows, or the GPU alone."""
     if deterministic and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     lengths, config = (
@@ -105,25 +105,27 @@ def test_the_host_waits_once_at_most(q_tile: int, deterministic: bool, starts: s
     try:
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
-            o = call()
-            forward = len(waits)
-            torch.autograd.grad(o, list(tensors.values()), do)
+            torch.autograd.grad(call(), list(tensors.values()), do)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert (forward, len(waits)) == ((1, 1) if starts == "cuda" and q_tile > 1 else (0, 0)), [
-        str(w.message) for w in waits
-    ]
+    assert not waits, [str(w.message) for w in waits]
 
 
 @pytest.mark.gpu
 def test_host_time() -> None:
-    """The target is 250 microseconds; a shared machine gets twice that before this fails."""
+    """A call makes three of attention, and launches eight kernels of its own: 8 to 10 times the time of one."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
     case = Case(T=4096, Hq=32, Hkv=8, D=128, dtype=torch.bfloat16)
     tensors, _, _ = inputs_of(case)
-    microseconds = []
+    q, k, v = (tensors[name].detach() for name in "qkv")
+    calls = dict(layer=lambda: nsa(**tensors), attention=lambda: _flash_attn_fwd(q, k, v, causal=True))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(60):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        nsa(**tensors)
-        microseconds.append((time.perf_counter() - begin) * 1e6)
-    assert statistics.median(microseconds[10:]) < 500
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begin)
+    layer, attention = (statistics.median(found[10:]) for found in seconds.values())
+    assert layer < 13 * attention

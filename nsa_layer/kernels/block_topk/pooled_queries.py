@@ -108,7 +108,8 @@ class PooledQueries:
         readable = cutlass.min(h, Hq - 1)
         if const_expr(mCu is not None):
             sequence, tile, _ = tile_to_batch(mCu, q_tile, 1, row)
-            sequence = cutlass.max(sequence, 0)
+            if sequence < 0:  # there are fewer tiles than rows
+                sequence, tile = Int32(0), Int32(0)
             b, base, T = Int32(0), mCu[sequence], mCu[sequence + 1] - mCu[sequence]
         else:
             T = mQ.shape[1]
@@ -177,7 +178,7 @@ def pooled_queries(
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
         k_mean: fp32 [B, Tc, Hkv, D], packed [all, Hkv, D].
         own: the mean of a tile's own queries; otherwise of the `q_tile` queries up to its first (as many as there are).
-        tiles: of all sequences.
+        tiles: of all sequences, or more.
 
     Returns:
         Means with R = tiles, of one sequence after the other, and keys with R = B Tc.

@@ -101,9 +101,11 @@ class BlockTopK:
         number = groups - 1 - number
         if const_expr(spec.packed):
             sequence, group, tiles_before = tile_to_batch(mCu, q_tile, spec.tiles, number)
+            there = sequence >= 0  # there may be fewer groups
             sequence = cutlass.max(sequence, 0)
             T = mCu[sequence + 1] - mCu[sequence]
-            keys_before, M, out = mCu_blocks[sequence], cute.ceil_div(T, q_tile), Int32(0)
+            keys_before, out = mCu_blocks[sequence], Int32(0)
+            M = cutlass.select_(there, cute.ceil_div(T, q_tile), Int32(0))
             list_before = tiles_before
         else:
             M = cute.ceil_div(T, q_tile)
@@ -328,6 +330,7 @@ def block_topk(
     cu_seqlens: Tensor | None = None,
     cu_blocks: Tensor | None = None,
     lengths: tuple[int, ...] | None = None,
+    tiles: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The blocks listed for each query tile, as `select.choose_blocks` defines them, in calls that `takes` is true for.
 
@@ -335,7 +338,8 @@ def block_topk(
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
         k_mean: fp32 [B, Tc, Hkv, D], all compressed keys; packed [all, Hkv, D].
         cu_seqlens, cu_blocks: packed only: int32, where sequences start in q, and in k_mean.
-        lengths: packed only: the sequences' lengths, as the host knows them.
+        lengths: packed only: the sequences' lengths, as the host knows them, or a bound of them with ``tiles``.
+        tiles: of all packed sequences at most; there are as many lists, those past the last tile empty.
 
     Returns:
         int32 [B, Hkv, M, n], ascending, padded with -1 (packed [Hkv, all tiles, n]), and the lists' lengths,
@@ -346,10 +350,13 @@ def block_topk(
     spec = TopKSpec(D, Hq // Hkv, share, causal, config.force_blocks, packed)
     B = 1 if packed else q.shape[0]
     M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, spec.tiles)
+    if tiles is not None:
+        M, groups = tiles, (tiles + (len(cu_seqlens) - 1) * (spec.tiles - 1)) // spec.tiles
     n, groups = config.list_width(T), groups * B
     queries, keys = pooled_queries(q, k_mean, q_tile=config.q_tile, own=not causal, tiles=M * B, cu_seqlens=cu_seqlens)
-    indices = torch.empty(B, Hkv, M, n, dtype=torch.int32, device=q.device)
-    counts = torch.empty(B, Hkv, M, dtype=torch.int32, device=q.device)
+    whole = dict(dtype=torch.int32, device=q.device)
+    indices = torch.empty(B, Hkv, M, n, **whole) if tiles is None else torch.full((B, Hkv, M, n), -1, **whole)
+    counts = (torch.empty if tiles is None else torch.zeros)(B, Hkv, M, **whole)
     if groups:
         numbers = (groups, T, config.block_size, config.q_tile, config.block_counts)
         heads_first = int(keys.rows.numel() * 2 <= KEYS_IN_L2)

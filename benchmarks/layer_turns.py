@@ -1,0 +1,133 @@
+"""The layer beside itself, variants taking turns: compiled by `torch.compile` and not, or by tile.
+
+    python benchmarks/layer_turns.py compiled [--seqlen 8192 65536]
+    python benchmarks/layer_turns.py tiles [--seqlen 65536] [--q-tile 1 32 128]
+
+bf16, 32/8 heads of 128, forward and backward, medians of CUDA-event timings after a warm-up, milliseconds. "compiled":
+`NSAttention` of width 4,096 alone, and in a block of norm, layer, norm, mlp: one step that finds an idle GPU; a step of
+several in a row, as in training; and the host's part of one. "tiles": `nsa`, gated, of smooth inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from tqdm import tqdm
+
+from nsa_layer import NSAConfig, NSAttention
+from nsa_tools.measure.timed_calls import BACKWARD, FORWARD, Step, variants
+from nsa_tools.measure.timing import interleaved
+from nsa_tools.shape import Shape
+
+DIM, HEADS = 4096, dict(num_heads=32, num_kv_heads=8)
+MODES = ("default", "reduce-overhead")
+ROW = 5  # steps
+SIZES = dict(B=1, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cuda")
+SEQLEN = {"compiled": [8192, 65536], "tiles": [65536]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=tuple(SEQLEN))
+    parser.add_argument("--seqlen", type=int, nargs="+", help="tokens")
+    parser.add_argument("--q-tile", type=int, nargs="+")
+    parser.add_argument("--repeats", type=int, default=9)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("layer_turns.py measures on a GPU, and PyTorch finds none")
+    measure = dict(
+        compiled=compiled,
+        tiles=partial(tiles, q_tiles=given.q_tile or [1, 2, 4, 8, 16, 32, 64, 128]),
+    )[given.what]
+    rows = [row for T in given.seqlen or SEQLEN[given.what] for row in measure(T, given.repeats)]
+    print(tabulate(rows, headers="keys", tablefmt="pipe"))
+
+
+class Block(nn.Module):
+    """A transformer's: norm, layer, norm, mlp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(DIM) for _ in range(2))
+        self.layer = NSAttention(DIM, **HEADS)
+        self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.SiLU(), nn.Linear(4 * DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.layer(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+def compiled(T: int, repeats: int) -> list[dict[str, object]]:
+    """Rows of a length: the layer and the block, not compiled and compiled in each mode."""
+    torch.manual_seed(0)
+    rows = []
+    for name, make in (("layer", partial(NSAttention, DIM, **HEADS)), ("block", Block)):
+        with torch.device("cuda"):
+            module = make().bfloat16()
+        calls = {"not compiled": module}
+        calls |= {mode: torch.compile(module, fullgraph=True, mode=mode) for mode in MODES}
+        steps = {mode: training_step(call, module, T) for mode, call in calls.items()}
+        turns = steps | {(mode, "row"): partial(in_a_row, step) for mode, step in steps.items()}
+        timings = interleaved(turns, repeats=repeats, device="cuda", label=f"{name}, {T:,} tokens")
+        for mode, step in steps.items():
+            one, row = (statistics.median(timings[key]) for key in (mode, (mode, "row")))
+            found = {"one step": one, "in a row": row / ROW, "host": host_milliseconds(step, repeats)}
+            rows.append({"T": f"{T:,}", "of": name, "mode": mode} | {key: round(ms, 2) for key, ms in found.items()})
+    return rows
+
+
+def training_step(call: Callable, module: nn.Module, T: int) -> Callable[[], None]:
+    """Forward and backward of an output with a gradient that is given."""
+    x = torch.randn(1, T, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    do = torch.randn_like(x)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.autograd.grad(call(x), [x, *module.parameters()], do)
+
+    return step
+
+
+def in_a_row(step: Callable[[], None]) -> None:
+    for _ in range(ROW):
+        step()
+
+
+def host_milliseconds(step: Callable[[], None], repeats: int) -> float:
+    """Median time of a step that the GPU is not waited for."""
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        found.append((time.perf_counter() - begin) * 1e3)
+    return statistics.median(found)
+
+
+def tiles(T: int, repeats: int, *, q_tiles: list[int]) -> list[dict[str, object]]:
+    """A row a direction, of all tiles."""
+    steps, found = {}, defaultdict(list)
+    for q_tile in q_tiles:
+        shape = Shape(**SIZES, T=T, config=NSAConfig(q_tile=q_tile), data="smooth")
+        steps[q_tile] = Step(variants(shape, "cute", sets=1)["gated"], forward_too=True)
+    for turn in tqdm(range(2 + repeats), desc=f"{T:,} tokens", leave=False):
+        for q_tile, step in steps.items():
+            for direction, ms in step.take("cuda").items():
+                found[direction, q_tile] += [ms] * (turn >= 2)
+    return [
+        {"T": f"{T:,}", "": direction} | {n: round(statistics.median(found[direction, n]), 2) for n in steps}
+        for direction in (FORWARD, BACKWARD)
+    ]
+
+
+if __name__ == "__main__":
+    main()
