@@ -188,7 +188,7 @@ class _Attend(ReverseMode):
                 _, (left,) = autograd.forward_groups(inputs, part.spec, part.plan, backward=backward, o=into)
                 saved.append(left)
             del keys, inputs, part
-        ctx.call, ctx.count = call, len(saved)
+        ctx.call = call
         ctx.save_for_backward(*whole, *(x for left in saved for x in left))
         ctx.set_materialize_grads(False)
         if not return_aux:
@@ -217,9 +217,8 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
     each, G = len(autograd.SavedForBackward._fields), given.q.shape[2] // given.k.shape[2]
     exactly = accumulation_dtype(given.q.dtype)
     named = {name: getattr(given, name) for name in OF_KEYS if getattr(given, name) is not None}
-    dq, d_weight, d_gates = (
-        None if x is None else torch.zeros_like(x) for x in (given.q, given.gate_weight, given.gates)
-    )
+    dq, d_gates = torch.empty_like(given.q), None if given.gates is None else torch.empty_like(given.gates)
+    d_weight = None if given.gate_weight is None else torch.zeros_like(given.gate_weight, dtype=exactly)
     of_keys = {name: torch.empty_like(x) for name, x in named.items()}
     of_blocks = {name: torch.zeros_like(getattr(given, name), dtype=exactly) for name in ("k_cmp", "v_cmp")}
     sent: dict[str, Tensor] = {}
@@ -230,10 +229,8 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
 
     for step, keys in enumerate(call.gathered(given)):
         heads = slice(*call.heads[step])
-        of_q, sums = (
-            slice(heads.start * G, heads.stop * G),
-            {name: Sums(x, call.tokens.rows) for name, x in keys.items()},
-        )
+        of_q = slice(heads.start * G, heads.stop * G)
+        sums = {name: Sums(x, call.tokens.rows) for name, x in keys.items()}
         for i, (stretch, part) in reversed([*enumerate(call.parts(given, keys, step))]):
             at = (step * len(call.stretches) + i) * each
             rows, blocks = (slice(None), stretch.queries, of_q), (slice(None), stretch.blocks(call.spec), heads)
