@@ -114,6 +114,7 @@ def nsa(
         if cp.mode_of(k.shape[-2]) == "heads":
             return heads.attend(nsa, cp, given, **options)
         if torch.compiler.is_compiling():
+            _leave_graphs()
             return _outside_of_graphs(**named, **options, cp=cp)
     spec = check_inputs(given, backend=backend, validate=validate) if cp is None else check_whole(given, cp)[0]
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *cast))
@@ -140,9 +141,19 @@ def nsa(
     return (o, aux) if return_aux else o
 
 
-@torch.compiler.disable
+def _leave_graphs() -> None:
+    """Let `_outside_of_graphs` break graphs: when one is made, since what that takes is long to import."""
+    global _outside_of_graphs
+    if not hasattr(_outside_of_graphs, "_torchdynamo_disable"):
+        reason = "nsa: ranks that gather keys exchange those of some heads beside the attention of others"
+        _outside_of_graphs = torch.compiler.disable(_outside_of_graphs, reason=reason)
+
+
+_leave_graphs._dynamo_marked_constant = True  # called when a graph is made
+
+
 def _outside_of_graphs(**arguments: Any) -> torch.Tensor | tuple[torch.Tensor, Aux]:
-    """`nsa`, where a graph breaks: it exchanges keys of some heads beside the attention of others."""
+    """`nsa`, where a graph breaks."""
     return nsa(**arguments)
 
 
