@@ -33,6 +33,7 @@ def attend(call: CachedCall, softmax_scale: float, *, backend: str, validate: bo
     static = static_arguments(CallSpec(call.config, True, softmax_scale))
     with torch.no_grad():
         options = dict(backend=backend, validate=validate, max_seqlen_q=call.max_seqlen_q)
+        options |= dict(num_splits=call.num_splits)
         o, *lses = OPS.with_kvcache(*tensors, **static, **options)
         if call.out is not None:
             o = call.out.copy_(o)
@@ -40,12 +41,17 @@ def attend(call: CachedCall, softmax_scale: float, *, backend: str, validate: bo
 
 
 def _compute(
-    *tensors: Tensor | None, backend: str, validate: bool, max_seqlen_q: int | None = None, **static: Any
+    *tensors: Tensor | None,
+    backend: str,
+    validate: bool,
+    max_seqlen_q: int | None = None,
+    num_splits: int = 0,
+    **static: Any,
 ) -> tuple[Tensor, ...]:
     softmax_scale = static.pop("softmax_scale")
     del static["causal"]
     given = dict(zip(TENSORS, tensors, strict=True))
-    call = CachedCall(**given, config=NSAConfig(**static), max_seqlen_q=max_seqlen_q)
+    call = CachedCall(**given, config=NSAConfig(**static), max_seqlen_q=max_seqlen_q, num_splits=num_splits)
     lengths = query_lengths(call, backend=backend, validate=validate)
     with autocast.off(call.q.device):
         if backend == "cute":
@@ -69,7 +75,7 @@ def _schema() -> str:
     kinds = {name: "Tensor" if name in NEEDED else "Tensor?" for name in TENSORS}
     kinds |= {name: kinds[name].replace("Tensor", f"Tensor({alias}!)") for name, alias in zip(CACHES, "abcdef")}
     given = ", ".join(f"{kind} {name}" for name, kind in kinds.items())
-    options = f"{CONFIG}, str backend, bool validate, int? max_seqlen_q=None"
+    options = f"{CONFIG}, str backend, bool validate, int? max_seqlen_q=None, int num_splits=0"
     return f"with_kvcache({given}, *, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
 
 

@@ -1,5 +1,7 @@
 """`nsa_with_kvcache` on the kernels: append, complete compressed keys, and attend as a stretch of a longer context.
 
+Calls of few queries have kernels of their own, `nsa_layer.kernels.decode`; this is how the others are made.
+
 The host reads no number of the GPU: grids and workspaces follow from the caches' room. Contiguous caches that a batch
 appends to are read in place, after the rows behind each sequence's end are cleared, which attention multiplies by 0.
 From any other cache (pages, rows by index, of packed queries, of tokens that are there already) each sequence's rows
@@ -32,6 +34,7 @@ from nsa_layer.cute.packing import Packing, numbers_on, starts_of, starts_on
 from nsa_layer.kernels.caches.blank_rows import blank_rows
 from nsa_layer.kernels.caches.move_rows import Pair, append, clear, gather
 from nsa_layer.kernels.caches.places import Field, find_places
+from nsa_layer.kernels.decode.step import decode_step, takes
 from nsa_layer.kernels.mean_pool.pool import pool
 from nsa_layer.profiler_ranges import component
 
@@ -73,10 +76,15 @@ def step(
     new = {name: getattr(call, name) for name in ("q", *TOKEN_CACHES, *COMPRESSED_CACHES)}
     call = replace(call, **{name: autograd.readable(x) for name, x in new.items() if x is not None})
     starts = starts_on(call.cu_seqlens_q, call.q.device) if call.packed else None
-    found = _Step.of(call, lengths, starts, memory)
+    on_gpu = replace(call, cu_seqlens_q=starts)
+    few = takes(on_gpu, lengths)
+    found = None if few and not validate else _Step.of(call, lengths, starts, memory)
     if validate:
         refuse_places([not blank for blank in found.places[Field.BLANK].tolist()], call, lengths)
         refuse_shared(call, lengths)
+    if few:
+        with component("cache"):
+            return decode_step(on_gpu, lengths, softmax_scale)
     with component("cache"):
         found.append()
     with component("compress"):

@@ -1,4 +1,5 @@
-"""`python -m nsa_layer bench`: the layer and dense causal attention in the same run, forward, backward and both.
+"""`python -m nsa_layer bench`: the layer and dense causal attention in the same run, forward, backward and both, or
+with --decode a step on caches.
 
 CUDA events (a host clock on a CPU) after a warm-up; inputs rotate past the L2; the variants take turns; the tables show
 medians, and beside them the host's time for one call, peak memory, and the error of sampled rows.
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from nsa_tools.commands.options import CommandParser, add_shape_options, backend_of, output_file, shapes, tokens
+from nsa_tools.measure import decode_steps
 from nsa_tools.measure.bench_run import Bench, Options
 from nsa_tools.measure.crossover import crossovers
 from nsa_tools.measure.first_call import seconds
@@ -38,6 +40,8 @@ def main(argv: list[str]) -> int:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(given, name)}")
         if given.graph and not cases[0].device.startswith("cuda"):
             raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
+        if given.decode and given.packed is not None:
+            raise ValueError("--decode is for a batch, got --packed")
         if given.crossover and "dense" not in given.variants:
             raise ValueError(f"--crossover needs dense attention among --variants, got {' '.join(given.variants)}")
     options = Options(
@@ -64,6 +68,15 @@ def main(argv: list[str]) -> int:
         shown = ", ".join(f"{taken:.2f}" for taken in first)
         print(f"first call of a process, {cases[0].describe()}: {shown} s in one process after the other")
         return 0
+    if given.decode:
+        steps = []
+        for shape in cases:
+            steps.append(decode_steps.measure(shape, given.backend, repeats=given.repeats))
+            write([], decode=steps)
+        gpu = found["environment"].get("gpu") or "CPU"
+        print(f"{gpu}: one token for each sequence, {cases[0].dtype_name()}, D {cases[0].D}, {cases[0].config}\n")
+        print(decode_steps.table(steps))
+        return 1 if any(step.failed for step in steps) else 0
     bench, crossing = Bench(options), []
     for shape in () if given.crossover else cases:
         bench.run(shape)
@@ -129,6 +142,12 @@ def _parser() -> CommandParser:
     )
     parser.add_argument(
         "--first-call", action="store_true", help="time the first call of a process, in processes of their own"
+    )
+    parser.add_argument(
+        "--decode",
+        action="store_true",
+        help="time one more token for each of --batch sequences of --seqlen tokens in caches; on a GPU replayed from "
+        "CUDA graphs, beside the fork's FlashAttention and PyTorch's scaled_dot_product_attention",
     )
     parser.add_argument("--chart", type=output_file, help="also draw this file, as PNG and as SVG")
     parser.add_argument("--from", dest="read", type=Path, nargs="+", help="show these JSON files, measure nothing")

@@ -145,8 +145,10 @@ def version_of(distribution: str) -> str | None:
 
 
 def write_bench(path: Path, found: dict, rows: list[Row], **more: list) -> None:
-    """Write what `bench` found: `provenance`, backend and config, rows, and "crossovers" or "first_call"."""
+    """Write what `bench` found: `provenance`, backend and config, rows, and "crossovers", "first_call" or "decode"."""
     parts = dict(rows=list(map(asdict, rows)), crossovers=list(map(asdict, more.get("crossovers", ()))))
+    if "decode" in more:
+        parts["decode"] = list(map(asdict, more["decode"]))
     write_json(path, found | parts | dict(first_call=more.get("first_call", [])))
 
 

@@ -228,7 +228,7 @@ ROUNDING = dict(rtol=0.02, atol=0.01)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cut", ["64", "100", "all at once", "ragged"])
+@pytest.mark.parametrize("cut", ["7", "64", "100", "all at once", "ragged"])
 @pytest.mark.parametrize("name", ON_GPU)
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 def test_any_cut_gives_the_whole_on_the_kernels(paged: bool, name: str, cut: str) -> None:

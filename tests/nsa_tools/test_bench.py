@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from nsa_layer import NSAConfig
 from nsa_tools.commands import bench
-from nsa_tools.measure import bench_run, crossover, first_call
+from nsa_tools.measure import bench_run, crossover, decode_steps, first_call
 from nsa_tools.measure.bench_run import Bench, Options, union
 from nsa_tools.measure.timed_calls import Variant, is_out_of_memory
 from nsa_tools.report import bench_chart, bench_tables
@@ -283,6 +283,27 @@ def test_the_first_call_is_that_of_a_process_of_its_own(
     monkeypatch.setattr(first_call, "PROGRAM", "raise SystemExit('no such kernel')")
     assert bench.main(command) == 1
     assert capsys.readouterr().err == "bench: the first call failed: no such kernel\n"
+
+
+def test_a_decode_step_is_timed_beside_dense_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, options = tmp_path / "decode.json", ["--decode", "--q-tile=1", "--batch=2", "--repeats=2"]
+    assert bench.main([*TINY, "--seqlen", "40", "64", *options, "--json", str(file)]) == 0
+    assert "best dense over nsa" in capsys.readouterr().out
+    read_bench(file)
+    found = json.loads(file.read_text())["decode"]
+    assert [row["T"] for row in found] == [40, 64]
+    assert all(set(row["us"]) == {"nsa", "sdpa"} and min(row["us"].values()) > 0 for row in found)
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(decode_steps, "nsa_with_kvcache", fail)
+    assert bench.main([*TINY, "--seqlen", "40", *options]) == 1
+    shown = capsys.readouterr().out
+    assert "failed" in shown and "no such kernel" in shown
+    assert "--packed" in refused(bench.main, [*TINY, "--seqlen", "40", "--decode", "--packed", "2"], capsys)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,51 @@
+"""What the kernels of a decode step are compiled for, and their tensors' shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WARP, WARPS = 32, 4
+THREADS = WARP * WARPS
+ROWS, KEYS = 16, 16  # of one product of a warp: (token, head) pairs, and keys
+VECTOR = 8  # elements of 16 bytes
+MOST_QUERIES = 8
+MOST_PARTS = 64
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """A step's static sizes.
+
+    Attributes:
+        T: queries of a sequence, at most.
+        appends: the queries' keys and values are not in the caches yet.
+        n: blocks that a token lists; forced ones are even if there are more.
+        each: blocks in one thread, of those that choose.
+    """
+
+    D: int
+    G: int
+    T: int
+    span: int
+    stride: int
+    offset: int
+    block_size: int
+    n: int
+    window: int
+    force: bool
+    appends: bool
+    each: int
+
+    @property
+    def rows(self) -> int:
+        """Queries of a key/value head."""
+        return self.T * self.G
+
+    @property
+    def chosen(self) -> int:
+        """Blocks that a token may list beside those that are forced; there are candidates where all three are."""
+        return max(1, self.n - 3) if self.force else self.n
+
+    @property
+    def list_width(self) -> int:
+        return max(self.n, 3) if self.force else self.n

@@ -1,0 +1,174 @@
+"""A step on caches for few queries, in four launches; `takes` says for which calls.
+
+No number on the device is read by the host: grids follow from shapes, and so does the workspace.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from flash_attn.cute.runtime.own_device import target_sm_count
+from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
+from nsa_layer.kernels.decode.choice import ChoiceDecode
+from nsa_layer.kernels.decode.combine import CombineDecode
+from nsa_layer.kernels.decode.compressed import WARP_KEYS, CompressedDecode
+from nsa_layer.kernels.decode.selected import SelectedDecode
+from nsa_layer.kernels.decode.spec import KEYS, MOST_PARTS, MOST_QUERIES, ROWS, THREADS, VECTOR, DecodeSpec
+from nsa_layer.kernels.gating.gated_sum import readable_gates, readable_weight
+from nsa_layer.kernels.launch import launch
+from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
+
+Tensor = torch.Tensor
+MOST_SPLITS, MOST_BLOCKS = 128, 64
+RESIDENT = 2  # thread blocks of a multiprocessor
+EACH = (1, 2, 4, 8)  # blocks in one thread
+OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
+
+
+def takes(call: CachedCall, lengths: tuple[int, ...] | None) -> bool:
+    """True if `decode_step` takes a call, whose sequences have these numbers of queries; None: the GPU knows them."""
+    config, new = call.config, [x for x in (call.q, call.k, call.v, call.k_win, call.v_win) if x is not None]
+    caches = [*call.caches(TOKEN_CACHES).values(), *call.caches(COMPRESSED_CACHES).values()]
+    if lengths is None or not 0 < _most(call, lengths) <= MOST_QUERIES or call.block_indices is not None:
+        return False
+    if not config.by_token or config.block_size % KEYS or config.block_counts > MOST_BLOCKS:
+        return False
+    if call.k_cmp_cache is None or call.v_cmp_cache is None or call.q.dtype not in KERNEL_DTYPES:
+        return False
+    if call.k_cmp_cache.shape[:2] != call.v_cmp_cache.shape[:2]:
+        return False
+    if call.q.shape[-1] not in ROW_LENGTHS or call.q.shape[-1] != call.v_cache.shape[-1]:
+        return False
+    if call.k is None and (call.k_cmp is not None or call.v_cmp is not None):
+        return False
+    if config.num_blocks(call.room) > MOST_PARTS * THREADS * EACH[-1] or not all(map(_is_aligned, (*caches, *new))):
+        return False
+    if _is_ragged(lengths):
+        return call.cu_seqlens_q.device == call.q.device and call.k_cmp is None and call.v_cmp is None
+    return True
+
+
+@torch.no_grad()
+def decode_step(
+    call: CachedCall, lengths: tuple[int, ...] | None, softmax_scale: float, *, lists: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """The step, on caches that it changes in place: o and the branches' log-sum-exps.
+
+    Args:
+        lengths: queries of each sequence; None: they are known on the GPU alone.
+        lists: int32 [B, most queries of a sequence, Hkv, width of lists], written: the blocks that each token lists.
+    """
+    q, B, T = call.q, call.B, _most(call, lengths)
+    cu_seqlens_q = call.cu_seqlens_q if _is_ragged(lengths) else None
+
+    def rows(x: Tensor | None) -> Tensor | None:
+        """[B, T, ...] or [1, total, ...]"""
+        if x is None or not call.packed:
+            return x
+        return x.unsqueeze(0) if cu_seqlens_q is not None else x.unflatten(0, (B, -1))
+
+    (parts, each), splits = _num_parts(call, T), _splits(call, T)
+    spec = _spec(call, T, each)
+    Hkv, D, R, pieces = call.k_cache.shape[2], q.shape[-1], spec.rows, sum(splits)
+    room, compressed_room = call.room, call.k_cmp_cache.shape[1]
+    if call.cmp_page_table is not None:
+        compressed_room *= call.cmp_page_table.shape[1]
+    keys = max(1, call.config.compressed_length(room))
+    scores, stats, acc = (q.new_empty(B, Hkv, R, *x, dtype=torch.float32) for x in ((keys,), (pieces, 2), (pieces, D)))
+    valid = torch.empty(B, Hkv, dtype=torch.int32, device=q.device)
+    best = torch.empty(B, T, Hkv, parts, spec.chosen, dtype=torch.int64, device=q.device)
+    new = [rows(x) for x in (call.k, call.v)], [rows(x) for x in (call.k_win, call.v_win)]
+    given = [rows(x) for x in (call.k_cmp, call.v_cmp)]
+    weights = [readable_weight(x) for x in (call.compress_k_weight, call.compress_v_weight)]
+    caches, window = (call.k_cache, call.v_cache), (call.k_win_cache, call.v_win_cache)
+    sizes, scale = (room, compressed_room), float(softmax_scale)
+    query, o = rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
+
+    launch(
+        "decode_compressed", CompressedDecode, (spec,), query, *caches, *new[0], *window, *new[1], call.k_cmp_cache,
+        call.v_cmp_cache, *given, call.page_table, call.cmp_page_table, call.cache_batch_idx, cu_seqlens_q,
+        call.cache_seqlens, *weights, scores, stats, acc, valid, *sizes, splits[0], scale,
+    )  # fmt: skip
+    where = call.page_table, call.cache_batch_idx, cu_seqlens_q, call.cache_seqlens
+    of_window = (cache if own is None else own for cache, own in zip(caches, window))
+    launch(
+        "decode_choice", ChoiceDecode, (spec,), query, *of_window, *where, scores, stats, acc, valid, best, *sizes,
+        *splits, parts, scale,
+    )  # fmt: skip
+    launch(
+        "decode_selected", SelectedDecode, (spec,), query, *caches, *where, best, stats, acc, valid, lists, *sizes,
+        *splits[:2], parts, scale,
+    )  # fmt: skip
+    lead = query.shape[:2]
+    lses = [torch.empty(lead[0], q.shape[-2], lead[1], dtype=torch.float32, device=q.device) for _ in range(3)]
+    launch(
+        "decode_combine", CombineDecode, (spec,), query, readable_weight(call.gate_weight),
+        rows(readable_gates(call.gates)), call.cache_seqlens, cu_seqlens_q, stats, acc, valid, rows(o), *lses, *sizes,
+        *splits,
+    )  # fmt: skip
+    if call.packed:
+        lses = [lse.movedim(1, 0).flatten(1) for lse in lses]
+    return o, tuple(lses)
+
+
+def _most(call: CachedCall, lengths: tuple[int, ...] | None) -> int:
+    """Queries of a sequence, at most."""
+    return call.most_queries if lengths is None else max(lengths)
+
+
+def _is_ragged(lengths: tuple[int, ...] | None) -> bool:
+    """True if sequences may have different numbers of queries, which are then packed."""
+    return lengths is None or len(set(lengths)) > 1
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """True if rows lie at multiples of 16 bytes."""
+    return x.stride(-1) == 1 and not any(n % VECTOR for n in (*x.stride()[:-1], x.storage_offset()))
+
+
+def _num_parts(call: CachedCall, T: int) -> tuple[int, int]:
+    """Parts of the longest sequence's blocks, and blocks of a part in one thread: few parts, all at work at once."""
+    blocks = call.config.num_blocks(call.room)
+    most = max(1, _slots() // (2 * call.B * call.k_cache.shape[2] * T))
+    parts = {each: -(-blocks // (THREADS * each)) for each in EACH}
+    each = next((each for each in EACH if parts[each] <= min(most, max(4, 2 * each))), EACH[-1])
+    return parts[each], each
+
+
+def _spec(call: CachedCall, T: int, each: int) -> DecodeSpec:
+    config = call.config
+    return DecodeSpec(
+        D=call.q.shape[-1], G=call.q.shape[-2] // call.k_cache.shape[2], T=T, span=config.span, stride=config.stride,
+        offset=config.offset, block_size=config.block_size, n=config.block_counts, window=config.window_size,
+        force=config.force_blocks, appends=call.k is not None, each=each,
+    )  # fmt: skip
+
+
+def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
+    """Thread blocks that share a row's compressed keys, its selected tokens, and its window."""
+    config, Hkv = call.config, call.k_cache.shape[2]
+    G, units = call.q.shape[-2] // Hkv, call.B * Hkv
+    keys = config.compressed_length(call.room), config.block_counts * config.block_size, config.window_size
+    tiles = -(-T * G // ROWS), T * -(-G // ROWS), T * -(-G // ROWS)
+    slots = _slots(), _slots(), _slots() // 2  # the window shares a launch with the choice
+    each = zip(keys, tiles, slots)
+    return tuple(_num_splits(call, -(-n // WARP_KEYS), units * of, slots) for n, of, slots in each)
+
+
+def _num_splits(call: CachedCall, steps: int, units: int, slots: int) -> int:
+    """Thread blocks that share the keys of one of `units`: so many steps of a thread block."""
+    most = max(1, min(steps, MOST_SPLITS))
+    return min(call.num_splits, most) if call.num_splits else _fastest(most, steps, units, slots)
+
+
+@lru_cache(maxsize=1024)
+def _fastest(most: int, steps: int, units: int, slots: int) -> int:
+    """Splits with which thread blocks, `slots` at once, take least time."""
+    return min(range(1, most + 1), key=lambda n: -(-units * n // slots) * (steps / n + OVERHEAD))
+
+
+def _slots() -> int:
+    """Thread blocks that the GPU runs at once."""
+    return target_sm_count() * RESIDENT

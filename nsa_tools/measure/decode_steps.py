@@ -1,0 +1,145 @@
+"""Times of a decode step, one new token for each sequence: `nsa_with_kvcache`, and dense attention to the same caches.
+
+On a GPU steps are replayed from a CUDA graph that rotates over sets of caches, so that none is found in the L2.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from nsa_layer.kvcache import nsa_with_kvcache
+from nsa_tools.measure.timing import interleaved
+from nsa_tools.shape import Shape
+
+ROTATED_BYTES = 200 << 20  # that the steps of a graph read, at least
+LEAST_STEPS = 4  # of a graph
+MOST_OF_MEMORY = 0.7  # of a GPU's, for sets of caches
+
+Step = Callable[[dict], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRow:
+    """Microseconds of one step.
+
+    Attributes:
+        T: tokens of each of B sequences, the new one included.
+        us: by variant: medians; "dense" is the fork's FlashAttention, which has no splits on Hopper, "sdpa" PyTorch's
+            `scaled_dot_product_attention`. None: it failed.
+        bytes: that the layer's step has to read.
+        sets: of caches.
+        failed: reasons, by variant.
+    """
+
+    T: int
+    B: int
+    Hq: int
+    Hkv: int
+    D: int
+    dtype: str
+    us: dict[str, float | None]
+    bytes: int
+    sets: int
+    failed: dict[str, str]
+
+
+def step_bytes(shape: Shape) -> int:
+    """Bytes of keys and values that a step of the layer reads: compressed, selected, and the window's."""
+    config = shape.config
+    keys = config.compressed_length(shape.T) + min(shape.T, config.block_counts * config.block_size)
+    keys += min(shape.T, config.window_size)
+    return 2 * shape.B * shape.Hkv * keys * shape.D * shape.dtype.itemsize
+
+
+def make_set(shape: Shape) -> dict:
+    """Arguments of `nsa_with_kvcache` for a step to `shape.T` tokens."""
+    B, T, Hq, Hkv, D = shape.B, shape.T, shape.Hq, shape.Hkv, shape.D
+
+    def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(*size, dtype=shape.dtype, device=shape.device).normal_(std=scale)
+
+    count, smaller = shape.config.compressed_length(T), shape.config.span**-0.5
+    tensors = dict(q=draw(B, 1, Hq, D), k_cache=draw(B, T, Hkv, D), v_cache=draw(B, T, Hkv, D))
+    tensors |= {name: draw(B, 1, Hkv, D) for name in "kv"}
+    tensors |= {f"{name}_cmp_cache": draw(B, count, Hkv, D, scale=smaller) for name in "kv"}
+    tensors["cache_seqlens"] = torch.full((B,), T - 1, dtype=torch.int32, device=shape.device)
+    return tensors | dict(gate_weight=draw(Hq, 3, D, scale=D**-0.5), config=shape.config)
+
+
+def variants(shape: Shape, backend: str | None) -> dict[str, Step]:
+    """A step by each variant's name."""
+
+    def sdpa(given: dict) -> torch.Tensor:
+        q, k, v = (given[name].transpose(1, 2) for name in ("q", "k_cache", "v_cache"))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+    def dense(given: dict) -> torch.Tensor:
+        from flash_attn.cute.interface import flash_attn_func
+
+        return flash_attn_func(given["q"], given["k_cache"], given["v_cache"], causal=True)[0]
+
+    on_gpu = {"dense": dense} if shape.device.startswith("cuda") else {}
+    return {"nsa": lambda given: nsa_with_kvcache(**given, backend=backend), **on_gpu, "sdpa": sdpa}
+
+
+def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
+    """The row of a shape; a variant that fails is part of it."""
+    on_gpu, needed = shape.device.startswith("cuda"), step_bytes(shape)
+    sets, steps = 1, 1
+    if on_gpu:
+        whole = 2 * shape.B * shape.T * shape.Hkv * shape.D * shape.dtype.itemsize
+        room = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
+        sets = max(1, min(-(-ROTATED_BYTES // needed), room))
+        steps = max(LEAST_STEPS, sets)
+    given = [make_set(shape) for _ in range(sets)]
+    calls, failed, us = {}, {}, {}
+    for name, step in variants(shape, backend).items():
+        us[name] = None
+        try:
+            calls[name] = _captured(step, given, steps) if on_gpu else lambda step=step: step(given[0])
+            calls[name]()
+        except Exception as error:  # its row says so, and the others go on
+            calls.pop(name, None)
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    label = f"decode {shape.describe()}"
+    with torch.no_grad():
+        timings = interleaved(calls, repeats=repeats, device=shape.device, label=label, warm_ups=1)
+    us |= {name: statistics.median(taken) * 1e3 / steps for name, taken in timings.items()}
+    sizes = {name: getattr(shape, name) for name in ("T", "B", "Hq", "Hkv", "D")}
+    return DecodeRow(**sizes, dtype=shape.dtype_name(), us=us, bytes=needed, sets=sets, failed=failed)
+
+
+def _captured(step: Step, given: list[dict], steps: int) -> Callable[[], None]:
+    """A replay of so many steps, on each set of caches in turn."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad(), torch.cuda.stream(stream):
+        step(given[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        for i in range(steps):
+            step(given[i % len(given)])
+    return graph.replay
+
+
+def table(rows: list[DecodeRow]) -> str:
+    """Markdown of rows: microseconds, and how many times dense attention's time is the layer's."""
+    from nsa_tools.report.tables import markdown
+
+    names = list(rows[0].us)
+    shown = []
+    for row in rows:
+        times = ["failed" if row.us[name] is None else f"{row.us[name]:,.1f}" for name in names]
+        rival = [us for name, us in row.us.items() if name != "nsa" and us is not None]
+        over = f"{min(rival) / row.us['nsa']:.1f}" if rival and row.us["nsa"] else ""
+        rate = f"{row.bytes / row.us['nsa'] / 1e6:.2f}" if row.us["nsa"] else ""
+        shown.append([f"{row.Hq}/{row.Hkv}", f"{row.T:,}", str(row.B), *times, over, f"{row.bytes / 1e6:,.1f}", rate])
+    header = ["heads", "context", "batch", *(f"{name}, us" for name in names), "best dense over nsa", "MB read", "TB/s"]
+    notes = [f"{name}: {reason}" for row in rows for name, reason in row.failed.items()]
+    return "\n".join([markdown(header, shown, left=1), *dict.fromkeys(notes)])

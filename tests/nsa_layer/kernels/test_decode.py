@@ -1,0 +1,298 @@
+"""Kernels of a decode step are built everywhere, without spills, and on a GPU do what plain PyTorch does."""
+
+# What runs in a worker is imported there, so nothing up here may ask for the kernels.
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from fa_compile import Worker
+
+from nsa_layer import NSAConfig, cached_step
+from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
+from nsa_layer.cached_step import Store
+from nsa_layer.compress import compress
+
+Tensor = torch.Tensor
+DEFAULT = NSAConfig()
+SMALL = NSAConfig(block_size=16, block_counts=5, window_size=40)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of sequences that have `lengths` tokens with it; everything else is drawn from the seed.
+
+    Attributes:
+        queries: of each sequence, packed; None: T of each.
+        page: tokens of a page; 0: contiguous.
+        win: those of the window's own.
+        given: the caller gives compressed keys and values.
+        new: keys and values of the queries are written by the call.
+    """
+
+    lengths: tuple[int, ...] = (300, 65, 1000)
+    T: int = 1
+    queries: tuple[int, ...] | None = None
+    Hkv: int = 2
+    G: int = 4
+    D: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    config: NSAConfig = DEFAULT
+    page: int = 0
+    gate: str = "weight"
+    win: tuple[str, ...] = ()
+    given: bool = False
+    projected: bool = False
+    new: bool = True
+    num_splits: int = 0
+    room: int = 1088
+    seed: int = 0
+
+    @property
+    def T_of(self) -> tuple[int, ...]:
+        return self.queries or (self.T,) * len(self.lengths)
+
+    def call(self, device: str = "cuda") -> CachedCall:
+        """The step; places behind what there is are NaN."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+
+        def draw(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, device=device).to(self.dtype)
+
+        config, B, (Hkv, G, D) = self.config, len(self.lengths), (self.Hkv, self.G, self.D)
+        names = ["k", "v", *self.win]
+        rows = (sum(self.queries),) if self.queries else (B, self.T)
+        made: dict[str, Any] = dict(q=draw(*rows, Hkv * G, D), config=config, num_splits=self.num_splits)
+        places, tables, at = {}, {}, torch.arange(B)
+        for name in (*names, *COMPRESSED_CACHES):
+            stride = config.stride if "cmp" in name else 1
+            room = config.compressed_length(self.room) if "cmp" in name else self.room
+            lead = (B + 2, room)
+            if self.page:
+                lead = (B * (self.room // self.page) + 3, self.page // stride)
+            places[name] = torch.full((*lead, Hkv, D), torch.nan, dtype=self.dtype, device=device)
+        if self.page:
+            for table, name in (("page_table", "k"), ("cmp_page_table", "k_cmp")):
+                count = len(places[name])
+                shuffled = torch.randperm(count, generator=generator, device=device)[: count - 3]
+                tables[table] = shuffled.view(B, -1).int()
+        else:
+            at = torch.randperm(B + 2, generator=generator, device=device)[:B]
+            made["cache_batch_idx"] = at.int()
+        if self.projected:
+            made |= {f"compress_{x}_weight": draw(Hkv, D, D) * D**-0.5 for x in "kv"}
+        parts: dict[str, list[Tensor]] = {name: [] for name in (*names, *COMPRESSED_CACHES)}
+        for b, (S, T) in enumerate(zip(self.lengths, self.T_of)):
+            for name in names:
+                tokens, first = draw(S, Hkv, D), S - T if self.new else S
+                table = tables["page_table"][b] if self.page else None
+                Store(places[name], int(at[b]), table).write(0, tokens[:first])
+                parts[name].append(tokens[first:])
+                key = f"{name}_cmp"
+                if key in parts:
+                    weight = made.get(f"compress_{name}_weight")
+                    keys = compress(tokens.float()[None], weight, config=config)[0].to(self.dtype)
+                    table = tables["cmp_page_table"][b] if self.page else None
+                    have = config.compressed_length(first)
+                    Store(places[key], int(at[b]), table).write(0, keys[:have])
+                    room = -(-T // config.stride)
+                    parts[key].append(torch.cat([keys[have:], draw(room, Hkv, D) * torch.nan])[:room])
+        join = torch.cat if self.queries else torch.stack
+        if self.new:
+            made |= {name: join(parts[name]) for name in names}
+        if self.given:
+            made |= {name: join(parts[name]) for name in COMPRESSED_CACHES}
+        if self.queries:
+            starts = torch.tensor([0, *self.queries]).cumsum(0)
+            made["cu_seqlens_q"] = starts.to(device, torch.int32)
+        before = [S - T if self.new else S for S, T in zip(self.lengths, self.T_of)]
+        made["cache_seqlens"] = torch.tensor(before, dtype=torch.int32, device=device)
+        if self.gate == "weight":
+            made["gate_weight"] = draw(Hkv * G, 3, D) * D**-0.5
+        if self.gate == "given":
+            made["gates"] = torch.rand(*rows, Hkv * G, 3, generator=generator, device=device)
+        return CachedCall(**made, **tables, **{f"{name}_cache": x for name, x in places.items()})
+
+
+CASES = {
+    "default": Case(),
+    "pages": Case(page=64, projected=True),
+    "draft": Case(T=5, G=3, page=128, config=NSAConfig.paper(), gate="given"),
+    "narrow": Case(D=64, G=16, T=2, win=("k_win", "v_win"), gate="none", dtype=torch.float16),
+    "one head": Case(G=1, Hkv=3, given=True, T=8, config=SMALL, lengths=(9, 129, 700)),
+    "wide group": Case(G=20, config=DEFAULT.replace(force_blocks=False), lengths=(640, 64, 1087), num_splits=7),
+    "few blocks": Case(
+        config=SMALL.replace(block_counts=2, compress_size=32, compress_stride=8), lengths=(1, 40, 1088)
+    ),
+    "packed": Case(queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), page=64, config=SMALL, num_splits=3),
+    "there": Case(new=False, T=2, lengths=(128, 2, 1000), win=("v_win",)),
+    "long": Case(lengths=(70_001, 33_000), room=70_016, G=8, page=64, config=NSAConfig.paper(), Hkv=1),
+    "very long": Case(lengths=(400_001,), room=400_064, G=16, Hkv=1),
+}
+
+
+def decode(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """o, log-sum-exps, and lists [B, T, Hkv, n]."""
+    from nsa_layer.kernels.decode.step import decode_step, takes
+
+    T_of = case.T_of
+    assert takes(call, T_of)
+    n = max(case.config.block_counts, 3)
+    lists = torch.full((call.B, max(T_of), case.Hkv, n), -2, dtype=torch.int32, device=call.q.device)
+    return *decode_step(call, T_of, case.D**-0.5, lists=lists), lists
+
+
+def copied(call: CachedCall, dtype: torch.dtype | None = None) -> CachedCall:
+    def copy(x: object) -> object:
+        if not isinstance(x, Tensor):
+            return x
+        return x.clone() if dtype is None or not x.is_floating_point() else x.to(dtype)
+
+    return replace(call, **{name: copy(x) for name, x in vars(call).items()})
+
+
+def eager(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor | None]]:
+    o, lses, auxes = cached_step.attend(call, case.T_of, case.D**-0.5, backend="eager", validate=False)
+    return o, lses, [None if aux is None else aux.block_indices[0] for aux in auxes]
+
+
+def fake_step(name: str) -> torch.Size:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        call = CASES[name].call("cpu")
+    return decode(faked(call), CASES[name])[0].shape
+
+
+def stack(name: str) -> list[int]:
+    """Bytes of stack of the step's kernels."""
+    from fa_cubin import cubins, frames
+
+    from nsa_layer.kernels import launch
+
+    launch.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compile_kernel())
+        code = cubins(lambda: fake_step(name))
+    launch.forget()
+    return [size for cubin in code for size in frames(cubin)]
+
+
+def faked(call: CachedCall) -> CachedCall:
+    given = {name: x for name, x in vars(call).items() if isinstance(x, Tensor)}
+    return replace(call, **{name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for name, x in given.items()})
+
+
+@pytest.mark.parametrize("name", ["draft", "narrow"])
+def test_builds_everywhere(compiler: Worker, name: str) -> None:
+    case = CASES[name]
+    assert compiler.trace(fake_step, name) == (len(case.lengths), case.T, case.Hkv * case.G, case.D)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["draft", "narrow", "long"])
+def test_registers_suffice(compiler: Worker, name: str) -> None:
+    sizes = compiler.run(stack, name)
+    assert len(sizes) >= 4 and not any(sizes), sizes
+
+
+def test_what_the_kernels_take() -> None:
+    """Calls that they do not take go as those of many queries do."""
+    from nsa_layer.kernels.decode.step import takes
+
+    def taken(case: Case = Case(), **changes: object) -> bool:
+        return takes(replace(case.call("cpu"), **changes), case.T_of)
+
+    assert taken() and taken(CASES["packed"]) and taken(CASES["narrow"]) and taken(Case(T=8))
+    assert not taken(Case(T=9)) and not taken(Case(D=96)) and not taken(Case(dtype=torch.float32))
+    assert not taken(k_cmp_cache=None) and not taken(block_indices=torch.zeros(3, 1, 2, 4, dtype=torch.int32))
+    assert not taken(Case(config=DEFAULT.replace(block_size=8))) and not taken(Case(config=DEFAULT.replace(q_tile=2)))
+    assert not taken(v_cache=torch.empty(5, 1088, 2, 132, dtype=torch.bfloat16)[..., 4:])
+
+
+def assert_step(case: Case, call: CachedCall, name: str = "") -> CachedCall:
+    """The step on a copy of the caches; returns the call, its caches as the step leaves them."""
+    ours, theirs, exact = copied(call), copied(call), copied(call, torch.float64)
+    o, lses, lists = decode(ours, case)
+    o_eager, lses_eager, lists_eager = eager(theirs, case)
+    o_exact, lses_exact, _ = eager(exact, case)
+    error, error_eager = ((x.double() - o_exact).abs().max().item() for x in (o, o_eager))
+    rounding = torch.finfo(case.dtype).eps * o_exact.abs().max().item()
+    for b, (T, want) in enumerate(zip(case.T_of, lists_eager)):
+        if want is None:
+            continue
+        for h in range(case.Hkv):
+            for t in range(T):
+                got = [x for x in lists[b, t, h].tolist() if x >= 0]
+                wanted = [x for x in want[t, h].tolist() if x >= 0]
+                assert got == wanted, f"{name} {case}: list of sequence {b}, head {h}, token {t}: {got}, not {wanted}"
+    for part, got, want in zip(("cmp", "slc", "swa"), lses, lses_exact):
+        assert torch.equal(got.isneginf(), want.isneginf()), f"{name} {case}: lse_{part}"
+        torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2, msg=lambda m: f"{name} {case} {part}: {m}")
+    assert error <= 2 * error_eager + rounding, f"{name} {case}: {error} against {error_eager}"
+    for key in TOKEN_CACHES + COMPRESSED_CACHES:
+        cache, want = getattr(ours, f"{key}_cache"), getattr(theirs, f"{key}_cache")
+        if cache is not None and key in TOKEN_CACHES:
+            assert torch.equal(cache.view(torch.int16), want.view(torch.int16)), f"{name} {case}: {key}_cache"
+        elif cache is not None:
+            torch.testing.assert_close(cache, want, equal_nan=True, msg=lambda m: f"{name} {case} {key}_cache: {m}")
+    return ours
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_against_eager(name: str) -> None:
+    assert_step(CASES[name], CASES[name].call())
+
+
+@pytest.mark.gpu
+def test_token_by_token_in_a_graph() -> None:
+    """One graph, replayed while lengths grow past the ends of blocks and pages, does what eager does for each token."""
+    case = Case(lengths=(120, 3, 255), page=64, config=SMALL.replace(block_size=64), seed=1)
+    call = case.call()
+    decode(copied(call), case)  # compiled before the capture
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        o, lses, _ = decode(call, case)
+    generator = torch.Generator("cuda").manual_seed(2)
+    for step in range(70):
+        for x in (call.q, call.k, call.v):
+            x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
+        theirs = copied(call)
+        graph.replay()
+        o_eager, lses_eager, _ = eager(theirs, case)
+        torch.testing.assert_close(o, o_eager, rtol=2e-2, atol=2e-2, msg=lambda m: f"step {step}: {m}")
+        for got, want in zip(lses, lses_eager):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=lambda m: f"step {step}: {m}")
+        call.cache_seqlens.add_(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [0, 64])
+def test_rows_out_of_the_caches(page: int) -> None:
+    """A sequence that its numbers lead out of the caches writes nothing and is NaN; the others are as if alone."""
+    case = Case(lengths=(300, 64, 1000, 77), page=page)
+    call = case.call()
+    kept = copied(call)
+    bad = copied(call)
+    bad.cache_seqlens[1] = case.room
+    if page:
+        bad.page_table[2, 3] = -1
+        bad.cmp_page_table[3, 0] = len(bad.k_cmp_cache)
+    else:
+        bad.cache_batch_idx[2] = len(bad.k_cache)
+        bad.cache_seqlens[3] = -5
+    before = copied(bad)
+    o, lses, _ = decode(bad, case)
+    good, good_lses, _ = decode(kept, case)
+    assert torch.equal(o[0], good[0]) and o[1:].isnan().all()
+    for lse, whole in zip(lses, good_lses):
+        assert torch.equal(lse[0], whole[0]) and lse[1:].isnan().all()
+    for name in ("k", "v", "k_cmp", "v_cmp"):
+        x, was, wrote = (getattr(c, f"{name}_cache") for c in (bad, before, kept))
+        untouched = (x.view(torch.int16) == was.view(torch.int16)) | (x.view(torch.int16) == wrote.view(torch.int16))
+        assert untouched.all()
+        changed = (x.view(torch.int16) != was.view(torch.int16)).flatten(2).any(-1).sum().item()
+        assert changed <= 1
