@@ -84,7 +84,7 @@ def warm_up(
 
     Args:
         shapes: (B, T, Hq, Hkv, D) of each call; most calls that differ in B or T alone launch the same kernels.
-        packed: the calls are of B packed sequences of T tokens.
+        packed: the calls are of B packed sequences of T tokens, and of as many of any lengths with starts on the GPU.
         gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
         projected: with ``compress_k_weight`` and ``compress_v_weight``.
         backward: backward too.
@@ -100,8 +100,11 @@ def warm_up(
         if len(shape) != 5:
             raise ValueError(f"a shape must be (B, T, Hq, Hkv, D), got {shape!r}")
         B, T, Hq, Hkv, D = shape
-        where = dict(B=1, T=B * T, lengths=(T,) * B) if packed else dict(B=B, T=T)
-        calls.append(CallShape(**where, Hq=Hq, Hkv=Hkv, D=D, Dv=D, **options))
+        sizes = dict(Hq=Hq, Hkv=Hkv, D=D, Dv=D, **options)
+        # Where the host does not know lengths, lists have room for one sequence of all tokens.
+        for lengths in ((T,) * B, (B * T, *[0] * (B - 1))) if packed else (None,):
+            where = dict(B=B, T=T) if lengths is None else dict(B=1, T=B * T, lengths=lengths)
+            calls.append(CallShape(**where, **sizes))
     for outcome in compile_calls(calls, target=_own_target(), jobs=max(1, processes())):
         if isinstance(outcome, Outcome) and outcome.error:
             raise RuntimeError(f"{outcome.kernel}: {outcome.error}")

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from nsa_layer import side_by_side
-from nsa_layer.compile_ahead import ENVIRONMENT
+from nsa_layer import NSAConfig, side_by_side
+from nsa_layer.compile_ahead import ENVIRONMENT, CallShape
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
 OWN = """
 import os
 import sys
 import warnings
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,7 +43,7 @@ def shape(**changes):
     given = dict(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
     return CallShape(**given | changes)
 
-def own_call(call):
+def own_call(call, bounded=False):
     if isinstance(call, ListsShape):
         return own_lists(call)
     if isinstance(call, CachedShape):
@@ -53,8 +54,13 @@ def own_call(call):
     sequences = len(call.lengths or range(call.B))
     offset = None if call.keys is None else torch.empty(sequences, dtype=torch.int32, device="cuda")
     rest = *map(given.get, names), call.block_indices("cuda"), offset
-    packing = autograd.Packing.of(call.spec(), given["q"].device, call.Hq // (call.lists or (call.Hkv,))[0])
-    o = autograd._Attend.forward(context, packing, call.spec(), plan, False, *rest)
+    spec, where = call.spec(), {}
+    if bounded:
+        spec = replace(spec, lengths=None, bound=max(call.lengths))
+        starts = torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
+        where = dict(cu_seqlens=starts, total=call.T)
+    packing = autograd.Packing.of(spec, given["q"].device, call.Hq // (call.lists or (call.Hkv,))[0], **where)
+    o = autograd._Attend.forward(context, packing, spec, plan, False, *rest)
     if call.backward:
         autograd._Attend.backward(context, torch.empty_like(o))
 
@@ -73,11 +79,11 @@ def own_cached(call):
     assert CachedShape.of(own, call.lengths) == call
     cached.step(own, call.lengths, 0.125, memory=MemoryPolicy(budget=1 << 60))
 
-def asked(call):
+def asked(call, **how):
     names = {}
     with compile_ahead._lookups(lambda cache, key, name: names.setdefault(name, True)):
         with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
-            own_call(call)
+            own_call(call, **how)
     return list(names)
 """
 NAMED = """
@@ -99,6 +105,9 @@ for own in (OwnKeys._fields, ("k_cmp",), ("v_cmp", "k_win")):
         names = kernel_files(call)
         assert list(names) == asked(call), (call, names)
         assert any("pool/" in name for name in names) == (own != OwnKeys._fields), names
+for q_tile in (1, 32, 128):
+    call = shape(T=3000, lengths=(2000, 1000), config=NSAConfig(q_tile=q_tile))
+    assert asked(call, bounded=True) == list(kernel_files(call)), call
 chosen = kernel_files(shape())
 packed = dict(T=150, lengths=(50, 100), keys=300, lengths_k=(100, 200))
 for stretch in (dict(T=100, keys=300, own=("k_cmp", "v_cmp")), packed):
@@ -127,7 +136,7 @@ for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
     assert list(kernel_files(call)) == asked(call) and len(asked(call)) == 11, (call, asked(call))
 """
 CALLED = """
-from nsa_layer import side_by_side
+from nsa_layer import NSAConfig, side_by_side
 side_by_side._begin = None  # nothing has to be compiled
 with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
@@ -139,7 +148,7 @@ BESIDE = """
 with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
     own_call(shape(gate="none", backward=False))
-from nsa_layer import side_by_side
+from nsa_layer import NSAConfig, side_by_side
 from nsa_layer.compile_ahead import kernel_files
 ((call, (worker, _)),) = side_by_side._begun.items()
 assert call.backward and os.waitpid(worker, 0)[1] == 0
@@ -236,3 +245,13 @@ def test_a_call_goes_on_where_no_process_can_be_started(monkeypatch: pytest.Monk
     side_by_side._begin("a call")
     assert begun == {"a call": None}
     assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_packed_calls_are_warm_wherever_their_starts_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[CallShape] = []
+    monkeypatch.setattr(side_by_side, "compile_calls", lambda calls, **_: asked.extend(calls) or [])
+    monkeypatch.setattr(side_by_side, "_own_target", dict)
+    config = NSAConfig()
+    side_by_side.warm_up(config, [(8, 512, 4, 2, 64)], packed=True)
+    assert [config.list_width(max(call.lengths)) for call in asked] == [8, 16]
+    assert all(len(call.lengths) == 8 and sum(call.lengths) == call.T == 4096 for call in asked)
