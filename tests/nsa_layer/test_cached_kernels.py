@@ -167,6 +167,16 @@ def test_lengths_that_are_on_the_gpu_alone(emulated: None, monkeypatch: pytest.M
     Caches(make_inputs(VARIANTS[name]), True, check=dict(backend="cute", validate=False)).finish(CUTS["ragged"], "cute")
 
 
+def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulated: None) -> None:
+    from nsa_layer.cute import cached
+
+    given, packed = contiguous(), {name: contiguous()[name].flatten(0, 1) for name in "qkv"}
+    want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL).flatten(0, 1)
+    given |= packed | dict(cu_seqlens_q=torch.tensor([-5, 20, 99]).int(), max_seqlen_q=20)
+    o, _ = cached.attend(CachedCall(**given), None, 8**-0.5, validate=False)
+    torch.testing.assert_close(o, want, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["blocks", "overlapping"])
 def test_a_batch_is_read_in_place(emulated: None, config: NSAConfig, packed: bool) -> None:
