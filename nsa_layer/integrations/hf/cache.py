@@ -65,17 +65,14 @@ class NSACacheLayer(CacheLayerMixin):
         """
         B, T = q.shape[:2]
         self._prepare(k, v, ragged, config)
-        counts = [T] * B
         packed = ragged is not None and ragged.places is not None
         if packed:
             q, k, v = map(ragged.pack, (q, k, v))
             gates = None if gates is None else ragged.pack(gates)
-            counts = ragged.cu_seqlens.diff().tolist()
             options["cu_seqlens_q"] = ragged.cu_seqlens
-        for name, network in networks.items():
-            made = self._completed(f"{name[0]}_cache", k if name == "k_cmp" else v, counts, network)
-            options[name] = torch.cat(made) if packed else torch.stack(made)
-        if sum(counts):
+        if networks:
+            options["compress"] = lambda *of: [f(x).squeeze(1) for f, x in zip(networks.values(), of, strict=True)]
+        if len(q):
             o = self.cache.attend(q, k, v, gates=gates, **options)
         else:
             o = q.new_zeros(0, q.shape[-2], v.shape[-1])
@@ -93,23 +90,6 @@ class NSACacheLayer(CacheLayerMixin):
         self._is_token = None if ragged is None else ragged.is_token
         if self._columns + T > self.cache.max_seqlen:
             self.cache.grow(max(self._columns + T, 2 * self.cache.max_seqlen))
-
-    def _completed(self, name: str, x: Tensor, counts: list[int], network: BlockMLP) -> list[Tensor]:
-        """Compressed keys or values of the blocks that each sequence's new tokens complete, and rows behind them.
-
-        Args:
-            x: [B, T, Hkv, D] or packed [total, Hkv, D], new keys or values.
-            counts: new tokens of each sequence.
-        """
-        config, cached = self.cache.config, self.cache.caches[name]
-        parts = []
-        for b, (length, new) in enumerate(zip(self.cache.lengths, x.flatten(0, -3).split(counts))):
-            first = config.compressed_length(length) * config.stride
-            made = network(torch.cat((cached[b, first:length], new)).unsqueeze(0)).squeeze(0).to(x.dtype)
-            part = new.new_zeros(-(-len(new) // config.stride), *new.shape[1:])
-            part[: len(made)] = made
-            parts.append(part)
-        return parts
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
         raise NotImplementedError(
