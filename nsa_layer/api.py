@@ -67,8 +67,8 @@ def nsa(
         cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, on q's device or the CPU;
             backward does not read them, so that a buffer may be refilled. The kernels do not show those on a GPU to the
             host: nothing waits, a captured CUDA graph takes other starts, and what is no start is undefined behaviour.
-            Lists of the caller's own for tiles, fewer rows of ``k_cmp`` than there could be blocks, and other backends
-            have the host read them once a call.
+            Lists of the caller's own for tiles, fewer rows of ``k_cmp`` than there could be blocks, ``return_aux`` and
+            other backends have the host read them once a call.
         max_seqlen: an upper bound of the packed lengths, in tokens: checked, or where the host does not read
             ``cu_seqlens``, relied on.
         causal: False lets every query see the whole sequence.
@@ -116,7 +116,9 @@ def nsa(
         if torch.compiler.is_compiling():
             _leave_graphs()
             return _outside_of_graphs(**named, **options, cp=cp)
-    spec = check_inputs(given, backend=backend, validate=validate) if cp is None else check_whole(given, cp)[0]
+    # Lists that are returned have a row for each tile, which the host counts.
+    read = validate or return_aux
+    spec = check_inputs(given, backend=backend, validate=read) if cp is None else check_whole(given, cp)[0]
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *cast))
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(

@@ -98,6 +98,17 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
             torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
 
+def test_lists_that_are_returned_have_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa_layer import inputs
+
+    monkeypatch.setattr(inputs, "leaves_lengths", lambda *_: True)
+    q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16) for h in (4, 2, 2))
+    options = dict(cu_seqlens=starts_of(LENGTHS, "cpu"), config=NSAConfig(q_tile=32), backend="cute")
+    with stubbed_layer():
+        _, aux = nsa(q, k, v, **options, return_aux=True)
+    assert aux.block_indices.shape == (sum(-(-length // 32) for length in LENGTHS), 2, NSAConfig().list_width(723))
+
+
 def layer(**options: object) -> NSAttention:
     torch.manual_seed(0)
     return NSAttention(DIM, **HEADS, **dict(dict(config=FIXED), **options)).to("cuda", torch.bfloat16)
