@@ -169,7 +169,6 @@ def layer(given: argparse.Namespace) -> Iterable[dict]:
             del whole, do
         for call in calls.values():
             slowest(call)
-            slowest(call)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(given.repeats):
             for name, call in calls.items():
