@@ -50,11 +50,9 @@ VARIANTS = {
 GROUPS: dict[str, dict[str, int | bool]] = {
     "own": {},
     "first": dict(high_priority=True),
-    "16": dict(max_ctas=16),
     "8": dict(max_ctas=8),
-    "4": dict(max_ctas=4),
     "8 single": dict(max_ctas=8, cga_cluster_size=1),
-    "8 first": dict(max_ctas=8, high_priority=True),
+    **{f"{n} first": dict(max_ctas=n, cga_cluster_size=1, high_priority=True) for n in (4, 8, 16)},
 }
 ONE = "one GPU"
 CUDA = torch.cuda.is_available()

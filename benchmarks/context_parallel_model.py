@@ -3,7 +3,8 @@
     python benchmarks/context_parallel_model.py [--measured benchmarks/results/context_parallel.json] [--network 50]
 
 A step is forward and backward of one layer, 32 query heads, 8 key/value heads of 128, bf16. Attention takes
-(a T + b T^2) / R, with a and b of the two lengths that were measured on one GPU. Collectives run at the bandwidths that
+(a T + b T^2) / R, with a and b of the two lengths that were measured on one GPU, times what it took longer on two GPUs
+beside exchanges, at the longer length. Collectives run at the bandwidths that
 were measured between two GPUs where all ranks are in one host of 8, else at that of the network, in GB/s of each GPU,
 with nothing lost to latency or to other traffic. Exchanges go head by head beside attention: those of the first heads
 before it and of the last ones after it are not hidden, nor is what takes longer than attention.
@@ -25,11 +26,13 @@ HQ, HKV, D, BYTES, FP32 = 32, 8, 128, 2, 4
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a token and of a pair of tokens on one GPU; GB/s by collective."""
+    """Seconds of a token and of a pair of tokens on one GPU, GB/s by collective, and how much longer than its share
+    attention takes beside exchanges, by mode."""
 
     a: float
     b: float
     rates: dict[str, float]
+    beside: dict[str, float]
 
     @classmethod
     def read(cls, file: Path) -> Measured:
@@ -41,11 +44,16 @@ class Measured:
         rates = {}
         for row in sorted(found["bandwidth"], key=lambda row: row["bytes"]):  # the largest size comes last
             rates[row["collective"]] = row["gb_per_s"]
-        return cls(each[short] - b * short, b, rates)
+        beside = {}
+        for mode in ("heads", "gather"):
+            rows = [row for row in found["layer"] if row["T"] == long and row["variant"].split(",")[0] == mode]
+            best = min(rows, key=lambda row: row["ms"])
+            beside[mode] = (best["ms"] - best["not_hidden_ms"]) / (ms[long] / found["ranks"])
+        return cls(each[short] - b * short, b, rates, beside)
 
-    def attention(self, T: int, ranks: int) -> float:
-        """Seconds on each GPU."""
-        return (self.a * T + self.b * T**2) / ranks
+    def attention(self, T: int) -> float:
+        """Seconds on one GPU."""
+        return self.a * T + self.b * T**2
 
 
 def sent(mode: str, T: int, ranks: int) -> dict[str, float]:
@@ -66,7 +74,8 @@ def step(mode: str, T: int, ranks: int, measured: Measured, network: float) -> d
     volumes = sent(mode, T, ranks)
     rate = {name: measured.rates[name] if ranks <= HOST else network for name in volumes}
     exchanged = sum(size / rate[name] / 1e9 for name, size in volumes.items())
-    attention, turns = measured.attention(T, ranks), HKV // ranks if mode == "heads" else HKV
+    turns = HKV // ranks if mode == "heads" else HKV
+    attention = measured.attention(T) / ranks * (measured.beside[mode] if turns > 1 else 1.0)
     outside = exchanged / turns
     exposed = outside + max(0.0, exchanged - outside - attention * (turns - 1) / turns)
     return dict(bytes=sum(volumes.values()), attention=attention, exchanged=exchanged, exposed=exposed)
@@ -82,7 +91,7 @@ def rows(measured: Measured, network: float) -> list[list[str]]:
             seconds = {mode: one["attention"] + one["exposed"] for mode, one in found.items()}
             for mode, one in found.items():
                 name = f"**{mode}**" if seconds[mode] == min(seconds.values()) else mode
-                ideal = f"{seconds[mode] * ranks / measured.attention(T, 1):.2f}"
+                ideal = f"{seconds[mode] * ranks / measured.attention(T):.2f}"
                 ms = (f"{one[key] * 1e3:,.1f}" for key in ("attention", "exchanged", "exposed"))
                 table.append([str(ranks), f"{T:,}", name, f"{one['bytes'] / 1e9:,.2f}", *ms, ideal])
     return table

@@ -225,8 +225,9 @@ def test_the_model_counts_what_ranks_send(tmp_path: Path) -> None:
 
 
 def test_the_model_prefers_what_sends_less() -> None:
-    measured = parallel.Measured(3e-7, 1e-12, {"all-to-all": 300.0, "all-gather": 300.0, "reduce-scatter": 300.0})
-    assert measured.attention(1 << 20, 2) == pytest.approx((3e-7 * 2**20 + 1e-12 * 2**40) / 2)
+    rates = {"all-to-all": 300.0, "all-gather": 300.0, "reduce-scatter": 300.0}
+    measured = parallel.Measured(3e-7, 1e-12, rates, {"heads": 1.0, "gather": 1.0})
+    assert measured.attention(1 << 20) == pytest.approx(3e-7 * 2**20 + 1e-12 * 2**40)
     rows = parallel.rows(measured, network=50.0)
     assert {row[2] for row in rows if row[0] == "64"} == {"**gather**"}  # more ranks than key/value heads
     slow = parallel.step("gather", 1 << 18, 64, measured, 50.0)
