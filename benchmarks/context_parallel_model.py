@@ -1,13 +1,13 @@
 """A model of context parallelism on more GPUs than were measured: bytes that each sends, and times of a step.
 
-    python benchmarks/context_parallel_model.py [--measured benchmarks/results/context_parallel.json] [--network 50]
+    python benchmarks/context_parallel_model.py [--measured FILE] [--network 50]
 
 A step is forward and backward of one layer, 32 query heads, 8 key/value heads of 128, bf16. Attention takes
-(a T + b T^2) / R, with a and b of the two lengths that were measured on one GPU, times what it took longer on two GPUs
-beside exchanges, at the longer length. Collectives run at the bandwidths that
-were measured between two GPUs where all ranks are in one host of 8, else at that of the network, in GB/s of each GPU,
-with nothing lost to latency or to other traffic. Exchanges go head by head beside attention: those of the first heads
-before it and of the last ones after it are not hidden, nor is what takes longer than attention.
+(a T + b T^2) / R, with a and b of two lengths that were measured on one GPU; beside exchanges it takes longer, by what
+it took longer on two GPUs at the longer length. Collectives run at the bandwidths that were measured between two GPUs
+where all ranks are in one host of 8, else at that of the network, in GB/s of each GPU, with nothing lost to latency or
+to other traffic. Exchanges go head by head beside attention: those of the first heads before it and of the last ones
+after it are not hidden, nor is what takes longer than attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from nsa_tools.report.tables import markdown
 
-MEASURED = Path(__file__).parent / "results" / "context_parallel.json"
+MEASURED = Path(__file__).parent / "results" / "context_parallel" / "two_h200.json"
 HOST = 8  # GPUs
 HQ, HKV, D, BYTES, FP32 = 32, 8, 128, 2, 4
 
