@@ -45,7 +45,7 @@ def whole_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-SIZES = dict(G=(1, 2, 4, 8, 16), T=(1, 63, 64, 65, 127, 300, 1000), D=(64, 128), dtype=DTYPES, packed=(False, True))
+SIZES = dict(G=(1, 2, 4, 8, 16), T=(1, 63, 64, 65, 127, 128, 129, 300, 1000), D=(64, 128), dtype=DTYPES, packed=(False, True))
 PAIRS = covering([tuple(zip(SIZES, values)) for values in itertools.product(*SIZES.values())], 2)
 
 OF_TOKENS = dict(G=(1, 2, 3, 4, 8, 16), D=(64, 128), dtype=DTYPES, packed=(False, True))
@@ -74,6 +74,12 @@ def test_kernels_by_token(sizes: dict) -> None:
         lengths = (T, 0, 70, T // 2 + 1) if sizes["packed"] else None
         case = Case(B=2, T=T, Hq=2 * G, Hkv=2, lengths=lengths, config=config, **options)
         assert_close_to_reference(case, "cute", "cuda")
+
+
+@pytest.mark.parametrize("G,D", [(130, 64), (256, 128)])
+def test_kernels_by_token_with_more_heads_than_a_tile_has_rows(G: int, D: int) -> None:
+    case = Case(T=200, Hq=G, Hkv=1, D=D, dtype=torch.bfloat16, config=NSAConfig(block_counts=2, window_size=100))
+    assert_close_to_reference(case, "cute", "cuda")
 
 
 @pytest.mark.usefixtures("hopper")
