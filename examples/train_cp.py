@@ -106,7 +106,7 @@ def build(mesh: DeviceMesh, cp: ContextParallel, given: argparse.Namespace) -> n
 
 
 class Run:
-    """What a checkpoint holds: weights, the optimiser's state, and how many steps were taken.
+    """The contents of a checkpoint: weights, the optimiser's state, and the number of steps taken.
 
     Args:
         folder: has a folder for each checkpoint; the last one that is complete is gone on from.

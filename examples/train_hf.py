@@ -46,7 +46,7 @@ def train(model: torch.nn.Module, data: list, steps: int, lr: float, out: Path) 
 
 @torch.no_grad()
 def perplexity(model: torch.nn.Module, data: list) -> float:
-    """Of each byte but a sequence's first, given those before it."""
+    """The loss of each byte but a sequence's first, given those before it."""
     model.eval()
     total = count = 0
     for entry in data:

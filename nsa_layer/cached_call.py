@@ -211,9 +211,6 @@ def _check_caches(call: CachedCall) -> None:
     of_size = {"k": D, "v": call.v_cache.shape[-1]}
     for name in ("k_win", "v_win"):
         _check_tensor(f"{name}_cache", getattr(call, f"{name}_cache"), (lead, S, Hkv, of_size[name[0]]), q)
-    for name, x in call.caches((*TOKEN_CACHES, *COMPRESSED_CACHES)).items():
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(f"{name}_cache must be contiguous in its last dimension, got stride {x.stride(-1)}")
     Sc = None
     for name, x in call.caches(COMPRESSED_CACHES).items():
         Sc = S // call.config.stride if paged else Sc
@@ -221,6 +218,9 @@ def _check_caches(call: CachedCall) -> None:
         least = call.config.compressed_length(S)
         if not paged and x.shape[1] < least:
             raise ValueError(f"{name}_cache must have room for the {least} keys of {S} tokens, got {x.shape[1]}")
+    for name, x in call.caches((*TOKEN_CACHES, *COMPRESSED_CACHES)).items():
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}_cache must be contiguous in its last dimension, got stride {x.stride(-1)}")
     if isinstance(call.cache_seqlens, torch.Tensor):
         _check_tensor("cache_seqlens", call.cache_seqlens, (B,), q, torch.int32)
     else:

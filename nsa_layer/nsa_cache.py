@@ -269,7 +269,7 @@ class NSACache:
                 cache[places] = x.detach().to(cache.dtype)
 
     def _places(self, b: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the tokens of sequences b are in the caches."""
+        """Places in the caches of the tokens of sequences b."""
         if not self._pages:
             return b, token
         pages = self._pages["page_table"]

@@ -241,7 +241,7 @@ CACHE = (
 OF_CACHE = (
     ("q k v", *NOT_A_TENSOR, None),
     ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:]),
-    ("q", ValueError, "sequence 0 would have 40 tokens, the cache has room for 32",
+    ("q", ValueError, "q has 40 tokens of a sequence, the caches have room for 32",
      Together(q=torch.zeros(B, 40, HQ, D), k=torch.zeros(B, 40, HKV, D), v=torch.zeros(B, 40, HKV, DV))),
 )  # fmt: skip
 CROP = (
@@ -364,8 +364,7 @@ FORWARD = (
     ("cache", ValueError, "cache must be of the layer's config", empty_cache()),
     ("cache", ValueError, "cache must have x's 1 sequences, got 2", with_cache(x=torch.zeros(1, T, 32))),
     ("cache", ValueError, "cache needs causal=True", with_cache(causal=False), with_cache(return_aux=True)),
-    ("cache", NotImplementedError, "cache with compression='mlp'", with_cache(dict(compression="mlp"))),
-    ("cache", NotImplementedError, "kv_per_branch=True", with_cache(dict(kv_per_branch=True))),
+    ("cache", ValueError, "cache must have own_window and own_sources where", with_cache(dict(kv_per_branch=True))),
 )  # fmt: skip
 OF_NSA = (  # refused by nsa, which comes after the projections
     ("x", ValueError, "no empty dimension", torch.zeros(1, 0, 32)),

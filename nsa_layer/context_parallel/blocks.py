@@ -18,7 +18,7 @@ Compress = Callable[[Tensor, tuple[int, ...] | None], Tensor]
 def compress_own(
     x: Tensor, lengths: tuple[int, ...] | None, cp: ContextParallel, compress: Compress, *, config: NSAConfig
 ) -> Tensor:
-    """What becomes of the blocks that start in this rank's chunks.
+    """Compressed rows of the blocks that start in this rank's chunks.
 
     Args:
         x: [B, n, H, D], packed [n, H, D].

@@ -21,7 +21,7 @@ OPS = torch.ops._c10d_functional
 
 
 class Exchange(NamedTuple):
-    """Who has which rows of a tensor.
+    """The rows of a tensor that each rank has.
 
     Attributes:
         in_place: chunks are sent from and to where they stand in the whole, which is not the order of the ranks: NCCL
@@ -75,7 +75,7 @@ class Exchange(NamedTuple):
         return OPS.wait_tensor(sent)[:, :, : sum(self.rows.of_rank(self.cp.rank))]
 
     def send_sums(self, x: Tensor) -> Tensor:
-        """What this rank adds to all rows, [B, N, ...], to those who have them; `sums` waits for the sums."""
+        """Send this rank's part of all rows, [B, N, ...], to those who have them; `sums` waits for the sums."""
         return self.send_sums_by_rank(self.rows.to_ranks(x))
 
     def send_sums_by_rank(self, x: Tensor) -> Tensor:

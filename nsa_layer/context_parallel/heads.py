@@ -100,7 +100,7 @@ def steps_of(x: Tensor, rows: Rows, cp: ContextParallel, heads: int) -> int:
 
 
 def _policy(given: Arguments, rows: Rows, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:
-    """What calls recompute, from the memory of all of them: the first one would take what the last one needs."""
+    """The plan of what calls recompute, from the memory of all: the first one would take what the last one needs."""
     if memory.recompute != "auto" or memory.budget is not None:
         return memory
     config, own, lead = given.config, given.own, (*given.q.shape[:-3], sum(rows.counts))

@@ -107,7 +107,7 @@ class Piece(NamedTuple):
 
 
 def pieces(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -> tuple[Piece, ...]:
-    """What the blocks of compression that start in each chunk are made of.
+    """Rows of tokens that the blocks of compression that start in each chunk are made of.
 
     Args:
         lengths: of the packed sequences, or of one sequence.

@@ -180,7 +180,7 @@ def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulated: None) ->
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["blocks", "overlapping"])
 def test_a_batch_is_read_in_place(emulated: None, config: NSAConfig, packed: bool) -> None:
-    """Of one length; a pack of one sequence is one too."""
+    """A batch of one length; a pack of one sequence is one too."""
     given = contiguous(Case(B=1 if packed else 2, T=20, D=8, dtype=torch.float64, config=config), S=24)
     for name in ("k_cmp_cache", "v_cmp_cache"):
         given[name] = given[name].new_full((len(given["q"]), 5, *given[name].shape[2:]), torch.nan)

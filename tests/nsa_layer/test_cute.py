@@ -45,7 +45,8 @@ def whole_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-SIZES = dict(G=(1, 2, 4, 8, 16), T=(1, 63, 64, 65, 127, 128, 129, 300, 1000), D=(64, 128), dtype=DTYPES, packed=(False, True))
+SIZES = dict(G=(1, 2, 4, 8, 16), T=(1, 63, 64, 65, 127, 128, 129, 300, 1000), D=(64, 128))
+SIZES |= dict(dtype=DTYPES, packed=(False, True))
 PAIRS = covering([tuple(zip(SIZES, values)) for values in itertools.product(*SIZES.values())], 2)
 
 OF_TOKENS = dict(G=(1, 2, 3, 4, 8, 16), D=(64, 128), dtype=DTYPES, packed=(False, True))

@@ -86,7 +86,7 @@ def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.
 @pytest.mark.parametrize("starts", [None, "cuda", "cpu"], ids=["batch", "packed", "starts on the host"])
 @pytest.mark.parametrize("q_tile, deterministic", [(1, False), (1, True), (128, True)])
 def test_the_host_never_waits(q_tile: int, deterministic: bool, starts: str | None) -> None:
-    """Where packed sequences start the host knows, or the GPU alone."""
+    """Starts of packed sequences that the host knows, or the GPU alone."""
     if deterministic and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     lengths, config = (

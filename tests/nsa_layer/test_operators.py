@@ -286,7 +286,7 @@ def test_calls_on_the_kernels_are_operators_where_they_are_seen(packed: bool) ->
 @pytest.mark.parametrize("q_tile", [1, 128])
 @pytest.mark.parametrize("packed", [False, True])
 def test_aux_is_that_of_a_call_that_is_not_seen(q_tile: int, packed: bool) -> None:
-    """Of the kernels, outside of graphs: lists have no room for other lengths."""
+    """A call on the kernels outside of graphs: its lists have no room for other lengths."""
     (q, k, v, *_, starts, _), _ = on_kernels(q_tile=q_tile, packed=packed, heads=2, kept=[])
     call = partial(nsa, cu_seqlens=starts, config=NSAConfig(q_tile=q_tile), backend="cute", return_aux=True)
     with stubbed_layer():

@@ -121,7 +121,7 @@ def _flat(lists: Lists) -> tuple[list[Optional[Tensor]], list[int]]:
 
 
 def _lists(tensors: Sequence[Optional[Tensor]], options: Sequence[int]) -> Lists:
-    """What `_flat` was given."""
+    """The arguments that `_flat` was given."""
     if not tensors:
         return None
     q_size, k_size, spt, per_group, passes = (None if x < 0 else x for x in options)

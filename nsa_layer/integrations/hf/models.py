@@ -143,7 +143,7 @@ def _use_nsa(config: PreTrainedConfig) -> None:
 
 @dataclass(kw_only=True)
 class _Fields:
-    """What a configuration has beside those of the dense model.
+    """The fields of a configuration beside those of the dense model.
 
     Attributes:
         nsa: fields of `NSAConfig`; a `NSAConfig` becomes them.

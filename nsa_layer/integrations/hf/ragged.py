@@ -1,4 +1,4 @@
-"""Which places of a batch are tokens, and of which sequence: the mask function of "nsa", read once a forward pass."""
+"""Places of a batch that are tokens, and their sequences: the mask function of "nsa", read once a forward pass."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def nsa_mask(
 
 
 def _of_padding(is_token: Tensor, T: int) -> Ragged | None:
-    """Of a mask bool [B, S], the queries being its last T columns."""
+    """The sequences of a mask bool [B, S], the queries being its last T columns."""
     on_host = is_token.cpu()
     if on_host.all():
         return None

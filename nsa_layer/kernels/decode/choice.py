@@ -228,7 +228,7 @@ def times(spec: DecodeSpec, x: int) -> float:
 
 @cute.jit
 def rank_of(entries: cute.Tensor, i: Int32, count: Int32) -> Int32:
-    """How many entries are better than entry i."""
+    """The number of entries that are better than entry i."""
     own, rank = entries[i], Int32(0)
     for j in cutlass.range(count, unroll=8):
         rank += cutlass.select_(entries[j] > own, Int32(1), Int32(0))
@@ -244,7 +244,7 @@ def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
 
 @cute.jit
 def log_sum_exp(stats: cute.Tensor, row: Int32, first: Int32, count: Int32, threads: cutlass.Constexpr[int]) -> Float32:
-    """Of a row's pieces from `first` on, in units of log2; by so many neighbouring threads."""
+    """The log-sum-exp of a row's pieces from `first` on, in units of log2; by so many neighbouring threads."""
     lane = cute.arch.lane_idx() % threads
     top = -Float32.inf
     for i in cutlass.range(lane, count, threads, unroll=4):

@@ -30,7 +30,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Where sequences' lengths are, and their rows of contiguous caches.
+    """Tensors of the sequences' lengths and of their rows in contiguous caches.
 
     Attributes:
         cache_seqlens: int32 [B].

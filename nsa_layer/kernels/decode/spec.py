@@ -1,4 +1,4 @@
-"""What the kernels of a decode step are compiled for, and their tensors' shapes."""
+"""Static sizes that the kernels of a decode step are compiled for, and their tensors' shapes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class WarpRows:
                 load(row, 8 * j + g, self.v[None, j, i])
 
     def scores(self) -> list[Float32]:
-        """Of the rows g, g, g + 8, g + 8 and the keys 2 c, 2 c + 1 twice; then of the keys 2 c + 8, 2 c + 9; scaled."""
+        """Scaled scores: rows g, g, g + 8, g + 8 and keys 2 c, 2 c + 1 twice; then keys 2 c + 8, 2 c + 9."""
         found = []
         for i in range(2):
             sums = cute.make_rmem_tensor(((2, 2), 1, 1), Float32)
@@ -215,7 +215,7 @@ def shared_partial(smem: cutlass.utils.SmemAllocator, D: int) -> tuple[cute.Tens
 
 
 def own_keys() -> tuple[list[Int32], list[Int32]]:
-    """Of `KEYS` keys, those whose keys and those whose values a lane loads."""
+    """The keys, of `KEYS`, whose keys and whose values a lane loads."""
     g, c = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     assert KEYS == 16
     return [g, g + 8], [2 * c, 2 * c + 1, 2 * c + 8, 2 * c + 9]
