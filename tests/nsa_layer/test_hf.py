@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,12 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from nsa_layer import NSAConfig, cached_step
-
-if importlib.util.find_spec("transformers") is None:
-    pytest.skip("needs the extra [hf]", allow_module_level=True)
-
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -36,6 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from nsa_layer import NSAConfig, cached_step
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, NSAModelCache, convert_to_nsa
 
 pytestmark = pytest.mark.xdist_group("hf")
