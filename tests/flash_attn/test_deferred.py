@@ -37,7 +37,7 @@ print(callable(rmsnorm) and quack.rmsnorm is rmsnorm, fake_tensor.load() is quac
 @pytest.mark.parametrize("name,deferred", PLACES, ids=[name for name, _ in PLACES])
 def test_every_name_is_there(name: str, deferred: Deferred) -> None:
     found = deferred.load()
-    assert found.__name__ in (name, "make_fake_tensor") and found is deferred.load()
+    assert deferred.__name__ == found.__name__ in (name, "make_fake_tensor") and found is deferred.load()
 
 
 def test_the_compiler_comes_first_and_at_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,8 +216,11 @@ def _attention_backward(dout: Optional[Tensor], dlse: Optional[Tensor], *tensors
 
 
 def _attention_backward_fake(*tensors: Any, **static: Any) -> Tensors:
-    inputs = tensors[2:7]
-    return tuple(inputs[2].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+    q, k, v, qv, sink = tensors[2:7]
+    of_keys = v.dtype if qv is None else torch.float32  # kernels with qv leave rounding to autograd
+    dtypes = v.dtype, of_keys, of_keys, v.dtype, None if sink is None else sink.dtype
+    inputs = zip((q, k, v, qv, sink), dtypes, strict=True)
+    return tuple(v.new_empty(0) if x is None else x.new_empty(x.shape, dtype=kind) for x, kind in inputs)
 
 
 class _Attention(torch.autograd.Function):

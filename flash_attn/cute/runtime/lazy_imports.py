@@ -36,7 +36,7 @@ class Deferred:
 
     def __init__(self, module: str, name: str) -> None:
         self._module = module
-        self._name = name
+        self._name = self.__name__ = name  # upstream keys kernels by it
 
     def load(self) -> Any:
         """The object itself."""

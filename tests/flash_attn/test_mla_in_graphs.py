@@ -1,0 +1,110 @@
+"""Absorbed MLA (`qv`), which only Blackwell has, as an operator: its host code, with kernels that note their launch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from test_attention_in_graphs import by_operator, call, gradients
+from torch.library import opcheck
+
+from flash_attn.cute import interface
+from flash_attn.cute.cache_utils import JITCache
+from flash_attn.cute.operators import attention as operators
+
+Tensor = torch.Tensor
+STARTS = torch.tensor([0, 100, 100, 256], dtype=torch.int32)
+CASES: dict[str, dict[str, Any]] = {
+    "sparse": dict(sparse=True),
+    "recomputed": dict(sparse=True, gather_bwd_recompute_p=True, causal=True),
+    "packed": dict(sparse=True, packed=True, learnable_sink=torch.ones(64)),
+    "keys are values": dict(sparse=True, shared=True, return_lse=True),
+    "dense": dict(return_lse=True),
+    "dense, packed": dict(packed=True, causal=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Launches of Blackwell's kernels, which write nothing."""
+    torch._dynamo.reset()
+    made: list[tuple] = []
+
+    def data(x: Any) -> Any:
+        return (x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+    class Stub(JITCache):
+        def __contains__(self, key: object) -> bool:
+            self.cache.setdefault(key, lambda *args: made.append((key, *map(data, args))))
+            return True
+
+    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "148")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True), raising=False)
+    monkeypatch.setattr(interface, "_get_device_arch", lambda: 100)
+    for module in [module for name, module in sys.modules.items() if name.startswith("flash_attn.cute.")]:
+        for function in vars(module).values():
+            if isinstance(function, FunctionType) and hasattr(function, "compile_cache"):
+                monkeypatch.setattr(function, "compile_cache", Stub())
+    return made
+
+
+def arguments(case: str, needs_grad: bool) -> tuple[list[Tensor], dict[str, Any], list[Tensor]]:
+    """q, k and v of a call, its other arguments, and those that get gradients."""
+    given = dict(CASES[case])
+    sparse, packed, shared = (given.pop(name, False) for name in ("sparse", "packed", "shared"))
+    lead = (256,) if packed else (2, 256)
+
+    def made(heads: int, width: int) -> Tensor:
+        return torch.randn(*lead, heads, width, dtype=torch.bfloat16, requires_grad=needs_grad)
+
+    if packed:
+        given |= dict(cu_seqlens_q=STARTS, cu_seqlens_k=STARTS, max_seqlen_q=156, max_seqlen_k=156)
+    if sparse:
+        given["gather_kv_indices"] = torch.zeros(*lead, 128, dtype=torch.int32)
+    if shared:
+        q, v = made(64, 512), made(1, 512)
+        return [q, v, v], given, [q, v]
+    tensors, given["qv"] = [made(64, 64), made(1, 64), made(1, 512)], made(64, 512)
+    return tensors, given, [*tensors, given["qv"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_graph_launches_what_a_call_does(case: str, launched: list[tuple]) -> None:
+    needs_grad = not case.startswith("dense")  # whose gradient there is no kernel for
+    tensors, given, of = arguments(case, needs_grad)
+    functions: tuple[Callable, ...] = call, torch.compile(call, fullgraph=True, backend="aot_eager")
+    found, launches = [], []
+    for function in functions:
+        out, lse = function(tensors, given)
+        made = gradients((out, lse if given.get("return_lse") else None), of) if needs_grad else ()
+        found.append([None if x is None else (x.shape, x.stride(), x.dtype) for x in (out, lse, *made)])
+        launches.append(list(launched))
+        launched.clear()
+    assert found[0] == found[1] and launches[0] == launches[1]
+    assert len(launches[0]) >= (4 if needs_grad else 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pytorch_finds_nothing_wrong(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in numbers, which no kernel writes."""
+    asked, utils = [], ("test_schema", "test_autograd_registration", "test_faketensor")
+
+    def noting(name: str) -> Callable[..., Any]:
+        op = getattr(operators.OPS, name).default
+        return lambda *args, **static: asked.append((op, args, static)) or op(*args, **static)
+
+    needs_grad = not case.startswith("dense")
+    tensors, given, of = arguments(case, needs_grad)
+    names = "attention", "attention_backward"
+    monkeypatch.setattr(operators, "OPS", type("Noting", (), {name: staticmethod(noting(name)) for name in names}))
+    made = by_operator(tensors, given)
+    if needs_grad:
+        gradients(made, of)
+    assert len(asked) == 1 + needs_grad
+    for op, args, static in asked:
+        detached = [x.detach() if isinstance(x, Tensor) and op._opname.endswith("backward") else x for x in args]
+        opcheck(op, tuple(detached), static, test_utils=utils)
