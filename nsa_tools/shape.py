@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nsa_layer.compile_ahead import CallShape
+from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.cute.memory_plan import MemoryPolicy
 
 # Names on the command line, and PyTorch's.

@@ -33,7 +33,6 @@ ROOM_OF = {
     **dict.fromkeys(("config", "call_spec", "inputs", "cached_call"), "config"),
     **dict.fromkeys(("autocast", "derivatives", "determinism", "fork", "profiler_ranges", "support"), "support"),
     **dict.fromkeys(("eager", "compress", "compression", "gate", "select", "token_attention"), "eager"),
-    **dict.fromkeys(("compile_ahead", "compile_worker", "side_by_side"), "cute"),
     "reference": "reference",
 }
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 
-from nsa_layer import determinism, side_by_side, support
+from nsa_layer import determinism, support
 from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, require_choice_by_token
-from nsa_layer.compile_ahead import CallShape
+from nsa_layer.compiling import side_by_side
+from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.derivatives import first_derivatives

@@ -16,7 +16,6 @@ from itertools import accumulate
 
 import torch
 
-from nsa_layer import side_by_side
 from nsa_layer.cached_call import (
     COMPRESSED_CACHES,
     TOKEN_CACHES,
@@ -26,7 +25,8 @@ from nsa_layer.cached_call import (
     refuse_shared,
 )
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.compile_ahead import CachedShape
+from nsa_layer.compiling import side_by_side
+from nsa_layer.compiling.shapes import CachedShape
 from nsa_layer.compress import project
 from nsa_layer.cute import autograd
 from nsa_layer.cute.memory_plan import MemoryPolicy

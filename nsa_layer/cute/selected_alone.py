@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer import side_by_side
 from nsa_layer.call_spec import ListSpec
-from nsa_layer.compile_ahead import ListsShape
+from nsa_layer.compiling import side_by_side
+from nsa_layer.compiling.shapes import ListsShape
 from nsa_layer.fork import require_patched
 
 require_patched()

@@ -141,11 +141,13 @@ def stack_bytes(case: TokenCase) -> list[int]:
 
 def kernels_of_layer() -> set[tuple[str, bool | None]]:
     """The kernels of the selected branch and of the choice by token that a call of the layer asks for; in a worker."""
-    from nsa_layer import NSAConfig, compile_ahead
+    from nsa_layer import NSAConfig
+    from nsa_layer.compiling.ahead import make_call
+    from nsa_layer.compiling.shapes import CallShape
 
     static = dict(dtype=torch.bfloat16, config=NSAConfig(q_tile=1))
     with built_kernels("") as kernels:
-        compile_ahead.make_call(compile_ahead.CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, **static))
+        make_call(CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, **static))
     return {(type(kernel).__name__, getattr(getattr(kernel, "spec", None), "by_warp", None)) for kernel in kernels}
 
 

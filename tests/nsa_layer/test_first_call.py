@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nsa_layer.compile_ahead import ENVIRONMENT
+from nsa_layer.compiling.ahead import ENVIRONMENT
 
 STEPS = """
 import sys

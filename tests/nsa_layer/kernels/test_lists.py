@@ -16,7 +16,7 @@ from choices import random_choice  # noqa: E402
 from fa_compile import Worker  # noqa: E402
 
 from fuzz.blocks import each_tensor  # noqa: E402
-from nsa_layer.compile_ahead import _Unlinked  # noqa: E402
+from nsa_layer.compiling.ahead import _Unlinked  # noqa: E402
 from nsa_layer.config import NSAConfig  # noqa: E402
 from nsa_layer.cute.torch_block_lists import selected_lists  # noqa: E402
 

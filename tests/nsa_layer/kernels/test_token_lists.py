@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "flash_attn"))
 
 from fa_compile import Worker  # noqa: E402
 
-from nsa_layer.compile_ahead import _Unlinked  # noqa: E402
+from nsa_layer.compiling.ahead import _Unlinked  # noqa: E402
 from nsa_layer.kernels.token_lists import pairs_by_block as pairs_module  # noqa: E402
 from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block  # noqa: E402
 from nsa_layer.kernels.token_lists.sizes import most_partials, tokens_of_tile, words_of_entry  # noqa: E402

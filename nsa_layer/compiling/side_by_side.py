@@ -1,6 +1,6 @@
 """Compiles the kernels of calls side by side: ahead of them, or all at once when a call finds one of its own missing.
 
-Kernels are compiled by a process of its own, `compile_worker`, and those that it forks. They share nothing with this
+Kernels are compiled by a process of its own, `worker`, and those that it forks. They share nothing with this
 one but the cache on disk, where a process that wants a kernel waits for whoever compiles it. So a call whose kernels
 are missing goes on as it would alone, and finds most of them made.
 
@@ -23,7 +23,8 @@ from typing import NoReturn
 
 import torch
 
-from nsa_layer.compile_ahead import ENVIRONMENT, CallShape, Order, Outcome
+from nsa_layer.compiling.ahead import ENVIRONMENT, Order, Outcome
+from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.config import NSAConfig
 from nsa_layer.support import device_arch, kernel_family
 
@@ -45,7 +46,7 @@ def compile_calls(calls: Iterable[CallShape], *, target: dict[str, str], jobs: i
     """Compile each kernel of the calls once; yields their number, then outcomes as they come.
 
     Args:
-        target: variables of the architecture that is compiled for, see `compile_ahead.ENVIRONMENT`.
+        target: variables of the architecture that is compiled for, see `ahead.ENVIRONMENT`.
         jobs: processes at once.
 
     Raises:
@@ -162,7 +163,7 @@ def _has_ended(process: int) -> bool:
 
 def _compile_and_end(order: Order, target: dict[str, str], source: int, held: int) -> NoReturn:
     """In a fork."""
-    from nsa_layer import compile_worker
+    from nsa_layer.compiling import worker
 
     status = 1
     try:
@@ -171,7 +172,7 @@ def _compile_and_end(order: Order, target: dict[str, str], source: int, held: in
         torch.cuda.is_available = lambda: False
         multiprocessing.current_process()._config["daemon"] = False  # a data loader's process forks too
         with open(os.devnull, "wb") as nobody:
-            compile_worker.compile_all(order, source, nobody)
+            worker.compile_all(order, source, nobody)
         status = 0
     finally:
         os._exit(status)
@@ -181,7 +182,7 @@ def _start(order: Order, target: dict[str, str], **pipes: int) -> subprocess.Pop
     """The worker, at work. It finds modules where this process does, and sees no GPU."""
     folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     beside = {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "nsa_layer.compile_worker"]
+    command = [sys.executable, "-m", "nsa_layer.compiling.worker"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | target | beside, **pipes)
     pickle.dump(order, worker.stdin)
     worker.stdin.flush()

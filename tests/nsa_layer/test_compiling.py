@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from nsa_layer import NSAConfig, side_by_side
-from nsa_layer.compile_ahead import ENVIRONMENT, CallShape
+from nsa_layer import NSAConfig
+from nsa_layer.compiling import side_by_side
+from nsa_layer.compiling.ahead import ENVIRONMENT
+from nsa_layer.compiling.shapes import CallShape
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
 OWN = """
@@ -24,11 +26,13 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_layer import NSAConfig, MemoryPolicy, compile_ahead
+from nsa_layer import NSAConfig, MemoryPolicy
 from nsa_layer.call_spec import ListSpec, OwnKeys
 from nsa_layer.cached_call import CachedCall
+from nsa_layer.compiling import ahead
+from nsa_layer.compiling.ahead import kernel_files
+from nsa_layer.compiling.shapes import CachedShape, CallShape, ListsShape
 from nsa_layer.cute import autograd, cached, selected_alone
-from nsa_layer.compile_ahead import CachedShape, CallShape, ListsShape, kernel_files
 from nsa_layer.cute.memory_plan import plan_memory
 
 warnings.simplefilter("ignore")
@@ -81,8 +85,8 @@ def own_cached(call):
 
 def asked(call, **how):
     names = {}
-    with compile_ahead._lookups(lambda cache, key, name: names.setdefault(name, True)):
-        with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
+    with ahead._lookups(lambda cache, key, name: names.setdefault(name, True)):
+        with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
             own_call(call, **how)
     return list(names)
 """
@@ -136,20 +140,21 @@ for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
     assert list(kernel_files(call)) == asked(call) and len(asked(call)) == 11, (call, asked(call))
 """
 CALLED = """
-from nsa_layer import NSAConfig, side_by_side
+from nsa_layer.compiling import side_by_side
 side_by_side._begin = None  # nothing has to be compiled
-with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
+with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
 print(*sorted({"quack", "flash_attn.cute.flash_fwd_sm90"} & set(sys.modules)))
 """
 
 # The call compiles what it needs, forward alone, while a worker compiles all of the step.
 BESIDE = """
-with FakeTensorMode(), compile_ahead._Unlinked(), torch.no_grad():
+with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
     own_call(shape(gate="none", backward=False))
-from nsa_layer import NSAConfig, side_by_side
-from nsa_layer.compile_ahead import kernel_files
+from nsa_layer import NSAConfig
+from nsa_layer.compiling import side_by_side
+from nsa_layer.compiling.ahead import kernel_files
 ((call, (worker, _)),) = side_by_side._begun.items()
 assert call.backward and os.waitpid(worker, 0)[1] == 0
 files = kernel_files(call)
@@ -199,8 +204,9 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     program = """
 import os, torch
 import flash_attn.cute.interface
-from nsa_layer import NSAConfig, side_by_side
-from nsa_layer.compile_ahead import CallShape
+from nsa_layer import NSAConfig
+from nsa_layer.compiling import side_by_side
+from nsa_layer.compiling.shapes import CallShape
 call = CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
 side_by_side._begin(call)
 side_by_side._begin(call)
