@@ -99,7 +99,7 @@ class _Plan:
         visible: whether query t sees the key at a position; None where every query sees every key that its chunk reads.
         heads: query heads that lie beside one another in the rows, R.
         softmax_scale: factor of q . k.
-        branch: whose plan it is, one of `ranges.COMPONENTS`.
+        branch: whose plan it is, one of `profiler_ranges.COMPONENTS`.
     """
 
     chunks: Callable[[torch.Tensor | None], Iterator[Chunk]]

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-# compress: pooling, projections and the way back; choose: tile means, scores, top-n; lists: forward, backward, plan, by
-# token unions; pairs: tokens by block of keys; cmp, slc, swa: attention of each branch; slc_dq, slc_dkdv: the selected
-# branch's passes by token; gate: gates and weighted sum; convert: sums and roundings of gradients; cache: places of
-# sequences in caches, what is appended to and copied from them.
+# compress: pooling, projections and the way back; choose: pooled queries, scores, top-n; lists: forward, backward,
+# plan, by token unions; pairs: tokens by block of keys; cmp, slc, swa: attention of each branch; slc_dq, slc_dkdv: the
+# selected branch's passes by token; gate: gates and weighted sum; convert: sums and roundings of gradients; cache:
+# places of sequences in caches, what is appended to and copied from them.
 COMPONENTS = (
     *("compress", "choose", "lists", "pairs", "cmp", "slc", "slc_dq", "slc_dkdv", "swa", "gate", "convert"),
     "cache",

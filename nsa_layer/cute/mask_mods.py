@@ -30,8 +30,8 @@ def causal_mask() -> Callable:
 def selected_mask(block_size: int, q_tile: int, G: int, causal: bool, packed: bool = False) -> Callable:
     """Token s is visible to query t iff its block is listed for t's tile, and ``s <= t`` where causal.
 
-    aux_tensors[0]: the bitmap of `sparsity.block_bitmap`, int32 [B, Hkv, M, words]; packed [1, Hkv, all rows, words],
-    and aux_tensors[1] says at which row each sequence starts.
+    aux_tensors[0]: the bitmap of `torch_block_lists.block_bitmap`, int32 [B, Hkv, M, words]; packed
+    [1, Hkv, all rows, words], and aux_tensors[1] says at which row each sequence starts.
     """
 
     @cute.jit

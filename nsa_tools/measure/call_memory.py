@@ -33,7 +33,7 @@ def planned(shape: Shape, total: int | None = None) -> MemoryPlan:
 
 
 def predicted(shape: Shape, plan: MemoryPlan) -> dict[str, int]:
-    """Bytes by component of `policy.predict`, and "peak", above the inputs."""
+    """Bytes by component of `memory_plan.predict`, and "peak", above the inputs."""
     first, end = plan.groups[0]
     parts = predict(shape.sizes(), end - first, plan.kept)
     work = max(parts["forward"], parts["backward"] + parts["gradients"])
@@ -55,7 +55,7 @@ class RepeatedCall:
             torch.autograd.grad(o, list(self.inputs.values()), torch.ones_like(o))
 
     def parts(self) -> dict[str, int]:
-        """Bytes on a GPU under the names of `policy.predict`.
+        """Bytes on a GPU under the names of `memory_plan.predict`.
 
         "saved" is held after forward beside o, "forward" is forward's peak above that, "backward" that of backward
         above that and the gradients.
