@@ -1,6 +1,5 @@
-"""Ranges name the parts of a call to whoever watches, and to nobody else."""
+"""Profiler ranges name the parts of a call to their observer, and to nothing else."""
 
-import timeit
 from contextlib import contextmanager
 
 import pytest
@@ -35,10 +34,6 @@ def test_a_failure_inside_is_passed_on_and_ends_the_watch():
             pass
 
 
-def test_an_unwatched_range_costs_no_more_than_a_microsecond():
-    def ranges():
-        for name in COMPONENTS:
-            with component(name):
-                pass
-
-    assert min(timeit.repeat(ranges, number=1000, repeat=5)) / 1000 / len(COMPONENTS) < 1e-6
+def test_a_range_that_nobody_observes_allocates_nothing():
+    ranges = [component(name) for name in COMPONENTS]
+    assert all(each is ranges[0] for each in ranges)

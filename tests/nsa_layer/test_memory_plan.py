@@ -1,4 +1,4 @@
-"""The memory policy: schedules keep to the budget, and what they do to save memory changes no bit."""
+"""Memory plans keep to the budget, and what they do to save memory changes no bit."""
 
 from __future__ import annotations
 
