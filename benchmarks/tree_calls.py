@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
@@ -107,28 +106,18 @@ def selected(
 ) -> dict[str, dict[str, Any]]:
     """Options of both directions: the lists of the blocks that the layer selects."""
     from nsa_layer import NSAConfig, nsa
-
-    try:
-        from nsa_layer.call_spec import CallSpec
-        from nsa_layer.cute import selected_branch
-    except ImportError:  # a tree of before these modules were named so
-        from nsa_layer import branches as selected_branch
-        from nsa_layer.problem import Problem as CallSpec
+    from nsa_layer.call_spec import CallSpec
+    from nsa_layer.cute.packing import Packing
+    from nsa_layer.cute.selected_branch import selected_sparsity
 
     config = NSAConfig(q_tile=128)
     with torch.no_grad():
         chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
-        if chosen.shape[0] != HKV:  # [tiles, Hkv, n]; trees of before have the heads in front, as the kernels do
-            chosen = chosen.transpose(0, 1).contiguous()
+    chosen = chosen.transpose(0, 1).contiguous()  # [Hkv, tiles, n]
     spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
-    named = {"spec" if CallSpec.__name__ == "CallSpec" else "problem": spec}
-    named |= dict(cu_seqlens=cu_seqlens)
-    if "packing" in signature(selected_branch.selected_sparsity).parameters:
-        counts = (chosen >= 0).sum(-1, dtype=torch.int32)
-        named = dict(spec=spec, packing=selected_branch.Packing.of(spec, q.device), block_counts=counts)
+    named = dict(spec=spec, packing=Packing.of(spec, q.device), block_counts=(chosen >= 0).sum(-1, dtype=torch.int32))
     made = [
-        selected_branch.selected_sparsity(chosen, len(q), (HQ, HKV), **named, backward=backward).options()
-        for backward in (False, True)
+        selected_sparsity(chosen, len(q), (HQ, HKV), **named, backward=backward).options() for backward in (False, True)
     ]
     of_queries = made[0]["block_sparse_tensors"]
     return dict(forward=made[0], backward=made[1] | dict(block_sparse_tensors_fwd=of_queries, passes=passes))
