@@ -1,6 +1,7 @@
 """Multi-query recall learned with dense attention, with a choice of blocks by token, and by tile.
 
     python benchmarks/recall.py [--lengths 32 64 128 ... 1024] [--steps 600] [--tokens 32768] [--seeds 2] [--json FILE]
+    python benchmarks/recall.py --variants "by tile of 8" "by tile of 128"
 
 Pairs of a key and a value stand at random places of the first half of a sequence, one for every 8 tokens; the second
 half asks for each key once. The share of values that a model finds at the last length is its recall; blocks hold
@@ -30,7 +31,9 @@ from nsa_layer import NSAConfig, nsa
 from nsa_tools.report.tables import markdown
 
 SPARSE = NSAConfig(block_size=16, block_counts=8, window_size=32)
-VARIANTS = {"dense": None, "by token": SPARSE.replace(q_tile=1), "by tile of 32": SPARSE.replace(q_tile=32)}
+VARIANTS = {"dense": None, "by token": SPARSE.replace(q_tile=1)}
+VARIANTS |= {f"by tile of {q_tile}": SPARSE.replace(q_tile=q_tile) for q_tile in (8, 32, 128)}
+SHOWN = ["dense", "by token", "by tile of 32"]
 SYMBOLS = 256  # keys, and as many values; the last symbol of the alphabet fills the rest
 FILLER = 2 * SYMBOLS
 WIDTH, HEADS, LAYERS = 128, 4, 2
@@ -159,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train every variant with every seed, and print the recall of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="multiples of 8 tokens")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=SHOWN, metavar="NAME", help="of attention")
     parser.add_argument("--steps", type=int, default=600, help="at most, of each length; of the last twice as many")
     parser.add_argument("--tokens", type=int, default=32768, help="of a batch")
     parser.add_argument("--seeds", type=int, default=2)
@@ -168,7 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     wrong = [T for T in given.lengths if T % 8 or not 8 <= T <= 8 * SYMBOLS]
     if wrong:
         parser.error(f"--lengths has to be multiples of 8 up to {8 * SYMBOLS}, got {wrong[0]}")
-    shares: dict[str, list[list[float]]] = {name: [[] for _ in range(given.seeds)] for name in VARIANTS}
+    shares: dict[str, list[list[float]]] = {name: [[] for _ in range(given.seeds)] for name in given.variants}
     models = [learn(name, seed, given, own) for name, seeds in shares.items() for seed, own in enumerate(seeds)]
     try:
         for together in [[model] for model in models] if torch.device(given.device).type == "cpu" else [models]:

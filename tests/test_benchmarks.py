@@ -23,6 +23,7 @@ import block_sparse  # noqa: E402
 import checked_kernels as checked  # noqa: E402
 import compare_trees as trees  # noqa: E402
 import context_parallel_model as parallel  # noqa: E402
+import kernels_alone  # noqa: E402
 import layer_turns  # noqa: E402
 import list_masks as masks  # noqa: E402
 import recall  # noqa: E402
@@ -172,6 +173,17 @@ def test_a_worker_that_imports_another_tree_is_refused(tmp_path: Path) -> None:
         trees.Worker(tmp_path, tmp_path / "log")
 
 
+def test_trained_lists_are_of_earlier_blocks_and_alike_among_neighbours() -> None:
+    T, size, n = 3000, kernels_alone.CONFIG.block_size, kernels_alone.CONFIG.block_counts
+    lists = kernels_alone.trained_lists(T, 1, device="cpu")
+    own = torch.arange(T) // size
+    assert lists.shape == (1, T, 1, n) and torch.equal((lists[0, :, 0] >= 0).sum(-1), (own + 1).clamp(max=n))
+    assert ((lists[..., 1:] > lists[..., :-1]) | (lists[..., 1:] < 0)).all() and (lists[0, :, 0].amax(-1) == own).all()
+    known = torch.zeros(T, 2 + T // size).scatter_(1, (lists[0, :, 0] + 1).long(), 1.0)[2000:, 1:]
+    next_one, far = ((known[m:] * known[:-m]).sum(-1).mean() / n for m in (1, 500))
+    assert next_one > 0.9 and far < 0.5
+
+
 def test_recall_asks_for_each_pair_once() -> None:
     tokens, asked = recall.draw(128, 3, torch.Generator().manual_seed(0), "cpu")
     for sequence, answers in zip(tokens.tolist(), asked.tolist()):
@@ -184,7 +196,7 @@ def test_recall_asks_for_each_pair_once() -> None:
 def test_recall_counts_what_a_model_finds(capsys: pytest.CaptureFixture[str]) -> None:
     recall.main(["--lengths", "16", "--steps", "2", "--seeds", "1", "--tokens", "32", "--device", "cpu"])
     shown = capsys.readouterr().out
-    assert all(name in shown for name in recall.VARIANTS) and "16 tokens" in shown
+    assert all(name in shown for name in recall.SHOWN) and "16 tokens" in shown
     with pytest.raises(SystemExit):
         recall.main(["--lengths", "12"])
 
