@@ -111,8 +111,8 @@ def causality(case: Case, backend: str, device: str) -> None:
         assert_backward_causal(case, each, t, device)
 
 
-@holds("layer.lists of the caller's", strategies.layer_cases)
-def lists_of_the_caller(case: Case) -> None:
+@on_both("layer.lists of the caller's")
+def lists_of_the_caller(case: Case, backend: str, device: str) -> None:
     """Any order, padding anywhere, blocks named twice, for each head or for each query head: what is listed is seen."""
     config, generator = case.config, torch.Generator().manual_seed(case.seed)
     Hs, n = (case.Hkv, case.Hq)[case.seed % 2], 1 + case.seed % 5
@@ -124,10 +124,7 @@ def lists_of_the_caller(case: Case) -> None:
     lists = torch.cat([x for x in each if x is not None]).int()
     if case.lengths is None:
         lists = lists.expand(case.B, *lists.shape)
-    inputs = make_inputs(case)
-    once, other = (run(backend, inputs, block_indices=lists).tensors() for backend in ("eager", "reference"))
-    for name, x in once.items():
-        torch.testing.assert_close(x, other[name], msg=lambda said, name=name: f"{name}: {said}")
+    assert_close_to_reference(case, backend, device, block_indices=lists)
 
 
 @on_both("layer.stretches")

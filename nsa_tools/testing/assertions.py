@@ -22,18 +22,27 @@ def assert_close_to_reference(
     case: Case,
     backend: Backend,
     device: torch.device | str = "cpu",
+    *,
+    block_indices: torch.Tensor | None = None,
 ) -> Result:
     """Compare a backend's output, LSEs, gates and every gradient with the fp64 reference, and its choice of blocks.
+
+    Args:
+        block_indices: lists that the backend is given in place of a choice.
 
     Raises:
         AssertionError: naming the tensor and the worst coordinate, with the case ready to paste.
     """
     inputs = make_inputs(case, device)
-    got = run(backend, inputs)
+    listed = block_indices is not None
+    got = run(backend, inputs, **dict(block_indices=block_indices.to(device)) if listed else {})
     for name, x in got.tensors().items():
         assert not x.isnan().any(), f"{name} has NaN\n{case!r}"
         assert name in LSES or x.isfinite().all(), f"{name} is not finite\n{case!r}"
-    assert_same_choice(inputs, got.aux.block_indices)
+    if listed:
+        assert torch.equal(got.aux.block_indices.cpu(), block_indices), f"other lists than those given\n{case!r}"
+    else:
+        assert_same_choice(inputs, got.aux.block_indices)
     with_choice = partial(reference.attend, block_indices=got.aux.block_indices)
     truth = run(with_choice, inputs.to(torch.float64))
     # Nothing finer than fp64 measures its error: it is that of fp32, scaled. The truth errs as much then, and a largest

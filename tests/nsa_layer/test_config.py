@@ -34,6 +34,7 @@ def test_defaults_that_follow_the_block_size() -> None:
     assert (NSAConfig(compress_stride=16).stride, NSAConfig(compress_offset=0).offset) == (16, 0)
     paper = NSAConfig.paper()
     assert (paper.span, paper.stride, paper.offset, paper.block_size, paper.by_token) == (32, 16, 31, 64, True)
+    assert (paper.block_counts, paper.window_size, paper.force_blocks) == (16, 512, True)
     assert NSAConfig(compress_size=32, q_tile=1).stride == 32 and not NSAConfig.seed(q_tile=1).by_token
 
 

@@ -93,19 +93,16 @@ def test_kernels_by_token_as_blackwell_has_them(sizes: dict, monkeypatch: pytest
     test_kernels_by_token(sizes)
 
 
-@pytest.mark.parametrize(
-    "T,G,D,dtype",
-    [
-        (4096, 1, 128, torch.float16),
-        (4096, 8, 128, torch.bfloat16),
-        (4096, 16, 64, torch.float16),
-        (8193, 1, 64, torch.float16),
-        (8193, 4, 128, torch.bfloat16),
-    ],
-)
-@pytest.mark.parametrize("q_tile", [1, 128])
+# 16 heads at 8,193 would take 80 GiB here: `test_check.py` samples them.
+LONG = [(4096, G) for G in OF_TOKENS["G"]] + [(8193, G) for G in OF_TOKENS["G"] if G < 16]
+SHAPES = list(itertools.product((128, 64), DTYPES))
+AT_LENGTH = [(1, T, G, *SHAPES[at % 4]) for at, (T, G) in enumerate(LONG)]
+AT_LENGTH += [(128, *LONG[at], *SHAPES[at % 4]) for at in (0, 4, 5, 6, 9)]
+
+
+@pytest.mark.parametrize("q_tile,T,G,D,dtype", AT_LENGTH)
 @pytest.mark.usefixtures("whole_gpu")
-def test_kernels_at_length(T: int, G: int, D: int, dtype: torch.dtype, q_tile: int) -> None:
+def test_kernels_at_length(q_tile: int, T: int, G: int, D: int, dtype: torch.dtype) -> None:
     lengths, config = (T, 300) if G in (4, 16) else None, NSAConfig(q_tile=q_tile)
     case = Case(T=T, Hq=G, Hkv=1, D=D, dtype=dtype, lengths=lengths, config=config)
     assert_close_to_reference(case, "cute", "cuda")
