@@ -111,7 +111,8 @@ def nsa(
         options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
         named = {name: x for name, x in (given._asdict() | own._asdict()).items() if name != "own"}
         agree(cp, partial(check_whole, given, cp), **named, **options)
-        if cp.mode_of(k.shape[-2]) == "heads":
+        by_token = config.by_token and not torch.compiler.is_compiling()  # gathering breaks graphs
+        if cp.mode_of(k.shape[-2], q.shape[-3] * cp.size, by_token=by_token) == "heads":
             return heads.attend(nsa, cp, given, **options)
         if torch.compiler.is_compiling():
             _leave_graphs()

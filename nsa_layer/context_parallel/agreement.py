@@ -33,7 +33,7 @@ def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object)
         return
     require_initialized()
     recorded = torch.is_grad_enabled()
-    arguments |= {"cp.mode": cp.mode, "cp.load_balance": cp.load_balance}
+    arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance", "high_priority")}
     described = tuple((name, _described(name, value, recorded)) for name, value in arguments.items())
     key = (cp.group_name, described)
     if key in _agreed:

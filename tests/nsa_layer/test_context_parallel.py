@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from nsa_layer import (
     ContextParallel,
@@ -28,7 +28,7 @@ from nsa_layer import (
     support,
     unshard_sequence,
 )
-from nsa_layer.context_parallel import collectives, heads, overlapped
+from nsa_layer.context_parallel import collectives, heads, overlapped, spec
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
 from nsa_layer.inputs import Arguments
@@ -357,8 +357,37 @@ def test_groups_that_do_not_exist_are_refused() -> None:
         ContextParallel(None, load_balance="stripes")
 
 
+def test_auto_takes_what_was_faster(on_ranks: Ranks) -> None:
+    on_ranks(2, take_the_faster)
+
+
+def take_the_faster(group: Any) -> None:
+    """Gathering where heads do not divide, and where two GPUs with priority took less time."""
+
+    class Nccl:
+        def __init__(self, first: bool) -> None:
+            self.options = SimpleNamespace(is_high_priority_stream=first)
+
+    cp, first = ContextParallel(group), SimpleNamespace(_get_backend=lambda device: Nccl(True))
+    assert not cp.high_priority and spec._has_priority(first)
+    assert (cp.mode_of(3), cp.mode_of(8), cp.mode_of(8, spec.LONG, by_token=True)) == ("gather", "heads", "heads")
+    object.__setattr__(cp, "high_priority", True)
+    assert cp.mode_of(8, spec.LONG, by_token=True) == "gather"
+    assert (cp.mode_of(8, spec.LONG - 1, by_token=True), cp.mode_of(8, spec.LONG)) == ("heads", "heads")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spec, "LONG", 32)
+        patch.setattr(heads, "attend", None)
+        q = torch.randn(1, 16, 2, 8)
+        nsa(q, q, q, config=SMALL, cp=cp)
+        with pytest.raises(TypeError, match="not callable"):
+            nsa(q[:, 2:], q[:, 2:], q[:, 2:], config=SMALL, cp=cp)
+    dist.barrier(group)
+
+
 def compile_a_call(group: Any, mode: str, alone: bool) -> None:
     """By heads one graph for two lengths, with the exchanges in it."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # not by every rank: it takes long
+
     cp, counter = ContextParallel(group, mode=mode), CompileCounterWithBackend("aot_eager")
     function = selected_attention if alone else nsa
     compiled = torch.compile(function, fullgraph=mode == "heads", backend=counter, dynamic=True)
@@ -384,18 +413,23 @@ def test_a_call_compiles(mode: str, alone: bool, on_ranks: Ranks) -> None:
     on_ranks(2, compile_a_call, mode, alone)
 
 
-def come_alone(group: Any) -> None:
-    """A rank whose others do not come gets an error; they come to nothing."""
-    soon = dist.new_group(range(2), timeout=timedelta(seconds=2))
-    if soon.rank() == 0:
-        q = torch.randn(1, 16, 2, 8)
-        with pytest.raises(RuntimeError):
-            nsa(q, q, q, config=SMALL, cp=ContextParallel(soon))
+def come_alone(group: Any, T: int) -> None:
+    """Rank 1 comes with other shapes to a call whose shapes the ranks compared before; or not at all."""
+    soon, q = dist.new_group(range(2), timeout=timedelta(seconds=0.5)), torch.randn(1, 16, 2, 8)
+    cp = ContextParallel(soon)
+    if T:
+        nsa(q, q, q, config=SMALL, cp=cp)
+    if soon.rank():
+        q = torch.randn(1, T, 2, 8)
+    if T or not soon.rank():
+        with pytest.raises(RuntimeError, match="[Tt]ime"):
+            nsa(q, q, q, config=SMALL, cp=cp)
     dist.barrier(group)
 
 
-def test_a_rank_alone_does_not_wait_for_ever(on_ranks: Ranks) -> None:
-    on_ranks(2, come_alone)
+@pytest.mark.parametrize("T", [0, 32])
+def test_a_rank_alone_does_not_wait_for_ever(T: int, on_ranks: Ranks) -> None:
+    on_ranks(2, come_alone, T)
 
 
 @st.composite
