@@ -11,7 +11,7 @@ import torch
 from fuzz.mutations import fault, wrong_result
 
 
-@fault("leaking selection", "nsa_layer.select:block_roles", "layer.causality", "layer.choice")
+@fault("leaking selection", "nsa_layer.choose:block_roles", "layer.causality", "layer.choice")
 def _leaking(original: Callable) -> Callable:
     """Blocks that are complete at the end of a tile, not at its start, are candidates."""
 
@@ -26,13 +26,13 @@ def _leaking(original: Callable) -> Callable:
     return wrong
 
 
-@fault("leaking query", "nsa_layer.select:tile_queries", "layer.causality", "layer.choice")
+@fault("leaking query", "nsa_layer.choose:tile_queries", "layer.causality", "layer.choice")
 def _query(original: Callable) -> Callable:
     """A tile's own queries ask for it, later ones included, where the ones before should."""
     return lambda q, *, config, causal: original(q, config=config, causal=False)
 
 
-@fault("ties to the later block", "nsa_layer.select:_tie_broken", "layer.choice")
+@fault("ties to the later block", "nsa_layer.choose:_tie_broken", "layer.choice")
 def _ties(original: Callable) -> Callable:
     """Among equal scores the later block is taken."""
 
@@ -42,7 +42,7 @@ def _ties(original: Callable) -> Callable:
     return wrong
 
 
-@fault("forced blocks not counted", "nsa_layer.select:_list_blocks", "layer.is its")
+@fault("forced blocks not counted", "nsa_layer.choose:_list_blocks", "layer.is its")
 def _forced(original: Callable) -> Callable:
     """The block before a tile is no longer forced."""
 
@@ -55,7 +55,7 @@ def _forced(original: Callable) -> Callable:
     return wrong
 
 
-@fault("overlap counted once", "nsa_layer.select:_in_blocks", "layer.is its")
+@fault("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its")
 def _overlap(original: Callable) -> Callable:
     """A compressed key counts only for the block in which it starts."""
 

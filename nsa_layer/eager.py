@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, accumulation_dtype, mean_scale, require_choice_by_token
+from nsa_layer.choose import choose_blocks, choose_blocks_by_token, sorted_lists
 from nsa_layer.compress import compress
 from nsa_layer.derivatives import ReverseMode, attention, first_derivatives
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.profiler_ranges import component
-from nsa_layer.select import choose_blocks, choose_blocks_by_token, sorted_lists
 from nsa_layer.token_attention import attend_lists, dot
 
 # Scores held at once, over all heads. A CPU wants a chunk to stay in its cache, a GPU wants few launches.

@@ -11,8 +11,8 @@ from torch import nn
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
+from nsa_layer.block_mlp import BlockMLP, compressed
 from nsa_layer.call_spec import Aux
-from nsa_layer.compression import BlockMLP, compressed
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.blocks import compress_own

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.call_spec import ListSpec, accumulation_dtype, mean_scale
+from nsa_layer.choose import sorted_lists
 from nsa_layer.derivatives import ReverseMode, attention, first_derivatives
 from nsa_layer.profiler_ranges import component
-from nsa_layer.select import sorted_lists
 
 ITEM = 32  # pairs of an item
 CPU_PAIRS, GPU_PAIRS = 1 << 14, 1 << 18  # of a chunk

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer import support
+from nsa_layer.block_mlp import compressed
 from nsa_layer.call_spec import Aux, CallSpec, require_choice_by_token
-from nsa_layer.compression import compressed
 from nsa_layer.context_parallel import overlapped
 from nsa_layer.context_parallel.blocks import compress_own
 from nsa_layer.context_parallel.collectives import gather

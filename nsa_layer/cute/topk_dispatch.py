@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import pad
 
 from nsa_layer.call_spec import CallSpec
+from nsa_layer.choose import choose_blocks, choose_blocks_by_token
 from nsa_layer.cute.packing import Packing
 from nsa_layer.kernels.block_topk import topk_kernel
 from nsa_layer.kernels.token_topk import kernel
-from nsa_layer.select import choose_blocks, choose_blocks_by_token
 
 Tensor = torch.Tensor
 

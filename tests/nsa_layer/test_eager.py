@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_layer import NSAConfig, eager, select, token_attention
+from nsa_layer import NSAConfig, choose, eager, token_attention
 from nsa_layer.call_spec import Aux
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -110,8 +110,8 @@ def footprint(T: int, packed: bool, q_tile: int) -> tuple[int, int]:
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch, packed: bool, q_tile: int, share: int) -> None:
     # Small against T, so that what grows is seen.
     monkeypatch.setattr(eager, "CPU_CHUNK", 1 << 12)
-    monkeypatch.setattr(select, "SCORE_BUDGET", 1 << 12)
-    monkeypatch.setattr(select, "CPU_SCORE_BUDGET", 1 << 12)
+    monkeypatch.setattr(choose, "SCORE_BUDGET", 1 << 12)
+    monkeypatch.setattr(choose, "CPU_SCORE_BUDGET", 1 << 12)
     monkeypatch.setattr(token_attention, "CPU_PAIRS", 1 << 7)
     largest, kept = footprint(512, packed, q_tile)
     largest_4, kept_4 = footprint(2048, packed, q_tile)

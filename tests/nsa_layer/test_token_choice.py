@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, nsa, reference, token_attention
-from nsa_layer.select import choose_blocks_by_token
+from nsa_layer.choose import choose_blocks_by_token
 from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
 from nsa_tools.testing.cases import Case, make_inputs, run
 
@@ -145,7 +145,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     once = run("eager", make_inputs(case)).tensors()
     monkeypatch.setattr(token_attention, "CPU_PAIRS", 1)
     monkeypatch.setattr(token_attention, "ITEM", 3)
-    monkeypatch.setattr("nsa_layer.select.CPU_SCORE_BUDGET", 1)
+    monkeypatch.setattr("nsa_layer.choose.CPU_SCORE_BUDGET", 1)
     for name, x in run("eager", make_inputs(case)).tensors().items():
         torch.testing.assert_close(x, once[name], rtol=1e-12, atol=1e-12)
 

@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
-from nsa_layer.compression import BlockMLP, compressed
+from nsa_layer.block_mlp import BlockMLP, compressed
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.cache import NSACacheLayer
 from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged, of_positions

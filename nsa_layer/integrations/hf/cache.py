@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from nsa_layer.compression import BlockMLP
+from nsa_layer.block_mlp import BlockMLP
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged
 from nsa_layer.nsa_cache import NSACache

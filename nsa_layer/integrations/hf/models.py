@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from nsa_layer.compression import BlockMLP
+from nsa_layer.block_mlp import BlockMLP
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.attention import config_of
 from nsa_layer.integrations.hf.cache import NSAModelCache

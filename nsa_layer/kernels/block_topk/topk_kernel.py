@@ -332,7 +332,7 @@ def block_topk(
     lengths: tuple[int, ...] | None = None,
     tiles: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks listed for each query tile, as `select.choose_blocks` defines them, in calls that `takes` is true for.
+    """The blocks listed for each query tile, as `choose.choose_blocks` defines them, in calls that `takes` is true for.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.

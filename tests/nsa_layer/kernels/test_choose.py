@@ -1,4 +1,4 @@
-"""The choice of blocks by kernels: compiles everywhere, and on a GPU chooses what `select.choose_blocks` does."""
+"""The choice of blocks by kernels: compiles everywhere, and on a GPU chooses what `choose.choose_blocks` does."""
 
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from fa_compile import Worker
 
 from nsa_layer import NSAConfig
+from nsa_layer.choose import choose_blocks
 from nsa_layer.compress import mean_pool
-from nsa_layer.select import choose_blocks
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs
 
