@@ -6,7 +6,7 @@ Shape: bf16, B 1, 32 query heads, 8 key/value heads, D 128 ("keys" at 64 too), l
 otherwise. TFLOP/s count every listed tile whole (see tile_lists.py), the dense causal kernel's too, which is what they
 are compared with. "backward" and "deterministic" are calls as a user makes them with lists of both directions: one pass
 or two, by the rule of `flash_attn.cute.bwd_sm90.two_pass`; "planned" the same with a plan. "two passes" follow the
-plan, "deterministic, one pass" one with lock values. Lists and plans are made ahead of time. Medians of CUDA-event
+plan, "deterministic, one pass" one with semaphore values. Lists and plans are made ahead of time. Medians of CUDA-event
 timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns. "masks" has every mask
 that fuzzing draws (see list_masks.py), and what deterministic backward costs on each.
 

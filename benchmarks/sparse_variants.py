@@ -15,7 +15,7 @@ BACKWARD = (
     "backward", "planned", "two passes", "deterministic", "deterministic, planned", "deterministic, one pass",
 )  # fmt: skip
 WAYS = ("forward", *BACKWARD)
-ONE_PASS = ("one pass", "one pass, locks")  # of masks.py: without a plan, and in the order of lock values
+ONE_PASS = ("one pass", "one pass, locks")  # of masks.py: without a plan, and in the order of semaphore values
 WIDE = 65  # room in a row of lists, from which kernels' CTAs have a tile each
 Call = Callable[[], tuple[torch.Tensor, ...]]
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -144,7 +144,7 @@ def _spare(case: Attention, listed: Table) -> int:
 
 
 def ordered_adds(case: Attention) -> bool:
-    """True if backward lists, or their plan, bring lock values: in two passes they may."""
+    """True if backward lists, or their plan, bring semaphore values: in two passes they may."""
     return case.kind.deterministic and (case.locks or case.kind.passes != 2)
 
 

@@ -183,7 +183,7 @@ def pack(
 ) -> Any:
     """Tables of sequences, rows by columns, as lists in one of the forms that the kernels take.
 
-    locks: lock values of each sequence's entries, like the tables.
+    locks: semaphore values of each sequence's entries, like the tables.
     """
     heads, across = parts[0][0].shape[1], [listed.shape[3] for listed, _ in parts]
     kinds = {"mask": [listed & ~full for listed, full in parts]} if has_full else {"mask": [p[0] for p in parts]}

@@ -167,8 +167,8 @@ class Attention(Pasteable):
         lengths: (queries, keys) of each sequence; all alike unless ``kind.packed``.
         window: (left, right). factor, offset: of compressed-causal masking.
         pattern, density: of the block lists and of the table; full, shuffle, spare: of the lists; as in `Blocks`.
-        launch: of key blocks in deterministic backward. locks: whether its lists bring lock values where two passes,
-            asked for, do without. layout: of q, k, v and do in memory, one of LAYOUTS.
+        launch: of key blocks in deterministic backward. locks: whether its lists bring semaphore values where two
+            passes, asked for, do without. layout: of q, k, v and do in memory, one of LAYOUTS.
         scale: of the values in q and k.
         autograd: through the public function and PyTorch's autograd, not straight to forward and backward.
     """

@@ -18,7 +18,7 @@ PACKED_FAULTS = (
     "count too large", "count negative", "index past the end", "listed twice", "entry lost in backward",
     "starts shifted", "starts cut", "no block size",
 )  # fmt: skip
-# One direction alone shows these; the others only show beside the other direction, or need the lock values.
+# One direction alone shows these; the others only show beside the other direction, or need the semaphore values.
 LOCAL = (
     "count too large", "count negative", "index past the end", "index negative", "listed twice", "int64", "a row short",
 )  # fmt: skip

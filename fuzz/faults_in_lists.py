@@ -1,4 +1,4 @@
-"""Faults in what decides about tiles and lists: classification, transpose, lock values, plans, checks, the codec."""
+"""Faults in what decides about tiles and lists: classification, transpose, semaphore values, plans, checks, codec."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _dropped(original: Callable) -> Callable:
     "swapped write order", "flash_attn.cute.lists.write_order:compute_dq_write_order", "lists.write order", "lists.walk"
 )
 def _swapped(orders: Any) -> Any:
-    """The first two key blocks that add to a query block have each other's lock value."""
+    """The first two key blocks that add to a query block have each other's semaphore value."""
     return tuple(None if t is None else torch.where(t < 2, 1 - t, t) for t in orders)
 
 
@@ -51,12 +51,12 @@ def _swapped(orders: Any) -> Any:
     "lists.write order",
 )
 def _ignored(order: Any) -> None:
-    """Lock values follow the key blocks' numbers whatever their launch is: the GPU would hang."""
+    """Semaphore values follow the key blocks' numbers whatever their launch is: the GPU would hang."""
 
 
 @fault("walk by block", "flash_attn.cute.lists.write_order:sorted_walk", "lists.walk")
 def _by_block(original: Callable) -> Callable:
-    """Among equal lock values the walk goes the other way."""
+    """Among equal semaphore values the walk goes the other way."""
     return lambda entries, locks, descending, M: original(entries, locks, not descending, M)
 
 
@@ -105,9 +105,9 @@ def _blind(checks: Any) -> Any:
     return (check for number, check in enumerate(checks) if number != 1)
 
 
-@wrong_result("blind to lock values", "flash_attn.cute.lists.validate:_locks", "lists.wrong")
+@wrong_result("blind to semaphore values", "flash_attn.cute.lists.validate:_locks", "lists.wrong")
 def _blind_locks(check: Any) -> Any:
-    """The check of lists takes any lock values."""
+    """The check of lists takes any semaphore values."""
     return replace(check, found=torch.full_like(check.found, -1))
 
 

@@ -10,7 +10,7 @@ the transpose of the forward lists.
 
 Lists are compact: as wide as the longest row, not as the number of blocks. Rows come out in rising order.
 
-What else users of block lists need can be imported from here too: checking them, lock values and plans for
+What else users of block lists need can be imported from here too: checking them, semaphore values and plans for
 backward, rows of packed sequences.
 """
 
@@ -213,7 +213,7 @@ def draw_lists(
     path: str | os.PathLike | None = None,
     ax: Any = None,
 ) -> Any:
-    """A picture of one head's blocks: mask blocks light, full blocks dark, lock values written in small ones.
+    """A picture of one head's blocks: mask blocks light, full blocks dark, semaphore values written in small ones.
 
     Args:
         lists: with the fields of `BlockSparseTensorsTorch`.
@@ -247,7 +247,7 @@ def draw_lists(
 
 
 def _picture(lists: Any, columns: int, batch: int, head: int, backward: bool) -> tuple[torch.Tensor, dict]:
-    """1 for mask and 2 for full blocks [query blocks, key blocks], and the lock values by place."""
+    """1 for mask and 2 for full blocks [query blocks, key blocks], and the semaphore values by place."""
     picture = torch.zeros(lists.mask_block_cnt.shape[2], columns, dtype=torch.int8)
     labels = {}
     for shade, kind in enumerate(list_entries.KINDS, 1):

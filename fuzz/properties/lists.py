@@ -65,7 +65,7 @@ def transposed(case: Blocks) -> None:
 
 @holds("lists.write order", strategies.blocks)
 def write_order(case: Blocks) -> None:
-    """An entry's lock value is the number of key blocks, launched earlier, that add to the same query block."""
+    """An entry's semaphore value is the number of key blocks, launched earlier, that add to the same query block."""
     listed, _ = tables(case)
     forward, backward = both_directions(case)
     order = launch_order(case, listed)
@@ -89,7 +89,7 @@ def write_order(case: Blocks) -> None:
 
 @holds("lists.walk", strategies.blocks)
 def walk(case: Blocks) -> None:
-    """Mask and full blocks in one list: by rising lock value, the far end first among equals."""
+    """Mask and full blocks in one list: by rising semaphore value, the far end first among equals."""
     listed, full = tables(case)
     forward, backward = both_directions(case)
     order = launch_order(case, listed)
@@ -111,7 +111,7 @@ def walk(case: Blocks) -> None:
             for one in walks:
                 count = int(one.mask_block_cnt[b, h, n])
                 assert one.mask_block_idx[b, h, n, :count].tolist() == entries, f"walk of {b, h, n}"
-                assert one.dq_write_order[b, h, n, :count].tolist() == values, f"lock values of {b, h, n}"
+                assert one.dq_write_order[b, h, n, :count].tolist() == values, f"semaphore values of {b, h, n}"
 
 
 @holds("lists.plan", strategies.blocks)
@@ -189,7 +189,7 @@ def refused(forward: Any, backward: Any, **sizes: int) -> bool:
 
 
 def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[str, torch.Tensor]:
-    """All that is made of lists on a device: a transpose, lock values, a walk, plans; as tensors of the CPU."""
+    """All that is made of lists on a device: a transpose, semaphore values, a walk, plans; as tensors of the CPU."""
     sides = [each_tensor(lists, lambda t: t.to(device)) for lists in (forward, backward)]
     order = torch.tensor(launch_order(case, tables(case)[0]), device=device)
     sizes = dict(num_heads=case.H, num_heads_kv=case.H // case.group, num_q_blocks=case.M, longest=case.longest)

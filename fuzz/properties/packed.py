@@ -1,4 +1,4 @@
-"""Block lists of packed sequences, in every form: their check, their lock values and their plans."""
+"""Block lists of packed sequences, in every form: their check, their semaphore values and their plans."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rows_of_backward(case: Packed) -> tuple[dict[str, Any], int]:
 
 @holds("packed.write order", strategies.packed, pr=60)
 def write_order(case: Packed) -> None:
-    """Lock values count within each sequence, in the lists' own form; stacked rows of one width need no offsets."""
+    """Semaphore values count within each sequence, in the lists' form; stacked rows of one width need no offsets."""
     rows, most = rows_of_backward(case)
     parts, (_, lists) = packed_tables(case), packed_lists(case)
     turned, has_full = [(listed.mT, full.mT) for listed, full in parts], case.full is not None

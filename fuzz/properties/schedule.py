@@ -1,4 +1,4 @@
-"""Deterministic backward never gets stuck: lock values follow the launch, whatever its timing."""
+"""Deterministic backward never gets stuck: semaphore values follow the launch, whatever its timing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def items_of(walk: BlockSparseTensorsTorch, rows: list[int], group: int) -> list
 
 @holds("schedule.right orders end", strategies.blocks)
 def right_orders_end(case: Blocks) -> None:
-    """Lock values that follow the launch never get stuck, for any number of slots and of heads launched together."""
+    """Semaphore values that follow the launch never get stuck, for any number of slots and heads launched together."""
     listed, _ = tables(case)
     _, backward = both_directions(case)
     order = launch_order(case, listed)

@@ -108,7 +108,7 @@ def backward_lists(case: Case, only: slice = EVERY) -> Any:
 
 
 def ordered_backward_lists(case: Case, spt: bool) -> Any:
-    """Backward lists of packed sequences with lock values, for deterministic backward in one pass without a plan."""
+    """Backward lists of packed sequences with semaphore values, for deterministic backward in one pass and no plan."""
     with unset_fake_temporarily():
         lists = lists_of(case, tables(case), True)
         lists = packed_write_order(lists, num_q_blocks=max(blocks(case, 0)), spt=spt, cu_total_m_blocks=before(case))

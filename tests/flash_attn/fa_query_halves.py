@@ -113,7 +113,7 @@ class Launched:
         return 1 + (self.groups - self._own(block)) * (self.spt and group == 0)
 
     def lock(self, value: int, cta: int, twice: bool) -> int:
-        """The value a CTA waits for, by the formula in the kernel. twice: lock values are those of `turn_of_add`."""
+        """The value a CTA waits for, by the kernel's formula. twice: semaphore values are those of `turn_of_add`."""
         block, group = divmod(cta, self.groups)
         group = self._own(block) - 1 - group if self.spt else group
         if twice:

@@ -132,7 +132,7 @@ def walk_backward(
 
 
 class Ordered:
-    """Stands for a kernel, and for the rest of what its lock values ask, whose key blocks have `groups` tiles."""
+    """Stands for a kernel, and for the rest of what its semaphore values ask, whose key blocks have `groups` tiles."""
 
     use_block_sparsity = list_halves = True
     q_subtile_factor = cta_group_size = 1
@@ -151,7 +151,7 @@ def wait_of_add(
     groups: cutlass.Constexpr[int], spt: cutlass.Constexpr[bool],
     order: cute.Tensor, out: cute.Tensor, cta: Int32, release: Int32, seqlen_k: Int32,
 ) -> None:  # fmt: skip
-    """out: what the CTA waits for before it adds for a mask entry, and for a full one, with this lock value."""
+    """out: what the CTA waits for before it adds for a mask entry, and for a full one, with this semaphore value."""
     own = Ordered(groups, spt, seqlen_k)
     for entry in cutlass.range_constexpr(2):
         out[entry] = FlashAttentionBackwardSm100._dq_semaphore_lock_value(

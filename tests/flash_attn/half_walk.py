@@ -38,7 +38,7 @@ def walked_by_kernels(case: Drawn, backward: bool) -> dict[tuple[int, int, int, 
 
 
 def adds_by_kernel(case: Drawn, launched: Launched) -> list[list[list[tuple[int, int]]]]:
-    """`adds` of the heads of the case's first sequence, with the lock values of SM100's kernel."""
+    """`adds` of the heads of the case's first sequence, with the semaphore values of SM100's kernel."""
     import cutlass.cute as cute
     from cutlass import Int32
     from cutlass.cute.runtime import from_dlpack

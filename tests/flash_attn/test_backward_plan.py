@@ -1,4 +1,4 @@
-"""Backward by a plan, or in the order of lock values: the kernel that follows them.
+"""Backward by a plan, or in the order of semaphore values: the kernel that follows them.
 
 That plans are right is a property of the fuzzer ("lists.plan", "packed.plan"). Refused ones: `fuzz/wrong_calls`.
 """
@@ -90,7 +90,7 @@ def test_bits_repeat_beside_other_work(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "spt"), in_turn(ORDERED, False, True), ids=str)
-def test_lock_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
+def test_semaphore_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
     """In one pass without a plan: the default's gradients up to the order of the adds, and the same bits each time."""
     case = replace(case, plan=0, deterministic=False)
     x = make_inputs(case)

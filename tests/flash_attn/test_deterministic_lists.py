@@ -54,7 +54,7 @@ def test_order_may_be_broadcast() -> None:
 
 
 def test_lists_may_be_broadcast_to_the_order() -> None:
-    """One list for all heads, and lock values for each of them."""
+    """One list for all heads, and semaphore values for each of them."""
     from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
 
     of_heads = torch.arange(3, dtype=torch.int32).expand(2, 4, 5, 3).contiguous()
@@ -73,7 +73,7 @@ def test_an_order_of_full_blocks_that_are_not_there_is_dropped() -> None:
     assert require_write_order(cpu_lists(dq_write_order_full=order)).dq_write_order_full is None
 
 
-def test_one_walk_holds_both_kinds_by_lock_value() -> None:
+def test_one_walk_holds_both_kinds_by_semaphore_value() -> None:
     from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
 
     def row(*values: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ SHAPES = ((4, 3), (2, 0), (0, 2), (1, 5), (3, 3))
 
 
 def formed(heads: int, form: str, shapes: tuple[tuple[int, int], ...]) -> Any:
-    """Backward lists in a form, with lock values."""
+    """Backward lists in a form, with semaphore values."""
     from flash_attn.cute.block_lists import packed_write_order
 
     _, lists = packed_lists(Packed(lengths=shapes, form=form, block=(1, 1), heads=heads, density=0.6))

@@ -78,7 +78,7 @@ def test_packed_heads_need_no_halves(compiler_sm100: Worker, case: Case, expecte
 
 
 def groups(case: Case) -> tuple[int, int]:
-    """CTAs, or pairs of them, of a key block: as its lock values are made for, and in the backward kernel."""
+    """CTAs, or pairs of them, of a key block: as its semaphore values are made for, and in the backward kernel."""
     from flash_attn.cute.lists import query_halves
 
     x = make_inputs(case)
@@ -90,7 +90,7 @@ def groups(case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("case", TWICE, ids=str)
-def test_lock_values_are_made_for_as_many_ctas_as_add(compiler_sm100: Worker, case: Case) -> None:
+def test_semaphore_values_are_made_for_as_many_ctas_as_add(compiler_sm100: Worker, case: Case) -> None:
     assert compiler_sm100.trace(groups, case) == (2, 2)
 
 

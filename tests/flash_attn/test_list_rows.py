@@ -98,8 +98,8 @@ def test_rows_are_found(plain: None, form: str, per_head: bool) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_entries_are_read_in_place_with_their_lock_values(rank: int) -> None:
-    """Entries of a slice of a wider table, and of one that heads share; lock values of another layout are copied."""
+def test_entries_are_read_in_place_with_their_semaphore_values(rank: int) -> None:
+    """Entries of a slice of a wider table, one that heads share; semaphore values of another layout are copied."""
     table = torch.arange(2 * 3 * 8, dtype=torch.int32).view(2, 3, 8)
     idx = table[:, :, 2:6] if rank == 3 else table.view(2, 24)[:, 4:20]
     lists = BlockSparseTensorsTorch(

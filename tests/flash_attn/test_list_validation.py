@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = dict(seqlen_q=600, seqlen_k=256, num_heads=4, num_heads_
 
 
 def lists() -> tuple[BlockSparseTensorsTorch, BlockSparseTensorsTorch]:
-    """Writable lists [1, 4, ...] with lock values, two places wider than needed where there is room."""
+    """Writable lists [1, 4, ...] with semaphore values, two places wider than needed where there is room."""
     dense = MASK.repeat_interleave(128, 0)[:600].repeat_interleave(64, 1)
     dense = (dense == 2) | ((dense == 1) & (torch.arange(256) % 64 == 0))
     forward = lists_from_dense(dense.expand(1, 4, -1, -1), (128, 64), width=4)
@@ -124,7 +124,7 @@ def test_locks() -> None:
     backward.dq_write_order_full[0, 0, 2, 0] = 2
     where = "backward dq_write_order_full[0, 0, 2, 0] = 2 for query block 4, expected 1: "
     assert message(forward, backward).endswith(
-        "expected 1: the lock values of a query block are 0, 1, 2, ..., each once"
+        "expected 1: the semaphore values of a query block are 0, 1, 2, ..., each once"
     )
     assert message(forward, backward, order=torch.arange(4)) == where + (
         "key blocks add to a query block in the order of their launch, or the GPU hangs"

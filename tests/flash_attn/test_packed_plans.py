@@ -1,4 +1,4 @@
-"""Plans and lock values of packed sequences' lists, where heads share them and where numbers are large.
+"""Plans and semaphore values of packed sequences' lists, where heads share them and where numbers are large.
 
 That they are those of each sequence alone, in every form, are properties of the fuzzer ("packed.plan",
 "packed.write order").
@@ -22,7 +22,7 @@ def backward(form: str, **more: Any) -> Any:
     return packed_lists(Packed(form=form, lengths=((16, 20), (8, 5)), density=0.6, seed=3, **more))[1]
 
 
-def test_lock_values_where_one_kind_has_a_list_for_all_heads() -> None:
+def test_semaphore_values_where_one_kind_has_a_list_for_all_heads() -> None:
     one, many = (backward("compact", heads=heads, pattern=pattern) for heads, pattern in ((1, "comb"), (3, "prefix")))
     own = ("mask_block_cnt", "mask_block_idx")
     mixed = many._replace(**{name: getattr(one, name) for name in own})

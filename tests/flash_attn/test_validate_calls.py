@@ -190,7 +190,7 @@ def test_turns_follow_the_launch(form: str, Hkv: int, per_group: bool) -> None:
 
 @pytest.mark.parametrize("Hkv", [4, 1])
 @pytest.mark.parametrize("form", ["padded", *PACKED])
-def test_lock_values_follow_the_launch_of_items(form: str, Hkv: int) -> None:
+def test_semaphore_values_follow_the_launch_of_items(form: str, Hkv: int) -> None:
     """Items of one head in another order, with the turns of that order."""
     call, options = planned(form, Hkv, False, deterministic=True, schedule="right to left")
     plan = call[1].plan
@@ -202,12 +202,12 @@ def test_lock_values_follow_the_launch_of_items(form: str, Hkv: int) -> None:
         if end > begin and Hkv < 4:
             plan[at, 5] = waits.get(key, 0)
             waits[key] = waits.get(key, 0) + 1
-    assert "lock values have to rise with the launch, or the GPU hangs" in said(*call, **options)
+    assert "semaphore values have to rise with the launch, or the GPU hangs" in said(*call, **options)
 
 
 def test_wrong_entry_behind_a_ragged_plan() -> None:
     faults = [
-        ("dq_write_order", 1, "the lock values of a query block are 0, 1, 2"),
+        ("dq_write_order", 1, "the semaphore values of a query block are 0, 1, 2"),
         ("mask_block_idx", 200, "_block_idx"),
     ]
     for field, more, expected in faults:

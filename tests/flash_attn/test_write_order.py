@@ -1,4 +1,4 @@
-"""Lock values and merged walks: how they are called, what memory they take, and where numbers are large.
+"""Semaphore values and merged walks: how they are called, what memory they take, and where numbers are large.
 
 That they are right is a property of the fuzzer ("lists.write order", "lists.walk").
 """
@@ -81,7 +81,7 @@ def test_where_upstream_has_it(spt: bool) -> None:
 
 
 def walked(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Counts, entries and lock values of `merged_walk`; without locks or an order, of a launch from the first block."""
+    """Counts, entries and semaphore values of `merged_walk`; without these or an order, of a launch in order."""
     if locks is not None:
         lists = lists._replace(dq_write_order=locks[0], dq_write_order_full=locks[1])
     elif "order" not in options:
@@ -93,7 +93,7 @@ def walked(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) ->
 
 @pytest.mark.parametrize("batch,head", [(2, 3), (1, 3), (2, 1)])
 def test_repeated_lists_are_computed_once(batch: int, head: int) -> None:
-    """Heads and batches that share a list share its lock values, as views that repeat them."""
+    """Heads and batches that share a list share its semaphore values, as views that repeat them."""
     forward, backward = both_directions(Blocks(H=1, seed=5))
     alone = compute_dq_write_order(*arguments(forward, backward))
     wide = [t.expand(batch, head, *t.shape[2:]) for t in backward[:4]]
@@ -168,7 +168,7 @@ def test_more_query_blocks_than_an_int_counts() -> None:
 
 
 def test_large_numbers() -> None:
-    """Query blocks, rows and lock values whose product passes 32 bits."""
+    """Query blocks, rows and semaphore values whose product passes 32 bits."""
     N, last = 3000, (1 << 20) - 1
     idx = torch.tensor([0, last]).expand(1, 1, N, 2).int().contiguous()
     cnt = torch.full((1, 1, N), 2, dtype=torch.int32)

@@ -123,7 +123,7 @@ LISTED = [number for number, kind in enumerate(KINDS) if kind.lists]
 
 
 def right_lists(case: Attention) -> None:
-    """Lists that kernels are given pass the check of lists: the transpose, lock values and plans among them."""
+    """Lists that kernels are given pass the check of lists: the transpose, semaphore values and plans among them."""
     call = attention.make(replace(case, spare=0), "cpu")  # the check takes no wider rows
     starts = {name: value for name, value in attention.options(call).items() if name.startswith("cu_seqlens")}
     validate_call(True, *(attention.lists_for(call, backward) for backward in (False, True)), call.q, call.k, **starts)

@@ -131,13 +131,13 @@ BY_ROOM = [kind for kind in KINDS if passes_by_room(kind)]
 AUTOGRAD = {"autograd", "no autograd"}
 OF_KINDS = [
     *((kind, {"two passes", "one pass"} | AUTOGRAD, set()) for kind in BY_ROOM),
-    *(  # lock values are ignored, through autograd too
-        (kind, {"two passes", "lock values", "no lock values"} | AUTOGRAD, {"one pass"})
+    *(  # semaphore values are ignored, through autograd too
+        (kind, {"two passes", "semaphore values", "no semaphore values"} | AUTOGRAD, {"one pass"})
         for kind in KINDS
         if kind.passes == 2 and kind.deterministic
     ),
     *(  # asked for, through autograd too, which would take two by itself: its lists say so
-        (kind, {"one pass", "lock values"} | AUTOGRAD, {"two passes", "no lock values"})
+        (kind, {"one pass", "semaphore values"} | AUTOGRAD, {"two passes", "no semaphore values"})
         for kind in [kind for kind in KINDS if kind.passes == 1 and kind.deterministic][:1]
     ),
     *(

@@ -9,7 +9,7 @@ Without a plan a CTA walks the list of one key tile and one query head from its 
 last. A plan (`backward_plan`) deals out items instead: stretches of such walks, in any order.
 
 A block of the lists may hold several of the kernel's tiles; tiles past the end of the queries are
-listed with their block and skipped. In deterministic mode each entry has a lock value besides: how
+listed with their block and skipped. In deterministic mode each entry has a semaphore value besides: how
 many key tiles add to the dq of these queries before this one does. The walk is then in the order
 that `write_order.sorted_walk` defines, so that a CTA starts where it is first in line.
 """
@@ -176,7 +176,7 @@ def add_dq(
     """Add the dq of the walk's tiles to the accumulator in memory, as the warpgroups stage them.
 
     add: `add_tile`, without what differs between tiles. accumulator: [(part size, parts), query tiles]. semaphore:
-    [query tiles, 1] counters, zero at launch; with them the tiles are added in the order of their lock values.
+    [query tiles, 1] counters, zero at launch; with them the tiles are added in the order of their semaphore values.
     """
     ordered = const_expr(semaphore is not None)
     coming, lock_coming = walk.entry(walk.begin), Int32(0)

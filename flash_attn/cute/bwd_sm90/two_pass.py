@@ -7,9 +7,9 @@ Block-sparse backward in two passes: dk and dv over the lists of the keys, dq ov
 
 In one pass a CTA stays on a block of keys and adds its parts of dq to fp32 memory, which is what bounds it where lists
 are sparse, and what has to be put in order where bits have to repeat. The first of two passes is that kernel without
-dq: four products for five, nothing added to dq, none of its locks. The second one (`bwd_dq_sm90/interface`) stays on a
-block of queries, reads the lists of forward, and stores dq in its own dtype. Neither depends on an order of adds to dq,
-so deterministic lists need no lock values. docs/block_sparsity.md has the times of both ways that the rule rests on.
+dq: four products for five, nothing added to dq, none of its semaphores. The second one (`bwd_dq_sm90/interface`) stays
+on a block of queries, reads the lists of forward, and stores dq in its own dtype. Neither depends on an order of adds
+to dq, so deterministic lists need no semaphore values. docs/block_sparsity.md has the times that the rule rests on.
 """
 
 import math

@@ -6,10 +6,10 @@ stretches of at most `longest` entries of one key block's walk, so many CTAs sha
 all heads and batches, head by head: what the CTAs in flight read and add to then stays in the L2. An item is of one
 query head, or of all that a key/value head has, one after the other. PyTorch only; the kernel's side is `query_loop`.
 
-Items add to dk and dv by their turns and, in deterministic mode, to dq by lock values: after the items of the same key
-block that come before, and after those of key blocks that come earlier in the schedule. Every wait has to point to an
-item launched earlier: one that is launched later may get no room until the others are done. `check_items` checks that
-on request.
+Items add to dk and dv by their turns and, in deterministic mode, to dq by semaphore values: after the items of the same
+key block that come before, and after those of key blocks that come earlier in the schedule. Every wait has to point to
+an item launched earlier: one that is launched later may get no room until the others are done. `check_items` checks
+that on request.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def plan_backward(
     per_group: bool = False,
     cu_total_m_blocks: Optional[torch.Tensor] = None,
 ) -> Any:
-    """Backward lists with a plan, and with lock values where `deterministic`, ready for backward on SM90.
+    """Backward lists with a plan, and with semaphore values where `deterministic`, ready for backward on SM90.
 
     Args:
         lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], or compact, stacked
             or ragged ones, [H, rows of all sequences]. H is 1, `num_heads_kv` (one list for the query heads of a
             group) or `num_heads`.
         num_q_blocks: query blocks of a head, in the longest sequence.
-        deterministic: also merge mask and full blocks into one walk by rising lock value, for deterministic calls in
-            one pass. Lock values that `lists` hold already are ignored. Deterministic calls in two passes need none of
-            this and follow plans made without it.
+        deterministic: also merge mask and full blocks into one walk by rising semaphore value, for deterministic calls
+            in one pass. Semaphore values that `lists` hold already are ignored. Deterministic calls in two passes need
+            none of this and follow plans made without it.
         schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
             "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
         longest: entries of an item at most; an entry is a block of queries, of one head or of a group. None: `LONGEST`,
@@ -377,7 +377,7 @@ def _turns(items: _Items, group: int) -> None:
 
 
 def _locks(lists: Any, packed: Any, items: _Items) -> None:
-    """The items that add to a query block of a head have lock values that rise with their launch."""
+    """The items that add to a query block of a head have semaphore values that rise with their launch."""
     count, H = items.end - items.begin, items.counts.shape[1]
     item = torch.arange(count.numel(), device=count.device).repeat_interleave(count)
     step = torch.arange(item.numel(), device=item.device) - (count.cumsum(0) - count - items.begin)[item]
@@ -399,5 +399,5 @@ def _locks(lists: Any, packed: Any, items: _Items) -> None:
         before, after = int(item[first]), int(item[first + 1])
         raise ValueError(
             f"backward {items.named(after)} waits at query block {int(block[first])} for {items.named(before)}, which "
-            "is launched later: lock values have to rise with the launch, or the GPU hangs"
+            "is launched later: semaphore values have to rise with the launch, or the GPU hangs"
         )

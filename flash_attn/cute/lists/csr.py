@@ -38,7 +38,7 @@ class PackedRows:
 
     Attributes:
         rows: of all sequences, one after the other.
-        locks: of each kind, flat like its indices; None without lock values.
+        locks: of each kind, flat like its indices; None without semaphore values.
         sequence: int32 [rows], the sequence that a row belongs to.
         block: int32 [rows], the row's number in its sequence.
         sequences: how many there are.
@@ -130,13 +130,13 @@ def packed_write_order(
     listed: int | None = None,
     cu_total_m_blocks: OptionalTensor = None,
 ) -> Any:
-    """Backward lists of packed sequences with lock values, for deterministic backward in one pass.
+    """Backward lists of packed sequences with semaphore values, for deterministic backward in one pass.
 
     What `compute_dq_write_order` is for padded lists: time and memory go with the blocks listed, rows may be in any
     order, and nothing waits for the device.
 
     Args:
-        lists: backward lists with the fields of `BlockSparseTensorsTorch`; lock values in them are replaced.
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`; semaphore values in them are replaced.
         num_q_blocks: of the longest sequence.
         spt: key blocks are launched from the last to the first.
         listed: upper bound of the blocks listed, all heads and sequences together. None: the room that there is.
@@ -160,7 +160,7 @@ def packed_write_order(
     heads = max(t.shape[0] for t in _with_heads(lists).values())
     if lists.mask_block_idx.ndim == 1:
         _refuse_shared_places(lists, heads)
-    else:  # lock values are each head's own
+    else:  # semaphore values are each head's own
         own = {name: t for name, t in _with_heads(lists).items() if name in LISTS}
         lists = lists._replace(**{name: t.expand(heads, *t.shape[1:]).contiguous() for name, t in own.items()})
     rows = packed_rows(lists._replace(dq_write_order=None, dq_write_order_full=None), cu_total_m_blocks)
@@ -188,13 +188,13 @@ def _check_starts(lists: Any, like: torch.Tensor, cu_total_m_blocks: OptionalTen
 
 
 def _refuse_shared_places(lists: Any, heads: int) -> None:
-    """Heads with lists of their own in one kind have lock values of their own in both."""
+    """Heads with lists of their own in one kind have semaphore values of their own in both."""
     for kind in KINDS:
         starts = getattr(lists, starts_of(lists, kind))
         if getattr(lists, kind.idx) is not None and starts.shape[0] != heads:
             raise ValueError(
                 f"{kind.idx} of {starts.shape[0]} heads beside lists of {heads}: ragged heads cannot share "
-                "places, where each has lock values of its own"
+                "places, where each has semaphore values of its own"
             )
 
 
@@ -211,9 +211,9 @@ def ragged_walk(
 
     Args:
         num_q_blocks: of the longest sequence.
-        order: [1 or H, rows], the rows of a head in the order of their launch, from which lock values follow. None:
-            take those in the lists.
-        descending: among equal lock values the later query block comes first.
+        order: [1 or H, rows], the rows of a head in the order of their launch, from which semaphore values follow.
+            None: take those in the lists.
+        descending: among equal semaphore values the later query block comes first.
         listed: upper bound of the entries of all heads. None: the room that there is, which rows then must not share.
     """
     M = rows.sequences * num_q_blocks

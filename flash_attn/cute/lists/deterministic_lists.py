@@ -54,13 +54,13 @@ def prepare(
 
 
 def require_write_order(lists: Any) -> Any:
-    """The lists with their lock values expanded to the shape of the index lists they belong to, or those to theirs.
+    """The lists with semaphore values expanded to the shape of the index lists they belong to, or those to theirs.
 
     What upstream refuses as well is refused in its words: programs match on them.
 
     Raises:
-        ValueError: lock values are missing, have another type or shape than their index list (dimensions for batch
-            and head may be 1 in either, and that for rows in lock values), or nothing says in which order the key
+        ValueError: semaphore values are missing, have another type or shape than their index list (dimensions for batch
+            and head may be 1 in either, and that for rows in semaphore values), or nothing says in which order the key
             blocks are launched.
     """
     if lists.mask_block_cnt is None or lists.mask_block_idx is None:
@@ -94,7 +94,7 @@ def _missing(name: str, idx_name: str, spt: Any) -> str:
 
 
 def _fitted(name: str, order: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lock values and the indices that they belong to, in one shape."""
+    """Semaphore values and the indices that they belong to, in one shape."""
     if order.dtype != torch.int32:
         raise ValueError(f"{name} must have dtype torch.int32, got {order.dtype}")
     if order.device != idx.device:
@@ -114,10 +114,10 @@ def _fitted(name: str, order: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Te
 
 
 def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Optional[torch.Tensor] = None) -> Any:
-    """Mask and full blocks of each key block in one list, sorted by lock value: entries are 2 * block + is_full.
+    """Mask and full blocks of each key block in one list, sorted by semaphore value: entries are 2 * block + is_full.
 
-    The lists have passed `require_write_order`. The result has the entries in mask_block_idx and their lock values in
-    dq_write_order; of packed lists it is ragged. It takes time and memory in proportion to the room of the lists.
+    The lists have passed `require_write_order`. The result has the entries in mask_block_idx and their semaphore values
+    in dq_write_order; of packed lists it is ragged. It takes time and memory in proportion to the room of the lists.
 
     Args:
         num_q_blocks: of the longest sequence; None where it is not known.

@@ -120,10 +120,10 @@ def merged_backward(lists: Any, *, asked: bool, ordered: bool = False, spt: bool
 
     Args:
         lists, asked: as in `merged_forward`; without a mask_mod what comes out are mask blocks.
-        ordered: also make lock values. Those of `lists` count entries that there are no longer.
+        ordered: also make semaphore values. Those of `lists` count entries that there are no longer.
         spt: key blocks are launched from the last to the first.
-        groups: CTAs, or pairs of them, that add for a key block. Where there are several, and full lists too, lock
-            values are what `turn_of_add` takes.
+        groups: CTAs, or pairs of them, that add for a key block. Where there are several, and full lists too,
+            semaphore values are what `turn_of_add` takes.
 
     Returns:
         Ragged lists with cu_total_n_blocks.
@@ -150,7 +150,7 @@ def turn_of_add(lock: Any, group: Any, release: Any) -> tuple[Any, Any]:
     both, and makes both adds before the next CTA of the block makes its first: none waits for one launched later.
 
     Args:
-        lock: the entry's lock value, 4 * entries of earlier key blocks + 2 * (the second of two) + (one of two).
+        lock: the entry's semaphore value, 4 * entries of earlier key blocks + 2 * (the second of two) + (one of two).
         group: the CTA's place among those of its key block, in the order of their adds.
         release: by how much the CTA raises the tile's semaphore with an add: 1, or more where it stands for CTAs
             that are never launched too.

@@ -1,9 +1,9 @@
 """Checks of block lists' entries, which name the first wrong one.
 
 The kernels read lists without a look at them: an index out of range reads or writes foreign memory, a block listed
-twice counts twice, backward lists that are not the transpose give the gradient of another function, and a lock value
-that nobody reaches makes the GPU hang. Lists of every form are checked as the rows of a `Side`. Takes time and memory
-in proportion to the blocks listed, and synchronises with the host twice.
+twice counts twice, backward lists that are not the transpose give the gradient of another function, and a semaphore
+value that nobody reaches makes the GPU hang. Lists of every form are checked as the rows of a `Side`. Takes time and
+memory in proportion to the blocks listed, and synchronises with the host twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Side:
         given: the caller's lists, which messages name.
         rows: [B * H, N], of as many heads as those of the other direction; rows that no sequence has list nothing.
         heads: (B, H); packed, where B is 1, H of the lists as given.
-        locks: of each kind, flat like its indices; None without lock values.
+        locks: of each kind, flat like its indices; None without semaphore values.
         sequence, block: [N], the sequence that a row belongs to, and its number there.
         across: int64 [N], how many blocks there are for a row to list; `columns` is the largest, `sequences` how many
             sequences there are.
@@ -229,7 +229,7 @@ def _transposed(sides: list[Side], entries: list[FlatEntries]) -> Iterator[_Chec
 
 
 def _locks(side: Side, listed: int, order: torch.Tensor | None) -> _Check:
-    """Lock values are the ranks of the key blocks that list a query block, in the order of their launch, or in any."""
+    """Semaphore values are the ranks of the key blocks that list a query block, in order of their launch, or in any."""
     spt = None if side.merged else getattr(side.given, "spt", None)  # a plan has the launch
     known = order is not None or spt is not None
     order = as_launch_order(bool(spt) and order is None, order, side.rows.N, side.block.device)
@@ -246,7 +246,7 @@ def _locks(side: Side, listed: int, order: torch.Tensor | None) -> _Check:
     rule = (
         "key blocks add to a query block in the order of their launch, or the GPU hangs"
         if known
-        else "the lock values of a query block are 0, 1, 2, ..., each once"
+        else "the semaphore values of a query block are 0, 1, 2, ..., each once"
     )
     return _wrong_entry(
         side, flat, flat.listed & (lock != expected), (flat.block, expected),

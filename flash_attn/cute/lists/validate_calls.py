@@ -174,7 +174,7 @@ def validate_lists(
     ascending: bool = False,
     order: torch.Tensor | None = None,
 ) -> None:
-    """Check counts, indices, duplicates, that `backward` is the transpose of `forward`, and its lock values.
+    """Check counts, indices, duplicates, that `backward` is the transpose of `forward`, and its semaphore values.
 
     Args:
         forward, backward: with the fields of `BlockSparseTensorsTorch`; None: not checked.
@@ -183,9 +183,9 @@ def validate_lists(
         block_size: (queries, keys) of a block, where the lists do not say. Backward lists of another block size than
             the forward lists' are not compared with them.
         ascending: also ask for rising indices in every row.
-        order: key blocks in the order of their launch (see `compute_dq_write_order`), which the lock values have to
-            follow. None: it follows from ``backward.spt``; without that, they only have to be 0, 1, 2, ... for the key
-            blocks that list a query block, each once.
+        order: key blocks in the order of their launch (see `compute_dq_write_order`), which the semaphore values have
+            to follow. None: it follows from ``backward.spt``; without that, they only have to be 0, 1, 2, ... for the
+            key blocks that list a query block, each once.
 
     Raises:
         ValueError: naming the tensor, and the first wrong entry by its place and value.

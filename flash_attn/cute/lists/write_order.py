@@ -1,12 +1,13 @@
 """The order in which key blocks add to a query block's dq, and the walk over query blocks that waits least for it.
 
 Backward runs one CTA a key block, and every CTA adds to the dq of the query blocks that its key block lists. For the
-same bits twice, the adds to a query block must come in a fixed order: an entry's *lock value* says how many adds to the
-same query block come before it. Lock values follow the launch order of the key blocks, so every wait points to a CTA
-that was launched earlier, and the earliest CTA in flight never waits: there is no deadlock.
+same bits twice, the adds to a query block must come in a fixed order: an entry's *semaphore value* says how many adds
+to the same query block come before it. Semaphore values follow the launch order of the key blocks, so every wait points
+to a CTA that was launched earlier, and the earliest CTA in flight never waits: there is no deadlock.
 
-The order in which a CTA walks its own list is free. By rising lock value, each CTA starts where it is first in line,
-and its neighbours follow like a wavefront; that needs the mask blocks and the full blocks in one list (`merged_walk`).
+The order in which a CTA walks its own list is free. By rising semaphore value, each CTA starts where it is first in
+line, and its neighbours follow like a wavefront; that needs the mask blocks and the full blocks in one list
+(`merged_walk`).
 
 Everything here takes time and memory in proportion to the blocks listed (an upper bound of them, known without asking
 the device) besides its padded outputs, reads nothing past a row's count, and never synchronises with the host. PyTorch
@@ -37,7 +38,7 @@ OptionalTensor = torch.Tensor | None
 
 
 class CompactWalk(NamedTuple):
-    """Mask and full blocks of each row in one list, by rising lock value; a row's entries follow the row before.
+    """Mask and full blocks of each row in one list, by rising semaphore value; a row's entries follow the row before.
 
     Attributes:
         ends: int64 [H, N], the place after a row's last entry, counted over all rows.
@@ -69,7 +70,7 @@ def compute_dq_write_order(
     order: OptionalTensor = None,
     listed: int | None = None,
 ) -> tuple[torch.Tensor, OptionalTensor]:
-    """Lock values for deterministic backward: for each backward entry, the adds to its query block that come first.
+    """Semaphore values for deterministic backward: of each backward entry, the adds to its query block before it.
 
     Backward lists may come in any order within a row. Of the forward lists only the shapes are used, as an upper bound
     of the number of blocks listed.
@@ -113,20 +114,20 @@ def merged_walk(
     num_q_blocks: int | None = None,
     listed: int | None = None,
 ) -> Any:
-    """Padded `lists` with each key block's mask and full blocks in one list, by rising lock value.
+    """Padded `lists` with each key block's mask and full blocks in one list, by rising semaphore value.
 
     Args:
         lists: backward lists with the fields of `BlockSparseTensorsTorch`.
-        order: as in `compute_dq_write_order`: lock values follow from it. None: take those in the lists.
-        descending: among equal lock values the later query block comes first; right for a launch from the first
+        order: as in `compute_dq_write_order`: semaphore values follow from it. None: take those in the lists.
+        descending: among equal semaphore values the later query block comes first; right for a launch from the first
             key block to the last. False for the opposite (``spt``).
         width: of the rows of the result, at least the longest row. None: the widths of both lists together.
         num_q_blocks: query blocks of a head, for the sort's keys. None: `MOST_QUERY_BLOCKS`.
         listed: upper bound of the blocks listed, all heads and batches together. None: every place of the lists.
 
     Returns:
-        The lists: entries, ``query_block * 2 + is_full``, in mask_block_idx, their lock values in dq_write_order, both
-        0 after the entries in use.
+        The lists: entries, ``query_block * 2 + is_full``, in mask_block_idx, their semaphore values in dq_write_order,
+        both 0 after the entries in use.
 
     Raises:
         ValueError: the sort's keys would pass 63 bits (give `num_q_blocks`), or a shape does not fit.
@@ -160,7 +161,7 @@ def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
 
 
 def sorted_walk(entries: FlatEntries, locks: torch.Tensor, descending: bool, M: int) -> CompactWalk:
-    """The order in which backward visits query blocks: entries by row, then lock value, then query block.
+    """The order in which backward visits query blocks: entries by row, then semaphore value, then query block.
 
     All of it is in one key, from which the result is read again. `query_loop` follows it.
 
