@@ -132,12 +132,16 @@ class NSAConfig:
         return widest if widest <= WIDE_LIST else min(widest, self.num_blocks(T))
 
     def replace(self, **changes: object) -> NSAConfig:
-        """A copy with some fields changed, checked again."""
+        """A copy with some fields changed; TypeError or ValueError as for the class."""
         return replace(self, **changes)
 
     @classmethod
     def paper(cls, **changes: object) -> NSAConfig:
-        """The sizes of arXiv:2502.11089: means of 32 tokens every 16, and 16 blocks of 64 for each token."""
+        """The sizes of arXiv:2502.11089: means of 32 tokens every 16, and 16 blocks of 64 for each token.
+
+        Args:
+            changes: other values of fields; TypeError or ValueError as for the class.
+        """
         return cls(**(dict(compress_size=32, compress_stride=16, q_tile=1) | changes))
 
     @classmethod
@@ -146,6 +150,9 @@ class NSAConfig:
 
         Each query head lists the ``block_counts`` complete blocks with the highest mean score over a tile's queries,
         among those that start at or before the tile's last token. On the reference and eager backends only.
+
+        Args:
+            changes: other values of fields; TypeError or ValueError as for the class.
         """
         return cls(**(dict(rule="seed", q_tile=256, compress_offset=0, force_blocks=False) | changes))
 
@@ -158,6 +165,7 @@ class NSAConfig:
 
         Raises:
             ValueError: a key is unknown, or a field is there under two names.
+            TypeError, ValueError: a value is bad, as for the class.
         """
         for old in RENAMED.keys() & values.keys():
             if RENAMED[old] in values:

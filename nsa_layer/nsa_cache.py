@@ -112,6 +112,7 @@ class NSACache:
         num_pages: pages of the pool; None: enough for ``max_seqlen`` tokens of every sequence.
         own_window: the sliding window has keys and values of its own.
         own_sources: compressed keys and values are made of tokens of their own, which the cache keeps beside k and v.
+        dtype, device: of the tensors.
 
     Raises:
         TypeError, ValueError: an argument is bad; the message names it.
@@ -200,9 +201,15 @@ class NSACache:
         """Append the keys and values of q's tokens, and attend: `nsa_with_kvcache`, whose options these are.
 
         Args:
+            q: [batch, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens_q``; k: [batch, T, Hkv, D] or
+                [total, Hkv, D]; v: the same with Dv.
+            return_lse, backend, options: as in `nsa_with_kvcache`, but for the caches, their lengths and tables.
             compress: makes compressed keys [blocks, Hkv, D] and values [blocks, Hkv, Dv] of the tokens [blocks,
                 compress_size, Hkv, D] and [..., Dv] of the blocks that the call completes. None: means, or those given.
             sources: with ``own_sources`` these tokens' keys and values, shaped like k and v, which they are otherwise.
+
+        Returns:
+            As `nsa_with_kvcache`.
 
         Raises:
             ValueError: no room for the new tokens; nothing was written. What `nsa_with_kvcache` raises besides.
@@ -276,7 +283,14 @@ class NSACache:
         return pages.table[b, token // pages.size].long(), token % pages.size
 
     def crop(self, lengths: int | Sequence[int] | Tensor) -> None:
-        """Go back to the first tokens of each sequence: at most so many, or as many as a list says; 0 empties it."""
+        """Go back to the first tokens of each sequence.
+
+        Args:
+            lengths: tokens that are kept: of each sequence, or an int, at most so many of all; 0 empties it.
+
+        Raises:
+            TypeError, ValueError: not so many numbers, or none that a sequence has; the cache is as it was.
+        """
         if isinstance(lengths, int):
             require_int("lengths", lengths, least=0)
             lengths = [min(lengths, length) for length in self._lengths]
@@ -291,8 +305,11 @@ class NSACache:
     def grow(self, max_seqlen: int) -> None:
         """Make room for longer sequences of a contiguous cache: its tensors are copied to larger ones.
 
+        Args:
+            max_seqlen: the most tokens of a sequence from now on.
+
         Raises:
-            ValueError: the cache has pages, or room for more tokens already.
+            TypeError, ValueError: the cache has pages, or room for more tokens already.
         """
         require_int("max_seqlen", max_seqlen, least=self.max_seqlen)
         if self._pages:
@@ -305,7 +322,11 @@ class NSACache:
         self.max_seqlen = max_seqlen
 
     def reorder(self, index: Sequence[int] | Tensor) -> None:
-        """Sequence b becomes a copy of sequence ``index[b]``, as beam search asks for; pages are shared, not copied."""
+        """Sequence b becomes a copy of sequence ``index[b]``, as beam search asks for; pages are shared, not copied.
+
+        Raises:
+            TypeError, ValueError: index does not have a sequence's number for each sequence; the cache is as it was.
+        """
         index = _listed("index", index)
         batch = len(self._lengths)
         if len(index) != batch or not all(isinstance(i, int) and 0 <= i < batch for i in index):

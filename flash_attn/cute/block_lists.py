@@ -58,6 +58,9 @@ def lists_from_dense(mask: torch.Tensor, block_size: BlockSize, *, width: Width 
         mask: bool [B, H, Sq, Sk] ([Sq, Sk] for all batches and heads alike), True where a query sees a key.
         block_size: (queries, keys) of a block.
         width: as in `lists_from_blocks`.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
     """
     mask = _four_dimensions("mask", mask)
     rows, columns = list_entries.block_size(block_size)
@@ -81,6 +84,10 @@ def lists_from_blocks(
         full: bool of the same shape, the blocks that need no mask. None: all need it, and there are no full lists.
         width: of the index lists (or two widths, of mask and full lists), at least the longest row. None: the longest
             row, which synchronises with the host once.
+        block_size: (queries, keys) of a block.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
     """
     listed = _four_dimensions("listed", listed)
     block_size = list_entries.block_size(block_size)
@@ -119,6 +126,10 @@ def lists_from_window(
         window_left, window_right: keys seen on each side. None or -1: all of them.
         causal: nothing to the right, whatever `window_right` is.
         block_size: (queries, keys) of a block.
+        device: of the lists; None: the CPU.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.window_side("window_left", window_left)
     list_entries.window_side("window_right", window_right)
@@ -152,6 +163,9 @@ def lists_from_block_mask(
     Args:
         width: of the lists, as in `lists_from_blocks`; for both directions. None: the longest row of each, which
             synchronises with the host.
+
+    Raises:
+        TypeError, ValueError: block_mask is none, or width is bad.
     """
     size = getattr(block_mask, "BLOCK_SIZE", None)
     if size is None:
@@ -180,6 +194,9 @@ def transpose_lists(
             row, which synchronises with the host once. Give it to avoid that; the number of rows of `lists` is always
             enough.
         listed: upper bound of the blocks listed, all heads and batches together.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.integer("num_kv_blocks", num_kv_blocks, least=0)
     own = distinct_lists(fields(lists), None)
@@ -218,12 +235,16 @@ def draw_lists(
     Args:
         lists: with the fields of `BlockSparseTensorsTorch`.
         num_columns: blocks that a row can list: key blocks (query blocks, for backward lists).
+        batch, head: the number of the batch and of the head that are drawn.
         backward: rows are key blocks. Query blocks run downwards all the same.
         path: where to save it.
         ax: matplotlib axes to draw on. None: new ones.
 
     Returns:
         The axes. Needs matplotlib.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.check_lists(fields(lists))
     list_entries.integer("num_columns", num_columns)

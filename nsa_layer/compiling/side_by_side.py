@@ -84,7 +84,9 @@ def warm_up(
     Kernels that are in the cache are left alone. Without a GPU ``FLASH_ATTENTION_ARCH`` names the architecture.
 
     Args:
+        config, causal: as in `nsa`.
         shapes: (B, T, Hq, Hkv, D) of each call; most calls that differ in B or T alone launch the same kernels.
+        dtype: of q, k and v.
         packed: the calls are of B packed sequences of T tokens, and of as many of any lengths with starts on the GPU.
         gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
         projected: with ``compress_k_weight`` and ``compress_v_weight``.

@@ -17,6 +17,7 @@ def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tor
 
     Args:
         x: [.., T, ..] of any dtype; R divides T, 2R with "zigzag".
+        cp: the ranks.
         dim: of the tokens: 1 of [B, T, ..], 0 of packed [total, ..].
 
     Returns:
@@ -41,6 +42,7 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
 
     Args:
         x: [.., T / R, ..] of any dtype, and of the same shape on every rank.
+        cp: the ranks.
         dim: of the tokens: 1 of [B, T / R, ..], 0 of packed [total / R, ..].
 
     Returns:

@@ -282,6 +282,12 @@ def cu_total_blocks(cu_seqlens: torch.Tensor, block_size: int) -> torch.Tensor:
     """[B + 1] int32: how many blocks of `block_size` tokens the sequences before each one have.
 
     With the queries' cu_seqlens this is cu_total_m_blocks, with the keys' cu_total_n_blocks.
+
+    Args:
+        cu_seqlens: integers [B + 1], starts of the packed sequences and their total.
+
+    Raises:
+        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.integer("block_size", block_size)
     if list_entries.tensor("cu_seqlens", cu_seqlens).ndim != 1 or cu_seqlens.is_floating_point():

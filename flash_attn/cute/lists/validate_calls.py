@@ -178,6 +178,7 @@ def validate_lists(
 
     Args:
         forward, backward: with the fields of `BlockSparseTensorsTorch`; None: not checked.
+        seqlen_q, seqlen_k: queries and keys of a sequence.
         num_heads: query heads; the lists' head dimension is that, 1, or `num_heads_kv`.
         batch_size: None: any.
         block_size: (queries, keys) of a block, where the lists do not say. Backward lists of another block size than
