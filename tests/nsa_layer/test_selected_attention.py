@@ -168,6 +168,22 @@ def test_the_kernels_refuse_lists(monkeypatch: pytest.MonkeyPatch) -> None:
                     selected_attention(q, k, k, lists, block_size=8, backend=backend)
 
 
+def test_a_mixture_of_blocks_for_each_query_head() -> None:
+    """MoBA, arXiv:2502.13189: a query's own block, and the two before it whose mean key is most like the query."""
+    T, size, given = 100, 16, tensors(1, 100, S=100)
+    q, k, v = (x[0].repeat_interleave(4 // x.shape[2], 1).movedim(1, 0) for x in given.values())  # [Hq, T, D]
+    own, block = torch.arange(T)[:, None] // size, torch.arange(-(-T // size))
+    means = torch.stack([part.mean(1) for part in k.split(size, 1)], 1)
+    score = (q @ means.mT).masked_fill(block >= own, -math.inf).masked_fill(block == own, math.inf)
+    best = score.topk(3)
+    lists = best.indices.masked_fill(best.values == -math.inf, -1).movedim(0, 1)[None].int()
+    listed = (lists[0].movedim(0, 1)[..., None] == block).any(-2).repeat_interleave(size, -1)[..., :T]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, listed.tril()).movedim(0, 1)[None]
+    for backend in BACKENDS:
+        o = selected_attention(**given, block_indices=lists, block_size=size, backend=backend)
+        torch.testing.assert_close(o, expected)
+
+
 def test_rows_without_keys() -> None:
     given = tensors(1, 9, S=9)
     lists = torch.full((1, 9, 2, 1), -1).int()
