@@ -338,6 +338,19 @@ class NSACache:
                 cache.copy_(cache[torch.tensor(index, device=cache.device)])
         self._set([self._lengths[i] for i in index])
 
+    def read_lengths(self) -> None:
+        """Take ``lengths`` from ``cache_seqlens``, which calls of `nsa_with_kvcache` on ``caches`` have changed; waits.
+
+        Raises:
+            ValueError: the cache has pages, which such calls are not dealt, or a length is beyond its room.
+        """
+        lengths = self.cache_seqlens.tolist()
+        if self._pages:
+            raise ValueError("lengths of a cache of pages are those of its own calls")
+        if not all(0 <= length <= self.max_seqlen for length in lengths):
+            raise ValueError(f"cache_seqlens must be at most {self.max_seqlen}, and at least 0, got {lengths}")
+        self._lengths = lengths
+
     def _reserve(self, counts: Sequence[int]) -> list[int]:
         """Places for so many more tokens; the lengths with them."""
         ends = [length + n for length, n in zip(self._lengths, counts)]
@@ -357,8 +370,12 @@ class NSACache:
         return [self.config.compressed_length(length) for length in lengths]
 
     def _set(self, lengths: Sequence[int]) -> None:
+        changes = {after - before for before, after in zip(self._lengths, lengths)}
         self._lengths = list(lengths)
-        self.cache_seqlens.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+        if len(changes) == 1:
+            self.cache_seqlens += changes.pop()  # a copy from the host would wait for the GPU
+        else:
+            self.cache_seqlens.copy_(torch.tensor(self._lengths, dtype=torch.int32))
 
 
 def _listed(name: str, given: object) -> list:

@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    CompileConfig,
     DataCollatorWithFlattening,
     DynamicCache,
     LlamaConfig,
@@ -234,6 +235,55 @@ def of_row(lists: list[list], b: int) -> list[list]:
     return [[[[n for n in blocks if n >= 0] for blocks in heads] for heads in layer] for layer in layers]
 
 
+@pytest.fixture
+def graphs() -> Iterator[list[int]]:
+    """Graphs that dynamo has made."""
+    torch.compiler.reset()
+    made = torch._dynamo.utils.counters["stats"]
+    made.clear()
+    yield made
+    torch.compiler.reset()
+
+
+def static(**options: object) -> dict[str, object]:
+    """Options of `generate` for a static cache, with steps compiled on the CPU too."""
+    compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiled._compile_all_devices = True
+    return dict(cache_implementation="static", compile_config=compiled, **options)
+
+
+def test_steps_on_a_static_cache_are_one_graph_and_generate_the_same(graphs: dict[str, int]) -> None:
+    model, batch = sparse(num_hidden_layers=1), padded(tokens(3, 30), (0, 13, 29), (0, 0, 0))
+    expected = model.generate(**batch, max_new_tokens=12).tolist()
+    for options in (static(), static(prefill_chunk_size=7), dict(cache_implementation="static")):
+        assert model.generate(**batch, max_new_tokens=12, **options).tolist() == expected
+    assert graphs["unique_graphs"] == 1
+
+
+def test_a_static_cache_goes_on_back_and_anew() -> None:
+    model, batch = sparse(), padded(tokens(2, 60), (0, 13))
+    mask, cache = batch["attention_mask"], NSAModelCache(model.config, 60, static=True)
+    places = positions(mask)
+    with torch.no_grad():
+        whole = model(**batch, position_ids=places).logits
+        for ends in ((20, 21, 22, 40), (23, 24, 41, 42), (30, 31, 60)):
+            for end in ends:
+                begin = cache.get_seq_length()
+                options = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end])
+                step = model(batch["input_ids"][:, begin:end], past_key_values=cache, **options).logits
+                real = mask[:, begin:end].bool()
+                torch.testing.assert_close(step[real], whole[:, begin:end][real], **CLOSE)
+            assert cache.layers[1].cache.read_lengths() is None and cache.layers[1].cache.lengths == (end, end - 13)
+            if ends[0] == 20:
+                cache.crop(-18)
+            elif end == 42:
+                cache.reset()
+    with pytest.raises(ValueError, match="room for 60"):
+        model(tokens(2, 2), past_key_values=cache, attention_mask=torch.cat((mask, mask[:, -2:]), dim=1))
+    beams = model.generate(**batch, max_new_tokens=5, num_beams=3)
+    assert model.generate(**batch, max_new_tokens=5, num_beams=3, cache_implementation="static").equal(beams)
+
+
 @pytest.mark.parametrize("gate, compression", [("input", "mean"), ("query", "linear"), ("input", "mlp")])
 def test_saved_models_are_loaded_as_they_were(gate: str, compression: str, tmp_path) -> None:
     model, ids = sparse(nsa_gate=gate, nsa_compression=compression), tokens(1, 50)
@@ -315,8 +365,8 @@ def test_what_it_does_not_do_is_an_error() -> None:
         convert_to_nsa(MistralForCausalLM(MistralConfig(**SIZES)))
     with pytest.raises(ValueError, match="nsa_gate must be one of 'query', 'input', got 'none'"):
         convert_to_nsa(dense, gate="none")
-    with pytest.raises(NotImplementedError, match="use NSAModelCache"):
-        model.generate(ids, cache_implementation="static", max_new_tokens=4)
+    with pytest.raises(NotImplementedError, match="network with a static cache"):
+        sparse(nsa_compression="mlp").generate(ids, cache_implementation="static", max_new_tokens=4)
     with pytest.raises(NotImplementedError, match="fixed length"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=40))
     with pytest.raises(NotImplementedError, match="use DynamicCache"):
@@ -398,3 +448,26 @@ def test_generation_on_a_gpu_is_that_without_a_cache(kind: type) -> None:
     assert error < 0.05 * whole[real].float().norm()  # a block may differ where two score alike
     made = model.generate(**batch, max_new_tokens=8, past_key_values=kind(config=model.config))
     assert made.shape == (2, 408)
+
+
+@pytest.mark.gpu
+def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(graphs: dict[str, int]) -> None:
+    model = sparse(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128)).bfloat16().cuda()
+    batch = {name: x.cuda() for name, x in padded(tokens(2, 400), (0, 133)).items()}
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    places, cache = positions(mask), NSAModelCache(model.config, 410, static=True)
+    with torch.no_grad():
+        whole = model(**batch, position_ids=places, use_cache=False).logits
+        given = dict(attention_mask=mask[:, :330], position_ids=places[:, :330])
+        steps, step = [model(ids[:, :330], past_key_values=cache, **given).logits], model.get_compiled_call(None)
+        for at in range(330, 400):
+            new = dict(input_ids=ids[:, at : at + 1].clone(), position_ids=places[:, at : at + 1].clone())
+            steps.append(step(**new, past_key_values=cache).logits.clone())
+    assert cache.get_seq_length() == 400 and cache.layers[1].cache.lengths == (400, 267)
+    real = mask.bool()
+    error = (torch.cat(steps, dim=1)[real] - whole[real]).float().norm(dim=-1) / whole[real].float().norm(dim=-1)
+    assert error.mean() < 0.05 and error.max() < 0.5  # a block may differ where two score alike
+    made = [model.generate(**batch, max_new_tokens=20, cache_implementation="static") for _ in range(2)]
+    assert made[0].equal(made[1]) and made[0].shape == (2, 420)
+    assert graphs["unique_graphs"] <= 2
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]

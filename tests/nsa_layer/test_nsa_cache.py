@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nsa_layer import NSACache, NSAConfig, NSAttention, nsa
+from nsa_layer import NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache
 from nsa_layer.rope import RotaryEmbedding
 
 SMALL = NSAConfig(block_size=8, block_counts=3, window_size=8)
@@ -142,6 +142,25 @@ def test_a_contiguous_cache_grows(config: NSAConfig) -> None:
         checked.cache.grow(ROOM)
     with pytest.raises(ValueError, match="pages"):
         Checked(config).cache.grow(ROOM + 20)
+
+
+def test_lengths_are_read_where_other_calls_have_appended() -> None:
+    checked = Checked(page_size=None)
+    checked.append([20, 0, 7])
+    cache, new = checked.cache, torch.tensor([3, 1, 4])
+    nsa_with_kvcache(
+        Q[new, None], k=K[new, None], v=V[new, None], **cache.caches, cache_seqlens=cache.cache_seqlens, config=SMALL
+    )
+    cache.cache_seqlens += 1
+    cache.read_lengths()
+    for own, token in zip(checked.tokens, new.tolist()):
+        own.append(token)
+    checked.append([2, 3, 0])
+    cache.cache_seqlens += ROOM
+    with pytest.raises(ValueError, match=f"cache_seqlens must be at most {ROOM}, and at least 0, got .71, "):
+        cache.read_lengths()
+    with pytest.raises(ValueError, match="cache of pages"):
+        Checked().cache.read_lengths()
 
 
 def test_bytes() -> None:

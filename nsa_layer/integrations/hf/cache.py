@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from nsa_layer.block_mlp import BlockMLP
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged
+from nsa_layer.kvcache import nsa_with_kvcache
 from nsa_layer.nsa_cache import NSACache
 
 Tensor = torch.Tensor
@@ -21,18 +22,21 @@ class NSACacheLayer(CacheLayerMixin):
     """One layer's sequences, without their padding.
 
     Args:
-        max_cache_len: tokens to make room for at once; with more of them the cache grows.
+        max_cache_len: tokens to make room for at once; with more of them the cache grows, unless it is static.
+        static: steps of one token for each row count on the device alone, so that they compile to one graph.
     """
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, max_cache_len: int = ROOM) -> None:
+    def __init__(self, max_cache_len: int = ROOM, static: bool = False) -> None:
         super().__init__()
-        self.max_cache_len = max_cache_len
+        self.max_cache_len, self.is_compileable = max_cache_len, static
         self.cache: NSACache | None = None
         self._columns = 0  # of the batch with its padding
-        self._is_token: Tensor | None = None  # bool [B, columns or more] on the CPU; None: there is no padding
+        self._is_token: Tensor | None = None  # bool [B, columns of prompts] on the CPU; None: there is no padding
+        self._padding: Tensor | None = None  # int32 [1] on the device, of row 0
+        self._is_counted = True  # False: columns and the cache's lengths are on the device alone
 
     def attend(
         self,
@@ -64,6 +68,11 @@ class NSACacheLayer(CacheLayerMixin):
             ValueError: rows hold several sequences, or are not those of the calls before.
         """
         B, T = q.shape[:2]
+        if self.is_compileable:
+            if networks:
+                raise NotImplementedError("compression by a network with a static cache: use one that is not")
+            if T == 1 and self.is_initialized and (ragged is None or ragged.places is None):
+                return self._step(q, k, v, config=config, gates=gates, **options)
         self._prepare(k, v, ragged, config)
         packed = ragged is not None and ragged.places is not None
         if packed:
@@ -77,7 +86,22 @@ class NSACacheLayer(CacheLayerMixin):
         else:
             o = q.new_zeros(0, q.shape[-2], v.shape[-1])
         self._columns += T
+        if self.is_compileable:
+            self._padding.fill_(self._columns - self.cache.lengths[0])
         return ragged.unpack(o, B, T) if packed else o
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        """`attend` of a token in each row, by what is on the device alone."""
+        lengths, self._is_counted = self.cache.cache_seqlens, False
+        o = nsa_with_kvcache(q, k=k, v=v, **self.cache.caches, cache_seqlens=lengths, **options)
+        lengths += 1
+        return o
+
+    def _count(self) -> None:
+        """Read lengths that steps have left on the device."""
+        if not self._is_counted:
+            self.cache.read_lengths()
+            self._columns, self._is_counted = self.cache.lengths[0] + int(self._padding), True
 
     def _prepare(self, k: Tensor, v: Tensor, ragged: Ragged | None, config: NSAConfig) -> None:
         """Make room for the tokens of k [B, T, Hkv, D], and look at their padding."""
@@ -85,10 +109,15 @@ class NSACacheLayer(CacheLayerMixin):
         if self.cache is None:
             room, sizes = max(self.max_cache_len, T), dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
             self.cache, self.is_initialized = NSACache(B, room, Hkv, D, config=config, **sizes), True
+            if self.is_compileable:
+                self._padding = torch.zeros(1, dtype=torch.int32, device=k.device)
+                for x in (*self.cache.caches.values(), self.cache.cache_seqlens, self._padding):
+                    torch._dynamo.mark_static_address(x)  # a CUDA graph writes to them in place
+        self._count()
         if self.cache.lengths != ((self._columns,) * B if ragged is None else ragged.cached):
             raise ValueError(NOT_THE_CACHED)
         self._is_token = None if ragged is None else ragged.is_token
-        if self._columns + T > self.cache.max_seqlen:
+        if self._columns + T > self.cache.max_seqlen and not self.is_compileable:
             self.cache.grow(max(self._columns + T, 2 * self.cache.max_seqlen))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple:
@@ -99,17 +128,22 @@ class NSACacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: sizes are known with the first tokens."""
 
-    def get_seq_length(self) -> int:
-        """Tokens of a row, its padding included."""
+    def get_seq_length(self) -> int | Tensor:
+        """Tokens of a row, its padding included; a tensor [1] where a graph is compiled."""
+        if self.is_compileable and self.is_initialized and torch.compiler.is_compiling():
+            return self.cache.cache_seqlens[:1] + self._padding
+        self._count()
         return self._columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Places that a mask is asked for, and the first of them."""
-        return self._columns + query_length, 0
+        if self.is_compileable and torch.compiler.is_compiling():
+            return query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: it grows."""
-        return -1
+        """Tokens of a row, at most; -1: it grows."""
+        return self.max_cache_len if self.is_compileable else -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of all rows: minus so many.
@@ -119,7 +153,7 @@ class NSACacheLayer(CacheLayerMixin):
         """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be at most 0, as -n for n tokens, got {tokens_to_remove}")
-        self._crop_to(max(0, self._columns + int(tokens_to_remove)))
+        self._crop_to(max(0, self.get_seq_length() + int(tokens_to_remove)))
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -128,13 +162,20 @@ class NSACacheLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes a copy of row ``beam_idx[b]``, which has the same padding."""
         if self.cache is not None:
+            self._count()
             self.cache.reorder(beam_idx)
 
     def _crop_to(self, columns: int) -> None:
+        self._count()
         self._columns = columns
         if self.cache is not None:
-            left = columns if self._is_token is None else self._is_token[:, :columns].sum(1).tolist()
+            left = columns
+            if self._is_token is not None:
+                later = max(0, columns - self._is_token.shape[1])
+                left = (self._is_token[:, :columns].sum(1) + later).tolist()
             self.cache.crop(left)
+            if self._padding is not None:
+                self._padding.fill_(columns - self.cache.lengths[0])
 
 
 class NSAModelCache(Cache):
@@ -145,10 +186,17 @@ class NSAModelCache(Cache):
     Args:
         config: the model's.
         max_cache_len: tokens of a row, padding included, to make room for at once; with more of them it grows.
+        static: it does not grow, and `generate` on a GPU compiles the steps of a token. Rows that a step finds no room
+            for are NaN.
     """
 
-    def __init__(self, config: PreTrainedConfig, max_cache_len: int = ROOM) -> None:
-        super().__init__(layers=[NSACacheLayer(max_cache_len) for _ in range(config.num_hidden_layers)])
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int = ROOM, *, static: bool = False) -> None:
+        super().__init__(layers=[NSACacheLayer(max_cache_len, static) for _ in range(config.num_hidden_layers)])
+
+    @property
+    def is_initialized(self) -> bool:
+        """True once there were tokens."""
+        return all(layer.is_initialized for layer in self.layers)
 
     @property
     def nbytes(self) -> int:

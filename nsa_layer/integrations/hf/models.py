@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -10,6 +11,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    CompileConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
@@ -128,11 +130,29 @@ class _CausalLM:
         self.post_init()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
-        asked = model_kwargs.get("past_key_values"), generation_config.cache_implementation
-        if asked == (None, None) and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = NSAModelCache(self.config, max_cache_length)
+        asked, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        if asked is None and kind in (None, "static") and generation_config.use_cache is not False:
+            room = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
+            model_kwargs["past_key_values"] = NSAModelCache(self.config, room, static=kind == "static")
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
+
+    def create_masks_for_generate(
+        self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values: Cache, **_: object
+    ) -> Tensor | None:
+        """The mask for a static cache: none for a step of a token in each row, whose shape would change in each."""
+        is_step = inputs_embeds.shape[1] == 1 and past_key_values.is_initialized
+        return None if is_step else attention_mask
+
+    def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
+        """The model, compiled for a token in each row; chunks of a prompt are not compiled."""
+        compiled = super().get_compiled_call(compile_config)
+
+        def call(input_ids: Tensor | None = None, **inputs: object) -> object:
+            is_step = input_ids is not None and input_ids.shape[1] == 1 and inputs["past_key_values"].is_initialized
+            return (compiled if is_step else self)(input_ids=input_ids, **inputs)
+
+        return call
 
 
 def _use_nsa(config: PreTrainedConfig) -> None:

@@ -73,6 +73,8 @@ def nsa_mask(
     Raises:
         NotImplementedError: the mask is not that of whole causal sequences, or the cache has a fixed length.
     """
+    if isinstance(q_offset, Tensor) and kv_length == q_length == 1:
+        return None  # a step on a static `NSAModelCache`, which knows its lengths
     if isinstance(q_offset, Tensor) or kv_offset or kv_length != q_offset + q_length:
         raise NotImplementedError('attention "nsa" with a cache of a fixed length or a window: use NSAModelCache')
     if use_vmap or options.get("local_size") is not None:
