@@ -25,7 +25,7 @@ from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDkdvSm90, fake_tensor
-from flash_attn.cute.runtime.own_device import on_own_device, target_sm_count
+from flash_attn.cute.runtime.own_device import dispatch_arch, on_own_device, target_sm_count
 from flash_attn.cute.testing import is_fake_mode
 
 Tensor = torch.Tensor
@@ -74,7 +74,7 @@ def backward_dkdv(
         NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
     """
     q, k, v, dout, dpsum, lse_log2, dk, dv = map(with_plain_strides, (q, k, v, dout, dpsum, lse_log2, dk, dv))
-    reason = unsupported(_arch(), q.dtype, q.shape[-1], v.shape[-1], pairs.block_size)
+    reason = unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], pairs.block_size)
     if reason is not None:
         raise NotImplementedError(reason)
     packed, D = cu_seqlens_q is not None, q.shape[-1]
@@ -88,7 +88,7 @@ def backward_dkdv(
         packed=packed,
         add=add,
         start=start if packed else ROWS,
-        by_warp=by_warp(_arch()),
+        by_warp=by_warp(dispatch_arch()),
         by_head=pairs.by_head,
     )
     kernel = _compiled(spec)
@@ -104,7 +104,7 @@ def backward_dkdv(
 
 def _compiled(spec: DkdvSpec) -> Callable[..., object]:
     """The kernels, from the cache or new."""
-    key = (_arch(), target_sm_count(), spec)
+    key = (dispatch_arch(), target_sm_count(), spec)
     cache = _compiled.compile_cache
     if key not in cache:
         cache[key] = cute.compile(
@@ -117,12 +117,6 @@ def _compiled(spec: DkdvSpec) -> Callable[..., object]:
 
 
 _compiled.compile_cache = get_jit_cache("bwd_dkdv")
-
-
-def _arch() -> int:
-    from flash_attn.cute import interface  # which is slow to import
-
-    return interface._get_device_arch()
 
 
 def _fake_arguments(spec: DkdvSpec) -> list[object]:

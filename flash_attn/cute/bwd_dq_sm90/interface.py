@@ -43,7 +43,7 @@ from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime.call_options import edges
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90, fake_tensor
-from flash_attn.cute.runtime.own_device import on_own_device, target_sm_count
+from flash_attn.cute.runtime.own_device import dispatch_arch, on_own_device, target_sm_count
 from flash_attn.cute.shared_backward import Tile
 from flash_attn.cute.testing import is_fake_mode
 from flash_attn.cute.utils import AuxData
@@ -154,7 +154,7 @@ def backward_dq(
         dq_spec.with_plain_strides,
         (q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
     )
-    reason = dq_spec.unsupported(_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
+    reason = dq_spec.unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is not None:
         raise NotImplementedError(reason)
     packed = (cu_seqlens_q is not None, cu_seqlens_k is not None)
@@ -191,7 +191,7 @@ def backward_dq(
         words=words,
         packed_heads=query_bits.rows_of_token(heads, q.shape[-2] // k.shape[-2]) if words else 1,
         stay=words == 1 or has_short_rows(lists),  # with a word for all tokens of a tile, they are few: short unions
-        by_warp=by_warp(_arch()),
+        by_warp=by_warp(dispatch_arch()),
     )
     kernel = _compiled(spec, normalized, mask_mod, aux_tensors)
     if not is_fake_mode():
@@ -206,7 +206,7 @@ def _compiled(
     spec: DqSpec, lists: NamedTuple, mask_mod: Optional[Callable], aux_tensors: Optional[list[Tensor]]
 ) -> Callable[..., object]:
     """The kernel, from the cache or new. lists: as normalised."""
-    arch = _arch()
+    arch = dispatch_arch()
     key = (
         arch,
         target_sm_count() if spec.stay else None,
@@ -230,12 +230,6 @@ def _compiled(
 
 
 _compiled.compile_cache = get_jit_cache("bwd_dq")
-
-
-def _arch() -> int:
-    from flash_attn.cute import interface  # which imports this module
-
-    return interface._get_device_arch()
 
 
 def _fake_arguments(spec: DqSpec) -> list[object]:

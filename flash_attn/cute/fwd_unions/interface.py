@@ -23,7 +23,7 @@ from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime.call_options import edges
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionForwardUnions, fake_tensor
-from flash_attn.cute.runtime.own_device import on_own_device, target_sm_count
+from flash_attn.cute.runtime.own_device import dispatch_arch, on_own_device, target_sm_count
 from flash_attn.cute.testing import is_fake_mode
 
 Tensor = torch.Tensor
@@ -64,7 +64,7 @@ def forward_unions(
     q, k, v, cu_seqlens_q, cu_seqlens_k, q_offset = map(
         with_plain_strides, (q, k, v, cu_seqlens_q, cu_seqlens_k, q_offset)
     )
-    reason = unsupported(_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
+    reason = unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is None and not query_bits.has_bits(lists):
         reason = "lists without mask_block_bits: they are for the kernels of upstream"
     if reason is not None:
@@ -91,7 +91,7 @@ def forward_unions(
         words=words,
         packed_heads=query_bits.rows_of_token(ListHeads.of(lists, q.shape[-2], k.shape[-2]), group),
         stay=words == 1,
-        by_warp=by_warp(_arch()),
+        by_warp=by_warp(dispatch_arch()),
     )
     kernel = _compiled(spec, normalized)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -107,7 +107,7 @@ def forward_unions(
 
 def _compiled(spec: DqSpec, lists: NamedTuple) -> Callable[..., object]:
     """The kernel, from the cache or new. lists: as normalised."""
-    key = (_arch(), target_sm_count() if spec.stay else None, spec, lists.broadcast_pattern)
+    key = (dispatch_arch(), target_sm_count() if spec.stay else None, spec, lists.broadcast_pattern)
     cache = _compiled.compile_cache
     if key not in cache:
         cache[key] = cute.compile(
@@ -121,12 +121,6 @@ def _compiled(spec: DqSpec, lists: NamedTuple) -> Callable[..., object]:
 
 
 _compiled.compile_cache = get_jit_cache("fwd_unions")
-
-
-def _arch() -> int:
-    from flash_attn.cute import interface  # which is slow to import
-
-    return interface._get_device_arch()
 
 
 def _fake_arguments(spec: DqSpec) -> list[object]:

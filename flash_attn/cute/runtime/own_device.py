@@ -49,6 +49,13 @@ def selected_arch() -> Optional[int]:
     return arch_of_gpu(torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
+def dispatch_arch() -> int:
+    """The architecture that upstream's interface dispatches on, 90 for sm_90."""
+    from flash_attn.cute import interface  # which imports this room
+
+    return interface._get_device_arch()
+
+
 def check_target() -> None:
     """Refuse to compile for an architecture that the compiler, which has one target a process, makes no code for.
 
