@@ -3,9 +3,9 @@
     python benchmarks/chunked_prefill.py [--seqlen 262144] [--chunk 4096] [--data smooth random] [--json FILE]
 
 bf16, batch 1, 32 query heads, 8 key/value heads, D 128, gated, the default configuration. Caches are contiguous, which
-attention reads in place, or pages of 64 tokens in a random order, which every chunk copies. Medians, variants taking
-turns: calls as they are, the host's part in it where it takes longer than the GPU, and replays of a CUDA graph of all
-chunks. First, the chunks' output is compared with the whole sequence's.
+attention reads in place, or pages of 64 tokens in a random order, of which a chunk copies a part. Medians, variants
+taking turns: calls as they are, the host's part in it where it takes longer than the GPU, and replays of a CUDA graph
+of all chunks. First, the chunks' output is compared with the whole sequence's.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ keys and values, and the selected blocks. Block lists are built again in backwar
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ require_patched()
 
 from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
 from nsa_layer.cute.backward import backward  # noqa: E402
-from nsa_layer.cute.forward import Inputs, SavedForBackward, forward  # noqa: E402
+from nsa_layer.cute.forward import Inputs, Pages, SavedForBackward, forward  # noqa: E402
 from nsa_layer.kernels.launch import are_aligned  # noqa: E402
 
 Tensor = torch.Tensor
@@ -115,22 +116,25 @@ def forward_groups(
 
 
 def _forward_groups(
-    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, o: Tensor | None = None
+    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, o: Tensor | None = None, pages: Pages | None = None
 ) -> tuple[Tensor, list[SavedForBackward]]:
     (q, k, v), parts = inputs[:3], []
     o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
     for first, end in plan.groups:
         into = _narrow(o, -2, _query_heads(q, k, first, end))
-        parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept))
+        parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept, pages=pages))
     return o, parts
 
 
-def infer(inputs: Inputs, spec: CallSpec, memory: MemoryPolicy) -> tuple[Tensor, Aux]:
+def infer(inputs: Inputs, spec: CallSpec, memory: MemoryPolicy, pages: Pages | None = None) -> tuple[Tensor, Aux]:
     """`attend` without backward, of tensors that are `readable`; its kernels are compiled one after the other."""
     gate, own_window = gate_kind(inputs.gate_weight, inputs.gates), inputs.k_win is not None or inputs.v_win is not None
     asked = dict(gate=gate, needs_grad=False, own_window=own_window, lists=inputs.block_indices)
-    plan = plan_memory(Sizes.of(inputs.q, inputs.v, spec=spec, **asked), memory, inputs.q.device)
-    o, parts = _forward_groups(inputs, spec, plan)
+    sizes = Sizes.of(inputs.q, inputs.v, spec=spec, **asked)
+    if pages is not None:
+        sizes = replace(sizes, longest=pages.room)
+    plan = plan_memory(sizes, memory, inputs.q.device)
+    o, parts = _forward_groups(inputs, spec, plan, pages=pages)
     return o, Aux(*_joined_aux(parts, inputs.q, unions=support.takes_unions(spec.config, listed=spec.listed)))
 
 

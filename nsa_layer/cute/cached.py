@@ -4,8 +4,9 @@ Calls of few queries have kernels of their own, `nsa_layer.kernels.decode`; this
 
 The host reads no number of the GPU: grids and workspaces follow from the caches' room. Contiguous caches that a batch
 appends to are read in place, after the rows behind each sequence's end are cleared, which attention multiplies by 0.
-From any other cache (pages, rows by index, of packed queries, of tokens that are there already) each sequence's rows
-are first copied side by side, for as many sequences at once as `WORKSPACE` bytes hold.
+So are pages, and rows by index, by the selected branch on Hopper; compressed keys and the window are copied first. From
+any other cache (of packed queries, of tokens that are there already) all of each sequence's rows are copied side by
+side. Copies are for as many sequences at once as `WORKSPACE` bytes hold.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from nsa_layer.compress import project
 from nsa_layer.cute import autograd
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import Packing, numbers_on, starts_of, starts_on
+from nsa_layer.cute.selected_branch import takes_pages
 from nsa_layer.kernels.caches.blank_rows import blank_rows
+from nsa_layer.kernels.caches.complete_blocks import can_complete, complete_blocks
 from nsa_layer.kernels.caches.move_rows import Pair, append, clear, gather
 from nsa_layer.kernels.caches.places import Field, find_places
 from nsa_layer.kernels.decode.step import decode_step, takes
@@ -80,7 +83,8 @@ def step(
     few = takes(on_gpu, lengths)
     if lengths is None and not few:
         starts = _in_order(starts, len(call.q))
-    found = None if few and not validate else _Step.of(call, lengths, starts, memory)
+    spec = CallSpec(call.config, True, softmax_scale, listed=call.block_indices is not None)
+    found = None if few and not validate else _Step.of(call, lengths, starts, spec, memory)
     if validate:
         refuse_places([not blank for blank in found.places[Field.BLANK].tolist()], call, lengths)
         refuse_shared(call, lengths)
@@ -91,8 +95,7 @@ def step(
         found.append()
     with component("compress"):
         found.complete()
-    spec = CallSpec(call.config, True, softmax_scale, listed=call.block_indices is not None)
-    parts = [found.attend(bounds, spec) for bounds in found.parts()]
+    parts = [found.attend(bounds) for bounds in found.parts()]
     o, *lses = parts[0]
     if len(parts) > 1:
         o = torch.cat([part[0] for part in parts])
@@ -124,6 +127,8 @@ class _Step:
         table, cmp_table: int32 [B, n], pages of each sequence, of tokens and of compressed keys, a row of contiguous
             caches being a page too; None: row b.
         starts: int32 [B + 1] of packed queries, on the GPU.
+        in_place: attention reads the caches themselves.
+        on_pages: the selected branch does.
     """
 
     call: CachedCall
@@ -132,55 +137,68 @@ class _Step:
     table: Tensor | None
     cmp_table: Tensor | None
     starts: Tensor | None
+    spec: CallSpec
     memory: MemoryPolicy
+    in_place: bool
+    on_pages: bool
 
     @classmethod
     def of(
-        cls, call: CachedCall, lengths: tuple[int, ...] | None, starts: Tensor | None, memory: MemoryPolicy
+        cls,
+        call: CachedCall,
+        lengths: tuple[int, ...] | None,
+        starts: Tensor | None,
+        spec: CallSpec,
+        memory: MemoryPolicy,
     ) -> _Step:
         tables = call.page_table, call.cmp_page_table
         if call.cache_batch_idx is not None:
             tables = (call.cache_batch_idx.unsqueeze(1),) * 2
         compressed = next(iter(call.caches(COMPRESSED_CACHES).values()), None)
         caches = dict(cache=call.k_cache, table=tables[0], cmp_cache=compressed, cmp_table=tables[1])
-        blocks = dict(span=call.config.span, stride=call.config.stride, adds=call.k is not None)
+        config, appended = call.config, call.k is not None and not call.packed
+        blocks = dict(span=config.span, stride=config.stride, window=config.window_size, adds=call.k is not None)
         with component("cache"):
             most = call.most_queries if lengths is None else max(lengths)
             places = find_places(call.cache_seqlens, T=most, cu_seqlens=starts, **caches, **blocks)
-        return cls(call, lengths, places, *tables, starts, memory)
-
-    @property
-    def in_place(self) -> bool:
-        """True if attention reads the caches themselves."""
-        return self.table is None and self.call.k is not None and not self.call.packed
+        on_pages = appended and tables[0] is not None and len(call.caches(COMPRESSED_CACHES)) == 2
+        on_pages = on_pages and takes_pages(spec, call.k_cache, call.v_cache)
+        return cls(call, lengths, places, *tables, starts, spec, memory, appended and tables[0] is None, on_pages)
 
     def append(self) -> None:
-        """Write new tokens."""
-        for names in (TOKEN_CACHES[:2], TOKEN_CACHES[2:]):
-            if any(getattr(self.call, name) is not None for name in names):
-                caches = self._caches(names)
-                append(self._new(names), caches, self.table, self.places, (Field.FIRST, Field.NEW), self.starts)
-                if self.in_place:
-                    clear(caches, self.places, Field.END)
+        """Write new tokens; clear what attention may read behind them."""
+        compressed = self._caches(COMPRESSED_CACHES) if self.in_place else (None, None)
+        new, caches = (*self._new(TOKEN_CACHES), None, None), (*self._caches(TOKEN_CACHES), *compressed)
+        behind = "rows" if self.in_place else "block" if self.on_pages else ""
+        append(new, caches, (self.table, self.cmp_table), self.places, (self.starts, None), behind=behind)
 
     def complete(self) -> None:
         """Write the compressed keys and values of blocks that the call completes: given, or made of cached tokens."""
         call = self.call
         if not call.caches(COMPRESSED_CACHES):
             return
-        starts, lead = self._sources()
         caches, given = self._caches(COMPRESSED_CACHES), self._new(COMPRESSED_CACHES)
         wanted = tuple(cache is not None and x is None for cache, x in zip(caches, given))
+        sources, filled = (
+            tuple(cache if make else None for cache, make in zip(of, wanted))
+            for of in (self._caches(TOKEN_CACHES[:2]), caches)
+        )
+        tables, starts = (self.table, self.cmp_table), _Rows(None, None)
+        projected = call.compress_k_weight is not None or call.compress_v_weight is not None
+        if any(wanted) and not projected and can_complete(sources, filled):
+            config, T = call.config, call.most_queries if self.lengths is None else max(self.lengths)
+            sizes = dict(block_size=config.span, stride=config.stride, most=call.filled(T))
+            complete_blocks(sources, filled, tables, self.places, **sizes)
+            wanted = ()
+        if any(wanted) or any(x is not None for x in given):
+            starts, lead = self._sources()
         if any(wanted):
-            sources = tuple(cache if make else None for cache, make in zip(self._caches(TOKEN_CACHES[:2]), wanted))
             tokens = _empty(sources, lead)
             fields = (Field.SOURCE, Field.SOURCE_TOKENS)
             gather(sources, tokens, self.table, self.places, fields, starts.tokens)
             given = tuple(made if x is None else x for made, x in zip(self._compress(tokens, starts), given))
         given = tuple(x if cache is not None else None for cache, x in zip(caches, given))
-        append(given, caches, self.cmp_table, self.places, (Field.CMP_FIRST, Field.CMP_NEW), starts.blocks)
-        if self.in_place:
-            clear(caches, self.places, Field.CMP_END)
+        append((*[None] * 4, *given), (*[None] * 4, *caches), tables, self.places, (None, starts.blocks))
 
     def _sources(self) -> tuple[_Rows, tuple[int, ...]]:
         """Starts of the tokens that compressed keys are made of, and of the most of these that the call can complete;
@@ -197,19 +215,22 @@ class _Step:
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """(first, end) of sequences that are attended to together."""
-        first, taken, most = 0, 0, self.call.B
+        call, first, taken, most = self.call, 0, 0, self.call.B
         if not self.in_place:
-            most = max(1, WORKSPACE // self.call.bytes_of_room)
+            copied, room = call.bytes_of_room, call.room
+            if self.on_pages:
+                copied = copied // room * (self._window_room + room // call.config.stride)
+            most = max(1, WORKSPACE // copied)
         for b, T in enumerate(self.lengths or ()):
             if T and taken == most:
                 yield first, b
                 first, taken = b, 0
             taken += T > 0
-        yield first, self.call.B
+        yield first, call.B
 
-    def attend(self, bounds: tuple[int, int], spec: CallSpec) -> tuple[Tensor, ...]:
+    def attend(self, bounds: tuple[int, int]) -> tuple[Tensor, ...]:
         """o and the log-sum-exps of the part's sequences."""
-        call, rows, tiles = self.call, slice(*bounds), slice(*bounds)
+        call, spec, rows, tiles, pages = self.call, self.spec, slice(*bounds), slice(*bounds), None
         if call.packed:
             spec = replace(spec, lengths_k=self._rooms(call.room, bounds))
             if self.lengths is None:
@@ -230,7 +251,9 @@ class _Step:
         given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, slice(*bounds)])
         bounded = dict(cu_seqlens=self.starts, total=len(call.q))
         packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
-        o, aux = autograd.infer(autograd.Inputs(**given, packing=packing), spec, self.memory)
+        if self.on_pages:
+            pages = autograd.Pages(self.table[rows], call.room, self.places[Field.IN_WINDOW, rows])
+        o, aux = autograd.infer(autograd.Inputs(**given, packing=packing), spec, self.memory, pages)
         return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
 
     def _keys(self, bounds: tuple[int, int]) -> list[Tensor | None]:
@@ -246,18 +269,21 @@ class _Step:
             if call.packed:
                 sizes = [self._rooms(size, bounds) for size in (call.room, count)]
                 starts, leads = _Rows.of(call, *sizes), [(sum(size),) for size in sizes]
-            of_tokens = (self.table, leads[0], Field.END, starts.tokens)
-            of_blocks = (self.cmp_table, leads[1], Field.CMP_END, starts.blocks)
-            named = (TOKEN_CACHES[:2], of_tokens), (TOKEN_CACHES[2:], of_tokens), (COMPRESSED_CACHES, of_blocks)
-            keys = []
-            for names, (table, lead, end, cu) in named:
-                caches = self._caches(names)
+            of_tokens = (self.table, leads[0], (Field.START, Field.END), starts.tokens)
+            of_blocks = (self.cmp_table, leads[1], (Field.START, Field.CMP_END), starts.blocks)
+            tokens, own, keys = self._caches(TOKEN_CACHES[:2]), self._caches(TOKEN_CACHES[2:]), []
+            copied = (tokens, of_tokens), (own, of_tokens), (self._caches(COMPRESSED_CACHES), of_blocks)
+            if self.on_pages:
+                keys, own = list(tokens), tuple(x if cache is None else cache for cache, x in zip(own, tokens))
+                of_window = (self.table, (leads[0][0], self._window_room), (Field.WINDOW, Field.WINDOW_TOKENS), None)
+                copied = (own, of_window), copied[-1]
+            for caches, (table, lead, fields, cu) in copied:
                 if table is None:
                     caches = tuple(cache if cache is None else cache[part] for cache in caches)
                 else:
                     table = table[part]
                 keys += _empty(caches, lead)
-                gather(caches, tuple(keys[-2:]), table, places, (Field.START, end), cu)
+                gather(caches, tuple(keys[-2:]), table, places, fields, cu)
         missing = [x is None for x in keys[-2:]]
         if any(missing) and count:
             sources = tuple(x if lacks else None for x, lacks in zip(keys, missing))
@@ -266,6 +292,11 @@ class _Step:
             clear(made, places, Field.CMP_END, starts.blocks)
             keys[-2:] = (x if x is not None else y for x, y in zip(keys[-2:], made))
         return keys
+
+    @property
+    def _window_room(self) -> int:
+        """Tokens at most in the windows of a sequence's queries, where they are a batch."""
+        return min(self.call.room, self.call.q.shape[1] + self.call.config.window_size - 1)
 
     def _rooms(self, size: int, bounds: tuple[int, int]) -> tuple[int, ...]:
         """The size for each of the part's sequences, 0 for those that are known to have no query."""

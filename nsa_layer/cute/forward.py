@@ -51,6 +51,20 @@ class Inputs(NamedTuple):
         return self.k if self.k_win is None else self.k_win, self.v if self.v_win is None else self.v_win
 
 
+class Pages(NamedTuple):
+    """Keys on pages, without backward: k and v of `Inputs` are [pages, page, Hkv, D] then, k_win and v_win a stretch.
+
+    Attributes:
+        table: int32 [B, n], pages of each sequence; a page is a multiple of 64 keys.
+        room: keys that a sequence may have.
+        in_window: int32 [B], the position of each sequence's first query among k_win.
+    """
+
+    table: Tensor
+    room: int
+    in_window: Tensor
+
+
 class SavedForBackward(NamedTuple):
     """Tensors that a group's forward leaves to its backward.
 
@@ -79,7 +93,9 @@ class SavedForBackward(NamedTuple):
     g: Tensor | None
 
 
-def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool, bool]) -> SavedForBackward:
+def forward(
+    inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool, bool], pages: Pages | None = None
+) -> SavedForBackward:
     """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
 
     Args:
@@ -87,9 +103,11 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
     """
     q, k, v, block_indices, packing = inputs.q, inputs.k, inputs.v, inputs.block_indices, inputs.packing
     where = dict(spec=spec, packing=packing, q_offset=inputs.q_offset)
+    in_window = where if pages is None else where | dict(q_offset=pages.in_window)
+    S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     with component("swa"):
-        o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(**where))
+        o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(**in_window))
     scored = block_indices is None and not spec.config.by_token
     with component("compress"):
         k_scored, k_cmp, v_cmp, *means = _compressed(inputs, spec, scored=scored)
@@ -100,17 +118,17 @@ def forward(inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool
         if block_indices is not None:
             indices = block_indices
         elif spec.config.by_token:
-            indices = token_topk(q, k_cmp, lse_cmp, S=k.shape[-3], **where)
+            indices = token_topk(q, k_cmp, lse_cmp, S=S, **where)
         else:
             indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
             if takes_unions(spec.config, listed=spec.listed):
                 indices, counts = indices.transpose(-3, -2), None
     del k_scored
     with component("lists"):
-        lists = dict(block_counts=counts, S=k.shape[-3], **where)
+        lists = dict(block_counts=counts, S=S, **where)
         sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
     with component("slc"):
-        o_slc, lse_slc = attend_selected(q, k, v, spec, sparsity, packing)
+        o_slc, lse_slc = attend_selected(q, k, v, spec, sparsity, packing, table)
     with component("gate"):
         gating = dict(gate_weight=inputs.gate_weight, gates=inputs.gates)
         g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]
@@ -168,9 +186,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict) -> tu
 
 
 def attend_selected(
-    q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, sparsity: Sparsity, packing: Packing | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: CallSpec,
+    sparsity: Sparsity,
+    packing: Packing | None,
+    page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The selected branch's `attend`; over unions on Blackwell by a kernel of its own."""
+    """The selected branch's `attend`; over unions on Blackwell by a kernel of its own.
+
+    Args:
+        page_table: int32 [B, n], of keys on pages, where `selected_branch.takes_pages`.
+    """
     if takes_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(sparsity, packing))
-    return attend(q, k, v, spec, selected_options(sparsity, packing))
+    return attend(q, k, v, spec, selected_options(sparsity, packing) | dict(page_table=page_table))

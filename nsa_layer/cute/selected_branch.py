@@ -27,6 +27,8 @@ from nsa_layer.cute.torch_block_lists import (
     selected_lists,
 )
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
+from nsa_layer.kernels.launch import are_aligned
+from nsa_layer.kernels.token_lists.sizes import KEYS
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, takes_unions
 
 
@@ -62,6 +64,12 @@ def use_split_dq(q: torch.Tensor, v: torch.Tensor, spec: CallSpec) -> bool:
     return two_pass.takes(
         None, arch=90, q=q, v=v, forward=forward, backward=backward, deterministic=config.deterministic
     )
+
+
+def takes_pages(spec: CallSpec, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """True if the branch reads keys on pages, [pages, page, Hkv, D]."""
+    aligned = k_cache.shape[1] % KEYS == 0 and are_aligned(k_cache) and are_aligned(v_cache)
+    return aligned and takes_unions(spec.config, listed=spec.listed) and _on_hopper(k_cache.device)
 
 
 def _on_hopper(device: torch.device) -> bool:

@@ -23,6 +23,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cached, "find_places", find_places)
     monkeypatch.setattr(cached, "append", append)
+    monkeypatch.setattr(cached, "complete_blocks", complete_blocks)
+    monkeypatch.setattr(cached, "takes_pages", lambda *_: True)
     monkeypatch.setattr(cached, "gather", gather)
     monkeypatch.setattr(cached, "clear", clear)
     monkeypatch.setattr(cached, "pool", pool)
@@ -31,7 +33,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd, "readable", lambda x: x)
 
 
-def find_places(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_table, span, stride, adds):
+def find_places(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_table, span, stride, window, adds):
     def count(n: int) -> int:
         return max(0, (n - span) // stride + 1)
 
@@ -48,8 +50,10 @@ def find_places(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_ta
         inside = T >= n and S >= n and holds(cache, table, b, S) and holds(cmp_cache, cmp_table, b, count(S))
         made = count(S) - count(S - n)
         source = (made - 1) * stride + span if made else 0
+        first = max(0, S - n - window + 1)
         column = [S - n, n, S, count(S - n), made, count(S), count(S - n) * stride, source, 0, 0]
-        columns.append(column if inside and n else [0] * 8 + [int(n > 0), 0])
+        column += [first, S - first, S - n - first]
+        columns.append(column if inside and n else [0] * 8 + [int(n > 0)] + [0] * 4)
     return torch.tensor(columns, dtype=torch.int32).T
 
 
@@ -62,11 +66,32 @@ def _spots(cache: torch.Tensor, table: torch.Tensor | None, b: int, first: int, 
     return (b, at) if table is None else (table[b].long()[at // cache.shape[1]], at % cache.shape[1])
 
 
-def append(x, caches, table, places, fields, cu_seqlens):
-    for own, cache in zip(x, caches):
-        for b, (first, count) in enumerate(zip(*(places[field].tolist() for field in fields))):
-            if cache is not None:
-                cache[_spots(cache, table, b, first, count)] = _rows(own, cu_seqlens, b)[:count]
+def append(x, caches, tables, places, starts=(None, None), *, behind=""):
+    from nsa_layer.kernels.caches.places import Field
+
+    for i, (own, cache) in enumerate(zip(x, caches)):
+        fields = (Field.CMP_FIRST, Field.CMP_NEW, Field.CMP_END) if i >= 4 else (Field.FIRST, Field.NEW, Field.END)
+        for b, (first, count, end) in enumerate(zip(*(places[field].tolist() for field in fields))):
+            if cache is not None and own is not None:
+                cache[_spots(cache, tables[i // 4], b, first, count)] = _rows(own, starts[i // 4], b)[:count]
+            if cache is not None and behind and places[Field.NEW, b]:
+                rows = BEHIND if behind == "rows" else -end % cache.shape[1]
+                rows = min(rows, cache.shape[1] - end) if tables[i // 4] is None else rows
+                cache[_spots(cache, tables[i // 4], b, end, rows)] = 0
+
+
+def complete_blocks(caches, compressed, tables, places, *, block_size, stride, most):
+    from nsa_layer.kernels.caches.places import Field
+
+    config = SMALL.replace(compress_size=block_size, compress_stride=stride, block_size=block_size)
+    for cache, to in zip(caches, compressed):
+        if to is None:
+            continue
+        for b, (first, count, source) in enumerate(places[[Field.CMP_FIRST, Field.CMP_NEW, Field.SOURCE]].T.tolist()):
+            assert count <= most
+            if count:
+                tokens = cache[_spots(cache, tables[0], b, source, (count - 1) * stride + block_size)]
+                to[_spots(to, tables[1], b, first, count)] = compress.mean_pool(tokens[None], config=config)[0]
 
 
 def gather(caches, x, table, places, fields, cu_seqlens):
@@ -112,10 +137,17 @@ def blank_rows(o, lses, places, cu_seqlens):
             _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
 
 
-def infer(inputs, spec, memory):
+def infer(inputs, spec, memory, pages=None):
     """Eager's, of keys of which those behind the last query's are finite for a while."""
     given = inputs._asdict()
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
+    if pages is not None:
+        k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages.table]) for x in (k, v))
+        for name in ("k_win", "v_win"):
+            given[name], stretch = torch.zeros_like(k), given[name]
+            for b, (first, at) in enumerate(zip(q_offset.tolist(), pages.in_window.tolist())):
+                count = min(stretch.shape[1], k.shape[1] - first + at)
+                given[name][b, first - at : first - at + count] = stretch[b, :count]
     for name in ("packing", "w_k", "w_v"):
         del given[name]
     if spec.bound is not None:
@@ -177,10 +209,10 @@ def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulated: None) ->
     torch.testing.assert_close(o, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed, indexed", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["blocks", "overlapping"])
-def test_a_batch_is_read_in_place(emulated: None, config: NSAConfig, packed: bool) -> None:
-    """A batch of one length; a pack of one sequence is one too."""
+def test_a_batch_is_read_in_place(emulated: None, config: NSAConfig, packed: bool, indexed: bool) -> None:
+    """A batch of one length; a pack of one sequence is one too. A row by index is a page."""
     given = contiguous(Case(B=1 if packed else 2, T=20, D=8, dtype=torch.float64, config=config), S=24)
     for name in ("k_cmp_cache", "v_cmp_cache"):
         given[name] = given[name].new_full((len(given["q"]), 5, *given[name].shape[2:]), torch.nan)
@@ -191,6 +223,7 @@ def test_a_batch_is_read_in_place(emulated: None, config: NSAConfig, packed: boo
         starts = torch.tensor([0, end - begin]).int() if packed else None
         new = {name: x[0] for name, x in new.items()} if packed else new
         more = dict(cache_seqlens=torch.full((len(given["q"]),), begin).int(), cu_seqlens_q=starts)
+        more |= dict(cache_batch_idx=torch.tensor([1, 0]).int()) if indexed else {}
         o, lses, _ = on_kernels(CachedCall(**given | new | more))
         found.append((o, *lses))
     for i, x in enumerate((want, aux.lse_cmp, aux.lse_slc, aux.lse_swa)):
@@ -256,13 +289,18 @@ def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("beside", [0, 1])
+@pytest.mark.parametrize("beside, page", [(0, None), (1, None), (0, 64), (0, 192)])
 @pytest.mark.parametrize("step", [64, 100, 500])
-def test_a_batch_is_read_in_place_on_the_kernels(step: int, beside: int) -> None:
-    """Caches are full of NaN, longer than any tile, and rows may start anywhere."""
+def test_a_batch_is_read_in_place_on_the_kernels(step: int, beside: int, page: int | None) -> None:
+    """Caches are full of NaN, longer than any tile; rows may start anywhere, and pages may lie so."""
     case = Case(B=2, T=500, **KERNELS)
     inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
-    caches = batch_caches(inputs, 1300, beside)
+    caches = batch_caches(inputs, 1344, beside)
+    if page is not None:
+        for name, x in caches.items():
+            caches[name] = x.flatten(0, 1).unflatten(0, (-1, page // (64 if "cmp" in name else 1)))
+        table = torch.randperm(2 * 1344 // page, device="cuda").int().view(2, -1)
+        caches |= dict(page_table=table, cmp_page_table=table)
     seqlens, found = torch.zeros(2, dtype=torch.int32, device="cuda"), []
     for begin in range(0, 500, step):
         new = {name: getattr(inputs, name)[:, begin : begin + step] for name in "qkv"}

@@ -142,14 +142,20 @@ def key_loader(
     batch: Int32,
     head_kv: Int32,
     box: tuple[int, int],
+    page_table: Optional[cute.Tensor] = None,
 ) -> Callable[[tuple[Int32, ...], pipeline.PipelineState], None]:
     """For a step's entries of k or v, [S, D, Hkv, B] (packed [total, D, Hkv]): each goes into its part of the stage.
 
     box: keys of a block, and head dimensions that are loaded at a time (`box_columns`).
+    page_table: int32 [B, n]: k or v is [page, D, Hkv, pages], and a page is a multiple of the block.
     """
     atom, mX = tma
-    gX = seqlen.offset_batch_K(mX, batch, dim=3)[None, None, head_kv]
-    gX = cute.local_tile(gX, box, (None, None))  # (block, columns, blocks, boxes)
+    if page_table is None:
+        gX = seqlen.offset_batch_K(mX, batch, dim=3)[None, None, head_kv]
+        gX = cute.local_tile(gX, box, (None, None))  # (block, columns, blocks, boxes)
+    else:
+        gX = cute.local_tile(mX[None, None, head_kv, None], box, (None, None, None))  # and pages
+        blocks_of_page = mX.shape[0] // box[0]
     sX = cute.flat_divide(staged, box)  # (block, columns, parts, boxes, stages)
     boxes = cute.size(sX, mode=[3])
     sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2))
@@ -158,7 +164,11 @@ def key_loader(
         stages.producer_acquire(state)
         barrier = stages.producer_get_barrier(state)
         for part, entry in enumerate(entries):
+            block = (entry >> 1,)
+            if page_table is not None:
+                block = block[0] % blocks_of_page, page_table[batch, block[0] // blocks_of_page]
             for i in range(boxes):
-                cute.copy(atom, gX[None, entry >> 1, i], sX[None, part, i, state.index], tma_bar_ptr=barrier)
+                source = gX[(None, block[0], i, *block[1:])]
+                cute.copy(atom, source, sX[None, part, i, state.index], tma_bar_ptr=barrier)
 
     return load

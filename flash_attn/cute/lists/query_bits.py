@@ -119,6 +119,14 @@ def words(lists: Any, list_parts: int) -> int:
     if not list_parts:
         raise NotImplementedError(
             "mask_block_bits: SM90 forward reads them where q, k and v have head dimension 64, 96 or 128, without "
-            "score_mod, softcap, page_table or compress_factor"
+            "score_mod, softcap or compress_factor"
         )
     return lists.mask_block_bits.shape[-1]
+
+
+def check_pages(page_size: int) -> None:
+    """Raise NotImplementedError where a block of a list with bits may lie on two pages of so many keys."""
+    if page_size % BIT_KEYS:
+        raise NotImplementedError(
+            f"mask_block_bits: SM90 forward reads lists over pages of a multiple of {BIT_KEYS} keys, got {page_size}"
+        )

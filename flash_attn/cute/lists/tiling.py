@@ -81,7 +81,7 @@ def forward_parts(
 
     0 where it takes its own tile of `tile_n` keys.
     `overlaps_products`: a step's scores are computed while the one before is multiplied with v. `plain`: no score_mod,
-    no paged keys, and no compressed-causal mask, which `masks` does not know.
+    no paged keys but with bits, and no compressed-causal mask, which `masks` does not know.
     """
     fits = head_dim == head_dim_v and head_dim in (64, 96, 128)
     parts = STEPS.get(tile_n, 0) if fits and overlaps_products and plain else 0

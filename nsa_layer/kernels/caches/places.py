@@ -33,14 +33,19 @@ class Field(IntEnum):
     SOURCE_TOKENS = 7
     BLANK = 8  # 1 where there are queries and no place for them
     START = 9  # 0
+    WINDOW = 10  # first token in the first query's window
+    WINDOW_TOKENS = 11  # from there to the end
+    IN_WINDOW = 12  # position of the first query among these
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Static options: tokens of a compressed key and between two; whether tokens are added to those in the caches."""
+    """Static options: tokens of a compressed key and between two, and of the window; whether tokens are added to those
+    in the caches."""
 
     span: int
     stride: int
+    window: int
     adds: bool
 
 
@@ -116,6 +121,10 @@ class FindPlaces:
             mPlaces[Field.SOURCE_TOKENS, s] = source * there * Int32(made > 0)
             mPlaces[Field.BLANK, s] = Int32(T > 0) * (1 - there)
             mPlaces[Field.START, s] = Int32(0)
+            window = cutlass.max(end - T - self.blocks.window + 1, 0)
+            mPlaces[Field.WINDOW, s] = window * there
+            mPlaces[Field.WINDOW_TOKENS, s] = (end - window) * there
+            mPlaces[Field.IN_WINDOW, s] = (end - T - window) * there
 
     def compressed(self, tokens: Int32) -> Int32:
         """Complete blocks of so many tokens."""
@@ -142,6 +151,7 @@ def find_places(
     cmp_table: Tensor | None,
     span: int,
     stride: int,
+    window: int,
     adds: bool,
 ) -> Tensor:
     """The numbers of `Field` for each sequence of a call, int32 [fields, B].
@@ -153,12 +163,12 @@ def find_places(
         cache: [rows, S, ...] or [pages, page, ...].
         table: int32 [B, n], pages of each sequence, or [B, 1], its row; None: row b.
         cmp_cache, cmp_table: those of compressed keys.
-        span, stride: tokens of a compressed key, and between two.
+        span, stride, window: tokens of a compressed key, between two, and of the window.
         adds: the queries are not counted by cache_seqlens.
     """
     B = len(cache_seqlens)
     places = torch.empty(len(Field), -(-B // ALIGNED) * ALIGNED, dtype=torch.int32, device=cache.device).narrow(1, 0, B)
     cmp_sizes = (0, 1) if cmp_cache is None else cmp_cache.shape[:2]
     tensors = (cache_seqlens, cu_seqlens, table, None if cmp_cache is None else cmp_table, places)
-    launch("find_places", FindPlaces, (Blocks(span, stride, adds),), *tensors, T, *cache.shape[:2], *cmp_sizes)
+    launch("find_places", FindPlaces, (Blocks(span, stride, window, adds),), *tensors, T, *cache.shape[:2], *cmp_sizes)
     return places

@@ -102,12 +102,16 @@ class PoolKernel:
                 cute.arch.sync_threads()
                 self.write_means(sums, head_rows(mVMean, batch, head), None, row, count, self.value)
 
+    def rows(self, x: cute.Tensor, first: Int32) -> cute.Tensor:
+        """Rows of [T, D] from the first on."""
+        return cute.domain_offset((first, 0), x)
+
     @cute.jit
     def sum_segments(
         self, x: cute.Tensor, token: Int32, count: Int32, sums: cute.Tensor, plan: cutlass.Constexpr[Segments]
     ):
-        """x: [T, D]; segment i of the tile goes to the i-th D elements of `sums`."""
-        D = x.shape[1]
+        """x: rows of `D`, see `rows`; segment i of the tile goes to the i-th D elements of `sums`."""
+        D = plan.D
         lanes = D // VECTOR
         groups = THREADS // lanes
         tidx, _, _ = cute.arch.thread_idx()
@@ -120,8 +124,8 @@ class PoolKernel:
                 total = cute.make_rmem_tensor(VECTOR, Float32)
                 total.fill(0.0)
                 for begin in cutlass.range(plan.size // batch):
-                    here = cute.domain_offset((token + segment * plan.size + begin * batch, 0), x)
-                    rows = cute.make_rmem_tensor((VECTOR, batch), x.element_type)
+                    here = self.rows(x, token + segment * plan.size + begin * batch)
+                    rows = cute.make_rmem_tensor((VECTOR, batch), here.element_type)
                     for u in cutlass.range_constexpr(batch):
                         cute.autovec_copy(vector(here, u, lane, VECTOR), rows[None, u])
                     for u in cutlass.range_constexpr(batch):
@@ -139,8 +143,8 @@ class PoolKernel:
         count: Int32,
         plan: cutlass.Constexpr[Segments],
     ):
-        """Write two elements a thread; mean and mean_too are [Tc, D]."""
-        pairs, unscaled = mean.shape[1] // 2, self.pooling.l / mean_scale(self.pooling.l)
+        """Write two elements a thread; mean and mean_too are like x of `sum_segments`."""
+        pairs, unscaled = plan.D // 2, self.pooling.l / mean_scale(self.pooling.l)
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(-(-plan.blocks * pairs // THREADS)):
             block, pair = (i * THREADS + tidx) // pairs, tidx % pairs
@@ -151,9 +155,9 @@ class PoolKernel:
                 for j in cutlass.range(self.pooling.l // plan.size, unroll=8):
                     part = cute.local_tile(sums, (2,), ((first + j) * pairs + pair,))
                     total.store(total.load() + part.load())
-                round_to(divided(total, unscaled), vector(mean, row + block, pair, 2))
+                round_to(divided(total, unscaled), vector(self.rows(mean, row + block), 0, pair, 2))
                 if const_expr(mean_too is not None):
-                    round_to(divided(total, unscaled), vector(mean_too, row + block, pair, 2))
+                    round_to(divided(total, unscaled), vector(self.rows(mean_too, row + block), 0, pair, 2))
 
 
 class UnpoolKernel:

@@ -32,11 +32,13 @@ class Segments:
     """The segments of a CTA's tile.
 
     Attributes:
+        D: elements of a row.
         blocks: consecutive blocks in a tile.
         size: tokens that are summed before shared memory; a divisor of the stride, or of the block where there is one.
         count: segments in a tile.
     """
 
+    D: int
     blocks: int
     size: int
     count: int
@@ -56,7 +58,7 @@ def plan_segments(pooling: Pooling, blocks: int, D: int) -> Segments:
     groups = THREADS // (D // VECTOR)
     fitting = [m for m in divisors(unit) if tokens // m * D <= SMEM_FLOATS]
     size = max((m for m in fitting if tokens // m >= groups), default=min(fitting))
-    return Segments(blocks, size, tokens // size)
+    return Segments(D, blocks, size, tokens // size)
 
 
 def divisors(n: int) -> list[int]:

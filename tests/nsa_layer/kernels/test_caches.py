@@ -7,6 +7,7 @@ import torch
 from fa_compile import Worker
 
 from nsa_layer.kernels.caches.blank_rows import blank_rows
+from nsa_layer.kernels.caches.complete_blocks import complete_blocks
 from nsa_layer.kernels.caches.move_rows import append, clear, gather
 from nsa_layer.kernels.caches.places import Field, find_places
 
@@ -17,14 +18,20 @@ def trace(moves: bool) -> tuple[int, ...]:
 
     seqlens, starts, pages = (make(*shape, dtype=torch.int32) for shape in ((3,), (4,), (3, 4)))
     caches, x = ((make(*lead, 2, 128), make(*lead, 2, 64)) for lead in ((3, 256), (21,)))
-    given = dict(cache=caches[0], table=pages, cmp_cache=caches[0], cmp_table=pages, span=32, stride=16, adds=True)
+    given = dict(cache=caches[0], table=pages, cmp_cache=caches[0], cmp_table=pages, adds=True)
+    given |= dict(span=32, stride=16, window=64)
     places = make(len(Field), 3, dtype=torch.int32)
     if not moves:
         places = find_places(seqlens, T=7, cu_seqlens=starts, **given)
         blank_rows(x[0], [make(2, 21, dtype=torch.float32)] * 3, places, starts)
         return tuple(places.shape)
-    append(x, caches, pages, places, (Field.FIRST, Field.NEW), starts)
-    append((None, x[1]), (None, make(3, 256, 2, 65).narrow(-1, 1, 64)), None, places, (Field.FIRST, Field.NEW), starts)
+    blocks = make(3, 16, 2, 128), None
+    append((*x, None, None, None, None), (*caches, None, None, *blocks), (pages, pages), places, (starts, None))
+    beside = None, None, make(3, 256, 2, 65).narrow(-1, 1, 64)
+    new = None, None, make(3, 7, 2, 64)
+    append((*new, *[None] * 3), (*beside, None, *blocks), (None, None), places, behind="rows")
+    append((*new, *[None] * 3), (*beside, *[None] * 3), (pages, None), places, behind="block")
+    complete_blocks(caches, blocks, (pages, pages), places, block_size=32, stride=16, most=3)
     gather(caches, x, pages, places, (Field.START, Field.END), starts)
     clear(x, places, Field.END, starts)
     clear(caches, places, Field.END)
