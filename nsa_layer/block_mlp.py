@@ -50,8 +50,9 @@ class BlockMLP(nn.Module):
         if self.config.compressed_length(x.shape[1]) == 0:
             return x[:, :0]
         blocks = x.unfold(1, self.config.span, self.config.stride).transpose(-1, -2)  # [B, Tc, Hkv, l, D]
-        hidden = torch.einsum("bthi,hij->bthj", (blocks + self.position).flatten(-2), self.up)
-        return torch.einsum("bthj,hjd->bthd", F.gelu(hidden), self.down)
+        rows = (blocks + self.position).flatten(-2).flatten(0, 1).transpose(0, 1)  # [Hkv, B * Tc, l * D]
+        made = torch.bmm(F.gelu(torch.bmm(rows, self.up)), self.down)
+        return made.transpose(0, 1).unflatten(0, blocks.shape[:2])
 
 
 def compressed(

@@ -154,6 +154,14 @@ class NSAttention(nn.Module):
             if weight is not None:
                 weight.copy_(torch.eye(weight.shape[-1], device=weight.device, dtype=weight.dtype))
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *found: list[str]
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *found)
+        own, errors = any(name.startswith(f"{prefix}branch_proj.") for name in state_dict), found[-1]
+        if strict and own != self.kv_per_branch and f"{prefix}q_proj.weight" in state_dict:
+            errors.append(f"{prefix}kv_per_branch={self.kv_per_branch}, but this state is of kv_per_branch={own}")
+
     def forward(
         self,
         x: torch.Tensor,

@@ -1,9 +1,8 @@
-"""The kernels in graphs that PyTorch compiles, exports and captures, and packed calls that never wait for the GPU."""
+"""The kernels in CUDA graphs and under wrappers of training, and packed calls that never wait for the GPU."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,16 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from stub_kernels import stubbed_layer
-from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.export import Dim, export, load, save
 from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
 from nsa_layer.call_spec import CallSpec
@@ -274,93 +269,6 @@ def test_reduce_overhead_runs_lists_in_cuda_graphs(replays: list[object]) -> Non
         assert_close(step(compiled, [q, k, v], *given, cu_seqlens=starts), want)
         assert turn < 2 or len(replays) == 2, (turn, len(replays))
     assert counters["inductor"]["cudagraph_skips"] == 0
-
-
-SHAPES = {"x": {0: Dim("B", min=1, max=16), 1: Dim("T", min=128, max=65536)}}  # two blocks or more
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
-def test_an_exported_program_runs_the_kernels(strict: bool, tmp_path: Path) -> None:
-    module = layer().requires_grad_(False)
-    save(export(module, (drawn(2, 128, DIM),), dynamic_shapes=SHAPES, strict=strict), tmp_path / "layer.pt2")
-    program = load(tmp_path / "layer.pt2")
-    assert any(node.target is torch.ops.nsa_layer.attend.default for node in program.graph.nodes)
-    for shape in ((1, 1000), (3, 128)):
-        x = drawn(*shape, DIM)
-        assert_close([program.module()(x)], [module(x)])
-
-
-@pytest.mark.gpu
-def test_a_package_of_aotinductor_runs_the_kernels(tmp_path: Path) -> None:
-    module = layer().requires_grad_(False)
-    with torch.no_grad():
-        program = export(module, (drawn(2, 128, DIM),), dynamic_shapes=SHAPES)
-        quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
-        options = dict(package_path=str(tmp_path / "layer.pt2"), inductor_configs=quick)
-        path = torch._inductor.aoti_compile_and_package(program, **options)
-    package = torch._inductor.aoti_load_package(path)
-    for shape in ((1, 1000), (3, 128)):
-        x = drawn(*shape, DIM)
-        assert_close([package(x)], [module(x)])
-
-
-@pytest.mark.gpu
-def test_a_profiler_names_the_parts_of_a_call() -> None:
-    module, x = layer(), drawn(1, 1000, DIM)
-    with torch.profiler.profile() as profiler:
-        module(x).float().sum().backward()
-        torch.compile(module, fullgraph=True, backend="aot_eager")(x).float().sum().backward()
-    names = {"nsa_layer::attend", "nsa_layer::attend_backward", "nsa_layer::choose", "nsa_layer::slc_dkdv"}
-    assert names <= {event.key for event in profiler.key_averages()}
-
-
-@pytest.mark.gpu
-def test_checkpoints_and_hooks_run_the_kernels() -> None:
-    """Both kinds, selective ones of a graph, and what is saved on the CPU."""
-    module, x = layer(), drawn(1, 1000, DIM).requires_grad_()
-    of, seen = [x, *module.parameters()], []
-    want = step(module, of, x)
-    assert_close(step(lambda x: checkpoint(module, x, use_reentrant=False), of, x), want)
-    o = checkpoint(module, x, use_reentrant=True)
-    o.float().square().sum().backward()
-    assert_close([o, *(each.grad for each in of)], want)
-    with torch.autograd.graph.save_on_cpu():
-        assert_close(step(module, of, x), want)
-
-    def policy(context: object, op: object, *_: object, **__: object) -> CheckpointPolicy:
-        seen.append(op)
-        kept = op is torch.ops.nsa_layer.attend.default
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    compiled = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts))
-    assert_close(step(compiled, of, x), want)
-    assert torch.ops.nsa_layer.attend.default in seen
-
-
-@pytest.mark.gpu
-def test_training_runs_the_kernels() -> None:
-    """Scaled gradients that add up; copies; weights that are made of others, or given to the call."""
-    whole, x = layer().float(), drawn(2, 1000, DIM).float()
-    optimizer, scaler = torch.optim.SGD(whole.parameters()), torch.amp.GradScaler()
-    with torch.autocast("cuda", torch.bfloat16):
-        want = torch.autograd.grad(whole(x).float().square().mean(), list(whole.parameters()))
-        losses = [whole(part).float().square().mean() / 2 for part in x.split(1)]
-    for loss in losses:
-        scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    assert_close([each.grad for each in whole.parameters()], want)
-    module, x = layer(), x.bfloat16()
-    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.deepcopy(module)]
-    parametrize.register_parametrization(copies[2], "gate_weight", nn.Identity())
-    for each in copies:
-        assert torch.equal(each(x), module(x))
-    assert torch.equal(torch.func.functional_call(module, dict(copies[0].named_parameters()), x), module(x))
-    with torch.device("meta"):
-        empty = NSAttention(DIM, **HEADS, dtype=torch.bfloat16)
-    empty.to_empty(device="cuda").reset_parameters()
-    assert empty(x).isfinite().all()
 
 
 @pytest.mark.gpu
