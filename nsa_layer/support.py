@@ -22,21 +22,27 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) of attention, and where the kernels take it.
 HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
 ROW_LENGTHS = {D for dims, archs in HEAD_DIMS.items() if archs for D in dims}
-# Of PyTorch, that take the layer whatever a call asks for; see docs/pytorch.md.
-PYTORCH = (
-    "torch.compile, fullgraph",
-    "torch.export",
-    "AOTInductor",
-    "torch.utils.checkpoint, both kinds",
-    "save_on_cpu",
-    "GradScaler",
-    "FSDP2",
-    "DDP",
-    "parametrize",
-    "deepcopy, pickle",
-    "meta device",
-    "functional_call",
-)
+# Of PyTorch, that take the layer whatever a call asks for (see docs/pytorch.md), and those that take no reference:
+# it loops over sequences, and is no operator.
+PYTORCH = {
+    "torch.compile, fullgraph, any length": True,
+    "torch.compile, packed sequences": False,
+    "torch.compile, reduce-overhead": False,
+    "torch.export, strict and not, any length": False,
+    "AOTInductor": False,
+    "torch.utils.checkpoint, both kinds": True,
+    "selective checkpoints by operator": False,
+    "save_on_cpu": True,
+    "autocast": True,
+    "GradScaler, gradient accumulation": True,
+    "FSDP2": True,
+    "DDP": True,
+    "parametrize": True,
+    "state_dict, deepcopy, pickle": True,
+    "meta device, to_empty, reset_parameters": True,
+    "functional_call": True,
+    "profiler, operators and parts by name": False,
+}
 
 
 def hopper_kv_tile(block_size: int) -> int:
@@ -71,11 +77,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the table: a name, a test of the calls that ask for it, and the architectures that have it."""
+    """A row of the table: a name, a test of the calls that ask for it, the architectures that have it, and whether the
+    reference does; eager has everything."""
 
     name: str
     asked: Callable[[Request], bool]
     archs: tuple[int, ...] = ARCHITECTURES
+    reference: bool = True
 
 
 def _is_dtype(dtype: torch.dtype) -> Callable[[Request], bool]:
@@ -131,7 +139,7 @@ FEATURES = (
     Feature("packed sequences", lambda r: False),
     Feature("context parallelism", lambda r: False),
     Feature("any group size, compress_stride, not causal", lambda r: False),
-    *(Feature(name, lambda r: False) for name in PYTORCH),
+    *(Feature(name, lambda r: False, reference=reference) for name, reference in PYTORCH.items()),
 )
 
 

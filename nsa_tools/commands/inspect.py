@@ -84,10 +84,10 @@ def device() -> Section:
 def support_table() -> Section:
     """The header and the rows of the table of supported features."""
     header = ["feature", *(f"cute sm_{arch}" for arch in support.ARCHITECTURES), "eager", "reference"]
-    rows = [
-        [f.name, *("yes" if arch in f.archs else "no" for arch in support.ARCHITECTURES), "yes", "yes"]
-        for f in support.FEATURES
-    ]
+    rows = []
+    for f in support.FEATURES:
+        has = (*(arch in f.archs for arch in support.ARCHITECTURES), True, f.reference)
+        rows.append([f.name, *("yes" if x else "no" for x in has)])
     return {"header": header, "rows": rows}
 
 
