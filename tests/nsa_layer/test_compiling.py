@@ -246,11 +246,15 @@ def test_a_call_goes_on_where_no_process_can_be_started(monkeypatch: pytest.Monk
     monkeypatch.setattr(lazy_imports, "import_compiler", lambda: None)
     monkeypatch.setattr(side_by_side, "_own_target", lambda: ENVIRONMENT[90])
     monkeypatch.setattr(side_by_side, "_begun", begun := {})
+    monkeypatch.setattr(side_by_side, "Order", lambda *_, progress, **__: lines.append(progress))
     monkeypatch.setenv("NSA_COMPILE_WORKERS", "2")
-    files = len(os.listdir("/proc/self/fd"))
+    files, lines = len(os.listdir("/proc/self/fd")), []
     side_by_side._begin("a call")
-    assert begun == {"a call": None}
+    monkeypatch.setenv("NSA_COMPILE_PROGRESS", "0")
+    side_by_side._begin("another")
+    assert begun == {"a call": None, "another": None}
     assert len(os.listdir("/proc/self/fd")) == files
+    assert lines == [True, False], "the line that says what is compiled"
 
 
 def test_packed_calls_are_warm_wherever_their_starts_are(monkeypatch: pytest.MonkeyPatch) -> None:
