@@ -6,8 +6,10 @@ line to paste, and hypothesis makes it smaller without touching what kernels are
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
+
+from nsa_tools.testing.pasteable import Pasteable
 
 PATTERNS = (
     "random", "causal", "window", "full", "empty", "diagonal", "anti-diagonal", "comb", "one long column",
@@ -16,14 +18,6 @@ PATTERNS = (
 LAUNCHES = ("left to right", "right to left", "longest first", "shuffled")
 FORMS = ("padded", "compact", "stacked", "ragged")
 LAYOUTS = ("contiguous", "heads first", "fused", "every other batch")
-
-
-class Pasteable:
-    """A dataclass whose repr leaves out what has its default."""
-
-    def __repr__(self) -> str:
-        shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

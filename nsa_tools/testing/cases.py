@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from nsa_layer.api import nsa
 from nsa_layer.call_spec import Aux, CallSpec, OwnKeys
 from nsa_layer.config import NSAConfig
+from nsa_tools.testing.pasteable import Pasteable
 
 OWN_KEYS = OwnKeys._fields
 DIFFERENTIABLE = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OWN_KEYS)
@@ -21,7 +22,7 @@ Backend = str | Callable[..., tuple[torch.Tensor, Aux]]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Case:
+class Case(Pasteable):
     """One call of the operator, inputs included; its repr is an expression that makes it again.
 
     Attributes:
@@ -49,10 +50,6 @@ class Case:
     own_keys: tuple[str, ...] = ()
     seed: int = 0
     integers: bool = False
-
-    def __repr__(self) -> str:
-        shown = (f for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"Case({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     def __post_init__(self) -> None:
         if self.gate not in ("weight", "given", "none", *BRANCHES):

@@ -5,7 +5,7 @@ Everything follows from one table of blocks that tokens list, so the union is no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -13,13 +13,14 @@ import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.query_bits import words_for
+from nsa_tools.testing.pasteable import Pasteable
 
 BLOCK, ROWS = 64, 128
 NEVER_READ = 1 << 29
 
 
-@dataclass(frozen=True)
-class TokenCase:
+@dataclass(frozen=True, repr=False)
+class TokenCase(Pasteable):
     """One call; lengths: (queries, keys) of each sequence. With a form they are packed.
 
     by_head: a list for each query head.
@@ -46,10 +47,6 @@ class TokenCase:
     @property
     def list_heads(self) -> int:
         return self.Hkv * self.G // self.rows
-
-    def __str__(self) -> str:
-        given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
-        return f"TokenCase({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
 
     @property
     def blocks(self) -> list[int]:

@@ -6,19 +6,21 @@ kernel that was not compiled without one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
+from nsa_tools.testing.pasteable import Pasteable
+
 SOFTCAP = 3.0
 OPTIONS = ("score_mod", "softcap", "sink", "seqused")  # and "seqused_q", for kernels that are not run
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, repr=False)
+class Case(Pasteable):
     """Attention of B sequences, or of packed ones, under every mask that is given."""
 
     D: int = 64
@@ -50,11 +52,6 @@ class Case:
     per_group: bool = False  # an item is of all query heads of a key/value head
     dtype: str = "bfloat16"
     seed: int = 0
-
-    def __str__(self) -> str:
-        """The test's name: as in the source, defaults left out."""
-        given = ((field, getattr(self, field.name)) for field in fields(self))
-        return f"Case({', '.join(f'{field.name}={value!r}' for field, value in given if value != field.default)})"
 
     @property
     def lengths(self) -> tuple[tuple[int, int], ...]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fa_cases import swept
 from fa_compile import Worker, WorkerError
+from fa_cubin import cubins, frames
 from fa_pairs import TokenCase, call, make_inputs, pairs_of, reference, rounded_sums, row_sums
 from fa_reference import assert_close
-from test_backward_dq_compiles import frames
 
 TOKENS = (1, 63, 64, 65, 127, 129, 1000, 4096, 8193)
 GROUPS = (16, 3, 4, 8, 1, 2)
@@ -85,18 +84,7 @@ def stack_bytes(case: TokenCase) -> list[int]:
     """The stack frames of a case's kernels, which hold what did not fit their registers; in a worker."""
     from flash_attn.cute.bwd_dkdv_sm90 import interface
 
-    interface._compiled.compile_cache.clear()
-    with tempfile.TemporaryDirectory() as dumps, pytest.MonkeyPatch.context() as patch:
-        import cutlass.cute as cute
-
-        compile_ = cute.compile
-
-        def kept(*args: Any, options: str) -> Any:
-            return compile_(*args, options=f"{options} --keep-cubin --dump-dir {dumps}")
-
-        patch.setattr(cute, "compile", kept)
-        compile_only(case)
-        return [size for path in Path(dumps).rglob("*.cubin") for size in frames(path.read_bytes())]
+    return [size for cubin in cubins(partial(compile_only, case), interface._compiled) for size in frames(cubin)]
 
 
 def compile_only(case: TokenCase) -> None:

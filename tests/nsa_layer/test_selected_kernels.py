@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa, selected_attention
+from nsa_tools.testing.pasteable import Pasteable
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, repr=False)
+class Case(Pasteable):
     """A call.
 
     Attributes:
@@ -38,10 +39,6 @@ class Case:
     q_offset: str | int = "end"
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
-
-    def __str__(self) -> str:
-        given = ((f.name, getattr(self, f.name), f.default) for f in fields(self) if f.name != "seed")
-        return f"Case({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
 
     @property
     def packed(self) -> bool:

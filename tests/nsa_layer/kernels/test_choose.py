@@ -3,7 +3,6 @@
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, product
 
@@ -82,14 +81,6 @@ def test_what_it_does_not_take() -> None:
     tiles = NSAConfig(q_tile=128)
     assert takes(tiles.replace(block_counts=64), G=32)
     assert not takes(tiles, G=33) and not takes(tiles.replace(block_counts=65), G=4)
-
-
-@pytest.fixture
-def filled() -> Iterator[None]:
-    """`torch.empty` gives NaN and the largest integers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def kernel_choice(inputs: Inputs, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
+from fa_compile import Worker
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-from choices import random_choice  # noqa: E402
-from fa_compile import Worker  # noqa: E402
-
-from fuzz.blocks import each_tensor  # noqa: E402
-from nsa_layer.compiling.ahead import _Unlinked  # noqa: E402
-from nsa_layer.config import NSAConfig  # noqa: E402
-from nsa_layer.cute.torch_block_lists import selected_lists  # noqa: E402
+from fuzz.blocks import each_tensor
+from nsa_layer.compiling.ahead import _Unlinked
+from nsa_layer.config import NSAConfig
+from nsa_layer.cute.torch_block_lists import selected_lists
+from nsa_tools.testing.choices import random_choice
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
+from fa_compile import Worker
 
-sys.path.append(str(Path(__file__).parents[2] / "flash_attn"))
-
-from fa_compile import Worker  # noqa: E402
-
-from nsa_layer.compiling.ahead import _Unlinked  # noqa: E402
-from nsa_layer.kernels.token_lists import pairs_by_block as pairs_module  # noqa: E402
-from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block  # noqa: E402
-from nsa_layer.kernels.token_lists.sizes import most_partials, tokens_of_tile, words_of_entry  # noqa: E402
-from nsa_layer.kernels.token_lists.union_lists import union_lists  # noqa: E402
+from nsa_layer.compiling.ahead import _Unlinked
+from nsa_layer.kernels.token_lists import pairs_by_block as pairs_module
+from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
+from nsa_layer.kernels.token_lists.sizes import most_partials, tokens_of_tile, words_of_entry
+from nsa_layer.kernels.token_lists.union_lists import union_lists
+from nsa_tools.testing.pasteable import Pasteable
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, repr=False)
+class Case(Pasteable):
     """A call of both.
 
     Attributes:
@@ -45,10 +41,6 @@ class Case:
     q_tile: int = 1
     parts: int = 1
     ahead: int | None = None
-
-    def __str__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return str(given).replace(" ", "")
 
     @property
     def packed(self) -> bool:

@@ -3,7 +3,6 @@
 # What runs in a worker is imported there, so nothing up here may ask for the kernels.
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
@@ -284,14 +283,6 @@ def test_what_it_does_not_take() -> None:
     assert not takes(NSAConfig(q_tile=1), G=129) and not takes(NSAConfig(q_tile=1, block_counts=65), G=4)
     assert takes(SMALL.replace(block_size=64, compress_size=2), G=1)
     assert not takes(SMALL.replace(block_size=128, compress_size=2, compress_stride=1), G=1)
-
-
-@pytest.fixture
-def filled() -> Iterator[None]:
-    """`torch.empty` gives the largest integers."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

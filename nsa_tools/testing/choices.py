@@ -8,6 +8,7 @@ from nsa_layer.config import NSAConfig
 
 
 def random_choice(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
+    """Lists int32 [B, H, M, n] of a causal choice: ascending, of any length, padded with -1."""
     M, n, N = config.num_tiles(T), config.list_width(T), config.num_blocks(T)
     indices = torch.full((B, H, M, n), -1, dtype=torch.int32)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, M))).tolist():
@@ -19,6 +20,7 @@ def random_choice(T: int, B: int, H: int, config: NSAConfig, generator: torch.Ge
 
 
 def visible_tokens(indices: torch.Tensor, T: int, config: NSAConfig, causal: bool) -> torch.Tensor:
+    """Tokens that each query sees through its tile's list [B, H, M, n]: bool [B, H, T, T]."""
     B, H, M, _ = indices.shape
     visible = torch.zeros(B, H, T, T, dtype=torch.bool)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, M))).tolist():
