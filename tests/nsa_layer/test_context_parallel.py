@@ -20,7 +20,7 @@ from nsa_layer import (
     ContextParallel,
     NSAConfig,
     NSAttention,
-    compression,
+    block_mlp,
     eager,
     nsa,
     selected_attention,
@@ -142,7 +142,7 @@ def kernels_by_eager(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(autograd, "forward_groups", forward_groups)
     patch.setattr(autograd, "gradients", gradients)
     patch.setattr(support, "choose_backend", lambda backend, **_: "cute" if backend is None else backend)
-    patch.setattr(overlapped, "compressed", partial(compression.compressed, network=None))
+    patch.setattr(overlapped, "compressed", partial(block_mlp.compressed, network=None))
     # Steps of a head each.
     patch.setattr(overlapped, "LONG", 1)
 
