@@ -24,6 +24,8 @@ class CallSpec:
         listed: the lists of blocks are the caller's.
         bound: tokens at most of a packed sequence, where the host does not know the lengths; else None. With
             ``lengths_k`` of its queries.
+        window: of each packed sequence, or of a batch for all, (keys, position of the first query among them) of the
+            sliding window, where it has its own keys and not those of all tokens; else None. For kernels alone.
     """
 
     config: NSAConfig
@@ -33,6 +35,7 @@ class CallSpec:
     lengths_k: tuple[int, ...] | None = None
     listed: bool = False
     bound: int | None = None
+    window: tuple[tuple[int, int], ...] | None = None
 
     @property
     def key_lengths(self) -> tuple[int, ...] | None:

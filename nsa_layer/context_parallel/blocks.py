@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from nsa_layer.config import NSAConfig
-from nsa_layer.context_parallel.collectives import gather
-from nsa_layer.context_parallel.rows import Rows, pieces
+from nsa_layer.context_parallel.halo import with_neighbours
+from nsa_layer.context_parallel.rows import pieces
 from nsa_layer.context_parallel.spec import ContextParallel
 
 Tensor = torch.Tensor
@@ -34,17 +34,10 @@ def compress_own(
     behind = max(0, max(piece.begin + sum(piece.lengths) for piece in wanted) - chunk)
     if lengths is None and not behind and chunk % config.stride == 0:  # chunks are of whole blocks
         return compress(batch, None)
-    parts = batch.split(chunk, dim=1)
-    following = None
-    if behind:
-        each = min(chunk, behind)
-        begins = Rows((each,) * cp.count, cp.size, cp.load_balance)
-        following = gather(torch.cat([part[:, :each] for part in parts], dim=1), begins, cp)
-    made = []
+    after = [max(0, wanted[number].begin + sum(wanted[number].lengths) - chunk) for number in cp.chunks]
+    parts, made = with_neighbours(batch, [(0, each) for each in after], (0, behind), cp), []
     for part, number in zip(parts, cp.chunks, strict=True):
         begin, own, _ = wanted[number]
-        if following is not None:
-            part = torch.cat([part, following[:, (number + 1) * each :][:, :behind]], dim=1)
         part = part[:, begin : begin + sum(own)]
         made.append(compress(part, None) if lengths is None else compress(part[0], own))
     return torch.cat(made, dim=1 if lengths is None else 0)

@@ -18,6 +18,7 @@ from nsa_layer.call_spec import Aux, CallSpec, require_choice_by_token
 from nsa_layer.context_parallel import overlapped
 from nsa_layer.context_parallel.blocks import compress_own
 from nsa_layer.context_parallel.collectives import gather
+from nsa_layer.context_parallel.halo import with_neighbours
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretches_of
@@ -71,24 +72,33 @@ def attend(
     k_cmp = made(k, compress_k_weight) if k_cmp is None else k_cmp
     v_cmp = made(v, compress_v_weight) if v_cmp is None else v_cmp
     stretches = stretches_of(cp, local, spec.lengths, cut=spec.causal and block_indices is None)
-    dim = 0 if packed else 1
+    dim, reach = 0 if packed else 1, config.window_size - 1
+    windows = [stretch.window(reach, causal=spec.causal) for stretch in stretches]
+    of_window: list[list[Tensor]] = []
+    if k_win is not None or v_win is not None:
+        beside, most = [(window.before, window.after) for window in windows], (reach, 0 if spec.causal else reach)
+        for x in (k if k_win is None else k_win, v if v_win is None else v_win):
+            parts = with_neighbours(x[None] if packed else x, beside, most, cp)
+            of_window.append([part[0] for part in parts] if packed else parts)
     if backend == "cute":
-        given = overlapped.Tensors(q, k, v, gate_weight, gates, k_cmp, v_cmp, k_win, v_win, block_indices)
-        o, auxes = overlapped.attend(cp, given, stretches, blocks, spec=spec, **options)
+        own = (torch.cat(parts, dim) for parts in of_window) if of_window else (None, None)
+        given = overlapped.Tensors(q, k, v, gate_weight, gates, k_cmp, v_cmp, *own, block_indices)
+        o, auxes = overlapped.attend(cp, given, stretches, windows, blocks, spec=spec, **options)
         return o, None if auxes is None else joined_aux(auxes, spec, max(lengths), dim, block_indices)
     k_cmp, v_cmp = (whole(x, blocks) for x in (k_cmp, v_cmp))
-    of_tokens = dict(k=k, v=v, k_win=k_win, v_win=v_win)
-    of_tokens = {name: None if x is None else whole(x, tokens) for name, x in of_tokens.items()}
+    of_tokens = dict(k=whole(k, tokens), v=whole(v, tokens))
 
     def rows(x: Tensor | None, which: slice) -> Tensor | None:
         return x if x is None else x[which] if packed else x[:, which]
 
     found, sequences, tile = [], 1 if packed else q.shape[0], config.q_tile
-    for stretch in stretches:
+    for i, (stretch, window) in enumerate(zip(stretches, windows, strict=True)):
         blocks_here, (first, end) = stretch.blocks(spec), (stretch.queries.start, stretch.queries.stop)
         lists = rows(block_indices, slice(first // tile, -(-end // tile)))
         keys = {name: rows(x, stretch.keys) for name, x in of_tokens.items()}
         keys |= dict(k_cmp=rows(k_cmp, blocks_here), v_cmp=rows(v_cmp, blocks_here))
+        unseen = window.keys.start, stretch.keys.stop - stretch.keys.start - window.keys.stop
+        keys |= dict(zip(("k_win", "v_win"), [F.pad(parts[i], (0, 0, 0, 0, *unseen)) for parts in of_window]))
         own = dict(gate_weight=gate_weight, gates=rows(gates, stretch.queries), block_indices=lists)
         static = dict(spec=stretch.spec(spec), q_offset=stretch.offsets(sequences, q.device), cu_seqlens=None)
         static |= dict(compress_k_weight=None, compress_v_weight=None)

@@ -6,8 +6,9 @@ Backward gathers them again, and what it adds to them goes to their ranks, in fp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.collectives import Exchange
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.stretches import Stretch
+from nsa_layer.context_parallel.stretches import Stretch, Window
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, head_groups, plan_memory
 from nsa_layer.cute.packing import Packing, numbers_on
 from nsa_layer.derivatives import ReverseMode, first_derivatives
@@ -27,11 +28,14 @@ from nsa_layer.gate import gate_kind
 
 Tensor = torch.Tensor
 LONG = 1 << 19  # tokens from which on heads come one by one
-OF_KEYS = ("k", "v", "k_win", "v_win")
+OF_KEYS, OF_WINDOW = ("k", "v"), ("k_win", "v_win")
 
 
 class Tensors(NamedTuple):
-    """A rank's tensors; shapes as in `nsa`, with a batch dimension where sequences are packed too."""
+    """A rank's tensors; shapes as in `nsa`, with a batch dimension where sequences are packed too.
+
+    Those of the window have what each stretch's window sees, one stretch after the other.
+    """
 
     q: Tensor
     k: Tensor
@@ -60,7 +64,7 @@ class Call(NamedTuple):
     Attributes:
         spec: of the whole call.
         tokens, blocks: exchanges of keys and values, and of compressed ones.
-        stretches: of this rank.
+        stretches, windows: of this rank.
         heads: key/value heads of each step.
         kept: outputs that are saved.
     """
@@ -69,6 +73,7 @@ class Call(NamedTuple):
     tokens: Exchange
     blocks: Exchange
     stretches: tuple[Stretch, ...]
+    windows: tuple[Window, ...]
     heads: tuple[tuple[int, int], ...]
     kept: tuple[bool, bool, bool]
 
@@ -86,8 +91,12 @@ class Call(NamedTuple):
 
     def _sent(self, given: Tensors, step: int) -> dict[str, Tensor]:
         first, end = self.heads[step]
-        named = {name: getattr(given, name) for name in OF_KEYS}
-        return {name: self.tokens.send_to_all(x[:, :, first:end]) for name, x in named.items() if x is not None}
+        return {name: self.tokens.send_to_all(getattr(given, name)[:, :, first:end]) for name in OF_KEYS}
+
+    def window_rows(self) -> Iterator[slice]:
+        """Rows of each stretch in the window's tensors."""
+        ends = accumulate((window.keys.stop - window.keys.start for window in self.windows), initial=0)
+        return (slice(*pair) for pair in pairwise(ends))
 
     def parts(self, given: Tensors, keys: dict[str, Tensor], step: int) -> Iterator[tuple[Stretch, Part]]:
         """The calls of a step, one for each stretch.
@@ -102,7 +111,7 @@ class Call(NamedTuple):
         if given.block_indices is not None and given.block_indices.shape[2] == given.q.shape[2]:
             of_lists = of_q
         rows = G if given.block_indices is None or of_lists is heads else 1
-        for stretch in self.stretches:
+        for stretch, window, seen in zip(self.stretches, self.windows, self.window_rows(), strict=True):
             spec, blocks, queries = stretch.spec(self.spec), stretch.blocks(self.spec), stretch.queries
             lists = slice(queries.start // tile, -(-queries.stop // tile))
             found = dict(
@@ -113,6 +122,9 @@ class Call(NamedTuple):
                 block_indices=None if given.block_indices is None else given.block_indices[:, lists, of_lists],
                 **{name: x[:, stretch.keys] for name, x in keys.items()},
             )
+            if given.k_win is not None:
+                spec = replace(spec, window=window.lengths)
+                found |= {name: getattr(given, name)[:, seen, heads] for name in OF_WINDOW}
             if self.packed:
                 found = {name: None if x is None else x[0] for name, x in found.items()}
             offset = stretch.offsets(1 if self.packed else len(given.q), given.q.device)
@@ -128,6 +140,7 @@ def attend(
     cp: ContextParallel,
     given: Tensors,
     stretches: Sequence[Stretch],
+    windows: Sequence[Window],
     blocks: Rows,
     *,
     spec: CallSpec,
@@ -147,14 +160,14 @@ def attend(
     q, v, tokens = given.q, given.v, Rows.of_tokens(cp, given.q.shape[-3])
     S, Hkv = sum(tokens.counts), v.shape[-2]
     whole_v = torch.empty((*v.shape[:-3], S, *v.shape[-2:]), dtype=v.dtype, device="meta")
-    own_window = given.k_win is not None or given.v_win is not None
+    own_window = given.k_win is not None
     gate = gate_kind(given.gate_weight, given.gates)
     more = dict(gate=gate, needs_grad=needs_grad, own_window=own_window, lists=given.block_indices)
     plan = plan_memory(Sizes.of(q, whole_v, spec=spec, **more), memory, q.device)
     # Not the plan's groups: they follow from what is free, and ranks exchange the same heads.
     heads = steps_of(Hkv, max(1, min(LONG // S, -(-Hkv // 2))))
     exchanges = Exchange.of(q[None] if packed else q, tokens, cp), Exchange(blocks, cp)
-    call = Call(spec, *exchanges, tuple(stretches), heads, plan.kept)
+    call = Call(spec, *exchanges, tuple(stretches), tuple(windows), heads, plan.kept)
     with_batch = (x if x is None or not packed or i == 3 else x[None] for i, x in enumerate(given))
     o, *rest = _Attend.apply(call, return_aux, *(x if x is None else readable(x) for x in with_batch))
     o = o[0] if packed else o
@@ -216,10 +229,11 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
     given, left = Tensors(*tensors[: len(Tensors._fields)]), tensors[len(Tensors._fields) :]
     each, G = len(autograd.SavedForBackward._fields), given.q.shape[2] // given.k.shape[2]
     exactly = accumulation_dtype(given.q.dtype)
-    named = {name: getattr(given, name) for name in OF_KEYS if getattr(given, name) is not None}
     dq, d_gates = torch.empty_like(given.q), None if given.gates is None else torch.empty_like(given.gates)
     d_weight = None if given.gate_weight is None else torch.zeros_like(given.gate_weight, dtype=exactly)
-    of_keys = {name: torch.empty_like(x) for name, x in named.items()}
+    of_keys = {name: torch.empty_like(getattr(given, name)) for name in OF_KEYS}
+    of_window = [None if x is None else torch.empty_like(x) for x in (given.k_win, given.v_win)]
+    seen = list(call.window_rows())
     of_blocks = {name: torch.zeros_like(getattr(given, name), dtype=exactly) for name in ("k_cmp", "v_cmp")}
     sent: dict[str, Tensor] = {}
 
@@ -244,9 +258,11 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
                 d_gates[rows] = d_gates_i
             of_blocks["k_cmp"][blocks] += dk_cmp
             of_blocks["v_cmp"][blocks] += dv_cmp
-            for name, d in dict(k=dk, v=dv, k_win=dk_win, v_win=dv_win).items():
-                if d is not None:
-                    sums[name].add(d[None] if call.packed else d, stretch.keys)
+            for name, d in dict(k=dk, v=dv).items():
+                sums[name].add(d[None] if call.packed else d, stretch.keys)
+            for into, d in zip(of_window, (dk_win, dv_win), strict=True):
+                if into is not None:
+                    into[:, seen[i], heads] = d
             del found, dk, dv, dk_cmp, dv_cmp, dk_win, dv_win, d
         del keys, part
         if step:
@@ -258,8 +274,7 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
     dk_cmp, dv_cmp = (call.blocks.sums(x).to(given.k_cmp.dtype) for x in to_blocks)
     if d_weight is not None:
         d_weight = d_weight.to(given.gate_weight.dtype)
-    own_window = (of_keys.get("k_win"), of_keys.get("v_win"))
-    return dq, of_keys["k"], of_keys["v"], d_weight, d_gates, dk_cmp, dv_cmp, *own_window
+    return dq, of_keys["k"], of_keys["v"], d_weight, d_gates, dk_cmp, dv_cmp, *of_window
 
 
 class Sums:

@@ -16,6 +16,21 @@ from nsa_layer.cute.packing import numbers_on
 Tensor = torch.Tensor
 
 
+class Window(NamedTuple):
+    """Keys of a stretch's sliding window.
+
+    Attributes:
+        before, after: how many before the stretch's first query, and behind its last one.
+        keys: rows of the stretch's keys.
+        lengths: (keys, position of the first query among them) of each sequence.
+    """
+
+    before: int
+    after: int
+    keys: slice
+    lengths: tuple[tuple[int, int], ...]
+
+
 class Stretch(NamedTuple):
     """Queries of one chunk.
 
@@ -43,6 +58,19 @@ class Stretch(NamedTuple):
         count = whole.config.compressed_length
         begin = sum(map(count, whole.lengths[: self.before])) if whole.lengths else 0
         return slice(begin, begin + sum(count(S) for _, S, _ in self.lengths))
+
+    def window(self, reach: int, *, causal: bool) -> Window:
+        """Keys that the sliding window of so many tokens to each side sees, under the causal mask to the left."""
+        begin = self.keys.start + self.lengths[0][2]
+        end = begin + self.queries.stop - self.queries.start
+        first, last = max(self.keys.start, begin - reach), end if causal else min(self.keys.stop, end + reach)
+        lengths, start = [], self.keys.start
+        for _, keys, at in self.lengths:
+            skipped = max(0, first - start)
+            lengths.append((min(keys, last - start) - skipped, at - skipped))
+            start += keys
+        keys = slice(first - self.keys.start, last - self.keys.start)
+        return Window(begin - first, last - end, keys, tuple(lengths))
 
     def offsets(self, sequences: int, device: torch.device) -> Tensor:
         """int32 [sequences], of a batch or of the packed ones here."""

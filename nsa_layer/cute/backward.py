@@ -146,7 +146,7 @@ def backward(
         dk.filled, dv.filled = d_k_mean is not None, d_v_mean is not None
     with component("convert"):
         if apart:
-            sums.add_dk_dv("swa", *of_window, stored[:1], cu_seqlens_k)
+            sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
     if unions:
         with component("pairs"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.packing import Packing, numbers_on
 
 
 def pooling_options(spec: CallSpec, packing: Packing | None) -> dict:
@@ -30,7 +32,12 @@ def window_options(spec: CallSpec, packing: Packing | None, q_offset: torch.Tens
     """Options of the sliding window of ``config.window_size`` tokens."""
     reach = spec.config.window_size - 1
     window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
-    return window | token_options(packing) | position_options(q_offset)
+    if spec.window is None:
+        return window | token_options(packing) | position_options(q_offset)
+    keys, first = zip(*spec.window)
+    starts, first = numbers_on(((0, *accumulate(keys)), first * (len(q_offset) // len(first))), q_offset.device)
+    tokens = {} if packing is None else token_options(packing) | dict(cu_seqlens_k=starts, max_seqlen_k=max(keys))
+    return window | tokens | position_options(first)
 
 
 def position_options(q_offset: torch.Tensor | None) -> dict:

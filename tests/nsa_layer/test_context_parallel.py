@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ CASES = {
     "packed": (Case(lengths=(40, 0, 3, 53), config=SMALL, gate="given"), BOTH),
     "packed, overlapping": (Case(lengths=(40, 1, 3, 52), config=OVERLAPPING, compress_weights=True), BOTH),
     "not causal": (Case(B=2, T=80, config=OVERLAPPING, causal=False, gate="none"), BOTH),
-    "not causal, packed": (Case(lengths=(30, 50), config=SMALL, causal=False), BOTH),
+    "not causal, packed": (Case(lengths=(30, 50), config=SMALL, causal=False, own_keys=("k_win",)), BOTH),
     "own keys": (Case(B=2, T=80, config=OVERLAPPING, own_keys=OWN_KEYS), BOTH),
     "own keys, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL, own_keys=OWN_KEYS), BOTH),
     "one head": (Case(T=64, Hq=3, Hkv=1, config=SMALL), ("gather",)),
@@ -117,11 +118,21 @@ def kernels_by_eager(patch: pytest.MonkeyPatch) -> None:
 
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OWN_KEYS)
 
+    def attend(given: dict[str, torch.Tensor | None], lists: Any, q_offset: torch.Tensor, spec: Any) -> Any:
+        """Keys of the window among zeros, where there are those alone that it sees."""
+        keys = spec.key_lengths or given["k"].shape[1:2]
+        for name in OWN_KEYS[2:] if spec.window else ():
+            parts = given[name].split([count for count, _ in spec.window], dim=-3)
+            before = [int(at) - first for at, (_, first) in zip(q_offset, spec.window)]
+            behind = (S - at - x.shape[-3] for S, at, x in zip(keys, before, parts))
+            parts = [F.pad(x, (0, 0, 0, 0, *sides)) for x, *sides in zip(parts, before, behind)]
+            given = given | {name: torch.cat(parts, dim=-3)}
+        return eager.attend(**given, spec=spec, block_indices=lists, q_offset=q_offset)
+
     def forward_groups(
         inputs: Any, spec: Any, plan: Any, *, backward: bool, o: torch.Tensor
     ) -> tuple[torch.Tensor, list]:
-        given = dict(zip(names, inputs))
-        made, aux = eager.attend(**given, spec=spec, block_indices=inputs.block_indices, q_offset=inputs.q_offset)
+        made, aux = attend(dict(zip(names, inputs)), inputs.block_indices, inputs.q_offset, spec)
         o.copy_(made)
         nothing = autograd.SavedForBackward(*[None] * len(autograd.SavedForBackward._fields))
         lses = {name: getattr(aux, name) for name in LSES}
@@ -133,7 +144,7 @@ def kernels_by_eager(patch: pytest.MonkeyPatch) -> None:
         q_offset, lists = tensors[12:14]
         with torch.enable_grad():
             given = {n: None if x is None else x.detach().requires_grad_() for n, x in zip(names, tensors)}
-            o, _ = eager.attend(**given, spec=spec, block_indices=lists, q_offset=q_offset)
+            o, _ = attend(given, lists, q_offset, spec)
         found = iter(torch.autograd.grad(o, [x for x in given.values() if x is not None], do))
         dq.copy_(next(found))
         found = chain([dq], found)
