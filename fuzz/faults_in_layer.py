@@ -114,7 +114,7 @@ def _of_first(original: Callable) -> Callable:
     return lambda q, S, heads, spec, first: original(q, S, heads, spec, 0)
 
 
-@wrong_result("half a gradient", "nsa_layer.eager:_SparseAttention.gradients", "layer.is its")
+@wrong_result("half a gradient", "nsa_layer.chunk_attention:ChunkAttention.gradients", "layer.is its")
 def _half(grads: Any) -> Any:
     """The gradient of the keys lacks its last one."""
     dk = grads[1].clone()

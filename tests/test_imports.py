@@ -32,7 +32,9 @@ OURS = {*MAY_IMPORT, "tests"}
 ROOM_OF = {
     **dict.fromkeys(("config", "call_spec", "inputs", "cached_call"), "config"),
     **dict.fromkeys(("autocast", "derivatives", "determinism", "fork", "profiler_ranges", "support"), "support"),
-    **dict.fromkeys(("eager", "block_mlp", "choose", "compress", "gate", "token_attention"), "eager"),
+    **dict.fromkeys(
+        ("eager", "block_mlp", "choose", "chunk_attention", "compress", "gate", "token_attention"), "eager"
+    ),
     "reference": "reference",
 }
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

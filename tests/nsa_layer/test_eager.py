@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa_layer import NSAConfig, choose, eager, token_attention
+from nsa_layer import NSAConfig, choose, chunk_attention, eager, token_attention
 from nsa_layer.call_spec import Aux
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -71,7 +71,7 @@ def test_a_small_error_shows_in_few_numbers(name: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_chunks_of_one_query(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
     """A budget that nothing fits still gives the same operator."""
-    monkeypatch.setattr(eager, "CPU_CHUNK", 1)
+    monkeypatch.setattr(chunk_attention, "CPU_CHUNK", 1)
     assert_close_to_reference(Case(B=2, T=70, config=SMALL, causal=causal, compress_weights=True), "eager")
 
 
@@ -109,7 +109,7 @@ def footprint(T: int, packed: bool, q_tile: int) -> tuple[int, int]:
 @pytest.mark.parametrize("packed", [False, True])
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch, packed: bool, q_tile: int, share: int) -> None:
     # Small against T, so that what grows is seen.
-    monkeypatch.setattr(eager, "CPU_CHUNK", 1 << 12)
+    monkeypatch.setattr(chunk_attention, "CPU_CHUNK", 1 << 12)
     monkeypatch.setattr(choose, "SCORE_BUDGET", 1 << 12)
     monkeypatch.setattr(choose, "CPU_SCORE_BUDGET", 1 << 12)
     monkeypatch.setattr(token_attention, "CPU_PAIRS", 1 << 7)
