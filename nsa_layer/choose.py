@@ -131,7 +131,7 @@ def tile_queries(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.T
     B, T, Hq, D = q.shape
     M, size = config.num_tiles(T), config.q_tile
     own = config.rule == "seed" or not causal
-    # Causal, the mean ends at the tile's first query: tiles of a sequence that starts size - 1 tokens earlier.
+    # Causal, the mean ends at the tile's first query, as if the sequence had started size - 1 tokens earlier.
     front = 0 if own else size - 1
     padded = q.new_zeros(B, M * size, Hq, D, dtype=accumulation_dtype(q.dtype))
     kept = min(T, M * size - front)

@@ -86,13 +86,13 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
     leave = not validate and leaves_lengths(backend, cu_seqlens, q, k, config, block_indices, own.k_cmp, own.v_cmp)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
-    if torch.compiler.is_compiling():  # for the operator, where it leaves them too
+    if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
         bound = max_seqlen
     _check_own_keys(own, given, lengths)
     if block_indices is not None:
         of = lengths if cu_seqlens is not None else q.shape[1:2]
         tiles, blocks = (None if of is None else list(map(f, of)) for f in (config.num_tiles, config.num_blocks))
-        numbers = backend == "reference"  # of others an operator reads them
+        numbers = backend == "reference"  # the operators of other backends read them
         check_lists(block_indices, q, Hkv, tiles, blocks, packed=cu_seqlens is not None, numbers=numbers)
     scale, listed = check_scale(softmax_scale, D), block_indices is not None
     return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)

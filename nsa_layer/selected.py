@@ -109,11 +109,11 @@ def selected_attention(
             sequences, of_keys = len(cu_seqlens) - 1, len(cu_seqlens_k) - 1
             raise ValueError(f"cu_seqlens_k must have cu_seqlens's {sequences} sequences, got {of_keys}")
         lengths = None if of_q is None else tuple(zip(of_q, of_k))
-    # Where lengths are not known, lists of a token each are, those of tiles are not.
+    # Where the host does not know lengths there is a list for each token: their number does not depend on lengths.
     pairs = lengths or ((q.shape[-3], k.shape[-3]),)
     q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
     spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths, bound)
-    numbers = backend == "reference"  # of others an operator reads them
+    numbers = backend == "reference"  # the operators of other backends read them
     check_lists(block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed, numbers=numbers)
     _check_offset(q_offset, q, len(cu_seqlens) - 1 if packed else q.shape[0])
     if numbers or q_offset is None:

@@ -11,13 +11,13 @@ import torch
 from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.cute.memory_plan import MemoryPolicy
 
-# Names on the command line, and PyTorch's.
 DATA = ("smooth", "random")
 # Tokens from one value of the slow part to the next, and the variance of the part that every token draws anew. With
 # them 4, 8, 16 and 32 neighbours choose 1.3, 1.6, 2.0 and 2.8 times as many blocks together as one of them (16 of 1,024
 # blocks, 16 or 4 heads a group).
 SMOOTH = {"q": (40, 0.015), "k": (256, 0.02)}
 SLICE = 1 << 26  # elements that are smoothed at a time
+# Names on the command line, and PyTorch's.
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 

@@ -141,7 +141,7 @@ def _begin(call: CallShape) -> None:
     progress = os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
     order, target = Order((call,), jobs, wait=False, progress=progress), _own_target()
     source, held = os.pipe()
-    with warnings.catch_warnings():  # of threads that a fork does not have
+    with warnings.catch_warnings():  # Python warns of threads, which the fork will not have
         warnings.simplefilter("ignore")
         try:
             forked = os.fork()

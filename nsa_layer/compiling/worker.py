@@ -40,7 +40,7 @@ def compile_all(order: Order, source: int, out: BinaryIO) -> None:
     begin = time.monotonic()
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.dup2(2, 1)  # what the compiler prints is no outcome
+    os.dup2(2, 1)  # what the compiler prints must not go where outcomes do
     try:
         kernels = _kernels(order)
     except Exception as error:

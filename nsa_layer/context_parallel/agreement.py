@@ -10,7 +10,7 @@ import torch.distributed as dist
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 
 CAPACITY = 1024
-RAGGED = ("k_cmp", "v_cmp", "block_indices")  # ranks may have more rows of them, or fewer
+RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks may have different numbers of rows
 # Descriptions that all ranks of a group have; an equal call exchanges nothing.
 _agreed: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 

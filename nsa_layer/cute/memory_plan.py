@@ -24,8 +24,8 @@ RECOMPUTE = {
     "all": (NOTHING,),
 }
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
-ITEMS = 1024  # that dk and dv by token are dealt out in, or up to four times as many, beside those of short rows
-MOST_TOKENS = 1 << 28  # of a call in a graph: more than any GPU has room for
+ITEMS = 1024  # of work of the dk and dv pass by token: as many to four times as many, and one for each short row
+MOST_TOKENS = 1 << 28  # that graphs have plans for: more than any GPU has room for
 SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask the driver
 
 
@@ -141,7 +141,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     branch = tokens * query_heads * sizes.Dv * e
     row_numbers = tokens * query_heads * 4
     compressed = blocks * heads * ((sizes.D + sizes.Dv) * e + sizes.D * 4)
-    # A tile's mean query as it is and as the choice of blocks takes it apart.
+    # A tile's pooled query in fp32 and split into two fp16, which the choice of blocks multiplies.
     choice = tiles * (query_heads * sizes.D * 8 + heads * sizes.list_width * 8)
     saved_rows = 3 + 3 * (sizes.gate != "none")
     saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
@@ -149,7 +149,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
     accumulators = dq_accum + (1 + sizes.own_window) * dk_dv_accum
     lists = 64 * tiles * query_heads * sizes.list_width
-    if sizes.q_tile == 1:  # neither mean queries nor counts
+    if sizes.q_tile == 1:  # neither pooled queries nor counts
         choice = 0 if sizes.needs_grad else tokens * heads * sizes.list_width * 4
     if sizes.listed:
         choice = 0
@@ -285,7 +285,7 @@ def _whole(sizes: Sizes) -> dict[str, int]:
 
 
 def _budget_when_empty(sizes: Sizes, total: int) -> int | None:
-    """The same if nothing but the call's inputs were on the GPU."""
+    """`_free_budget` if nothing but the call's inputs were on the GPU."""
     parts = _whole(sizes)
     if sum(parts.values()) < SMALL * total:
         return None

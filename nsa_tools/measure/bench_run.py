@@ -33,9 +33,8 @@ from nsa_tools.testing.sampled_check import Samples, forward_verdicts
 
 SLOW_SECONDS = 2.0  # dense attention that takes longer is timed once, without a warm-up
 PROBE_TOKENS = 16384  # where the time of dense attention is guessed from
-HOST_CALLS = 100, 3  # whose host time is taken at most, and at least
-HOST_MS = 200.0  # as many as take so long on the GPU in between: the first ones find the host's own caches cold
-
+HOST_CALLS = 100, 3  # calls whose host time is taken, at most and at least
+HOST_MS = 200.0  # that they take on the GPU: more than a few, since the first ones find the host's caches cold
 UNION_TILES = 1024  # tiles whose unions are counted
 
 ByVariant = dict[str, dict[str, Row]]  # by variant and direction

@@ -116,7 +116,7 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
         ("lists", "backward"): Work(2 * lists),
         ("gate", "forward"): Work(4 * o + gated * q),
         ("gate", "backward"): Work(4 * o + gated * 2 * q + 6 * rows),
-        # Of dk and dv: the last call that adds to dq can round it.
+        # dk and dv alone: the last call that adds to dq can round it.
         ("convert", "backward"): Work(kv / e * (FP32 + e)),
     }
     for name, count in pairs.items():

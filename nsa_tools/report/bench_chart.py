@@ -14,7 +14,7 @@ from nsa_tools.report.results import FROM_SHORTER, MEASURED, Row
 
 COLOURS = {"dense": "#eb6834", "nsa": "#2a78d6", "gated": "#12a594"}
 NAMES = {"dense": "dense", "nsa": "NSA", "gated": "NSA, gated"}
-MARKERS = "osD^vP*X"  # a shape, or a way of running it, each
+MARKERS = "osD^vP*X"  # one for each shape, and way of running it
 LABEL_POINTS = 7  # from one label to the next
 
 Lines = dict[tuple, list[Row]]  # by variant and `shape_key`

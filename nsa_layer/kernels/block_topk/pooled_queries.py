@@ -1,4 +1,4 @@
-"""Mean queries of all tiles, and compressed keys, as rows of split fp16, in one launch.
+"""Pooled queries of all tiles, and compressed keys, as rows of split fp16, in one launch.
 
 A CTA sums a tile's tokens for as many heads as make 512 elements: 64 threads cover these, 16 bytes each, and four such
 rows of threads share the tokens, with the loads of eight tokens in flight. The last CTAs split the keys.
@@ -172,7 +172,7 @@ class PooledQueries:
 def pooled_queries(
     q: Tensor, k_mean: Tensor, *, q_tile: int, own: bool, tiles: int, cu_seqlens: Tensor | None = None
 ) -> tuple[SplitRows, SplitRows]:
-    """The mean query of each tile, and the compressed keys, as rows of split fp16.
+    """The pooled query of each tile, its mean, and the compressed keys, as rows of split fp16.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
