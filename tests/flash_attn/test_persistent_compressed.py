@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fa_cases import Case, forward, make_inputs
 from fa_compile import Worker
-from fa_overlap import assert_same_bits, stages
+from fa_persistent import assert_same_bits, stages
 
 CALL = Case(D=128, T_q=4096, T_k=67, Hq=8, compress=(64, 63))
 # What a call has beside that, and whether tiles overlap.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fa_cases import Case, forward, make_inputs
 from fa_compile import Worker, built_kernels
-from fa_overlap import assert_same_bits, stages
+from fa_persistent import assert_same_bits, stages
 from fa_reference import assert_close, reference
 
 CALL = Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(512, 0))

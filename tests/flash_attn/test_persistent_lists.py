@@ -10,7 +10,7 @@ import torch
 from fa_cases import Case, forward, in_turn, make_inputs
 from fa_compile import Worker
 from fa_lists import forward_lists
-from fa_overlap import assert_same_bits, stages
+from fa_persistent import assert_same_bits, stages
 
 LISTS = dict(T_q=700, T_k=700, lists="both")
 # A case and how many stages of keys and values its forward has beside two tiles of queries; 0: a CTA to a tile.
