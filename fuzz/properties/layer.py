@@ -252,11 +252,14 @@ def kernels_give_the_same_bits(case: Case) -> None:
 @st.composite
 def kernel_cases(draw: st.DrawFn) -> Case:
     """Few kinds of kernels, any data."""
-    small = draw(st.booleans())
+    small, D = draw(st.booleans()), draw(st.sampled_from((64, 128)))
+    q_tile = draw(st.sampled_from((1, 16))) if small else 128
+    G = draw(st.sampled_from((2, 4) if D == 128 else (1, 3, 16)))
     config = NSAConfig(
         block_size=64 if small else draw(st.sampled_from((64, 128))),
+        **draw(st.sampled_from(({}, dict(compress_size=32, compress_stride=16)))) if q_tile == 1 else {},
         block_counts=draw(st.integers(1, 12)),
-        q_tile=draw(st.sampled_from((1, 16))) if small else 128,
+        q_tile=q_tile,
         window_size=draw(st.integers(1, 700)),
         force_blocks=draw(st.booleans()),
         deterministic=draw(st.booleans()) and hopper(),
@@ -265,9 +268,9 @@ def kernel_cases(draw: st.DrawFn) -> Case:
     return Case(
         B=draw(st.integers(1, 2)),
         T=draw(st.one_of(st.integers(1, 1500), st.sampled_from((1, 64, 128, 129)))),
-        Hq=draw(st.sampled_from((4, 2))) * 2,
-        Hkv=2,
-        D=draw(st.sampled_from((64, 128))),
+        Hq=G * (Hkv := 1 if G == 16 else 2),
+        Hkv=Hkv,
+        D=D,
         dtype=torch.bfloat16,
         config=config,
         lengths=draw(st.none() | lengths),
