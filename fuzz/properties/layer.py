@@ -111,7 +111,7 @@ def causality(case: Case, backend: str, device: str) -> None:
         assert_backward_causal(case, each, t, device)
 
 
-@on_both("layer.lists of the caller's")
+@on_both("layer.lists of the caller's", pr=8)
 def lists_of_the_caller(case: Case, backend: str, device: str) -> None:
     """Any order, padding anywhere, blocks named twice, for each head or for each query head: what is listed is seen."""
     config, generator = case.config, torch.Generator().manual_seed(case.seed)
