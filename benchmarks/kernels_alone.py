@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, nargs="+", default=[65536])
     parser.add_argument("--heads", nargs="+", default=["32/8", "64/4"], help="of queries / of keys and values")
     parser.add_argument("--data", nargs="+", default=[TRAINED, *DATA], choices=[TRAINED, *DATA])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="columns, whose calls alone take turns")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write every median, in milliseconds")
     given = parser.parse_args()
@@ -48,6 +49,7 @@ def main() -> None:
             for data in given.data:
                 row = {"T": f"{T:,}", "heads": heads, "data": data}
                 listed, calls = calls_of(T, *map(int, heads.split("/")), data)
+                calls = {name: call for name, call in calls.items() if name in (given.only or calls)}
                 repeats = given.repeats if T < 1 << 20 else 3
                 timings = interleaved(
                     calls, repeats=repeats, device="cuda", label=" ".join(row.values()), hide_host=True
