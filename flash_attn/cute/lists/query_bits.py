@@ -11,8 +11,8 @@ Twice or four times as many words, up to 4, are of parts of a block: bits of its
     counts [B, Hkv, tiles], entries [B, Hkv, tiles, n], bits [B, Hkv, tiles, n, words]
 
 Packed sequences take the other forms of `formats` too, with bits of the entries' shape and one dimension more;
-cu_total_m_blocks then counts tiles of rows. SM90 forward, `fwd_unions` and
-the dq pass read such lists; everything else refuses them.
+cu_total_m_blocks then counts tiles of rows. SM90 forward, `fwd_unions` and the dq pass read such lists; everything else
+refuses them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.launch import launch
+from nsa_layer.kernels.token_topk.best_blocks import BestBlocks
 from nsa_layer.kernels.token_topk.group_sums import LOG2_E, GroupSums
 from nsa_layer.kernels.token_topk.place import Places
 from nsa_layer.kernels.token_topk.products import operand_layout
@@ -25,7 +26,6 @@ from nsa_layer.kernels.token_topk.spec import (
     WARPS,
     TokenTopKSpec,
 )
-from nsa_layer.kernels.token_topk.token_lists import TokenLists
 from nsa_layer.support import device_arch
 
 Tensor = torch.Tensor
@@ -111,7 +111,7 @@ class TokenTopK:
         else:
             if const_expr(spec.registers is not None):
                 cute.arch.setmaxregister_decrease(spec.registers[1])
-            TokenLists(spec, places, sScores, sColumns, sSelected).run()
+            BestBlocks(spec, places, sScores, sColumns, sSelected).run()
 
 
 def takes(config: NSAConfig, G: int) -> bool:

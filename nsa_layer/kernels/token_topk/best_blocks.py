@@ -7,14 +7,14 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from nsa_layer.kernels.token_topk import candidates
+from nsa_layer.kernels.token_topk.merged_list import forced_blocks, write_token_list
 from nsa_layer.kernels.token_topk.place import Place, Places
 from nsa_layer.kernels.token_topk.spec import SCORES_READ, SCORES_WRITTEN, THREADS, WARPS, TokenTopKSpec
 from nsa_layer.kernels.token_topk.step_values import StepValues
-from nsa_layer.kernels.token_topk.token_list import forced_blocks, write_token_list
 
 
 @dataclass(frozen=True)
-class TokenLists:
+class BestBlocks:
     """The second warpgroup's place in shared memory.
 
     Attributes:
