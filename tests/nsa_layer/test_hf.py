@@ -166,12 +166,12 @@ def test_generation_with_a_cache_is_that_without(way: str) -> None:
     if way in ("assisted", "lookup"):
         batch = {name: x[:1] for name, x in batch.items()}
     made = []
-    for cache in (dict(), dict(past_key_values=DynamicCache()), dict(use_cache=False)):
+    for cache in (dict(), *[dict(past_key_values=DynamicCache())] * (way == "greedy"), dict(use_cache=False)):
         if "use_cache" in cache:
             options = {name: x for name, x in options.items() if name in ("do_sample", "top_k", "num_beams")}
         torch.manual_seed(1)
         made.append(model.generate(**batch, max_new_tokens=9, **cache, **options))
-    assert made[0].tolist() == made[1].tolist() == made[2].tolist()
+    assert all(ids.equal(made[0]) for ids in made)
     assert len(set(made[0][0, 48:].tolist())) > 3
 
 
@@ -247,16 +247,16 @@ def graphs() -> Iterator[list[int]]:
 
 def static(**options: object) -> dict[str, object]:
     """Options of `generate` for a static cache, with steps compiled on the CPU too."""
-    compiled = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiled = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiled._compile_all_devices = True
     return dict(cache_implementation="static", compile_config=compiled, **options)
 
 
 def test_steps_on_a_static_cache_are_one_graph_and_generate_the_same(graphs: dict[str, int]) -> None:
-    model, batch = sparse(num_hidden_layers=1), padded(tokens(3, 30), (0, 13, 29), (0, 0, 0))
-    expected = model.generate(**batch, max_new_tokens=12).tolist()
+    model, batch = sparse(num_hidden_layers=1), padded(tokens(2, 30), (0, 13))
+    expected = model.generate(**batch, max_new_tokens=9)
     for options in (static(), static(prefill_chunk_size=7), dict(cache_implementation="static")):
-        assert model.generate(**batch, max_new_tokens=12, **options).tolist() == expected
+        assert model.generate(**batch, max_new_tokens=9, **options).equal(expected)
     assert graphs["unique_graphs"] == 1
 
 
