@@ -166,9 +166,11 @@ def checked_step(
     name = support.choose_backend(backend, **sizes, needs_grad=False, cached=True, **asked)
     if reserve is not None:
         reserve(lengths)
-    return cached_operator.attend(call, softmax_scale, backend=name, validate=validate)
+    return cached_operator.attend(call, lengths, softmax_scale, backend=name, validate=validate)
 
 
 def cast_call(call: CachedCall) -> CachedCall:
     """The call as autocast, where it is in force, casts it."""
+    if not isinstance(call.q, torch.Tensor) or autocast.dtype_in_force(call.q.device) is None:
+        return call
     return replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))

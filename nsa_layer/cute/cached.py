@@ -77,9 +77,13 @@ def step(
         o, lses = step(_unpacked(call), (len(call.q),), softmax_scale, validate=validate, memory=memory)
         return o[0], tuple(lse[0] for lse in lses)
     new = {name: getattr(call, name) for name in ("q", *TOKEN_CACHES, *COMPRESSED_CACHES)}
-    call = replace(call, **{name: autograd.readable(x) for name, x in new.items() if x is not None})
-    starts = starts_on(call.cu_seqlens_q, call.q.device) if call.packed else None
-    on_gpu = replace(call, cu_seqlens_q=starts)
+    read = {name: autograd.readable(x) for name, x in new.items() if x is not None}
+    if any(x is not new[name] for name, x in read.items()):
+        call = replace(call, **read)
+    starts, on_gpu = None, call
+    if call.packed:
+        starts = starts_on(call.cu_seqlens_q, call.q.device)
+        on_gpu = replace(call, cu_seqlens_q=starts)
     few = takes(on_gpu, lengths)
     if lengths is None and not few:
         starts = _in_order(starts, len(call.q))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from flash_attn.cute.fwd_unions.interface import forward_unions
-from flash_attn.cute.interface import _flash_attn_fwd
 from flash_attn.cute.multiply.form import by_warp
+from flash_attn.cute.runtime import repeated_calls
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
@@ -182,7 +182,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict) -> tu
     if k.shape[-3] == 0:
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse.mT.contiguous()
-    return _flash_attn_fwd(q, k, v, softmax_scale=spec.softmax_scale, return_lse=True, **options)[:2]
+    return repeated_calls.attend(q, k, v, softmax_scale=spec.softmax_scale, **options)
 
 
 def attend_selected(
