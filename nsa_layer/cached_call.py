@@ -211,11 +211,11 @@ def _check_caches(call: CachedCall) -> None:
     of_size = {"k": D, "v": call.v_cache.shape[-1]}
     for name in ("k_win", "v_win"):
         _check_tensor(f"{name}_cache", getattr(call, f"{name}_cache"), (lead, S, Hkv, of_size[name[0]]), q)
-    Sc = None
+    if paged:  # those of compressed keys are pages of another table
+        lead, Sc = None, S // call.config.stride
     for name, x in call.caches(COMPRESSED_CACHES).items():
-        Sc = S // call.config.stride if paged else Sc
-        _check_tensor(f"{name}_cache", x, (None if paged else lead, Sc, Hkv, of_size[name[0]]), q)
-        least = call.config.compressed_length(S)
+        _check_tensor(f"{name}_cache", x, (lead, Sc if paged else None, Hkv, of_size[name[0]]), q)
+        lead, least = x.shape[0], call.config.compressed_length(S)
         if not paged and x.shape[1] < least:
             raise ValueError(f"{name}_cache must have room for the {least} keys of {S} tokens, got {x.shape[1]}")
     for name, x in call.caches((*TOKEN_CACHES, *COMPRESSED_CACHES)).items():

@@ -225,6 +225,7 @@ PAGED = (
     ("cmp_page_table", ValueError, "cmp_page_table must be given where compressed caches have pages", None),
     ("cache_batch_idx", ValueError, "cache_batch_idx and page_table exclude each other", torch.zeros(B).int()),
     ("k_cmp_cache", ValueError, r"k_cmp_cache must have shape \(any, 8, 2, 8\)", lambda x: x[:, 1:]),
+    ("v_cmp_cache", ValueError, r"v_cmp_cache must have shape \(2, 8, 2, .*got \(1, ", lambda x: x[:1]),
     ("k_cache", ValueError, "k_cache's pages must have a multiple of 4 tokens, got 30",
      Together(k_cache=torch.zeros(B, 30, HKV, D), v_cache=torch.zeros(B, 30, HKV, DV), k_cmp_cache=None,
               v_cmp_cache=None, cmp_page_table=None)),

@@ -297,10 +297,7 @@ def test_a_batch_is_read_in_place_on_the_kernels(step: int, beside: int, page: i
     inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
     caches = batch_caches(inputs, 1344, beside)
     if page is not None:
-        for name, x in caches.items():
-            caches[name] = x.flatten(0, 1).unflatten(0, (-1, page // (64 if "cmp" in name else 1)))
-        table = torch.randperm(2 * 1344 // page, device="cuda").int().view(2, -1)
-        caches |= dict(page_table=table, cmp_page_table=table)
+        caches = in_pages(caches, page)
     seqlens, found = torch.zeros(2, dtype=torch.int32, device="cuda"), []
     for begin in range(0, 500, step):
         new = {name: getattr(inputs, name)[:, begin : begin + step] for name in "qkv"}
@@ -327,14 +324,24 @@ def batch_caches(inputs: Inputs, S: int, beside: int = 0) -> dict[str, torch.Ten
     return caches
 
 
+def in_pages(caches: dict[str, torch.Tensor], page: int) -> dict[str, torch.Tensor]:
+    """The same caches as pages in any order, and their tables."""
+    parts = {name: page // (64 if "cmp" in name else 1) for name in caches}
+    paged = {name: x.flatten(0, 1).unflatten(0, (-1, parts[name])) for name, x in caches.items()}
+    table = torch.randperm(len(paged["k_cache"]), device="cuda").int().view(len(caches["k_cache"]), -1)
+    return paged | dict(page_table=table, cmp_page_table=table)
+
+
 @pytest.mark.gpu
-def test_a_graph_of_a_chunk_is_replayed_with_other_lengths() -> None:
-    """One sequence ends up outside of the caches: its rows are NaN, and no place is written."""
+@pytest.mark.parametrize("page", [None, 64])
+def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> None:
+    """Sequences end up outside of the caches: their rows are NaN, and no place is written."""
     case = Case(B=2, T=320, **KERNELS)
     inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
     caches, seqlens = batch_caches(inputs, 320), torch.zeros(2, dtype=torch.int32, device="cuda")
+    given = caches if page is None else in_pages(caches, page)
     new = {name: getattr(inputs, name)[:, :64].clone() for name in "qkv"}
-    given = caches | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
+    given = given | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         attended(given)
@@ -354,6 +361,11 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths() -> None:
     seqlens.copy_(torch.tensor([300, -1]))
     graph.replay()
     assert o.isnan().all()
+    if page is not None:
+        seqlens.copy_(torch.tensor([0, 64]))
+        given["page_table"][:, 0] = torch.tensor([-5, 2**31 - 1])
+        graph.replay()
+        assert o.isnan().all()
     assert all(torch.equal(before[name], x) for name, x in caches.items())
 
 
