@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nsa_tools.testing.ranks import ranks
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_cp.py"
+SLOW = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")  # to import
 TINY = "--tokens 64 --dim 32 --layers 1 --batch 2 --block 8".split()
 
 
@@ -48,7 +49,7 @@ def train(group: Any, folder: str) -> list[float]:
 
 
 def test_a_step_after_a_checkpoint_is_the_same(tmp_path: Path) -> None:
-    with ranks((2,), str(tmp_path / "store")) as run:
+    with ranks((2,), str(tmp_path / "store"), preload=SLOW) as run:
         first, second = run(2, train, str(tmp_path / "run"))
     assert first == second and len(first) == 3
     assert first[1] == first[2] < first[0]

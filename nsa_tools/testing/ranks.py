@@ -21,7 +21,9 @@ TIMEOUT_ON_GPUS = 240.0  # where kernels are compiled
 
 
 @contextmanager
-def ranks(sizes: Sequence[int], store: str, *, gpus: bool = False) -> Iterator[Callable[..., list[Any]]]:
+def ranks(
+    sizes: Sequence[int], store: str, *, gpus: bool = False, preload: Sequence[str] = ()
+) -> Iterator[Callable[..., list[Any]]]:
     """Processes of the default group, as many as the largest of `sizes`, and a function that has work done.
 
     The function takes a size, work and its arguments: each of the first ranks calls ``work(group, *args)`` with the
@@ -31,9 +33,10 @@ def ranks(sizes: Sequence[int], store: str, *, gpus: bool = False) -> Iterator[C
     Args:
         store: a path for the rendezvous, where there is no file.
         gpus: each rank has one, and the groups are of NCCL; otherwise of gloo.
+        preload: modules that are imported once for all ranks, if these are the process's first ones.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, *preload])
     pipes, processes, timeout = [], [], TIMEOUT_ON_GPUS if gpus else TIMEOUT
     for rank in range(max(sizes)):
         here, there = context.Pipe()
