@@ -2,10 +2,12 @@
 
     python benchmarks/layer_turns.py compiled [--seqlen 8192 65536]
     python benchmarks/layer_turns.py tiles [--seqlen 65536] [--q-tile 1 32 128]
+    python benchmarks/layer_turns.py tiles --device cpu
 
 bf16, 32/8 heads of 128, forward and backward, medians of CUDA-event timings after a warm-up, milliseconds. "compiled":
 `NSAttention` of width 4,096 alone, and in a block of norm, layer, norm, mlp: one step that finds an idle GPU; a step of
-several in a row, as in training; and the host's part of one. "tiles": `nsa`, gated, of smooth inputs.
+several in a row, as in training; and the host's part of one. "tiles": `nsa`, gated, of smooth inputs; on a CPU in plain
+PyTorch, of the demo's sizes, by one thread.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch import nn
 from tqdm import tqdm
 
 from nsa_layer import NSAConfig, NSAttention
-from nsa_tools.measure.timed_calls import BACKWARD, FORWARD, Step, variants
+from nsa_tools.demo.demo_config import DemoConfig
+from nsa_tools.measure.timed_calls import BACKWARD, BOTH, FORWARD, Step, variants
 from nsa_tools.measure.timing import interleaved
 from nsa_tools.shape import Shape
 
@@ -33,6 +36,7 @@ MODES = ("default", "reduce-overhead")
 ROW = 5  # steps
 SIZES = dict(B=1, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cuda")
 SEQLEN = {"compiled": [8192, 65536], "tiles": [65536]}
+TILES = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
 def main() -> None:
@@ -41,14 +45,22 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, nargs="+", help="tokens")
     parser.add_argument("--q-tile", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("layer_turns.py measures on a GPU, and PyTorch finds none")
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+        sizes, config, lengths = sizes_of_demo()
+        if given.what != "tiles":
+            parser.error("--device cpu is for tiles")
+    else:
+        sizes, config, lengths = SIZES, NSAConfig(), SEQLEN[given.what]
+        if not torch.cuda.is_available():
+            sys.exit("layer_turns.py measures on a GPU, and PyTorch finds none")
     measure = dict(
         compiled=compiled,
-        tiles=partial(tiles, q_tiles=given.q_tile or [1, 2, 4, 8, 16, 32, 64, 128]),
+        tiles=partial(tiles, q_tiles=given.q_tile or TILES, sizes=sizes, config=config),
     )[given.what]
-    rows = [row for T in given.seqlen or SEQLEN[given.what] for row in measure(T, given.repeats)]
+    rows = [row for T in given.seqlen or lengths for row in measure(T, given.repeats)]
     print(tabulate(rows, headers="keys", tablefmt="pipe"))
 
 
@@ -113,19 +125,30 @@ def host_milliseconds(step: Callable[[], None], repeats: int) -> float:
     return statistics.median(found)
 
 
-def tiles(T: int, repeats: int, *, q_tiles: list[int]) -> list[dict[str, object]]:
+def sizes_of_demo() -> tuple[dict[str, object], NSAConfig, list[int]]:
+    """Those of a call in the demo on a CPU: of its tensors, of blocks and window, and the length."""
+    demo = DemoConfig.for_device("cpu")
+    D, dtype = demo.dim // demo.heads, getattr(torch, demo.dtype)
+    sizes = dict(B=demo.batch, Hq=demo.heads, Hkv=demo.kv_heads, D=D, Dv=D, dtype=dtype, device="cpu")
+    return sizes, demo.nsa(), [demo.seqlen]
+
+
+def tiles(
+    T: int, repeats: int, *, q_tiles: list[int], sizes: dict[str, object], config: NSAConfig
+) -> list[dict[str, object]]:
     """A row a direction, of all tiles."""
-    steps, found = {}, defaultdict(list)
+    steps, found, device = {}, defaultdict(list), sizes["device"]
     for q_tile in q_tiles:
-        shape = Shape(**SIZES, T=T, config=NSAConfig(q_tile=q_tile), data="smooth")
-        steps[q_tile] = Step(variants(shape, "cute", sets=1)["gated"], forward_too=True)
+        shape = Shape(**sizes, T=T, config=config.replace(q_tile=q_tile), data="smooth")
+        backend = "cute" if device == "cuda" else "eager"
+        steps[q_tile] = Step(variants(shape, backend, sets=1)["gated"], forward_too=True)
     for turn in tqdm(range(2 + repeats), desc=f"{T:,} tokens", leave=False):
         for q_tile, step in steps.items():
-            for direction, ms in step.take("cuda").items():
+            for direction, ms in step.take(device).items():
                 found[direction, q_tile] += [ms] * (turn >= 2)
     return [
         {"T": f"{T:,}", "": direction} | {n: round(statistics.median(found[direction, n]), 2) for n in steps}
-        for direction in (FORWARD, BACKWARD)
+        for direction in (FORWARD, BACKWARD, BOTH)
     ]
 
 
