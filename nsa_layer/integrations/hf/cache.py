@@ -68,11 +68,8 @@ class NSACacheLayer(CacheLayerMixin):
             ValueError: rows hold several sequences, or are not those of the calls before.
         """
         B, T = q.shape[:2]
-        if self.is_compileable:
-            if networks:
-                raise NotImplementedError("compression by a network with a static cache: use one that is not")
-            if T == 1 and self.is_initialized and (ragged is None or ragged.places is None):
-                return self._step(q, k, v, config=config, gates=gates, **options)
+        if self.is_compileable and T == 1 and self.is_initialized and (ragged is None or ragged.places is None):
+            return self._step(q, k, v, networks, config=config, gates=gates, **options)
         self._prepare(k, v, ragged, config)
         packed = ragged is not None and ragged.places is not None
         if packed:
@@ -90,10 +87,18 @@ class NSACacheLayer(CacheLayerMixin):
             self._padding.fill_(self._columns - self.cache.lengths[0])
         return ragged.unpack(o, B, T) if packed else o
 
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+    def _step(
+        self, q: Tensor, k: Tensor, v: Tensor, networks: Mapping[str, BlockMLP], *, config: NSAConfig, **options: object
+    ) -> Tensor:
         """`attend` of a token in each row, by what is on the device alone."""
         lengths, self._is_counted = self.cache.cache_seqlens, False
-        o = nsa_with_kvcache(q, k=k, v=v, **self.cache.caches, cache_seqlens=lengths, **options)
+        for name, new in dict(k_cmp=k, v_cmp=v).items() if networks else ():
+            # Of the last tokens, whether they are a block or not: what is none is not read.
+            before = lengths[:, None] + torch.arange(1 - config.span, 0, device=lengths.device)
+            rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+            tokens = self.cache.caches[f"{name[0]}_cache"][rows, before.clamp(min=0)]
+            options[name] = networks[name](torch.cat((tokens, new), dim=1)).to(new.dtype)
+        o = nsa_with_kvcache(q, k=k, v=v, **self.cache.caches, cache_seqlens=lengths, config=config, **options)
         lengths += 1
         return o
 

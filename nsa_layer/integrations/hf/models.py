@@ -100,7 +100,7 @@ class _Attention:
             raise ValueError(f"attn_implementation must be 'nsa', got {self.config._attn_implementation!r}")
         if isinstance(past_key_values, NSAModelCache):
             options["nsa_cache"], past_key_values = past_key_values.layers[self.layer_idx], None
-        options |= dict(nsa_options=self.nsa(hidden_states), nsa_networks=dict(self.nsa.networks))
+        options |= dict(nsa_options=self.nsa(hidden_states), nsa_networks=dict(self.nsa.networks.items()))
         return super().forward(hidden_states, past_key_values=past_key_values, **options)
 
 
