@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +29,14 @@ from nsa_layer import (
     support,
     unshard_sequence,
 )
+from nsa_layer.call_spec import CallSpec
 from nsa_layer.context_parallel import collectives, heads, overlapped, spec
 from nsa_layer.context_parallel.rows import Rows, of_blocks
+from nsa_layer.context_parallel.spec import chunks_of
+from nsa_layer.context_parallel.stretches import stretches_of
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
+from nsa_layer.cute.branch_options import window_options
+from nsa_layer.cute.packing import Packing
 from nsa_layer.inputs import Arguments
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import LSES, Case, make_inputs, run
@@ -366,6 +371,38 @@ def test_groups_that_do_not_exist_are_refused() -> None:
         ContextParallel(None, mode="ring")
     with pytest.raises(ValueError, match="load_balance must be"):
         ContextParallel(None, load_balance="stripes")
+
+
+@pytest.mark.parametrize("reach", [0, 3, 30])
+@pytest.mark.parametrize("lengths", [None, (40, 0, 3, 53)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_of_a_rank_see_what_those_of_one_see(causal: bool, lengths: tuple[int, ...] | None, reach: int) -> None:
+    """What the kernels are told of the window's own keys: each query's first and last one, as tokens of the whole."""
+    call, T = CallSpec(SMALL.replace(window_size=reach + 1), causal, 1.0, lengths), 96
+    ends = list(accumulate(lengths or (T,)))
+    for (size, load_balance), rank in ((kind, rank) for kind in RANKS for rank in range(kind[0])):
+        chunks = chunks_of(rank, size, load_balance)
+        cp = SimpleNamespace(chunks=chunks, size=size)
+        for stretch, chunk in zip(stretches_of(cp, T // size, lengths, cut=causal), chunks, strict=True):
+            window, here = stretch.window(reach, causal=causal), stretch.spec(call)
+            count, begin = stretch.queries.stop - stretch.queries.start, chunk * T // size // len(chunks)
+            first = stretch.keys.start + window.keys.start
+            assert (first, window.keys.stop - window.keys.start) == (
+                begin - window.before,
+                window.before + count + window.after,
+            )
+            packing, at = Packing.of(here, torch.device("cpu")), stretch.offsets(1, torch.device("cpu"))
+            given = window_options(replace(here, window=window.lengths), packing, at)
+            starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()
+            of_keys = given.get("cu_seqlens_k", torch.tensor([0, window.keys.stop - window.keys.start])).tolist()
+            for s, offset in enumerate(given["q_offset"].tolist()):
+                for i in range(starts[s], starts[s + 1]):
+                    token, at = begin + i, offset + i - starts[s]
+                    end = next(end for end in ends if end > token)
+                    start = max([0, *(each for each in ends if each <= token)])
+                    last = min(of_keys[s + 1] - of_keys[s] - 1, at + given["window_size_right"])
+                    seen = [first + of_keys[s] + x for x in (max(0, at - given["window_size_left"]), last)]
+                    assert seen == [max(start, token - reach), min(end - 1, token if causal else token + reach)]
 
 
 def test_auto_takes_what_was_faster(on_ranks: Ranks) -> None:
