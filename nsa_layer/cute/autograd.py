@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from nsa_layer.gate import equal_gates, gate_kind
 require_patched()
 
 from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
+from nsa_layer.cute.aside import aside  # noqa: E402
 from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Inputs, Pages, SavedForBackward, forward  # noqa: E402
 from nsa_layer.kernels.launch import are_aligned  # noqa: E402
@@ -116,13 +118,13 @@ def forward_groups(
 
 
 def _forward_groups(
-    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, o: Tensor | None = None, pages: Pages | None = None
+    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, o: Tensor | None = None, **more: Any
 ) -> tuple[Tensor, list[SavedForBackward]]:
     (q, k, v), parts = inputs[:3], []
     o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
     for first, end in plan.groups:
         into = _narrow(o, -2, _query_heads(q, k, first, end))
-        parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept, pages=pages))
+        parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept, **more))
     return o, parts
 
 
@@ -134,7 +136,7 @@ def infer(inputs: Inputs, spec: CallSpec, memory: MemoryPolicy, pages: Pages | N
     if pages is not None:
         sizes = replace(sizes, longest=pages.room)
     plan = plan_memory(sizes, memory, inputs.q.device)
-    o, parts = _forward_groups(inputs, spec, plan, pages=pages)
+    o, parts = _forward_groups(inputs, spec, plan, pages=pages, beside=aside(inputs.q))
     return o, Aux(*_joined_aux(parts, inputs.q, unions=support.takes_unions(spec.config, listed=spec.listed)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.compress import project
+from nsa_layer.cute.aside import Aside
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
@@ -94,20 +96,28 @@ class SavedForBackward(NamedTuple):
 
 
 def forward(
-    inputs: Inputs, o: Tensor, *, spec: CallSpec, kept: tuple[bool, bool, bool], pages: Pages | None = None
+    inputs: Inputs,
+    o: Tensor,
+    *,
+    spec: CallSpec,
+    kept: tuple[bool, bool, bool],
+    pages: Pages | None = None,
+    beside: Aside | None = None,
 ) -> SavedForBackward:
     """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
 
     Args:
         kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
+        beside: where the window's attention may go; joined before its output is read.
     """
     q, k, v, block_indices, packing = inputs.q, inputs.k, inputs.v, inputs.block_indices, inputs.packing
     where = dict(spec=spec, packing=packing, q_offset=inputs.q_offset)
     in_window = where if pages is None else where | dict(q_offset=pages.in_window)
     S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
-    with component("swa"):
-        o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(**in_window))
+    into = None if beside is None else new_outputs(q, v)
+    with component("swa"), beside or nullcontext():
+        o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(**in_window), into)
     scored = block_indices is None and not spec.config.by_token
     with component("compress"):
         k_scored, k_cmp, v_cmp, *means = _compressed(inputs, spec, scored=scored)
@@ -129,6 +139,8 @@ def forward(
         sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
     with component("slc"):
         o_slc, lse_slc = attend_selected(q, k, v, spec, sparsity, packing, table)
+    if beside is not None:
+        beside.join()
     with component("gate"):
         gating = dict(gate_weight=inputs.gate_weight, gates=inputs.gates)
         g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]
@@ -168,12 +180,21 @@ def _compressed(
     return k_scored, k_cmp, v_cmp, None if w_k is None else k_mean, None if w_v is None else v_mean
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict) -> tuple[Tensor, Tensor]:
+def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """New tensors like those that `attend` returns."""
+    rows = (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """A branch's attention.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; k and v alike, of tokens or of compressed blocks.
         options: of `_flash_attn_fwd`, see `branch_options`.
+        into: `new_outputs`, which are written where there are keys.
 
     Returns:
         o [B, T, Hq, Dv] and lse, fp32 [B, Hq, T], natural, -inf where a row sees no key; packed [total, Hq, Dv] and
@@ -182,7 +203,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, options: dict) -> tu
     if k.shape[-3] == 0:
         lse = q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse.mT.contiguous()
-    return repeated_calls.attend(q, k, v, softmax_scale=spec.softmax_scale, **options)
+    return repeated_calls.attend(q, k, v, into, softmax_scale=spec.softmax_scale, **options)
 
 
 def attend_selected(

@@ -51,14 +51,14 @@ def launch(name: str, kernel: type, static: tuple[Hashable, ...], *arguments: ob
     compiled = _compiled.get(entry)
     if compiled is None:
         compiled = _compiled[entry] = _load_or_compile(name, entry[2:], lambda: _compile(kernel(*static), arguments))
-    if not _is_fake(first):
+    if not is_fake(first):
         compiled(*arguments)
 
 
 def are_aligned(x: torch.Tensor) -> bool:
     """True if rows of a tensor start at multiples of 16 bytes, its heads and tokens having any strides."""
     step = 16 // x.element_size()
-    return not any(stride % step for stride in x.stride()[:-1]) and (_is_fake(x) or not x.data_ptr() % 16)
+    return not any(stride % step for stride in x.stride()[:-1]) and (is_fake(x) or not x.data_ptr() % 16)
 
 
 def forget() -> None:
@@ -66,7 +66,8 @@ def forget() -> None:
     _compiled.clear()
 
 
-def _is_fake(tensor: torch.Tensor) -> bool:
+def is_fake(tensor: torch.Tensor) -> bool:
+    """True for a tensor without memory, with which kernels are compiled and not launched."""
     return type(tensor) is not torch.Tensor and detect_fake_mode([tensor]) is not None
 
 

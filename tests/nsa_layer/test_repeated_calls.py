@@ -94,3 +94,14 @@ def test_gradients_are_left_out(interface: list) -> None:
     with torch.no_grad():
         told(((q.requires_grad_(), k, v), options))
     assert len(interface) == 1
+
+
+def test_outputs_that_are_given_are_written(interface: list) -> None:
+    """By the first call and by those after."""
+    (q, k, v), options = CALLS["causal"]()
+    o, lse = torch.zeros_like(q), torch.zeros(1, 4, 256)
+    for _ in range(2):
+        noted, _ = launches(lambda: repeated_calls.attend(q, k, v, (o, lse), **options), [q, k, v, o, lse])
+        places = [arg[0] for _, args in noted for arg in args if isinstance(arg[0], tuple)]
+        assert places == [("input", i) for i in range(5)]
+    assert len(interface) == 1

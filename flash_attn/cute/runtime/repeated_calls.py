@@ -33,13 +33,14 @@ class _Call(NamedTuple):
     lse: torch.Size
     cache: object
 
-    def launch(self, tensors: list[Tensor]) -> Tuple[Tensor, Tensor]:
-        q = tensors[0]
-        o = torch.empty(self.o, dtype=q.dtype, device=q.device)
-        lse = torch.empty(self.lse, dtype=torch.float32, device=q.device)
-        given = [*(x.detach() if x.requires_grad else x for x in tensors), o, lse]
+    def launch(self, tensors: list[Tensor], into: Optional[Tuple[Tensor, Tensor]]) -> Tuple[Tensor, Tensor]:
+        if into is None:
+            q = tensors[0]
+            o = torch.empty(self.o, dtype=q.dtype, device=q.device)
+            into = o, torch.empty(self.lse, dtype=torch.float32, device=q.device)
+        given = [*(x.detach() if x.requires_grad else x for x in tensors), *into]
         self.compiled(*(_filled(x, given) for x in self.arguments))
-        return o, lse
+        return into
 
 
 def note(compiled: Callable[..., None], arguments: list) -> None:
@@ -49,8 +50,10 @@ def note(compiled: Callable[..., None], arguments: list) -> None:
 
 
 @on_own_device
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tuple[Tensor, Tensor]:
-    """o and lse of `_flash_attn_fwd`, of which these are q, k, v and options."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, into: Optional[Tuple[Tensor, Tensor]] = None, **options: Any
+) -> Tuple[Tensor, Tensor]:
+    """o and lse of `_flash_attn_fwd`, of which these are q, k, v and options; written to ``into``, contiguous ones."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     tensors, static, cache = [q, k, v], [], _flash_attn_fwd.compile_cache
@@ -61,16 +64,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tuple[Tensor, Ten
                 static.append(name)
             else:
                 static.append(x if x is not value else (name, x))
+    outputs = {} if into is None else dict(out=into[0], lse=into[1])
     if any(type(x) is not Tensor for x in tensors) or any(isinstance(x, list) for x in options.values()):
-        return _flash_attn_fwd(q, k, v, return_lse=True, **options)[:2]
+        return _flash_attn_fwd(q, k, v, return_lse=True, **outputs, **options)[:2]
     sizes = [(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors]
     key = (id(cache), q.device, *static, *sizes)
     call = _calls.get(key)
     if call is not None:
-        return call.launch(tensors)
+        return call.launch(tensors, into)
     _noted.launches = launches = []
     try:
-        o, lse = _flash_attn_fwd(q, k, v, return_lse=True, **options)[:2]
+        o, lse = _flash_attn_fwd(q, k, v, return_lse=True, **outputs, **options)[:2]
     finally:
         _noted.launches = None
     if len(launches) == 1:

@@ -1,0 +1,74 @@
+"""A chunk's window on a second stream: after what came before, and before what reads it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stub_kernels import LAUNCHED, stubbed_layer
+
+from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
+from nsa_layer.cute import aside, autograd
+
+CONFIG = NSAConfig(block_counts=4)
+
+
+class Stream:
+    """Notes what waits for what, and how many kernels were launched before."""
+
+    def __init__(self, name: str, noted: list) -> None:
+        self.name, self.noted = name, noted
+
+    def wait_stream(self, other: Stream) -> None:
+        self.noted.append((f"{self.name} waits for {other.name}", len(LAUNCHED)))
+
+    def __enter__(self) -> None:
+        self.noted.append((f"to {self.name}", len(LAUNCHED)))
+
+    def __exit__(self, *error: object) -> None:
+        self.noted.append((f"from {self.name}", len(LAUNCHED)))
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list:
+    found: list = []
+    current, side = Stream("current", found), Stream("side", found)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(aside, "_second", lambda device: side)
+    monkeypatch.setattr(autograd, "aside", lambda q: aside.Aside(q.device))
+    return found
+
+
+def test_the_window_is_joined_before_the_gate(noted: list) -> None:
+    def make(*shape: int) -> torch.Tensor:
+        return torch.zeros(1, *shape, 128, dtype=torch.bfloat16)
+
+    caches = dict(k_cache=make(512, 2), v_cache=make(512, 2), k_cmp_cache=make(8, 2), v_cmp_cache=make(8, 2))
+    new = dict(q=make(64, 4), k=make(64, 2), v=make(64, 2), cache_seqlens=torch.zeros(1).int())
+    with stubbed_layer():
+        LAUNCHED.clear()
+        nsa_with_kvcache(**new, **caches, config=CONFIG, backend="cute")
+        names = [at[0] for at, _ in LAUNCHED]
+        gate, window = names.index("gated_sum"), names.index("_flash_attn_fwd")
+        assert noted == [
+            ("side waits for current", window),
+            ("to side", window),
+            ("from side", window + 1),
+            ("current waits for side", gate),
+        ]
+        noted.clear()
+        nsa(new["q"], new["k"], new["v"], config=CONFIG, backend="cute")
+        assert not noted
+
+
+@pytest.mark.parametrize(
+    "device, shape, taken",
+    [("cuda", (1, 4096, 32, 1), True), ("cuda", (1, 65536, 32, 1), False), ("cpu", (1,) * 4, False)],
+)
+def test_calls_with_few_tiles_on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str, shape: tuple, taken: bool) -> None:
+    monkeypatch.setattr(aside, "Aside", lambda device: device)
+    monkeypatch.setattr(aside, "is_fake", lambda q: False)
+    q = SimpleNamespace(shape=torch.Size(shape), device=torch.device(device))
+    assert (aside.aside(q) is not None) == taken
