@@ -79,6 +79,7 @@ def test_the_exported_patches_make_the_package(exported):
     assert subjects.splitlines() == ["Upstream", *patches, "Add the modules that callers import"]
 
 
+@pytest.mark.sweep  # the test before shows that the files are those that all other tests compile
 def test_kernels_compile_from_the_exported_files(exported, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(exported))
     ours = overlay_files(ROOT)
