@@ -13,8 +13,14 @@ def dtype_in_force(device: torch.device) -> torch.dtype | None:
     if not torch._C._is_any_autocast_enabled():
         return None
     kind = device.type
-    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if enabled else None
+    return torch.get_autocast_dtype(kind) if _is_known(kind) and torch.is_autocast_enabled(kind) else None
+
+
+def _is_known(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+_is_known._dynamo_marked_constant = True  # PyTorch 2.11 cannot trace the question
 
 
 def cast(q: Any, *others: Any) -> tuple[Any, ...]:

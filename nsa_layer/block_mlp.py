@@ -47,10 +47,12 @@ class BlockMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, Hkv, D] -> [B, Tc, Hkv, D], one for each complete block."""
-        if self.config.compressed_length(x.shape[1]) == 0:
-            return x[:, :0]
-        blocks = x.unfold(1, self.config.span, self.config.stride).transpose(-1, -2)  # [B, Tc, Hkv, l, D]
-        rows = (blocks + self.position).flatten(-2).flatten(0, 1).transpose(0, 1)  # [Hkv, B * Tc, l * D]
+        if self.config.compressed_length(x.shape[1]) > 0:
+            blocks = x.unfold(1, self.config.span, self.config.stride).transpose(-1, -2)  # [B, Tc, Hkv, l, D]
+        else:  # none, through the layers all the same: their gradients are zero, not missing
+            blocks = x[:, :0, :, None].expand(-1, -1, -1, self.config.span, -1)
+        tokens = blocks.flatten(-2) + self.position.flatten(-2)  # copied first: no export could prove its strides
+        rows = tokens.flatten(0, 1).transpose(0, 1)  # [Hkv, B * Tc, l * D]
         made = torch.bmm(F.gelu(torch.bmm(rows, self.up)), self.down)
         return made.transpose(0, 1).unflatten(0, blocks.shape[:2])
 
