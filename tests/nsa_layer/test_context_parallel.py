@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 from nsa_layer import (
     ContextParallel,
@@ -371,6 +372,24 @@ def test_groups_that_do_not_exist_are_refused() -> None:
         ContextParallel(None, mode="ring")
     with pytest.raises(ValueError, match="load_balance must be"):
         ContextParallel(None, load_balance="stripes")
+
+
+def refuse_groups(group: Any) -> None:
+    """Rank 0 alone in a group, a mesh of two dimensions and one of its own, and what is no group."""
+    alone, mesh = dist.new_group([0]), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    for wrong, error, match in (
+        (mesh, ValueError, "a DeviceMesh of one dimension, got 2"),
+        ("ranks", TypeError, "a ProcessGroup or a DeviceMesh, got str"),
+        *([(alone, ValueError, "this rank as a member")] if group.rank() else []),
+    ):
+        with pytest.raises(error, match=match):
+            ContextParallel(wrong)
+    cp = ContextParallel(mesh["cp"])
+    assert (cp.size, cp.rank) == (2, group.rank() % 2)
+
+
+def test_groups_that_do_not_fit_are_refused(on_ranks: Ranks) -> None:
+    on_ranks(4, refuse_groups)
 
 
 @pytest.mark.parametrize("reach", [0, 3, 30])
