@@ -100,7 +100,7 @@ def test_hidden_keys_do_not_count(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("config", [SMALL, OVERLAP, LONG], ids=str)
 def test_later_tokens_have_no_say(backend: str, config: NSAConfig) -> None:
-    for t in (0, 6, 7, 8, 40, 63, 64, 98):
+    for t in (0, 6, 7, 8, 40, 63, 64, 98) if backend == "eager" else (7, 64):
         case = Case(B=2, T=100, Hq=6, Hkv=2, D=8, config=config, compress_weights=True)
         assert_forward_causal(case, backend, t)
         assert_backward_causal(case, backend, t)
