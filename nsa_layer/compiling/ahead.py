@@ -221,16 +221,16 @@ def _make_layer(call: CallShape) -> None:
 
 
 def _make_listed(call: ListsShape) -> None:
-    from nsa_layer.cute.selected_alone import Places, backward, forward
+    from nsa_layer.cute.selected_alone import Extents, backward, forward
 
     q, k = (_fake(*shape, dtype=call.dtype) for shape in (call.q, call.k))
     lists = _fake(*call.lists, dtype=torch.int32)
     sequences = len(call.spec.lengths) if call.spec.lengths else len(q)
     offset = _fake(sequences, dtype=torch.int32) if call.offset else None
-    places = Places.of_lists(q, k, q.shape[-2] // lists.shape[-2], offset, call.spec)
-    o, lse = forward(q, k, k, lists, places, call.spec)
+    extents = Extents.of_lists(q, k, q.shape[-2] // lists.shape[-2], offset, call.spec)
+    o, lse = forward(q, k, k, lists, extents, call.spec)
     if call.backward:
-        backward(places, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, places.q_offset)
+        backward(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, extents.q_offset)
 
 
 def _make_cached(call: CachedShape) -> None:

@@ -24,7 +24,7 @@ from flash_attn.cute.fwd_unions.interface import forward_unions  # noqa: E402
 from flash_attn.cute.interface import _flash_attn_fwd  # noqa: E402
 from flash_attn.cute.multiply.form import by_warp  # noqa: E402
 from nsa_layer.cute.autograd import readable  # noqa: E402
-from nsa_layer.cute.token_unions import Places, key_pairs, query_lists  # noqa: E402
+from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists  # noqa: E402
 from nsa_layer.profiler_ranges import component  # noqa: E402
 from nsa_layer.support import device_arch  # noqa: E402
 
@@ -40,63 +40,63 @@ def placed(
     q_offset: Tensor | int | None,
     *starts: Tensor | None,
     spec: ListSpec,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Places]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Extents]:
     """A call's tensors as kernels read them."""
     q, k, v = map(readable, (q, k, v))
     rows = q.shape[-2] // block_indices.shape[-2]
-    return q, k, v, block_indices, Places.of_lists(q, k, rows, q_offset, spec, *starts)
+    return q, k, v, block_indices, Extents.of_lists(q, k, rows, q_offset, spec, *starts)
 
 
 def compiled_together(
-    q: Tensor, k: Tensor, block_indices: Tensor, places: Places, spec: ListSpec, *, backward: bool
+    q: Tensor, k: Tensor, block_indices: Tensor, extents: Extents, spec: ListSpec, *, backward: bool
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled together."""
     shapes = (tuple(x.shape) for x in (q, k, block_indices))
     if spec.bound is not None:  # kernels for others of these bounds are the same
         spec = replace(spec, lengths=(spec.bound, (len(q) - spec.bound[0], len(k) - spec.bound[1])), bound=None)
-    return side_by_side.of_call(lambda: ListsShape(*shapes, q.dtype, spec, places.q_offset is not None, backward))
+    return side_by_side.of_call(lambda: ListsShape(*shapes, q.dtype, spec, extents.q_offset is not None, backward))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, places: Places, spec: ListSpec
+    q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, extents: Extents, spec: ListSpec
 ) -> tuple[Tensor, Tensor]:
     """o and the LSE."""
     with component("lists"):
-        lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], places)
-    options = dict(softmax_scale=spec.softmax_scale, causal=spec.causal) | _options(places)
-    packed = places.cu_seqlens is not None
+        lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], extents)
+    options = dict(softmax_scale=spec.softmax_scale, causal=spec.causal) | _options(extents)
+    packed = extents.cu_seqlens is not None
     if packed:
-        options |= dict(max_seqlen_q=places.queries)
+        options |= dict(max_seqlen_q=extents.queries)
     with component("slc"):
         if by_warp(device_arch(q.device.index)):
             return forward_unions(q, k, v, lists, **options)
         if packed:
-            options |= dict(max_seqlen_k=places.keys)
+            options |= dict(max_seqlen_k=extents.keys)
         options |= dict(pack_gqa=block_indices.shape[-2] == k.shape[-2], return_lse=True)
         return _flash_attn_fwd(q, k, v, block_sparse_tensors=lists, **options)[:2]
 
 
-def backward(places: Places, spec: ListSpec, do: Tensor, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(extents: Extents, spec: ListSpec, do: Tensor, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
     q, k, v, block_indices, o, lse, q_offset = saved
-    places, do = places._replace(q_offset=q_offset), readable(do)
+    extents, do = extents._replace(q_offset=q_offset), readable(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    count = places.tokens if places.cu_seqlens is None else places.tokens + START * (len(places.cu_seqlens) - 1)
+    count = extents.tokens if extents.cu_seqlens is None else extents.tokens + START * (len(extents.cu_seqlens) - 1)
     shape = (*q.shape[:-3], q.shape[-2], -(-count // START) * START)
     dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
-    fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START) | _options(places)
+    fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START) | _options(extents)
     with component("lists"):
-        lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], places)
+        lists = query_lists(block_indices, q.shape[-2] // block_indices.shape[-2], extents)
     with component("slc_dq"):
         backward_dq(q, k, v, do, dpsum, lse_log2, lists, dq=dq, out=o, lse=lse, **fixed)
     del lists
     with component("pairs"):
-        pairs = key_pairs(block_indices, (q.shape[-2], k.shape[-2]), places)
+        pairs = key_pairs(block_indices, (q.shape[-2], k.shape[-2]), extents)
     with component("slc_dkdv"):
         backward_dkdv(q, k, v, do, dpsum, lse_log2, pairs, dk=dk, dv=dv, **fixed)
     return dq, dk, dv
 
 
-def _options(places: Places) -> dict[str, Tensor | None]:
+def _options(extents: Extents) -> dict[str, Tensor | None]:
     """Options of calls of attention's kernels."""
-    return dict(cu_seqlens_q=places.cu_seqlens, cu_seqlens_k=places.cu_seqlens_k, q_offset=places.q_offset)
+    return dict(cu_seqlens_q=extents.cu_seqlens, cu_seqlens_k=extents.cu_seqlens_k, q_offset=extents.q_offset)

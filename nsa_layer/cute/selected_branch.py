@@ -18,7 +18,7 @@ from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.token_unions import Places, key_pairs, query_lists
+from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists
 from nsa_layer.cute.torch_block_lists import (
     KV_TILE,
     block_bitmap,
@@ -131,9 +131,9 @@ def selected_sparsity(
     """
     config, causal, device = spec.config, spec.causal, block_indices.device
     if takes_unions(config, listed=spec.listed):
-        Hs, places = block_indices.shape[-2], Places.of_layer(T, T if S is None else S, spec, packing, q_offset)
-        lists = query_lists(block_indices, heads[0] // Hs, places)
-        return Sparsity(lists, causal, pack_gqa=Hs == heads[1], q_offset=places.q_offset)
+        Hs, extents = block_indices.shape[-2], Extents.of_layer(T, T if S is None else S, spec, packing, q_offset)
+        lists = query_lists(block_indices, heads[0] // Hs, extents)
+        return Sparsity(lists, causal, pack_gqa=Hs == heads[1], q_offset=extents.q_offset)
     if q_offset is not None:
         raise NotImplementedError(f"q_offset with q_tile={config.q_tile} on the kernels: tiles below 128 queries alone")
     tile = (backward_tile if backward else forward_tile)(device, config.block_size)
@@ -185,7 +185,7 @@ def token_pairs(
     q_offset: torch.Tensor | None,
 ) -> KeyPairs:
     """The tokens that list each block, for the kernel of dk and dv; arguments as for `selected_sparsity`."""
-    return key_pairs(block_indices, heads, Places.of_layer(T, S, spec, packing, q_offset))
+    return key_pairs(block_indices, heads, Extents.of_layer(T, S, spec, packing, q_offset))
 
 
 def _backward_tensors(

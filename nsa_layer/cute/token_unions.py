@@ -19,8 +19,8 @@ from nsa_layer.kernels.token_lists.union_lists import union_lists
 Tensor = torch.Tensor
 
 
-class Places(NamedTuple):
-    """Queries, keys and lists of a call's sequences. Tensors are int32 on the GPU.
+class Extents(NamedTuple):
+    """Queries, keys and lists of a call's sequences: how many, and where they begin. Tensors are int32 on the GPU.
 
     Attributes:
         block_size: keys of a block.
@@ -49,7 +49,7 @@ class Places(NamedTuple):
     blocks: int = 0
 
     @classmethod
-    def of_layer(cls, T: int, S: int, spec: CallSpec, packing: Packing | None, q_offset: Tensor | None) -> Places:
+    def of_layer(cls, T: int, S: int, spec: CallSpec, packing: Packing | None, q_offset: Tensor | None) -> Extents:
         """Those of a call of `nsa`. T, S: queries and keys of a sequence, packed of all."""
         static = (spec.config.block_size, spec.config.q_tile, spec.causal)
         q_offset = q_offset if spec.causal else None
@@ -70,7 +70,7 @@ class Places(NamedTuple):
         spec: ListSpec,
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
-    ) -> Places:
+    ) -> Extents:
         """Those of a call of `selected_attention`.
 
         Args:
@@ -112,7 +112,7 @@ class Places(NamedTuple):
         spec: ListSpec,
         cu_seqlens: Tensor,
         cu_seqlens_k: Tensor | None,
-    ) -> Places:
+    ) -> Extents:
         sequences, block_size, q_tile = len(cu_seqlens) - 1, spec.block_size, spec.q_tile
         of_keys = (1, 0, 1), (1, block_size - 1, block_size)
         tokens, lists, tiles, keys, blocks = starts_of(
@@ -137,22 +137,22 @@ class Places(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
 
-def query_lists(block_indices: Tensor, rows: int, places: Places) -> BlockSparseTensorsTorch:
+def query_lists(block_indices: Tensor, rows: int, extents: Extents) -> BlockSparseTensorsTorch:
     """Forward lists of tiles of 128 rows, with bits for each token.
 
     Args:
         block_indices: int32 [B, M, Hs, n], packed [lists of all sequences, Hs, n].
         rows: of a token, one for each of the heads that share a list.
     """
-    where = places.named("block_size", "q_tile", "causal", "queries", "keys", "q_offset")
-    where |= places.named("cu_seqlens", "cu_seqlens_k", "cu_lists", "cu_tiles", "tiles")
+    where = extents.named("block_size", "q_tile", "causal", "queries", "keys", "q_offset")
+    where |= extents.named("cu_seqlens", "cu_seqlens_k", "cu_lists", "cu_tiles", "tiles")
     counts, blocks, bits = union_lists(block_indices, G=rows, **where)
     return BlockSparseTensorsTorch(
-        counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=places.cu_tiles, mask_block_bits=bits
+        counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=extents.cu_tiles, mask_block_bits=bits
     )
 
 
-def key_pairs(block_indices: Tensor, heads: tuple[int, int], places: Places) -> KeyPairs:
+def key_pairs(block_indices: Tensor, heads: tuple[int, int], extents: Extents) -> KeyPairs:
     """The tokens that list each block, for the kernel of dk and dv; or with Hs = Hq the heads of tokens that do.
 
     Args:
@@ -160,11 +160,11 @@ def key_pairs(block_indices: Tensor, heads: tuple[int, int], places: Places) -> 
         heads: (Hq, Hkv).
     """
     (Hq, Hkv), (Hs, n) = heads, block_indices.shape[-2:]
-    batch, rows = 1 if places.cu_seqlens is not None else block_indices.shape[0], Hq // Hs
-    count = batch * places.tokens * Hs * n
+    batch, rows = 1 if extents.cu_seqlens is not None else block_indices.shape[0], Hq // Hs
+    count = batch * extents.tokens * Hs * n
     cap = max(1, rows_of_item(count * rows) // rows)
-    where = places.named("block_size", "q_tile", "causal", "keys", "q_offset")
-    where |= places.named("cu_seqlens", "cu_lists", "cu_blocks", "blocks")
-    pairs = pairs_by_block(block_indices, heads=Hkv, queries=places.tokens, cap=cap, **where)
-    numbers = (most_partials(count, cap), places.block_size, places.cu_blocks, Hs > Hkv)
+    where = extents.named("block_size", "q_tile", "causal", "keys", "q_offset")
+    where |= extents.named("cu_seqlens", "cu_lists", "cu_blocks", "blocks")
+    pairs = pairs_by_block(block_indices, heads=Hkv, queries=extents.tokens, cap=cap, **where)
+    numbers = (most_partials(count, cap), extents.block_size, extents.cu_blocks, Hs > Hkv)
     return KeyPairs(pairs.tokens, pairs.items, pairs.row_items, *numbers)

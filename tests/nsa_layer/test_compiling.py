@@ -71,11 +71,11 @@ def own_call(call, bounded=False):
 def own_lists(call):
     q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))
     lists = torch.empty(call.lists, dtype=torch.int32, device="cuda")
-    places = selected_alone.Places.of_lists(q, k, q.shape[-2] // lists.shape[-2], None, call.spec)
-    assert call.offset == (places.q_offset is not None)
-    o, lse = selected_alone.forward(q, k, k, lists, places, call.spec)
+    extents = selected_alone.Extents.of_lists(q, k, q.shape[-2] // lists.shape[-2], None, call.spec)
+    assert call.offset == (extents.q_offset is not None)
+    o, lse = selected_alone.forward(q, k, k, lists, extents, call.spec)
     if call.backward:
-        selected_alone.backward(places, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, places.q_offset)
+        selected_alone.backward(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse, extents.q_offset)
 
 def own_cached(call):
     given = {name: torch.empty(of, dtype=dtype, device="cuda") for name, of, dtype in call.tensors}
