@@ -156,6 +156,9 @@ def device_arch(index: int | None = None) -> int:
     return _device_arch(os.environ.get("FLASH_ATTENTION_ARCH"), index)
 
 
+device_arch._dynamo_marked_constant = True  # PyTorch 2.11 cannot trace a pattern that was never compiled
+
+
 @lru_cache(maxsize=None)
 def _device_arch(forced: str | None, index: int | None) -> int:
     if forced:
