@@ -234,7 +234,11 @@ class NSACache:
             if compress is not None:
                 self._complete(compress, counts, (k, v) if sources is None else sources, made)
 
-        o, lses = checked_step(call, backend=backend, return_lse=return_lse, reserve=reserve)
+        try:
+            o, lses = checked_step(call, backend=backend, return_lse=return_lse, reserve=reserve)
+        except BaseException:
+            self._give_back(self._lengths)
+            raise
         self._set(ends)
         return (o, lses) if return_lse else o
 
@@ -299,6 +303,10 @@ class NSACache:
         if len(lengths) != len(self._lengths) or not all(fit):
             raise ValueError(f"lengths must be at most {self.lengths}, and at least 0, got {lengths}")
         self._set(lengths)
+        self._give_back(lengths)
+
+    def _give_back(self, lengths: Sequence[int]) -> None:
+        """Give back the pages behind each sequence's first tokens, and their compressed keys."""
         for pages, ends in zip(self._pages.values(), (lengths, self._compressed(lengths))):
             pages.crop(ends)
 

@@ -212,14 +212,17 @@ def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulated: None) ->
 @pytest.mark.parametrize("packed, indexed", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("config", [SMALL, OVERLAPPING], ids=["blocks", "overlapping"])
 def test_a_batch_is_read_in_place(emulated: None, config: NSAConfig, packed: bool, indexed: bool) -> None:
-    """A batch of one length; a pack of one sequence is one too. A row by index is a page."""
+    """A batch of one length; a pack of one sequence is one too. A row by index is a page, here with a window's own."""
     given = contiguous(Case(B=1 if packed else 2, T=20, D=8, dtype=torch.float64, config=config), S=24)
     for name in ("k_cmp_cache", "v_cmp_cache"):
         given[name] = given[name].new_full((len(given["q"]), 5, *given[name].shape[2:]), torch.nan)
-    want, aux = nsa(*(given[name] for name in "qkv"), config=config, return_aux=True)
+    names = ("q", "k", "v", *("k_win", "v_win")[: 2 * indexed])
+    for name in names[3:]:
+        given |= {name: torch.randn_like(given[name[0]]), f"{name}_cache": given[f"{name[0]}_cache"].clone()}
+    want, aux = nsa(**{name: given[name] for name in names}, config=config, return_aux=True)
     found = []
     for begin, end in ((0, 9), (9, 10), (10, 20)):
-        new = {name: given[name][:, begin:end] for name in "qkv"}
+        new = {name: given[name][:, begin:end] for name in names}
         starts = torch.tensor([0, end - begin]).int() if packed else None
         new = {name: x[0] for name, x in new.items()} if packed else new
         more = dict(cache_seqlens=torch.full((len(given["q"]),), begin).int(), cu_seqlens_q=starts)

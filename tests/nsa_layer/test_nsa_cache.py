@@ -126,6 +126,11 @@ def test_no_room_writes_nothing() -> None:
         checked.check()
     with pytest.raises(ValueError, match="k must have shape"):
         checked.cache.attend(Q[None, :3].expand(3, -1, -1, -1), K[None, :2], V[None, :2])
+    free = [list(pages.free) for pages in checked.cache._pages.values()]
+    with pytest.raises(ZeroDivisionError):
+        starts = torch.tensor([0, 0, 0, 9]).int()
+        checked.cache.attend(Q[:9], K[:9], V[:9], cu_seqlens_q=starts, compress=lambda *_: 1 / 0)
+    assert free == [pages.free for pages in checked.cache._pages.values()]
     for name, x in before.items():
         assert torch.equal(checked.cache.caches[name].nan_to_num(), x.nan_to_num())
     checked.append([12, 1, 0])
