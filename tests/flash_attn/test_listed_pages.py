@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from fa_bits import TokenCase, listed_blocks, union_lists
-from fa_compile import Worker, WorkerError
+from fa_compile import Worker, WorkerError, built_kernels
 from fa_cubin import cubins, frames
 from test_query_bits import attend, lists_of_fakes, tensors
 
@@ -34,6 +34,17 @@ def frames_of(page: int) -> list[list[int]]:
     return [frames(cubin) for cubin in cubins(partial(compiled, page), interface._flash_attn_fwd)]
 
 
+def kernels_of(page: int) -> list[tuple[int, int, bool, bool]]:
+    with built_kernels("FlashAttentionForwardSm90", traced=True) as kernels:
+        compiled(page)
+    return [(kernel.list_parts, kernel.list_words, kernel.use_tma_KV, kernel.overlap_tiles) for kernel in kernels]
+
+
+def test_the_kernel_is_that_of_keys_that_lie_together(compiler_sm90: Worker) -> None:
+    assert compiler_sm90.trace(kernels_of, 192) == [(1, 1, True, True)]
+
+
+@pytest.mark.sweep
 def test_registers_suffice(compiler_sm90: Worker) -> None:
     assert compiler_sm90.run(frames_of, 64) == [[0]]
 
