@@ -66,7 +66,7 @@ class ChoiceDecode:
         stream,
     ):
         spec = self.spec
-        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room)
+        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
         window = Stored((mK_cache, mV_cache), (None, None), mPages)
         pieces = Pieces(cmp, slc, swa, parts)
         B, Hkv, _, _ = mScores.shape

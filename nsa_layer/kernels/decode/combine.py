@@ -51,7 +51,7 @@ class CombineDecode:
         swa: Int32,
         stream,
     ):
-        lengths = Lengths(self.spec, mLengths, mCu, None, room, compressed_room)
+        lengths = Lengths(self.spec, mLengths, mCu, None, room, compressed_room, Int32(mO.shape[1]))
         B, Hkv, R, _, _ = mStats.shape
         pieces, lses = Pieces(cmp, slc, swa, Int32(0)), (mLSE_cmp, mLSE_slc, mLSE_swa)
         self.kernel(lengths, pieces, mQ, mW, mGates, mStats, mAcc, mValid, mO, lses).launch(
@@ -84,11 +84,11 @@ class CombineDecode:
         cute.arch.griddepcontrol_launch_dependents()
         token, h = row // spec.G, head * spec.G + row % spec.G
         warp = cute.arch.make_warp_uniform(tidx // WARP)
-        T, batch, at = Int32(spec.T), b, token
+        first_row, T = lengths.queries(b)
+        at, batch, there = first_row + token, b, token < T
         if const_expr(lengths.cu_seqlens_q is not None):
-            T = lengths.cu_seqlens_q[b + 1] - lengths.cu_seqlens_q[b]
-            batch, at = Int32(0), lengths.cu_seqlens_q[b] + token
-        if token < T:
+            batch, there = Int32(0), there & (at >= 0) & (at < lengths.total)
+        if there:
             splits = pieces.cmp, pieces.slc, pieces.swa
             first = Int32(0), pieces.cmp, pieces.cmp + pieces.slc
             stats, acc = mStats[b, head, row, None, None], mAcc[b, head, row, None, None]

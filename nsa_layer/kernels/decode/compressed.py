@@ -94,7 +94,7 @@ class CompressedDecode:
         stream,
     ):
         spec = self.spec
-        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room)
+        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
         tokens = Stored((mK_cache, mV_cache), (mK, mV), mPages)
         keys = Stored((mK_cmp_cache, mV_cmp_cache), (mK_cmp, mV_cmp), mCmp_pages)
         window = (

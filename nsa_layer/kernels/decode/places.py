@@ -38,6 +38,7 @@ class Lengths:
         cache_batch_idx: int32 [B], or None.
         room: tokens that a sequence may have.
         compressed_room: compressed keys.
+        total: rows of packed queries.
     """
 
     spec: cutlass.Constexpr[DecodeSpec]
@@ -46,13 +47,11 @@ class Lengths:
     cache_batch_idx: cute.Tensor | None
     room: Int32
     compressed_room: Int32
+    total: Int32
 
     def of(self, b: Int32, rows: Int32 | int = LARGEST) -> Sequence:
         """rows: of contiguous caches."""
-        spec, first_row, T = self.spec, Int32(0), Int32(self.spec.T)
-        if const_expr(self.cu_seqlens_q is not None):
-            first_row = self.cu_seqlens_q[b]
-            T = self.cu_seqlens_q[b + 1] - first_row
+        spec, (first_row, T) = self.spec, self.queries(b)
         length = self.cache_seqlens[b]
         row = b if const_expr(self.cache_batch_idx is None) else self.cache_batch_idx[b]
         if const_expr(spec.appends):
@@ -61,10 +60,20 @@ class Lengths:
         else:
             inside = (length >= T) & (length <= self.room)
             S = length
-        inside = inside & (row >= 0) & (row < rows) & (T > 0)
-        S = cutlass.select_(inside, S, T)
+        inside = inside & (row >= 0) & (row < rows) & (T > 0) & (T <= spec.T)
+        if const_expr(self.cu_seqlens_q is not None):
+            inside = inside & (first_row >= 0) & (first_row + T <= self.total)
+        T = cutlass.select_(inside, T, Int32(0))
+        S = cutlass.select_(inside, S, Int32(0))
         inside = inside & (compressed_length(spec, S) <= self.compressed_room)
         return Sequence(spec, b, cutlass.select_(inside, row, Int32(0)), first_row, T, S, inside)
+
+    def queries(self, b: Int32) -> tuple[Int32, Int32]:
+        """The first row of a sequence's packed queries, and how many they are."""
+        if const_expr(self.cu_seqlens_q is None):
+            return Int32(0), Int32(self.spec.T)
+        first = self.cu_seqlens_q[b]
+        return first, self.cu_seqlens_q[b + 1] - first
 
 
 @dataclass(frozen=True)

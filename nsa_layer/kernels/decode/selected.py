@@ -55,7 +55,7 @@ class SelectedDecode:
         stream,
     ):
         spec = self.spec
-        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room)
+        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
         tokens = Stored((mK_cache, mV_cache), (None, None), mPages)
         B, Hkv, _, _, _ = mStats.shape
         pieces = Pieces(cmp, slc, Int32(0), parts)

@@ -31,7 +31,7 @@ def takes(call: CachedCall, lengths: tuple[int, ...] | None) -> bool:
     """True if `decode_step` takes a call, whose sequences have these numbers of queries; None: the GPU knows them."""
     config, new = call.config, [x for x in (call.q, call.k, call.v, call.k_win, call.v_win) if x is not None]
     caches = [*call.caches(TOKEN_CACHES).values(), *call.caches(COMPRESSED_CACHES).values()]
-    if lengths is None or not 0 < _most(call, lengths) <= MOST_QUERIES or call.block_indices is not None:
+    if not 0 < _most(call, lengths) <= MOST_QUERIES or call.block_indices is not None:
         return False
     if not config.by_token or config.block_size % KEYS or config.block_counts > MOST_BLOCKS:
         return False

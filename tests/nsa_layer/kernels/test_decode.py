@@ -270,6 +270,28 @@ def test_token_by_token_in_a_graph() -> None:
 
 
 @pytest.mark.gpu
+def test_numbers_of_queries_may_be_known_on_the_gpu_alone() -> None:
+    """Starts that are none make rows of NaN, and write nowhere else."""
+    from nsa_layer.kernels.decode.step import decode_step, takes
+
+    case = CASES["packed"]
+    call = replace(case.call(), max_seqlen_q=8)
+    ours, theirs = copied(call), copied(call)
+    assert takes(ours, None)
+    o, lses = decode_step(ours, None, case.D**-0.5)
+    want, want_lses, _ = decode(theirs, case)
+    for got, expected in zip((o, *lses, ours.k_cache), (want, *want_lses, theirs.k_cache)):
+        assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    bad = copied(call)
+    bad.cu_seqlens_q.copy_(torch.tensor([0, 3, 3, 4, 1 << 30]))
+    before = bad.k_cache.clone()
+    o, _ = decode_step(bad, None, case.D**-0.5)
+    assert torch.equal(o[:4], want[:4])
+    last = bad.page_table[3].long()
+    assert torch.equal(bad.k_cache[last].view(torch.int16), before[last].view(torch.int16))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("page", [0, 64])
 def test_rows_out_of_the_caches(page: int) -> None:
     """A sequence that its numbers lead out of the caches writes nothing and is NaN; the others are as if alone."""
