@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.library import opcheck
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_layer import NSAConfig, NSAttention, nsa, selected_attention
+from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
 from nsa_layer.operators import OPS, static_arguments
@@ -271,6 +271,41 @@ def test_reduce_overhead_runs_lists_in_cuda_graphs(replays: list[object]) -> Non
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_step_decodes(mode: str, replays: list[object]) -> None:
+    """One graph for all lengths, past the end of a block; its caches are changed in place, and none is copied."""
+    config, T, first, room = NSAConfig(block_counts=5, window_size=100), 330, 310, 1 << 16
+    q, k, v = (drawn(2, T, h, 64, seed=i) for i, h in enumerate((8, 2, 2)))
+    names = "k_cache", "v_cache", "k_cmp_cache", "v_cmp_cache"
+    caches = {name: drawn(2, room // (64 if "cmp" in name else 1), 2, 64) for name in names}
+    seqlens = torch.zeros(2, dtype=torch.int32, device="cuda")
+    want = nsa(q, k, v, config=config, backend="eager")
+    decode, tokens = partial(nsa_with_kvcache, config=config, cache_seqlens=seqlens, **caches), (q, k, v)
+    start = dict(zip("qkv", (x[:, :first] for x in tokens)))
+    decode(**start, backend="eager")
+    seqlens += first
+    for x in (*caches.values(), seqlens):
+        torch._dynamo.mark_static_address(x)
+
+    @partial(torch.compile, fullgraph=True, mode=mode)
+    def one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return decode(q, k=k, v=v) * 1
+
+    counters.clear()
+    for t in range(first, T):
+        new = [x[:, t : t + 1].clone() for x in tokens]
+        replays.clear()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.compiler.cudagraph_mark_step_begin()
+        o = one(*new).clone()
+        assert_close([o], [want[:, t : t + 1]])
+        if t > first + 2:
+            assert torch.cuda.max_memory_allocated() - before < caches["k_cache"].nbytes
+            assert len(replays) == (mode == "reduce-overhead")
+        seqlens += 1
+    assert counters["inductor"]["cudagraph_skips"] == 0 and counters["stats"]["unique_graphs"] == 1
 @pytest.mark.gpu
 def test_wrappers_of_distributed_training_run_the_kernels(tmp_path: Path) -> None:
     """In one process, by NCCL."""

@@ -5,7 +5,8 @@ finds the best of its blocks, one after another, and a thread block the best of 
 those of all thread blocks. A candidate is one int64 that orders as (score, earlier block first), below 0 where there
 is none.
 
-This takes long and reads little, so the sliding window's attention goes beside it, in thread blocks of its own.
+This takes long and reads little, so the sliding window's attention goes beside it, in thread blocks of its own. They
+do not wait for the first launch: of what it appends, they read what it is given.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from cutlass.memory import SmemAllocator
 
 from nsa_layer.kernels.block_topk.online_softmax import exp2
 from nsa_layer.kernels.block_topk.split_fp16 import bits_of
-from nsa_layer.kernels.decode.compressed import LOG2_E, Stored
+from nsa_layer.kernels.decode.compressed import LOG2_E
 from nsa_layer.kernels.decode.places import Lengths, Pieces, Sequence
-from nsa_layer.kernels.decode.spec import KEYS, ROWS, THREADS, WARP, WARPS, DecodeSpec
-from nsa_layer.kernels.decode.tokens import attend_tokens
-from nsa_layer.kernels.decode.warp_rows import shared_partial
+from nsa_layer.kernels.decode.spec import KEYS, THREADS, WARP, WARPS, DecodeSpec
+from nsa_layer.kernels.decode.stored import Stored
+from nsa_layer.kernels.decode.tokens import TokenTile, num_tiles
+from nsa_layer.kernels.decode.warp_rows import no_rows, shared_partial, write_nothing, write_partial
 from nsa_layer.kernels.token_topk.candidates import NOTHING, candidate
 
 NAN_BITS = 0x7FFFFFFF  # NaN is best
@@ -34,8 +36,8 @@ class ChoiceDecode:
     """The kernel."""
 
     shapes = (
-        "Bq Tq Hq D", "P S Hkv D", "P S Hkv D", "B np *", "B *", "Bs *", "B *", "B Hkv R keys", "B Hkv R pieces 2",
-        "B Hkv R pieces D", "B Hkv", "B T Hkv parts n",
+        "Bq Tq Hq D", "P S Hkv D", "P S Hkv D", "Bk Tk Hkv D", "Bk Tk Hkv D", "B np *", "B *", "Bs *", "B *",
+        "B Hkv R keys", "B Hkv R pieces 2", "B Hkv R pieces D", "B Hkv", "B T Hkv parts n",
     )  # fmt: skip
 
     def __init__(self, spec: DecodeSpec) -> None:
@@ -47,6 +49,8 @@ class ChoiceDecode:
         mQ: cute.Tensor,
         mK_cache: cute.Tensor,  # the window's
         mV_cache: cute.Tensor,
+        mK: cute.Tensor | None,
+        mV: cute.Tensor | None,
         mPages: cute.Tensor | None,
         mIdx: cute.Tensor | None,
         mCu: cute.Tensor | None,
@@ -59,7 +63,6 @@ class ChoiceDecode:
         room: Int32,
         compressed_room: Int32,
         cmp: Int32,
-        slc: Int32,
         swa: Int32,
         parts: Int32,
         softmax_scale: Float32,
@@ -67,12 +70,12 @@ class ChoiceDecode:
     ):
         spec = self.spec
         lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
-        window = Stored((mK_cache, mV_cache), (None, None), mPages)
-        pieces = Pieces(cmp, slc, swa, parts)
+        window = Stored((mK_cache, mV_cache), (mK, mV), mPages)
+        pieces = Pieces(cmp, swa, parts)
         B, Hkv, _, _ = mScores.shape
         partial = mStats, mAcc
         self.kernel(mQ, window, lengths, pieces, mScores, partial, mValid, mBest, softmax_scale * LOG2_E).launch(
-            grid=[(parts + swa * -(-spec.G // ROWS)) * spec.T, Hkv, B],
+            grid=[(parts + swa * num_tiles(spec)) * spec.T, Hkv, B],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=2,
@@ -99,24 +102,28 @@ class ChoiceDecode:
         shared = shared_partial(smem, spec.D)
         sLse = smem.allocate_tensor(Float32, cute.make_layout(spec.G), byte_alignment=16)
         sBest = smem.allocate_tensor(Int64, cute.make_layout(WARPS * spec.chosen), byte_alignment=16)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         sequence, choosing = lengths.of(b), pieces.parts * spec.T
         stats, acc = partial[0][b, head, None, None, None], partial[1][b, head, None, None, None]
         if x < choosing:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
             part, token = x % pieces.parts, x // pieces.parts
             scores, best = mScores[b, head, None, None], mBest[b, token, head, part, None]
             self.choose(sequence, token, part, pieces.cmp, stats, scores, mValid[b, head] != 0, best, sLse, sBest)
         else:
-            rest, tiles = x - choosing, -(-spec.G // ROWS)
-            share, tile, token = rest % pieces.swa, rest // pieces.swa % tiles, rest // (pieces.swa * tiles)
-            if (mValid[b, head] != 0) & (token < sequence.T):
-                t = sequence.position(token)
-                first, count = tile * ROWS, cutlass.min(spec.G - tile * ROWS, ROWS)
-                groups = t // KEYS - cutlass.max(t - spec.window + 1, 0) // KEYS + 1
-                piece = pieces.cmp + pieces.slc + share
-                attend_tokens(spec, window, None, groups, share, pieces.swa, piece, mQ, sequence, t, token, head, first,
-                              count, scale_log2, shared, (stats, acc))  # fmt: skip
+            cute.arch.griddepcontrol_launch_dependents()
+            own = TokenTile.of(spec, sequence, head, x - choosing, pieces.swa)
+            if own.token < sequence.T:
+                groups = own.t // KEYS - cutlass.max(own.t - spec.window + 1, 0) // KEYS + 1
+                piece = pieces.cmp + own.share
+                if own.share * WARPS < groups:
+                    rows = no_rows(spec.D, mQ.element_type, scale_log2)
+                    own.set_queries(rows, mQ)
+                    own.load_first(rows, window, None, groups)
+                    own.attend(rows, window, None, groups)
+                    write_partial(rows, *shared, stats, acc, own.first_row, own.count, piece)
+                else:
+                    write_nothing(stats, own.first_row, own.count, piece)
 
     @cute.jit
     def choose(

@@ -17,7 +17,9 @@ from cutlass.memory import SmemAllocator
 
 from nsa_layer.kernels.decode.places import LARGEST, Lengths, Sequence, Table
 from nsa_layer.kernels.decode.spec import KEYS, ROWS, THREADS, VECTOR, WARPS, DecodeSpec
+from nsa_layer.kernels.decode.stored import Stored, new_row
 from nsa_layer.kernels.decode.warp_rows import (
+    WarpRows,
     no_rows,
     own_keys,
     set_queries,
@@ -28,24 +30,6 @@ from nsa_layer.kernels.decode.warp_rows import (
 
 LOG2_E = 1.4426950408889634
 WARP_KEYS = KEYS * WARPS
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A key cache and its value cache, or one of them, [rows, S, Hkv, D] or [pages, page, Hkv, D], and what is new.
-
-    Attributes:
-        new: k and v, [B, T, Hkv, D] or [1, total, Hkv, D]; None where nothing is.
-    """
-
-    caches: tuple[cute.Tensor, cute.Tensor]
-    new: tuple[cute.Tensor | None, cute.Tensor | None]
-    pages: cute.Tensor | None
-
-    def table(self, sequence: Sequence) -> Table:
-        cache = self.caches[0] if const_expr(self.caches[0] is not None) else self.caches[1]
-        count, size = cache.shape[:2]
-        return Table(self.pages, sequence, Int32(size), Int32(count))
 
 
 class CompressedDecode:
@@ -151,6 +135,17 @@ class CompressedDecode:
         end = cutlass.min(begin + share, before)
         if split == splits - 1:
             end = after
+        first, count = tile * ROWS, cutlass.min(spec.rows - tile * ROWS, ROWS)
+        last = sequence.position(cutlass.min((first + count - 1) // spec.G, sequence.T - 1))
+        end = cutlass.min(end, sequence.keys_end(last))
+        end = cutlass.select_(sequence.inside, end, Int32(0))
+        own = RowTile(spec, sequence, keys.table(sequence), head, first, count, begin, end)
+        rows = no_rows(spec.D, mQ.element_type, scale_log2)
+        if begin < end:
+            own.set_queries(rows, mQ)
+        own.load_first(rows, keys)
+        if split == splits - 1:
+            # Beside the first keys, which are loaded again where they are made here.
             valid = self.is_inside(sequence, tokens, keys, sBad)
             if valid:
                 if tile == 0:
@@ -158,21 +153,17 @@ class CompressedDecode:
                     if const_expr(window is not None):
                         append(spec, sequence, window, head)
                 for j in cutlass.range(before, after, unroll=1):
-                    for i in cutlass.range_constexpr(2):
-                        complete(spec, sequence, i, tokens, keys, weights[i], j, head, sAcc)
+                    complete(spec, sequence, tokens, keys, weights, j, head, sAcc)
             if tile == 0 and tidx == 0:
                 mValid[b, head] = cutlass.select_(valid, Int32(1), Int32(0))
-            cute.arch.sync_threads()
-
-        first, count = tile * ROWS, cutlass.min(spec.rows - tile * ROWS, ROWS)
-        last = sequence.position(cutlass.min((first + count - 1) // spec.G, sequence.T - 1))
-        end = cutlass.min(end, sequence.keys_end(last))
-        end = cutlass.select_(sequence.inside, end, Int32(0))
+            if before < after:
+                cute.arch.sync_threads()
+                if own.first_key + KEYS > before:
+                    own.load_first(rows, keys)
         stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
         if begin < end:
-            scores = mScores[b, head, None, None]
-            self.attend(mQ, sequence, keys, head, first, count, begin, end, scale_log2, scores,
-                        (sStats, sAcc), (stats, acc), split)  # fmt: skip
+            own.attend(rows, keys, mScores[b, head, None, None])
+            write_partial(rows, sStats, sAcc, stats, acc, first, count, split)
         else:
             write_nothing(stats, first, count, split)
 
@@ -193,73 +184,87 @@ class CompressedDecode:
             return sequence.inside & (sBad[0] == 0)
         return sequence.inside
 
-    @cute.jit
-    def attend(
-        self,
-        mQ: cute.Tensor,
-        sequence: Sequence,
-        keys: Stored,
-        head: Int32,
-        first: Int32,
-        count: Int32,
-        begin: Int32,
-        end: Int32,
-        scale_log2: Float32,
-        scores_out: cute.Tensor,
-        shared: tuple,
-        partial: tuple,
-        piece: Int32,
-    ):
-        """Attention of a tile of rows to the keys ``begin .. end - 1``."""
-        spec, table = self.spec, keys.table(sequence)
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        g, c = lane // 4, lane % 4
-        rows = no_rows(spec.D, mQ.element_type, scale_log2)
-        own = [cutlass.min(g + 8 * r, count - 1) + first for r in range(2)]
-        tokens = [cutlass.min(row // spec.G, sequence.T - 1) for row in own]
-        set_queries(rows, [query(mQ, spec, sequence, tokens[r], head * spec.G + own[r] % spec.G) for r in range(2)])
-        seen = [sequence.keys_end(sequence.position(token)) for token in tokens]
-        k_at, v_at = own_keys()
 
-        at = begin + warp * KEYS
+@dataclass(frozen=True)
+class RowTile:
+    """Up to 16 rows of a key/value head, and the compressed keys ``begin .. end - 1`` that a thread block has of them.
+
+    Attributes:
+        table: of the compressed keys.
+        first, count: of the rows.
+    """
+
+    spec: cutlass.Constexpr[DecodeSpec]
+    sequence: Sequence
+    table: Table
+    head: Int32
+    first: Int32
+    count: Int32
+    begin: Int32
+    end: Int32
+
+    @property
+    def first_key(self) -> Int32:
+        """Of this warp."""
+        return self.begin + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * KEYS
+
+    def own(self) -> list[Int32]:
+        """The rows g and g + 8."""
+        return [cutlass.min(cute.arch.lane_idx() // 4 + 8 * r, self.count - 1) + self.first for r in range(2)]
+
+    def token(self, row: Int32) -> Int32:
+        return cutlass.min(row // self.spec.G, self.sequence.T - 1)
+
+    def set_queries(self, rows: WarpRows, mQ: cute.Tensor) -> None:
+        heads = [self.head * self.spec.G + row % self.spec.G for row in self.own()]
+        queries = zip(self.own(), heads)
+        set_queries(rows, [new_row(mQ, self.sequence, self.token(row), head) for row, head in queries])
+
+    def page(self, at: Int32) -> Int32:
+        """In lane x % 16 that of key ``at + x``."""
+        return self.table.page(cutlass.min(at + cute.arch.lane_idx() % KEYS, self.end - 1))
+
+    def row_of(self, cache: cute.Tensor, page: Int32, first: Int32, i: Int32) -> cute.Tensor:
+        """Row [D] of key ``first + i``, of the last one if that is behind; page: as `page` has it."""
+        at = cutlass.min(first + i, self.end - 1)
+        if const_expr(self.table.pages is not None):
+            page = cute.arch.shuffle_sync(page, i)
+        return cache[page, self.table.within(at), self.head, None]
+
+    @cute.jit
+    def load_first(self, rows: WarpRows, keys: Stored):
+        """Load this warp's first 16 keys."""
+        at = self.first_key
+        if at < self.end:
+            page, (k_at, v_at) = self.page(at), own_keys()
+            rows.load_k([self.row_of(keys.caches[0], page, at, i) for i in k_at])
+            rows.load_v([self.row_of(keys.caches[1], page, at, i) for i in v_at])
+
+    @cute.jit
+    def attend(self, rows: WarpRows, keys: Stored, scores_out: cute.Tensor):
+        """Attention to this warp's keys, of which `load_first` has loaded the first."""
+        lane, end = cute.arch.lane_idx(), self.end
+        g, c = lane // 4, lane % 4
+        own = self.own()
+        seen = [self.sequence.keys_end(self.sequence.position(self.token(row))) for row in own]
+        k_at, v_at = own_keys()
+        at = self.first_key
         if at < end:
-            page = table.page(cutlass.min(at + lane % KEYS, end - 1))
-            rows.load_k([row_of(keys.caches[0], table, page, at, i, end, head) for i in k_at])
-            rows.load_v([row_of(keys.caches[1], table, page, at, i, end, head) for i in v_at])
-            page = table.page(cutlass.min(at + WARP_KEYS + lane % KEYS, end - 1))
+            page = self.page(at + WARP_KEYS)
             for now in cutlass.range(at, end, WARP_KEYS, unroll=1):
                 scores = rows.scores()
                 after = now + WARP_KEYS
                 if after < end:
-                    rows.load_k([row_of(keys.caches[0], table, page, after, i, end, head) for i in k_at])
+                    rows.load_k([self.row_of(keys.caches[0], page, after, i) for i in k_at])
                 for x in cutlass.range_constexpr(8):
                     key, r = now + x // 4 * 8 + 2 * c + x % 2, x % 4 // 2
-                    if (key < end) & (g + 8 * r < count):
+                    if (key < end) & (g + 8 * r < self.count):
                         scores_out[own[r], key] = scores[x]
                     scores[x] = cutlass.select_(key < cutlass.min(seen[r], end), scores[x], -Float32.inf)
                 rows.add(scores)
                 if after < end:
-                    rows.load_v([row_of(keys.caches[1], table, page, after, i, end, head) for i in v_at])
-                page = table.page(cutlass.min(after + WARP_KEYS + lane % KEYS, end - 1))
-        write_partial(rows, *shared, *partial, first, count, piece)
-
-
-def query(mQ: cute.Tensor, spec: DecodeSpec, sequence: Sequence, token: Int32, head: Int32) -> cute.Tensor:
-    """A row [D] of q [B, T, Hq, D], packed [1, total, Hq, D]."""
-    return mQ[batch_of(mQ, sequence), sequence.first_row + token, head, None]
-
-
-def batch_of(x: cute.Tensor, sequence: Sequence) -> Int32:
-    return sequence.b * cutlass.min(x.shape[0] - 1, 1)
-
-
-def row_of(cache: cute.Tensor, table: Table, page: Int32, first: Int32, i: Int32, end: Int32, head: Int32):
-    """Row [D] of key ``first + i``, of the last one if that is behind; page: in lane x % 16, that of key first + x."""
-    at = cutlass.min(first + i, end - 1)
-    if const_expr(table.pages is not None):
-        page = cute.arch.shuffle_sync(page, i)
-    return cache[page, table.within(at), head, None]
+                    rows.load_v([self.row_of(keys.caches[1], page, after, i) for i in v_at])
+                page = self.page(after + WARP_KEYS)
 
 
 @cute.jit
@@ -272,9 +277,7 @@ def append(spec: DecodeSpec, sequence: Sequence, stored: Stored, head: Int32):
         if const_expr(new is not None and cache is not None):
             for token in cutlass.range(tidx // lanes, sequence.T, THREADS // lanes, unroll=1):
                 at = sequence.position(token)
-                piece = cute.make_rmem_tensor((VECTOR,), cache.element_type)
-                source = new[batch_of(new, sequence), sequence.first_row + token, head, None]
-                cute.autovec_copy(cute.local_tile(source, (VECTOR,), (tidx % lanes,)), piece)
+                piece = load_piece(new_row(new, sequence, token, head), tidx % lanes)
                 target = cache[table.page(at), table.within(at), head, None]
                 cute.autovec_copy(piece, cute.local_tile(target, (VECTOR,), (tidx % lanes,)))
 
@@ -283,57 +286,61 @@ def append(spec: DecodeSpec, sequence: Sequence, stored: Stored, head: Int32):
 def complete(
     spec: DecodeSpec,
     sequence: Sequence,
-    i: cutlass.Constexpr[int],
     tokens: Stored,
     keys: Stored,
-    weight: cute.Tensor | None,
+    weights: tuple,
     j: Int32,
     head: Int32,
     sSums: cute.Tensor,
 ):
-    """Write compressed key (i = 0) or value (i = 1) j of a head: given, or the mean of its tokens, projected."""
+    """Write compressed key and value j of a head: given, or means of their tokens, projected."""
     tidx, _, _ = cute.arch.thread_idx()
-    lanes = spec.D // VECTOR
-    lane, group, groups = tidx % lanes, tidx // lanes, THREADS // lanes
-    cache, given, table = keys.caches[i], keys.new[i], keys.table(sequence)
-    target = cache[table.page(j), table.within(j), head, None]
-    piece = cute.make_rmem_tensor((VECTOR,), cache.element_type)
-    if const_expr(given is not None):
-        if group == 0:
-            before, _ = sequence.completed()
-            source = given[batch_of(given, sequence), j - before, head, None]
-            cute.autovec_copy(cute.local_tile(source, (VECTOR,), (lane,)), piece)
-            cute.autovec_copy(piece, cute.local_tile(target, (VECTOR,), (lane,)))
-    else:
-        sums = cute.make_rmem_tensor((VECTOR,), Float32)
+    lanes, groups, table = spec.D // VECTOR, THREADS * VECTOR // spec.D, keys.table(sequence)
+    lane, group = tidx % lanes, tidx // lanes
+    targets = [cache[table.page(j), table.within(j), head, None] for cache in keys.caches]
+    made = [i for i in range(2) if keys.new[i] is None]
+    for i in cutlass.range_constexpr(2):
+        if const_expr(keys.new[i] is not None):
+            if group == 0:
+                before, _ = sequence.completed()
+                piece = load_piece(new_row(keys.new[i], sequence, j - before, head), lane)
+                cute.autovec_copy(piece, cute.local_tile(targets[i], (VECTOR,), (lane,)))
+    if const_expr(len(made) > 0):
+        sums, own = cute.make_rmem_tensor((VECTOR, len(made)), Float32), tokens.table(sequence)
         sums.fill(0.0)
-        first, own = sequence.position(Int32(0)), tokens.table(sequence)
-        for token in cutlass.range(group, spec.span, groups, unroll=4):
+        for token in cutlass.range(group, spec.span, groups, unroll=8):
             at = j * spec.stride + token
-            source = tokens.caches[i][own.page(at), own.within(at), head, None]
-            cute.autovec_copy(cute.local_tile(source, (VECTOR,), (lane,)), piece)
-            if const_expr(tokens.new[i] is not None):
-                if at >= first:  # what another thread block writes
-                    new = tokens.new[i]
-                    source = new[batch_of(new, sequence), sequence.first_row + at - first, head, None]
-                    cute.autovec_copy(cute.local_tile(source, (VECTOR,), (lane,)), piece)
+            page = own.page(at)
+            for n in cutlass.range_constexpr(len(made)):
+                piece = load_piece(tokens.token(made[n], own, page, at, head), lane)
+                for x in cutlass.range_constexpr(VECTOR):
+                    sums[x, n] += piece[x].to(Float32)
+        sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups, len(made))))
+        for n in cutlass.range_constexpr(len(made)):
             for x in cutlass.range_constexpr(VECTOR):
-                sums[x] += piece[x].to(Float32)
-        sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups)))
-        for x in cutlass.range_constexpr(VECTOR):
-            sLines[lane * VECTOR + x, group] = sums[x]
+                sLines[lane * VECTOR + x, group, n] = sums[x, n]
         cute.arch.sync_threads()
         if tidx < spec.D:
-            total = Float32(0.0)
-            for line in cutlass.range_constexpr(groups):
-                total += sLines[tidx, line]
-            sLines[tidx, 0] = total * (1.0 / spec.span)
+            for n in cutlass.range_constexpr(len(made)):
+                total = Float32(0.0)
+                for line in cutlass.range_constexpr(groups):
+                    total += sLines[tidx, line, n]
+                sLines[tidx, 0, n] = total * (1.0 / spec.span)
         cute.arch.sync_threads()
         if tidx < spec.D:
-            made = sLines[tidx, 0]
-            if const_expr(weight is not None):
-                made = Float32(0.0)
-                for d in cutlass.range(spec.D, unroll=16):
-                    made += sLines[d, 0] * weight[head, d, tidx].to(Float32)
-            target[tidx] = made.to(cache.element_type)
+            for n in cutlass.range_constexpr(len(made)):
+                i = made[n]
+                mean = sLines[tidx, 0, n]
+                if const_expr(weights[i] is not None):
+                    mean = Float32(0.0)
+                    for d in cutlass.range(spec.D, unroll=16):
+                        mean += sLines[d, 0, n] * weights[i][head, d, tidx].to(Float32)
+                targets[i][tidx] = mean.to(targets[i].element_type)
         cute.arch.sync_threads()
+
+
+def load_piece(row: cute.Tensor, at: Int32) -> cute.Tensor:
+    """16 bytes of a row."""
+    piece = cute.make_rmem_tensor((VECTOR,), row.element_type)
+    cute.autovec_copy(cute.local_tile(row, (VECTOR,), (at,)), piece)
+    return piece

@@ -15,15 +15,14 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Pieces:
-    """Numbers of partial results; the compressed branch's come first, the window's last.
+    """Numbers of partial results; the compressed branch's come first.
 
     Attributes:
-        cmp, slc, swa: thread blocks that share a row's compressed keys, its selected tokens, and its window.
+        cmp, swa: thread blocks that share a row's compressed keys and its window.
         parts: of a sequence's blocks, whose best are found apart.
     """
 
     cmp: Int32
-    slc: Int32
     swa: Int32
     parts: Int32
 

@@ -1,4 +1,4 @@
-"""A step on caches for few queries, in four launches; `takes` says for which calls.
+"""A step on caches for few queries, in three launches; `takes` says for which calls.
 
 No number on the device is read by the host: grids follow from shapes, and so does the workspace.
 """
@@ -12,7 +12,6 @@ import torch
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
 from nsa_layer.kernels.decode.choice import ChoiceDecode
-from nsa_layer.kernels.decode.combine import CombineDecode
 from nsa_layer.kernels.decode.compressed import WARP_KEYS, CompressedDecode
 from nsa_layer.kernels.decode.selected import SelectedDecode
 from nsa_layer.kernels.decode.spec import KEYS, MOST_PARTS, MOST_QUERIES, ROWS, THREADS, VECTOR, DecodeSpec
@@ -22,6 +21,7 @@ from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
 
 Tensor = torch.Tensor
 MOST_SPLITS, MOST_BLOCKS = 128, 64
+MOST_OF_CLUSTER = 8
 RESIDENT = 2  # thread blocks of a multiprocessor
 EACH = (1, 2, 4, 8)  # blocks in one thread
 OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
@@ -71,7 +71,8 @@ def decode_step(
 
     (parts, each), splits = _num_parts(call, T), _splits(call, T)
     spec = _spec(call, T, each)
-    Hkv, D, R, pieces = call.k_cache.shape[2], q.shape[-1], spec.rows, sum(splits)
+    cmp, slc, swa = splits
+    Hkv, D, R, pieces = call.k_cache.shape[2], q.shape[-1], spec.rows, cmp + swa
     room, compressed_room = call.room, call.k_cmp_cache.shape[1]
     if call.cmp_page_table is not None:
         compressed_room *= call.cmp_page_table.shape[1]
@@ -92,21 +93,18 @@ def decode_step(
         call.cache_seqlens, *weights, scores, stats, acc, valid, *sizes, splits[0], scale,
     )  # fmt: skip
     where = call.page_table, call.cache_batch_idx, cu_seqlens_q, call.cache_seqlens
-    of_window = (cache if own is None else own for cache, own in zip(caches, window))
+    of_window = [cache if own is None else own for cache, own in zip(caches, window)]
+    of_window += [fresh if own is None else theirs for fresh, own, theirs in zip(new[0], window, new[1])]
     launch(
-        "decode_choice", ChoiceDecode, (spec,), query, *of_window, *where, scores, stats, acc, valid, best, *sizes,
-        *splits, parts, scale,
-    )  # fmt: skip
-    launch(
-        "decode_selected", SelectedDecode, (spec,), query, *caches, *where, best, stats, acc, valid, lists, *sizes,
-        *splits[:2], parts, scale,
+        "decode_choice", ChoiceDecode, (spec,), query, *of_window, *where, scores, stats, acc, valid, best, *sizes, cmp,
+        swa, parts, scale,
     )  # fmt: skip
     lead = query.shape[:2]
     lses = [torch.empty(lead[0], q.shape[-2], lead[1], dtype=torch.float32, device=q.device) for _ in range(3)]
     launch(
-        "decode_combine", CombineDecode, (spec,), query, readable_weight(call.gate_weight),
-        rows(readable_gates(call.gates)), call.cache_seqlens, cu_seqlens_q, stats, acc, valid, rows(o), *lses, *sizes,
-        *splits,
+        "decode_selected", SelectedDecode, (spec,), query, *caches, *where, best, stats, acc, valid, lists,
+        readable_weight(call.gate_weight), rows(readable_gates(call.gates)), rows(o), *lses, *sizes, *splits, parts,
+        scale,
     )  # fmt: skip
     if call.packed:
         lses = [lse.movedim(1, 0).flatten(1) for lse in lses]
@@ -147,19 +145,20 @@ def _spec(call: CachedCall, T: int, each: int) -> DecodeSpec:
 
 
 def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
-    """Thread blocks that share a row's compressed keys, its selected tokens, and its window."""
+    """Thread blocks that share a row's compressed keys, its selected tokens (a cluster), and its window."""
     config, Hkv = call.config, call.k_cache.shape[2]
     G, units = call.q.shape[-2] // Hkv, call.B * Hkv
     keys = config.compressed_length(call.room), config.block_counts * config.block_size, config.window_size
     tiles = -(-T * G // ROWS), T * -(-G // ROWS), T * -(-G // ROWS)
     slots = _slots(), _slots(), _slots() // 2  # the window shares a launch with the choice
-    each = zip(keys, tiles, slots)
-    return tuple(_num_splits(call, -(-n // WARP_KEYS), units * of, slots) for n, of, slots in each)
+    most = MOST_SPLITS, MOST_OF_CLUSTER, MOST_SPLITS
+    each = zip(keys, tiles, slots, most)
+    return tuple(_num_splits(call, -(-n // WARP_KEYS), units * of, *bounds) for n, of, *bounds in each)
 
 
-def _num_splits(call: CachedCall, steps: int, units: int, slots: int) -> int:
+def _num_splits(call: CachedCall, steps: int, units: int, slots: int, most: int) -> int:
     """Thread blocks that share the keys of one of `units`: so many steps of a thread block."""
-    most = max(1, min(steps, MOST_SPLITS))
+    most = max(1, min(steps, most))
     return min(call.num_splits, most) if call.num_splits else _fastest(most, steps, units, slots)
 
 

@@ -1,0 +1,46 @@
+"""Rows of one call: of its queries, of its new keys and values, and of caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from nsa_layer.kernels.decode.places import Sequence, Table
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A key cache and its value cache, or one of them, [rows, S, Hkv, D] or [pages, page, Hkv, D], and what is new.
+
+    Attributes:
+        new: k and v, [B, T, Hkv, D] or [1, total, Hkv, D]; None where nothing is.
+    """
+
+    caches: tuple[cute.Tensor, cute.Tensor]
+    new: tuple[cute.Tensor | None, cute.Tensor | None]
+    pages: cute.Tensor | None
+
+    def table(self, sequence: Sequence) -> Table:
+        cache = self.caches[0] if const_expr(self.caches[0] is not None) else self.caches[1]
+        count, size = cache.shape[:2]
+        return Table(self.pages, sequence, Int32(size), Int32(count))
+
+    def token(self, i: int, table: Table, page: Int32, at: Int32, head: Int32) -> cute.Tensor:
+        """Row [D] of a token that is on the page: of the cache, or of what this call appends to it."""
+        row = self.caches[i][page, table.within(at), head, None]
+        if const_expr(self.new[i] is None):
+            return row
+        sequence, dtype = table.sequence, row.element_type
+        past = at - sequence.position(Int32(0))
+        new = new_row(self.new[i], sequence, cutlass.max(past, 0), head)
+        address = cutlass.select_(past >= 0, new.iterator.toint(), row.iterator.toint())
+        return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16), row.layout)
+
+
+def new_row(x: cute.Tensor, sequence: Sequence, token: Int32, head: Int32) -> cute.Tensor:
+    """Row [D] of a sequence's token of this call, [B, T, H, D], packed [1, total, H, D]; of one that is there."""
+    at = cutlass.min(cutlass.max(sequence.first_row + token, 0), x.shape[1] - 1)
+    return x[sequence.b * cutlass.min(x.shape[0] - 1, 1), at, head, None]
