@@ -306,6 +306,8 @@ def test_a_compiled_step_decodes(mode: str, replays: list[object]) -> None:
             assert len(replays) == (mode == "reduce-overhead")
         seqlens += 1
     assert counters["inductor"]["cudagraph_skips"] == 0 and counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.gpu
 def test_wrappers_of_distributed_training_run_the_kernels(tmp_path: Path) -> None:
     """In one process, by NCCL."""

@@ -1,6 +1,7 @@
 """A step on caches for few queries: decode, and the verification of a draft.
 
-Four launches: `compressed` appends, completes compressed keys and attends to them; `choice` finds the best blocks;
-`tokens` attends to selected blocks and the window; `combine` adds up. Between them lie partial results, scores of the
-compressed branch, and candidates for each token's list: a workspace that shapes alone bound. `step` launches them.
+Three launches: `compressed` appends, completes compressed keys and attends to them; `choice` finds the best blocks,
+beside the window's attention; `selected` attends to selected blocks and adds up. Between them lie partial results,
+scores of the compressed branch, and candidates for each token's list: a workspace that shapes alone bound. `step`
+launches them.
 """

@@ -20,8 +20,8 @@ from nsa_layer.kernels.launch import launch
 from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
 
 Tensor = torch.Tensor
-MOST_SPLITS, MOST_BLOCKS = 128, 64
-MOST_OF_CLUSTER = 8
+MOST_SPLITS = 32, 8, 4  # of compressed keys, whose parts are merged one after another; of a cluster; of the window
+MOST_BLOCKS = 64
 RESIDENT = 2  # thread blocks of a multiprocessor
 EACH = (1, 2, 4, 8)  # blocks in one thread
 OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
@@ -151,21 +151,26 @@ def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
     keys = config.compressed_length(call.room), config.block_counts * config.block_size, config.window_size
     tiles = -(-T * G // ROWS), T * -(-G // ROWS), T * -(-G // ROWS)
     slots = _slots(), _slots(), _slots() // 2  # the window shares a launch with the choice
-    most = MOST_SPLITS, MOST_OF_CLUSTER, MOST_SPLITS
-    each = zip(keys, tiles, slots, most)
+    each = zip(keys, tiles, slots, MOST_SPLITS, (False, True, False))
     return tuple(_num_splits(call, -(-n // WARP_KEYS), units * of, *bounds) for n, of, *bounds in each)
 
 
-def _num_splits(call: CachedCall, steps: int, units: int, slots: int, most: int) -> int:
+def _num_splits(call: CachedCall, steps: int, units: int, slots: int, most: int, clusters: bool) -> int:
     """Thread blocks that share the keys of one of `units`: so many steps of a thread block."""
     most = max(1, min(steps, most))
-    return min(call.num_splits, most) if call.num_splits else _fastest(most, steps, units, slots)
+    return min(call.num_splits, most) if call.num_splits else _fastest(most, steps, units, slots, clusters)
 
 
 @lru_cache(maxsize=1024)
-def _fastest(most: int, steps: int, units: int, slots: int) -> int:
+def _fastest(most: int, steps: int, units: int, slots: int, clusters: bool) -> int:
     """Splits with which thread blocks, `slots` at once, take least time."""
-    return min(range(1, most + 1), key=lambda n: -(-units * n // slots) * (steps / n + OVERHEAD))
+
+    def time(n: int) -> float:
+        # A cluster's thread blocks have neighbouring places, so that some are left over.
+        at_once = slots * 3 // 4 if clusters and n > 2 else slots
+        return -(-units * n // at_once) * (steps / n + OVERHEAD)
+
+    return min(range(1, most + 1), key=time)
 
 
 def _slots() -> int:

@@ -195,7 +195,7 @@ def test_builds_everywhere(compiler: Worker, name: str) -> None:
 @pytest.mark.parametrize("name", ["draft", "narrow", "long"])
 def test_registers_suffice(compiler: Worker, name: str) -> None:
     sizes = compiler.run(stack, name)
-    assert len(sizes) >= 4 and not any(sizes), sizes
+    assert len(sizes) >= 3 and not any(sizes), sizes
 
 
 def test_what_the_kernels_take() -> None:
