@@ -172,9 +172,15 @@ def test_pytorch_finds_nothing_wrong_with_lists_on_the_kernels() -> None:
     opcheck(OPS.selected_on_kernels.default, (*(x.requires_grad_() for x in inputs), lists, *[None] * 3), static)
 
 
-@pytest.mark.parametrize("case", KERNELS)
-def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(case: str) -> None:
+GATES = [*((case, "weight") for case in KERNELS), ("by token", "none"), ("packed, recomputed", "given")]
+
+
+@pytest.mark.parametrize("case, gate", GATES)
+def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(case: str, gate: str) -> None:
     tensors, static = on_kernels(**KERNELS[case])
+    if gate != "weight":
+        gates = torch.randn(*tensors[0].shape[:-1], 3, dtype=torch.bfloat16, requires_grad=True)
+        tensors = (*tensors[:3], None, gates if gate == "given" else None, *tensors[5:])
     inputs = [x for x in tensors[:11] if x is not None]
     with stubbed_layer():
         made = OPS.attend(*tensors, **static)
