@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,12 @@ def test_failure_is_an_outcome_and_not_the_end(cache: Path, capsys: pytest.Captu
     compiled, cached = (outcomes[0]._replace(error=None, seconds=seconds) for seconds in (1.25, None))
     line = compile.summary({90: [*outcomes, compiled, cached]}).splitlines()[-1]
     assert [cell.strip() for cell in line.strip("|").split("|")] == ["sm_90a", "fwd", "1", "1", "1", "1.2"]
+
+
+def test_it_says_how_long_it_took(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(compile, "compile_for", lambda *_, **__: [])
+    assert compile.main(["--seqlen=300", "--arch=90", "--jobs=2"]) == 0
+    assert re.search(r"^\d+\.\d s, 2 at once$", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_without_a_cache_there_is_nowhere_to_put_kernels(
