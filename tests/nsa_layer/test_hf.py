@@ -32,6 +32,7 @@ from transformers import (
 
 from nsa_layer import NSAConfig, cached_step
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, NSAModelCache, convert_to_nsa
+from nsa_layer.integrations.hf.ragged import of_positions
 
 pytestmark = pytest.mark.xdist_group("hf")
 
@@ -335,6 +336,13 @@ def test_a_model_compiles_whole(own: bool, packed: bool) -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     logits = compiled(ids, use_cache=False, **options).logits
     torch.testing.assert_close(logits, model(ids, use_cache=False, **options).logits)
+
+
+def test_a_compiled_graph_says_that_positions_start_anew() -> None:
+    compiled = torch.compile(of_positions, fullgraph=True, backend="aot_eager")
+    assert compiled(torch.arange(9)[None], 1, 9) is None
+    with pytest.raises(RuntimeError, match="by cu_seq_lens_q alone"):
+        compiled(torch.cat((torch.arange(4), torch.arange(5)))[None], 1, 9)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -53,7 +53,7 @@ def nsa_attention_forward(
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
         max_length_q: an upper bound of their lengths.
         position_ids: [B or 1, T]; those of packed sequences start anew in each, which is looked at where there is no
-            padding, no ``cu_seq_lens_q``, no cached token and no graph being compiled.
+            padding, no ``cu_seq_lens_q`` and no cached token. A graph being compiled asserts that they do not.
 
     Returns:
         [B, T, Hq, Dv], and no attention weights. It carries no gradient where there are cached tokens.

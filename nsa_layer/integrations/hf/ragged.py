@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function
 
 Tensor = torch.Tensor
 NOT_THE_CACHED = "attention_mask must be that of the cached tokens and the new ones, a sequence in each row"
+NOT_COMPILED = "position_ids start anew, and a compiled graph takes packed sequences by cu_seq_lens_q alone: give it"
 
 # What `of_positions` found, for all layers of a forward pass.
 _of_positions: MutableMapping[Tensor, tuple[tuple[int, int] | None, Ragged | None]] = WeakTensorKeyDictionary()
@@ -103,13 +104,16 @@ def _of_padding(is_token: Tensor, T: int) -> Ragged | None:
 def of_positions(position_ids: Tensor | None, B: int, T: int) -> Ragged | None:
     """The sequences of rows without padding, which start where positions do not go on; None: each row is one.
 
-    Reads positions on the host, which waits for a GPU once a forward pass. In a graph that is being compiled they are
-    not looked at.
+    Reads positions on the host, which waits for a GPU once a forward pass. A graph that is being compiled holds rows of
+    one sequence, and an assertion that they are.
 
     Args:
         position_ids: [B or 1, T].
     """
-    if position_ids is None or position_ids.dim() != 2 or T == 1 or torch.compiler.is_compiling():
+    if position_ids is None or position_ids.dim() != 2 or T == 1:
+        return None
+    if torch.compiler.is_compiling():
+        torch._assert_async((position_ids.diff(dim=1) == 1).all(), NOT_COMPILED)
         return None
     state = None if position_ids.is_inference() else (position_ids._version, B)
     seen = _of_positions.get(position_ids)
