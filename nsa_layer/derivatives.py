@@ -63,7 +63,7 @@ def first_derivatives(backend: str, compute: Callable[..., tuple], *args: Any) -
     """``compute(*args)`` for the backward of a function: without autocast, and refusing to be differentiated.
 
     Args:
-        args: the outputs' gradients, and every tensor that the result depends on.
+        args: the outputs' gradients, and everything that the result depends on.
     """
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     if any(map(functorch.is_legacy_batchedtensor, tensors)):  # is_grads_batched has a vmap of its own, no transform

@@ -94,8 +94,17 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
         tiles, blocks = (None if of is None else list(map(f, of)) for f in (config.num_tiles, config.num_blocks))
         numbers = backend == "reference"  # the operators of other backends read them
         check_lists(block_indices, q, Hkv, tiles, blocks, packed=cu_seqlens is not None, numbers=numbers)
+        if leave:
+            _check_rows(block_indices, config.num_tiles(q.shape[0]), len(cu_seqlens) - 1)
     scale, listed = check_scale(softmax_scale, D), block_indices is not None
     return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)
+
+
+def _check_rows(block_indices: torch.Tensor, least: int, sequences: int) -> None:
+    """Raise ValueError for as many lists as sequences of no lengths have."""
+    if not least <= len(block_indices) < least + sequences:
+        most = least + sequences - 1
+        raise ValueError(f"block_indices must have {least} to {most} lists, got {len(block_indices)}")
 
 
 def leaves_lengths(
@@ -124,8 +133,9 @@ def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | N
     for name, x, shape in zip(OwnKeys._fields, own, shapes, strict=True):
         if x is None:
             continue
-        if "cmp" in name and not lead:
-            shape = (*x.shape[:1], *shape)  # lengths are not known here
+        if "cmp" in name and not lead:  # lengths are not known here
+            rows = own.v_cmp if own.k_cmp is None else own.k_cmp
+            shape = (*rows.shape[:1], *shape)
         _check_weight(name, x, shape, q)
         if x.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")

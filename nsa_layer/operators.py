@@ -11,7 +11,7 @@ an operator too; that one cannot be differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,12 +24,13 @@ import torch
 from nsa_layer import autocast, derivatives, support
 from nsa_layer.call_spec import Aux, CallSpec, ListSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import LARGEST, NSAConfig
-from nsa_layer.cute.memory_plan import MemoryPolicy, plans_by_tokens
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
 from nsa_layer.cute.packing import takes_starts
 from nsa_layer.gate import equal_gates, gate_kind
 from nsa_layer.inputs import check_lengths, check_lists, check_positions
+from nsa_layer.registration import OPS, is_recorded, register
 
-Tensor, DispatchKeySet = torch.Tensor, torch._C.DispatchKeySet
+Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
 
 KEYS = "Tensor q, Tensor k, Tensor v"
@@ -42,12 +43,9 @@ CONFIG = (
     "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
     "int compress_offset, bool force_blocks, bool deterministic, str rule, bool causal, float softmax_scale"
 )
+NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
 LISTS = f"{KEYS}, Tensor block_indices, Tensor? q_offset, Tensor? cu_seqlens, Tensor? cu_seqlens_k"
 LIST_CONFIG = "int block_size, int q_tile, bool causal, float softmax_scale"
-
-DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-LIBRARY = torch.library.Library("nsa_layer", "DEF")
-OPS = torch.ops.nsa_layer
 
 
 def attend(
@@ -76,7 +74,7 @@ def attend(
     if spec.lengths is not None:  # no second look at what may be on a GPU
         cu_seqlens = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
     tensors = (q, k, v, compress_k_weight, compress_v_weight, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
-    made = OPS.branches(*tensors, **static_arguments(spec))
+    made = OPS.branches.default(*tensors, *static_arguments(spec).values())
     choice = block_indices
     if choice is None:
         choice = made[6]
@@ -85,16 +83,6 @@ def attend(
         if not torch.compiler.is_compiling():
             choice = choice[..., : spec.config.list_width(max(spec.lengths or q.shape[1:2]))]
     return eager.gated(q, gate_weight, gates, eager.Branches(list(made[:3]), list(made[3:6]), choice))
-
-
-def is_seen() -> bool:
-    """True where calls of operators are told apart from others: in graphs, modes and transforms of `torch.func`.
-
-    Elsewhere the layer's kernels are called by an autograd function, which takes less of the host's time.
-    """
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
 def attend_on_kernels(
@@ -107,50 +95,70 @@ def attend_on_kernels(
     gates: Tensor | None,
     compress_k_weight: Tensor | None,
     compress_v_weight: Tensor | None,
-    k_cmp: Tensor | None,
-    v_cmp: Tensor | None,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    cu_seqlens: Tensor | None,
-    block_indices: Tensor | None,
-    memory: MemoryPolicy,
-    needs_grad: bool,
-    return_aux: bool,
+    k_cmp: Tensor | None = None,
+    v_cmp: Tensor | None = None,
+    k_win: Tensor | None = None,
+    v_win: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    memory: MemoryPolicy = MemoryPolicy(),
+    needs_grad: bool = True,
+    return_aux: bool = True,
 ) -> tuple[Tensor, Aux | None]:
-    """The layer on the kernels, where it is seen; arguments as `nsa` has checked them.
+    """The layer on the kernels; arguments as `nsa` has checked them.
 
-    Groups of heads, and what is saved, follow from sizes and the GPU's memory, not from what is free of it.
+    In graphs and modes groups of heads, and what is saved, follow from sizes and the GPU's memory, not from what is
+    free of it.
     """
-    if spec.lengths is not None:  # no second look at what may be on a GPU
+    if spec.lengths is not None and cu_seqlens.device.type != "cpu":  # no second look at what is on a GPU
         cu_seqlens = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     tensors = (q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
-    gate = gate_kind(gate_weight, gates)
-    config, Hq = spec.config, q.shape[-2]
-    sizes = dict(Hq=Hq, Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], itemsize=q.dtype.itemsize, gate=gate)
+    gate, own_window = gate_kind(gate_weight, gates), k_win is not None or v_win is not None
+    asked = dict(gate=gate, needs_grad=needs_grad, own_window=own_window)
+    if is_recorded():
+        heads, kept = _plan_of_graph(q, k, v, block_indices, spec.config, memory, **asked)
+    else:
+        plan = plan_memory(Sizes.of(q, v, spec=spec, lists=block_indices, **asked), memory, q.device)
+        heads, kept = plan.groups[0][1], plan.kept
+    made = _call_attend(*tensors, *static_arguments(spec).values(), heads, kept, spec.bound, needs_grad)
+    if not return_aux:
+        return made[0], None
+    choice, g, lses = made[1] if block_indices is None else block_indices, made[13], made[10:13]
+    if block_indices is None:
+        if not support.takes_unions(spec.config):
+            choice = choice.transpose(-3, -2)
+        if not torch.compiler.is_compiling():  # without the room that a graph has
+            rows = sum(map(spec.config.num_tiles, spec.lengths)) if spec.lengths else choice.shape[-3]
+            width = spec.config.list_width(max(spec.lengths) if spec.lengths else spec.bound or q.shape[-3])
+            choice = choice.narrow(-3, 0, rows)[..., :width]
+    if gate == "none":
+        g = equal_gates(q)
+    return made[0], Aux(choice, g, *lses)
+
+
+def _plan_of_graph(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor | None,
+    config: NSAConfig,
+    memory: MemoryPolicy,
+    **asked: Any,
+) -> tuple[int, tuple[bool, bool, bool]]:
+    """Key/value heads of a group and the outputs that are saved, by sizes and the GPU's memory alone."""
+    Hq = q.shape[-2]
+    sizes = dict(Hq=Hq, Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], itemsize=q.dtype.itemsize, **asked)
     sizes |= dict(compress_stride=config.stride, q_tile=config.q_tile, block_size=config.block_size)
-    sizes |= dict(needs_grad=needs_grad, deterministic=config.deterministic, listed=block_indices is not None)
-    sizes |= dict(own_window=k_win is not None or v_win is not None, list_width=config.list_width(LARGEST))
+    sizes |= dict(deterministic=config.deterministic, listed=block_indices is not None)
+    sizes |= dict(list_width=config.list_width(LARGEST))
     if block_indices is not None:
         sizes |= dict(list_width=block_indices.shape[-1], rows=Hq // block_indices.shape[-2])
     plans = plans_by_tokens(tuple(sizes.items()), memory.recompute, memory.budget, q.device.index)
     for most, heads, kept in plans:
         if prod(q.shape[:-2]) <= most:
             break
-    made = OPS.attend(*tensors, **static_arguments(spec), heads=heads, kept=list(kept), bound=spec.bound)
-    if not return_aux:
-        return made[0], None
-    choice, g, lses = made[1] if block_indices is None else block_indices, made[13], made[10:13]
-    if block_indices is None:
-        if not support.takes_unions(config):
-            choice = choice.transpose(-3, -2)
-        if not torch.compiler.is_compiling():  # without the room that a graph has
-            rows = sum(map(config.num_tiles, spec.lengths)) if spec.lengths else choice.shape[-3]
-            width = config.list_width(max(spec.lengths) if spec.lengths else spec.bound or q.shape[-3])
-            choice = choice.narrow(-3, 0, rows)[..., :width]
-    if gate == "none":
-        g = equal_gates(q)
-    return made[0], Aux(choice, g, *lses)
+    return heads, kept
 
 
 def attend_selected(
@@ -173,31 +181,26 @@ def attend_selected(
     if isinstance(q_offset, int):
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         q_offset = torch.full((sequences,), q_offset, dtype=torch.int32, device=q.device)
-    static = dict(block_size=spec.block_size, q_tile=spec.q_tile, causal=spec.causal, softmax_scale=spec.softmax_scale)
-    op = OPS.selected if backend == "eager" else OPS.selected_on_kernels
-    return op(q, k, v, block_indices, q_offset, cu_seqlens, cu_seqlens_k, **static)[:2]
+    static = (spec.block_size, spec.q_tile, spec.causal, spec.softmax_scale)
+    op = OPS.selected.default if backend == "eager" else _call_selected
+    return op(q, k, v, block_indices, q_offset, cu_seqlens, cu_seqlens_k, *static)[:2]
 
 
 def static_arguments(spec: CallSpec) -> dict[str, Any]:
-    """The arguments of the operators that are no tensors."""
-    return dict(_config_arguments(spec.config), causal=spec.causal, softmax_scale=spec.softmax_scale)
-
-
-def _config_arguments(config: NSAConfig) -> dict[str, Any]:
-    named = ("block_size", "block_counts", "q_tile", "window_size", "force_blocks", "deterministic", "rule")
-    sizes = dict(compress_size=config.span, compress_stride=config.stride, compress_offset=config.offset)
-    return {name: getattr(config, name) for name in named} | sizes
-
-
-@lru_cache(maxsize=256)
-def _config(arguments: tuple[tuple[str, Any], ...]) -> NSAConfig:
-    return NSAConfig(**dict(arguments))
+    """The arguments of the operators that are no tensors, in their order."""
+    sizes = dict(compress_size=spec.config.span, compress_stride=spec.config.stride, compress_offset=spec.config.offset)
+    more = dict(causal=spec.causal, softmax_scale=spec.softmax_scale)
+    return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-2]} | more
 
 
 def _spec(static: dict[str, Any], lengths: tuple[int, ...] | None, *, listed: bool = False) -> CallSpec:
-    apart = ("causal", "softmax_scale", "heads", "kept", "bound")
-    named = tuple((name, value) for name, value in static.items() if name not in apart)
-    return CallSpec(_config(named), static["causal"], static["softmax_scale"], lengths, listed=listed)
+    return _call_spec(tuple(map(static.__getitem__, NAMES)), lengths, listed)
+
+
+@lru_cache(maxsize=256)
+def _call_spec(static: tuple[Any, ...], lengths: tuple[int, ...] | None, listed: bool) -> CallSpec:
+    *of_config, causal, softmax_scale = static
+    return CallSpec(NSAConfig(**dict(zip(NAMES, of_config))), causal, softmax_scale, lengths, listed=listed)
 
 
 def _kernels_spec(
@@ -260,7 +263,7 @@ def _branches_backward(*tensors: Tensor | None, needs: Sequence[bool], **static:
     leaves = _leaves(inputs, needs)
     with _autograd(), autocast.off(q.device), derivatives.known_lses(each):
         made = eager.attend_branches(*_complete(leaves, spec, 5), block_indices, None, spec=spec)
-    return _gradients(leaves, made.outputs, given, inputs)
+    return _gradients(leaves, made.outputs, given)
 
 
 def _selected(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
@@ -295,11 +298,17 @@ def _selected_backward(*tensors: Tensor | None, needs: Sequence[bool], **static:
     each = lses.split(_sizes(q, None if spec.lengths is None else [T for T, _ in spec.lengths], 1))
     with _autograd(), autocast.off(q.device), derivatives.known_lses(each):
         o = token_attention.attend_selected(*leaves, *inputs[3:], spec=spec)[0]
-    return _gradients(leaves, [o], [do], inputs[:3])
+    return _gradients(leaves, [o], [do])
 
 
-def _attend(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
-    """o, the fields of `SavedForBackward`, and a copy of cu_seqlens."""
+def _attend(
+    *tensors: Tensor | None, heads: int, kept: list[bool], needs_grad: bool, room: bool = True, **static: Any
+) -> tuple[Tensor | None, ...]:
+    """o, the fields of `SavedForBackward`, and a copy of cu_seqlens.
+
+    Args:
+        room: False for the shapes that the lengths ask for, instead of those that follow from shapes.
+    """
     from nsa_layer.cute import graph
 
     q, cu_seqlens, block_indices = tensors[0], *tensors[11:]
@@ -307,9 +316,9 @@ def _attend(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any
     if block_indices is not None and spec.bound is None:
         _check_lists(block_indices, q, tensors[1], spec)
     tensors = (*_complete(tensors[:11], spec, 7), *tensors[11:])
-    with torch.no_grad(), autocast.off(q.device), torch.cuda.device_of(q):
-        o, made = graph.attend(tensors, spec=spec, heads=heads, kept=kept)
-    return o, *(q.new_empty(0) if x is None else x for x in made), _copied(cu_seqlens, q, left=spec.bound is not None)
+    with torch.cuda.device_of(q):
+        o, made = graph.attend(tensors, spec=spec, heads=heads, kept=kept, needs_grad=needs_grad, room=room)
+    return o, *made, _copied(cu_seqlens, q, left=spec.bound is not None)
 
 
 def _attend_fake(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
@@ -333,10 +342,11 @@ def _attend_backward(
     if _is_left(starts):
         spec = _bounded(spec, inputs[0], static)
     given = (*_complete(inputs, spec, 7), starts if starts.numel() else None, block_indices)
-    with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
+    with torch.cuda.device_of(do):
+        made = [x if x is not None and x.dim() > 1 else None for x in made]
         found = graph.gradients(do, given, made, spec=spec, heads=heads, kept=kept)
-    q, found = inputs[0], zip(found, inputs, needs, strict=True)
-    return tuple(next(_apart([_with_room(d, x)])) if need and d is not None else q.new_empty(0) for d, x, need in found)
+    wanted = (d if need else None for d, need in zip(found, needs, strict=True))
+    return tuple([None if d is None else _with_room(d, x) for d, x in zip(wanted, inputs, strict=True)])
 
 
 def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
@@ -382,7 +392,7 @@ def _selected_on_kernels_backward(
         q, k, v, block_indices, places = selected_alone.placed(*inputs, *starts, spec=spec)
         with selected_alone.compiled_together(q, k, block_indices, places, spec, backward=True):
             found = selected_alone.backward(places, spec, do, q, k, v, block_indices, o, lse, places.q_offset)
-    return tuple(next(_apart([d])) if need else do.new_empty(0) for d, need in zip(found, needs, strict=True))
+    return tuple(next(_apart([d])) if need else None for d, need in zip(found, needs, strict=True))
 
 
 def _list_spec(static: dict[str, Any], q: Tensor, k: Tensor, *starts: Tensor | None, left: bool = False) -> ListSpec:
@@ -407,8 +417,10 @@ def _complete(inputs: Tensors, spec: CallSpec, at: int) -> Tensors:
 
 
 def _with_room(d: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x from that of its first rows."""
-    return d if d.shape == x.shape else torch.cat([d, d.new_zeros(len(x) - len(d), *x.shape[1:])])
+    """The gradient of x from that of its first rows, as it is promised."""
+    if d.shape != x.shape:
+        return torch.cat([d, d.new_zeros(len(x) - len(d), *x.shape[1:])])
+    return d if d._base is None and d.is_contiguous() else d.clone(memory_format=torch.contiguous_format)
 
 
 def _check_lists(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec) -> None:
@@ -486,8 +498,8 @@ def _leaves(inputs: Tensors, needs: Sequence[bool]) -> list[Tensor | None]:
     return [None if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
 
 
-def _gradients(leaves: Tensors, outputs: Sequence[Tensor], given: Tensors, inputs: Tensors) -> tuple[Tensor, ...]:
-    """The leaves' gradients, contiguous; empty for those that need none."""
+def _gradients(leaves: Tensors, outputs: Sequence[Tensor], given: Tensors) -> tuple[Tensor | None, ...]:
+    """The leaves' gradients, contiguous; None for those that need none."""
     asked = [x for x in leaves if x is not None and x.requires_grad]
     pairs = [(o, do) for o, do in zip(outputs, given, strict=True) if do is not None and o.requires_grad]
     outputs, given = zip(*pairs) if pairs else ((), ())
@@ -495,8 +507,7 @@ def _gradients(leaves: Tensors, outputs: Sequence[Tensor], given: Tensors, input
     gradients = []
     for x in leaves:
         d = next(found) if x is not None and x.requires_grad else None
-        missing = x is None or not x.requires_grad
-        gradients.append(inputs[0].new_empty(0) if missing else _filled(d, x))
+        gradients.append(None if x is None or not x.requires_grad else _filled(d, x))
     return tuple(gradients)
 
 
@@ -506,118 +517,7 @@ def _filled(d: Tensor | None, x: Tensor) -> Tensor:
     return next(_apart([d]))
 
 
-def _gradients_fake(first: int, count: int) -> Callable[..., tuple[Tensor, ...]]:
-    def fake(*tensors: Tensor | None, needs: Sequence[bool], **static: Any) -> tuple[Tensor, ...]:
-        inputs = tensors[first : first + count]
-        return tuple(
-            x.new_empty(x.shape) if x is not None and need else inputs[0].new_empty(0)
-            for x, need in zip(inputs, needs, strict=True)
-        )
-
-    return fake
-
-
-def _register(
-    name: str,
-    backend: str,
-    *,
-    schema: str,
-    compute: Callable[..., tuple[Tensor, ...]],
-    fake: Callable[..., tuple[Tensor, ...]],
-    outputs: int,
-    gradients: Callable[..., tuple[Tensor, ...]],
-    saved: str,
-    keep: Callable[[Tensors, Tensors], Tensors],
-    differentiable: int,
-    differentiated: int,
-) -> None:
-    """Register an operator and its backward.
-
-    Args:
-        schema: arguments; tensors come before the star.
-        outputs: number of them; the first `differentiated` have gradients.
-        saved: arguments of backward beside gradients and the first `differentiable` inputs, whose gradients it gives.
-        keep: tensors of backward's arguments beside gradients, from inputs and outputs.
-    """
-    tensors, config = schema.split(", *, ")
-    inputs = ", ".join(tensors.split(", ")[:differentiable])
-    given = ", ".join(f"Tensor? do_{i}" for i in range(differentiated))
-    backward = f"{name}_backward"
-    _define(f"{name}({schema})", outputs, compute, fake)
-    of_backward = f"{backward}({given}, {inputs}, {saved}, *, {config}, bool[] needs)"
-    _define(of_backward, differentiable, gradients, _gradients_fake(differentiated, differentiable))
-    op, op_backward = getattr(OPS, name).default, getattr(OPS, backward).default
-
-    class Differentiable(derivatives.ReverseMode):
-        @staticmethod
-        def forward(compute: Callable, static: dict[str, Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-            return compute(*tensors)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-            _, ctx.static, *tensors = inputs
-            ctx.save_for_backward(*keep(tensors, output))
-            ctx.mark_non_differentiable(*output[differentiated:])
-            ctx.set_materialize_grads(False)
-
-        @staticmethod
-        def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-            given, needs = given[:differentiated], ctx.needs_input_grad[2 : 2 + differentiable]
-            if all(do is None for do in given):
-                return (None,) * len(ctx.needs_input_grad)
-            static = dict(ctx.static, needs=needs)
-            found = derivatives.first_derivatives(
-                backend, lambda *all_of_it: op_backward(*all_of_it, **static), *given, *ctx.saved_tensors
-            )
-            found = (d if need else None for d, need in zip(found, needs, strict=True))
-            return None, None, *found, *(None,) * (len(ctx.needs_input_grad) - 2 - differentiable)
-
-    def autograd(keys: DispatchKeySet, *tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
-        derivatives.refuse_tangents(*tensors)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            below = partial(_below_autograd, op, compute, keys, **static)
-            return derivatives.apply_here(Differentiable, below, static, *tensors)
-        return _below_autograd(op, compute, keys, *tensors, **static)
-
-    def autograd_of_backward(keys: DispatchKeySet, *tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
-        derivatives.refuse_tangents(*tensors)
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            below = partial(_below_autograd, op_backward, gradients, keys, **static)
-            return derivatives.apply_here(derivatives.FirstDerivatives, below, backend, *tensors)
-        return _below_autograd(op_backward, gradients, keys, *tensors, **static)
-
-    LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
-    LIBRARY.impl(backward, autograd_of_backward, "Autograd", with_keyset=True)
-
-
-def _define(schema: str, outputs: int, compute: Callable, fake: Callable) -> None:
-    name = schema.partition("(")[0]
-    returns = ", ".join(["Tensor"] * outputs)
-    LIBRARY.define(f"{schema} -> ({returns})", tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, compute, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nsa_layer::{name}", fake, lib=LIBRARY)
-    torch.library.register_vmap(f"nsa_layer::{name}", _refuse_vmap, lib=LIBRARY)
-
-
-def _refuse_vmap(*_: Any, **__: Any) -> None:
-    raise NotImplementedError(derivatives.VMAP)
-
-
-def _below_autograd(
-    op: torch._ops.OpOverload,
-    compute: Callable[..., tuple[Tensor, ...]],
-    keys: DispatchKeySet,
-    *tensors: Tensor | None,
-    **static: Any,
-) -> tuple[Tensor, ...]:
-    keys = keys & torch._C._after_autograd_keyset
-    with torch._C._AutoDispatchBelowAutograd():
-        if keys.highestPriorityTypeId() in DEVICES:  # nothing looks at calls on their way: the dispatcher takes time
-            return compute(*tensors, **static)
-        return op.redispatch(keys, *tensors, **static)
-
-
-_register(
+register(
     "branches",
     "eager",
     schema=f"{BRANCHES}, *, {CONFIG}",
@@ -630,11 +530,12 @@ _register(
     differentiable=9,
     differentiated=3,
 )
-_register(
+_call_attend = register(
     "attend",
     "cute",
-    schema=f"{LAYER}, *, {CONFIG}, int heads, bool[] kept, SymInt? bound",
+    schema=f"{LAYER}, *, {CONFIG}, int heads, bool[] kept, SymInt? bound, bool needs_grad",
     compute=_attend,
+    direct=partial(_attend, room=False),
     fake=_attend_fake,
     outputs=15,
     gradients=_attend_backward,
@@ -643,7 +544,7 @@ _register(
     differentiable=11,
     differentiated=1,
 )
-_register(
+register(
     "selected",
     "eager",
     schema=f"{LISTS}, *, {LIST_CONFIG}",
@@ -656,7 +557,7 @@ _register(
     differentiable=3,
     differentiated=1,
 )
-_register(
+_call_selected = register(
     "selected_on_kernels",
     "cute",
     schema=f"{LISTS}, *, {LIST_CONFIG}",

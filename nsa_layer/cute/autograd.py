@@ -6,26 +6,24 @@ keys and values, and the selected blocks. Block lists are built again in backwar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from nsa_layer import determinism, support
-from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, require_choice_by_token
+from nsa_layer.call_spec import Aux, CallSpec, OwnKeys
 from nsa_layer.compiling import side_by_side
 from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
-from nsa_layer.derivatives import first_derivatives
 from nsa_layer.fork import require_patched
 from nsa_layer.gate import equal_gates, gate_kind
 
 require_patched()
 
-from flash_attn.cute.runtime.own_device import on_own_device  # noqa: E402
 from nsa_layer.cute.aside import aside  # noqa: E402
 from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Inputs, Pages, SavedForBackward, forward  # noqa: E402
@@ -34,97 +32,38 @@ from nsa_layer.kernels.launch import are_aligned  # noqa: E402
 Tensor = torch.Tensor
 
 
-@on_own_device
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
+def forward_groups(
+    inputs: Inputs,
     spec: CallSpec,
-    gate_weight: Tensor | None,
-    gates: Tensor | None,
-    compress_k_weight: Tensor | None,
-    compress_v_weight: Tensor | None,
-    k_cmp: Tensor | None = None,
-    v_cmp: Tensor | None = None,
-    k_win: Tensor | None = None,
-    v_win: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    q_offset: Tensor | None = None,
-    memory: MemoryPolicy = MemoryPolicy(),
-    needs_grad: bool = True,
-    return_aux: bool = True,
-) -> tuple[Tensor, Aux | None]:
-    """The operator on the kernels; arguments as `nsa` has checked them.
+    plan: MemoryPlan,
+    *,
+    backward: bool,
+    o: Tensor | None = None,
+    keep: Callable[[SavedForBackward, tuple[int, int]], None] | None = None,
+) -> tuple[Tensor, list[SavedForBackward]]:
+    """o, which is written where it is given, and what each group of heads leaves to its backward, if there will be one.
 
     Args:
-        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
-            there are ``q_offset + T`` at least; not read by the host. None: the queries are those of all keys.
-        memory: limits of the call's memory.
-        needs_grad: save what backward needs.
+        keep: takes what a group leaves, and its key/value heads, before the next group; the list is then empty.
     """
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "nsa: transforms of torch.func are not supported by backend='cute'; use torch.autograd, or torch.func.grad "
-            "with backend='eager'"
-        )
-    if q_offset is not None and block_indices is None:
-        require_choice_by_token(spec.config)
-    gate = gate_kind(gate_weight, gates)
-    own_window = k_win is not None or v_win is not None
-    sizes = Sizes.of(q, v, spec=spec, gate=gate, needs_grad=needs_grad, own_window=own_window, lists=block_indices)
-    plan = plan_memory(sizes, memory, q.device)
-    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
-    own = OwnKeys(k_cmp, v_cmp, k_win, v_win).map(readable)
-    q, k, v = map(readable, (q, k, v))
-    lists = k if block_indices is None else block_indices
-    rows = q.shape[-2] // lists.shape[-2]
-    packing = Packing.of(spec, q.device, rows, cu_seqlens=cu_seqlens, total=q.shape[0])
-    made = _Attend.apply(packing, spec, plan, return_aux, q, k, v, *weights, *own, block_indices, q_offset)
-    return (made[0], Aux(*made[1:])) if return_aux else (made, None)
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, packing, spec, plan, return_aux, *tensors):
-        """tensors: fields of `Inputs` before the last."""
-        inputs = Inputs(*tensors, packing)
-        o, parts = forward_groups(inputs, spec, plan, backward=any(ctx.needs_input_grad))
-        ctx.save_for_backward(*inputs[:-1], *(x for part in parts for x in part))
-        ctx.packing, ctx.spec, ctx.plan = packing, spec, plan
-        ctx.set_materialize_grads(False)
-        if not return_aux:
-            return o
-        aux = _joined_aux(parts, inputs.q, unions=support.takes_unions(spec.config, listed=spec.listed))
-        ctx.mark_non_differentiable(*aux)
-        return o, *aux
-
-    @staticmethod
-    def backward(ctx, do, *_):
-        if do is None:
-            return (None,) * len(ctx.needs_input_grad)
-        static = ctx.packing, ctx.spec, ctx.plan
-        return *[None] * 4, *first_derivatives("cute", gradients, do, *static, *ctx.saved_tensors), None, None
-
-
-def forward_groups(
-    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool, o: Tensor | None = None
-) -> tuple[Tensor, list[SavedForBackward]]:
-    """o, which is written where it is given, and what each group of heads leaves to its backward, if there will be
-    one."""
     with _side_by_side(inputs, spec, plan, backward=backward):
-        return _forward_groups(inputs, spec, plan, o)
+        return _forward_groups(inputs, spec, plan, o, keep)
 
 
 def _forward_groups(
-    inputs: Inputs, spec: CallSpec, plan: MemoryPlan, o: Tensor | None = None, **more: Any
+    inputs: Inputs,
+    spec: CallSpec,
+    plan: MemoryPlan,
+    o: Tensor | None = None,
+    keep: Callable[[SavedForBackward, tuple[int, int]], None] | None = None,
+    **more: Any,
 ) -> tuple[Tensor, list[SavedForBackward]]:
     (q, k, v), parts = inputs[:3], []
+    keep = keep or (lambda part, _: parts.append(part))
     o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
-    for first, end in plan.groups:
-        into = _narrow(o, -2, _query_heads(q, k, first, end))
-        parts.append(forward(head_group(inputs, first, end), into, spec=spec, kept=plan.kept, **more))
+    for group in plan.groups:
+        into = _narrow(o, -2, _query_heads(q, k, *group))
+        keep(forward(head_group(inputs, *group), into, spec=spec, kept=plan.kept, **more), group)
     return o, parts
 
 
@@ -134,7 +73,7 @@ def infer(inputs: Inputs, spec: CallSpec, memory: MemoryPolicy, pages: Pages | N
     asked = dict(gate=gate, needs_grad=False, own_window=own_window, lists=inputs.block_indices)
     sizes = Sizes.of(inputs.q, inputs.v, spec=spec, **asked)
     if pages is not None:
-        sizes = replace(sizes, longest=pages.room)
+        sizes = sizes._replace(longest=pages.room)
     plan = plan_memory(sizes, memory, inputs.q.device)
     o, parts = _forward_groups(inputs, spec, plan, pages=pages, beside=aside(inputs.q))
     return o, Aux(*_joined_aux(parts, inputs.q, unions=support.takes_unions(spec.config, listed=spec.listed)))
@@ -148,9 +87,22 @@ def gradients(
     *tensors: Tensor | None,
     dq: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `_Attend`'s tensors but for the last two, from those that it saved; dq where it is given."""
+    """The gradients of the first 11 `Inputs`, from all but the last and what forward left; dq where it is given."""
     given, made = len(Inputs._fields) - 1, len(SavedForBackward._fields)
-    inputs = Inputs(*tensors[:given], packing)
+    left = (SavedForBackward(*tensors[at : at + made]) for at in range(given, len(tensors), made))
+    return gradients_by_group(do, Inputs(*tensors[:given], packing), spec, plan, left, dq=dq)
+
+
+def gradients_by_group(
+    do: Tensor,
+    inputs: Inputs,
+    spec: CallSpec,
+    plan: MemoryPlan,
+    left: Iterable[SavedForBackward],
+    *,
+    dq: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """`gradients`, of what each group's forward left, which is asked for before that group's backward."""
     q, k, v = inputs[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     lists = k if inputs.block_indices is None else inputs.block_indices
@@ -162,8 +114,7 @@ def gradients(
     whole.insert(0, torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq)
     rest = []
     with _side_by_side(inputs, spec, plan, backward=True):
-        for turn, (first, end) in enumerate(plan.groups):
-            saved = SavedForBackward(*tensors[given + turn * made : given + (turn + 1) * made])
+        for (first, end), saved in zip(plan.groups, left, strict=True):
             query, key = _query_heads(q, k, first, end), (first, end)
             grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
             rest.append(backward(head_group(inputs, first, end), saved, _narrow(do, -2, query), *grads, spec=spec))

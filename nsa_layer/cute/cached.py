@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import torch
 
+from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import (
     COMPRESSED_CACHES,
     TOKEN_CACHES,
@@ -45,7 +46,7 @@ Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
 
 
-@autograd.on_own_device
+@on_own_device
 @torch.no_grad()
 def attend(
     call: CachedCall, lengths: tuple[int, ...] | None, softmax_scale: float, *, validate: bool

@@ -7,12 +7,16 @@ as any lengths could have: shapes follow from shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.memory_plan import MemoryPlan, head_groups
 from nsa_layer.support import takes_unions
+
+if TYPE_CHECKING:
+    from nsa_layer.cute.forward import SavedForBackward
 
 Tensor, Shape = torch.Tensor, tuple[int, ...]
 INPUTS = 11  # tensors of a call that have gradients
@@ -27,20 +31,10 @@ def saved_shapes(
         tensors: q, k, v, gate_weight, gates, w_k, w_v, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices.
         exact: for the lengths of ``spec``; otherwise with room for any.
     """
-    q, k, v, gate_weight, gates, w_k, w_v, k_cmp, v_cmp, _, _, cu_seqlens, block_indices = tensors
+    q, k, v, gate_weight, gates, w_k, w_v, k_cmp, v_cmp, _, _, _, block_indices = tensors
     config, tokens, lead = spec.config, q.shape[-3], q.shape[:-3]
     Hq, Hkv, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    if exact and spec.lengths is not None:
-        longest, tiles = max(spec.lengths), sum(map(config.num_tiles, spec.lengths))
-        blocks = sum(map(config.compressed_length, spec.lengths))
-    else:
-        longest, tiles = tokens, config.num_tiles(tokens)
-        blocks = (tokens - config.span) // config.stride + 1
-        blocks = max(0, blocks) if isinstance(blocks, int) else torch.sym_max(0, blocks)
-        if cu_seqlens is not None:
-            blocks = tokens // config.stride
-            tiles = tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1
-    n = config.list_width(longest) if exact else config.list_room(tokens)
+    tiles, blocks, n = _counts(tensors, spec, exact=exact)
     if takes_unions(config, listed=spec.listed):
         lists, counts = (*lead, tiles, Hkv, n), None
     else:
@@ -63,26 +57,60 @@ def saved_shapes(
     ]
 
 
+def _counts(tensors: Sequence[Tensor | None], spec: CallSpec, *, exact: bool) -> tuple[int, int, int]:
+    """Tiles, compressed blocks and chosen blocks of a tile, as for `saved_shapes`."""
+    config, tokens, cu_seqlens = spec.config, tensors[0].shape[-3], tensors[11]
+    if exact and spec.lengths is not None:
+        tiles, blocks = (sum(map(f, spec.lengths)) for f in (config.num_tiles, config.compressed_length))
+        return tiles, blocks, config.list_width(max(spec.lengths))
+    n, tiles = config.list_width(tokens) if exact else config.list_room(tokens), config.num_tiles(tokens)
+    if cu_seqlens is not None:
+        return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, tokens // config.stride, n
+    blocks = (tokens - config.span) // config.stride + 1
+    return tiles, max(0, blocks) if isinstance(blocks, int) else torch.sym_max(0, blocks), n
+
+
 def attend(
-    tensors: Sequence[Tensor | None], *, spec: CallSpec, heads: int, kept: Sequence[bool]
+    tensors: Sequence[Tensor | None],
+    *,
+    spec: CallSpec,
+    heads: int,
+    kept: Sequence[bool],
+    needs_grad: bool,
+    room: bool = True,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """o, and the fields of `SavedForBackward` for all heads, with the shapes of `saved_shapes`.
 
     Args:
         heads: key/value heads of a group.
+        needs_grad: there will be a backward.
+        room: False for exact shapes, and any strides.
     """
     from nsa_layer.cute import autograd
 
     inputs, plan = _inputs(tensors, spec, heads, kept)
-    o, parts = autograd.forward_groups(inputs, spec, plan, backward=True)
-    room, made = saved_shapes(tensors, spec=spec, kept=kept), []
-    for field, shape in enumerate(room):
-        fields = [part[field] for part in parts]
-        if shape is None:
-            made.append(None)
-            continue
-        made.append(_with_room(autograd.joined(fields, _heads(field, spec)), shape[0]))
-    return o, made
+    if len(plan.groups) == 1:
+        o, (made,) = autograd.forward_groups(inputs, spec, plan, backward=needs_grad)
+        made = (None if inputs.block_indices is not None else made[0], *made[1:])
+        if not room:
+            return o, list(made)
+        if not _has_room(tensors, spec):
+            return o, [None if x is None else x.contiguous() for x in made]
+        shapes = saved_shapes(tensors, spec=spec, kept=kept)
+        return o, [None if x is None else _with_room(x, of[0]) for x, of in zip(made, shapes, strict=True)]
+    shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=not room)
+    q, Hkv = inputs.q, inputs.k.shape[-2]
+    whole = [
+        None if of is None else q.new_full(of[0], 0 if of[1].is_floating_point else -1, dtype=of[1]) for of in shapes
+    ]
+
+    def keep(part: Sequence[Tensor | None], group: tuple[int, int]) -> None:
+        for field, (x, into) in enumerate(zip(part, whole, strict=True)):
+            if into is not None:
+                into = _of_group(into, _heads(field, spec), group, Hkv)
+                into[tuple(map(slice, x.shape))].copy_(x)
+
+    return autograd.forward_groups(inputs, spec, plan, backward=needs_grad, keep=keep)[0], whole
 
 
 def gradients(
@@ -94,22 +122,24 @@ def gradients(
     heads: int,
     kept: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the first `INPUTS` tensors, from what `attend` made."""
+    """The gradients of the first `INPUTS` tensors, from what `attend` made; None in its place of what it did not."""
     from nsa_layer.cute import autograd
 
     inputs, plan = _inputs(tensors, spec, heads, kept)
-    shapes, whole = saved_shapes(tensors, spec=spec, kept=kept, exact=True), []
-    for x, shape in zip(made, shapes, strict=True):
-        if shape is not None and x.shape != shape[0]:
-            x = x[tuple(map(slice, shape[0]))].contiguous()
-        whole.append(None if shape is None else x)
-    parts = []
-    for first, end in plan.groups:
-        group = autograd.head_group(inputs, first, end)
-        part = [_of_group(x, _heads(i, spec), (first, end), inputs.k.shape[-2]) for i, x in enumerate(whole)]
-        part[0] = part[0] if group.block_indices is None else group.block_indices
-        parts += part
-    return list(autograd.gradients(do, inputs.packing, spec, plan, *inputs[:-1], *parts))
+    whole = made
+    if _has_room(tensors, spec):
+        shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=True)
+        whole = [None if of is None else _first_of(x, of[0]) for x, of in zip(made, shapes, strict=True)]
+
+    def left(group: tuple[int, int]) -> SavedForBackward:
+        part = autograd.SavedForBackward(*whole)
+        if len(plan.groups) > 1:
+            parts = (_of_group(x, _heads(i, spec), group, inputs.k.shape[-2]) for i, x in enumerate(whole))
+            part = autograd.SavedForBackward(*(None if x is None else x.contiguous() for x in parts))
+        lists = autograd.head_group(inputs, *group).block_indices
+        return part if lists is None else part._replace(block_indices=lists)
+
+    return list(autograd.gradients_by_group(do, inputs, spec, plan, map(left, plan.groups)))
 
 
 def _heads(field: int, spec: CallSpec) -> int:
@@ -117,12 +147,24 @@ def _heads(field: int, spec: CallSpec) -> int:
     return -3 if field == 0 and not takes_unions(spec.config, listed=spec.listed) else -2
 
 
+def _has_room(tensors: Sequence[Tensor | None], spec: CallSpec) -> bool:
+    """True if `attend` may make anything larger than the call's lengths ask for."""
+    if tensors[11] is None:
+        T = tensors[0].shape[-3]
+        return spec.config.list_width(T) != spec.config.list_room(T)
+    return _counts(tensors, spec, exact=True) != _counts(tensors, spec, exact=False)
+
+
+def _first_of(x: Tensor, shape: Shape) -> Tensor:
+    return x if x.shape == shape else x[tuple(map(slice, shape))].contiguous()
+
+
 def _of_group(x: Tensor | None, dim: int, heads: tuple[int, int], Hkv: int) -> Tensor | None:
     """A field's part of key/value heads (first, end)."""
-    if x is None or heads == (0, Hkv):
-        return x
+    if x is None:
+        return None
     each = x.shape[dim] // Hkv
-    return x.narrow(dim, heads[0] * each, (heads[1] - heads[0]) * each).contiguous()
+    return x.narrow(dim, heads[0] * each, (heads[1] - heads[0]) * each)
 
 
 def _inputs(tensors: Sequence[Tensor | None], spec: CallSpec, heads: int, kept: Sequence[bool]) -> tuple:

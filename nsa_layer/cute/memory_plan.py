@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -58,8 +59,7 @@ class MemoryPolicy:
             raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}")
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of a call that its memory depends on.
 
     Attributes:

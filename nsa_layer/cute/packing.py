@@ -119,8 +119,8 @@ def takes_starts(
     """True if the kernels take a packed call whose starts are on the GPU without the host's reading them.
 
     Args:
-        block_indices: the caller's lists, which have to be of a token each.
-        compressed: the caller's k_cmp and v_cmp, which need rows for as many blocks as there could be.
+        block_indices: the caller's lists.
+        compressed: the caller's k_cmp and v_cmp; one alone needs rows for as many blocks as there could be.
     """
 
     def rows(x: torch.Tensor) -> int:
@@ -128,10 +128,11 @@ def takes_starts(
 
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type != "cuda":
         return False
-    if any(x is not None and rows(x) < q.shape[0] // config.stride for x in compressed):
-        return False
+    if len([x for x in compressed if x is not None]) == 1:
+        if any(x is not None and rows(x) < q.shape[0] // config.stride for x in compressed):
+            return False
     if block_indices is not None:
-        return config.q_tile == 1 and rows(block_indices) == q.shape[0]
+        return config.q_tile > 1 or rows(block_indices) == q.shape[0]
     from nsa_layer.kernels.block_topk import topk_kernel
     from nsa_layer.kernels.token_topk import kernel
 

@@ -13,7 +13,8 @@ from stub_kernels import LAUNCHED, stubs
 
 from nsa_layer import NSAConfig, inputs
 from nsa_layer.call_spec import OwnKeys
-from nsa_layer.cute import autograd, grad_accum
+from nsa_layer.cute import grad_accum
+from nsa_layer.operators import attend_on_kernels
 from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
 
 OURS = ("flash_attn.cute", "nsa_layer")
@@ -38,7 +39,7 @@ def step(draw: random.Random) -> None:
     given = [x.requires_grad_() for x in tensors.values() if x is not None]
     static = dict(softmax_scale=None, max_seqlen=None, causal=True)
     spec = inputs.check_inputs(inputs.Arguments(**tensors, config=case.config, cu_seqlens=made.cu_seqlens, **static))
-    o, _ = autograd.attend(**tensors, spec=spec, cu_seqlens=made.cu_seqlens)
+    o, _ = attend_on_kernels(**tensors, spec=spec, cu_seqlens=made.cu_seqlens)
     torch.autograd.grad(o, given, made.do)
     LAUNCHED.clear()
 

@@ -37,12 +37,6 @@ from nsa_layer.cute.memory_plan import plan_memory
 
 warnings.simplefilter("ignore")
 
-class Context:
-    needs_input_grad = (True,)
-    def save_for_backward(self, *tensors): self.saved_tensors = tensors
-    def set_materialize_grads(self, value): pass
-    def mark_non_differentiable(self, *tensors): pass
-
 def shape(**changes):
     given = dict(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
     return CallShape(**given | changes)
@@ -54,7 +48,7 @@ def own_call(call, bounded=False):
         return own_cached(call)
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
     names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
-    plan, context = plan_memory(call.sizes(), call.policy, torch.device("cpu")), Context()
+    plan = plan_memory(call.sizes(), call.policy, torch.device("cpu"))
     sequences = len(call.lengths or range(call.B))
     offset = None if call.keys is None else torch.empty(sequences, dtype=torch.int32, device="cuda")
     rest = *map(given.get, names), call.block_indices("cuda"), offset
@@ -64,9 +58,9 @@ def own_call(call, bounded=False):
         starts = torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
         where = dict(cu_seqlens=starts, total=call.T)
     packing = autograd.Packing.of(spec, given["q"].device, call.Hq // (call.lists or (call.Hkv,))[0], **where)
-    o = autograd._Attend.forward(context, packing, spec, plan, False, *rest)
+    o, parts = autograd.forward_groups(autograd.Inputs(*rest, packing), spec, plan, backward=True)
     if call.backward:
-        autograd._Attend.backward(context, torch.empty_like(o))
+        autograd.gradients(torch.empty_like(o), packing, spec, plan, *rest, *(x for part in parts for x in part))
 
 def own_lists(call):
     q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))

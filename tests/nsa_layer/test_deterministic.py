@@ -35,7 +35,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 699)], ids=["batch", "packed"])
 def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks that PyTorch makes the lists of, and launches that do nothing."""
-    from nsa_layer.cute import autograd
+    from nsa_tools.testing import kernel_stretches
 
     def choose(q, k_cmp, *, spec, packing):
         """The first blocks, for every tile."""
@@ -49,7 +49,7 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
     sizes = dict(T=1000, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16)
     case = Case(**sizes, lengths=lengths, config=config, compress_weights=True)
     with stubs(), Recorder() as recorder:
-        run(autograd.attend, make_inputs(case))
+        run(kernel_stretches.attend, make_inputs(case))
     assert ("bmm", True) in recorder.seen and ("scatter_add", False) in recorder.seen
     assert not {(name, True) for name in UNORDERED} & recorder.seen
 

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
-from nsa_layer.operators import OPS, static_arguments
+from nsa_layer.operators import static_arguments
+from nsa_layer.registration import OPS
 from nsa_layer.rope import RotaryEmbedding
 
 Tensors = list[torch.Tensor]
@@ -78,6 +79,10 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
     lists, starts = torch.zeros(total, 2, 3, dtype=torch.int32), starts_of(LENGTHS, "cpu")
     given = dict(gate_weight=torch.randn(4, 3, 64, dtype=torch.bfloat16, requires_grad=True), cu_seqlens=starts)
     given |= dict(compress_k_weight=torch.randn(2, 64, 64, dtype=torch.bfloat16, requires_grad=True))
+    tiles = torch.zeros(sum(-(-length // 32) for length in LENGTHS), 2, 3, dtype=torch.int32)
+    blocks = sum(map(NSAConfig().compressed_length, LENGTHS))
+    own = {name: torch.randn(blocks, 2, 64, dtype=torch.bfloat16) for name in ("k_cmp", "v_cmp")}
+    own |= dict(compress_k_weight=None)
     with stubbed_layer():
         if way == "operator":
             monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -87,6 +92,7 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
             nsa(q, k, v, **given, config=NSAConfig(q_tile=32), backend="cute"),
             nsa(q, k, v, **given, config=NSAConfig(q_tile=128), backend="cute"),
             nsa(q, k, v, block_indices=lists, max_seqlen=800, cu_seqlens=starts, backend="cute"),
+            nsa(q, k, v, **given | own, block_indices=tiles, config=NSAConfig(q_tile=32), backend="cute"),
             selected_attention(q, k, v, lists, block_size=64, cu_seqlens=starts, backend="cute"),
         ]
         for o in calls:
@@ -164,6 +170,33 @@ def test_starts_on_the_gpu_are_not_read(options: dict) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("q_tile", [1, 32, 128])
+def test_lists_and_compressed_keys_with_starts_on_the_gpu(q_tile: int) -> None:
+    """With as many rows as there are tiles and blocks."""
+    config, on_host, on_gpu = FIXED.replace(q_tile=q_tile), starts_of(LENGTHS, "cpu"), starts_of(LENGTHS)
+    tiles, blocks = (sum(map(f, LENGTHS)) for f in (config.num_tiles, config.compressed_length))
+    q, k, v = (drawn(sum(LENGTHS), h, 64, seed=h + i).requires_grad_() for i, h in enumerate((4, 2, 2)))
+    own = [drawn(blocks, 2, 64, seed=seed).requires_grad_() for seed in (7, 8)]
+    lists = torch.tensor([[0, 1, -1]], dtype=torch.int32, device="cuda").repeat(tiles, 2, 1)
+    call = partial(nsa, config=config, k_cmp=own[0], v_cmp=own[1], block_indices=lists)
+    want = step(call, [q, k, v, *own], q, k, v, cu_seqlens=on_host)
+    step(call, [q, k, v, *own], q, k, v, cu_seqlens=on_gpu)
+    with no_waits():
+        got = step(call, [q, k, v, *own], q, k, v, cu_seqlens=on_gpu)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_lists_by_token_are_returned_without_a_look_at_starts() -> None:
+    q, k, v = (drawn(sum(LENGTHS), h, 64) for h in (4, 2, 2))
+    want, _ = (nsa(q, k, v, cu_seqlens=starts_of(LENGTHS, on), return_aux=True)[1] for on in ("cpu", "cuda"))
+    starts = starts_of(LENGTHS)
+    with no_waits():
+        got = nsa(q, k, v, cu_seqlens=starts, max_seqlen=723, return_aux=True)[1]
+    assert all(torch.equal(x, y) for x, y in zip(vars(got).values(), vars(want).values(), strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=["grouped", "a head each"])
 def test_lists_with_starts_on_the_gpu(heads: tuple[int, int]) -> None:
     total, keys = sum(LENGTHS), tuple(length + 64 for length in LENGTHS)
@@ -219,7 +252,9 @@ def test_pytorch_finds_nothing_wrong_with_the_operators(packed: bool) -> None:
     # Heads come first in memory: the strides are not those of a contiguous tensor.
     q, k, v = (drawn(*lead[:-1], h, total, 64, seed=h).transpose(-2, -3).requires_grad_() for h in (4, 2, 2))
     weight, lists = drawn(4, 3, 64), torch.zeros(*lead, 2, 3, dtype=torch.int32, device="cuda")
-    static = dict(static_arguments(CallSpec(FIXED, True, 0.125)), heads=1, kept=[False, True, True], bound=None)
+    static = dict(
+        static_arguments(CallSpec(FIXED, True, 0.125)), heads=1, kept=[False, True, True], bound=None, needs_grad=True
+    )
     opcheck(OPS.attend.default, (q, k, v, weight, *[None] * 7, starts, None), static)
     static = dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.125)
     opcheck(OPS.selected_on_kernels.default, (q, k, v, lists, None, starts, None), static)

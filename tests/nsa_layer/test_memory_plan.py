@@ -9,6 +9,7 @@ import torch
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
 from nsa_layer.cute.memory_plan import ITEMS, Sizes, plan_memory, predict, rows_of_item
+from nsa_layer.operators import attend_on_kernels
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -32,7 +33,7 @@ def test_plenty_of_memory_is_one_group_and_everything_saved() -> None:
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("Hkv", [1, 3, 8])
 def test_schedules_keep_to_the_budget_and_take_every_head_once(Hkv: int, needs_grad: bool) -> None:
-    sizes = Sizes(**(vars(SIZES) | dict(Hq=4 * Hkv, Hkv=Hkv, needs_grad=needs_grad)))
+    sizes = SIZES._replace(Hq=4 * Hkv, Hkv=Hkv, needs_grad=needs_grad)
     most = peak(sizes, MemoryPolicy())
     seen = set()
     for share in range(100, 0, -1):
@@ -48,27 +49,27 @@ def test_schedules_keep_to_the_budget_and_take_every_head_once(Hkv: int, needs_g
 def test_lists_by_token_take_what_their_unions_have_room_for() -> None:
     """4,096 tokens have 64 blocks; a tile of one head's queries, 128 tokens of 16 entries, could list 2,048."""
     T, heads, everything = 4096, 8, (True, True, True)
-    sizes = Sizes(**(vars(SIZES) | dict(tokens=T, Hq=heads, q_tile=1)))
+    sizes = SIZES._replace(tokens=T, Hq=heads, q_tile=1)
     parts = predict(sizes, heads, everything)
     rows, compressed = 6 * 4 * T * heads, T // 64 * heads * (256 * 2 + 128 * 4)
     unions = T // 128 * heads * (1 + 64 * (1 + 4)) * 4  # counts, entries, four words of bits each
     assert parts["forward"] == rows + compressed + unions
-    packed = Sizes(**(vars(sizes) | dict(longest=1024)))
+    packed = sizes._replace(longest=1024)
     assert predict(packed, heads, everything)["forward"] == rows + compressed + T // 128 * heads * (1 + 16 * 5) * 4
     # 524,288 pairs in items of 4,096 at most have 256 partial sums, more than dq's accumulator.
     base, dq, dk_dv = rows + 2 * compressed + unions, 4 * T * heads * 128, 4 * T * heads * 256
     for block_size in (64, 128):
         blocks = T // block_size * heads
         pairs = 4 * 524288 + (128 + blocks) * 16 + 4 * blocks + 256 * block_size * 256 * 4
-        found = predict(Sizes(**(vars(sizes) | dict(block_size=block_size))), heads, everything)
+        found = predict(sizes._replace(block_size=block_size), heads, everything)
         assert found["backward"] == base + dk_dv + pairs
-    short = Sizes(**(vars(sizes) | dict(list_width=8)))
+    short = sizes._replace(list_width=8)
     assert predict(short, heads, everything)["backward"] == base + dk_dv + dq
     assert parts["saved"] == 3 * T * heads * 256 + 24 * T * heads + T // 64 * heads * 512 + 4 * 524288
 
 
 def test_without_backward_nothing_is_kept() -> None:
-    sizes = Sizes(**(vars(SIZES) | dict(needs_grad=False)))
+    sizes = SIZES._replace(needs_grad=False)
     assert plan_memory(sizes, MemoryPolicy(recompute="none"), CPU).kept == (False, False, False)
     assert predict(sizes, 8, (False, False, False))["saved"] == 0
 
@@ -112,11 +113,9 @@ def test_computing_again_changes_no_bit(lengths: tuple[int, ...] | None, gate: s
 @pytest.mark.gpu
 @GATES_AND_LENGTHS
 def test_groups_of_heads_are_as_exact(lengths: tuple[int, ...] | None, gate: str) -> None:
-    from nsa_layer.cute import autograd
-
     case = small_case(lengths, gate, deterministic=False)
     for policy in (MemoryPolicy(budget=0), MemoryPolicy(budget=0, recompute="none")):
-        assert_close_to_reference(case, partial(autograd.attend, memory=policy), "cuda")
+        assert_close_to_reference(case, partial(attend_on_kernels, memory=policy), "cuda")
 
 
 @pytest.mark.gpu

@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_layer import NSAConfig, nsa, selected_attention
+from nsa_layer import NSAConfig, nsa, operators, selected_attention
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute import memory_plan
-from nsa_layer.operators import OPS, static_arguments
+from nsa_layer.operators import static_arguments
+from nsa_layer.registration import OPS
 
 SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
 LENGTHS = (7, 0, 18)
@@ -142,7 +143,7 @@ def on_kernels(*, q_tile: int, packed: bool, heads: int, kept: list[bool], **mor
     own = (made(*of, 2, 64, asked=more.get("own", False)) for of in (blocks, blocks, lead, lead))
     starts = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
     lists = torch.zeros(*tiles, 2, 3, dtype=torch.int32) if more.get("given") else None
-    static = dict(static_arguments(CallSpec(config, True, 0.1)), heads=heads, kept=kept, bound=None)
+    static = dict(static_arguments(CallSpec(config, True, 0.1)), heads=heads, kept=kept, bound=None, needs_grad=True)
     return (q, k, v, made(4, 3, 64), None, *weights, *own, starts, lists), static
 
 
@@ -226,7 +227,7 @@ def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch
             shapes = ({at: T}, {at: T}, {at: T}, None, None)
             graph = torch.export.export(Call(), arguments, dynamic_shapes=shapes, strict=True).graph
         calls = [node for node in graph.nodes if node.target is OPS.attend.default]
-        assert [(node.kwargs["heads"], node.kwargs["bound"]) for node in calls] == [(2, 2000 if packed else None)]
+        assert [(node.args[-4], node.args[-2]) for node in calls] == [(2, 2000 if packed else None)]
 
 
 def test_a_graph_is_made_anew_where_the_plan_changes_and_nowhere_else() -> None:
@@ -285,8 +286,45 @@ def test_calls_on_the_kernels_are_operators_where_they_are_seen(packed: bool) ->
             with Noted() as noted:
                 call(q, k, v, cu_seqlens=starts, backend="cute").sum().backward()
             assert noted.names == [name, f"{name}_backward"]
+            o = call(q, k, v, cu_seqlens=starts, backend="cute")
+            with Noted() as noted:
+                o.sum().backward()
+            assert noted.names == [f"{name}_backward"]
             _, gradients = torch.func.vjp(lambda *x: call(*x, cu_seqlens=starts, backend="cute"), q, k, v)
             assert [x.shape for x in gradients(torch.ones_like(q))] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("room", [False, True])
+@pytest.mark.parametrize("case", ["small tiles in groups", "tiles in groups", "given"])
+def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, static = on_kernels(**KERNELS[case])
+    left = []
+
+    with stubbed_layer():
+        from nsa_layer.cute import autograd
+
+        forward, backward = autograd.forward, autograd.backward
+
+        def filled(*args: Any, **kwargs: Any) -> Any:
+            left.append(forward(*args, **kwargs))
+            for i, x in enumerate(left[-1]):
+                if x is not None:
+                    x.copy_(torch.randint(100, x.shape, generator=torch.Generator().manual_seed(13 * len(left) + i)))
+            return left[-1]
+
+        def compared(inputs: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, x, y in zip(saved._fields, saved, left.pop(0), strict=True):
+                assert x is y is None or torch.equal(x, y), name
+            return backward(inputs, saved, *args, **kwargs)
+
+        monkeypatch.setattr(autograd, "forward", filled)
+        monkeypatch.setattr(autograd, "backward", compared)
+        q, starts = tensors[0], tensors[11]
+        _, *made, starts = operators._attend(*tensors, **static, room=room)
+        del static["needs_grad"]
+        needs = [x is not None for x in tensors[:11]]
+        operators._attend_backward(torch.ones_like(q), *tensors[:11], tensors[12], *made, starts, needs=needs, **static)
+    assert not left
 
 
 @pytest.mark.parametrize("q_tile", [1, 128])

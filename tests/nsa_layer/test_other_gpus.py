@@ -6,27 +6,28 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_layer import NSAConfig, nsa
+from nsa_layer import NSAConfig, nsa, operators
 from nsa_layer.call_spec import CallSpec
+from nsa_layer.operators import static_arguments
 
 CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, deterministic=True)
 
 
 def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    from nsa_layer.cute import autograd
+    from nsa_layer.cute import graph
 
     class Asked(Exception):
         pass
 
-    def asked(*_: object) -> None:
+    def asked(*_: object, **__: object) -> None:
         raise Asked(*entered)
 
     entered: list[int] = []
 
     class Device:
-        def __init__(self, device: torch.device) -> None:
-            self.index = device.index
+        def __init__(self, x: torch.Tensor) -> None:
+            self.index = x.device.index
 
         def __enter__(self) -> None:
             entered.append(self.index)
@@ -34,15 +35,13 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
         def __exit__(self, *_: object) -> None:
             entered.pop()
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(autograd, "plan_memory", asked)
+    monkeypatch.setattr(torch.cuda, "device_of", Device)
+    monkeypatch.setattr(graph, "attend", asked)
     with FakeTensorMode():
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
-    weights = dict.fromkeys(("gate_weight", "gates", "compress_k_weight", "compress_v_weight", "cu_seqlens"))
+    static = static_arguments(CallSpec(CONFIG, True, 0.125)) | dict(heads=2, kept=[False] * 3, bound=None)
     with pytest.raises(Asked, match="1"):
-        autograd.attend(q, q, q, spec=CallSpec(CONFIG, True, 0.125), **weights)
+        operators._attend(q, q, q, *[None] * 10, **static, needs_grad=False)
     assert not entered
 
 

@@ -83,13 +83,13 @@ ON_GPU = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 def test_stretches_are_the_whole_on_the_kernels(name: str) -> None:
-    from nsa_layer.cute import autograd
     from nsa_layer.support import device_arch, kernel_family
+    from nsa_tools.testing import kernel_stretches
 
     if kernel_family(device_arch()) != 90:
         pytest.skip("needs a Hopper GPU")
     case, stretches = ON_GPU[name]
-    got = assert_close_to_reference(case, in_stretches(autograd.attend, stretches), "cuda")
+    got = assert_close_to_reference(case, in_stretches(kernel_stretches.attend, stretches), "cuda")
     whole = run("cute", make_inputs(case, "cuda"))
     differ = (got.aux.block_indices != whole.aux.block_indices).any(-1)
     assert not differ.any(), f"{int(differ.sum())} lists differ from those of the whole: {case!r}"
@@ -107,10 +107,10 @@ def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
     case, stretches = STUBBED[name]
     case = replace(case, D=64)
     with stubbed_layer():
-        from nsa_layer.cute import autograd
+        from nsa_tools.testing import kernel_stretches
 
         LAUNCHED.clear()
-        got = run(in_stretches(autograd.attend, stretches), make_inputs(case))
+        got = run(in_stretches(kernel_stretches.attend, stretches), make_inputs(case))
     offsets = {tuple(first for first, _ in stretch) for stretch in stretches}
 
     def told(args: object) -> bool:
@@ -128,8 +128,8 @@ def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_reads_positions_when_it_is_replayed() -> None:
-    from nsa_layer.cute import autograd
     from nsa_layer.support import device_arch, kernel_family
+    from nsa_tools.testing import kernel_stretches
 
     if kernel_family(device_arch()) != 90:
         pytest.skip("needs a Hopper GPU")
@@ -139,8 +139,8 @@ def test_a_graph_reads_positions_when_it_is_replayed() -> None:
     weights = dict(gate_weight=inputs.gate_weight, gates=None, compress_k_weight=None, compress_v_weight=None)
 
     def attend() -> torch.Tensor:
-        given = dict(spec=case.spec, q_offset=q_offset, needs_grad=False, return_aux=False)
-        return autograd.attend(q, inputs.k, inputs.v, **weights, **given)[0]
+        given = dict(spec=case.spec, q_offset=q_offset)
+        return kernel_stretches.attend(q, inputs.k, inputs.v, **weights, **given)[0]
 
     with torch.no_grad():
         stream = torch.cuda.Stream()

@@ -21,10 +21,13 @@ def on_own_device(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = next((x.device for x in chain(args, kwargs.values()) if isinstance(x, torch.Tensor)), None)
-        if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor):
+            first = next((x for x in chain(args, kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if first is None or not torch.cuda.is_initialized():
             return function(*args, **kwargs)
-        if device.index == torch.cuda.current_device():
+        device = first.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
             return function(*args, **kwargs)
         with torch.cuda.device(device):
             return function(*args, **kwargs)

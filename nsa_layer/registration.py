@@ -1,0 +1,196 @@
+"""Registration of operators and their backward with PyTorch, as `torch.ops.nsa_layer`.
+
+The first arguments of an operator are tensors, and what is missing among its outputs is empty. A backward is an
+operator too; that one cannot be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from nsa_layer import autocast, derivatives
+
+Tensor, DispatchKeySet = torch.Tensor, torch._C.DispatchKeySet
+Tensors = Sequence[Tensor | None]
+
+PLAIN = (Tensor, torch.nn.Parameter)
+DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+LIBRARY = torch.library.Library("nsa_layer", "DEF")
+OPS = torch.ops.nsa_layer
+
+
+def is_recorded() -> bool:
+    """True in graphs that are made, and in modes (those of fake tensors, selective checkpoints)."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_seen(tensors: Tensors = ()) -> bool:
+    """True if a call is told apart from its kernels: recorded, transformed, profiled, or of tensors of other kinds."""
+    if is_recorded() or derivatives.is_transformed() or torch._C._autograd._profiler_enabled():
+        return True
+    return any(x is not None and type(x) not in PLAIN for x in tensors)
+
+
+def register(
+    name: str,
+    backend: str,
+    *,
+    schema: str,
+    compute: Callable[..., tuple[Tensor, ...]],
+    fake: Callable[..., tuple[Tensor, ...]],
+    outputs: int,
+    gradients: Callable[..., tuple[Tensor, ...]],
+    saved: str,
+    keep: Callable[[Tensors, Tensors], Tensors],
+    differentiable: int,
+    differentiated: int,
+    direct: Callable[..., tuple[Tensor | None, ...]] | None = None,
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Register an operator and its backward; returns what calls it, by the dispatcher where that does anything.
+
+    Without the dispatcher, which takes time, there is None for what is missing.
+
+    Args:
+        schema: arguments; tensors come before the star.
+        outputs: number of them; the first `differentiated` have gradients.
+        saved: arguments of backward beside gradients and the first `differentiable` inputs, whose gradients it gives.
+        keep: tensors of backward's arguments beside gradients, from inputs and outputs.
+        direct: computes calls without the dispatcher, whose outputs may have other shapes.
+    """
+    tensors, config = schema.split(", *, ")
+    inputs = ", ".join(tensors.split(", ")[:differentiable])
+    given = ", ".join(f"Tensor? do_{i}" for i in range(differentiated))
+    direct = _flat(schema, direct or compute)
+    op, compute = _define(name, schema, outputs, compute, fake)
+    of_backward = f"{given}, {inputs}, {saved}, *, {config}, bool[] needs"
+    fake = _gradients_fake(differentiated, differentiable)
+    op_backward, whole = _define(f"{name}_backward", of_backward, differentiable, gradients, fake)
+    gradients = _flat(of_backward, gradients)
+    count, may_be_none = len(tensors.split(", ")), ["?" in each for each in f"{inputs}, {saved}".split(", ")]
+
+    class Differentiable(derivatives.ReverseMode):
+        """Of the outputs that have gradients; the call keeps the rest."""
+
+        @staticmethod
+        def forward(compute: Callable, call: _Call, *args: Any) -> tuple[Tensor, ...]:
+            made = compute(*args)
+            call.rest = made[differentiated:]
+            return made[:differentiated]
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+            _, call, *args = inputs
+            ctx.is_seen, ctx.static = call.is_seen, args[count:]
+            ctx.save_for_backward(*keep(args[:count], (*output, *call.rest)))
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+            needs = ctx.needs_input_grad[2 : 2 + differentiable]
+            if all(do is None for do in given):
+                return (None,) * len(ctx.needs_input_grad)
+            run, saved = gradients, ctx.saved_tensors
+            if ctx.is_seen or is_seen(given):
+                run, saved = op_backward, map(_filled, saved, may_be_none, repeat(saved[0]))
+            found = derivatives.first_derivatives(backend, run, *given, *saved, *ctx.static, needs)
+            found = (d if need else None for d, need in zip(found, needs, strict=True))
+            return None, None, *found, *(None,) * (len(ctx.needs_input_grad) - 2 - differentiable)
+
+    def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
+        derivatives.refuse_tangents(*args)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:count]):
+            call, below = _Call(is_seen=True), partial(_below_autograd, op, compute, keys)
+            return *derivatives.apply_here(Differentiable, below, call, *args), *call.rest
+        return _below_autograd(op, compute, keys, *args)
+
+    def without_dispatcher(*args: Any) -> tuple[Tensor | None, ...]:
+        if is_seen(args[:count]):
+            return op(*args)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:count]):
+            call = _Call(is_seen=False)
+            return *derivatives.apply_here(Differentiable, direct, call, *args), *call.rest
+        with torch.no_grad():
+            return direct(*args)
+
+    def autograd_of_backward(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
+        derivatives.refuse_tangents(*args)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            below = partial(_below_autograd, op_backward, whole, keys)
+            return derivatives.apply_here(derivatives.FirstDerivatives, below, backend, *args)
+        return _below_autograd(op_backward, whole, keys, *args)
+
+    LIBRARY.impl(name, autograd, "Autograd", with_keyset=True)
+    LIBRARY.impl(f"{name}_backward", autograd_of_backward, "Autograd", with_keyset=True)
+    return without_dispatcher
+
+
+def _define(
+    name: str, schema: str, outputs: int, compute: Callable, fake: Callable
+) -> tuple[torch._ops.OpOverload, Callable[..., tuple[Tensor, ...]]]:
+    """The operator, and what computes it from its arguments.
+
+    Those behind the star can be given by place too, which takes the dispatcher half the time.
+    """
+    found = _flat(schema, compute)
+
+    def whole(*args: Any) -> tuple[Tensor, ...]:
+        like = next(x for x in args if x is not None)
+        with torch.no_grad(), autocast.off(like.device):
+            return tuple([like.new_empty(0) if x is None else x for x in found(*args)])
+
+    returns = ", ".join(["Tensor"] * outputs)
+    schema_by_place = f"{name}({schema.replace('*, ', '')}) -> ({returns})"
+    LIBRARY.define(schema_by_place, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, whole, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"nsa_layer::{name}", _flat(schema, fake), lib=LIBRARY)
+    torch.library.register_vmap(f"nsa_layer::{name}", _refuse_vmap, lib=LIBRARY)
+    return getattr(OPS, name).default, whole
+
+
+def _flat(schema: str, function: Callable[..., tuple]) -> Callable[..., tuple]:
+    """The function of a schema's arguments by place, which takes those behind the star by name."""
+    tensors, config = (part.split(", ") for part in schema.split(", *, "))
+    count, names = len(tensors), [each.split()[-1] for each in config]
+    return lambda *args: function(*args[:count], **dict(zip(names, args[count:], strict=True)))
+
+
+def _filled(x: Tensor | None, may_be_none: bool, like: Tensor) -> Tensor | None:
+    """x, or an empty tensor in the place of one that has to be there."""
+    return like.new_empty(0) if x is None and not may_be_none else x
+
+
+def _refuse_vmap(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(derivatives.VMAP)
+
+
+class _Call:
+    """A call that has derivatives: True if the dispatcher makes it, and what it makes that has none."""
+
+    def __init__(self, is_seen: bool) -> None:
+        self.is_seen, self.rest = is_seen, ()
+
+
+def _below_autograd(
+    op: torch._ops.OpOverload, compute: Callable[..., tuple[Tensor, ...]], keys: DispatchKeySet, *args: Any
+) -> tuple[Tensor, ...]:
+    keys = keys & torch._C._after_autograd_keyset
+    with torch._C._AutoDispatchBelowAutograd():
+        if keys.highestPriorityTypeId() in DEVICES:  # nothing looks at calls on their way: the dispatcher takes time
+            return compute(*args)
+        return op.redispatch(keys, *args)
+
+
+def _gradients_fake(first: int, count: int) -> Callable[..., tuple[Tensor, ...]]:
+    def fake(*tensors: Tensor | None, needs: Sequence[bool], **static: Any) -> tuple[Tensor, ...]:
+        inputs = tensors[first : first + count]
+        return tuple(
+            x.new_empty(x.shape) if x is not None and need else inputs[0].new_empty(0)
+            for x, need in zip(inputs, needs, strict=True)
+        )
+
+    return fake
