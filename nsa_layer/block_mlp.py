@@ -89,7 +89,7 @@ def _packed_blocks(x: torch.Tensor, starts: torch.Tensor, config: NSAConfig) -> 
     counts = ((starts.diff() - config.span) // config.stride + 1).clamp(min=0)
     ends = counts.cumsum(0)
     block = torch.arange(total // config.stride, device=x.device)
-    sequence = torch.searchsorted(ends, block, right=True).clamp(max=len(counts) - 1)
+    sequence = torch.searchsorted(ends, block, right=True).clamp(max=counts.shape[0] - 1)
     first = starts[sequence] + (block - (ends - counts)[sequence]) * config.stride
     tokens = first[:, None] + torch.arange(config.span, device=x.device)
     return x[tokens.clamp(max=total - 1)]

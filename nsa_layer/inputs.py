@@ -216,7 +216,7 @@ def check_starts(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
     refuse_nested(name, cu_seqlens)
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"{name} must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
 
 

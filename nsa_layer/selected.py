@@ -105,8 +105,8 @@ def selected_attention(
         bound = (q.shape[0], k.shape[0]) if leave else None
         of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=not leave)
         of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k", read=not leave) if apart else of_q
-        if apart and len(cu_seqlens_k) != len(cu_seqlens):
-            sequences, of_keys = len(cu_seqlens) - 1, len(cu_seqlens_k) - 1
+        if apart and cu_seqlens_k.shape != cu_seqlens.shape:
+            sequences, of_keys = cu_seqlens.shape[0] - 1, cu_seqlens_k.shape[0] - 1
             raise ValueError(f"cu_seqlens_k must have cu_seqlens's {sequences} sequences, got {of_keys}")
         lengths = None if of_q is None else tuple(zip(of_q, of_k))
     # Where the host does not know lengths there is a list for each token: their number does not depend on lengths.
@@ -115,7 +115,7 @@ def selected_attention(
     spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths, bound)
     numbers = backend == "reference"  # the operators of other backends read them
     check_lists(block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed, numbers=numbers)
-    _check_offset(q_offset, q, len(cu_seqlens) - 1 if packed else q.shape[0])
+    _check_offset(q_offset, q, cu_seqlens.shape[0] - 1 if packed else q.shape[0])
     if numbers or q_offset is None:
         check_positions(q_offset, pairs, causal=causal)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))

@@ -240,6 +240,28 @@ def test_an_export_takes_any_length(name: str, strict: bool, place: Place) -> No
         assert_same([loaded(x)], [module(x)])
 
 
+class Packed(nn.Module):
+    """A layer that takes the starts of sequences beside tokens."""
+
+    def __init__(self, module: NSAttention) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, starts: Tensor) -> Tensor:
+        return self.module(x, cu_seqlens=starts)
+
+
+def test_an_export_takes_any_packing(place: Place) -> None:
+    module = layer(place, **MODULES["paper"]).requires_grad_(False)
+    total, least = place.total, 2 * place.config.block_size
+    shapes = {"x": {0: Dim("total", min=least, max=4096)}, "starts": {0: Dim("starts", min=3, max=64)}}
+    given = place.tokens(total), place.starts(place.packings[0])
+    program = export(Packed(module), given, dynamic_shapes=shapes).module()
+    for lengths in (place.packings[1], (total, 40)):
+        x, starts = place.tokens(sum(lengths)), place.starts(lengths)
+        assert_same([program(x, starts)], [module(x, cu_seqlens=starts)])
+
+
 @pytest.mark.sweep
 def test_a_package_of_aotinductor_takes_any_length(tmp_path: Path, place: Place) -> None:
     module = layer(place).requires_grad_(False)
