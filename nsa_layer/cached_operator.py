@@ -13,7 +13,7 @@ from nsa_layer.cached_call import CachedCall, query_lengths
 from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
 from nsa_layer.operators import CONFIG, static_arguments
-from nsa_layer.registration import LIBRARY, OPS, is_seen
+from nsa_layer.operators.registration import LIBRARY, OPS, is_seen
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]

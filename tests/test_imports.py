@@ -68,7 +68,8 @@ def reached(module: str) -> set[str]:
     seen, waiting = set(), [module]
     while waiting:
         name = waiting.pop()
-        file = ROOT / f"{name.replace('.', '/')}.py"
+        path = ROOT / name.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         if name not in seen and name.startswith("nsa_layer.") and file.exists():
             seen.add(name)
             waiting += imports(file)

@@ -24,7 +24,7 @@ from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_at
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.packing import Packing
 from nsa_layer.operators import static_arguments
-from nsa_layer.registration import OPS
+from nsa_layer.operators.registration import OPS
 from nsa_layer.rope import RotaryEmbedding
 
 Tensors = list[torch.Tensor]
@@ -65,13 +65,17 @@ def test_starts_made_on_the_gpu_are_those_that_the_host_makes(config: NSAConfig)
 @pytest.mark.parametrize("way", ["operator", "call"])
 def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a look would wait for it; here it is an error."""
-    from nsa_layer import inputs, operators, selected
+    from nsa_layer import inputs, selected
+    from nsa_layer.operators import arguments, layer
+    from nsa_layer.operators import selected as operators_of_lists
 
     for module in (inputs, selected):
         monkeypatch.setattr(module, "leaves_lengths", lambda *_: True)
         monkeypatch.setattr(module, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
-    monkeypatch.setattr(operators, "takes_starts", lambda *_: True)
-    monkeypatch.setattr(operators, "_is_left", lambda starts: starts is not None)
+    for module in (layer, operators_of_lists):
+        monkeypatch.setattr(module, "takes_starts", lambda *_: True)
+    for module in (arguments, layer, operators_of_lists):
+        monkeypatch.setattr(module, "is_left", lambda starts: starts is not None)
     for name in ("tolist", "item", "nonzero", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, None)
     total = sum(LENGTHS)
@@ -86,7 +90,7 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
     with stubbed_layer():
         if way == "operator":
             monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-            monkeypatch.setattr(operators, "plans_by_tokens", lambda *_: [(1 << 20, 1, (True,) * 3)])
+            monkeypatch.setattr(layer, "plans_by_tokens", lambda *_: [(1 << 20, 1, (True,) * 3)])
         calls = [
             nsa(q, k, v, **given, backend="cute"),
             nsa(q, k, v, **given, config=NSAConfig(q_tile=32), backend="cute"),

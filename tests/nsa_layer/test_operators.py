@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_layer import NSAConfig, nsa, operators, selected_attention
+from nsa_layer import NSAConfig, nsa, selected_attention
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute import memory_plan
-from nsa_layer.operators import static_arguments
-from nsa_layer.registration import OPS
+from nsa_layer.operators import layer, static_arguments
+from nsa_layer.operators.registration import OPS
 
 SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
 LENGTHS = (7, 0, 18)
@@ -320,10 +320,10 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypa
         monkeypatch.setattr(autograd, "forward", filled)
         monkeypatch.setattr(autograd, "backward", compared)
         q, starts = tensors[0], tensors[11]
-        _, *made, starts = operators._attend(*tensors, **static, room=room)
+        _, *made, starts = layer._attend(*tensors, **static, room=room)
         del static["needs_grad"]
         needs = [x is not None for x in tensors[:11]]
-        operators._attend_backward(torch.ones_like(q), *tensors[:11], tensors[12], *made, starts, needs=needs, **static)
+        layer._attend_backward(torch.ones_like(q), *tensors[:11], tensors[12], *made, starts, needs=needs, **static)
     assert not left
 
 

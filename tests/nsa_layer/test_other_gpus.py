@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_layer import NSAConfig, nsa, operators
+from nsa_layer import NSAConfig, nsa
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.operators import static_arguments
+from nsa_layer.operators import layer, static_arguments
 
 CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, deterministic=True)
 
@@ -41,7 +41,7 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
     static = static_arguments(CallSpec(CONFIG, True, 0.125)) | dict(heads=2, kept=[False] * 3, bound=None)
     with pytest.raises(Asked, match="1"):
-        operators._attend(q, q, q, *[None] * 10, **static, needs_grad=False)
+        layer._attend(q, q, q, *[None] * 10, **static, needs_grad=False)
     assert not entered
 
 

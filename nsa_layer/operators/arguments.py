@@ -1,0 +1,103 @@
+"""Arguments and outputs of the operators: schemas, specs made of flat arguments, starts, and room for any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from nsa_layer.call_spec import CallSpec, ListSpec
+from nsa_layer.config import NSAConfig
+from nsa_layer.inputs import check_lists
+
+Tensor = torch.Tensor
+Tensors = Sequence[Tensor | None]
+KEYS = "Tensor q, Tensor k, Tensor v"
+BRANCHES = (
+    f"{KEYS}, Tensor? compress_k_weight, Tensor? compress_v_weight, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_win, "
+    "Tensor? v_win, Tensor? cu_seqlens, Tensor? block_indices"
+)
+LAYER = BRANCHES.replace(KEYS, f"{KEYS}, Tensor? gate_weight, Tensor? gates")
+CONFIG = (
+    "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
+    "int compress_offset, bool force_blocks, bool deterministic, str rule, bool causal, float softmax_scale"
+)
+NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
+LISTS = f"{KEYS}, Tensor block_indices, Tensor? q_offset, Tensor? cu_seqlens, Tensor? cu_seqlens_k"
+LIST_CONFIG = "int block_size, int q_tile, bool causal, float softmax_scale"
+
+
+def static_arguments(spec: CallSpec) -> dict[str, Any]:
+    """The arguments of the operators that are no tensors, in their order."""
+    sizes = dict(compress_size=spec.config.span, compress_stride=spec.config.stride, compress_offset=spec.config.offset)
+    more = dict(causal=spec.causal, softmax_scale=spec.softmax_scale)
+    return {name: sizes.get(name, getattr(spec.config, name)) for name in NAMES[:-2]} | more
+
+
+def spec_of(static: dict[str, Any], lengths: tuple[int, ...] | None, *, listed: bool = False) -> CallSpec:
+    return _call_spec(tuple(map(static.__getitem__, NAMES)), lengths, listed)
+
+
+@lru_cache(maxsize=256)
+def _call_spec(static: tuple[Any, ...], lengths: tuple[int, ...] | None, listed: bool) -> CallSpec:
+    *of_config, causal, softmax_scale = static
+    return CallSpec(NSAConfig(**dict(zip(NAMES, of_config))), causal, softmax_scale, lengths, listed=listed)
+
+
+def without_room(inputs: Tensors, spec: CallSpec, at: int) -> Tensors:
+    """The inputs without the room that k_cmp and v_cmp of packed sequences, the two from `at` on, have in a graph."""
+    if spec.lengths is None:
+        return inputs
+    blocks = sum(map(spec.config.compressed_length, spec.lengths))
+    for x in inputs[at : at + 2]:
+        if x is not None and x.shape[0] < blocks:
+            raise ValueError(f"k_cmp and v_cmp must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")
+    return (*inputs[:at], *(None if x is None else x[:blocks] for x in inputs[at : at + 2]), *inputs[at + 2 :])
+
+
+def check_lists_of(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec) -> None:
+    packed = spec.lengths is not None
+    check_lists(block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed)
+
+
+def choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSAConfig) -> tuple[int, ...]:
+    """Room for the chosen blocks, whatever the lengths."""
+    heads = q.shape[-2] if config.rule == "seed" else k.shape[-2]
+    width, tiles = config.list_room(q.shape[-3]), config.num_tiles(q.shape[-3])
+    if cu_seqlens is None:
+        return q.shape[0], tiles, heads, width
+    return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, heads, width
+
+
+def lengths_of(starts: Tensor) -> tuple[int, ...] | None:
+    """Lengths of the sequences that start there; None where there are no starts, or they are left on a GPU."""
+    if not starts.numel() or is_left(starts):
+        return None
+    numbers = starts.tolist()
+    return tuple(end - start for start, end in zip(numbers, numbers[1:])) or None
+
+
+def is_left(starts: Tensor | None) -> bool:
+    """True if they are on a GPU, where no one but the kernels reads them."""
+    return starts is not None and starts.numel() > 0 and starts.device.type == "cuda"
+
+
+def copied(cu_seqlens: Tensor | None, q: Tensor | None = None, *, left: bool = False) -> Tensor:
+    """A copy, since a caller may refill its own; empty where there is none. On the CPU but for two that are on a GPU:
+    starts that are left there, and an empty one with q, since a graph with anything on the CPU is no CUDA graph."""
+    if cu_seqlens is None:
+        return torch.empty(0, dtype=torch.int32, device="cpu" if q is None else q.device)
+    return cu_seqlens.clone() if left else cu_seqlens.to("cpu", copy=True)
+
+
+def copied_fake(like: Tensor, cu_seqlens: Tensor | None, *, on_kernels: bool = False, left: bool = False) -> Tensor:
+    if cu_seqlens is None:
+        return like.new_empty(0, dtype=torch.int32, device=like.device if on_kernels else "cpu")
+    return cu_seqlens.new_empty(cu_seqlens.shape, device=cu_seqlens.device if left else "cpu")
+
+
+def apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """As they are promised: contiguous, and no views of anything."""
+    return (x.contiguous() if x._base is None else x.clone(memory_format=torch.contiguous_format) for x in tensors)
