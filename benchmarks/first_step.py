@@ -49,6 +49,8 @@ def steps(T: int, *, paper: bool) -> Iterator[tuple[str, float]]:
     begin = time.process_time()
     from nsa_layer import NSAConfig, nsa
 
+    if not torch.cuda.is_available():
+        sys.exit("first_step.py measures on a GPU, and PyTorch finds none")
     yield "import nsa_layer, CPU", time.process_time() - begin
     torch.manual_seed(0)
     begin = time.perf_counter()
