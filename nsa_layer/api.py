@@ -75,7 +75,8 @@ def nsa(
         block_indices: int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]: the blocks of each tile of
             ``config.q_tile`` queries, in place of a choice, nothing added; Hs = Hkv, or Hq for a list of each query
             head. Any strides and order, counted from each sequence's start; -1 is padding, a block named twice counts
-            once. Read by checks on a CPU only: on a GPU other numbers are undefined behaviour.
+            once. Read by checks on a CPU, on a GPU with ``validate``: without, other numbers are undefined behaviour
+            there.
         k_cmp: [B, Tc, Hkv, D], packed [sum of Tc, Hkv, D]: compressed keys that the caller made, by any network, in
             place of means of k; Tc = ``config.compressed_length(T)`` of each sequence.
         v_cmp: [B, Tc, Hkv, Dv] or [sum of Tc, Hkv, Dv], the same for v.
@@ -87,7 +88,7 @@ def nsa(
             of tiles have a row where its first token is, ``cu_seqlens`` and weights are whole and the same on all
             ranks. What is returned is this rank's part, and so are gradients: those of weights add up over the ranks.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
-        validate: check ``cu_seqlens`` that are on a GPU, which waits for it.
+        validate: check ``cu_seqlens`` and the numbers of ``block_indices`` that are on a GPU, which waits for it.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; with ``return_aux`` a pair (o, `Aux`).

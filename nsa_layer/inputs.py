@@ -93,9 +93,10 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
         of = lengths if cu_seqlens is not None else q.shape[1:2]
         tiles, blocks = (None if of is None else list(map(f, of)) for f in (config.num_tiles, config.num_blocks))
         numbers = backend == "reference"  # the operators of other backends read them
-        check_lists(block_indices, q, Hkv, tiles, blocks, packed=cu_seqlens is not None, numbers=numbers)
+        how = dict(packed=cu_seqlens is not None, numbers=numbers, validate=validate)
+        check_lists(block_indices, q, Hkv, tiles, blocks, **how)
         if leave:
-            _check_rows(block_indices, config.num_tiles(q.shape[0]), len(cu_seqlens) - 1)
+            _check_rows(block_indices, config.num_tiles(q.shape[0]), cu_seqlens.shape[0] - 1)
     scale, listed = check_scale(softmax_scale, D), block_indices is not None
     return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)
 
@@ -155,10 +156,11 @@ def check_lists(
     *,
     packed: bool,
     numbers: bool = True,
+    validate: bool = False,
 ) -> None:
     """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n], of blocks that exist.
 
-    The numbers are read on a CPU only, and not in a graph.
+    The numbers are read on a CPU, on a GPU with ``validate``, and not in a graph.
 
     Args:
         tiles, blocks: of each packed sequence, or of each sequence of a batch: one number. None: not known.
@@ -177,8 +179,10 @@ def check_lists(
     if shape[:-2] != lead or len(shape) < 2 or shape[-2] not in heads or shape[-1] == 0:
         said = ", ".join(map(str, lead))
         raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
-    if numbers and block_indices.device.type == "cpu" and not torch.compiler.is_compiling() and block_indices.numel():
-        most = torch.tensor(blocks).repeat_interleave(torch.tensor(tiles))[:, None, None]
+    kind = block_indices.device.type
+    read = numbers if kind == "cpu" else validate and kind == "cuda"
+    if read and not torch.compiler.is_compiling() and block_indices.numel():
+        most = torch.tensor(blocks).repeat_interleave(torch.tensor(tiles))[:, None, None].to(block_indices.device)
         wrong = ((block_indices < -1) | (block_indices >= most)).nonzero()
         if len(wrong):
             at = wrong[0].tolist()

@@ -55,8 +55,8 @@ def selected_attention(
         block_indices: int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]; M is T for a list of each query,
             or the number of tiles of 2, 4, .. 256 queries. Hs = Hkv, or Hq for a list of each query head. Any strides
             and order; block j is keys ``j * block_size`` to ``(j + 1) * block_size - 1`` of its sequence; -1 is
-            padding, a block named twice counts once. Read by checks on a CPU only: on a GPU other numbers are
-            undefined behaviour.
+            padding, a block named twice counts once. Read by checks on a CPU, on a GPU with ``validate``:
+            without, other numbers are undefined behaviour there.
         block_size: keys in a block; the last one may be short.
         cu_seqlens: int32 [sequences + 1], starts of the packed queries and their total, on q's device or the CPU; as
             for `nsa`, the kernels do not show those on a GPU to the host where there is a list of each query.
@@ -69,7 +69,7 @@ def selected_attention(
         return_lse: also return the log-sum-exp, which carries no gradient.
         backend: as for `nsa`.
         cp: as for `nsa`, where queries are those of all keys.
-        validate: check ``cu_seqlens`` and ``cu_seqlens_k`` that are on a GPU, which waits for it.
+        validate: check ``cu_seqlens``, ``cu_seqlens_k`` and the lists' numbers that are on a GPU, which waits for it.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; a query that sees no key gives 0. With ``return_lse`` a pair
@@ -114,7 +114,9 @@ def selected_attention(
     q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
     spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths, bound)
     numbers = backend == "reference"  # the operators of other backends read them
-    check_lists(block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed, numbers=numbers)
+    check_lists(
+        block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed, numbers=numbers, validate=validate
+    )
     _check_offset(q_offset, q, cu_seqlens.shape[0] - 1 if packed else q.shape[0])
     if numbers or q_offset is None:
         check_positions(q_offset, pairs, causal=causal)
