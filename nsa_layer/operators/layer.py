@@ -65,7 +65,7 @@ def attend_on_kernels(
     tensors = (q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
     gate, own_window = gate_kind(gate_weight, gates), k_win is not None or v_win is not None
     asked = dict(gate=gate, needs_grad=needs_grad, own_window=own_window)
-    if is_recorded():
+    if is_recorded(q):
         heads, kept = _plan_of_graph(q, k, v, block_indices, spec.config, memory, **asked)
     else:
         plan = plan_memory(Sizes.of(q, v, spec=spec, lists=block_indices, **asked), memory, q.device)

@@ -24,16 +24,17 @@ LIBRARY = torch.library.Library("nsa_layer", "DEF")
 OPS = torch.ops.nsa_layer
 
 
-def is_recorded() -> bool:
-    """True in graphs that are made, and in modes (those of fake tensors, selective checkpoints)."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """True in graphs that are made, in modes (those of fake tensors, selective checkpoints), of tensors of classes of
+    their own (fake ones)."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(x is not None and type(x) not in PLAIN for x in tensors)
 
 
 def is_seen(tensors: Tensors = ()) -> bool:
-    """True if a call is told apart from its kernels: recorded, transformed, profiled, or of tensors of other kinds."""
-    if is_recorded() or derivatives.is_transformed() or torch._C._autograd._profiler_enabled():
-        return True
-    return any(x is not None and type(x) not in PLAIN for x in tensors)
+    """True if a call is told apart from its kernels: recorded, transformed or profiled."""
+    return is_recorded(*tensors) or derivatives.is_transformed() or torch._C._autograd._profiler_enabled()
 
 
 def register(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -259,6 +260,17 @@ def test_plans_of_a_graph_are_those_of_a_gpu_that_is_empty(monkeypatch: pytest.M
             sizes = memory_plan.Sizes(tokens, **fields, deterministic=True)
             plan = memory_plan.plan_memory(sizes, memory_plan.MemoryPolicy(), device)
             assert ((plan.groups[0][1], plan.kept) == (heads, kept)) == same
+
+
+def test_a_plan_of_fake_tensors_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_ARCH", "sm_90")
+    monkeypatch.setattr(memory_plan, "_total_memory", lambda index: 80 << 30)
+    monkeypatch.setattr(memory_plan, "_free_budget", None)
+    with FakeTensorMode() as mode:
+        q, k = (torch.empty(1, 4096, h, 64, dtype=torch.bfloat16, device="cuda") for h in (4, 2))
+    for within in (mode, nullcontext()):
+        with within:
+            assert nsa(q, k, k).shape == q.shape
 
 
 class Noted(TorchDispatchMode):
