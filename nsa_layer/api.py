@@ -88,7 +88,8 @@ def nsa(
             of tiles have a row where its first token is, ``cu_seqlens`` and weights are whole and the same on all
             ranks. What is returned is this rank's part, and so are gradients: those of weights add up over the ranks.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
-        validate: check ``cu_seqlens`` and the numbers of ``block_indices`` that are on a GPU, which waits for it.
+        validate: check ``cu_seqlens`` and the numbers of ``block_indices`` that are on a GPU, which waits for it;
+            not in a graph.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; with ``return_aux`` a pair (o, `Aux`).

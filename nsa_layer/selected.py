@@ -69,7 +69,8 @@ def selected_attention(
         return_lse: also return the log-sum-exp, which carries no gradient.
         backend: as for `nsa`.
         cp: as for `nsa`, where queries are those of all keys.
-        validate: check ``cu_seqlens``, ``cu_seqlens_k`` and the lists' numbers that are on a GPU, which waits for it.
+        validate: check ``cu_seqlens``, ``cu_seqlens_k`` and the lists' numbers that are on a GPU, which waits for it;
+            not in a graph.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; a query that sees no key gives 0. With ``return_lse`` a pair
