@@ -75,7 +75,7 @@ def register(
     count, may_be_none = len(tensors.split(", ")), ["?" in each for each in f"{inputs}, {saved}".split(", ")]
 
     class Differentiable(derivatives.ReverseMode):
-        """Of the outputs that have gradients; the call keeps the rest."""
+        """The outputs that have gradients, and their backward; the call keeps the other outputs."""
 
         @staticmethod
         def forward(compute: Callable, call: _Call, *args: Any) -> tuple[Tensor, ...]:

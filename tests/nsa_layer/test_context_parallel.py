@@ -396,7 +396,7 @@ def test_groups_that_do_not_fit_are_refused(on_ranks: Ranks) -> None:
 @pytest.mark.parametrize("lengths", [None, (40, 0, 3, 53)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_of_a_rank_see_what_those_of_one_see(causal: bool, lengths: tuple[int, ...] | None, reach: int) -> None:
-    """What the kernels are told of the window's own keys: each query's first and last one, as tokens of the whole."""
+    """The window's own keys as the kernels' options give them: each query's first and last, as tokens of the whole."""
     call, T = CallSpec(SMALL.replace(window_size=reach + 1), causal, 1.0, lengths), 96
     ends = list(accumulate(lengths or (T,)))
     for (size, load_balance), rank in ((kind, rank) for kind in RANKS for rank in range(kind[0])):

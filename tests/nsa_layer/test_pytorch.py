@@ -275,7 +275,7 @@ def test_a_package_of_aotinductor_takes_any_length(tmp_path: Path, place: Place)
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_selective_checkpoints_keep_the_operators(compiles: bool, place: Place) -> None:
-    """What they make is not made again."""
+    """Backward does not call them again."""
     module, x = layer(place), place.tokens(1, place.lengths[0]).requires_grad_()
     kept, of = getattr(torch.ops.nsa_layer, place.operator).default, (x, *module.parameters())
 

@@ -25,7 +25,14 @@ class _Place(int):
 
 
 class _Call(NamedTuple):
-    """What is launched. cache: where the kernel is from, kept so that its id stays its own."""
+    """A launch that can be made again.
+
+    Attributes:
+        compiled: the kernel.
+        arguments: its arguments; a `_Place` stands for a tensor of the call.
+        o, lse: shapes of the outputs.
+        cache: the cache that the kernel is from, kept so that no other object takes its id.
+    """
 
     compiled: Callable[..., None]
     arguments: tuple

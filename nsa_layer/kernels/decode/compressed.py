@@ -205,7 +205,7 @@ class RowTile:
 
     @property
     def first_key(self) -> Int32:
-        """Of this warp."""
+        """This warp's first key."""
         return self.begin + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * KEYS
 
     def own(self) -> list[Int32]:

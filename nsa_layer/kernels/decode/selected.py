@@ -175,7 +175,7 @@ class SelectedDecode:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a thread block has of its rows' branches, in shared memory.
+    """The sums over a thread block's keys of all three branches of its rows, in shared memory.
 
     Attributes:
         stats, sums: fp32 [2, ROWS, 3] and [D, ROWS, 3]: maxima and sums, in units of log2, and sums of values.

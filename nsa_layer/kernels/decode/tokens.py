@@ -46,7 +46,7 @@ class TokenTile:
 
     @property
     def first_row(self) -> Int32:
-        """Of the key/value head's rows."""
+        """The number of the first row among the key/value head's."""
         return self.token * self.spec.G + self.first
 
     def q_head(self, row: Int32) -> Int32:
