@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -296,6 +297,11 @@ def _check_lengths(
     if lengths is not None and max_seqlen is not None and max_seqlen < max(lengths):
         raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
     return lengths
+
+
+def starts_of_lengths(lengths: Sequence[int]) -> torch.Tensor:
+    """``cu_seqlens`` of packed sequences, int32 [sequences + 1] on the CPU."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def check_lengths(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, WEIGHTS, check_whole
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 from nsa_layer.gate import gate_kind
-from nsa_layer.inputs import Arguments
+from nsa_layer.inputs import Arguments, starts_of_lengths
 
 Tensor = torch.Tensor
 OF_TOKENS = ("q", "k", "v", "gates", "k_win", "v_win")
@@ -74,7 +73,7 @@ def attend(
     static = ("config", "softmax_scale", "cu_seqlens", "max_seqlen", "causal")
     options |= {name: getattr(given, name) for name in static}
     if spec is not None and spec.lengths is not None:  # no second look at what may be on a GPU
-        options["cu_seqlens"] = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
+        options["cu_seqlens"] = starts_of_lengths(spec.lengths)
     rows = held[TOKENS]
     if steps_of(given.q, rows, cp, given.k.shape[-2]) > 1:
         options["memory"] = _policy(given, rows, cp, options["memory"])

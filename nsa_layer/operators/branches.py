@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from nsa_layer import autocast, derivatives
 from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype, lse_shape
-from nsa_layer.inputs import check_lengths
+from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
     BRANCHES,
     CONFIG,
@@ -54,7 +53,7 @@ def attend(
     from nsa_layer import eager
 
     if spec.lengths is not None:  # no second look at what may be on a GPU
-        cu_seqlens = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
+        cu_seqlens = starts_of_lengths(spec.lengths)
     tensors = (q, k, v, compress_k_weight, compress_v_weight, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
     made = OPS.branches.default(*tensors, *static_arguments(spec).values())
     choice = block_indices

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -17,7 +16,7 @@ from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
 from nsa_layer.cute.packing import takes_starts
 from nsa_layer.gate import equal_gates, gate_kind
-from nsa_layer.inputs import check_lengths
+from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
     CONFIG,
     LAYER,
@@ -60,7 +59,7 @@ def attend_on_kernels(
     free of it.
     """
     if spec.lengths is not None and cu_seqlens.device.type != "cpu":  # no second look at what is on a GPU
-        cu_seqlens = torch.tensor([0, *accumulate(spec.lengths)], dtype=torch.int32)
+        cu_seqlens = starts_of_lengths(spec.lengths)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     tensors = (q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
     gate, own_window = gate_kind(gate_weight, gates), k_win is not None or v_win is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -13,7 +12,7 @@ from nsa_layer import autocast, derivatives
 from nsa_layer.call_spec import ListSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.packing import takes_starts
-from nsa_layer.inputs import check_lengths, check_positions
+from nsa_layer.inputs import check_lengths, check_positions, starts_of_lengths
 from nsa_layer.operators.arguments import (
     LIST_CONFIG,
     LISTS,
@@ -42,9 +41,7 @@ def attend_selected(
 ) -> tuple[Tensor, Tensor]:
     """`selected_attention` in plain PyTorch or on the kernels; arguments as checked."""
     if spec.lengths is not None:
-        cu_seqlens, cu_seqlens_k = (
-            torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in zip(*spec.lengths, strict=True)
-        )
+        cu_seqlens, cu_seqlens_k = map(starts_of_lengths, zip(*spec.lengths, strict=True))
     if isinstance(q_offset, int):
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         q_offset = torch.full((sequences,), q_offset, dtype=torch.int32, device=q.device)
@@ -100,9 +97,9 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
         _check_lists_alone(block_indices, q, k, q_offset, spec)
     needs_grad = any(x.requires_grad for x in tensors[:3])  # in a graph of none
     with torch.no_grad(), autocast.off(q.device), torch.cuda.device_of(q):
-        q, k, v, block_indices, places = selected_alone.placed(*tensors, spec=spec)
-        with selected_alone.compiled_together(q, k, block_indices, places, spec, backward=needs_grad):
-            made = selected_alone.forward(q, k, v, block_indices, places, spec)
+        q, k, v, block_indices, extents = selected_alone.placed(*tensors, spec=spec)
+        with selected_alone.compiled_together(q, k, block_indices, extents, spec, backward=needs_grad):
+            made = selected_alone.forward(q, k, v, block_indices, extents, spec)
     return *apart(made), *(copied(starts, q, left=left) for starts in (cu_seqlens, cu_seqlens_k))
 
 
@@ -128,9 +125,9 @@ def _selected_on_kernels_backward(
     starts = [x if x.numel() else None for x in (cu_seqlens, cu_seqlens_k)]
     spec = _list_spec(static, inputs[0], inputs[1], *starts, left=is_left(starts[0]))
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
-        q, k, v, block_indices, places = selected_alone.placed(*inputs, *starts, spec=spec)
-        with selected_alone.compiled_together(q, k, block_indices, places, spec, backward=True):
-            found = selected_alone.backward(places, spec, do, q, k, v, block_indices, o, lse, places.q_offset)
+        q, k, v, block_indices, extents = selected_alone.placed(*inputs, *starts, spec=spec)
+        with selected_alone.compiled_together(q, k, block_indices, extents, spec, backward=True):
+            found = selected_alone.backward(extents, spec, do, q, k, v, block_indices, o, lse, extents.q_offset)
     return tuple(next(apart([d])) if need else None for d, need in zip(found, needs, strict=True))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
+
+from nsa_layer.inputs import starts_of_lengths
 
 Tensor = torch.Tensor
 NOT_THE_CACHED = "attention_mask must be that of the cached tokens and the new ones, a sequence in each row"
@@ -97,7 +98,7 @@ def _of_padding(is_token: Tensor, T: int) -> Ragged | None:
         return None
     queries = on_host[:, -T:]
     places = None if queries.all() else queries.flatten().nonzero()[:, 0].to(is_token.device)
-    starts = torch.tensor([0, *accumulate(queries.sum(1).tolist())], dtype=torch.int32)
+    starts = starts_of_lengths(queries.sum(1).tolist())
     return Ragged(places, starts, on_host, tuple(on_host[:, :-T].sum(1).tolist()))
 
 
