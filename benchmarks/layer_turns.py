@@ -1,13 +1,14 @@
-"""The layer beside itself, variants taking turns: compiled by `torch.compile` and not, or by tile.
+"""The layer beside itself, variants taking turns: compiled and not, by tile, deterministic and not.
 
     python benchmarks/layer_turns.py compiled [--seqlen 8192 65536]
     python benchmarks/layer_turns.py tiles [--seqlen 65536] [--q-tile 1 32 128]
     python benchmarks/layer_turns.py tiles --device cpu
+    python benchmarks/layer_turns.py deterministic [--seqlen 65536] [--heads 32/8 64/4]
 
-bf16, 32/8 heads of 128, forward and backward, medians of CUDA-event timings after a warm-up, milliseconds. "compiled":
-`NSAttention` of width 4,096 alone, and in a block of norm, layer, norm, mlp: one step that finds an idle GPU; a step of
-several in a row, as in training; and the host's part of one. "tiles": `nsa`, gated, of smooth inputs; on a CPU in plain
-PyTorch, of the demo's sizes, by one thread.
+bf16, heads of 128, forward and backward, medians of CUDA-event timings after a warm-up, milliseconds. "compiled":
+`NSAttention` of width 4,096 with 32/8 heads, by `torch.compile` and not, alone and in a block of norm, layer, norm,
+mlp: one step that finds an idle GPU; a step of several in a row, as in training; and the host's part of one. "tiles"
+and "deterministic": `nsa`, gated, of smooth inputs; on a CPU in plain PyTorch, of the demo's sizes, by one thread.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DIM, HEADS = 4096, dict(num_heads=32, num_kv_heads=8)
 MODES = ("default", "reduce-overhead")
 ROW = 5  # steps
 SIZES = dict(B=1, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cuda")
-SEQLEN = {"compiled": [8192, 65536], "tiles": [65536]}
+SEQLEN = {"compiled": [8192, 65536], "tiles": [65536], "deterministic": [65536]}
 TILES = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("what", choices=tuple(SEQLEN))
     parser.add_argument("--seqlen", type=int, nargs="+", help="tokens")
     parser.add_argument("--q-tile", type=int, nargs="+")
+    parser.add_argument("--heads", nargs="+", default=["32/8"], help="of queries / of keys and values")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = parser.parse_args()
@@ -56,11 +58,18 @@ def main() -> None:
         sizes, config, lengths = SIZES, NSAConfig(), SEQLEN[given.what]
         if not torch.cuda.is_available():
             sys.exit("layer_turns.py measures on a GPU, and PyTorch finds none")
-    measure = dict(
-        compiled=compiled,
-        tiles=partial(tiles, q_tiles=given.q_tile or TILES, sizes=sizes, config=config),
-    )[given.what]
-    rows = [row for T in given.seqlen or lengths for row in measure(T, given.repeats)]
+    if given.what == "tiles":
+        configs = {q_tile: config.replace(q_tile=q_tile) for q_tile in given.q_tile or TILES}
+    else:
+        configs = {str(flag): config.replace(deterministic=flag) for flag in (False, True)}
+    rows = []
+    for T in given.seqlen or lengths:
+        if given.what == "compiled":
+            rows += compiled(T, given.repeats)
+            continue
+        for heads in given.heads if given.device == "cuda" else [f"{sizes['Hq']}/{sizes['Hkv']}"]:
+            Hq, Hkv = map(int, heads.split("/"))
+            rows += in_turns(T, given.repeats, configs, sizes | dict(Hq=Hq, Hkv=Hkv))
     print(tabulate(rows, headers="keys", tablefmt="pipe"))
 
 
@@ -133,21 +142,22 @@ def sizes_of_demo() -> tuple[dict[str, object], NSAConfig, list[int]]:
     return sizes, demo.nsa(), [demo.seqlen]
 
 
-def tiles(
-    T: int, repeats: int, *, q_tiles: list[int], sizes: dict[str, object], config: NSAConfig
+def in_turns(
+    T: int, repeats: int, configs: dict[object, NSAConfig], sizes: dict[str, object]
 ) -> list[dict[str, object]]:
-    """A row a direction, of all tiles."""
+    """A row a direction, of all configurations."""
     steps, found, device = {}, defaultdict(list), sizes["device"]
-    for q_tile in q_tiles:
-        shape = Shape(**sizes, T=T, config=config.replace(q_tile=q_tile), data="smooth")
+    for name, config in configs.items():
+        shape = Shape(**sizes, T=T, config=config, data="smooth")
         backend = "cute" if device == "cuda" else "eager"
-        steps[q_tile] = Step(variants(shape, backend, sets=1)["gated"], forward_too=True)
+        steps[name] = Step(variants(shape, backend, sets=1)["gated"], forward_too=True)
     for turn in tqdm(range(2 + repeats), desc=f"{T:,} tokens", leave=False):
-        for q_tile, step in steps.items():
+        for name, step in steps.items():
             for direction, ms in step.take(device).items():
-                found[direction, q_tile] += [ms] * (turn >= 2)
+                found[direction, name] += [ms] * (turn >= 2)
+    of = {"heads": f"{sizes['Hq']}/{sizes['Hkv']}", "T": f"{T:,}"}
     return [
-        {"T": f"{T:,}", "": direction} | {n: round(statistics.median(found[direction, n]), 2) for n in steps}
+        of | {"": direction} | {name: round(statistics.median(found[direction, name]), 2) for name in steps}
         for direction in (FORWARD, BACKWARD, BOTH)
     ]
 
