@@ -6,6 +6,8 @@ tiles are few. Tensors are allocated on the current stream, so that their memory
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -16,21 +18,30 @@ MOST_ROWS = 1 << 19  # (token, head) pairs of a call with few tiles: 20 of 192 r
 
 
 class Aside:
-    """Within, launches go to the second stream; `join` makes the current one wait for them."""
+    """A context at whose end, by an error too, the current stream waits for what was launched on the second one."""
 
     def __init__(self, device: torch.device) -> None:
-        self.current, self.side = torch.cuda.current_stream(device), _second(device)
+        self.current, self.side, self.joined = torch.cuda.current_stream(device), _second(device), True
 
-    def __enter__(self) -> None:
-        self.side.wait_stream(self.current)
-        self.entered = torch.cuda.stream(self.side)
-        self.entered.__enter__()
+    def __enter__(self) -> Aside:
+        return self
 
     def __exit__(self, *error: object) -> None:
-        self.entered.__exit__(*error)
+        self.join()
+
+    @contextmanager
+    def launches(self) -> Iterator[None]:
+        """Within, launches go to the second stream."""
+        self.side.wait_stream(self.current)
+        self.joined = False
+        with torch.cuda.stream(self.side):
+            yield
 
     def join(self) -> None:
-        self.current.wait_stream(self.side)
+        """Let the current stream wait for all launches; without any, there is nothing to wait for."""
+        if not self.joined:
+            self.current.wait_stream(self.side)
+            self.joined = True
 
 
 def aside(q: torch.Tensor) -> Aside | None:

@@ -7,7 +7,7 @@ keys and values, and the selected blocks. Block lists are built again in backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,8 @@ def infer(inputs: Inputs, spec: CallSpec, memory: MemoryPolicy, pages: Pages | N
     if pages is not None:
         sizes = sizes._replace(longest=pages.room)
     plan = plan_memory(sizes, memory, inputs.q.device)
-    o, parts = _forward_groups(inputs, spec, plan, pages=pages, beside=aside(inputs.q))
+    with aside(inputs.q) or nullcontext() as beside:
+        o, parts = _forward_groups(inputs, spec, plan, pages=pages, beside=beside)
     return o, Aux(*_joined_aux(parts, inputs.q, unions=support.takes_unions(spec.config, listed=spec.listed)))
 
 

@@ -116,7 +116,7 @@ def forward(
     S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     into = None if beside is None else new_outputs(q, v)
-    with component("swa"), beside or nullcontext():
+    with component("swa"), nullcontext() if beside is None else beside.launches():
         o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(**in_window), into)
     scored = block_indices is None and not spec.config.by_token
     with component("compress"):

@@ -9,7 +9,7 @@ import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
-from nsa_layer.cute import aside, autograd
+from nsa_layer.cute import aside, autograd, forward
 
 CONFIG = NSAConfig(block_counts=4)
 
@@ -41,15 +41,21 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list:
     return found
 
 
-def test_the_window_is_joined_before_the_gate(noted: list) -> None:
+def chunk() -> dict[str, torch.Tensor]:
+    """Arguments of a call for 64 tokens."""
+
     def make(*shape: int) -> torch.Tensor:
         return torch.zeros(1, *shape, 128, dtype=torch.bfloat16)
 
     caches = dict(k_cache=make(512, 2), v_cache=make(512, 2), k_cmp_cache=make(8, 2), v_cmp_cache=make(8, 2))
-    new = dict(q=make(64, 4), k=make(64, 2), v=make(64, 2), cache_seqlens=torch.zeros(1).int())
+    return caches | dict(q=make(64, 4), k=make(64, 2), v=make(64, 2), cache_seqlens=torch.zeros(1).int())
+
+
+def test_the_window_is_joined_before_the_gate(noted: list) -> None:
+    given = chunk()
     with stubbed_layer():
         LAUNCHED.clear()
-        nsa_with_kvcache(**new, **caches, config=CONFIG, backend="cute")
+        nsa_with_kvcache(**given, config=CONFIG, backend="cute")
         names = [at[0] for at, _ in LAUNCHED]
         gate, window = names.index("gated_sum"), names.index("_flash_attn_fwd")
         assert noted == [
@@ -59,8 +65,22 @@ def test_the_window_is_joined_before_the_gate(noted: list) -> None:
             ("current waits for side", gate),
         ]
         noted.clear()
-        nsa(new["q"], new["k"], new["v"], config=CONFIG, backend="cute")
+        nsa(*(given[name] for name in "qkv"), config=CONFIG, backend="cute")
         assert not noted
+
+
+@pytest.mark.parametrize("fails", ["attend", "token_topk", "gated_sum"])
+def test_the_window_is_joined_where_a_launch_fails(noted: list, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Else its output would be freed, and be given to others, while it is written."""
+
+    def fail(*given: object, **options: object) -> None:
+        raise RuntimeError("a launch failed")
+
+    monkeypatch.setattr(forward, fails, fail)
+    with stubbed_layer(), pytest.raises(RuntimeError, match="a launch failed"):
+        nsa_with_kvcache(**chunk(), config=CONFIG, backend="cute")
+    waits = [what for what, _ in noted]
+    assert waits == ["side waits for current", "to side", "from side", "current waits for side"]
 
 
 @pytest.mark.parametrize(
