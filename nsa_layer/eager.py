@@ -1,7 +1,8 @@
 """The operator in plain PyTorch: memory linear in T, forward and backward, on any device, any dtype and head dimension.
 
 The branches are attention by chunks of queries (`chunk_attention`), and differ only in the keys that a chunk reads and
-the mask inside it. Where each token has its own list of blocks, `token_attention` takes the selected branch.
+the mask inside it. Where each token has a list of blocks of its own, or that of a small tile, `token_attention` takes
+the selected branch.
 
 On a CPU, fp16 and bf16 are computed in fp32 and rounded at the end: CPUs multiply fp32 faster.
 """
@@ -22,6 +23,10 @@ from nsa_layer.derivatives import attention
 from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.profiler_ranges import component
 from nsa_layer.token_attention import attend_lists
+
+# Queries of the largest tile whose list is given to its tokens; gathering keys for smaller tiles, one after the other,
+# takes longer.
+SMALL_TILE = 32
 
 
 def attend(
@@ -185,11 +190,12 @@ def _attend_selected(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [B, T, Hq, D], k, v [B, Hkv, S, D or Dv], choice [B, Hs, M, n] -> o [B, T, Hq, Dv] and the LSE [B, T, Hq]."""
     config, (T, Hq), (Hkv, S) = spec.config, q.shape[1:3], k.shape[1:3]
-    if config.q_tile == 1:
+    if config.q_tile <= SMALL_TILE:
         ends = (first + 1, first + T + 1)
         limit = torch.arange(*ends, device=q.device) if spec.causal else torch.full((T,), S, device=q.device)
-        limit, size = limit.expand(len(q), T), config.block_size
-        return attend_lists(q, k, v, choice, limit, size=size, softmax_scale=spec.softmax_scale)
+        of_tokens = choice.repeat_interleave(config.q_tile, dim=2)[:, :, :T]
+        static = dict(size=config.block_size, softmax_scale=spec.softmax_scale)
+        return attend_lists(q, k, v, of_tokens, limit.expand(len(q), T), **static)
     parts = choice.shape[1] // Hkv
     # The padding of a list names the block of zeros behind the last one, which no query sees.
     spare = (config.num_blocks(S) + 1) * config.block_size - S

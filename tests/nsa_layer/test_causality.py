@@ -8,7 +8,7 @@ from nsa_layer import NSAConfig
 from nsa_tools.testing.assertions import assert_backward_causal, assert_forward_causal
 from nsa_tools.testing.cases import Case
 
-SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=24)
+SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=64, window_size=24)
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -31,7 +31,7 @@ def test_offset_0_leaks_through_compressed_keys(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_the_seeds_rule_leaks_through_the_choice(backend: str) -> None:
     """The mean over a tile's own queries lets its later queries choose for its earlier ones."""
-    config = NSAConfig.seed(block_size=16, block_counts=5, q_tile=32, window_size=24)
+    config = NSAConfig.seed(block_size=16, block_counts=5, q_tile=64, window_size=24)
     for gate in ("slc", "weight"):
         with pytest.raises(AssertionError, match=r"^(o|block_indices)\[.* depends on tokens after 128"):
             assert_forward_causal(Case(B=2, T=150, D=8, config=config, gate=gate), backend, 128)

@@ -16,7 +16,7 @@ from nsa_layer.call_spec import Aux
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
-SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=32, window_size=40)
+SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=64, window_size=40)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -105,7 +105,7 @@ def footprint(T: int, packed: bool, q_tile: int) -> tuple[int, int]:
     return mode.largest, sum(kept.values())
 
 
-@pytest.mark.parametrize(("q_tile", "share"), [(32, 100), (1, 10)])
+@pytest.mark.parametrize(("q_tile", "share"), [(64, 100), (1, 10)])
 @pytest.mark.parametrize("packed", [False, True])
 def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch, packed: bool, q_tile: int, share: int) -> None:
     # Small against T, so that what grows is seen.

@@ -18,7 +18,7 @@ from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 
-SMALL = NSAConfig(block_size=16, block_counts=6, q_tile=32, window_size=24)
+SMALL = NSAConfig(block_size=16, block_counts=6, q_tile=64, window_size=24)
 LENGTHS = (33, 0, 1, 15, 16, 130, 0)
 
 

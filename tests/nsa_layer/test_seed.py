@@ -10,7 +10,7 @@ import torch
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case, make_inputs, run
 
-SMALL = NSAConfig.seed(block_size=8, block_counts=3, q_tile=32, window_size=11)
+SMALL = NSAConfig.seed(block_size=8, block_counts=3, q_tile=64, window_size=11)
 
 
 def seed_list(q: torch.Tensor, k_cmp: torch.Tensor, first: int, last: int, case: Case) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, nsa, reference, token_attention
+from nsa_layer import NSAConfig, eager, nsa, reference, token_attention
 from nsa_layer.choose import choose_blocks_by_token
 from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
 from nsa_tools.testing.cases import Case, make_inputs, run
@@ -134,9 +134,11 @@ def test_a_pack_is_its_sequences() -> None:
             assert (own[..., aux.block_indices.shape[-1] :] == -1).all()
 
 
-@pytest.mark.parametrize("rule", [dict(q_tile=2), dict(q_tile=16), dict(q_tile=64)], ids=str)
-def test_small_tiles_run_too(rule: dict[str, int]) -> None:
-    assert_close_to_reference(Case(T=130, config=SMALL.replace(**rule), compress_weights=True), "eager")
+@pytest.mark.parametrize("q_tile", [2, 32])
+def test_tokens_of_small_tiles_have_its_list(monkeypatch: pytest.MonkeyPatch, q_tile: int) -> None:
+    """Keys are gathered for each tile only where it is large."""
+    monkeypatch.setattr(eager, "KeyBlocks", None)
+    assert_close_to_reference(Case(T=130, config=SMALL.replace(q_tile=q_tile), compress_weights=True), "eager")
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
