@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast, determinism, operators, support
-from nsa_layer.call_spec import Aux, OwnKeys
+from nsa_layer.call_spec import Aux, CallTensors
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.agreement import agree
@@ -103,15 +103,17 @@ def nsa(
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-    tensors = (q, k, v, gate_weight, gates, compress_k_weight, compress_v_weight, k_cmp, v_cmp, k_win, v_win)
+    own = (k_cmp, v_cmp, k_win, v_win)
+    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
+    tensors = CallTensors(q, k, v, *weights, *own, cu_seqlens, block_indices)
     if backend != "reference":
-        refuse_transforms(*tensors, cu_seqlens, block_indices)
-    q, k, v, *cast = autocast.cast(*tensors)
-    weights, own = cast[:4], OwnKeys(*cast[4:])
-    given = Arguments(q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own)
+        refuse_transforms(*tensors)
+    tensors = CallTensors(*autocast.cast(*tensors.differentiable), cu_seqlens, block_indices)
+    q, k, v = tensors[:3]
+    given = Arguments(tensors, config, softmax_scale, max_seqlen, causal)
     if cp is not None:
         options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
-        named = {name: x for name, x in (given._asdict() | own._asdict()).items() if name != "own"}
+        named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
         agree(cp, partial(check_whole, given, cp), **named, **options)
         by_token = config.by_token and not torch.compiler.is_compiling()  # gathering breaks graphs
         if cp.mode_of(k.shape[-2], q.shape[-3] * cp.size, by_token=by_token) == "heads":
@@ -122,7 +124,7 @@ def nsa(
     # Lists that are returned have a row for each tile, which the host counts.
     read = validate or return_aux and block_indices is None and getattr(config, "q_tile", 1) > 1
     spec = check_inputs(given, backend=backend, validate=read) if cp is None else check_whole(given, cp)[0]
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *cast))
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(
         support.choose_backend,
@@ -131,18 +133,16 @@ def nsa(
         needs_grad=needs_grad,
         lists=None if block_indices is None else "given",
         own_keys=any(x is not None for x in own),
-        rows=q.shape[-2] // (k if block_indices is None else block_indices).shape[-2],
+        rows=tensors.q_heads_per_list,
     )
     spec = determinism.in_force(spec, choose)
     name = choose(config=spec.config)
     support.refuse_packed_graph(name, packed=cu_seqlens is not None)
     # What only the kernels have a choice in.
     more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
-    names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight")
-    parts = dict(zip(names, weights), spec=spec, cu_seqlens=cu_seqlens, block_indices=block_indices) | own._asdict()
     attend = _implementation(name) if cp is None else partial(gather.attend, cp, name)
     with autocast.off(q.device):
-        o, aux = attend(q, k, v, **parts, **more)
+        o, aux = attend(tensors, spec=spec, **more)
     return (o, aux) if return_aux else o
 
 

@@ -16,7 +16,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, refuse_places, refuse_shared
-from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype
 
 Tensor = torch.Tensor
 LSES = ("lse_cmp", "lse_slc", "lse_swa")
@@ -109,7 +109,8 @@ class _Sequence:
             owned[f"compress_{name}_weight"] = getattr(call, f"compress_{name}_weight") if x is None else None
         q, k, v = (x.unsqueeze(0) for x in (self.given["q"], k, v))
         offset = torch.tensor([self.S - self.T], dtype=torch.int32)
-        return module.attend(q, k, v, spec=spec, gate_weight=call.gate_weight, q_offset=offset, **owned)
+        tensors = CallTensors(q, k, v, gate_weight=call.gate_weight, q_offset=offset, **owned)
+        return module.attend(tensors, spec=spec)
 
 
 def compress(module: ModuleType, x: Tensor, weight: Tensor | None, call: CachedCall) -> Tensor:

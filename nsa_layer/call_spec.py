@@ -1,8 +1,8 @@
-"""The static side of a validated call, and the auxiliary results of `nsa`."""
+"""A validated call: its static side and its tensors; and the auxiliary results of `nsa`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,24 +48,81 @@ class CallSpec:
         return list(map(self.config.num_tiles, of_q)), list(map(self.config.num_blocks, of_k))
 
 
-class OwnKeys(NamedTuple):
-    """Keys and values that the caller gives to a branch in place of those made of k and v; shapes as in `nsa`."""
+class CallTensors(NamedTuple):
+    """The tensors of a call, as every room hands them on; shapes as in `nsa`, whose arguments all but the last one are.
 
+    Attributes:
+        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
+            there may be more than queries; None: the queries are those of all keys.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    gate_weight: torch.Tensor | None = None
+    gates: torch.Tensor | None = None
+    compress_k_weight: torch.Tensor | None = None
+    compress_v_weight: torch.Tensor | None = None
     k_cmp: torch.Tensor | None = None
     v_cmp: torch.Tensor | None = None
     k_win: torch.Tensor | None = None
     v_win: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    block_indices: torch.Tensor | None = None
+    q_offset: torch.Tensor | None = None
 
-    def split(self, lengths: Sequence[int], *, config: NSAConfig) -> list[OwnKeys]:
-        """Those of each packed sequence."""
-        blocks = [config.compressed_length(length) for length in lengths]
-        sizes = (blocks, blocks, lengths, lengths)
-        parts = [[None] * len(lengths) if x is None else x.split(own) for x, own in zip(self, sizes, strict=True)]
-        return [OwnKeys(*part) for part in zip(*parts, strict=True)]
+    @property
+    def differentiable(self) -> tuple[torch.Tensor | None, ...]:
+        """Those that may have gradients."""
+        return self[: len(DIFFERENTIABLE)]
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> OwnKeys:
-        """Each one that there is, changed."""
-        return OwnKeys(*(None if x is None else change(x) for x in self))
+    @property
+    def of_window(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the sliding window."""
+        return self.k if self.k_win is None else self.k_win, self.v if self.v_win is None else self.v_win
+
+    @property
+    def has_own_window(self) -> bool:
+        """True if the window has keys or values of its own."""
+        return self.k_win is not None or self.v_win is not None
+
+    @property
+    def gate(self) -> str:
+        """The kind of gates, "given", "weight" or "none": as they are, made with a weight, or equal shares."""
+        return "given" if self.gates is not None else "none" if self.gate_weight is None else "weight"
+
+    @property
+    def q_heads_per_list(self) -> int:
+        """Query heads that share a list of blocks."""
+        return self.q.shape[-2] // (self.k if self.block_indices is None else self.block_indices).shape[-2]
+
+    def arguments(self) -> dict[str, torch.Tensor | None]:
+        """By name, as `nsa` takes them."""
+        return dict(zip(self._fields[:-1], self))
+
+    def sequences(self, spec: CallSpec) -> Iterator[CallTensors]:
+        """Those of each sequence, without a dimension of the batch; weights are every sequence's, starts and positions
+        no one's."""
+        if spec.lengths is None:
+            split = {name: x.unbind() for name, x in self._own().items()}
+        else:
+            config, keys = spec.config, spec.key_lengths
+            sizes = dict.fromkeys(("q", "gates"), spec.lengths) | dict.fromkeys(("k", "v", "k_win", "v_win"), keys)
+            sizes |= dict.fromkeys(("k_cmp", "v_cmp"), tuple(map(config.compressed_length, keys)))
+            sizes["block_indices"] = tuple(map(config.num_tiles, spec.lengths))
+            # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
+            split = {name: x.split(sizes[name]) for name, x in self._own().items()}
+        for parts in zip(*split.values(), strict=True):
+            yield self._replace(**dict(zip(split, parts)), cu_seqlens=None, q_offset=None)
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """What each sequence has of its own."""
+        shared = ("gate_weight", "compress_k_weight", "compress_v_weight", "cu_seqlens", "q_offset")
+        return {name: x for name, x in self._asdict().items() if x is not None and name not in shared}
+
+
+DIFFERENTIABLE = CallTensors._fields[:11]
+OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
 
 
 @dataclass(frozen=True)

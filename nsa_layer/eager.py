@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import Aux, CallSpec, OwnKeys, accumulation_dtype, require_choice_by_token
+from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors, accumulation_dtype, require_choice_by_token
 from nsa_layer.choose import choose_blocks, choose_blocks_by_token, sorted_lists
 from nsa_layer.chunk_attention import Chunk, ChunkAttention, ChunkPlan, KeyBlocks, KeyRun, rows_that_fit
 from nsa_layer.compress import compress
@@ -29,40 +29,20 @@ from nsa_layer.token_attention import attend_lists
 SMALL_TILE = 32
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    spec: CallSpec,
-    gate_weight: torch.Tensor | None = None,
-    gates: torch.Tensor | None = None,
-    compress_k_weight: torch.Tensor | None = None,
-    compress_v_weight: torch.Tensor | None = None,
-    k_cmp: torch.Tensor | None = None,
-    v_cmp: torch.Tensor | None = None,
-    k_win: torch.Tensor | None = None,
-    v_win: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    block_indices: torch.Tensor | None = None,
-    q_offset: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Aux]:
+def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
     """The operator; arguments as `nsa` has checked them.
 
     The lengths of packed sequences are read from ``spec``, not from ``cu_seqlens``. Returns o, in the dtype of q,
     and `Aux`.
     """
-    weights, own = (compress_k_weight, compress_v_weight), (k_cmp, v_cmp, k_win, v_win)
-    made = attend_branches(q, k, v, *weights, *own, block_indices, q_offset, spec=spec)
-    return gated(q, gate_weight, gates, made)
+    return gated(tensors, attend_branches(tensors, spec=spec))
 
 
-def gated(
-    q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.Tensor | None, made: Branches
-) -> tuple[torch.Tensor, Aux]:
+def gated(tensors: CallTensors, made: Branches) -> tuple[torch.Tensor, Aux]:
     """The branches weighed and summed, in the dtype of q, and `Aux`."""
+    q = tensors.q
     with component("gate"):
-        g = gate_values(q, gate_weight, gates)
+        g = gate_values(q, tensors.gate_weight, tensors.gates)
         o = weighted_sum(g, *made.outputs).to(q.dtype)
     return o, Aux(made.choice, g.detach(), *made.lses)
 
@@ -81,86 +61,42 @@ class Branches(NamedTuple):
     choice: torch.Tensor
 
 
-def attend_branches(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    compress_k_weight: torch.Tensor | None,
-    compress_v_weight: torch.Tensor | None,
-    k_cmp: torch.Tensor | None,
-    v_cmp: torch.Tensor | None,
-    k_win: torch.Tensor | None,
-    v_win: torch.Tensor | None,
-    block_indices: torch.Tensor | None,
-    q_offset: torch.Tensor | None,
-    *,
-    spec: CallSpec,
-) -> Branches:
-    """The three branches, before they are weighed.
-
-    Args:
-        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which
-            there are ``q_offset + T`` at least; read on the host. None: the queries are those of all keys.
-    """
-    weights, own = (compress_k_weight, compress_v_weight), OwnKeys(k_cmp, v_cmp, k_win, v_win)
-    offsets = None if q_offset is None else q_offset.tolist()
-    if offsets is not None and block_indices is None:
-        require_choice_by_token(spec.config)
-    if spec.lengths is None and (offsets is None or len(set(offsets)) == 1):
-        first = 0 if offsets is None else offsets[0]
-        branches, lses, choice = _attend_batch(q, k, v, own, spec, *weights, block_indices, first)
-    elif spec.lengths is None:
-        lists = [None] * len(offsets) if block_indices is None else block_indices.split(1)
-        owned = [own.map(lambda x: x[b : b + 1]) for b in range(len(offsets))]
-        sequences = zip(*(x.split(1) for x in (q, k, v)), owned, lists, offsets, strict=True)
-        results = [_attend_batch(*x, mine, spec, *weights, given, at) for *x, mine, given, at in sequences]
-        branches, lses = ([torch.cat(x) for x in zip(*(r[i] for r in results), strict=True)] for i in range(2))
-        choice = torch.cat([r[2] for r in results])
-    else:
-        # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
-        lengths = (spec.lengths, spec.key_lengths, spec.key_lengths)
-        sequences = zip(*(x.split(each) for x, each in zip((q, k, v), lengths, strict=True)), strict=True)
-        given = [None] * len(spec.lengths)
-        if block_indices is not None:
-            given = block_indices.unsqueeze(0).split([spec.config.num_tiles(length) for length in spec.lengths], dim=1)
-        owned, offsets = own.split(spec.key_lengths, config=spec.config), offsets or [0] * len(spec.lengths)
-        results = [
-            _attend_batch(*(x.unsqueeze(0) for x in sequence), mine.map(_alone), spec, *weights, lists, first)
-            for sequence, mine, lists, first in zip(sequences, owned, given, offsets, strict=True)
-            if len(sequence[0])
-        ]
-        branches = [torch.cat(parts, dim=1)[0] for parts in zip(*(r[0] for r in results), strict=True)]
-        lses = [torch.cat(parts, dim=2)[0] for parts in zip(*(r[1] for r in results), strict=True)]
-        width = spec.config.list_width(max(spec.key_lengths))
-        if block_indices is None:
-            choice = torch.cat([F.pad(r[2], (0, width - r[2].shape[-1]), value=-1) for r in results], dim=1)[0]
-    if block_indices is not None:
-        choice = block_indices
-    return Branches(branches, lses, choice)
+def attend_branches(tensors: CallTensors, *, spec: CallSpec) -> Branches:
+    """The three branches, before they are weighed; ``q_offset`` is read on the host."""
+    config, lists = spec.config, tensors.block_indices
+    offsets = None if tensors.q_offset is None else tensors.q_offset.tolist()
+    if offsets is not None and lists is None:
+        require_choice_by_token(config)
+    if spec.lengths is None and len(set(offsets or [0])) == 1:
+        made = _attend_batch(tensors, spec, offsets[0] if offsets else 0)
+        return made if lists is None else made._replace(choice=lists)
+    sequences = list(tensors.sequences(spec))
+    results = [
+        _attend_batch(_alone(own), spec, first)
+        for own, first in zip(sequences, offsets or [0] * len(sequences), strict=True)
+        if len(own.q)
+    ]
+    of_tokens, of_lses, whole = (0, 0, slice(None)) if spec.lengths is None else (1, 2, 0)
+    branches = [torch.cat(parts, dim=of_tokens)[whole] for parts in zip(*(r.outputs for r in results), strict=True)]
+    lses = [torch.cat(parts, dim=of_lses)[whole] for parts in zip(*(r.lses for r in results), strict=True)]
+    if lists is not None:
+        return Branches(branches, lses, lists)
+    width = config.list_width(max(spec.key_lengths or tensors.k.shape[1:2]))
+    choices = [F.pad(r.choice, (0, width - r.choice.shape[-1]), value=-1) for r in results]
+    return Branches(branches, lses, torch.cat(choices, dim=of_tokens)[whole])
 
 
-def _attend_batch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    own: OwnKeys,
-    spec: CallSpec,
-    compress_k_weight: torch.Tensor | None,
-    compress_v_weight: torch.Tensor | None,
-    block_indices: torch.Tensor | None,
-    first: int,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """For sequences of one length: the branches' outputs [B, T, Hq, Dv], their LSEs [B, Hq, T], the chosen blocks.
-
-    first: position of the first query among the keys.
-    """
+def _attend_batch(tensors: CallTensors, spec: CallSpec, first: int) -> Branches:
+    """Of sequences of one length, whose first query is at this position among the keys."""
+    q, k, v, block_indices = *tensors[:3], tensors.block_indices
     config, dtype = spec.config, q.dtype
     if q.device.type == "cpu":
         q, k, v = (x.to(accumulation_dtype(dtype)) for x in (q, k, v))
-    k_win, v_win = (x if given is None else given.to(x.dtype) for x, given in ((k, own.k_win), (v, own.v_win)))
+    k_win, v_win = (x if own is None else own.to(x.dtype) for x, own in ((k, tensors.k_win), (v, tensors.v_win)))
     with component("compress"):
-        k_cmp = compress(k, compress_k_weight, config=config) if own.k_cmp is None else own.k_cmp
-        v_cmp = compress(v, compress_v_weight, config=config) if own.v_cmp is None else own.v_cmp
+        k_cmp, v_cmp = tensors.k_cmp, tensors.v_cmp
+        k_cmp = compress(k, tensors.compress_k_weight, config=config) if k_cmp is None else k_cmp
+        v_cmp = compress(v, tensors.compress_v_weight, config=config) if v_cmp is None else v_cmp
     # Attention reads them as the kernels do, rounded to the dtype of the inputs.
     unrounded, (k_cmp, v_cmp) = k_cmp, (x.to(dtype).to(q.dtype) for x in (k_cmp, v_cmp))
     (S, Hkv), T, G = k.shape[1:3], q.shape[1], q.shape[2] // k.shape[2]
@@ -182,7 +118,7 @@ def _attend_batch(
     swa = attention(ChunkAttention, by_group, k_win, v_win, None, _window_plan(q, S, G, spec, first))
     cmp, swa = ([_unfold(x, T) for x in branch] for branch in (cmp, swa))
     outputs, lses = zip(cmp, slc, swa)
-    return list(outputs), [lse.mT.contiguous() for lse in lses], choice.transpose(1, 2)
+    return Branches(list(outputs), [lse.mT.contiguous() for lse in lses], choice.transpose(1, 2))
 
 
 def _attend_selected(
@@ -262,9 +198,10 @@ def _window_plan(q: torch.Tensor, S: int, heads: int, spec: CallSpec, first: int
     return ChunkPlan(chunks, visible, heads, spec.softmax_scale, "swa")
 
 
-def _alone(x: torch.Tensor) -> torch.Tensor:
-    """[T, ...] -> [1, T, ...]"""
-    return x.unsqueeze(0)
+def _alone(sequence: CallTensors) -> CallTensors:
+    """A sequence as a batch of one: [T, H, D] -> [1, T, H, D]; weights stay as they are."""
+    names = ("q", "k", "v", "gates", *OWN_KEYS, "block_indices")
+    return sequence._replace(**{n: x.unsqueeze(0) for n in names if (x := getattr(sequence, n)) is not None})
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,6 @@ from nsa_layer.call_spec import accumulation_dtype
 from nsa_layer.compress import project
 
 
-def gate_kind(gate_weight: torch.Tensor | None, gates: torch.Tensor | None) -> str:
-    """The kind of gates, "given", "weight" or "none": as they are, made with a weight, or equal shares."""
-    return "given" if gates is not None else "none" if gate_weight is None else "weight"
-
-
 def equal_gates(q: torch.Tensor) -> torch.Tensor:
     """Shares of 1/3 as a view of one number: q [..., Hq, D] -> fp32 [..., Hq, 3]."""
     return q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer import support
-from nsa_layer.call_spec import CallSpec, OwnKeys
+from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors
 from nsa_layer.config import NSAConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -21,22 +21,13 @@ _passed: dict[Hashable, CallSpec] = {}
 
 
 class Arguments(NamedTuple):
-    """The arguments of `nsa`, unchecked; shapes as there."""
+    """The arguments of `nsa` that are checked."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    tensors: CallTensors
     config: NSAConfig
-    gate_weight: torch.Tensor | None
-    gates: torch.Tensor | None
-    compress_k_weight: torch.Tensor | None
-    compress_v_weight: torch.Tensor | None
     softmax_scale: float | None
-    cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
     causal: bool
-    block_indices: torch.Tensor | None = None
-    own: OwnKeys = OwnKeys()
 
 
 def check_inputs(given: Arguments, *, backend: str | None = "reference", validate: bool = True) -> CallSpec:
@@ -45,13 +36,12 @@ def check_inputs(given: Arguments, *, backend: str | None = "reference", validat
     Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none. None
     either without ``validate``, where kernels can do without lengths: the call then has a bound of them.
     """
-    if given.cu_seqlens is not None or given.block_indices is not None or torch.compiler.is_compiling():
+    tensors, config, softmax_scale, max_seqlen, causal = given
+    if tensors.cu_seqlens is not None or tensors.block_indices is not None or torch.compiler.is_compiling():
         return _check(given, backend, validate)
-    q, k, v, config, *weights, softmax_scale, _, max_seqlen, causal, _, own = given
     try:
         seen = (
-            *[(t.shape, t.dtype, t.device, t.stride(-1)) for t in (q, k, v, *weights, *own) if t is not None],
-            *[t is None for t in (*weights, *own)],
+            *[None if t is None else (t.shape, t.dtype, t.device, t.stride(-1)) for t in tensors.differentiable],
             *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
         )
         spec = _passed.get(seen)
@@ -66,14 +56,15 @@ def check_inputs(given: Arguments, *, backend: str | None = "reference", validat
 
 
 def _check(given: Arguments, backend: str | None = "reference", validate: bool = True) -> CallSpec:
-    q, k, v, config, *weights, softmax_scale, cu_seqlens, max_seqlen, causal, block_indices, own = given
+    tensors, config, softmax_scale, max_seqlen, causal = given
+    q, k, v, cu_seqlens, block_indices = *tensors[:3], tensors.cu_seqlens, tensors.block_indices
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {causal!r}")
     check_qkv(q, k, v, packed=cu_seqlens is not None)
     Hq, D, Hkv, Dv = q.shape[-2], q.shape[-1], k.shape[-2], v.shape[-1]
-    if given.gates is not None and given.gate_weight is not None:
+    if tensors.gates is not None and tensors.gate_weight is not None:
         raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
     shapes = {
         "gate_weight": (Hq, 3, D),
@@ -81,15 +72,16 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
         "compress_k_weight": (Hkv, D, D),
         "compress_v_weight": (Hkv, Dv, Dv),
     }
-    for (name, shape), tensor in zip(shapes.items(), weights, strict=True):
-        if tensor is not None:
+    for name, shape in shapes.items():
+        if (tensor := getattr(tensors, name)) is not None:
             _check_weight(name, tensor, shape, q)
-    leave = not validate and leaves_lengths(backend, cu_seqlens, q, k, config, block_indices, own.k_cmp, own.v_cmp)
+    compressed = (tensors.k_cmp, tensors.v_cmp)
+    leave = not validate and leaves_lengths(backend, cu_seqlens, q, k, config, block_indices, *compressed)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
     if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
         bound = max_seqlen
-    _check_own_keys(own, given, lengths)
+    _check_own_keys(tensors, config, lengths)
     if block_indices is not None:
         of = lengths if cu_seqlens is not None else q.shape[1:2]
         tiles, blocks = (None if of is None else list(map(f, of)) for f in (config.num_tiles, config.num_blocks))
@@ -128,15 +120,15 @@ def leaves_lengths(
     return takes_starts(cu_seqlens, q, k, config, *given)
 
 
-def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | None) -> None:
-    q, k, v, count = given.q, given.k, given.v, given.config.compressed_length
+def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int, ...] | None) -> None:
+    (q, k, v), count = tensors[:3], config.compressed_length
     lead = (q.shape[0], count(q.shape[1])) if q.dim() == 4 else (sum(map(count, lengths)),) if lengths else ()
-    shapes = OwnKeys((*lead, *k.shape[-2:]), (*lead, *v.shape[-2:]), tuple(k.shape), tuple(v.shape))
-    for name, x, shape in zip(OwnKeys._fields, own, shapes, strict=True):
-        if x is None:
+    shapes = ((*lead, *k.shape[-2:]), (*lead, *v.shape[-2:]), tuple(k.shape), tuple(v.shape))
+    for name, shape in zip(OWN_KEYS, shapes, strict=True):
+        if (x := getattr(tensors, name)) is None:
             continue
         if "cmp" in name and not lead:  # lengths are not known here
-            rows = own.v_cmp if own.k_cmp is None else own.k_cmp
+            rows = tensors.v_cmp if tensors.k_cmp is None else tensors.k_cmp
             shape = (*rows.shape[:1], *shape)
         _check_weight(name, x, shape, q)
         if x.dtype != q.dtype:
@@ -144,7 +136,7 @@ def _check_own_keys(own: OwnKeys, given: Arguments, lengths: tuple[int, ...] | N
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got stride {x.stride(-1)}")
     for weight, key in (("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
-        if getattr(given, weight) is not None and getattr(own, key) is not None:
+        if getattr(tensors, weight) is not None and getattr(tensors, key) is not None:
             raise ValueError(f"{weight} and {key} exclude each other, got both; project before, or pass one")
 
 

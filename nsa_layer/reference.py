@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from nsa_layer.call_spec import (
     Aux,
     CallSpec,
+    CallTensors,
     ListSpec,
-    OwnKeys,
     accumulation_dtype,
     mean_scale,
     require_choice_by_token,
@@ -240,59 +240,24 @@ def gate_values(
     return torch.einsum("...hd,hid->...hi", q.to(dtype), gate_weight.to(dtype)).sigmoid()
 
 
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    spec: CallSpec,
-    gate_weight: torch.Tensor | None = None,
-    gates: torch.Tensor | None = None,
-    compress_k_weight: torch.Tensor | None = None,
-    compress_v_weight: torch.Tensor | None = None,
-    k_cmp: torch.Tensor | None = None,
-    v_cmp: torch.Tensor | None = None,
-    k_win: torch.Tensor | None = None,
-    v_win: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    block_indices: torch.Tensor | None = None,
-    q_offset: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Aux]:
+def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
     """The whole operator.
 
     Args:
-        q: [B, T, Hq, D], k: [B, T, Hkv, D], v: [B, T, Hkv, Dv]; packed: the same without B, with ``spec.lengths``. With
-            q_offset keys have a length of their own, packed ``spec.lengths_k``.
-        gate_weight: [Hq, 3, D]; gates: [B, T, Hq, 3], packed [total, Hq, 3]; neither: 1/3 for each branch.
-        compress_k_weight: [Hkv, D, D]; compress_v_weight: [Hkv, Dv, Dv].
-        k_cmp, v_cmp: [B, Tc, Hkv, D or Dv], packed [sum of Tc, ...]; k_win, v_win: like k and v; None: made of k and v.
-        cu_seqlens: not read, ``spec.lengths`` says the same.
-        block_indices: lists as `nsa` takes them, used in place of the reference's own choice.
-        q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys.
+        tensors: shapes as in `nsa`, packed with ``spec.lengths``; ``cu_seqlens`` is not read. With ``q_offset`` keys
+            have a length of their own, packed ``spec.lengths_k``. Lists are used in place of a choice.
 
     Returns:
         o [B, T, Hq, Dv] (packed [total, Hq, Dv]) in the dtype of q, and `Aux`.
     """
-    weights = dict(compress_k_weight=compress_k_weight, compress_v_weight=compress_v_weight)
-    own = OwnKeys(k_cmp, v_cmp, k_win, v_win)
-    given = dict(own=own, block_indices=block_indices, q_offset=q_offset)
-    branches, lses, choice = attend_branches(q, k, v, spec=spec, **weights, **given)
-    g = gate_values(q, gate_weight, gates)
+    branches, lses, choice = attend_branches(tensors, spec=spec)
+    g = gate_values(tensors.q, tensors.gate_weight, tensors.gates)
     o = sum(g[..., i, None] * o_i.to(g.dtype) for i, o_i in enumerate(branches))
-    return o.to(q.dtype), Aux(choice, g.detach(), *(lse.detach() for lse in lses))
+    return o.to(tensors.q.dtype), Aux(choice, g.detach(), *(lse.detach() for lse in lses))
 
 
 def attend_branches(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    spec: CallSpec,
-    compress_k_weight: torch.Tensor | None = None,
-    compress_v_weight: torch.Tensor | None = None,
-    own: OwnKeys = OwnKeys(),
-    block_indices: torch.Tensor | None = None,
-    q_offset: torch.Tensor | None = None,
+    tensors: CallTensors, *, spec: CallSpec
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """The three branches before the gate; arguments as for `attend`.
 
@@ -300,26 +265,12 @@ def attend_branches(
         Their outputs, shaped like that of `attend`; their LSEs and the choice of blocks, shaped as in `Aux`; the LSEs
         are differentiable here.
     """
-    packed = spec.lengths is not None
-    lengths = (spec.lengths, spec.key_lengths, spec.key_lengths)
-    parts = (x.split(own) if packed else x.unbind() for x, own in zip((q, k, v), lengths, strict=True))
-    sequences = list(zip(*parts, strict=True))
-    width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else k.shape[1])
-    offsets = [0] * len(sequences) if q_offset is None else q_offset.tolist()
-    if q_offset is not None and block_indices is None:
+    packed, sequences, q_offset = spec.lengths is not None, list(tensors.sequences(spec)), tensors.q_offset
+    width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else tensors.k.shape[1])
+    if q_offset is not None and tensors.block_indices is None:
         require_choice_by_token(spec.config)
-    if block_indices is None:
-        choices = [None] * len(sequences)
-    elif packed:
-        choices = block_indices.split([spec.config.num_tiles(length) for length in spec.lengths])
-    else:
-        choices = block_indices.unbind()
-    weights = (compress_k_weight, compress_v_weight)
-    owned = own.split(lengths[1], config=spec.config) if packed else [own.map(lambda x: x[b]) for b in range(len(q))]
-    results = [
-        _attend_sequence(*sequence, mine, spec, *weights, choice, width, offset)
-        for sequence, mine, choice, offset in zip(sequences, owned, choices, offsets, strict=True)
-    ]
+    offsets = [0] * len(sequences) if q_offset is None else q_offset.tolist()
+    results = [_attend_sequence(own, spec, width, at) for own, at in zip(sequences, offsets, strict=True)]
     branches, lses, choices = zip(*results, strict=True)
     branches = [(torch.cat if packed else torch.stack)(o) for o in zip(*branches, strict=True)]
     lses = [torch.cat(lse, dim=-1) if packed else torch.stack(lse) for lse in zip(*lses, strict=True)]
@@ -327,18 +278,10 @@ def attend_branches(
 
 
 def _attend_sequence(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    own: OwnKeys,
-    spec: CallSpec,
-    compress_k_weight: torch.Tensor | None,
-    compress_v_weight: torch.Tensor | None,
-    block_indices: torch.Tensor | None,
-    width: int,
-    q_offset: int,
+    tensors: CallTensors, spec: CallSpec, width: int, q_offset: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """The branches' outputs and LSEs, and the choice of blocks [M, Hs, width], for one sequence [T, H, D]."""
+    q, k, v, block_indices, k_cmp, v_cmp = *tensors[:3], tensors.block_indices, tensors.k_cmp, tensors.v_cmp
     config, causal, T, S = spec.config, spec.causal, q.shape[0], k.shape[0]
     if T == 0:
         heads = q.shape[1] if config.rule == "seed" else k.shape[1]
@@ -346,9 +289,8 @@ def _attend_sequence(
         nothing = q.new_empty((0, q.shape[1], v.shape[2]))
         none = q.new_empty((0, heads, width), dtype=torch.int32)
         return [nothing] * 3, [lse] * 3, none if block_indices is None else block_indices
-    k_cmp = compress(k, compress_k_weight, config=config) if own.k_cmp is None else own.k_cmp
-    v_cmp = compress(v, compress_v_weight, config=config) if own.v_cmp is None else own.v_cmp
-    k_win, v_win = k if own.k_win is None else own.k_win, v if own.v_win is None else own.v_win
+    k_cmp = compress(k, tensors.compress_k_weight, config=config) if k_cmp is None else k_cmp
+    v_cmp = compress(v, tensors.compress_v_weight, config=config) if v_cmp is None else v_cmp
     static = dict(config=config, causal=causal, q_offset=q_offset)
     if block_indices is None:
         scoring = k_cmp.to(k.dtype if config.by_token else accumulation_dtype(k.dtype))
@@ -357,7 +299,7 @@ def _attend_sequence(
     masked = (
         (k_cmp.to(k.dtype), v_cmp.to(v.dtype), compressed_mask(T, k_cmp.shape[0], **static, device=q.device)),
         (k, v, selected_mask(block_indices, T, **static, S=S)),
-        (k_win, v_win, window_mask(T, **static, S=S, device=q.device)),
+        (*tensors.of_window, window_mask(T, **static, S=S, device=q.device)),
     )
     results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
     return [o for o, _ in results], [lse for _, lse in results], block_indices

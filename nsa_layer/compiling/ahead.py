@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from nsa_layer.cached_call import CachedCall
-from nsa_layer.call_spec import OwnKeys
+from nsa_layer.call_spec import CallTensors
 from nsa_layer.compiling.shapes import CachedShape, CallShape, ListsShape
 from nsa_layer.cute.memory_plan import MemoryPolicy, plan_memory
 
@@ -200,24 +200,22 @@ def make_call(call: CallShape | ListsShape | CachedShape) -> None:
 
 
 def _make_layer(call: CallShape) -> None:
-    from nsa_layer.cute.autograd import Inputs, Packing, backward, forward, head_group
+    from nsa_layer.cute.autograd import Packing, backward, forward, head_group
 
     spec, dtype = call.spec(), call.dtype
     plan = call.plan or plan_memory(call.sizes(), call.policy, torch.device("cpu"))
     given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
-    arguments = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
-    packing = Packing.of(spec, given["q"].device, call.Hq // (call.lists or (call.Hkv,))[0])
     offset = None if call.keys is None else _fake(len(call.lengths or range(call.B)), dtype=torch.int32)
-    lists = dict(block_indices=call.block_indices("cuda"), q_offset=offset, packing=packing)
-    inputs = Inputs(*map(given.get, arguments), **lists)
+    tensors = CallTensors(**given, block_indices=call.block_indices("cuda"), q_offset=offset)
+    packing = Packing.of(spec, tensors.q.device, tensors.q_heads_per_list)
     for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
-        group = head_group(inputs, first, end)
+        group = head_group(tensors, first, end)
         o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
-        saved = forward(group, o, spec=spec, kept=plan.kept)
+        saved = forward(group, packing, o, spec=spec, kept=plan.kept)
         if call.backward:
             of_tokens = (*group[:3], group.k_win, group.v_win)
             into = (None if x is None else torch.empty_like(x) for x in of_tokens)
-            backward(group, saved, torch.empty_like(o), *into, spec=spec)
+            backward(group, packing, saved, torch.empty_like(o), *into, spec=spec)
 
 
 def _make_listed(call: ListsShape) -> None:

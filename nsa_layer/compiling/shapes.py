@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nsa_layer.cached_call import CachedCall
-from nsa_layer.call_spec import CallSpec, ListSpec
+from nsa_layer.call_spec import CallSpec, CallTensors, ListSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes
 
@@ -22,7 +22,7 @@ class CallShape:
         policy: without a budget all heads go in one group, whatever the GPU has free.
         gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
         projected: with ``compress_k_weight`` and ``compress_v_weight``.
-        own: branches' own keys and values, fields of `OwnKeys`.
+        own: branches' own keys and values, of `OWN_KEYS`.
         backward: backward too.
         plan: groups of heads, and what is saved; None: as the policy has them.
         lists: (heads, blocks) of ``block_indices``.
@@ -82,10 +82,9 @@ class CallShape:
 
     def sizes(self) -> Sizes:
         """The sizes that predictions of memory depend on."""
-        shapes = self.tensor_shapes()
-        q, v = (torch.empty(shapes[name], dtype=self.dtype, device="meta") for name in "qv")
-        asked = dict(gate=self.gate, needs_grad=self.backward, lists=self.block_indices("meta"))
-        return Sizes.of(q, v, spec=self.spec(), own_window=any("win" in name for name in self.own), **asked)
+        given = {name: torch.empty(of, dtype=self.dtype, device="meta") for name, of in self.tensor_shapes().items()}
+        tensors = CallTensors(**given, block_indices=self.block_indices("meta"))
+        return Sizes.of(tensors, spec=self.spec(), needs_grad=self.backward)
 
 
 @dataclass(frozen=True)

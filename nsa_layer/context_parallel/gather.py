@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from nsa_layer import support
 from nsa_layer.block_mlp import compressed
-from nsa_layer.call_spec import Aux, CallSpec, require_choice_by_token
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
 from nsa_layer.context_parallel import overlapped
 from nsa_layer.context_parallel.blocks import compress_own
 from nsa_layer.context_parallel.collectives import gather
@@ -27,30 +27,14 @@ Tensor = torch.Tensor
 
 
 def attend(
-    cp: ContextParallel,
-    backend: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: CallSpec,
-    gate_weight: Tensor | None,
-    gates: Tensor | None,
-    compress_k_weight: Tensor | None,
-    compress_v_weight: Tensor | None,
-    k_cmp: Tensor | None,
-    v_cmp: Tensor | None,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    cu_seqlens: Tensor | None,
-    block_indices: Tensor | None,
-    **options: Any,
+    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: CallSpec, **options: Any
 ) -> tuple[Tensor, Aux]:
     """The operator on a rank's queries; arguments as `nsa` has checked them, ``spec`` of the whole call.
 
     Raises:
         NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut.
     """
+    (q, k, v), k_cmp, v_cmp, block_indices = tensors[:3], tensors.k_cmp, tensors.v_cmp, tensors.block_indices
     config, packed, local = spec.config, spec.lengths is not None, q.shape[-3]
     if block_indices is None:
         require_choice_by_token(config, "cp with mode='gather'")
@@ -69,21 +53,23 @@ def attend(
         mean = partial(compressed, network=None) if backend != "cute" else overlapped.compressed
         return compress_own(x, spec.lengths, cp, partial(mean, weight=weight, config=config), config=config)
 
-    k_cmp = made(k, compress_k_weight) if k_cmp is None else k_cmp
-    v_cmp = made(v, compress_v_weight) if v_cmp is None else v_cmp
+    k_cmp = made(k, tensors.compress_k_weight) if k_cmp is None else k_cmp
+    v_cmp = made(v, tensors.compress_v_weight) if v_cmp is None else v_cmp
+    tensors = tensors._replace(
+        k_cmp=k_cmp, v_cmp=v_cmp, compress_k_weight=None, compress_v_weight=None, cu_seqlens=None
+    )
     stretches = stretches_of(cp, local, spec.lengths, cut=spec.causal and block_indices is None)
     dim, reach = 0 if packed else 1, config.window_size - 1
     windows = [stretch.window(reach, causal=spec.causal) for stretch in stretches]
     of_window: list[list[Tensor]] = []
-    if k_win is not None or v_win is not None:
+    if tensors.has_own_window:
         beside, most = [(window.before, window.after) for window in windows], (reach, 0 if spec.causal else reach)
-        for x in (k if k_win is None else k_win, v if v_win is None else v_win):
+        for x in tensors.of_window:
             parts = with_neighbours(x[None] if packed else x, beside, most, cp)
             of_window.append([part[0] for part in parts] if packed else parts)
     if backend == "cute":
-        own = (torch.cat(parts, dim) for parts in of_window) if of_window else (None, None)
-        given = overlapped.Tensors(q, k, v, gate_weight, gates, k_cmp, v_cmp, *own, block_indices)
-        o, auxes = overlapped.attend(cp, given, stretches, windows, blocks, spec=spec, **options)
+        own = dict(zip(("k_win", "v_win"), [torch.cat(parts, dim) for parts in of_window]))
+        o, auxes = overlapped.attend(cp, tensors._replace(**own), stretches, windows, blocks, spec=spec, **options)
         return o, None if auxes is None else joined_aux(auxes, spec, max(lengths), dim, block_indices)
     k_cmp, v_cmp = (whole(x, blocks) for x in (k_cmp, v_cmp))
     of_tokens = dict(k=whole(k, tokens), v=whole(v, tokens))
@@ -99,11 +85,10 @@ def attend(
         keys |= dict(k_cmp=rows(k_cmp, blocks_here), v_cmp=rows(v_cmp, blocks_here))
         unseen = window.keys.start, stretch.keys.stop - stretch.keys.start - window.keys.stop
         keys |= dict(zip(("k_win", "v_win"), [F.pad(parts[i], (0, 0, 0, 0, *unseen)) for parts in of_window]))
-        own = dict(gate_weight=gate_weight, gates=rows(gates, stretch.queries), block_indices=lists)
-        static = dict(spec=stretch.spec(spec), q_offset=stretch.offsets(sequences, q.device), cu_seqlens=None)
-        static |= dict(compress_k_weight=None, compress_v_weight=None)
+        own = dict(q=rows(q, stretch.queries), gates=rows(tensors.gates, stretch.queries), block_indices=lists)
+        part = tensors._replace(**keys, **own, q_offset=stretch.offsets(sequences, q.device))
         run = import_module(support.BACKENDS[backend]).attend
-        found.append(run(rows(q, stretch.queries), **keys, **own, **static, **options))
+        found.append(run(part, spec=stretch.spec(spec), **options))
     o, auxes = torch.cat([o for o, _ in found], dim), [aux for _, aux in found]
     return o, joined_aux(auxes, spec, max(lengths), dim, block_indices)
 

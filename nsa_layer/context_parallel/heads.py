@@ -25,7 +25,6 @@ from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, WEIGHTS, check_whole
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
-from nsa_layer.gate import gate_kind
 from nsa_layer.inputs import Arguments, starts_of_lengths
 
 Tensor = torch.Tensor
@@ -57,12 +56,13 @@ def attend(
     Raises:
         TypeError, ValueError: an argument is bad, or the ranks do not divide the key/value heads.
     """
-    of_lengths = given.own.k_cmp is not None or given.own.v_cmp is not None or given.config.q_tile > 1
-    on_gpu = given.q.is_cuda and getattr(given.cu_seqlens, "is_cuda", False)
+    whole = given.tensors
+    of_lengths = whole.k_cmp is not None or whole.v_cmp is not None or given.config.q_tile > 1
+    on_gpu = whole.q.is_cuda and getattr(whole.cu_seqlens, "is_cuda", False)
     spec, held = check_whole(given, cp, read=of_lengths or not on_gpu)
-    packed, tiles = given.cu_seqlens is not None, TOKENS if given.config.q_tile == 1 else TILES
+    packed, tiles = whole.cu_seqlens is not None, TOKENS if given.config.q_tile == 1 else TILES
     kinds = dict.fromkeys(OF_TOKENS, TOKENS) | dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=tiles)
-    tensors = {name: x for name, x in (given._asdict() | given.own._asdict()).items() if x is not None}
+    tensors = {name: x for name, x in whole._asdict().items() if x is not None}
     named = {name: tensors[name] for name in kinds if name in tensors}
     asked = [kinds[name] for name in named] + [tiles] * return_aux
     missing = [kind for kind in asked if kind not in held]
@@ -70,12 +70,11 @@ def attend(
         raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {missing[0]}")
     parts = {name: Tokens(x, held[kinds[name]]) for name, x in named.items()}
     weights = {name: tensors[name] for name in WEIGHTS if name in tensors}
-    static = ("config", "softmax_scale", "cu_seqlens", "max_seqlen", "causal")
-    options |= {name: getattr(given, name) for name in static}
+    options |= dict(zip(Arguments._fields[1:], given[1:]), cu_seqlens=whole.cu_seqlens)
     if spec is not None and spec.lengths is not None:  # no second look at what may be on a GPU
         options["cu_seqlens"] = starts_of_lengths(spec.lengths)
     rows = held[TOKENS]
-    if steps_of(given.q, rows, cp, given.k.shape[-2]) > 1:
+    if steps_of(whole.q, rows, cp, whole.k.shape[-2]) > 1:
         options["memory"] = _policy(given, rows, cp, options["memory"])
 
     def call(**tensors: Tensor) -> list[Tokens]:
@@ -86,7 +85,7 @@ def attend(
         lses = (x.mT for x in (aux.lse_cmp, aux.lse_slc, aux.lse_swa))
         return [Tokens(o, rows), Tokens(aux.block_indices, held[tiles]), *(Tokens(x, rows) for x in (aux.gates, *lses))]
 
-    o, *rest = over_heads(call, cp, parts, weights, packed=packed, heads=given.k.shape[-2])
+    o, *rest = over_heads(call, cp, parts, weights, packed=packed, heads=whole.k.shape[-2])
     if not return_aux:
         return o
     return o, Aux(*rest[:2], *(x.mT.contiguous() for x in rest[2:]))
@@ -102,14 +101,13 @@ def _policy(given: Arguments, rows: Rows, cp: ContextParallel, memory: MemoryPol
     """The plan of what calls recompute, from the memory of all: the first one would take what the last one needs."""
     if memory.recompute != "auto" or memory.budget is not None:
         return memory
-    config, own, lead = given.config, given.own, (*given.q.shape[:-3], sum(rows.counts))
-    shapes = ((*lead, x.shape[-2] // cp.size, x.shape[-1]) for x in (given.q, given.v))
-    q, v = (torch.empty(shape, dtype=given.q.dtype, device="meta") for shape in shapes)
-    asked = dict(gate=gate_kind(given.gate_weight, given.gates), spec=CallSpec(config, given.causal, 1.0))
-    own_window = own.k_win is not None or own.v_win is not None
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (given.q, given.k, given.v))
-    sizes = Sizes.of(q, v, **asked, needs_grad=needs_grad, own_window=own_window, lists=given.block_indices)
-    kept = plan_memory(sizes, memory, given.q.device).kept
+    (q, k, v), lead = given.tensors[:3], (*given.tensors.q.shape[:-3], sum(rows.counts))
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    shapes = {name: (*lead, x.shape[-2] // cp.size, x.shape[-1]) for name, x in dict(q=q, k=k, v=v).items()}
+    like = {name: torch.empty(shape, dtype=q.dtype, device="meta") for name, shape in shapes.items()}
+    spec = CallSpec(given.config, given.causal, 1.0)
+    sizes = Sizes.of(given.tensors._replace(**like), spec=spec, needs_grad=needs_grad)
+    kept = plan_memory(sizes, memory, q.device).kept
     return replace(memory, recompute="none" if all(kept) else "all")
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_layer import support
-from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype
 from nsa_layer.compress import project
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.collectives import Exchange
@@ -24,35 +24,16 @@ from nsa_layer.context_parallel.stretches import Stretch, Window
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, head_groups, plan_memory
 from nsa_layer.cute.packing import Packing, numbers_on
 from nsa_layer.derivatives import ReverseMode, first_derivatives
-from nsa_layer.gate import gate_kind
 
 Tensor = torch.Tensor
 LONG = 1 << 19  # tokens from which on heads come one by one
 OF_KEYS, OF_WINDOW = ("k", "v"), ("k_win", "v_win")
 
 
-class Tensors(NamedTuple):
-    """A rank's tensors; shapes as in `nsa`, with a batch dimension where sequences are packed too.
-
-    Those of the window have what each stretch's window sees, one stretch after the other.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate_weight: Tensor | None
-    gates: Tensor | None
-    k_cmp: Tensor
-    v_cmp: Tensor
-    k_win: Tensor | None
-    v_win: Tensor | None
-    block_indices: Tensor | None
-
-
 class Part(NamedTuple):
-    """A stretch's call on some heads: `Inputs` but for the starts, which come after it, and the static side."""
+    """A stretch's call on some heads."""
 
-    inputs: tuple[Tensor | None, ...]
+    tensors: CallTensors
     packing: Packing | None
     spec: CallSpec
     plan: MemoryPlan
@@ -60,6 +41,9 @@ class Part(NamedTuple):
 
 class Call(NamedTuple):
     """The static side of a rank's call.
+
+    Its tensors have a batch dimension where sequences are packed too, and no compression weights. Those of the window
+    have what each stretch's window sees, one stretch after the other.
 
     Attributes:
         spec: of the whole call.
@@ -81,7 +65,7 @@ class Call(NamedTuple):
     def packed(self) -> bool:
         return self.spec.lengths is not None
 
-    def gathered(self, given: Tensors) -> Iterator[dict[str, Tensor]]:
+    def gathered(self, given: CallTensors) -> Iterator[dict[str, Tensor]]:
         """Keys and values of all ranks, of the heads of each step, sent for a step ahead."""
         sent = self._sent(given, 0)
         for step in range(len(self.heads)):
@@ -89,7 +73,7 @@ class Call(NamedTuple):
             yield {name: self.tokens.whole(x) for name, x in sent.items()}
             sent = following
 
-    def _sent(self, given: Tensors, step: int) -> dict[str, Tensor]:
+    def _sent(self, given: CallTensors, step: int) -> dict[str, Tensor]:
         first, end = self.heads[step]
         return {name: self.tokens.send_to_all(getattr(given, name)[:, :, first:end]) for name in OF_KEYS}
 
@@ -98,7 +82,7 @@ class Call(NamedTuple):
         ends = accumulate((window.keys.stop - window.keys.start for window in self.windows), initial=0)
         return (slice(*pair) for pair in pairwise(ends))
 
-    def parts(self, given: Tensors, keys: dict[str, Tensor], step: int) -> Iterator[tuple[Stretch, Part]]:
+    def parts(self, given: CallTensors, keys: dict[str, Tensor], step: int) -> Iterator[tuple[Stretch, Part]]:
         """The calls of a step, one for each stretch.
 
         Args:
@@ -110,7 +94,6 @@ class Call(NamedTuple):
         of_lists, tile = heads, self.spec.config.q_tile
         if given.block_indices is not None and given.block_indices.shape[2] == given.q.shape[2]:
             of_lists = of_q
-        rows = G if given.block_indices is None or of_lists is heads else 1
         for stretch, window, seen in zip(self.stretches, self.windows, self.window_rows(), strict=True):
             spec, blocks, queries = stretch.spec(self.spec), stretch.blocks(self.spec), stretch.queries
             lists = slice(queries.start // tile, -(-queries.stop // tile))
@@ -129,16 +112,14 @@ class Call(NamedTuple):
                 found = {name: None if x is None else x[0] for name, x in found.items()}
             offset = stretch.offsets(1 if self.packed else len(given.q), given.q.device)
             weight = None if given.gate_weight is None else given.gate_weight[of_q]
-            names = ("q", "k", "v", "gate_weight", "gates", "w_k", "w_v", "k_cmp", "v_cmp", "k_win", "v_win")
-            inputs = (found | dict(gate_weight=weight)).get
-            tensors = (*map(inputs, names), found["block_indices"], offset)
-            plan = MemoryPlan(((0, heads.stop - heads.start),), self.kept)
-            yield stretch, Part(tensors, Packing.of(spec, given.q.device, rows), spec, plan)
+            tensors = CallTensors(**found, gate_weight=weight, q_offset=offset)
+            packing = Packing.of(spec, given.q.device, tensors.q_heads_per_list)
+            yield stretch, Part(tensors, packing, spec, MemoryPlan(((0, heads.stop - heads.start),), self.kept))
 
 
 def attend(
     cp: ContextParallel,
-    given: Tensors,
+    given: CallTensors,
     stretches: Sequence[Stretch],
     windows: Sequence[Window],
     blocks: Rows,
@@ -160,16 +141,14 @@ def attend(
     q, v, tokens = given.q, given.v, Rows.of_tokens(cp, given.q.shape[-3])
     S, Hkv = sum(tokens.counts), v.shape[-2]
     whole_v = torch.empty((*v.shape[:-3], S, *v.shape[-2:]), dtype=v.dtype, device="meta")
-    own_window = given.k_win is not None
-    gate = gate_kind(given.gate_weight, given.gates)
-    more = dict(gate=gate, needs_grad=needs_grad, own_window=own_window, lists=given.block_indices)
-    plan = plan_memory(Sizes.of(q, whole_v, spec=spec, **more), memory, q.device)
+    plan = plan_memory(Sizes.of(given._replace(v=whole_v), spec=spec, needs_grad=needs_grad), memory, q.device)
     # Not the plan's groups: they follow from what is free, and ranks exchange the same heads.
     heads = steps_of(Hkv, max(1, min(LONG // S, -(-Hkv // 2))))
     exchanges = Exchange.of(q[None] if packed else q, tokens, cp), Exchange(blocks, cp)
     call = Call(spec, *exchanges, tuple(stretches), tuple(windows), heads, plan.kept)
-    with_batch = (x if x is None or not packed or i == 3 else x[None] for i, x in enumerate(given))
-    o, *rest = _Attend.apply(call, return_aux, *(x if x is None else readable(x) for x in with_batch))
+    if packed:
+        given = CallTensors(*(x if x is None else x[None] for x in given))._replace(gate_weight=given.gate_weight)
+    o, *rest = _Attend.apply(call, return_aux, *(x if x is None else readable(x) for x in given))
     o = o[0] if packed else o
     return o, [Aux(*rest[i : i + 5]) for i in range(0, len(rest), 5)] if return_aux else None
 
@@ -184,10 +163,10 @@ def steps_of(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
 class _Attend(ReverseMode):
     @staticmethod
     def forward(ctx: Any, call: Call, return_aux: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """tensors: of `Tensors`."""
+        """tensors: of `CallTensors`."""
         from nsa_layer.cute import autograd
 
-        given = Tensors(*tensors)
+        given = CallTensors(*tensors)
         k_cmp, v_cmp = map(call.blocks.whole, [call.blocks.send_to_all(x) for x in (given.k_cmp, given.v_cmp)])
         whole = given._replace(k_cmp=k_cmp, v_cmp=v_cmp)
         o = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
@@ -195,12 +174,10 @@ class _Attend(ReverseMode):
         for step, keys in enumerate(call.gathered(given)):
             of_q = slice(*(G * head for head in call.heads[step]))
             for stretch, part in call.parts(whole, keys, step):
-                inputs = autograd.Inputs(*part.inputs, part.packing)
                 into = o[:, stretch.queries, of_q]
                 into = into[0] if call.packed else into
-                _, (left,) = autograd.forward_groups(inputs, part.spec, part.plan, backward=backward, o=into)
-                saved.append(left)
-            del keys, inputs, part
+                saved += autograd.forward_groups(*part, backward=backward, o=into)[1]
+            del keys, part
         ctx.call = call
         ctx.save_for_backward(*whole, *(x for left in saved for x in left))
         ctx.set_materialize_grads(False)
@@ -219,14 +196,15 @@ class _Attend(ReverseMode):
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
         found = first_derivatives("cute", partial(_gradients, ctx.call), do, *ctx.saved_tensors)
-        return None, None, *found, None
+        return None, None, *found, *[None] * (len(CallTensors._fields) - len(found))
 
 
 def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of `Tensors` but for the last, from what forward saved."""
+    """The gradients of the differentiable tensors, from what forward saved."""
     from nsa_layer.cute import autograd
 
-    given, left = Tensors(*tensors[: len(Tensors._fields)]), tensors[len(Tensors._fields) :]
+    count = len(CallTensors._fields)
+    given, left = CallTensors(*tensors[:count]), tensors[count:]
     each, G = len(autograd.SavedForBackward._fields), given.q.shape[2] // given.k.shape[2]
     exactly = accumulation_dtype(given.q.dtype)
     dq, d_gates = torch.empty_like(given.q), None if given.gates is None else torch.empty_like(given.gates)
@@ -249,8 +227,8 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
             at = (step * len(call.stretches) + i) * each
             rows, blocks = (slice(None), stretch.queries, of_q), (slice(None), stretch.blocks(call.spec), heads)
             do_i, dq_i = (x[rows][0] if call.packed else x[rows] for x in (do, dq))
-            static = (part.packing, part.spec, part.plan)
-            found = autograd.gradients(do_i, *static, *part.inputs, *left[at : at + each], dq=dq_i)
+            saved = autograd.SavedForBackward(*left[at : at + each])
+            found = autograd.gradients(do_i, *part, [saved], dq=dq_i)
             _, dk, dv, d_weight_i, d_gates_i, _, _, dk_cmp, dv_cmp, dk_win, dv_win = found
             if d_weight is not None:
                 d_weight[of_q] += d_weight_i
@@ -263,7 +241,7 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
             for into, d in zip(of_window, (dk_win, dv_win), strict=True):
                 if into is not None:
                     into[:, seen[i], heads] = d
-            del found, dk, dv, dk_cmp, dv_cmp, dk_win, dv_win, d
+            del found, saved, dk, dv, dk_cmp, dv_cmp, dk_win, dv_win, d
         del keys, part
         if step:
             arrive(step - 1)
@@ -274,7 +252,7 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
     dk_cmp, dv_cmp = (call.blocks.sums(x).to(given.k_cmp.dtype) for x in to_blocks)
     if d_weight is not None:
         d_weight = d_weight.to(given.gate_weight.dtype)
-    return dq, of_keys["k"], of_keys["v"], d_weight, d_gates, dk_cmp, dv_cmp, *of_window
+    return dq, of_keys["k"], of_keys["v"], d_weight, d_gates, None, None, dk_cmp, dv_cmp, *of_window
 
 
 class Sums:

@@ -29,9 +29,10 @@ def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> 
     Raises:
         TypeError, ValueError: an argument is bad, or the mode does not fit.
     """
-    q, cu_seqlens, packed, config = given.q, given.cu_seqlens, given.cu_seqlens is not None, given.config
-    check_qkv(q, given.k, given.v, packed=packed)
-    cp.mode_of(given.k.shape[-2])
+    tensors, config = given.tensors, given.config
+    (q, k, v), cu_seqlens, packed = tensors[:3], tensors.cu_seqlens, tensors.cu_seqlens is not None
+    check_qkv(q, k, v, packed=packed)
+    cp.mode_of(k.shape[-2])
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     local = q.shape[-3]
@@ -43,7 +44,7 @@ def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> 
     if packed:
         lengths = whole_lengths(cu_seqlens, q, cp)
         cu_seqlens = cu_seqlens.cpu()
-    if given.own.k_cmp is not None or given.own.v_cmp is not None:
+    if tensors.k_cmp is not None or tensors.v_cmp is not None:
         held[BLOCKS] = rows.of_blocks(cp, lengths, chunk, config.span, config.stride)
     held[TILES] = held[TOKENS] if config.q_tile == 1 else rows.of_tiles(cp, lengths, chunk, config.q_tile)
 
@@ -52,7 +53,7 @@ def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> 
             raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
         return x
 
-    def whole(name: str, x: Tensor | None, kind: str = TOKENS) -> Tensor | None:
+    def whole(name: str, x: Tensor | None, kind: str) -> Tensor | None:
         if not isinstance(x, torch.Tensor) or x.dim() < 3:
             return x
         on_device(name, x)
@@ -62,16 +63,12 @@ def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> 
             raise ValueError(f"{name} must have this rank's {kind}, {lead}, first, got shape {tuple(x.shape)}")
         return _like(x, sum(held[kind].counts), 0 if packed else 1)
 
-    own = {name: whole(name, x, BLOCKS if "cmp" in name else TOKENS) for name, x in given.own._asdict().items()}
-    weights = {
-        name: on_device(name, getattr(given, name))
-        for name in ("gate_weight", "compress_k_weight", "compress_v_weight")
-    }
-    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in weights.items()}
-    parts = {name: whole(name, getattr(given, name)) for name in ("q", "k", "v", "gates")}
-    parts["block_indices"] = whole("block_indices", given.block_indices, TILES)
-    spec = check_inputs(given._replace(**parts, **meta, own=given.own._replace(**own), cu_seqlens=cu_seqlens))
-    return spec, held
+    weights = {name: on_device(name, getattr(tensors, name)) for name in WEIGHTS}
+    parts = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in weights.items()}
+    kinds = dict.fromkeys(("q", "k", "v", "gates", "k_win", "v_win"), TOKENS)
+    kinds |= dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=TILES)
+    parts |= {name: whole(name, getattr(tensors, name), kind) for name, kind in kinds.items()}
+    return check_inputs(given._replace(tensors=tensors._replace(**parts, cu_seqlens=cu_seqlens))), held
 
 
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:

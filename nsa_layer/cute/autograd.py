@@ -14,26 +14,27 @@ from typing import Any
 import torch
 
 from nsa_layer import determinism, support
-from nsa_layer.call_spec import Aux, CallSpec, OwnKeys
+from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors
 from nsa_layer.compiling import side_by_side
 from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.fork import require_patched
-from nsa_layer.gate import equal_gates, gate_kind
+from nsa_layer.gate import equal_gates
 
 require_patched()
 
 from nsa_layer.cute.aside import aside  # noqa: E402
 from nsa_layer.cute.backward import backward  # noqa: E402
-from nsa_layer.cute.forward import Inputs, Pages, SavedForBackward, forward  # noqa: E402
+from nsa_layer.cute.forward import Pages, SavedForBackward, forward  # noqa: E402
 from nsa_layer.kernels.launch import are_aligned  # noqa: E402
 
 Tensor = torch.Tensor
 
 
 def forward_groups(
-    inputs: Inputs,
+    tensors: CallTensors,
+    packing: Packing | None,
     spec: CallSpec,
     plan: MemoryPlan,
     *,
@@ -46,102 +47,97 @@ def forward_groups(
     Args:
         keep: takes what a group leaves, and its key/value heads, before the next group; the list is then empty.
     """
-    with _side_by_side(inputs, spec, plan, backward=backward):
-        return _forward_groups(inputs, spec, plan, o, keep)
+    with _side_by_side(tensors, spec, plan, backward=backward):
+        return _forward_groups(tensors, packing, spec, plan, o, keep)
 
 
 def _forward_groups(
-    inputs: Inputs,
+    tensors: CallTensors,
+    packing: Packing | None,
     spec: CallSpec,
     plan: MemoryPlan,
     o: Tensor | None = None,
     keep: Callable[[SavedForBackward, tuple[int, int]], None] | None = None,
     **more: Any,
 ) -> tuple[Tensor, list[SavedForBackward]]:
-    (q, k, v), parts = inputs[:3], []
+    (q, k, v), parts = tensors[:3], []
     keep = keep or (lambda part, _: parts.append(part))
     o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
     for group in plan.groups:
         into = _narrow(o, -2, _query_heads(q, k, *group))
-        keep(forward(head_group(inputs, *group), into, spec=spec, kept=plan.kept, **more), group)
+        keep(forward(head_group(tensors, *group), packing, into, spec=spec, kept=plan.kept, **more), group)
     return o, parts
 
 
-def infer(inputs: Inputs, spec: CallSpec, memory: MemoryPolicy, pages: Pages | None = None) -> tuple[Tensor, Aux]:
+def infer(
+    tensors: CallTensors, packing: Packing | None, spec: CallSpec, memory: MemoryPolicy, pages: Pages | None = None
+) -> tuple[Tensor, Aux]:
     """`attend` without backward, of tensors that are `readable`; its kernels are compiled one after the other."""
-    gate, own_window = gate_kind(inputs.gate_weight, inputs.gates), inputs.k_win is not None or inputs.v_win is not None
-    asked = dict(gate=gate, needs_grad=False, own_window=own_window, lists=inputs.block_indices)
-    sizes = Sizes.of(inputs.q, inputs.v, spec=spec, **asked)
+    sizes = Sizes.of(tensors, spec=spec, needs_grad=False)
     if pages is not None:
         sizes = sizes._replace(longest=pages.room)
-    plan = plan_memory(sizes, memory, inputs.q.device)
-    with aside(inputs.q) or nullcontext() as beside:
-        o, parts = _forward_groups(inputs, spec, plan, pages=pages, beside=beside)
-    return o, Aux(*_joined_aux(parts, inputs.q, unions=support.takes_unions(spec.config, listed=spec.listed)))
+    plan = plan_memory(sizes, memory, tensors.q.device)
+    with aside(tensors.q) or nullcontext() as beside:
+        o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, beside=beside)
+    return o, Aux(*_joined_aux(parts, tensors.q, unions=support.takes_unions(spec.config, listed=spec.listed)))
 
 
 def gradients(
     do: Tensor,
+    tensors: CallTensors,
     packing: Packing | None,
-    spec: CallSpec,
-    plan: MemoryPlan,
-    *tensors: Tensor | None,
-    dq: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the first 11 `Inputs`, from all but the last and what forward left; dq where it is given."""
-    given, made = len(Inputs._fields) - 1, len(SavedForBackward._fields)
-    left = (SavedForBackward(*tensors[at : at + made]) for at in range(given, len(tensors), made))
-    return gradients_by_group(do, Inputs(*tensors[:given], packing), spec, plan, left, dq=dq)
-
-
-def gradients_by_group(
-    do: Tensor,
-    inputs: Inputs,
     spec: CallSpec,
     plan: MemoryPlan,
     left: Iterable[SavedForBackward],
     *,
     dq: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """`gradients`, of what each group's forward left, which is asked for before that group's backward."""
-    q, k, v = inputs[:3]
+    """The gradients of the differentiable tensors.
+
+    Args:
+        left: what each group's forward left, asked for before that group's backward.
+        dq: is written where it is given.
+    """
+    q, k, v = tensors[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    lists = k if inputs.block_indices is None else inputs.block_indices
-    sizes |= dict(needs_grad=True, lists="given" if spec.listed else None, rows=q.shape[-2] // lists.shape[-2])
+    sizes |= dict(needs_grad=True, lists="given" if spec.listed else None, rows=tensors.q_heads_per_list)
     spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes))
     do = readable(do)
-    of_tokens = (*inputs[:3], inputs.k_win, inputs.v_win)
+    of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]
     whole.insert(0, torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq)
     rest = []
-    with _side_by_side(inputs, spec, plan, backward=True):
+    with _side_by_side(tensors, spec, plan, backward=True):
         for (first, end), saved in zip(plan.groups, left, strict=True):
             query, key = _query_heads(q, k, first, end), (first, end)
             grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
-            rest.append(backward(head_group(inputs, first, end), saved, _narrow(do, -2, query), *grads, spec=spec))
+            of_group = head_group(tensors, first, end), packing, saved, _narrow(do, -2, query)
+            rest.append(backward(*of_group, *grads, spec=spec))
     dq, dk, dv, *of_window = whole
     return dq, dk, dv, *(joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
 
 
-def _side_by_side(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> AbstractContextManager[None]:
+def _side_by_side(
+    tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool
+) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled together."""
-    return side_by_side.of_call(partial(_shape, inputs, spec, plan, backward=backward))
+    return side_by_side.of_call(partial(_shape, tensors, spec, plan, backward=backward))
 
 
-def _shape(inputs: Inputs, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> CallShape:
+def _shape(tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> CallShape:
     """The call without its tensors."""
-    q, k, v, gate_weight, gates = inputs[:5]
+    q, k, v = tensors[:3]
     B, T = (1, q.shape[0]) if q.dim() == 3 else q.shape[:2]
     sizes = dict(B=B, T=T, Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], dtype=q.dtype)
     static = dict(config=spec.config, causal=spec.causal, lengths=spec.lengths, plan=plan)
     if spec.bound is not None:  # kernels for others of these bounds are the same
         static["lengths"] = (spec.bound, T - spec.bound)
-    static["lists"] = None if inputs.block_indices is None else tuple(inputs.block_indices.shape[-2:])
-    if inputs.q_offset is not None:
+    static["lists"] = None if tensors.block_indices is None else tuple(tensors.block_indices.shape[-2:])
+    if tensors.q_offset is not None:
         static |= dict(keys=k.shape[-3], lengths_k=spec.lengths_k)
-    own = tuple(name for name in OwnKeys._fields if getattr(inputs, name) is not None)
-    gate = gate_kind(gate_weight, gates)
-    return CallShape(**sizes, **static, gate=gate, projected=inputs.w_k is not None, own=own, backward=backward)
+    own = tuple(name for name in OWN_KEYS if getattr(tensors, name) is not None)
+    static |= dict(gate=tensors.gate, projected=tensors.compress_k_weight is not None, own=own)
+    return CallShape(**sizes, **static, backward=backward)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -149,18 +145,18 @@ def readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and are_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def head_group(inputs: Inputs, first: int, end: int) -> Inputs:
-    """The inputs of key/value heads `first` to `end` with their query heads."""
-    if (first, end) == (0, inputs.k.shape[-2]):
-        return inputs
-    query, key = _query_heads(inputs.q, inputs.k, first, end), (first, end)
-    parts = dict(q=_narrow(inputs.q, -2, query), gates=_narrow(inputs.gates, -2, query))
-    parts |= {name: _narrow(getattr(inputs, name), -2, key) for name in ("k", "v", *OwnKeys._fields)}
-    if inputs.block_indices is not None:
-        of_query_heads = inputs.block_indices.shape[-2] == inputs.q.shape[-2]
-        parts["block_indices"] = _narrow(inputs.block_indices, -2, query if of_query_heads else key)
-    parts |= {name: _narrow(getattr(inputs, name), 0, key) for name in ("w_k", "w_v")}
-    return inputs._replace(**parts, gate_weight=_narrow(inputs.gate_weight, 0, query))
+def head_group(tensors: CallTensors, first: int, end: int) -> CallTensors:
+    """Those of key/value heads `first` to `end` with their query heads."""
+    if (first, end) == (0, tensors.k.shape[-2]):
+        return tensors
+    query, key = _query_heads(tensors.q, tensors.k, first, end), (first, end)
+    parts = dict(q=_narrow(tensors.q, -2, query), gates=_narrow(tensors.gates, -2, query))
+    parts |= {name: _narrow(getattr(tensors, name), -2, key) for name in ("k", "v", *OWN_KEYS)}
+    if tensors.block_indices is not None:
+        of_query_heads = tensors.block_indices.shape[-2] == tensors.q.shape[-2]
+        parts["block_indices"] = _narrow(tensors.block_indices, -2, query if of_query_heads else key)
+    parts |= {name: _narrow(getattr(tensors, name), 0, key) for name in ("compress_k_weight", "compress_v_weight")}
+    return tensors._replace(**parts, gate_weight=_narrow(tensors.gate_weight, 0, query))
 
 
 def _query_heads(q: Tensor, k: Tensor, first: int, end: int) -> tuple[int, int]:

@@ -9,11 +9,12 @@ import torch
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.forward import Inputs, SavedForBackward, attend, attend_selected
+from nsa_layer.cute.forward import SavedForBackward, attend, attend_selected
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
+from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
 from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
 from nsa_layer.kernels.mean_pool.pool import unpool
@@ -35,7 +36,8 @@ class WeightGradients(NamedTuple):
 
 
 def backward(
-    inputs: Inputs,
+    tensors: CallTensors,
+    packing: Packing | None,
     saved: SavedForBackward,
     do: Tensor,
     dq: Tensor,
@@ -51,12 +53,12 @@ def backward(
     Args:
         dk_win, dv_win: None where the window reads k, and v.
     """
-    q, k, v, gate_weight, gates, w_k, w_v, *_, packing = inputs
-    k_cmp = saved.k_cmp if inputs.k_cmp is None else inputs.k_cmp
-    v_cmp = saved.v_cmp if inputs.v_cmp is None else inputs.v_cmp
+    q, k, v, gate_weight, gates, w_k, w_v = tensors[:7]
+    k_cmp = saved.k_cmp if tensors.k_cmp is None else tensors.k_cmp
+    v_cmp = saved.v_cmp if tensors.v_cmp is None else tensors.v_cmp
     scale, ordered = spec.softmax_scale, dict(deterministic=spec.config.deterministic)
     cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
-    where = dict(spec=spec, packing=packing, q_offset=inputs.q_offset)
+    where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
     of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
     unions = takes_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
@@ -70,13 +72,13 @@ def backward(
             by_key = selected_sparsity(*selection, backward=True, **static)
         if split_dq or saved.o_slc is None:
             by_query = selected_sparsity(*selection, backward=False, **static)
-    calls = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered), swa=BranchCall(*inputs.of_window, of_swa | ordered))
+    calls = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered), swa=BranchCall(*tensors.of_window, of_swa | ordered))
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
         calls["slc"] = BranchCall(k, v, selected_options(by_key, packing) | ordered)
     if not k_cmp.shape[-3]:
         del calls["cmp"]
-    layouts = backward_layouts(q, tuple(calls.values()), key=(spec, inputs.q_offset is None))
+    layouts = backward_layouts(q, tuple(calls.values()), key=(spec, tensors.q_offset is None))
 
     # Outputs that were not saved: the same launches, the same bits.
     o_cmp, o_slc, o_swa = saved.o_cmp, saved.o_slc, saved.o_swa
@@ -88,7 +90,7 @@ def backward(
             o_slc = attend_selected(q, k, v, spec, by_query, packing)[0]
     if o_swa is None:
         with component("swa"):
-            o_swa = attend(q, *inputs.of_window, spec, of_swa)[0]
+            o_swa = attend(q, *tensors.of_window, spec, of_swa)[0]
     with component("gate"):
         lses = (saved.lse_cmp, saved.lse_slc, saved.lse_swa)
         gating = dict(g=saved.g, q=q, gate_weight=gate_weight, gates=gates, tile_m=layouts.tile_m, out=dq)
@@ -118,7 +120,7 @@ def backward(
             dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
             sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
         if packing is not None and packing.bounded:
-            for x, given, weight in ((dk_cmp, inputs.k_cmp, w_k), (dv_cmp, inputs.v_cmp, w_v)):
+            for x, given, weight in ((dk_cmp, tensors.k_cmp, w_k), (dv_cmp, tensors.v_cmp, w_v)):
                 if given is not None or weight is not None:
                     packing.clear_behind_blocks(x)
     with component("swa"):
@@ -138,9 +140,9 @@ def backward(
     del accum
     with component("compress"):
         dw_k = dw_v = d_k_mean = d_v_mean = None
-        if inputs.k_cmp is None:
+        if tensors.k_cmp is None:
             d_k_mean, dw_k = project_backward(dk_cmp, saved.k_mean, w_k)
-        if inputs.v_cmp is None:
+        if tensors.v_cmp is None:
             d_v_mean, dw_v = project_backward(dv_cmp, saved.v_mean, w_v)
         unpool(d_k_mean, d_v_mean, dk.out, dv.out, **pooling_options(spec, packing))
         dk.filled, dv.filled = d_k_mean is not None, d_v_mean is not None
@@ -158,13 +160,13 @@ def backward(
                     grad.out.zero_()
             into = dict(dk=dk.out, dv=dv.out, add=add, start=layouts.calls[-1].dq.start)
             of_slc = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-            of_slc["q_offset"] = inputs.q_offset
+            of_slc["q_offset"] = tensors.q_offset
             backward_dkdv(q, k, v, do_slc, *rows_slc, pairs, **fixed, **into, **of_slc)
     return WeightGradients(
         gate.d_weight,
         gate.d_gates,
         dw_k,
         dw_v,
-        None if inputs.k_cmp is None else dk_cmp,
-        None if inputs.v_cmp is None else dv_cmp,
+        None if tensors.k_cmp is None else dk_cmp,
+        None if tensors.v_cmp is None else dv_cmp,
     )

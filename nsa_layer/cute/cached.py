@@ -26,7 +26,7 @@ from nsa_layer.cached_call import (
     refuse_places,
     refuse_shared,
 )
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.compiling import side_by_side
 from nsa_layer.compiling.shapes import CachedShape
 from nsa_layer.compress import project
@@ -251,14 +251,14 @@ class _Step:
         heads = call.k_cache.shape[2] if lists is None else lists.shape[-2]
         with component("cache"):
             keys = self._keys(bounds)
-        given = dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), keys), w_k=None, w_v=None)
+        given = dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), keys))
         given |= dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
         given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, slice(*bounds)])
         bounded = dict(cu_seqlens=self.starts, total=len(call.q))
         packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
         if self.on_pages:
             pages = autograd.Pages(self.table[rows], call.room, self.places[Field.IN_WINDOW, rows])
-        o, aux = autograd.infer(autograd.Inputs(**given, packing=packing), spec, self.memory, pages)
+        o, aux = autograd.infer(CallTensors(**given), packing, spec, self.memory, pages)
         return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
 
     def _keys(self, bounds: tuple[int, int]) -> list[Tensor | None]:

@@ -10,7 +10,7 @@ import torch
 from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.compress import project
 from nsa_layer.cute.aside import Aside
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
@@ -25,36 +25,8 @@ from nsa_layer.support import device_arch, takes_unions
 Tensor = torch.Tensor
 
 
-class Inputs(NamedTuple):
-    """Inputs of a group; shapes as in `nsa`.
-
-    q_offset: int32 [B], packed [sequences]: the position of each sequence's first query among its keys, of which there
-        may be more than queries.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gate_weight: Tensor | None
-    gates: Tensor | None
-    w_k: Tensor | None
-    w_v: Tensor | None
-    k_cmp: Tensor | None
-    v_cmp: Tensor | None
-    k_win: Tensor | None
-    v_win: Tensor | None
-    block_indices: Tensor | None
-    q_offset: Tensor | None
-    packing: Packing | None
-
-    @property
-    def of_window(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the sliding window."""
-        return self.k if self.k_win is None else self.k_win, self.v if self.v_win is None else self.v_win
-
-
 class Pages(NamedTuple):
-    """Keys on pages, without backward: k and v of `Inputs` are [pages, page, Hkv, D] then, k_win and v_win a stretch.
+    """Keys on pages, without backward: k and v are [pages, page, Hkv, D] then, k_win and v_win a stretch.
 
     Attributes:
         table: int32 [B, n], pages of each sequence; a page is a multiple of 64 keys.
@@ -96,7 +68,8 @@ class SavedForBackward(NamedTuple):
 
 
 def forward(
-    inputs: Inputs,
+    tensors: CallTensors,
+    packing: Packing | None,
     o: Tensor,
     *,
     spec: CallSpec,
@@ -107,20 +80,21 @@ def forward(
     """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
 
     Args:
+        packing: of packed sequences, whose ``cu_seqlens`` are not read.
         kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
         beside: where the window's attention may go; joined before its output is read.
     """
-    q, k, v, block_indices, packing = inputs.q, inputs.k, inputs.v, inputs.block_indices, inputs.packing
-    where = dict(spec=spec, packing=packing, q_offset=inputs.q_offset)
+    (q, k, v), block_indices = tensors[:3], tensors.block_indices
+    where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
     in_window = where if pages is None else where | dict(q_offset=pages.in_window)
     S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     into = None if beside is None else new_outputs(q, v)
     with component("swa"), nullcontext() if beside is None else beside.launches():
-        o_swa, lse_swa = attend(q, *inputs.of_window, spec, window_options(**in_window), into)
+        o_swa, lse_swa = attend(q, *tensors.of_window, spec, window_options(**in_window), into)
     scored = block_indices is None and not spec.config.by_token
     with component("compress"):
-        k_scored, k_cmp, v_cmp, *means = _compressed(inputs, spec, scored=scored)
+        k_scored, k_cmp, v_cmp, *means = _compressed(tensors, packing, spec, scored=scored)
     with component("cmp"):
         o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(**where))
     with component("choose"):
@@ -142,15 +116,15 @@ def forward(
     if beside is not None:
         beside.join()
     with component("gate"):
-        gating = dict(gate_weight=inputs.gate_weight, gates=inputs.gates)
+        gating = dict(gate_weight=tensors.gate_weight, gates=tensors.gates)
         g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]
     outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), kept))
-    made = (x if given is None else None for x, given in ((k_cmp, inputs.k_cmp), (v_cmp, inputs.v_cmp)))
+    made = (x if given is None else None for x, given in ((k_cmp, tensors.k_cmp), (v_cmp, tensors.v_cmp)))
     return SavedForBackward(indices, counts, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
 
 
 def _compressed(
-    inputs: Inputs, spec: CallSpec, *, scored: bool
+    tensors: CallTensors, packing: Packing | None, spec: CallSpec, *, scored: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compressed keys and values: the caller's, or made of k and v, pooled together.
 
@@ -161,14 +135,15 @@ def _compressed(
         Keys in fp32 if `scored`, else anything; keys and values as attention reads them; and, where these are
         projected, means of k and of v in fp32.
     """
-    k_cmp, v_cmp, w_k, w_v, dtype = inputs.k_cmp, inputs.v_cmp, inputs.w_k, inputs.w_v, inputs.k.dtype
-    k, v = inputs.k if k_cmp is None else None, inputs.v if v_cmp is None else None
+    k_cmp, v_cmp, dtype = tensors.k_cmp, tensors.v_cmp, tensors.k.dtype
+    w_k, w_v = tensors.compress_k_weight, tensors.compress_v_weight
+    k, v = tensors.k if k_cmp is None else None, tensors.v if v_cmp is None else None
     exact, k_mean, v_mean = torch.float32, None, None
     if k is not None or v is not None:
         k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
-        options = pooling_options(spec, inputs.packing)
-        if inputs.packing is not None:
-            options |= dict(total_blocks=inputs.packing.total_blocks, bounded=inputs.packing.bounded)
+        options = pooling_options(spec, packing)
+        if packing is not None:
+            options |= dict(total_blocks=packing.total_blocks, bounded=packing.bounded)
         k_means, v_mean = pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
     if k is None:
         k_scored = k_cmp.float() if scored else None

@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors
 from nsa_layer.cute.memory_plan import MemoryPlan, head_groups
 from nsa_layer.support import takes_unions
 
 if TYPE_CHECKING:
     from nsa_layer.cute.forward import SavedForBackward
+    from nsa_layer.cute.packing import Packing
 
 Tensor, Shape = torch.Tensor, tuple[int, ...]
-INPUTS = 11  # tensors of a call that have gradients
+READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
 
 
 def saved_shapes(
-    tensors: Sequence[Tensor | None], *, spec: CallSpec, kept: Sequence[bool], exact: bool = False
+    tensors: CallTensors, *, spec: CallSpec, kept: Sequence[bool], exact: bool = False
 ) -> list[tuple[Shape, torch.dtype] | None]:
     """Shape and dtype of each field of `SavedForBackward`, all heads; None where there is nothing.
 
     Args:
-        tensors: q, k, v, gate_weight, gates, w_k, w_v, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices.
         exact: for the lengths of ``spec``; otherwise with room for any.
     """
-    q, k, v, gate_weight, gates, w_k, w_v, k_cmp, v_cmp, _, _, _, block_indices = tensors
+    (q, k, v), chosen = tensors[:3], tensors.block_indices is None
     config, tokens, lead = spec.config, q.shape[-3], q.shape[:-3]
     Hq, Hkv, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     tiles, blocks, n = _counts(tensors, spec, exact=exact)
@@ -40,26 +40,26 @@ def saved_shapes(
     else:
         lists, counts = (*lead, Hkv, tiles, n), (*lead, Hkv, tiles)
     low, exactly, whole = q.dtype, torch.float32, torch.int32
-    gated = gate_weight is not None or gates is not None
-    k_made, v_made = k_cmp is None, v_cmp is None
+    k_made, v_made = tensors.k_cmp is None, tensors.v_cmp is None
+    k_projected, v_projected = tensors.compress_k_weight is not None, tensors.compress_v_weight is not None
     rows = ((*lead, Hq, tokens), exactly)
     outputs = [((*lead, tokens, Hq, Dv), low) if keep else None for keep in kept]
     return [
-        (lists, whole) if block_indices is None else None,
-        (counts, whole) if block_indices is None and counts is not None else None,
+        (lists, whole) if chosen else None,
+        (counts, whole) if chosen and counts is not None else None,
         ((*lead, blocks, Hkv, D), low) if k_made else None,
         ((*lead, blocks, Hkv, Dv), low) if v_made else None,
-        ((*lead, blocks, Hkv, D), exactly) if k_made and w_k is not None else None,
-        ((*lead, blocks, Hkv, Dv), exactly) if v_made and w_v is not None else None,
+        ((*lead, blocks, Hkv, D), exactly) if k_made and k_projected else None,
+        ((*lead, blocks, Hkv, Dv), exactly) if v_made and v_projected else None,
         *outputs,
         *[rows] * 3,
-        ((*lead, tokens, Hq, 3), exactly) if gated else None,
+        ((*lead, tokens, Hq, 3), exactly) if tensors.gate != "none" else None,
     ]
 
 
-def _counts(tensors: Sequence[Tensor | None], spec: CallSpec, *, exact: bool) -> tuple[int, int, int]:
+def _counts(tensors: CallTensors, spec: CallSpec, *, exact: bool) -> tuple[int, int, int]:
     """Tiles, compressed blocks and chosen blocks of a tile, as for `saved_shapes`."""
-    config, tokens, cu_seqlens = spec.config, tensors[0].shape[-3], tensors[11]
+    config, tokens, cu_seqlens = spec.config, tensors.q.shape[-3], tensors.cu_seqlens
     if exact and spec.lengths is not None:
         tiles, blocks = (sum(map(f, spec.lengths)) for f in (config.num_tiles, config.compressed_length))
         return tiles, blocks, config.list_width(max(spec.lengths))
@@ -71,7 +71,7 @@ def _counts(tensors: Sequence[Tensor | None], spec: CallSpec, *, exact: bool) ->
 
 
 def attend(
-    tensors: Sequence[Tensor | None],
+    tensors: CallTensors,
     *,
     spec: CallSpec,
     heads: int,
@@ -88,10 +88,10 @@ def attend(
     """
     from nsa_layer.cute import autograd
 
-    inputs, plan = _inputs(tensors, spec, heads, kept)
+    tensors, packing, plan = _readable(tensors, spec, heads, kept)
     if len(plan.groups) == 1:
-        o, (made,) = autograd.forward_groups(inputs, spec, plan, backward=needs_grad)
-        made = (None if inputs.block_indices is not None else made[0], *made[1:])
+        o, (made,) = autograd.forward_groups(tensors, packing, spec, plan, backward=needs_grad)
+        made = (None if tensors.block_indices is not None else made[0], *made[1:])
         if not room:
             return o, list(made)
         if not _has_room(tensors, spec):
@@ -99,7 +99,7 @@ def attend(
         shapes = saved_shapes(tensors, spec=spec, kept=kept)
         return o, [None if x is None else _with_room(x, of[0]) for x, of in zip(made, shapes, strict=True)]
     shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=not room)
-    q, Hkv = inputs.q, inputs.k.shape[-2]
+    q, Hkv = tensors.q, tensors.k.shape[-2]
     whole = [
         None if of is None else q.new_full(of[0], 0 if of[1].is_floating_point else -1, dtype=of[1]) for of in shapes
     ]
@@ -110,22 +110,22 @@ def attend(
                 into = _of_group(into, _heads(field, spec), group, Hkv)
                 into[tuple(map(slice, x.shape))].copy_(x)
 
-    return autograd.forward_groups(inputs, spec, plan, backward=needs_grad, keep=keep)[0], whole
+    return autograd.forward_groups(tensors, packing, spec, plan, backward=needs_grad, keep=keep)[0], whole
 
 
 def gradients(
     do: Tensor,
-    tensors: Sequence[Tensor | None],
+    tensors: CallTensors,
     made: Sequence[Tensor | None],
     *,
     spec: CallSpec,
     heads: int,
     kept: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the first `INPUTS` tensors, from what `attend` made; None in its place of what it did not."""
+    """The gradients of the differentiable tensors, from what `attend` made; None in its place of what it did not."""
     from nsa_layer.cute import autograd
 
-    inputs, plan = _inputs(tensors, spec, heads, kept)
+    tensors, packing, plan = _readable(tensors, spec, heads, kept)
     whole = made
     if _has_room(tensors, spec):
         shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=True)
@@ -134,12 +134,12 @@ def gradients(
     def left(group: tuple[int, int]) -> SavedForBackward:
         part = autograd.SavedForBackward(*whole)
         if len(plan.groups) > 1:
-            parts = (_of_group(x, _heads(i, spec), group, inputs.k.shape[-2]) for i, x in enumerate(whole))
+            parts = (_of_group(x, _heads(i, spec), group, tensors.k.shape[-2]) for i, x in enumerate(whole))
             part = autograd.SavedForBackward(*(None if x is None else x.contiguous() for x in parts))
-        lists = autograd.head_group(inputs, *group).block_indices
+        lists = autograd.head_group(tensors, *group).block_indices
         return part if lists is None else part._replace(block_indices=lists)
 
-    return list(autograd.gradients_by_group(do, inputs, spec, plan, map(left, plan.groups)))
+    return list(autograd.gradients(do, tensors, packing, spec, plan, map(left, plan.groups)))
 
 
 def _heads(field: int, spec: CallSpec) -> int:
@@ -147,10 +147,10 @@ def _heads(field: int, spec: CallSpec) -> int:
     return -3 if field == 0 and not takes_unions(spec.config, listed=spec.listed) else -2
 
 
-def _has_room(tensors: Sequence[Tensor | None], spec: CallSpec) -> bool:
+def _has_room(tensors: CallTensors, spec: CallSpec) -> bool:
     """True if `attend` may make anything larger than the call's lengths ask for."""
-    if tensors[11] is None:
-        T = tensors[0].shape[-3]
+    if tensors.cu_seqlens is None:
+        T = tensors.q.shape[-3]
         return spec.config.list_width(T) != spec.config.list_room(T)
     return _counts(tensors, spec, exact=True) != _counts(tensors, spec, exact=False)
 
@@ -167,20 +167,17 @@ def _of_group(x: Tensor | None, dim: int, heads: tuple[int, int], Hkv: int) -> T
     return x.narrow(dim, heads[0] * each, (heads[1] - heads[0]) * each)
 
 
-def _inputs(tensors: Sequence[Tensor | None], spec: CallSpec, heads: int, kept: Sequence[bool]) -> tuple:
-    """`Inputs` of all heads, and the plan."""
+def _readable(
+    tensors: CallTensors, spec: CallSpec, heads: int, kept: Sequence[bool]
+) -> tuple[CallTensors, Packing | None, MemoryPlan]:
+    """The tensors as kernels read them, starts, and the plan."""
     from nsa_layer.cute.autograd import readable
-    from nsa_layer.cute.forward import Inputs
     from nsa_layer.cute.packing import Packing
 
-    *given, cu_seqlens, block_indices = tensors
-    q, k, v, *weights = given
-    weights[4:] = (None if x is None else readable(x) for x in weights[4:])
-    lists = k if block_indices is None else block_indices
-    rows = q.shape[-2] // lists.shape[-2]
-    packing = Packing.of(spec, q.device, rows, cu_seqlens=cu_seqlens, total=q.shape[0])
-    plan = MemoryPlan(head_groups(k.shape[-2], heads), tuple(kept))
-    return Inputs(*map(readable, (q, k, v)), *weights, block_indices, None, packing), plan
+    read = {name: readable(x) for name in READ if (x := getattr(tensors, name)) is not None}
+    q, rows = tensors.q, tensors.q_heads_per_list
+    packing = Packing.of(spec, q.device, rows, cu_seqlens=tensors.cu_seqlens, total=q.shape[0])
+    return tensors._replace(**read), packing, MemoryPlan(head_groups(tensors.k.shape[-2], heads), tuple(kept))
 
 
 def _with_room(x: Tensor, shape: Shape) -> Tensor:

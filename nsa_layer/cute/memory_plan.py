@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.kernels.token_lists.sizes import CHUNKS, KEYS, ROWS, most_partials, union_room, words_of_entry
 
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)
@@ -92,25 +92,16 @@ class Sizes(NamedTuple):
     rows: int | None = None
 
     @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        spec: CallSpec,
-        gate: str,
-        needs_grad: bool,
-        own_window: bool = False,
-        lists: torch.Tensor | None = None,
-    ) -> Sizes:
-        """The sizes of a call: q [B, T, Hq, D] or [total, Hq, D], v alike; lists [..., Hs, n], the caller's."""
-        config, longest = spec.config, max(spec.key_lengths) if spec.key_lengths else spec.bound or v.shape[-3]
+    def of(cls, tensors: CallTensors, *, spec: CallSpec, needs_grad: bool) -> Sizes:
+        """The sizes of a call; of k the shape is that of v."""
+        config, q, v, lists = spec.config, tensors.q, tensors.v, tensors.block_indices
+        longest = max(spec.key_lengths) if spec.key_lengths else spec.bound or v.shape[-3]
         tokens, heads = q.shape[:-2].numel(), (q.shape[-2], v.shape[-2], q.shape[-1], v.shape[-1])
         width = config.list_width(longest) if lists is None else lists.shape[-1]
         static = (q.element_size(), config.stride, config.q_tile, width)
-        rows = None if lists is None else q.shape[-2] // lists.shape[-2]
-        more = (config.deterministic, config.block_size, longest, own_window, v.shape[:-2].numel())
-        return cls(tokens, *heads, *static, gate, needs_grad, *more, lists is not None, rows)
+        rows = None if lists is None else tensors.q_heads_per_list
+        more = (config.deterministic, config.block_size, longest, tensors.has_own_window, v.shape[:-2].numel())
+        return cls(tokens, *heads, *static, tensors.gate, needs_grad, *more, lists is not None, rows)
 
 
 @dataclass(frozen=True)

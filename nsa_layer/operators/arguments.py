@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa_layer.call_spec import CallSpec, ListSpec
+from nsa_layer.call_spec import CallSpec, CallTensors, ListSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.inputs import check_lists
 
@@ -46,15 +46,16 @@ def _call_spec(static: tuple[Any, ...], lengths: tuple[int, ...] | None, listed:
     return CallSpec(NSAConfig(**dict(zip(NAMES, of_config))), causal, softmax_scale, lengths, listed=listed)
 
 
-def without_room(inputs: Tensors, spec: CallSpec, at: int) -> Tensors:
-    """The inputs without the room that k_cmp and v_cmp of packed sequences, the two from `at` on, have in a graph."""
+def without_room(tensors: CallTensors, spec: CallSpec) -> CallTensors:
+    """The tensors without the room that k_cmp and v_cmp of packed sequences have in a graph."""
     if spec.lengths is None:
-        return inputs
-    blocks = sum(map(spec.config.compressed_length, spec.lengths))
-    for x in inputs[at : at + 2]:
+        return tensors
+    blocks, compressed = sum(map(spec.config.compressed_length, spec.lengths)), (tensors.k_cmp, tensors.v_cmp)
+    for x in compressed:
         if x is not None and x.shape[0] < blocks:
             raise ValueError(f"k_cmp and v_cmp must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")
-    return (*inputs[:at], *(None if x is None else x[:blocks] for x in inputs[at : at + 2]), *inputs[at + 2 :])
+    k_cmp, v_cmp = (None if x is None else x[:blocks] for x in compressed)
+    return tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp)
 
 
 def check_lists_of(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast, derivatives
-from nsa_layer.call_spec import Aux, CallSpec, accumulation_dtype, lse_shape
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype, lse_shape
 from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
     BRANCHES,
@@ -29,59 +29,47 @@ from nsa_layer.operators.recorded import gradients_of, leaves_of, lse_sizes, rec
 from nsa_layer.operators.registration import OPS, register
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: CallSpec,
-    gate_weight: Tensor | None,
-    gates: Tensor | None,
-    compress_k_weight: Tensor | None,
-    compress_v_weight: Tensor | None,
-    k_cmp: Tensor | None,
-    v_cmp: Tensor | None,
-    k_win: Tensor | None,
-    v_win: Tensor | None,
-    cu_seqlens: Tensor | None,
-    block_indices: Tensor | None,
-) -> tuple[Tensor, Aux]:
+def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
     """The layer in plain PyTorch; arguments as `nsa` has checked them.
 
     In a graph the lists of chosen blocks have room for any length: columns, and of packed sequences rows, of padding.
     """
     from nsa_layer import eager
 
+    given = tensors
     if spec.lengths is not None:  # no second look at what may be on a GPU
-        cu_seqlens = starts_of_lengths(spec.lengths)
-    tensors = (q, k, v, compress_k_weight, compress_v_weight, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
-    made = OPS.branches.default(*tensors, *static_arguments(spec).values())
-    choice = block_indices
+        given = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths))
+    made = OPS.branches.default(*given[:3], *given[5:13], *static_arguments(spec).values())
+    choice = tensors.block_indices
     if choice is None:
         choice = made[6]
         if spec.lengths is not None:
             choice = choice[: sum(map(spec.config.num_tiles, spec.lengths))]
         if not torch.compiler.is_compiling():
-            choice = choice[..., : spec.config.list_width(max(spec.lengths or q.shape[1:2]))]
-    return eager.gated(q, gate_weight, gates, eager.Branches(list(made[:3]), list(made[3:6]), choice))
+            choice = choice[..., : spec.config.list_width(max(spec.lengths or tensors.q.shape[1:2]))]
+    return eager.gated(tensors, eager.Branches(list(made[:3]), list(made[3:6]), choice))
 
 
-def _branches(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+def _without_gates(*tensors: Tensor | None) -> CallTensors:
+    """Those of the operator."""
+    return CallTensors(*tensors[:3], None, None, *tensors[3:])
+
+
+def _branches(*given: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     """o_cmp, o_slc, o_swa, the LSEs in the same order, the chosen blocks, all LSEs as backward takes them, and a copy
     of cu_seqlens."""
     from nsa_layer import eager
 
-    *inputs, cu_seqlens, block_indices = tensors
-    q = inputs[0]
+    tensors = _without_gates(*given)
+    q, k, cu_seqlens, block_indices = tensors.q, tensors.k, tensors.cu_seqlens, tensors.block_indices
     spec = spec_of(static, None if cu_seqlens is None else check_lengths(cu_seqlens, q, "cu_seqlens", "q"))
-    config = spec.config
     if block_indices is not None:
-        check_lists_of(block_indices, q, inputs[1], spec)
+        check_lists_of(block_indices, q, k, spec)
     with torch.no_grad(), autocast.off(q.device), derivatives.noted_lses() as lses:
-        made = eager.attend_branches(*without_room(inputs, spec, 5), block_indices, None, spec=spec)
+        made = eager.attend_branches(without_room(tensors, spec), spec=spec)
     choice = q.new_empty(0, dtype=torch.int32)
     if block_indices is None:
-        choice = q.new_full(choice_shape(q, inputs[1], cu_seqlens, config), -1, dtype=torch.int32)
+        choice = q.new_full(choice_shape(q, k, cu_seqlens, spec.config), -1, dtype=torch.int32)
         choice[tuple(map(slice, made.choice.shape))] = made.choice
     return *apart(made.outputs), *apart(made.lses), choice, torch.cat(lses), copied(cu_seqlens)
 
@@ -109,8 +97,9 @@ def _branches_backward(*tensors: Tensor | None, needs: Sequence[bool], **static:
         block_indices = block_indices[..., : spec.config.list_width(max(lengths or q.shape[1:2]))]
     each = lses.split(lse_sizes(q, lengths, 3))
     leaves = leaves_of(inputs, needs)
+    tensors = _without_gates(*leaves, None, block_indices)
     with recording(), autocast.off(q.device), derivatives.known_lses(each):
-        made = eager.attend_branches(*without_room(leaves, spec, 5), block_indices, None, spec=spec)
+        made = eager.attend_branches(without_room(tensors, spec), spec=spec)
     return gradients_of(leaves, made.outputs, given)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from nsa_layer import support
-from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
 from nsa_layer.cute.packing import takes_starts
-from nsa_layer.gate import equal_gates, gate_kind
+from nsa_layer.gate import equal_gates
 from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
     CONFIG,
@@ -34,21 +34,9 @@ from nsa_layer.operators.registration import is_recorded, register
 
 
 def attend_on_kernels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: CallTensors,
     *,
     spec: CallSpec,
-    gate_weight: Tensor | None,
-    gates: Tensor | None,
-    compress_k_weight: Tensor | None,
-    compress_v_weight: Tensor | None,
-    k_cmp: Tensor | None = None,
-    v_cmp: Tensor | None = None,
-    k_win: Tensor | None = None,
-    v_win: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    block_indices: Tensor | None = None,
     memory: MemoryPolicy = MemoryPolicy(),
     needs_grad: bool = True,
     return_aux: bool = True,
@@ -58,18 +46,15 @@ def attend_on_kernels(
     In graphs and modes groups of heads, and what is saved, follow from sizes and the GPU's memory, not from what is
     free of it.
     """
-    if spec.lengths is not None and cu_seqlens.device.type != "cpu":  # no second look at what is on a GPU
-        cu_seqlens = starts_of_lengths(spec.lengths)
-    weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
-    tensors = (q, k, v, *weights, k_cmp, v_cmp, k_win, v_win, cu_seqlens, block_indices)
-    gate, own_window = gate_kind(gate_weight, gates), k_win is not None or v_win is not None
-    asked = dict(gate=gate, needs_grad=needs_grad, own_window=own_window)
+    q, block_indices = tensors.q, tensors.block_indices
+    if spec.lengths is not None and tensors.cu_seqlens.device.type != "cpu":  # no second look at what is on a GPU
+        tensors = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths))
     if is_recorded(q):
-        heads, kept = _plan_of_graph(q, k, v, block_indices, spec.config, memory, **asked)
+        heads, kept = _plan_of_graph(tensors, spec.config, memory, needs_grad=needs_grad)
     else:
-        plan = plan_memory(Sizes.of(q, v, spec=spec, lists=block_indices, **asked), memory, q.device)
+        plan = plan_memory(Sizes.of(tensors, spec=spec, needs_grad=needs_grad), memory, q.device)
         heads, kept = plan.groups[0][1], plan.kept
-    made = _call_attend(*tensors, *static_arguments(spec).values(), heads, kept, spec.bound, needs_grad)
+    made = _call_attend(*tensors[:-1], *static_arguments(spec).values(), heads, kept, spec.bound, needs_grad)
     if not return_aux:
         return made[0], None
     choice, g, lses = made[1] if block_indices is None else block_indices, made[13], made[10:13]
@@ -80,28 +65,23 @@ def attend_on_kernels(
             rows = sum(map(spec.config.num_tiles, spec.lengths)) if spec.lengths else choice.shape[-3]
             width = spec.config.list_width(max(spec.lengths) if spec.lengths else spec.bound or q.shape[-3])
             choice = choice.narrow(-3, 0, rows)[..., :width]
-    if gate == "none":
+    if tensors.gate == "none":
         g = equal_gates(q)
     return made[0], Aux(choice, g, *lses)
 
 
 def _plan_of_graph(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block_indices: Tensor | None,
-    config: NSAConfig,
-    memory: MemoryPolicy,
-    **asked: Any,
+    tensors: CallTensors, config: NSAConfig, memory: MemoryPolicy, *, needs_grad: bool
 ) -> tuple[int, tuple[bool, bool, bool]]:
     """Key/value heads of a group and the outputs that are saved, by sizes and the GPU's memory alone."""
-    Hq = q.shape[-2]
-    sizes = dict(Hq=Hq, Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], itemsize=q.dtype.itemsize, **asked)
+    (q, k, v), block_indices = tensors[:3], tensors.block_indices
+    sizes = dict(Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], itemsize=q.dtype.itemsize)
+    sizes |= dict(gate=tensors.gate, needs_grad=needs_grad, own_window=tensors.has_own_window)
     sizes |= dict(compress_stride=config.stride, q_tile=config.q_tile, block_size=config.block_size)
     sizes |= dict(deterministic=config.deterministic, listed=block_indices is not None)
     sizes |= dict(list_width=config.list_width(LARGEST))
     if block_indices is not None:
-        sizes |= dict(list_width=block_indices.shape[-1], rows=Hq // block_indices.shape[-2])
+        sizes |= dict(list_width=block_indices.shape[-1], rows=tensors.q_heads_per_list)
     plans = plans_by_tokens(tuple(sizes.items()), memory.recompute, memory.budget, q.device.index)
     for most, heads, kept in plans:
         if prod(q.shape[:-2]) <= most:
@@ -109,14 +89,18 @@ def _plan_of_graph(
     return heads, kept
 
 
-def _kernels_spec(
-    static: dict[str, Any], cu_seqlens: Tensor | None, q: Tensor, k: Tensor, block_indices: Tensor | None, *own: Tensor
-) -> CallSpec:
+def _kernels_spec(static: dict[str, Any], tensors: CallTensors) -> CallSpec:
     """The spec of a call on the kernels; starts that these take without lengths are left on the GPU."""
-    spec = spec_of(static, None, listed=block_indices is not None)
-    if takes_starts(cu_seqlens, q, k, spec.config, block_indices, *own):
+    q, cu_seqlens = tensors.q, tensors.cu_seqlens
+    spec = spec_of(static, None, listed=tensors.block_indices is not None)
+    if _leaves_starts(tensors, spec.config):
         return _bounded(spec, q, static)
     return spec if cu_seqlens is None else replace(spec, lengths=check_lengths(cu_seqlens, q, "cu_seqlens", "q"))
+
+
+def _leaves_starts(tensors: CallTensors, config: NSAConfig) -> bool:
+    q, k, compressed = tensors.q, tensors.k, (tensors.k_cmp, tensors.v_cmp)
+    return takes_starts(tensors.cu_seqlens, q, k, config, tensors.block_indices, *compressed)
 
 
 def _bounded(spec: CallSpec, q: Tensor, static: dict[str, Any]) -> CallSpec:
@@ -125,49 +109,51 @@ def _bounded(spec: CallSpec, q: Tensor, static: dict[str, Any]) -> CallSpec:
 
 
 def _attend(
-    *tensors: Tensor | None, heads: int, kept: list[bool], needs_grad: bool, room: bool = True, **static: Any
+    *given: Tensor | None, heads: int, kept: list[bool], needs_grad: bool, room: bool = True, **static: Any
 ) -> tuple[Tensor | None, ...]:
     """o, the fields of `SavedForBackward`, and a copy of cu_seqlens.
 
     Args:
+        given: of `CallTensors`, but for q_offset.
         room: False for the shapes that the lengths ask for, instead of those that follow from shapes.
     """
     from nsa_layer.cute import graph
 
-    q, cu_seqlens, block_indices = tensors[0], *tensors[11:]
-    spec = _kernels_spec(static, cu_seqlens, *tensors[:2], block_indices, *tensors[7:9])
+    tensors = CallTensors(*given)
+    q, block_indices, spec = tensors.q, tensors.block_indices, _kernels_spec(static, tensors)
     if block_indices is not None and spec.bound is None:
-        check_lists_of(block_indices, q, tensors[1], spec)
-    tensors = (*without_room(tensors[:11], spec, 7), *tensors[11:])
+        check_lists_of(block_indices, q, tensors.k, spec)
+    tensors = without_room(tensors, spec)
     with torch.cuda.device_of(q):
         o, made = graph.attend(tensors, spec=spec, heads=heads, kept=kept, needs_grad=needs_grad, room=room)
-    return o, *made, copied(cu_seqlens, q, left=spec.bound is not None)
+    return o, *made, copied(tensors.cu_seqlens, q, left=spec.bound is not None)
 
 
-def _attend_fake(*tensors: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
+def _attend_fake(*given: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
     from nsa_layer.cute.graph import saved_shapes
 
-    q, v, cu_seqlens, block_indices = tensors[0], tensors[2], *tensors[11:]
-    spec = spec_of(static, None, listed=block_indices is not None)
+    tensors = CallTensors(*given)
+    q, v, cu_seqlens = tensors.q, tensors.v, tensors.cu_seqlens
+    spec = spec_of(static, None, listed=tensors.block_indices is not None)
     shapes = saved_shapes(tensors, spec=spec, kept=kept)
     made = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
-    left = takes_starts(cu_seqlens, *tensors[:2], spec.config, block_indices, *tensors[7:9])
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), *made, copied_fake(q, cu_seqlens, on_kernels=True, left=left)
+    starts = copied_fake(q, cu_seqlens, on_kernels=True, left=_leaves_starts(tensors, spec.config))
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), *made, starts
 
 
 def _attend_backward(
-    do: Tensor, *tensors: Tensor | None, heads: int, kept: list[bool], needs: Sequence[bool], **static: Any
+    do: Tensor, *given: Tensor | None, heads: int, kept: list[bool], needs: Sequence[bool], **static: Any
 ) -> tuple[Tensor, ...]:
     from nsa_layer.cute import graph
 
-    inputs, block_indices, made, starts = tensors[:11], tensors[11], tensors[12:25], tensors[25]
+    inputs, block_indices, made, starts = given[:11], given[11], given[12:25], given[25]
+    tensors = CallTensors(*inputs, starts if starts.numel() else None, block_indices)
     spec = spec_of(static, lengths_of(starts), listed=block_indices is not None)
     if is_left(starts):
-        spec = _bounded(spec, inputs[0], static)
-    given = (*without_room(inputs, spec, 7), starts if starts.numel() else None, block_indices)
+        spec = _bounded(spec, tensors.q, static)
     with torch.cuda.device_of(do):
         made = [x if x is not None and x.dim() > 1 else None for x in made]
-        found = graph.gradients(do, given, made, spec=spec, heads=heads, kept=kept)
+        found = graph.gradients(do, without_room(tensors, spec), made, spec=spec, heads=heads, kept=kept)
     wanted = (d if need else None for d, need in zip(found, needs, strict=True))
     return tuple([None if d is None else _with_room(d, x) for d, x in zip(wanted, inputs, strict=True)])
 

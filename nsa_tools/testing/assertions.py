@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 
 from nsa_layer import reference
-from nsa_layer.call_spec import accumulation_dtype
+from nsa_layer.call_spec import CallTensors, accumulation_dtype
 from nsa_tools.testing.cases import LSES, Backend, Case, Inputs, Result, make_inputs, run
 
 
@@ -35,7 +35,7 @@ def assert_close_to_reference(
     """
     inputs = make_inputs(case, device)
     listed = block_indices is not None
-    got = run(backend, inputs, **dict(block_indices=block_indices.to(device)) if listed else {})
+    got = run(backend, inputs, block_indices.to(device) if listed else None)
     for name, x in got.tensors().items():
         assert not x.isnan().any(), f"{name} has NaN\n{case!r}"
         assert name in LSES or x.isfinite().all(), f"{name} is not finite\n{case!r}"
@@ -43,12 +43,12 @@ def assert_close_to_reference(
         assert torch.equal(got.aux.block_indices.cpu(), block_indices), f"other lists than those given\n{case!r}"
     else:
         assert_same_choice(inputs, got.aux.block_indices)
-    with_choice = partial(reference.attend, block_indices=got.aux.block_indices)
-    truth = run(with_choice, inputs.to(torch.float64))
+    with_choice = partial(run, reference.attend, block_indices=got.aux.block_indices)
+    truth = with_choice(inputs.to(torch.float64))
     # Nothing finer than fp64 measures its error: it is that of fp32, scaled. The truth errs as much then, and a largest
     # error of few elements varies by a small factor; eight times is still far below what any wrong term makes.
     double = case.dtype == torch.float64
-    straight = run(with_choice, inputs.to(torch.float32) if double else inputs)
+    straight = with_choice(inputs.to(torch.float32) if double else inputs)
     finer = 8 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1.0
     noise = _noise_of_stored_output(inputs, got.aux.block_indices)
     rounded = cache(partial(_moved_by_rounding, with_choice, inputs, truth))
@@ -152,16 +152,8 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
     wanted = {name: getattr(exact, name) for name in ("q", "k", "compress_k_weight", "k_cmp", "k_win")}
     wanted = {name: x.detach().requires_grad_() for name, x in wanted.items() if x is not None}
     exact = replace(exact, **wanted)
-    branches, lses, _ = reference.attend_branches(
-        exact.q,
-        exact.k,
-        exact.v,
-        spec=case.spec,
-        compress_k_weight=exact.compress_k_weight,
-        compress_v_weight=exact.compress_v_weight,
-        own=exact.own_keys,
-        block_indices=block_indices,
-    )
+    tensors = CallTensors(**exact.tensors(), block_indices=block_indices)
+    branches, lses, _ = reference.attend_branches(tensors, spec=case.spec)
     g = reference.gate_values(exact.q, exact.gate_weight, exact.gates).detach()
     generator = torch.Generator().manual_seed(case.seed)
     moved = torch.zeros((), dtype=torch.float64, device=exact.q.device)
@@ -174,7 +166,7 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
     return {f"d{name}": eps * float(grad.abs().max()) for name, grad in zip(wanted, grads, strict=True) if grad.numel()}
 
 
-def _moved_by_rounding(backend: Backend, inputs: Inputs, truth: Result) -> dict[str, float]:
+def _moved_by_rounding(run: Callable[[Inputs], Result], inputs: Inputs, truth: Result) -> dict[str, float]:
     """The change of each exact result when all inputs are rounded once more, the larger of two draws.
 
     The straight implementation's error is one draw of its roundings. Where a tensor holds few numbers that may be a
@@ -190,7 +182,7 @@ def _moved_by_rounding(backend: Backend, inputs: Inputs, truth: Result) -> dict[
     for seed in (case.seed, case.seed + 1):
         generator = torch.Generator().manual_seed(seed)
         signs = {name: torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1 for name, x in given.items()}
-        other = run(backend, replace(exact, **{name: x * (1 + size * signs[name]) for name, x in given.items()}))
+        other = run(replace(exact, **{name: x * (1 + size * signs[name]) for name, x in given.items()}))
         for name, x in truth.tensors().items():
             if x.numel():
                 apart = (other.tensors()[name] - x).masked_fill(x == -torch.inf, 0).abs()

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from nsa_layer.api import nsa
-from nsa_layer.call_spec import Aux, CallSpec, OwnKeys
+from nsa_layer.call_spec import DIFFERENTIABLE, OWN_KEYS, Aux, CallSpec, CallTensors
 from nsa_layer.config import NSAConfig
 from nsa_tools.testing.pasteable import Pasteable
 
-OWN_KEYS = OwnKeys._fields
-DIFFERENTIABLE = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OWN_KEYS)
 BRANCHES = ("cmp", "slc", "swa")
 LSES = ("lse_cmp", "lse_slc", "lse_swa")
 
@@ -88,15 +86,9 @@ class Inputs:
         """The same values in another dtype."""
         return replace(self, **{name: x.to(dtype) for name, x in self.tensors("do").items()})
 
-    @property
-    def own_keys(self) -> OwnKeys:
-        return OwnKeys(*(getattr(self, name) for name in OWN_KEYS))
-
     def compressed_keys(self) -> list[torch.Tensor | None]:
         """k_cmp [Tc, Hkv, D] of each sequence; None where none is given."""
-        if self.case.lengths is not None:
-            return [own.k_cmp for own in self.own_keys.split(self.case.lengths, config=self.case.config)]
-        return [None] * len(self.q) if self.k_cmp is None else list(self.k_cmp)
+        return [own.k_cmp for own in CallTensors(**self.tensors()).sequences(self.case.spec)]
 
     def sequences(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
         """q and k [T, H, D] of each sequence, and where its tiles stand in a packed choice of blocks."""
@@ -169,15 +161,14 @@ def spoilt(inputs: Inputs, value: float, kept: Collection[int]) -> Inputs:
     return replace(inputs, **tensors)
 
 
-def run(backend: Backend, inputs: Inputs, **options: object) -> Result:
+def run(backend: Backend, inputs: Inputs, block_indices: torch.Tensor | None = None, **options: object) -> Result:
     """Forward and backward, through `nsa` for the name of a backend, or through an ``attend`` function."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.tensors().items()}
-    case = inputs.case
+    case, tensors = inputs.case, dict(leaves, cu_seqlens=inputs.cu_seqlens, block_indices=block_indices)
     if isinstance(backend, str):
         static = dict(config=case.config, causal=case.causal, backend=backend, return_aux=True)
-        o, aux = nsa(**leaves, cu_seqlens=inputs.cu_seqlens, **static, **options)
+        o, aux = nsa(**tensors, **static, **options)
     else:
-        given = dict.fromkeys(name for name in DIFFERENTIABLE if name not in OWN_KEYS) | leaves
-        o, aux = backend(**given, cu_seqlens=inputs.cu_seqlens, spec=case.spec, **options)
+        o, aux = backend(CallTensors(**tensors), spec=case.spec, **options)
     grads = torch.autograd.grad(o, list(leaves.values()), inputs.do)
     return Result(o.detach(), aux, dict(zip(leaves, grads, strict=True)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 
 Tensor = torch.Tensor
 Attend = Callable[..., tuple[Tensor, Aux]]
@@ -22,17 +22,8 @@ def in_stretches(attend: Attend, stretches: Sequence[Stretch]) -> Attend:
         stretches: which together are all queries; in a batch those of one stretch have one length.
     """
 
-    def joined(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        spec: CallSpec,
-        cu_seqlens: Tensor | None,
-        gates: Tensor | None = None,
-        block_indices: Tensor | None = None,
-        **given: Tensor | None,
-    ) -> tuple[Tensor, Aux]:
+    def joined(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
+        q, gates, block_indices = tensors.q, tensors.gates, tensors.block_indices
         lengths = spec.lengths or [q.shape[1]] * len(q)
         tile = spec.config.q_tile
         found = []
@@ -50,8 +41,8 @@ def in_stretches(attend: Attend, stretches: Sequence[Stretch]) -> Attend:
                 )
             ]
             offset = torch.tensor([first for first, _ in stretch], dtype=torch.int32, device=q.device)
-            more = dict(gates=cut[1], block_indices=cut[2], q_offset=offset)
-            found.append(attend(cut[0], k, v, spec=own, cu_seqlens=None, **given, **more))
+            more = dict(q=cut[0], gates=cut[1], block_indices=cut[2], q_offset=offset)
+            found.append(attend(tensors._replace(**more, cu_seqlens=None), spec=own))
         # The stretches' rows one after the other, and back to the order of all queries.
         order = torch.cat([_places(s, lengths, spec.lengths is not None).to(q.device) for s in stretches], dim=-1)
         back = order.argsort(dim=-1)

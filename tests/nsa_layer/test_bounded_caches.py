@@ -12,10 +12,10 @@ import torch
 from stub_kernels import LAUNCHED, stubs
 
 from nsa_layer import NSAConfig, inputs
-from nsa_layer.call_spec import OwnKeys
+from nsa_layer.call_spec import CallTensors
 from nsa_layer.cute import grad_accum
 from nsa_layer.operators import attend_on_kernels
-from nsa_tools.testing.cases import DIFFERENTIABLE, Case, make_inputs
+from nsa_tools.testing.cases import Case, make_inputs
 
 OURS = ("flash_attn.cute", "nsa_layer")
 CONFIGS = [
@@ -35,12 +35,12 @@ def step(draw: random.Random) -> None:
         shape = dict(lengths=tuple(b - a for a, b in zip([0, *cuts], [*cuts, T])))
     case = Case(Hq=4, Hkv=2, D=64, dtype=torch.bfloat16, config=draw.choice(CONFIGS), gate="given", **shape)
     made = make_inputs(case)
-    tensors = {name: getattr(made, name) for name in DIFFERENTIABLE if name not in OwnKeys._fields}
-    given = [x.requires_grad_() for x in tensors.values() if x is not None]
+    given = {name: x.requires_grad_() for name, x in made.tensors().items()}
+    tensors = CallTensors(**given, cu_seqlens=made.cu_seqlens)
     static = dict(softmax_scale=None, max_seqlen=None, causal=True)
-    spec = inputs.check_inputs(inputs.Arguments(**tensors, config=case.config, cu_seqlens=made.cu_seqlens, **static))
-    o, _ = attend_on_kernels(**tensors, spec=spec, cu_seqlens=made.cu_seqlens)
-    torch.autograd.grad(o, given, made.do)
+    spec = inputs.check_inputs(inputs.Arguments(tensors, case.config, **static))
+    o, _ = attend_on_kernels(tensors, spec=spec)
+    torch.autograd.grad(o, list(given.values()), made.do)
     LAUNCHED.clear()
 
 

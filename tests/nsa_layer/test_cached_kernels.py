@@ -10,6 +10,7 @@ from test_kvcache import CASE, CUTS, OUT, OVERLAPPING, SMALL, VARIANTS, Caches, 
 
 from nsa_layer import NSACache, NSAConfig, NSAttention, cached_call, compress, eager, nsa
 from nsa_layer.cached_call import CachedCall, check_call
+from nsa_layer.call_spec import CallTensors
 from nsa_tools.testing.cases import OWN_KEYS, Case, Inputs, make_inputs, run
 
 BEHIND = 5
@@ -137,9 +138,9 @@ def blank_rows(o, lses, places, cu_seqlens):
             _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
 
 
-def infer(inputs, spec, memory, pages=None):
+def infer(tensors, packing, spec, memory, pages=None):
     """Eager's, of keys of which those behind the last query's are finite for a while."""
-    given = inputs._asdict()
+    given = tensors._asdict()
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
     if pages is not None:
         k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages.table]) for x in (k, v))
@@ -148,10 +149,8 @@ def infer(inputs, spec, memory, pages=None):
             for b, (first, at) in enumerate(zip(q_offset.tolist(), pages.in_window.tolist())):
                 count = min(stretch.shape[1], k.shape[1] - first + at)
                 given[name][b, first - at : first - at + count] = stretch[b, :count]
-    for name in ("packing", "w_k", "w_v"):
-        del given[name]
     if spec.bound is not None:
-        lengths = inputs.packing.cu_seqlens.diff().tolist()
+        lengths = packing.cu_seqlens.diff().tolist()
         assert max(lengths) <= spec.bound
         spec = replace(spec, lengths=tuple(lengths), bound=None)
     config, lengths = spec.config, spec.lengths or [q.shape[1]] * len(q)
@@ -168,8 +167,7 @@ def infer(inputs, spec, memory, pages=None):
             assert T == 0 or part[:end].isnan().any() or part[: end + BEHIND].isfinite().all(), name
     k, v = k.nan_to_num(), v.nan_to_num()
     given |= {name: x if x is None else x.nan_to_num() for name, x in own.items()}
-    cu_seqlens = None if spec.lengths is None else torch.tensor([0, *spec.lengths]).cumsum(0).int()
-    return eager.attend(q, k, v, spec=spec, q_offset=q_offset, cu_seqlens=cu_seqlens, **given)
+    return eager.attend(CallTensors(q, k, v, q_offset=q_offset, **given), spec=spec)
 
 
 @pytest.mark.parametrize("name", ["7", "64", "all at once", "ragged"])

@@ -27,7 +27,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig, MemoryPolicy
-from nsa_layer.call_spec import ListSpec, OwnKeys
+from nsa_layer.call_spec import OWN_KEYS, CallTensors, ListSpec
 from nsa_layer.cached_call import CachedCall
 from nsa_layer.compiling import ahead
 from nsa_layer.compiling.ahead import kernel_files
@@ -47,20 +47,19 @@ def own_call(call, bounded=False):
     if isinstance(call, CachedShape):
         return own_cached(call)
     given = {name: torch.empty(of, dtype=call.dtype, device="cuda") for name, of in call.tensor_shapes().items()}
-    names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OwnKeys._fields)
     plan = plan_memory(call.sizes(), call.policy, torch.device("cpu"))
     sequences = len(call.lengths or range(call.B))
     offset = None if call.keys is None else torch.empty(sequences, dtype=torch.int32, device="cuda")
-    rest = *map(given.get, names), call.block_indices("cuda"), offset
+    tensors = CallTensors(**given, block_indices=call.block_indices("cuda"), q_offset=offset)
     spec, where = call.spec(), {}
     if bounded:
         spec = replace(spec, lengths=None, bound=max(call.lengths))
         starts = torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
         where = dict(cu_seqlens=starts, total=call.T)
-    packing = autograd.Packing.of(spec, given["q"].device, call.Hq // (call.lists or (call.Hkv,))[0], **where)
-    o, parts = autograd.forward_groups(autograd.Inputs(*rest, packing), spec, plan, backward=True)
+    packing = autograd.Packing.of(spec, tensors.q.device, tensors.q_heads_per_list, **where)
+    o, parts = autograd.forward_groups(tensors, packing, spec, plan, backward=True)
     if call.backward:
-        autograd.gradients(torch.empty_like(o), packing, spec, plan, *rest, *(x for part in parts for x in part))
+        autograd.gradients(torch.empty_like(o), tensors, packing, spec, plan, parts)
 
 def own_lists(call):
     q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))
@@ -97,12 +96,12 @@ for more in ({}, dict(T=40), dict(Hkv=4), dict(config=tiles.replace(block_size=3
         assert len(names) > (4 if not backward else 10), names
         assert names == kernel_files(call)
 assert set(kernel_files(shape(lengths=(100, 0, 200)))) - set(kernel_files(shape()))
-for own in (OwnKeys._fields, ("k_cmp",), ("v_cmp", "k_win")):
+for own in (OWN_KEYS, ("k_cmp",), ("v_cmp", "k_win")):
     for q_tile in (1, 128):
         call = shape(own=own, config=NSAConfig(q_tile=q_tile))
         names = kernel_files(call)
         assert list(names) == asked(call), (call, names)
-        assert any("pool/" in name for name in names) == (own != OwnKeys._fields), names
+        assert any("pool/" in name for name in names) == (own != OWN_KEYS), names
 for q_tile in (1, 32, 128):
     call = shape(T=3000, lengths=(2000, 1000), config=NSAConfig(q_tile=q_tile))
     assert asked(call, bounded=True) == list(kernel_files(call)), call

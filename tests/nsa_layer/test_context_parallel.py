@@ -30,7 +30,7 @@ from nsa_layer import (
     support,
     unshard_sequence,
 )
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.context_parallel import collectives, heads, overlapped, spec
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
@@ -88,8 +88,8 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
     kinds = {name: BLOCKS if "cmp" in name else TOKENS for name in inputs.tensors() if name not in WEIGHTS}
     total = inputs.q.shape[dim]
     stand_in = inputs.q.narrow(dim, 0, total // cp.size)
-    rest = (None, inputs.cu_seqlens, None, case.causal)
-    rows = check_whole(Arguments(*[stand_in] * 3, case.config, *[None] * 4, *rest), cp)[1]
+    tensors = CallTensors(*[stand_in] * 3, cu_seqlens=inputs.cu_seqlens)
+    rows = check_whole(Arguments(tensors, case.config, None, None, case.causal), cp)[1]
     chunk = rows[TOKENS].counts[0]
     rows[BLOCKS] = of_blocks(cp, case.lengths or (total,), chunk, case.config.span, case.config.stride)
     given = inputs.tensors()
@@ -122,39 +122,36 @@ def kernels_by_eager(patch: pytest.MonkeyPatch) -> None:
     """Calls of the kernels are computed in plain PyTorch: what is around them is as on a GPU."""
     from nsa_layer.cute import autograd
 
-    names = ("q", "k", "v", "gate_weight", "gates", "compress_k_weight", "compress_v_weight", *OWN_KEYS)
-
-    def attend(given: dict[str, torch.Tensor | None], lists: Any, q_offset: torch.Tensor, spec: Any) -> Any:
+    def attend(given: CallTensors, spec: Any) -> Any:
         """Keys of the window among zeros, where there are those alone that it sees."""
-        keys = spec.key_lengths or given["k"].shape[1:2]
+        keys = spec.key_lengths or given.k.shape[1:2]
         for name in OWN_KEYS[2:] if spec.window else ():
-            parts = given[name].split([count for count, _ in spec.window], dim=-3)
-            before = [int(at) - first for at, (_, first) in zip(q_offset, spec.window)]
+            parts = getattr(given, name).split([count for count, _ in spec.window], dim=-3)
+            before = [int(at) - first for at, (_, first) in zip(given.q_offset, spec.window)]
             behind = (S - at - x.shape[-3] for S, at, x in zip(keys, before, parts))
             parts = [F.pad(x, (0, 0, 0, 0, *sides)) for x, *sides in zip(parts, before, behind)]
-            given = given | {name: torch.cat(parts, dim=-3)}
-        return eager.attend(**given, spec=spec, block_indices=lists, q_offset=q_offset)
+            given = given._replace(**{name: torch.cat(parts, dim=-3)})
+        return eager.attend(given, spec=spec)
 
     def forward_groups(
-        inputs: Any, spec: Any, plan: Any, *, backward: bool, o: torch.Tensor
+        tensors: CallTensors, packing: Any, spec: Any, plan: Any, *, backward: bool, o: torch.Tensor
     ) -> tuple[torch.Tensor, list]:
-        made, aux = attend(dict(zip(names, inputs)), inputs.block_indices, inputs.q_offset, spec)
+        made, aux = attend(tensors, spec)
         o.copy_(made)
         nothing = autograd.SavedForBackward(*[None] * len(autograd.SavedForBackward._fields))
         lses = {name: getattr(aux, name) for name in LSES}
         return o, [nothing._replace(block_indices=aux.block_indices, g=aux.gates, **lses)]
 
     def gradients(
-        do: torch.Tensor, packing: Any, spec: Any, plan: Any, *tensors: Any, dq: Any
+        do: torch.Tensor, tensors: CallTensors, packing: Any, spec: Any, plan: Any, left: list, *, dq: torch.Tensor
     ) -> list[torch.Tensor | None]:
-        q_offset, lists = tensors[12:14]
+        leaves = [None if x is None else x.detach().requires_grad_() for x in tensors.differentiable]
         with torch.enable_grad():
-            given = {n: None if x is None else x.detach().requires_grad_() for n, x in zip(names, tensors)}
-            o, _ = attend(given, lists, q_offset, spec)
-        found = iter(torch.autograd.grad(o, [x for x in given.values() if x is not None], do))
+            o, _ = attend(CallTensors(*leaves, *tensors[len(leaves) :]), spec)
+        found = iter(torch.autograd.grad(o, [x for x in leaves if x is not None], do))
         dq.copy_(next(found))
         found = chain([dq], found)
-        return [None if x is None else next(found) for x in given.values()]
+        return [None if x is None else next(found) for x in leaves]
 
     patch.setattr(autograd, "forward_groups", forward_groups)
     patch.setattr(autograd, "gradients", gradients)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, choose, chunk_attention, eager, token_attention
-from nsa_layer.call_spec import Aux
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 
@@ -59,10 +58,10 @@ def test_few_numbers(case: Case) -> None:
 def test_a_small_error_shows_in_few_numbers(name: str) -> None:
     """A gradient that is too large by a part of 20,000."""
 
-    def wrong(**given: Any) -> tuple[torch.Tensor, Aux]:
-        leaf = given[name].view_as(given[name])
+    def wrong(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
+        leaf = getattr(tensors, name).view_as(getattr(tensors, name))
         leaf.register_hook(lambda grad: grad * (1 + 5e-5))
-        return eager.attend(**given | {name: leaf})
+        return eager.attend(tensors._replace(**{name: leaf}), spec=spec)
 
     with pytest.raises(AssertionError, match=f"d{name}"):
         assert_close_to_reference(FEW_NUMBERS[0], wrong)

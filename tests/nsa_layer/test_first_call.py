@@ -16,7 +16,8 @@ import nsa_layer
 assert "cutlass" not in sys.modules, "imported with the layer"
 from stub_kernels import LAUNCHED, stubs
 from nsa_layer import NSAConfig
-from nsa_tools.testing.cases import DIFFERENTIABLE, OWN_KEYS, Case, make_inputs
+from nsa_layer.call_spec import CallTensors
+from nsa_tools.testing.cases import Case, make_inputs
 
 import flash_attn.cute.interface
 import nsa_layer.cute.autograd
@@ -25,11 +26,11 @@ from nsa_layer.operators import attend_on_kernels
 for lengths in (None, (300, 0, 70)):
     case = Case(T=300, Hq=4, Hkv=2, D=128, dtype=torch.bfloat16, lengths=lengths)
     inputs = make_inputs(case)
-    tensors = {name: getattr(inputs, name) for name in DIFFERENTIABLE if name not in OWN_KEYS}
-    [x.requires_grad_() for x in tensors.values() if x is not None]
+    leaves = {name: x.requires_grad_() for name, x in inputs.tensors().items()}
+    tensors = CallTensors(**leaves, cu_seqlens=inputs.cu_seqlens)
     for _ in range(3):
         with stubs():
-            o, _ = attend_on_kernels(**tensors, spec=case.spec, cu_seqlens=inputs.cu_seqlens)
+            o, _ = attend_on_kernels(tensors, spec=case.spec)
             (o * inputs.do).sum().backward()  # given a gradient, PyTorch itself imports sympy
 assert len(LAUNCHED) > 60, len(LAUNCHED)
 print(*sorted({"quack", "triton", "sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)))

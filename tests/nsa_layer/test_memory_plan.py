@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import MemoryPolicy, NSAConfig, nsa
+from nsa_layer.call_spec import CallTensors
 from nsa_layer.cute.memory_plan import ITEMS, Sizes, plan_memory, predict, rows_of_item
 from nsa_layer.operators import attend_on_kernels
 from nsa_tools.measure.peak_memory import peak_bytes
@@ -145,7 +146,7 @@ def test_a_budget_lowers_the_peak_and_the_prediction_holds(q_tile: int, gate: st
         o = nsa(**leaves, config=inputs.case.config, memory=policy)
         torch.autograd.grad(o, list(leaves.values()), inputs.do)
 
-    of_call, peaks = Sizes.of(inputs.q, inputs.v, spec=inputs.case.spec, gate=gate, needs_grad=True), []
+    of_call, peaks = Sizes.of(CallTensors(**leaves), spec=inputs.case.spec, needs_grad=True), []
     for budget in (None, 512 * MIB, 256 * MIB):
         policy = MemoryPolicy(budget=budget)
         for _ in range(2):

@@ -324,10 +324,10 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypa
                     x.copy_(torch.randint(100, x.shape, generator=torch.Generator().manual_seed(13 * len(left) + i)))
             return left[-1]
 
-        def compared(inputs: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
+        def compared(tensors: Any, packing: Any, saved: Any, *args: Any, **kwargs: Any) -> Any:
             for name, x, y in zip(saved._fields, saved, left.pop(0), strict=True):
                 assert x is y is None or torch.equal(x, y), name
-            return backward(inputs, saved, *args, **kwargs)
+            return backward(tensors, packing, saved, *args, **kwargs)
 
         monkeypatch.setattr(autograd, "forward", filled)
         monkeypatch.setattr(autograd, "backward", compared)

@@ -11,7 +11,6 @@ from stub_kernels import LAUNCHED, stubbed_layer
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import MemoryPolicy, NSAConfig, reference
-from nsa_layer.call_spec import OwnKeys
 from nsa_layer.operators import attend_on_kernels
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
@@ -33,7 +32,7 @@ def test_those_made_of_k_and_v_change_nothing(config: NSAConfig, lengths: tuple[
         each = x.split(lengths) if lengths else x.unbind()
         return (torch.cat if lengths else torch.stack)([reference.compress(s, None, config=config) for s in each])
 
-    same = OwnKeys(means(inputs.k), means(inputs.v), inputs.k, inputs.v)._asdict()
+    same = dict(zip(OWN_KEYS, (means(inputs.k), means(inputs.v), inputs.k, inputs.v)))
     for names in (OWN_KEYS, *((name,) for name in OWN_KEYS)):
         got = run(backend, replace(inputs, **{name: same[name] for name in names}))
         torch.testing.assert_close(got.o, expected.o)

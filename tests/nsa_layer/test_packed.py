@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, nsa
-from nsa_layer.call_spec import CallSpec
+from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.cute.packing import Packing, starts_on
 from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.rope import RotaryEmbedding
@@ -194,7 +194,6 @@ def test_starts_on_the_host_go_with_tokens_on_a_gpu() -> None:
     starts = torch.tensor([0, 3, 20], dtype=torch.int32)
     with FakeTensorMode():
         q, k, v = (torch.empty(20, H, 8, device="cuda") for H in (4, 2, 2))
-    names = ("gate_weight", "gates", "compress_k_weight", "compress_v_weight", "softmax_scale", "max_seqlen")
-    arguments = Arguments(q, k, v, config=SMALL, cu_seqlens=starts, causal=True, **dict.fromkeys(names))
-    spec = check_inputs(arguments)
+    tensors = CallTensors(q, k, v, cu_seqlens=starts)
+    spec = check_inputs(Arguments(tensors, SMALL, softmax_scale=None, max_seqlen=None, causal=True))
     assert spec.lengths == (3, 17)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
+from nsa_layer.call_spec import CallTensors
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 TINY = NSAConfig(block_size=4, block_counts=3, q_tile=8, window_size=5)
@@ -51,7 +51,7 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
 def test_each_query_by_itself(config: NSAConfig, causal: bool) -> None:
     case = Case(T=23, Hq=4, Hkv=2, D=3, Dv=2, dtype=torch.float64, config=config, causal=causal, compress_weights=True)
     inputs = make_inputs(case)
-    o, aux = reference.attend(**inputs.tensors(), spec=case.spec)
+    o, aux = reference.attend(CallTensors(**inputs.tensors()), spec=case.spec)
     size, stride = config.span, config.stride
     for h in range(case.Hq):
         kv = h // 2
@@ -93,7 +93,7 @@ def test_gradcheck(case: Case) -> None:
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         given = dict(zip(leaves, tensors, strict=True))
-        return reference.attend(**given, spec=case.spec, block_indices=choice)[0]
+        return reference.attend(CallTensors(**given, block_indices=choice), spec=case.spec)[0]
 
     assert torch.autograd.gradcheck(call, [x.requires_grad_() for x in leaves.values()], fast_mode=False)
 
@@ -117,7 +117,7 @@ def test_a_given_choice_is_used() -> None:
     case = Case(T=16, Hq=1, Hkv=1, D=2, dtype=torch.float64, config=TINY, gate="slc")
     inputs = make_inputs(case)
     choice = torch.tensor([[[[0, -1, -1]], [[3, -1, -1]]]], dtype=torch.int32)
-    got = run(partial(reference.attend, block_indices=choice), inputs)
+    got = run(reference.attend, inputs, choice)
     assert torch.equal(got.aux.block_indices, choice)
     # Token 8 sees none of block 3, which holds tokens 12 .. 15; token 12 sees itself alone.
     assert float(got.aux.lse_slc[0, 0, 8]) == -math.inf

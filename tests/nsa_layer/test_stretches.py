@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, eager, reference
+from nsa_layer.call_spec import CallTensors
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
 from nsa_tools.testing.stretches import Attend, in_stretches
@@ -49,7 +50,7 @@ def test_lists_that_are_given_may_be_of_tiles(causal: bool, attend: Attend) -> N
     case = Case(T=70, D=8, dtype=torch.float64, config=SMALL.replace(q_tile=16), causal=causal)
     inputs, stretches = make_inputs(case), [[(0, 16)], [(16, 48)], [(48, 70)]]
     lists = run("reference", inputs).aux.block_indices
-    whole, parts = (run(f, inputs, block_indices=lists) for f in (reference.attend, in_stretches(attend, stretches)))
+    whole, parts = (run(f, inputs, lists) for f in (reference.attend, in_stretches(attend, stretches)))
     for name, x in whole.tensors().items():
         torch.testing.assert_close(parts.tensors()[name], x, rtol=1e-11, atol=1e-12)
 
@@ -136,11 +137,10 @@ def test_a_graph_reads_positions_when_it_is_replayed() -> None:
     case, _ = ON_GPU["batch"]
     inputs = make_inputs(case, "cuda")
     q, q_offset = inputs.q[:, :64].clone(), torch.zeros(case.B, dtype=torch.int32, device="cuda")
-    weights = dict(gate_weight=inputs.gate_weight, gates=None, compress_k_weight=None, compress_v_weight=None)
+    tensors = CallTensors(q, inputs.k, inputs.v, inputs.gate_weight, q_offset=q_offset)
 
     def attend() -> torch.Tensor:
-        given = dict(spec=case.spec, q_offset=q_offset)
-        return kernel_stretches.attend(q, inputs.k, inputs.v, **weights, **given)[0]
+        return kernel_stretches.attend(tensors, spec=case.spec)[0]
 
     with torch.no_grad():
         stream = torch.cuda.Stream()

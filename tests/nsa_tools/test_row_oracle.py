@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, reference
+from nsa_layer.call_spec import CallTensors
 from nsa_tools.testing import row_oracle
 from nsa_tools.testing.assertions import assert_sequence_choice
 from nsa_tools.testing.cases import Case, Inputs, Result, make_inputs, run
@@ -38,8 +39,7 @@ def truth(case: Case) -> tuple[Inputs, Result, torch.Tensor]:
     """The reference in fp64, and its row sums [3, T, Hq]."""
     inputs = make_inputs(replace(case, dtype=torch.float64))
     result = run("reference", inputs)
-    weights = dict(compress_k_weight=inputs.compress_k_weight, compress_v_weight=inputs.compress_v_weight)
-    outputs, _, _ = reference.attend_branches(inputs.q, inputs.k, inputs.v, spec=case.spec, **weights)
+    outputs, _, _ = reference.attend_branches(CallTensors(**inputs.tensors()), spec=case.spec)
     return inputs, result, torch.stack([(inputs.do * o).sum(-1)[0] for o in outputs])
 
 
@@ -84,10 +84,7 @@ def test_in_half_precision_it_errs_as_the_reference_does(name: str) -> None:
     exact = inputs.to(torch.float64)
     choice = run("reference", exact).aux.block_indices
 
-    def fixed(q, k, v, **options):
-        return reference.attend(q, k, v, block_indices=choice, **options)
-
-    true, straight = run(fixed, exact), run(fixed, inputs)
+    true, straight = (run(reference.attend, given, choice) for given in (exact, inputs))
     tokens, sequence = torch.arange(case.T), sequence_of(inputs, choice)
     rows = row_oracle.rows(sequence, tokens, dtype=torch.bfloat16)
     sums = row_oracle.rows(sequence, tokens, dtype=torch.float64).row_sums
