@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from nsa_layer.call_spec import accumulation_dtype, mean_scale
-from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.profiler_ranges import component
 from nsa_layer.token_attention import dot
 
@@ -114,7 +112,7 @@ class ChunkPlan:
         return scores
 
 
-class ChunkAttention(ReverseMode):
+class ChunkAttention:
     """Attention of q [B, Hkv, F, T * R, D] over k [B, Hkv, S, D] and v [B, Hkv, S, Dv] as a plan says.
 
     F * R = G: the query heads of a group are rows beside one another, so that keys are never expanded to Hq. Gives
@@ -122,7 +120,7 @@ class ChunkAttention(ReverseMode):
     """
 
     @staticmethod
-    def forward(
+    def outputs(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor | None, plan: ChunkPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -140,18 +138,6 @@ class ChunkAttention(ReverseMode):
                 o[rows] = _dot(p.div_(scale).to(v.dtype), keys.read(v)).div_(total.masked_fill(total == 0, 1) / scale)
                 lse[rows] = total.log_().add_(top).squeeze(-1)
         return o, lse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        *tensors, ctx.plan = inputs
-        lse = output[1]
-        ctx.save_for_backward(*tensors, lse)
-        ctx.mark_non_differentiable(lse)
-
-    @staticmethod
-    def backward(ctx: Any, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        gradients = first_derivatives("eager", ChunkAttention.gradients, do, *ctx.saved_tensors, ctx.plan)
-        return *gradients, None, None
 
     @staticmethod
     def gradients(

@@ -77,19 +77,42 @@ def first_derivatives(backend: str, compute: Callable[..., tuple], *args: Any) -
 _attention = threading.local()  # the log-sum-exps that are noted, or those that are known
 
 
-def attention(function: type[ReverseMode], *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``function.apply(*args)``: o [.., Dv] and the LSE [..] of q [.., D], k and v, which come first.
+def attention(form: type, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``form.outputs(*args)``, whose backward is ``form.gradients``: `ChunkAttention`, `TokenAttention`.
+
+    Outputs are o [.., Dv] and the LSE [..] of q [.., D], k and v, which come first; what is no tensor comes last.
+    Gradients are dq, dk and dv, of do, the tensors, the LSE and the last argument.
 
     Within `noted_lses` the LSE is also put down; within `known_lses` it is taken from there, and o is not computed.
     """
     known, noted = getattr(_attention, "known", None), getattr(_attention, "noted", None)
     if known is not None:
         lse = known.pop(0).view(args[0].shape[:-1])
-        return _Known.apply(function, lse, *args), lse
-    o, lse = function.apply(*args)
+        return _Known.apply(form, lse, *args), lse
+    o, lse = _Attention.apply(form, *args)
     if noted is not None:
         noted.append(lse.flatten())
     return o, lse
+
+
+class _Attention(ReverseMode):
+    """A form's o and LSE, and its gradients."""
+
+    @staticmethod
+    def forward(form: type, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return form.outputs(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.form, *tensors, ctx.static = inputs
+        lse = output[1]
+        ctx.save_for_backward(*tensors, lse)
+        ctx.mark_non_differentiable(lse)
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
+        gradients = first_derivatives("eager", ctx.form.gradients, do, *ctx.saved_tensors, ctx.static)
+        return None, *gradients, *[None] * (len(ctx.saved_tensors) - len(gradients))
 
 
 @contextmanager
@@ -113,19 +136,19 @@ def known_lses(lses: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class _Known(torch.autograd.Function):
-    """Backward of a function alone, whose outputs nobody reads."""
+    """A form's gradients alone: nobody reads the outputs."""
 
     @staticmethod
-    def forward(ctx: Any, function: type[ReverseMode], lse: torch.Tensor, *args: Any) -> torch.Tensor:
+    def forward(ctx: Any, form: type, lse: torch.Tensor, *args: Any) -> torch.Tensor:
         *tensors, ctx.static = args
         ctx.save_for_backward(*tensors, lse)
-        ctx.function = function
+        ctx.form = form
         q, v = args[0], args[2]
         return q.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = ctx.function.gradients(do, *ctx.saved_tensors, ctx.static)
+        gradients = ctx.form.gradients(do, *ctx.saved_tensors, ctx.static)
         return None, None, *gradients, *[None] * (len(ctx.saved_tensors) - len(gradients))
 
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nsa_layer.call_spec import ListSpec, accumulation_dtype, mean_scale
 from nsa_layer.choose import sorted_lists
-from nsa_layer.derivatives import ReverseMode, attention, first_derivatives
+from nsa_layer.derivatives import attention
 from nsa_layer.profiler_ranges import component
 
 ITEM = 32  # pairs of an item
@@ -197,7 +196,7 @@ def dot(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return (torch.bmm(a, b, out_dtype=acc) if a.is_cuda else (a @ b).to(acc)).mul_(scale)
 
 
-class TokenAttention(ReverseMode):
+class TokenAttention:
     """Attention of q [R, T, G, D] over the blocks that choice [R, T, n] lists of k [R, N + 1, size, D] and v, to keys
     below limit [R, T].
 
@@ -206,7 +205,7 @@ class TokenAttention(ReverseMode):
     """
 
     @staticmethod
-    def forward(
+    def outputs(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: torch.Tensor, limit: torch.Tensor, static: Static
     ) -> tuple[torch.Tensor, torch.Tensor]:
         o = q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -224,18 +223,6 @@ class TokenAttention(ReverseMode):
                 o[own] = weighted.div_(total.masked_fill(total == 0, 1).unsqueeze(-1) / scale)
                 lse[own] = total.log_().add_(top)
         return o, lse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        *tensors, ctx.static = inputs
-        lse = output[1]
-        ctx.save_for_backward(*tensors, lse)
-        ctx.mark_non_differentiable(lse)
-
-    @staticmethod
-    def backward(ctx: Any, do: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
-        gradients = first_derivatives("eager", TokenAttention.gradients, do, *ctx.saved_tensors, ctx.static)
-        return *gradients, None, None, None
 
     @staticmethod
     def gradients(
