@@ -11,6 +11,7 @@ import pytest
 import torch
 from stub_kernels import LAUNCHED, stubs
 
+from flash_attn.cute.runtime import repeated_calls
 from nsa_layer import NSAConfig, inputs
 from nsa_layer.call_spec import CallTensors
 from nsa_layer.cute import grad_accum
@@ -51,7 +52,7 @@ def unbounded_cache() -> None:
 
 def unbounded() -> Iterator[tuple[str, int]]:
     """Entries of all that our modules keep and nothing bounds: caches of functions, containers, compiled kernels."""
-    bounded = {id(inputs._passed), id(grad_accum._known)}
+    bounded = {id(inputs._passed), id(grad_accum._known), id(repeated_calls._calls)}
     for module in [m for name, m in sys.modules.items() if name.startswith(OURS)]:
         for name, value in vars(module).items():
             where = f"{module.__name__}.{name}"
@@ -81,9 +82,9 @@ def test_nothing_unbounded_grows_with_new_lengths() -> None:
 
 def test_what_is_kept_of_each_shape_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
-    for owner, name in ((inputs, "CAPACITY"), (grad_accum, "KNOWN")):
+    for owner, name in ((inputs, "CAPACITY"), (grad_accum, "KNOWN"), (repeated_calls, "MOST")):
         monkeypatch.setattr(owner, name, 8)
-    kept = (inputs._passed, grad_accum._known)
+    kept = (inputs._passed, grad_accum._known, repeated_calls._calls)
     for each in kept:
         each.clear()
     most = [0] * len(kept)
