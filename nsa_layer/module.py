@@ -18,8 +18,8 @@ from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.blocks import compress_own
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import whole_lengths
+from nsa_layer.cute.host_numbers import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.packing import starts_on
 from nsa_layer.inputs import check_lengths, check_starts, leaves_lengths, refuse_nested
 from nsa_layer.nsa_cache import NSACache
 

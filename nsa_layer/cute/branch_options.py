@@ -7,7 +7,8 @@ from itertools import accumulate
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.cute.packing import Packing, numbers_on
+from nsa_layer.cute.host_numbers import numbers_on
+from nsa_layer.cute.packing import Packing
 
 
 def pooling_options(spec: CallSpec, packing: Packing | None) -> dict:

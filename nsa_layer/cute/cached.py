@@ -31,8 +31,9 @@ from nsa_layer.compiling import side_by_side
 from nsa_layer.compiling.shapes import CachedShape
 from nsa_layer.compress import project
 from nsa_layer.cute import autograd
+from nsa_layer.cute.host_numbers import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.packing import Packing, numbers_on, starts_of, starts_on
+from nsa_layer.cute.packing import Packing, starts_of
 from nsa_layer.cute.selected_branch import takes_pages
 from nsa_layer.kernels.caches.blank_rows import blank_rows
 from nsa_layer.kernels.caches.complete_blocks import can_complete, complete_blocks

@@ -5,7 +5,6 @@ The host makes them of the lengths, where it knows these; otherwise the GPU does
 
 from __future__ import annotations
 
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
+from nsa_layer.cute.host_numbers import HostCopy, aligned, cached, copied_rows, moved, numbers_on
 from nsa_layer.kernels.token_lists.sizes import ROWS
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, takes_unions
 
@@ -66,8 +66,7 @@ class Packing(NamedTuple):
         if spec.lengths is None:
             return None
         config, longest, longest_k = spec.config, max(spec.lengths), max(spec.key_lengths)
-        find = _starts if _are_lasting() else _starts.__wrapped__
-        copy, starts, totals = find(spec.lengths, spec.key_lengths, config, _kv_tile(spec), rows, device)
+        copy, starts, totals = _starts(spec.lengths, spec.key_lengths, config, _kv_tile(spec), rows, device)
         copy.ready()
         return cls(*starts, *totals, longest, longest_k, config.compressed_length(longest_k))
 
@@ -151,83 +150,16 @@ def starts_of(cu_seqlens: torch.Tensor, counted: tuple[tuple[int, int, int], ...
     Args:
         counted: (factor, more, size) each: a sequence of T tokens has ``(T * factor + more) // size``, at least 0.
     """
-    find = _columns if _are_lasting() else _columns.__wrapped__
-    factor, more, size = find(counted, cu_seqlens.device).ready().unbind()
+    factor, more, size = _columns(counted, cu_seqlens.device).ready().unbind()
     counts = torch.addcmul(more, cu_seqlens[1:] - cu_seqlens[:-1], factor).div_(size, rounding_mode="floor")
     if min(numbers[1] for numbers in counted) < 0:
         counts.clamp_(min=0)
-    # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.
-    starts = counts.new_zeros(len(counted), _aligned(len(cu_seqlens)))
+    starts = counts.new_zeros(len(counted), aligned(len(cu_seqlens)))
     torch.cumsum(counts, 1, dtype=torch.int32, out=starts[:, 1 : len(cu_seqlens)])
     return starts[:, : len(cu_seqlens)].unbind()
 
 
-def starts_on(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """cu_seqlens [sequences + 1] on `device`: itself, or a cached copy of one on the CPU."""
-    if cu_seqlens.device == device:
-        return cu_seqlens
-    find = _copied if _are_lasting() else _copied.__wrapped__
-    return find(tuple(cu_seqlens.tolist()), device).ready()
-
-
-def numbers_on(rows: tuple[tuple[int, ...], ...], device: torch.device) -> list[torch.Tensor]:
-    """Rows of integers as int32 tensors on `device`, from one copy, which is cached."""
-    find = _joined if _are_lasting() else _joined.__wrapped__
-    numbers, places = find(rows, device).ready(), accumulate(map(_aligned, map(len, rows)), initial=0)
-    return [numbers.narrow(0, place, len(row)) for place, row in zip(places, rows)]
-
-
-class _Copy(NamedTuple):
-    """A copy of host integers to the GPU, the stream of the copy, and an event behind it; None without a GPU."""
-
-    numbers: torch.Tensor
-    stream: torch.cuda.Stream | None
-    sent: torch.cuda.Event | None
-
-    def ready(self) -> torch.Tensor:
-        """The integers, ready to be read on the current stream.
-
-        A stream other than the copy's waits for it, and keeps the memory alive after the caches have dropped it. In a
-        capture, before which the copy is complete, they are kept for good.
-        """
-        device = self.numbers.device
-        if _is_captured(device):
-            _held[id(self.numbers)] = self.numbers
-        elif self.sent is not None:
-            stream = torch.cuda.current_stream(device)
-            if stream != self.stream:
-                stream.wait_event(self.sent)
-                self.numbers.record_stream(stream)
-        return self.numbers
-
-
-# A CUDA graph reads what the call that it captured read, for as long as there are replays.
-_held: dict[int, torch.Tensor] = {}
-
-
-@lru_cache(maxsize=64)  # the same packing is seen layer after layer, and by every call that a CUDA graph captures
-def _copied(numbers: tuple[int, ...], device: torch.device) -> _Copy:
-    return _moved(torch.tensor(numbers, dtype=torch.int32, device="cpu"), device)
-
-
-@lru_cache(maxsize=64)
-def _joined(rows: tuple[tuple[int, ...], ...], device: torch.device) -> _Copy:
-    padded = [n for row in rows for n in (*row, *[0] * (_aligned(len(row)) - len(row)))]
-    return _moved(torch.tensor(padded, dtype=torch.int32, device="cpu"), device)
-
-
-@lru_cache(maxsize=64)
-def _columns(rows: tuple[tuple[int, ...], ...], device: torch.device) -> _Copy:
-    """[columns, rows, 1]"""
-    return _moved(torch.tensor(rows, dtype=torch.int32, device="cpu").mT[..., None].contiguous(), device)
-
-
-def _aligned(size: int) -> int:
-    """Numbers of a multiple of 16 bytes: attention copies what starts elsewhere, at every call."""
-    return -(-size // 4) * 4
-
-
-@lru_cache(maxsize=64)
+@cached
 def _starts(
     lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
@@ -235,45 +167,18 @@ def _starts(
     kv_tile: int,
     rows: int,
     device: torch.device,
-) -> tuple[_Copy, tuple[torch.Tensor, ...], tuple[int, int, int]]:
+) -> tuple[HostCopy, list[torch.Tensor], tuple[int, int, int]]:
     """Starts of queries, keys, blocks and all kinds of tiles, together and one by one; totals of blocks, key and row
     tiles."""
     blocks, tiles = map(config.compressed_length, key_lengths), map(config.num_tiles, lengths)
     kv_tiles = (-(-length // kv_tile) for length in key_lengths)
     row_tiles = (-(-length * rows // ROWS) for length in lengths)
-    starts = [
-        list(accumulate(counts, initial=0)) for counts in (lengths, key_lengths, blocks, tiles, kv_tiles, row_tiles)
-    ]
-    size = len(lengths) + 1
-    # Rows of a multiple of 16 bytes: attention copies what starts elsewhere, at every call.
-    numbers = torch.zeros(len(starts), -(-size // 4) * 4, dtype=torch.int32, device="cpu")
-    numbers[:, :size] = torch.tensor(starts, device="cpu")
-    copy = _moved(numbers, device)
-    # Not by indexing, which looks for the device: fake tensors have none.
-    return copy, copy.numbers.narrow(1, 0, size).unbind(), (starts[2][-1], starts[4][-1], starts[5][-1])
+    counted = (lengths, key_lengths, blocks, tiles, kv_tiles, row_tiles)
+    starts = [(*accumulate(counts, initial=0),) for counts in counted]
+    return *copied_rows(starts, device), (starts[2][-1], starts[4][-1], starts[5][-1])
 
 
-def _moved(numbers: torch.Tensor, device: torch.device) -> _Copy:
-    """An asynchronous copy.
-
-    Raises:
-        RuntimeError: in a CUDA graph, whose replays would copy from memory that is freed.
-    """
-    if _is_captured(device):
-        raise RuntimeError(
-            "a call with these cu_seqlens is captured in a CUDA graph before it was made once; make it once before"
-        )
-    if device.type != "cuda" or type(numbers) is not torch.Tensor:
-        return _Copy(numbers.to(device), None, None)
-    stream = torch.cuda.current_stream(device)
-    return _Copy(numbers.pin_memory().to(device, non_blocking=True), stream, stream.record_event())
-
-
-def _are_lasting() -> bool:
-    """True if tensors that are made now may serve later calls: not within a transform, nor a mode with tensors of its
-    own, such as the fake ones that kernels are compiled with."""
-    return not torch._C._are_functorch_transforms_active() and not torch._C._len_torch_dispatch_stack()
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+@cached
+def _columns(rows: tuple[tuple[int, ...], ...], device: torch.device) -> HostCopy:
+    """[columns, rows, 1]"""
+    return moved(torch.tensor(rows, dtype=torch.int32, device="cpu").mT[..., None].contiguous(), device)

@@ -10,8 +10,9 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from nsa_layer.call_spec import CallSpec, ListSpec
+from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.memory_plan import rows_of_item
-from nsa_layer.cute.packing import Packing, numbers_on, starts_of
+from nsa_layer.cute.packing import Packing, starts_of
 from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
 from nsa_layer.kernels.token_lists.sizes import KEYS, ROWS, most_partials
 from nsa_layer.kernels.token_lists.union_lists import union_lists

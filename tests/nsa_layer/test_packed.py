@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.cute.packing import Packing, starts_on
+from nsa_layer.cute import host_numbers, packing
+from nsa_layer.cute.host_numbers import HostCopy, starts_on
+from nsa_layer.cute.packing import Packing
 from nsa_layer.inputs import Arguments, check_inputs
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
@@ -54,16 +56,14 @@ def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
 
 
 def test_a_capture_keeps_what_it_reads_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_layer.cute import packing
-
     known, new = (CallSpec(SMALL, True, 1.0, lengths) for lengths in ((5, 6), (6, 5)))
     device = torch.device("meta")
     before = Packing.of(known, device)
-    monkeypatch.setattr(packing, "_is_captured", lambda device: True)
-    monkeypatch.setattr(packing, "_held", {})
+    monkeypatch.setattr(host_numbers, "_is_captured", lambda device: True)
+    monkeypatch.setattr(host_numbers, "_held", {})
     captured = Packing.of(known, device)
     assert captured.cu_seqlens is before.cu_seqlens
-    (held,) = packing._held.values()
+    (held,) = host_numbers._held.values()
     assert held is captured.cu_seqlens._base is captured.cu_blocks._base is captured.cu_tiles._base
     with pytest.raises(RuntimeError, match="make it once before"):
         Packing.of(new, device)
@@ -71,8 +71,6 @@ def test_a_capture_keeps_what_it_reads_and_copies_nothing(monkeypatch: pytest.Mo
 
 def test_copies_are_kept_for_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """For what it has still to do when the caches forget them; their own stream waits for nothing."""
-    from nsa_layer.cute import packing
-
     done: list[object] = []
 
     class Stream(str):
@@ -86,7 +84,7 @@ def test_copies_are_kept_for_another_stream(monkeypatch: pytest.MonkeyPatch) -> 
             done.append(("kept for", stream))
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    copy = packing._Copy(Numbers(), Stream("main"), "sent")
+    copy = HostCopy(Numbers(), Stream("main"), "sent")
     current = Stream("main")
     assert copy.ready() is copy.numbers and done == []
     current = Stream("side")
@@ -169,8 +167,6 @@ def test_starts_copied_under_inference_mode_serve_training() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_forgotten_copies_outlive_what_reads_them(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without `record_stream` their memory is given to the next tensor while another stream has still to read it."""
-    from nsa_layer.cute import packing
-
     device, spec = torch.device("cuda", torch.cuda.current_device()), CallSpec(SMALL, True, 1.0, (30, 40, 50))
     if not kept:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
