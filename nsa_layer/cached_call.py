@@ -22,7 +22,6 @@ from nsa_layer.inputs import (
 Tensor = torch.Tensor
 TOKEN_CACHES = ("k", "v", "k_win", "v_win")
 COMPRESSED_CACHES = ("k_cmp", "v_cmp")
-WORKSPACE = 1 << 31  # bytes of caches that the kernels copy at a time; one sequence's may be more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +113,8 @@ def check_call(
     if call.packed:
         check_starts(call.cu_seqlens_q, "cu_seqlens_q")
     _check_caches(call)
+    _check_new(call)
     lengths = _check_lengths(call, backend, validate)
-    if lengths is not None and max(lengths) > call.room:
-        raise ValueError(f"q has {max(lengths)} tokens of a sequence, the caches have room for {call.room}")
-    _check_new(call, lengths)
     _check_weights(call)
     if call.block_indices is not None:
         of = lengths if call.packed else call.q.shape[1:2]
@@ -145,13 +142,17 @@ def query_lengths(call: CachedCall, *, backend: str | None, validate: bool) -> t
     """Queries of each sequence.
 
     None in a graph with packed ones, where the operator checks them when it runs, and for kernels that leave those of
-    ``cu_seqlens_q`` on the GPU there: without ``validate``, where a copy of all caches fits into `WORKSPACE` bytes.
+    ``cu_seqlens_q`` on the GPU there, without ``validate``, where they attend to all sequences at a time.
     """
     if not call.packed:
         return (call.q.shape[1],) * call.q.shape[0]
     given = (call.cu_seqlens_q, call.q, call.k_cache, call.config, call.block_indices)
-    read = validate or call.B * call.bytes_of_room > WORKSPACE or not leaves_lengths(backend, *given)
-    return check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q", read=read)
+    leave = not validate and leaves_lengths(backend, *given)
+    if leave:
+        from nsa_layer.cute.cached import goes_in_parts
+
+        leave = not goes_in_parts(call)
+    return check_lengths(call.cu_seqlens_q, call.q, "cu_seqlens_q", "q", read=not leave)
 
 
 def refuse_places(there: Sequence[bool], call: CachedCall, lengths: Sequence[int]) -> None:
@@ -197,6 +198,11 @@ def _check_lengths(call: CachedCall, backend: str | None, validate: bool) -> tup
     lengths = query_lengths(call, backend=backend, validate=validate)
     if call.max_seqlen_q is not None and lengths is not None and call.max_seqlen_q < max(lengths):
         raise ValueError(f"max_seqlen_q must be at least {max(lengths)}, got {call.max_seqlen_q}")
+    if lengths is not None and max(lengths) > call.room:
+        raise ValueError(f"q has {max(lengths)} tokens of a sequence, the caches have room for {call.room}")
+    for name in COMPRESSED_CACHES:
+        if call.packed and lengths is not None and (x := getattr(call, name)) is not None:
+            _check_tensor(name, x, (sum(map(call.filled, lengths)), *x.shape[1:]), call.q)
     return lengths
 
 
@@ -237,13 +243,12 @@ def _check_caches(call: CachedCall) -> None:
         raise ValueError("cmp_page_table must be given where compressed caches have pages, and nowhere else")
 
 
-def _check_new(call: CachedCall, lengths: tuple[int, ...] | None) -> None:
+def _check_new(call: CachedCall) -> None:
+    """Packed compressed keys of the caller's may have any number of rows here."""
     q, (Hkv, D), Dv = call.q, call.k_cache.shape[2:], call.v_cache.shape[-1]
     if (call.k is None) != (call.v is None):
         raise ValueError("k and v must be given together, or neither")
-    filled = (call.B, call.filled(q.shape[1]))
-    if call.packed:
-        filled = (None if lengths is None else sum(map(call.filled, lengths)),)
+    filled = (None,) if call.packed else (call.B, call.filled(q.shape[1]))
     for name in (*TOKEN_CACHES, *COMPRESSED_CACHES):
         x, cache = getattr(call, name), getattr(call, f"{name}_cache")
         lead = filled if "cmp" in name else q.shape[:-2]

@@ -68,8 +68,8 @@ def nsa_with_kvcache(
         page_table: int32 [B, n], the pages of each sequence in order; what lies behind its last token is not read.
         cache_batch_idx: int32 [B], rows of contiguous caches of any batch; no two the same. None: row b for sequence b.
         cu_seqlens_q: int32 [B + 1], starts of the packed sequences' queries and their total; as in `nsa`, on q's device
-            or on the CPU. The kernels leave those of a GPU there, where a copy of all caches takes at most 2 GiB and
-            without ``validate``; otherwise the host waits for them.
+            or on the CPU. The kernels leave those of a GPU there, without ``validate`` and where what they copy of the
+            caches takes at most 2 GiB; otherwise the host waits for them.
         max_seqlen_q: an upper bound of a packed sequence's queries: checked where their numbers are known.
         k_cmp_cache: [B, Sc, Hkv, D], Sc at least ``config.compressed_length(S)``, or with ``cmp_page_table``
             [pages, page / compress_stride, Hkv, D]: compressed keys, made from the cached tokens by the call that

@@ -4,9 +4,9 @@ Calls of few queries have kernels of their own, `nsa_layer.kernels.decode`; this
 
 The host reads no number of the GPU: grids and workspaces follow from the caches' room. Contiguous caches that a batch
 appends to are read in place, after the rows behind each sequence's end are cleared, which attention multiplies by 0.
-So are pages, and rows by index, by the selected branch on Hopper; compressed keys and the window are copied first. From
-any other cache (of packed queries, of tokens that are there already) all of each sequence's rows are copied side by
-side. Copies are for as many sequences at once as `WORKSPACE` bytes hold.
+So are pages, rows by index, and rows of packed sequences, by the selected branch on Hopper; compressed keys and the
+window are copied first. From any other cache (of tokens that are there already) all of each sequence's rows are copied
+side by side. Copies are for as many sequences at once as `WORKSPACE` bytes hold.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +22,6 @@ from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.cached_call import (
     COMPRESSED_CACHES,
     TOKEN_CACHES,
-    WORKSPACE,
     CachedCall,
     refuse_places,
     refuse_shared,
@@ -45,6 +45,7 @@ from nsa_layer.profiler_ranges import component
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
+WORKSPACE = 1 << 31  # bytes of caches that are copied at a time; one sequence's may be more
 
 
 @on_own_device
@@ -111,6 +112,28 @@ def step(
     return o, tuple(lses)
 
 
+def goes_in_parts(call: CachedCall) -> bool:
+    """True if a packed call attends to some sequences at a time, which the host has to know the queries of."""
+    if call.B == 1 or call.B * call.bytes_of_room <= WORKSPACE or takes(call, None):
+        return False
+    return call.B * _bytes_copied(call, call.most_queries) > WORKSPACE
+
+
+def _bytes_copied(call: CachedCall, most: int) -> int:
+    """Bytes of a sequence's tokens that are copied, where not all is read in place, for at most so many queries."""
+    copied = call.room
+    if _reads_pages(call):
+        copied = min(copied, most + call.config.window_size - 1) + copied // call.config.stride
+    return call.bytes_of_room // call.room * copied
+
+
+def _reads_pages(call: CachedCall) -> bool:
+    """True if the selected branch can read the caches: all behind a sequence's last token is cleared by then."""
+    if call.k is None or len(call.caches(COMPRESSED_CACHES)) < 2:
+        return False
+    return takes_pages(call.config, call.k_cache, call.v_cache, listed=call.block_indices is not None)
+
+
 def _in_order(starts: Tensor, total: int) -> Tensor:
     """Starts that nobody has checked, so that they lead to no place outside of so many rows."""
     return starts.clamp(0, total).cummax(0).values
@@ -162,14 +185,17 @@ class _Step:
             tables = (call.cache_batch_idx.unsqueeze(1),) * 2
         compressed = next(iter(call.caches(COMPRESSED_CACHES).values()), None)
         caches = dict(cache=call.k_cache, table=tables[0], cmp_cache=compressed, cmp_table=tables[1])
-        config, appended = call.config, call.k is not None and not call.packed
-        blocks = dict(span=config.span, stride=config.stride, window=config.window_size, adds=call.k is not None)
+        config, adds = call.config, call.k is not None
+        blocks = dict(span=config.span, stride=config.stride, window=config.window_size, adds=adds)
         with component("cache"):
             most = call.most_queries if lengths is None else max(lengths)
             places = find_places(call.cache_seqlens, T=most, cu_seqlens=starts, **caches, **blocks)
-        on_pages = appended and tables[0] is not None and len(call.caches(COMPRESSED_CACHES)) == 2
-        on_pages = on_pages and takes_pages(spec, call.k_cache, call.v_cache)
-        return cls(call, lengths, places, *tables, starts, spec, memory, appended and tables[0] is None, on_pages)
+        in_place = adds and tables[0] is None and not call.packed
+        on_pages = not in_place and _reads_pages(call)
+        if on_pages and tables[0] is None:  # a sequence's row is its page
+            (rows,) = numbers_on(((*range(call.B),),), call.q.device)
+            tables = (rows.unsqueeze(1),) * 2
+        return cls(call, lengths, places, *tables, starts, spec, memory, in_place, on_pages)
 
     def append(self) -> None:
         """Write new tokens; clear what attention may read behind them."""
@@ -223,10 +249,8 @@ class _Step:
         """(first, end) of sequences that are attended to together."""
         call, first, taken, most = self.call, 0, 0, self.call.B
         if not self.in_place:
-            copied, room = call.bytes_of_room, call.room
-            if self.on_pages:
-                copied = copied // room * (self._window_room + room // call.config.stride)
-            most = max(1, WORKSPACE // copied)
+            longest = call.most_queries if self.lengths is None else max(self.lengths)
+            most = max(1, WORKSPACE // _bytes_copied(call, longest))
         for b, T in enumerate(self.lengths or ()):
             if T and taken == most:
                 yield first, b
@@ -236,14 +260,15 @@ class _Step:
 
     def attend(self, bounds: tuple[int, int]) -> tuple[Tensor, ...]:
         """o and the log-sum-exps of the part's sequences."""
-        call, spec, rows, tiles, pages = self.call, self.spec, slice(*bounds), slice(*bounds), None
+        call, spec, part, window = self.call, self.spec, slice(*bounds), None
+        rows = tiles = part
         if call.packed:
             spec = replace(spec, lengths_k=self._rooms(call.room, bounds))
             if self.lengths is None:
                 rows = tiles = slice(None)
                 spec = replace(spec, bound=call.most_queries)
             else:
-                spec = replace(spec, lengths=self.lengths[slice(*bounds)])
+                spec = replace(spec, lengths=self.lengths[part])
                 rows, tiles = (
                     slice(*(sum(map(count, self.lengths[:at])) for at in bounds))
                     for count in (int, call.config.num_tiles)
@@ -251,18 +276,21 @@ class _Step:
         lists = call.block_indices if call.block_indices is None else call.block_indices[tiles]
         heads = call.k_cache.shape[2] if lists is None else lists.shape[-2]
         with component("cache"):
-            keys = self._keys(bounds)
+            window = self._window(bounds) if self.on_pages else None
+            keys = self._keys(bounds, window)
         given = dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), keys))
         given |= dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
-        given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, slice(*bounds)])
+        given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, part])
         bounded = dict(cu_seqlens=self.starts, total=len(call.q))
         packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
-        if self.on_pages:
-            pages = autograd.Pages(self.table[rows], call.room, self.places[Field.IN_WINDOW, rows])
+        pages = None
+        if window is not None:
+            in_window = self.places[Field.IN_WINDOW, part]
+            pages = autograd.Pages(self.table[part], call.room, in_window, window.starts, window.longest)
         o, aux = autograd.infer(CallTensors(**given), packing, spec, self.memory, pages)
         return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
 
-    def _keys(self, bounds: tuple[int, int]) -> list[Tensor | None]:
+    def _keys(self, bounds: tuple[int, int], window: _Window | None) -> list[Tensor | None]:
         """k, v, k_win, v_win, k_cmp and v_cmp, as `attend` takes them: room of the caches for each sequence."""
         call, part, places = self.call, slice(*bounds), self.places[:, slice(*bounds)]
         count = call.config.compressed_length(call.room)
@@ -279,9 +307,9 @@ class _Step:
             of_blocks = (self.cmp_table, leads[1], (Field.START, Field.CMP_END), starts.blocks)
             tokens, own, keys = self._caches(TOKEN_CACHES[:2]), self._caches(TOKEN_CACHES[2:]), []
             copied = (tokens, of_tokens), (own, of_tokens), (self._caches(COMPRESSED_CACHES), of_blocks)
-            if self.on_pages:
+            if window is not None:
                 keys, own = list(tokens), tuple(x if cache is None else cache for cache, x in zip(own, tokens))
-                of_window = (self.table, (leads[0][0], self._window_room), (Field.WINDOW, Field.WINDOW_TOKENS), None)
+                of_window = (self.table, window.lead, (Field.WINDOW, Field.WINDOW_TOKENS), window.starts)
                 copied = (own, of_window), copied[-1]
             for caches, (table, lead, fields, cu) in copied:
                 if table is None:
@@ -299,10 +327,17 @@ class _Step:
             keys[-2:] = (x if x is not None else y for x, y in zip(keys[-2:], made))
         return keys
 
-    @property
-    def _window_room(self) -> int:
-        """Tokens at most in the windows of a sequence's queries, where they are a batch."""
-        return min(self.call.room, self.call.q.shape[1] + self.call.config.window_size - 1)
+    def _window(self, bounds: tuple[int, int]) -> _Window:
+        """Room for the tokens in the windows of the part's queries."""
+        call, before = self.call, self.call.config.window_size - 1
+        if self.lengths is None:
+            (starts,) = starts_of(self.starts, ((1, before, 1),))
+            return _Window((len(call.q) + before * call.B,), starts, call.most_queries + before)
+        rooms = tuple(min(call.room, T + before) if T else 0 for T in self.lengths[slice(*bounds)])
+        if not call.packed:
+            return _Window((len(rooms), rooms[0]), None, rooms[0])
+        (starts,) = numbers_on(((*accumulate(rooms, initial=0),),), call.q.device)
+        return _Window((sum(rooms),), starts, max(rooms))
 
     def _rooms(self, size: int, bounds: tuple[int, int]) -> tuple[int, ...]:
         """The size for each of the part's sequences, 0 for those that are known to have no query."""
@@ -327,6 +362,15 @@ class _Step:
         means = k_means[0] if k_means else None, v_mean
         made = (x if x is None else project(x, weight).to(call.q.dtype) for x, weight in zip(means, weights))
         return tuple(x if x is None else autograd.readable(x) for x in made)
+
+
+class _Window(NamedTuple):
+    """Leading dimensions of a part's keys of the window; starts of packed ones, int32 [sequences + 1] on the GPU, and
+    the most of a sequence."""
+
+    lead: tuple[int, ...]
+    starts: Tensor | None
+    longest: int
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,20 @@ class Pages(NamedTuple):
         table: int32 [B, n], pages of each sequence; a page is a multiple of 64 keys.
         room: keys that a sequence may have.
         in_window: int32 [B], the position of each sequence's first query among k_win.
+        starts, longest: int32 [B + 1], of packed k_win, and the most of a sequence.
     """
 
     table: Tensor
     room: int
     in_window: Tensor
+    starts: Tensor | None
+    longest: int
+
+    def of_window(self, packing: Packing | None) -> dict:
+        """Options of `window_options`, for a call that is packed so."""
+        if packing is not None:
+            packing = packing._replace(cu_seqlens_k=self.starts, longest_k=self.longest)
+        return dict(q_offset=self.in_window, packing=packing)
 
 
 class SavedForBackward(NamedTuple):
@@ -86,7 +95,7 @@ def forward(
     """
     (q, k, v), block_indices = tensors[:3], tensors.block_indices
     where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
-    in_window = where if pages is None else where | dict(q_offset=pages.in_window)
+    in_window = where if pages is None else where | pages.of_window(packing)
     S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     into = None if beside is None else new_outputs(q, v)
@@ -197,4 +206,7 @@ def attend_selected(
     """
     if takes_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(sparsity, packing))
-    return attend(q, k, v, spec, selected_options(sparsity, packing) | dict(page_table=page_table))
+    options = selected_options(sparsity, packing)
+    if page_table is not None:  # which takes the place of starts
+        options |= dict(page_table=page_table, cu_seqlens_k=None)
+    return attend(q, k, v, spec, options)

@@ -15,6 +15,7 @@ from flash_attn.cute.bwd_sm90 import two_pass
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
+from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.packing import Packing
@@ -66,10 +67,10 @@ def use_split_dq(q: torch.Tensor, v: torch.Tensor, spec: CallSpec) -> bool:
     )
 
 
-def takes_pages(spec: CallSpec, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
-    """True if the branch reads keys on pages, [pages, page, Hkv, D]."""
+def takes_pages(config: NSAConfig, k_cache: torch.Tensor, v_cache: torch.Tensor, *, listed: bool) -> bool:
+    """True if the branch reads keys on pages, [pages, page, Hkv, D]; listed: of the caller's lists."""
     aligned = k_cache.shape[1] % KEYS == 0 and are_aligned(k_cache) and are_aligned(v_cache)
-    return aligned and takes_unions(spec.config, listed=spec.listed) and _on_hopper(k_cache.device)
+    return aligned and takes_unions(config, listed=listed) and _on_hopper(k_cache.device)
 
 
 def _on_hopper(device: torch.device) -> bool:

@@ -30,7 +30,8 @@ def attend(case: TokenCase, x: tuple[torch.Tensor, ...], lists: Any, **options: 
     if case.form is not None:
         cu = [torch.tensor(starts, dtype=torch.int32, device="cuda") for starts in case.starts]
         longest = [max(pair[side] for pair in case.lengths) for side in (0, 1)]
-        options |= dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*cu, *longest)))
+        starts = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), (*cu, *longest)))
+        options = starts | options
     o, lse, *_ = _flash_attn_fwd(*x, causal=case.causal, block_sparse_tensors=lists, return_lse=True, **options)
     return o, lse
 

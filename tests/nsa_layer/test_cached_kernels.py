@@ -25,7 +25,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached, "find_places", find_places)
     monkeypatch.setattr(cached, "append", append)
     monkeypatch.setattr(cached, "complete_blocks", complete_blocks)
-    monkeypatch.setattr(cached, "takes_pages", lambda *_: True)
+    monkeypatch.setattr(cached, "takes_pages", lambda *_, **__: True)
     monkeypatch.setattr(cached, "gather", gather)
     monkeypatch.setattr(cached, "clear", clear)
     monkeypatch.setattr(cached, "pool", pool)
@@ -144,11 +144,17 @@ def infer(tensors, packing, spec, memory, pages=None):
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))
     if pages is not None:
         k, v = (torch.stack([x[row.long().clamp(0, len(x) - 1)].flatten(0, 1) for row in pages.table]) for x in (k, v))
-        for name in ("k_win", "v_win"):
-            given[name], stretch = torch.zeros_like(k), given[name]
+        cu = pages.starts
+        for name, whole in (("k_win", k), ("v_win", v)):
+            given[name], stretch = torch.zeros_like(whole), given[name]
             for b, (first, at) in enumerate(zip(q_offset.tolist(), pages.in_window.tolist())):
-                count = min(stretch.shape[1], k.shape[1] - first + at)
-                given[name][b, first - at : first - at + count] = stretch[b, :count]
+                of_b = _rows(stretch, cu, b)[: k.shape[1] - first + at]
+                given[name][b, first - at : first - at + len(of_b)] = of_b
+        if cu is not None:
+            rooms = spec.lengths_k
+            k, v, given["k_win"], given["v_win"] = (
+                torch.cat([x[b, :S] for b, S in enumerate(rooms)]) for x in (k, v, given["k_win"], given["v_win"])
+            )
     if spec.bound is not None:
         lengths = packing.cu_seqlens.diff().tolist()
         assert max(lengths) <= spec.bound
@@ -163,8 +169,10 @@ def infer(tensors, packing, spec, memory, pages=None):
         parts = x.unbind() if spec.lengths is None else x.split(counts if "cmp" in name else list(rooms))
         for part, first, T in zip(parts, q_offset.tolist(), lengths):
             end = first + T if "cmp" not in name else config.compressed_length(first + T)
+            # Keys on pages are read by the block, those of the window are none behind the last.
+            behind = BEHIND if pages is None or "cmp" in name else 0 if "win" in name else -end % tensors.k.shape[1]
             # A sequence without a place reads what lies in front, and its rows are blanked.
-            assert T == 0 or part[:end].isnan().any() or part[: end + BEHIND].isfinite().all(), name
+            assert T == 0 or part[:end].isnan().any() or part[: end + behind].isfinite().all(), name
     k, v = k.nan_to_num(), v.nan_to_num()
     given |= {name: x if x is None else x.nan_to_num() for name, x in own.items()}
     return eager.attend(CallTensors(q, k, v, q_offset=q_offset, **given), spec=spec)
@@ -190,11 +198,39 @@ def test_few_bytes_hold_a_sequence_at_a_time(emulated: None, monkeypatch: pytest
     Caches(make_inputs(VARIANTS["gates given"]), True).finish(CUTS["ragged"], "cute")
 
 
+def in_rows(caches: Caches) -> Caches:
+    """Contiguous caches, a row for each sequence in order."""
+    del caches.given["cache_batch_idx"]
+    caches.given = {name: x[: len(caches.length)] for name, x in caches.given.items()}
+    return caches
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("name", ["overlapping, weights", "own keys"])
-def test_lengths_that_are_on_the_gpu_alone(emulated: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_lengths_that_are_on_the_gpu_alone(
+    emulated: None, monkeypatch: pytest.MonkeyPatch, name: str, paged: bool
+) -> None:
     """Nothing but what stands for kernels reads starts of queries."""
     monkeypatch.setattr(cached_call, "leaves_lengths", lambda *_: True)
-    Caches(make_inputs(VARIANTS[name]), True, check=dict(backend="cute", validate=False)).finish(CUTS["ragged"], "cute")
+    caches = Caches(make_inputs(VARIANTS[name]), paged, check=dict(backend="cute", validate=False))
+    (caches if paged else in_rows(caches)).finish(CUTS["ragged"], "cute")
+
+
+def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
+    emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nsa_layer.cute import cached
+
+    monkeypatch.setattr(cached_call, "leaves_lengths", lambda *_: True)
+    given = contiguous(S=512)
+    given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=torch.tensor([0, 20, 40]).int())
+    anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * CachedCall(**given).bytes_of_room
+    for workspace, more, read in ((whole, anew, False), (whole - 1, anew, True), (whole - 1, {}, False), (1, {}, True)):
+        monkeypatch.setattr(cached, "WORKSPACE", workspace)
+        lengths, _ = check_call(CachedCall(**given | more), backend="cute", validate=False)
+        assert (lengths is not None) == read, (workspace, more)
+    monkeypatch.setattr(cached, "takes", lambda *_: True)  # decode's kernels copy nothing
+    assert check_call(CachedCall(**given), backend="cute", validate=False)[0] is None
 
 
 def test_starts_that_nobody_has_checked_lead_to_queries_alone(emulated: None) -> None:
@@ -282,11 +318,25 @@ def test_any_cut_gives_the_whole_on_the_kernels(paged: bool, name: str, cut: str
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["pages", "rows", "pages of much room"])
 @pytest.mark.parametrize("name", ON_GPU)
-def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(name: str) -> None:
+def test_lengths_that_are_on_the_gpu_alone_on_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, name: str, kept: str
+) -> None:
+    """They stay there too where a copy of all the caches that there is room for would take 4 GiB or more."""
+
+    def unread(*_: object, read: bool) -> None:
+        assert not read
+
+    monkeypatch.setattr(cached_call, "check_lengths", unread)
     inputs, check = make_inputs(ON_GPU[name], "cuda"), dict(backend="cute", validate=False)
-    call = Caches(inputs, True, page=64, room=576, check=check)
-    call.finish([(90, 91, 410), (), (1,), (64, 128)], "cute", **ROUNDING)
+    caches = Caches(inputs, kept != "rows", page=64, room=576, check=check)
+    if kept == "rows":
+        caches = in_rows(caches)
+    if "much" in kept:
+        for table in ("page_table", "cmp_page_table"):
+            caches.given[table] = torch.nn.functional.pad(caches.given[table], (0, 1 << 15), value=-1)
+    caches.finish([(90, 91, 410), (), (1,), (64, 128)], "cute", **ROUNDING)
 
 
 @pytest.mark.gpu

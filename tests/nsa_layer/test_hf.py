@@ -458,8 +458,10 @@ def test_generation_on_a_gpu_is_that_without_a_cache(kind: type) -> None:
 
 
 @pytest.mark.gpu
-def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(graphs: dict[str, int]) -> None:
-    model = sparse(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128)).bfloat16().cuda()
+@pytest.mark.parametrize("compression", ["mean", "mlp"])
+def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(graphs: dict[str, int], compression: str) -> None:
+    sizes = dict(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128), nsa_compression=compression)
+    model = sparse(**sizes).bfloat16().cuda()
     batch = {name: x.cuda() for name, x in padded(tokens(2, 400), (0, 133)).items()}
     ids, mask = batch["input_ids"], batch["attention_mask"]
     places, cache = positions(mask), NSAModelCache(model.config, 410, static=True)
