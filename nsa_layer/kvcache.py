@@ -59,7 +59,8 @@ def nsa_with_kvcache(
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens_q``: the last T tokens of each sequence.
-        k_cache: [B, S, Hkv, D], or with ``page_table`` [pages, page, Hkv, D], page a multiple of the block.
+        k_cache: [B, S, Hkv, D], or with ``page_table`` [pages, page, Hkv, D], page a multiple of the block. As of all
+            caches, the last dimension is contiguous, and the others have any strides.
         v_cache: [B, S, Hkv, Dv] or [pages, page, Hkv, Dv].
         k: [B, T, Hkv, D] or [total, Hkv, D], v: the same with Dv: the keys and values of q's tokens, written to the
             caches first. None: they are in the caches.

@@ -29,13 +29,14 @@ class _Pages:
         of: each sequence's pages in order.
         users: sequences that have a page.
         free: pages that none has.
+        changed: the table does not show what sequences have.
     """
 
     def __init__(self, caches: list[Tensor], batch: int, width: int) -> None:
         self.caches, (pages, self.size) = caches, caches[0].shape[:2]
         self.table = torch.full((batch, width), -1, dtype=torch.int32, device=caches[0].device)
         self.of: list[list[int]] = [[] for _ in range(batch)]
-        self.users, self.free = [0] * pages, list(range(pages))[::-1]
+        self.users, self.free, self.changed = [0] * pages, list(range(pages))[::-1], False
 
     def lacks(self, spans: Spans) -> int:
         """Pages beyond the free ones that `reserve` would take."""
@@ -77,18 +78,20 @@ class _Pages:
         return slice(begin // self.size, -(-end // self.size) if end > begin else 0)
 
     def _take(self) -> int:
-        page = self.free.pop()
+        page, self.changed = self.free.pop(), True
         self.users[page] = 1
         return page
 
     def _drop(self, page: int) -> None:
-        self.users[page] -= 1
+        self.users[page], self.changed = self.users[page] - 1, True
         if not self.users[page]:
             self.free.append(page)
 
     def _show(self) -> None:
-        width = self.table.shape[1]
-        self.table.copy_(torch.tensor([own + [-1] * (width - len(own)) for own in self.of], dtype=torch.int32))
+        if self.changed:
+            width, self.changed = self.table.shape[1], False
+            rows = [own + [-1] * (width - len(own)) for own in self.of]
+            self.table.copy_(_sent(rows, self.table.device, torch.int32))
 
 
 class NSACache:
@@ -262,7 +265,7 @@ class NSACache:
         new = tuple(x.flatten(0, -3) for x in new)
         kept = tuple(self.sources.get(name, self.caches[f"{name}_cache"]) for name in "kv")
         if blocks:
-            b, length, start, token = torch.tensor(blocks, device=new[0].device).T.unsqueeze(-1)
+            b, length, start, token = _sent(blocks, new[0].device).T.unsqueeze(-1)
             token = token + torch.arange(span, device=token.device)
             old, row_of_new = token < length, (start + token - length).clamp(min=0)
             places = self._places(b.expand_as(token), token.minimum(length - 1).clamp(min=0))
@@ -272,10 +275,10 @@ class NSACache:
                     for cache, x in zip(kept, new)
                 )
                 for into, x in zip(made.values(), compress(*tokens), strict=True):
-                    into.flatten(0, -3)[torch.tensor(rows, device=into.device)] = x.to(into.dtype)
+                    into.flatten(0, -3)[_sent(rows, into.device)] = x.to(into.dtype)
         if self.sources:
             spans = [(b, self._lengths[b] + i) for b, count in enumerate(counts) for i in range(count)]
-            places = self._places(*torch.tensor(spans, device=new[0].device).T)
+            places = self._places(*_sent(spans, new[0].device).T)
             for cache, x in zip(kept, new):
                 cache[places] = x.detach().to(cache.dtype)
 
@@ -343,7 +346,7 @@ class NSACache:
             pages.reorder(index)
         if not self._pages:
             for cache in (*self.caches.values(), *self.sources.values()):
-                cache.copy_(cache[torch.tensor(index, device=cache.device)])
+                cache.copy_(cache[_sent(index, cache.device)])
         self._set([self._lengths[i] for i in index])
 
     def read_lengths(self) -> None:
@@ -381,9 +384,15 @@ class NSACache:
         changes = {after - before for before, after in zip(self._lengths, lengths)}
         self._lengths = list(lengths)
         if len(changes) == 1:
-            self.cache_seqlens += changes.pop()  # a copy from the host would wait for the GPU
+            self.cache_seqlens += changes.pop()
         else:
-            self.cache_seqlens.copy_(torch.tensor(self._lengths, dtype=torch.int32))
+            self.cache_seqlens.copy_(_sent(self._lengths, self.cache_seqlens.device, torch.int32))
+
+
+def _sent(numbers: Sequence, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers on a device, which the host does not wait for."""
+    made = torch.tensor(numbers, dtype=dtype, device="cpu")
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def _listed(name: str, given: object) -> list:

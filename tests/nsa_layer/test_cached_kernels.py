@@ -376,9 +376,10 @@ def batch_caches(inputs: Inputs, S: int, beside: int = 0) -> dict[str, torch.Ten
 
 
 def in_pages(caches: dict[str, torch.Tensor], page: int) -> dict[str, torch.Tensor]:
-    """The same caches as pages in any order, and their tables."""
+    """The same caches as pages in any order, and their tables; those of keys lie by head."""
     parts = {name: page // (64 if "cmp" in name else 1) for name in caches}
     paged = {name: x.flatten(0, 1).unflatten(0, (-1, parts[name])) for name, x in caches.items()}
+    paged |= {name: paged[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("k_cache", "k_cmp_cache")}
     table = torch.randperm(len(paged["k_cache"]), device="cuda").int().view(len(caches["k_cache"]), -1)
     return paged | dict(page_table=table, cmp_page_table=table)
 
@@ -391,6 +392,7 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> 
     inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
     caches, seqlens = batch_caches(inputs, 320), torch.zeros(2, dtype=torch.int32, device="cuda")
     given = caches if page is None else in_pages(caches, page)
+    caches = {name: given[name] for name in caches}
     new = {name: getattr(inputs, name)[:, :64].clone() for name in "qkv"}
     given = given | new | dict(cache_seqlens=seqlens, config=case.config, gate_weight=inputs.gate_weight)
     stream = torch.cuda.Stream()
@@ -418,6 +420,29 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> 
         graph.replay()
         assert o.isnan().all()
     assert all(torch.equal(before[name], x) for name, x in caches.items())
+
+
+@pytest.mark.gpu
+def test_a_cache_of_pages_does_not_wait_for_the_gpu() -> None:
+    """Sequences grow unequally, and get new pages."""
+    case = Case(lengths=(200, 3, 150), **KERNELS)
+    inputs, want = make_inputs(case, "cuda"), run("cute", make_inputs(case, "cuda"))
+    tokens = [getattr(inputs, name).split(case.lengths) for name in "qkv"]
+    for mode in ("default", "error"):  # the first compiles
+        cache = NSACache(3, 256, 2, 64, config=case.config, page_size=64, device="cuda")
+        found: list[list[torch.Tensor]] = [[], [], []]
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for counts in ((120, 2, 30), (80, 1, 120)):
+                spans = [slice(at, at + n) for at, n in zip(cache.lengths, counts)]
+                q, k, v = (torch.cat([x[span] for x, span in zip(own, spans)]) for own in tokens)
+                starts = torch.tensor([0, *counts]).cumsum(0).int()
+                o = cache.attend(q, k, v, cu_seqlens_q=starts, gate_weight=inputs.gate_weight)
+                for own, part in zip(found, o.split(counts)):
+                    own.append(part)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(torch.cat([part for own in found for part in own]), want.o, **ROUNDING)
 
 
 @pytest.mark.gpu
