@@ -185,6 +185,8 @@ CACHED = (
     ("k v", ValueError, "k and v must be given together", None),
     ("k_cache", ValueError, r"k_cache must have shape \(2, any, any, 8\), got", lambda x: x[:1], lambda x: x[..., 1:]),
     ("v_cache", ValueError, r"v_cache must have shape \(2, 32, 2, any\), got", lambda x: x[:, 1:]),
+    ("k_cache v_cache k_cmp_cache v_cmp_cache", ValueError, "{} must be contiguous in its last dimension, got stride",
+     lambda x: x.mT.contiguous().mT),
     ("k_win", ValueError, "k_win needs k_win_cache to be written to", torch.zeros(B, T, HKV, D)),
     ("v_win_cache", ValueError, "v_win must be given where k is", torch.zeros(B, 32, HKV, DV)),
     ("k_win_cache", ValueError, r"k_win_cache must have shape \(2, 32, 2, 8\)", torch.zeros(B, 31, HKV, D)),

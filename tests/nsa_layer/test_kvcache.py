@@ -29,7 +29,7 @@ PAGE, ROOM = 16, 112
 
 @dataclass
 class Caches:
-    """Caches full of NaN for the sequences of a case, contiguous or in pages of a random order.
+    """Caches full of NaN for the sequences of a case, contiguous or in pages of a random order; keys lie by head.
 
     Attributes:
         check: options of `check_call` on the kernels, and of the call.
@@ -55,7 +55,8 @@ class Caches:
             step = stride if "cmp" in name else 1
             places = (B * pages + 3, self.page // step) if self.paged else (B + 1, self.room // step)
             size = (*places, Hkv, D if name[0] == "k" else Dv)
-            self.given[f"{name}_cache"] = torch.full(size, torch.nan, dtype=case.dtype)
+            cache = torch.full(size, torch.nan, dtype=case.dtype)
+            self.given[f"{name}_cache"] = cache.transpose(1, 2).contiguous().transpose(1, 2) if name == "k" else cache
         for table in ("page_table", "cmp_page_table") if self.paged else ():
             shuffled = torch.randperm(B * pages + 3, generator=generator)[: B * pages]
             self.given[table] = shuffled.view(B, pages).int()
