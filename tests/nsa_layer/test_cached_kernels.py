@@ -268,6 +268,32 @@ def test_a_batch_is_read_in_place(emulated: None, config: NSAConfig, packed: boo
         torch.testing.assert_close(got, x[0] if packed else x, rtol=1e-12, atol=1e-12)
 
 
+def in_parts_with_lists(given: dict, lists: torch.Tensor, cut: int, *, packed: bool) -> torch.Tensor:
+    """o [B, T, Hq, Dv] of two calls, of which each has its tiles' lists."""
+    B, T, q_tile, found = *given["q"].shape[:2], given["config"].q_tile, []
+    for begin, end in ((0, cut), (cut, T)):
+        new = {name: given[name][:, begin:end] for name in "qkv"}
+        new |= dict(block_indices=lists[:, begin // q_tile : -(-end // q_tile)])
+        if packed:
+            starts = torch.arange(B + 1).int() * (end - begin)
+            new = {name: x.flatten(0, 1) for name, x in new.items()} | dict(cu_seqlens_q=starts)
+        o = attended(given | new | dict(cache_seqlens=torch.full_like(given["cache_seqlens"], begin)))
+        found.append(o.view(B, end - begin, *o.shape[-2:]))
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_lists_of_tiles_may_be_given(emulated: None, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    """To packed sequences that are attended to one after the other too."""
+    from nsa_layer.cute import cached
+
+    monkeypatch.setattr(cached, "WORKSPACE", 1)
+    given = contiguous() | dict(config=SMALL.replace(q_tile=4))
+    want, aux = nsa(**{name: given[name] for name in ("q", "k", "v", "config")}, return_aux=True)
+    got = in_parts_with_lists(given, aux.block_indices, 8, packed=packed)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 def test_tokens_that_are_there_are_not_touched(emulated: None) -> None:
     """Nor is what lies behind them."""
     given = contiguous()
@@ -420,6 +446,19 @@ def test_a_graph_of_a_chunk_is_replayed_with_other_lengths(page: int | None) -> 
         graph.replay()
         assert o.isnan().all()
     assert all(torch.equal(before[name], x) for name, x in caches.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("q_tile", [1, 128])
+def test_lists_may_be_given_on_the_kernels(q_tile: int, packed: bool) -> None:
+    case = Case(B=2, T=500, **KERNELS | dict(config=KERNELS["config"].replace(q_tile=q_tile), gate="none"))
+    inputs = make_inputs(case, "cuda")
+    want, given = run("cute", inputs), {name: getattr(inputs, name) for name in "qkv"}
+    given |= in_pages(batch_caches(inputs, 512), 64) | dict(config=case.config)
+    given["cache_seqlens"] = torch.zeros(2, dtype=torch.int32, device="cuda")
+    got = in_parts_with_lists(given, want.aux.block_indices, 256, packed=packed)
+    torch.testing.assert_close(got, want.o, **ROUNDING)
 
 
 @pytest.mark.gpu
