@@ -30,7 +30,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from nsa_layer import NSAConfig, cached_step
+from nsa_layer import NSAConfig
+from nsa_layer.caches import eager_step
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, NSAModelCache, convert_to_nsa
 from nsa_layer.integrations.hf.ragged import of_positions
 
@@ -206,14 +207,14 @@ def test_steps_on_a_cache_give_the_logits_of_the_whole(gate: str, compression: s
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list]]:
     """The lists of blocks of each row, by call."""
-    calls, attend = [], cached_step.attend
+    calls, attend = [], eager_step.attend
 
     def recorded(*given: object, **options: object) -> tuple:
         result = attend(*given, **options)
         calls.append([None if aux is None else aux.block_indices[0].sort(-1).values for aux in result[2]])
         return result
 
-    monkeypatch.setattr(cached_step, "attend", recorded)
+    monkeypatch.setattr(eager_step, "attend", recorded)
     return calls
 
 

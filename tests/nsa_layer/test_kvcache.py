@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from nsa_layer import NSAConfig, cached_step, nsa, nsa_with_kvcache
+from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_call
-from nsa_layer.cached_operator import CACHES, TENSORS
+from nsa_layer.caches import eager_step
+from nsa_layer.caches.operator import CACHES, TENSORS
 from nsa_layer.call_spec import Aux, CallSpec
 from nsa_layer.operators import static_arguments
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run
@@ -94,7 +95,7 @@ class Caches:
             o, lses, lists = on_kernels(call, **self.check)
             lists = lists.split(tuple(counts))
         else:
-            o, lses, auxes = cached_step.attend(call, *check_call(call), backend=backend, validate=True)
+            o, lses, auxes = eager_step.attend(call, *check_call(call), backend=backend, validate=True)
             lists = [None if aux is None else aux.block_indices[0] for aux in auxes]
         self.length = [end for _, end in bounds]
         return list(zip(o.split(tuple(counts)), *(lse.split(tuple(counts), dim=1) for lse in lses), lists))

@@ -11,10 +11,10 @@ from transformers import AttentionInterface
 from nsa_layer import autocast
 from nsa_layer.api import nsa
 from nsa_layer.block_mlp import BlockMLP, compressed
+from nsa_layer.caches.kvcache import nsa_with_kvcache
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.cache import NSACacheLayer
 from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged, of_positions
-from nsa_layer.kvcache import nsa_with_kvcache
 
 Tensor = torch.Tensor
 Networks = Mapping[str, BlockMLP]

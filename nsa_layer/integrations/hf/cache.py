@@ -9,10 +9,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nsa_layer.block_mlp import BlockMLP
+from nsa_layer.caches.kvcache import nsa_with_kvcache
+from nsa_layer.caches.nsa_cache import NSACache
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged
-from nsa_layer.kvcache import nsa_with_kvcache
-from nsa_layer.nsa_cache import NSACache
 
 Tensor = torch.Tensor
 ROOM = 256  # tokens, where nobody says how many there will be

@@ -74,9 +74,9 @@ def _compute(
 
             o, lses = cached.attend(call, lengths, softmax_scale, validate=validate)
         else:
-            from nsa_layer import cached_step
+            from nsa_layer.caches import eager_step
 
-            o, lses, _ = cached_step.attend(call, lengths, softmax_scale, backend=backend, validate=validate)
+            o, lses, _ = eager_step.attend(call, lengths, softmax_scale, backend=backend, validate=validate)
     return o, *(lse.contiguous() for lse in lses)
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from nsa_layer import autocast, cached_operator, support
+from nsa_layer import autocast, support
 from nsa_layer.cached_call import CachedCall, check_call
-from nsa_layer.cached_operator import TENSORS, Lses
+from nsa_layer.caches import operator
+from nsa_layer.caches.operator import TENSORS, Lses
 from nsa_layer.config import NSAConfig
 from nsa_layer.derivatives import refuse_transforms
 
@@ -167,7 +168,7 @@ def checked_step(
     name = support.choose_backend(backend, **sizes, needs_grad=False, cached=True, **asked)
     if reserve is not None:
         reserve(lengths)
-    return cached_operator.attend(call, lengths, softmax_scale, backend=name, validate=validate)
+    return operator.attend(call, lengths, softmax_scale, backend=name, validate=validate)
 
 
 def cast_call(call: CachedCall) -> CachedCall:

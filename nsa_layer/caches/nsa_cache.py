@@ -10,10 +10,10 @@ from itertools import accumulate
 import torch
 
 from nsa_layer.cached_call import CachedCall, check_call
-from nsa_layer.cached_operator import Lses
+from nsa_layer.caches.kvcache import cast_call, checked_step
+from nsa_layer.caches.operator import Lses
 from nsa_layer.config import NSAConfig, require_int
 from nsa_layer.inputs import DTYPES
-from nsa_layer.kvcache import cast_call, checked_step
 
 Tensor = torch.Tensor
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
