@@ -14,19 +14,20 @@ from nsa_layer.inputs import check_lists
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
-KEYS = "Tensor q, Tensor k, Tensor v"
-BRANCHES = (
-    f"{KEYS}, Tensor? compress_k_weight, Tensor? compress_v_weight, Tensor? k_cmp, Tensor? v_cmp, Tensor? k_win, "
-    "Tensor? v_win, Tensor? cu_seqlens, Tensor? block_indices"
-)
-LAYER = BRANCHES.replace(KEYS, f"{KEYS}, Tensor? gate_weight, Tensor? gates")
+OF_LAYER = CallTensors._fields[:-1]
+OF_BRANCHES = tuple(name for name in OF_LAYER if name not in ("gate_weight", "gates"))
 CONFIG = (
     "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
     "int compress_offset, bool force_blocks, bool deterministic, str rule, bool causal, float softmax_scale"
 )
 NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
-LISTS = f"{KEYS}, Tensor block_indices, Tensor? q_offset, Tensor? cu_seqlens, Tensor? cu_seqlens_k"
+LISTS = "Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? q_offset, Tensor? cu_seqlens, Tensor? cu_seqlens_k"
 LIST_CONFIG = "int block_size, int q_tile, bool causal, float softmax_scale"
+
+
+def schema_of(names: Sequence[str]) -> str:
+    """The part of a schema that is tensors of a call."""
+    return ", ".join(f"Tensor{'?' * (name in CallTensors._field_defaults)} {name}" for name in names)
 
 
 def static_arguments(spec: CallSpec) -> dict[str, Any]:

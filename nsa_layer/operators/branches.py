@@ -12,8 +12,8 @@ from nsa_layer import autocast, derivatives
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype, lse_shape
 from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
-    BRANCHES,
     CONFIG,
+    OF_BRANCHES,
     Tensor,
     apart,
     check_lists_of,
@@ -21,6 +21,7 @@ from nsa_layer.operators.arguments import (
     copied,
     copied_fake,
     lengths_of,
+    schema_of,
     spec_of,
     static_arguments,
     without_room,
@@ -39,7 +40,8 @@ def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
     given = tensors
     if spec.lengths is not None:  # no second look at what may be on a GPU
         given = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths))
-    made = OPS.branches.default(*given[:3], *given[5:13], *static_arguments(spec).values())
+    ordered = (getattr(given, name) for name in OF_BRANCHES)
+    made = OPS.branches.default(*ordered, *static_arguments(spec).values())
     choice = tensors.block_indices
     if choice is None:
         choice = made[6]
@@ -50,17 +52,12 @@ def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
     return eager.gated(tensors, eager.Branches(list(made[:3]), list(made[3:6]), choice))
 
 
-def _without_gates(*tensors: Tensor | None) -> CallTensors:
-    """Those of the operator."""
-    return CallTensors(*tensors[:3], None, None, *tensors[3:])
-
-
 def _branches(*given: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     """o_cmp, o_slc, o_swa, the LSEs in the same order, the chosen blocks, all LSEs as backward takes them, and a copy
     of cu_seqlens."""
     from nsa_layer import eager
 
-    tensors = _without_gates(*given)
+    tensors = CallTensors(**dict(zip(OF_BRANCHES, given, strict=True)))
     q, k, cu_seqlens, block_indices = tensors.q, tensors.k, tensors.cu_seqlens, tensors.block_indices
     spec = spec_of(static, None if cu_seqlens is None else check_lengths(cu_seqlens, q, "cu_seqlens", "q"))
     if block_indices is not None:
@@ -97,7 +94,7 @@ def _branches_backward(*tensors: Tensor | None, needs: Sequence[bool], **static:
         block_indices = block_indices[..., : spec.config.list_width(max(lengths or q.shape[1:2]))]
     each = lses.split(lse_sizes(q, lengths, 3))
     leaves = leaves_of(inputs, needs)
-    tensors = _without_gates(*leaves, None, block_indices)
+    tensors = CallTensors(**dict(zip(OF_BRANCHES, leaves)), block_indices=block_indices)
     with recording(), autocast.off(q.device), derivatives.known_lses(each):
         made = eager.attend_branches(without_room(tensors, spec), spec=spec)
     return gradients_of(leaves, made.outputs, given)
@@ -106,7 +103,7 @@ def _branches_backward(*tensors: Tensor | None, needs: Sequence[bool], **static:
 register(
     "branches",
     "eager",
-    schema=f"{BRANCHES}, *, {CONFIG}",
+    schema=f"{schema_of(OF_BRANCHES)}, *, {CONFIG}",
     compute=_branches,
     fake=_branches_fake,
     outputs=9,

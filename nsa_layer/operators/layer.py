@@ -19,13 +19,14 @@ from nsa_layer.gate import equal_gates
 from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
     CONFIG,
-    LAYER,
+    OF_LAYER,
     Tensor,
     check_lists_of,
     copied,
     copied_fake,
     is_left,
     lengths_of,
+    schema_of,
     spec_of,
     static_arguments,
     without_room,
@@ -168,7 +169,7 @@ def _with_room(d: Tensor, x: Tensor) -> Tensor:
 _call_attend = register(
     "attend",
     "cute",
-    schema=f"{LAYER}, *, {CONFIG}, int heads, bool[] kept, SymInt? bound, bool needs_grad",
+    schema=f"{schema_of(OF_LAYER)}, *, {CONFIG}, int heads, bool[] kept, SymInt? bound, bool needs_grad",
     compute=_attend,
     direct=partial(_attend, room=False),
     fake=_attend_fake,
