@@ -19,11 +19,13 @@ from nsa_layer.inputs import (
     check_positions,
     check_qkv,
     check_scale,
+    check_starts,
     leaves_lengths,
     refuse_nested,
 )
 
 Tensor = torch.Tensor
+TILES = tuple(1 << i for i in range(WIDEST_TILE.bit_length()))  # queries that may share a list
 
 
 def selected_attention(
@@ -59,7 +61,8 @@ def selected_attention(
             without, other numbers are undefined behaviour there.
         block_size: keys in a block; the last one may be short.
         cu_seqlens: int32 [sequences + 1], starts of the packed queries and their total, on q's device or the CPU; as
-            for `nsa`, the kernels do not show those on a GPU to the host where there is a list of each query.
+            for `nsa`, the kernels do not show those on a GPU to the host where the number of lists tells the tile
+            whatever the lengths are.
         cu_seqlens_k: the same for keys; None: ``cu_seqlens``.
         q_offset: position of each sequence's first query among its keys: int32 [B] or [sequences] on q's device, or an
             int for all. None: the queries are the last ones, ``S - T``.
@@ -99,10 +102,13 @@ def selected_attention(
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
     check_qkv(q, k, v, packed=packed, same_length=not apart)
-    lengths = bound = None
+    lengths = bound = q_tile = None
     if packed:
-        leave = not validate and (not apart or getattr(cu_seqlens_k, "device", None) == q.device)
-        leave = leave and leaves_lengths(backend, cu_seqlens, q, k, NSAConfig(q_tile=1), block_indices)
+        check_starts(cu_seqlens)
+        q_tile = _tile_of_any(block_indices, q.shape[0], cu_seqlens.shape[0] - 1)
+        leave = not validate and q_tile is not None
+        leave = leave and (not apart or getattr(cu_seqlens_k, "device", None) == q.device)
+        leave = leave and leaves_lengths(backend, cu_seqlens, q, k, NSAConfig(q_tile=q_tile), block_indices)
         bound = (q.shape[0], k.shape[0]) if leave else None
         of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=not leave)
         of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k", read=not leave) if apart else of_q
@@ -110,14 +116,13 @@ def selected_attention(
             sequences, of_keys = cu_seqlens.shape[0] - 1, cu_seqlens_k.shape[0] - 1
             raise ValueError(f"cu_seqlens_k must have cu_seqlens's {sequences} sequences, got {of_keys}")
         lengths = None if of_q is None else tuple(zip(of_q, of_k))
-    # Where the host does not know lengths there is a list for each token: their number does not depend on lengths.
-    pairs = lengths or ((q.shape[-3], k.shape[-3]),)
-    q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
+    pairs, known = lengths or ((q.shape[-3], k.shape[-3]),), not packed or lengths is not None
+    if known or q_tile is None:
+        q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
     spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths, bound)
     numbers = backend == "reference"  # the operators of other backends read them
-    check_lists(
-        block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed, numbers=numbers, validate=validate
-    )
+    counts = spec.lists_and_blocks(q, k) if known else (None, None)
+    check_lists(block_indices, q, k.shape[-2], *counts, packed=packed, numbers=numbers, validate=validate)
     _check_offset(q_offset, q, cu_seqlens.shape[0] - 1 if packed else q.shape[0])
     if numbers or q_offset is None:
         check_positions(q_offset, pairs, causal=causal)
@@ -139,17 +144,30 @@ def selected_attention(
 
 def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:
     """The queries that share a list, by the number of lists: the smallest that fits."""
-    if not isinstance(block_indices, Tensor) or block_indices.is_nested or block_indices.dim() < 2 + (not packed):
-        return 1  # refused by what checks the rest of it
-    given, tile = block_indices.shape[0 if packed else 1], 1
-    while tile <= WIDEST_TILE:
-        if sum(-(-T // tile) for T in lengths) == given:
+    given = _lists_of(block_indices, packed)
+    for tile in TILES:
+        if given is None or sum(-(-T // tile) for T in lengths) == given:
             return tile
-        tile *= 2
     raise ValueError(
         f"block_indices must have a list for each query, {sum(lengths)}, or for each tile of 2, 4, .. {WIDEST_TILE} "
         f"queries, got {given} lists"
     )
+
+
+def _tile_of_any(block_indices: Tensor, total: int, sequences: int) -> int | None:
+    """`_tile_of` packed sequences of any lengths; None where lengths tell."""
+    given = _lists_of(block_indices, packed=True)
+    if given is None or given == total:
+        return 1
+    fit = [tile for tile in TILES if -(-total // tile) <= given <= (total + sequences * (tile - 1)) // tile]
+    return fit[0] if len(fit) == 1 else None
+
+
+def _lists_of(block_indices: Tensor, packed: bool) -> int | None:
+    """Lists of a sequence, packed of all; None where these are no lists, which the checks of the rest refuse."""
+    if not isinstance(block_indices, Tensor) or block_indices.is_nested or block_indices.dim() < 2 + (not packed):
+        return None
+    return block_indices.shape[0 if packed else 1]
 
 
 def _check_offset(q_offset: Tensor | int | None, q: Tensor, count: int) -> None:

@@ -21,8 +21,8 @@ require_patched()
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv  # noqa: E402
 from flash_attn.cute.bwd_dq_sm90.interface import backward_dq  # noqa: E402
 from flash_attn.cute.fwd_unions.interface import forward_unions  # noqa: E402
-from flash_attn.cute.interface import _flash_attn_fwd  # noqa: E402
 from flash_attn.cute.multiply.form import by_warp  # noqa: E402
+from flash_attn.cute.runtime import repeated_calls  # noqa: E402
 from nsa_layer.cute.autograd import readable  # noqa: E402
 from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists  # noqa: E402
 from nsa_layer.profiler_ranges import component  # noqa: E402
@@ -72,8 +72,8 @@ def forward(
             return forward_unions(q, k, v, lists, **options)
         if packed:
             options |= dict(max_seqlen_k=extents.keys)
-        options |= dict(pack_gqa=block_indices.shape[-2] == k.shape[-2], return_lse=True)
-        return _flash_attn_fwd(q, k, v, block_sparse_tensors=lists, **options)[:2]
+        options |= dict(pack_gqa=block_indices.shape[-2] == k.shape[-2])
+        return repeated_calls.attend(q, k, v, block_sparse_tensors=lists, **options)
 
 
 def backward(extents: Extents, spec: ListSpec, do: Tensor, *saved: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

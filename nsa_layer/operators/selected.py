@@ -91,7 +91,7 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
 
     *inputs, cu_seqlens, cu_seqlens_k = tensors
     q, k, _, block_indices, q_offset = inputs
-    left = _leaves_starts(q, k, block_indices, cu_seqlens, cu_seqlens_k)
+    left = _leaves_starts(q, k, block_indices, static["q_tile"], cu_seqlens, cu_seqlens_k)
     spec = _list_spec(static, q, k, cu_seqlens, cu_seqlens_k, left=left)
     if not left:
         _check_lists_alone(block_indices, q, k, q_offset, spec)
@@ -103,16 +103,16 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
     return *apart(made), *(copied(starts, q, left=left) for starts in (cu_seqlens, cu_seqlens_k))
 
 
-def _leaves_starts(q: Tensor, k: Tensor, block_indices: Tensor, cu_seqlens: Tensor | None, *of_keys: Tensor) -> bool:
+def _leaves_starts(q: Tensor, k: Tensor, block_indices: Tensor, q_tile: int, *starts: Tensor | None) -> bool:
     """True if starts of queries and keys are left on the GPU."""
-    on_gpu = all(starts is None or starts.device == q.device for starts in of_keys)
-    return on_gpu and takes_starts(cu_seqlens, q, k, NSAConfig(q_tile=1), block_indices)
+    on_gpu = all(x is None or x.device == q.device for x in starts)
+    return on_gpu and takes_starts(starts[0], q, k, NSAConfig(q_tile=q_tile), block_indices)
 
 
-def _selected_on_kernels_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+def _selected_on_kernels_fake(*tensors: Tensor | None, q_tile: int, **static: Any) -> tuple[Tensor, ...]:
     q, k, v, block_indices, _, *starts = tensors
     lse = q.new_empty(lse_shape(q), dtype=torch.float32)
-    how = dict(on_kernels=True, left=_leaves_starts(q, k, block_indices, *starts))
+    how = dict(on_kernels=True, left=_leaves_starts(q, k, block_indices, q_tile, *starts))
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, *(copied_fake(q, x, **how) for x in starts)
 
 

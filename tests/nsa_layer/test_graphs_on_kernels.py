@@ -98,6 +98,7 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
             nsa(q, k, v, block_indices=lists, max_seqlen=800, cu_seqlens=starts, backend="cute"),
             nsa(q, k, v, **given | own, block_indices=tiles, config=NSAConfig(q_tile=32), backend="cute"),
             selected_attention(q, k, v, lists, block_size=64, cu_seqlens=starts, backend="cute"),
+            selected_attention(q, k, v, tiles, block_size=64, cu_seqlens=starts, backend="cute"),
         ]
         for o in calls:
             torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
@@ -201,12 +202,14 @@ def test_lists_by_token_are_returned_without_a_look_at_starts() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tile", [1, 32])
 @pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=["grouped", "a head each"])
-def test_lists_with_starts_on_the_gpu(heads: tuple[int, int]) -> None:
+def test_lists_with_starts_on_the_gpu(heads: tuple[int, int], tile: int) -> None:
     total, keys = sum(LENGTHS), tuple(length + 64 for length in LENGTHS)
     q = drawn(total, heads[0], 64).requires_grad_()
     k, v = (drawn(sum(keys), heads[1], 64, seed=seed).requires_grad_() for seed in (2, 3))
-    lists = torch.tensor([[0, 1, -1]], dtype=torch.int32, device="cuda").repeat(total, heads[1], 1)
+    count = sum(-(-length // tile) for length in LENGTHS)
+    lists = torch.tensor([[0, 1, -1]], dtype=torch.int32, device="cuda").repeat(count, heads[1], 1)
     call = partial(selected_attention, block_size=64, deterministic=True)
     on_host, on_gpu = (
         dict(cu_seqlens=starts_of(LENGTHS, device), cu_seqlens_k=starts_of(keys, device)) for device in ("cpu", "cuda")

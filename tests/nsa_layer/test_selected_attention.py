@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nsa_layer import NSAConfig, nsa, reference, selected_attention, support
+from nsa_layer import NSAConfig, nsa, reference, selected, selected_attention, support
+from nsa_layer.selected import TILES
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 Tensor = torch.Tensor
@@ -103,6 +104,20 @@ def test_packed_queries_of_longer_contexts(backend: str) -> None:
         places = (mine, (slice(None), mine), mine, its, its)
         for x, y, place in zip(whole, alone, places, strict=True):
             torch.testing.assert_close(x[place], y[0])
+
+
+def test_the_number_of_lists_tells_the_tile_of_packed_sequences() -> None:
+    """Of any lengths, or it takes a look at them."""
+    told = 0
+    for sequences, most in ((1, 2000), (3, 300), (40, 90)):
+        for tile in TILES:
+            lengths = [*drawn(sequences, blocks=most).clamp(min=0).tolist(), 1]
+            lists = torch.zeros(sum(-(-T // tile) for T in lengths), 2, 3, dtype=torch.int32)
+            want = selected._tile_of(lists, lengths, packed=True)
+            got = selected._tile_of_any(lists, sum(lengths), len(lengths))
+            assert got in (want, None), (lengths, tile)
+            told += got is not None
+    assert told >= len(TILES), "whole sequences are much longer than tiles"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
