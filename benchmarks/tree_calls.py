@@ -112,7 +112,7 @@ def selected(
 
     config = NSAConfig(q_tile=128)
     with torch.no_grad():
-        chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True)[1].block_indices
+        chosen = nsa(q, k, v, config=config, cu_seqlens=cu_seqlens, return_aux=True, validate=True)[1].block_indices
     chosen = chosen.transpose(0, 1).contiguous()  # [Hkv, tiles, n]
     spec = CallSpec(config, True, D**-0.5, (length,) * (len(q) // length))
     named = dict(spec=spec, packing=Packing.of(spec, q.device), block_counts=(chosen >= 0).sum(-1, dtype=torch.int32))

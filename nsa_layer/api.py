@@ -67,8 +67,7 @@ def nsa(
         cu_seqlens: int32 [sequences + 1], starts of the packed sequences and the total, on q's device or the CPU;
             backward does not read them, so that a buffer may be refilled. The kernels do not show those on a GPU to the
             host: nothing waits, a captured CUDA graph takes other starts, and what is no start is undefined behaviour.
-            ``return_aux`` with lists for tiles, ``k_cmp`` or ``v_cmp`` alone with fewer rows than there could be
-            blocks, and other backends have the host read them once a call.
+            Other backends have the host read them once a call.
         max_seqlen: an upper bound of the packed lengths, in tokens: checked, or where the host does not read
             ``cu_seqlens``, relied on.
         causal: False lets every query see the whole sequence.
@@ -121,9 +120,7 @@ def nsa(
         if torch.compiler.is_compiling():
             _leave_graphs()
             return _outside_of_graphs(**named, **options, cp=cp)
-    # Lists that are returned have a row for each tile, which the host counts.
-    read = validate or return_aux and block_indices is None and getattr(config, "q_tile", 1) > 1
-    spec = check_inputs(given, backend=backend, validate=read) if cp is None else check_whole(given, cp)[0]
+    spec = check_inputs(given, backend=backend, validate=validate) if cp is None else check_whole(given, cp)[0]
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(

@@ -167,7 +167,8 @@ class Aux:
     Attributes:
         block_indices: int32 [B, M, Hs, n], Hs = Hkv (Hq with ``rule="seed"``): the chosen blocks of each query
             tile (of each token with ``q_tile=1``), ascending, padded with -1. Packed: [tiles of all sequences in order,
-            Hs, n], blocks counted from each sequence's start.
+            Hs, n], blocks counted from each sequence's start. Where the host does not know their lengths (in a graph,
+            or with ``cu_seqlens`` on a GPU, on the kernels) there is room for any: rows and columns of -1 at the end.
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
             sees no key.

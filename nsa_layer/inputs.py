@@ -75,8 +75,7 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
     for name, shape in shapes.items():
         if (tensor := getattr(tensors, name)) is not None:
             _check_weight(name, tensor, shape, q)
-    compressed = (tensors.k_cmp, tensors.v_cmp)
-    leave = not validate and leaves_lengths(backend, cu_seqlens, q, k, config, block_indices, *compressed)
+    leave = not validate and leaves_lengths(backend, cu_seqlens, q, k, config, block_indices)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
     if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
@@ -107,17 +106,17 @@ def leaves_lengths(
     q: torch.Tensor,
     k: torch.Tensor,
     config: NSAConfig,
-    *given: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
 ) -> bool:
     """True if the host leaves starts on a GPU to the kernels, which need no lengths; False in a graph, whose operators
-    decide. given: as for `takes_starts`."""
+    decide."""
     if cu_seqlens is None or torch.compiler.is_compiling():
         return False
     if backend not in (None, "cute") or not support.has_kernels(q):
         return False
     from nsa_layer.cute.packing import takes_starts
 
-    return takes_starts(cu_seqlens, q, k, config, *given)
+    return takes_starts(cu_seqlens, q, k, config, block_indices)
 
 
 def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int, ...] | None) -> None:

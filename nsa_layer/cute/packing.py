@@ -113,25 +113,17 @@ def takes_starts(
     k: torch.Tensor,
     config: NSAConfig,
     block_indices: torch.Tensor | None,
-    *compressed: torch.Tensor | None,
 ) -> bool:
     """True if the kernels take a packed call whose starts are on the GPU without the host's reading them.
 
     Args:
         block_indices: the caller's lists.
-        compressed: the caller's k_cmp and v_cmp; one alone needs rows for as many blocks as there could be.
     """
-
-    def rows(x: torch.Tensor) -> int:
-        return x.shape[0] if isinstance(x, torch.Tensor) and x.dim() else 0
-
     if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type != "cuda":
         return False
-    if len([x for x in compressed if x is not None]) == 1:
-        if any(x is not None and rows(x) < q.shape[0] // config.stride for x in compressed):
-            return False
     if block_indices is not None:
-        return config.q_tile > 1 or rows(block_indices) == q.shape[0]
+        lists = getattr(block_indices, "shape", None) or (0,)
+        return config.q_tile > 1 or lists[0] == q.shape[0]
     from nsa_layer.kernels.block_topk import topk_kernel
     from nsa_layer.kernels.token_topk import kernel
 

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from nsa_layer import support
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
@@ -50,6 +51,8 @@ def attend_on_kernels(
     q, block_indices = tensors.q, tensors.block_indices
     if spec.lengths is not None and tensors.cu_seqlens.device.type != "cpu":  # no second look at what is on a GPU
         tensors = tensors._replace(cu_seqlens=starts_of_lengths(spec.lengths))
+    if spec.lengths is None and q.dim() == 3 and tensors.cu_seqlens.is_cuda:
+        tensors = _with_rows(tensors, q.shape[0] // spec.config.stride)
     if is_recorded(q):
         heads, kept = _plan_of_graph(tensors, spec.config, memory, needs_grad=needs_grad)
     else:
@@ -69,6 +72,14 @@ def attend_on_kernels(
     if tensors.gate == "none":
         g = equal_gates(q)
     return made[0], Aux(choice, g, *lses)
+
+
+def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
+    """With as many rows of k_cmp or v_cmp as the kernels make of the other where the host knows no lengths."""
+    given = {name: x for name in ("k_cmp", "v_cmp") if (x := getattr(tensors, name)) is not None}
+    if len(given) != 1:
+        return tensors
+    return tensors._replace(**{name: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))) for name, x in given.items()})
 
 
 def _plan_of_graph(
@@ -100,8 +111,7 @@ def _kernels_spec(static: dict[str, Any], tensors: CallTensors) -> CallSpec:
 
 
 def _leaves_starts(tensors: CallTensors, config: NSAConfig) -> bool:
-    q, k, compressed = tensors.q, tensors.k, (tensors.k_cmp, tensors.v_cmp)
-    return takes_starts(tensors.cu_seqlens, q, k, config, tensors.block_indices, *compressed)
+    return takes_starts(tensors.cu_seqlens, tensors.q, tensors.k, config, tensors.block_indices)
 
 
 def _bounded(spec: CallSpec, q: Tensor, static: dict[str, Any]) -> CallSpec:

@@ -97,6 +97,7 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
             nsa(q, k, v, **given, config=NSAConfig(q_tile=128), backend="cute"),
             nsa(q, k, v, block_indices=lists, max_seqlen=800, cu_seqlens=starts, backend="cute"),
             nsa(q, k, v, **given | own, block_indices=tiles, config=NSAConfig(q_tile=32), backend="cute"),
+            nsa(q, k, v, **given, v_cmp=own["v_cmp"], backend="cute"),
             selected_attention(q, k, v, lists, block_size=64, cu_seqlens=starts, backend="cute"),
             selected_attention(q, k, v, tiles, block_size=64, cu_seqlens=starts, backend="cute"),
         ]
@@ -104,15 +105,17 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
             torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
 
-def test_lists_that_are_returned_have_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_that_are_returned_have_room_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_layer import inputs
+    from nsa_layer.operators import layer
 
     monkeypatch.setattr(inputs, "leaves_lengths", lambda *_: True)
+    monkeypatch.setattr(layer, "takes_starts", lambda *_: True)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16) for h in (4, 2, 2))
     options = dict(cu_seqlens=starts_of(LENGTHS, "cpu"), config=NSAConfig(q_tile=32), backend="cute")
     with stubbed_layer():
         _, aux = nsa(q, k, v, **options, return_aux=True)
-    assert aux.block_indices.shape == (sum(-(-length // 32) for length in LENGTHS), 2, NSAConfig().list_width(723))
+    assert aux.block_indices.shape == (32 + len(LENGTHS) - 1, 2, NSAConfig().list_width(1024))
 
 
 def layer(**options: object) -> NSAttention:
@@ -192,13 +195,35 @@ def test_lists_and_compressed_keys_with_starts_on_the_gpu(q_tile: int) -> None:
 
 
 @pytest.mark.gpu
-def test_lists_by_token_are_returned_without_a_look_at_starts() -> None:
+@pytest.mark.parametrize("q_tile", [1, 32, 128])
+def test_lists_are_returned_without_a_look_at_starts(q_tile: int) -> None:
     q, k, v = (drawn(sum(LENGTHS), h, 64) for h in (4, 2, 2))
-    want, _ = (nsa(q, k, v, cu_seqlens=starts_of(LENGTHS, on), return_aux=True)[1] for on in ("cpu", "cuda"))
+    call = partial(nsa, q, k, v, config=NSAConfig(q_tile=q_tile), return_aux=True)
+    want, _ = (call(cu_seqlens=starts_of(LENGTHS, on))[1] for on in ("cpu", "cuda"))
     starts = starts_of(LENGTHS)
     with no_waits():
-        got = nsa(q, k, v, cu_seqlens=starts, max_seqlen=723, return_aux=True)[1]
+        got = call(cu_seqlens=starts, max_seqlen=723)[1]
+    rows = len(want.block_indices)
+    assert (got.block_indices[rows:] == -1).all()
+    got.block_indices = got.block_indices[:rows]
     assert all(torch.equal(x, y) for x, y in zip(vars(got).values(), vars(want).values(), strict=True))
+    given_back = partial(call, block_indices=got.block_indices)
+    assert torch.equal(given_back(cu_seqlens=starts)[0], given_back(cu_seqlens=starts_of(LENGTHS, "cpu"))[0])
+
+
+@pytest.mark.gpu
+def test_one_kind_of_compressed_rows_with_starts_on_the_gpu() -> None:
+    """Fewer than there could be blocks."""
+    blocks = sum(map(FIXED.compressed_length, LENGTHS))
+    q, k, v = (drawn(sum(LENGTHS), h, 64, seed=h + i).requires_grad_() for i, h in enumerate((4, 2, 2)))
+    v_cmp = drawn(blocks, 2, 64, seed=7).requires_grad_()
+    call = partial(nsa, config=FIXED, v_cmp=v_cmp)
+    want = step(call, [q, k, v, v_cmp], q, k, v, cu_seqlens=starts_of(LENGTHS, "cpu"))
+    starts = starts_of(LENGTHS)
+    step(call, [q, k, v, v_cmp], q, k, v, cu_seqlens=starts)
+    with no_waits():
+        got = step(call, [q, k, v, v_cmp], q, k, v, cu_seqlens=starts)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu
