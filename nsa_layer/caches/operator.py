@@ -13,7 +13,7 @@ from nsa_layer.cached_call import CachedCall, query_lengths
 from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
 from nsa_layer.operators import CONFIG, static_arguments
-from nsa_layer.operators.registration import LIBRARY, OPS, is_seen
+from nsa_layer.operators.registration import LIBRARY, OPS, needs_dispatcher
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
@@ -40,7 +40,7 @@ def attend(
     if not isinstance(call.cache_seqlens, torch.Tensor):
         seqlens = torch.full((call.B,), call.cache_seqlens, dtype=torch.int32, device=call.q.device)
         call = replace(call, cache_seqlens=seqlens)
-    if backend == "cute" and not is_seen():
+    if backend == "cute" and not needs_dispatcher():
         from nsa_layer.cute import cached
 
         with autocast.off(call.q.device):

@@ -75,20 +75,23 @@ def choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSACon
 
 def lengths_of(starts: Tensor) -> tuple[int, ...] | None:
     """Lengths of the sequences that start there; None where there are no starts, or they are left on a GPU."""
-    if not starts.numel() or is_left(starts):
+    if not starts.numel() or stay_on_gpu(starts):
         return None
     numbers = starts.tolist()
     return tuple(end - start for start, end in zip(numbers, numbers[1:])) or None
 
 
-def is_left(starts: Tensor | None) -> bool:
-    """True if they are on a GPU, where no one but the kernels reads them."""
+def stay_on_gpu(starts: Tensor | None) -> bool:
+    """True for starts that were left on the GPU, where the kernels alone read them."""
     return starts is not None and starts.numel() > 0 and starts.device.type == "cuda"
 
 
 def copied(cu_seqlens: Tensor | None, q: Tensor | None = None, *, left: bool = False) -> Tensor:
-    """A copy, since a caller may refill its own; empty where there is none. On the CPU but for two that are on a GPU:
-    starts that are left there, and an empty one with q, since a graph with anything on the CPU is no CUDA graph."""
+    """A copy of starts, since a caller may refill its own; empty where there are none.
+
+    On the CPU, unless starts are left on the GPU; an empty one on q's device where q is given, since a graph with
+    anything on the CPU is no CUDA graph.
+    """
     if cu_seqlens is None:
         return torch.empty(0, dtype=torch.int32, device="cpu" if q is None else q.device)
     return cu_seqlens.clone() if left else cu_seqlens.to("cpu", copy=True)

@@ -25,11 +25,11 @@ from nsa_layer.operators.arguments import (
     check_lists_of,
     copied,
     copied_fake,
-    is_left,
     lengths_of,
     schema_of,
     spec_of,
     static_arguments,
+    stay_on_gpu,
     without_room,
 )
 from nsa_layer.operators.registration import is_recorded, register
@@ -160,7 +160,7 @@ def _attend_backward(
     inputs, block_indices, made, starts = given[:11], given[11], given[12:25], given[25]
     tensors = CallTensors(*inputs, starts if starts.numel() else None, block_indices)
     spec = spec_of(static, lengths_of(starts), listed=block_indices is not None)
-    if is_left(starts):
+    if stay_on_gpu(starts):
         spec = _bounded(spec, tensors.q, static)
     with torch.cuda.device_of(do):
         made = [x if x is not None and x.dim() > 1 else None for x in made]

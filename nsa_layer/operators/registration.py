@@ -32,8 +32,8 @@ def is_recorded(*tensors: Tensor | None) -> bool:
     return any(x is not None and type(x) not in PLAIN for x in tensors)
 
 
-def is_seen(tensors: Tensors = ()) -> bool:
-    """True if a call is told apart from its kernels: recorded, transformed or profiled."""
+def needs_dispatcher(tensors: Tensors = ()) -> bool:
+    """True if something acts on a call in PyTorch's dispatcher: it is recorded, transformed or profiled."""
     return is_recorded(*tensors) or derivatives.is_transformed() or torch._C._autograd._profiler_enabled()
 
 
@@ -86,7 +86,7 @@ def register(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
             _, call, *args = inputs
-            ctx.is_seen, ctx.static = call.is_seen, args[count:]
+            ctx.dispatched, ctx.static = call.dispatched, args[count:]
             ctx.save_for_backward(*keep(args[:count], (*output, *call.rest)))
             ctx.set_materialize_grads(False)
 
@@ -96,7 +96,7 @@ def register(
             if all(do is None for do in given):
                 return (None,) * len(ctx.needs_input_grad)
             run, saved = gradients, ctx.saved_tensors
-            if ctx.is_seen or is_seen(given):
+            if ctx.dispatched or needs_dispatcher(given):
                 run, saved = op_backward, map(_filled, saved, may_be_none, repeat(saved[0]))
             found = derivatives.first_derivatives(backend, run, *given, *saved, *ctx.static, needs)
             found = (d if need else None for d, need in zip(found, needs, strict=True))
@@ -105,15 +105,15 @@ def register(
     def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*args)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:count]):
-            call, below = _Call(is_seen=True), partial(_below_autograd, op, compute, keys)
+            call, below = _Call(dispatched=True), partial(_below_autograd, op, compute, keys)
             return *derivatives.apply_here(Differentiable, below, call, *args), *call.rest
         return _below_autograd(op, compute, keys, *args)
 
     def without_dispatcher(*args: Any) -> tuple[Tensor | None, ...]:
-        if is_seen(args[:count]):
+        if needs_dispatcher(args[:count]):
             return op(*args)
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:count]):
-            call = _Call(is_seen=False)
+            call = _Call(dispatched=False)
             return *derivatives.apply_here(Differentiable, direct, call, *args), *call.rest
         with torch.no_grad():
             return direct(*args)
@@ -172,8 +172,8 @@ def _refuse_vmap(*_: Any, **__: Any) -> None:
 class _Call:
     """A call that has derivatives: True if the dispatcher makes it, and what it makes that has none."""
 
-    def __init__(self, is_seen: bool) -> None:
-        self.is_seen, self.rest = is_seen, ()
+    def __init__(self, dispatched: bool) -> None:
+        self.dispatched, self.rest = dispatched, ()
 
 
 def _below_autograd(

@@ -21,7 +21,7 @@ from nsa_layer.operators.arguments import (
     check_lists_of,
     copied,
     copied_fake,
-    is_left,
+    stay_on_gpu,
 )
 from nsa_layer.operators.recorded import gradients_of, leaves_of, lse_sizes, recording
 from nsa_layer.operators.registration import OPS, register
@@ -123,7 +123,7 @@ def _selected_on_kernels_backward(
 
     *inputs, o, lse, cu_seqlens, cu_seqlens_k = tensors
     starts = [x if x.numel() else None for x in (cu_seqlens, cu_seqlens_k)]
-    spec = _list_spec(static, inputs[0], inputs[1], *starts, left=is_left(starts[0]))
+    spec = _list_spec(static, inputs[0], inputs[1], *starts, left=stay_on_gpu(starts[0]))
     with torch.no_grad(), autocast.off(do.device), torch.cuda.device_of(do):
         q, k, v, block_indices, extents = selected_alone.placed(*inputs, *starts, spec=spec)
         with selected_alone.compiled_together(q, k, block_indices, extents, spec, backward=True):

@@ -75,7 +75,7 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
     for module in (layer, operators_of_lists):
         monkeypatch.setattr(module, "takes_starts", lambda *_: True)
     for module in (arguments, layer, operators_of_lists):
-        monkeypatch.setattr(module, "is_left", lambda starts: starts is not None)
+        monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
     for name in ("tolist", "item", "nonzero", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, None)
     total = sum(LENGTHS)
