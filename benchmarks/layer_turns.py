@@ -37,7 +37,7 @@ MODES = ("default", "reduce-overhead")
 ROW = 5  # steps
 SIZES = dict(B=1, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cuda")
 SEQLEN = {"compiled": [8192, 65536], "tiles": [65536], "deterministic": [65536]}
-TILES = [1, 2, 4, 8, 16, 32, 64, 128]
+TILES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from nsa_tools.report.tables import markdown
 
 SPARSE = NSAConfig(block_size=16, block_counts=8, window_size=32)
 VARIANTS = {"dense": None, "by token": SPARSE.replace(q_tile=1)}
-VARIANTS |= {f"by tile of {q_tile}": SPARSE.replace(q_tile=q_tile) for q_tile in (2, 4, 8, 16, 32, 64, 128)}
+VARIANTS |= {f"by tile of {q_tile}": SPARSE.replace(q_tile=q_tile) for q_tile in (2, 4, 8, 16, 32, 64, 128, 256)}
 SHOWN = ["dense", "by token", "by tile of 32"]
 SYMBOLS = 256  # keys, and as many values; the last symbol of the alphabet fills the rest
 FILLER = 2 * SYMBOLS
