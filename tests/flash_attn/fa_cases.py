@@ -53,6 +53,10 @@ class Case(Pasteable):
     dtype: str = "bfloat16"
     seed: int = 0
 
+    def __str__(self) -> str:
+        """The id of tests: its repr, but for many sequences their number."""
+        return repr(self).replace(repr(self.packed), f"{len(self.packed)}") if len(self.packed) > 50 else repr(self)
+
     @property
     def lengths(self) -> tuple[tuple[int, int], ...]:
         return self.packed or ((self.T_q, self.T_k),) * self.B

@@ -97,7 +97,7 @@ def assert_right(case: Case, x: Inputs, got: Tensors) -> None:
             lambda t, keys: t.split([pair[keys] for pair in case.packed]) if case.packed else t, floor=floor,
         )  # fmt: skip
     except AssertionError as error:
-        raise AssertionError(f"{case}: {error}") from None
+        raise AssertionError(f"{case!r}: {error}") from None
 
 
 def assert_alike(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:

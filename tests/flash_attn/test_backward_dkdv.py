@@ -59,8 +59,8 @@ def assert_gradients(case: TokenCase) -> None:
     for name, got, again, held in zip(("dk", "dv"), *found, before, strict=True):
         added = held.double() if case.add else 0.0
         rounding = rounded_sums(case, x)
-        assert_close(f"{name} of {case}", got, exact[name] + added, (rough[name] + added).to(got.dtype), rounding)
-        assert got.equal(again), f"other bits of {name}: {case}"
+        assert_close(f"{name} of {case!r}", got, exact[name] + added, (rough[name] + added).to(got.dtype), rounding)
+        assert got.equal(again), f"other bits of {name}: {case!r}"
 
 
 @pytest.mark.gpu

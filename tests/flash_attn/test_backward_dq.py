@@ -50,9 +50,9 @@ def assert_dq(case: Case, start: int = 64) -> None:
     rows, rounding = row_sums(case, x, start), rounded_sums(case, x)
     dq, again = (torch.full_like(x.q, torch.nan) for _ in range(2))
     call(case, x, rows, dq=dq, start=start)
-    assert_close(f"dq of {case}", dq, exact, plain, rounding)
+    assert_close(f"dq of {case!r}", dq, exact, plain, rounding)
     call(case, x, rows, dq=again, start=start)
-    assert dq.equal(again), f"other bits: {case}"
+    assert dq.equal(again), f"other bits: {case!r}"
 
 
 @pytest.mark.gpu
@@ -75,8 +75,8 @@ def test_end_of_a_chain(case: Case, start: int) -> None:
         dq = before.clone() if "add" in more else torch.full_like(x.q, torch.nan)
         call(case, x, rows, dq=dq, start=start, **more)
         exact = sum(part.double() for part in parts)
-        assert_close(f"dq of {len(parts)} parts of {case}", dq, exact, sum(parts[1:], start=parts[0]))
-    assert accum.equal(held), f"the accumulator changed: {case}"
+        assert_close(f"dq of {len(parts)} parts of {case!r}", dq, exact, sum(parts[1:], start=parts[0]))
+    assert accum.equal(held), f"the accumulator changed: {case!r}"
 
 
 @pytest.mark.gpu
@@ -95,7 +95,7 @@ def test_row_sums(case: Case, start: int) -> None:
     torch.testing.assert_close(sums[0], expected[0], atol=error, rtol=0, equal_nan=True)
     torch.testing.assert_close(sums[1], expected[1], equal_nan=True)
     call(case, x, sums, dq=again, start=start)
-    assert dq.isfinite().all() and dq.equal(again), f"dq is not of the sums: {case}"
+    assert dq.isfinite().all() and dq.equal(again), f"dq is not of the sums: {case!r}"
 
 
 @pytest.mark.gpu

@@ -63,8 +63,8 @@ def assert_dq(case: TokenCase, *, start: int = 64, add: bool = False, sums: bool
             call(same, x, rows, lists, dq=found[-1], **given)
             torch.cuda.synchronize()
         guard.check()
-    assert_close(f"dq of {case}", found[0], *(of[2] + before for of in (exact, rough)), rounded_sums(same, x))
-    assert found[0].equal(found[1]), f"other bits: {case}"
+    assert_close(f"dq of {case!r}", found[0], *(of[2] + before for of in (exact, rough)), rounded_sums(same, x))
+    assert found[0].equal(found[1]), f"other bits: {case!r}"
     if sums:
         for got, want in zip(rows, expected, strict=True):
             own = torch.isfinite(as_rows(o, x.do, lse, queries(same), want.shape, start, (torch.nan,) * 2)[0])

@@ -123,4 +123,4 @@ def test_default_is_upstreams_machine_code(compiled: Callable, case: Case) -> No
     # A forward and a backward, and what goes before and after the latter.
     assert len(stock) >= 4 and ours.keys() == stock.keys()
     others = {name for name in stock if stock[name] != ours[name]}
-    assert others == OUR_OWN.get((compiled.arch, case), {}).keys(), f"{case} on {compiled.arch}"
+    assert others == OUR_OWN.get((compiled.arch, case), {}).keys(), f"{case!r} on {compiled.arch}"

@@ -97,7 +97,7 @@ def test_paged_keys(page_size: int) -> None:
         )  # fmt: skip
         exact, plain = reference(case, x, torch.float64), reference(case, x, torch.bfloat16)
         assert lse.isneginf().equal(exact["lse"].isneginf())
-        assert_close(f"o of {case}, pages of {page_size}", o, exact["o"], plain["o"])
+        assert_close(f"o of {case!r}, pages of {page_size}", o, exact["o"], plain["o"])
 
 
 def test_split_keys() -> None:
@@ -112,4 +112,4 @@ def test_split_keys() -> None:
             x.q, x.k, x.v, causal=True, compress_factor=factor, compress_offset=offset, num_splits=4
         )
         exact, plain = reference(case, x, torch.float64), reference(case, x, torch.bfloat16)
-        assert_close(f"o of {case}", o, exact["o"], plain["o"])
+        assert_close(f"o of {case!r}", o, exact["o"], plain["o"])

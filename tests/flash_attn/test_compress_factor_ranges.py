@@ -216,4 +216,4 @@ def test_kernels_mask_these_pairs(compiler_sm90: Worker, kind: str, group: int) 
         j = torch.arange(tile_n)[None, :] + n * tile_n
         seen = torch.where((j * factor + offset <= t) & (j < seqlen_k), 1.0, -torch.inf)
         within = (t < seqlen_q)[:, 0]
-        assert left[within].equal(seen[within]), f"{case}: {(left != seen).nonzero()[:4].tolist()}"
+        assert left[within].equal(seen[within]), f"{case!r}: {(left != seen).nonzero()[:4].tolist()}"

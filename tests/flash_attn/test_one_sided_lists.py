@@ -77,7 +77,7 @@ def test_gradients(case: Case, side: str) -> None:
     got = (o.detach(), *torch.autograd.grad(o, leaves, x.do))
     exact, plain = attention(case, x, torch.float64), attention(case, x, torch.bfloat16)
     for name, mine, true, rough in zip(("o", "dq", "dk", "dv"), got, exact, plain, strict=True):
-        assert_close(f"{name} of {case}, lists {side}", mine, true, rough)
+        assert_close(f"{name} of {case!r}, lists {side}", mine, true, rough)
 
 
 WINDOWS = [(None, 0), (200, 0), (130, 50), (None, 70), (90, None), (-20, 150), (5, -9)]

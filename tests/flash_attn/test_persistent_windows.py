@@ -92,7 +92,7 @@ def test_numbers_and_not_a_bit_of_them_depends_on_it(asked: dict[str, Any]) -> N
         if T_q == 20000:
             continue
         exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
-        assert_close(f"o of {case}", o, exact["o"], rough["o"])
+        assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
         assert lse.isneginf().equal(exact["lse"].isneginf())
         seen = ~lse.isneginf()
         torch.testing.assert_close(lse[seen].double(), exact["lse"][seen], atol=1e-3, rtol=1e-4)

@@ -215,8 +215,8 @@ def assert_right(case: TokenCase, tables: list[torch.Tensor] | None = None) -> N
         parts = [t[b] if case.form is None else t[slice(*span)] for t, span in zip((*x, o), spans, strict=True)]
         of_lse = lse[b] if case.form is None else lse[:, q:q_end]
         exact, rough = (dense(case, *parts[:3], table, dtype) for dtype in (torch.float64, case.dtype))
-        assert_close(f"{case}: o of sequence {b}", parts[3], exact[0], rough[0])
-        assert of_lse.isneginf().equal(exact[1].isneginf()), f"{case}: lse of sequence {b} is -inf in the wrong rows"
+        assert_close(f"{case!r}: o of sequence {b}", parts[3], exact[0], rough[0])
+        assert of_lse.isneginf().equal(exact[1].isneginf()), f"{case!r}: lse of sequence {b} is -inf in the wrong rows"
         some = ~exact[1].isneginf()
         torch.testing.assert_close(of_lse[some].double(), exact[1][some], rtol=1e-3, atol=2e-3)
 

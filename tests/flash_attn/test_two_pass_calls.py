@@ -221,7 +221,7 @@ def test_rows_serve_both_passes(compiler_sm90: Worker, case: Case) -> None:
 def compared(case: Case, x: Inputs, got: Any) -> None:
     exact, plain = (attention(case, x, dtype)[1:] for dtype in (torch.float64, torch.bfloat16))
     for name, mine, true, rough in zip(("dq", "dk", "dv"), got, exact, plain, strict=True):
-        assert_close(f"{name} of {case}", mine, true, rough, rounded_sums(case, x))
+        assert_close(f"{name} of {case!r}", mine, true, rough, rounded_sums(case, x))
 
 
 @pytest.mark.gpu

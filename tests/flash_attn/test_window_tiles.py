@@ -115,9 +115,9 @@ def test_numbers_and_no_bit_of_a_row_depends_on_what_follows(asked: dict[str, An
     x = make_inputs(case)
     o, lse = forward(case, x)
     exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
-    assert_close(f"o of {case}", o, exact["o"], rough["o"])
+    assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
     for T in (1, 65, 600, 1111):
         short = replace(case, T_q=T, T_k=T)
         got, _ = forward(short, replace(x, q=x.q[:, :T], k=x.k[:, :T], v=x.v[:, :T]))
         whole = T - case.window[1]  # rows that see no key past the end
-        assert torch.equal(got[:, : max(whole, 0)], o[:, : max(whole, 0)]), f"{T} tokens of {case}"
+        assert torch.equal(got[:, : max(whole, 0)], o[:, : max(whole, 0)]), f"{T} tokens of {case!r}"
