@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -114,12 +113,9 @@ def nsa(
         options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
         named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
         agree(cp, partial(check_whole, given, cp), **named, **options)
-        by_token = config.by_token and not torch.compiler.is_compiling()  # gathering breaks graphs
+        by_token = config.by_token and not torch.compiler.is_compiling()  # not measured in graphs
         if cp.mode_of(k.shape[-2], q.shape[-3] * cp.size, by_token=by_token) == "heads":
             return heads.attend(nsa, cp, given, **options)
-        if torch.compiler.is_compiling():
-            _leave_graphs()
-            return _outside_of_graphs(**named, **options, cp=cp)
     spec = check_inputs(given, backend=backend, validate=validate) if cp is None else check_whole(given, cp)[0]
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
@@ -141,22 +137,6 @@ def nsa(
     with autocast.off(q.device):
         o, aux = attend(tensors, spec=spec, **more)
     return (o, aux) if return_aux else o
-
-
-def _leave_graphs() -> None:
-    """Let `_outside_of_graphs` break graphs: when one is made, since what that takes is long to import."""
-    global _outside_of_graphs
-    if not hasattr(_outside_of_graphs, "_torchdynamo_disable"):
-        reason = "nsa: ranks that gather keys exchange those of some heads beside the attention of others"
-        _outside_of_graphs = torch.compiler.disable(_outside_of_graphs, reason=reason)
-
-
-_leave_graphs._dynamo_marked_constant = True  # called when a graph is made
-
-
-def _outside_of_graphs(**arguments: Any) -> torch.Tensor | tuple[torch.Tensor, Aux]:
-    """`nsa`, where a graph breaks."""
-    return nsa(**arguments)
 
 
 def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]:

@@ -97,7 +97,8 @@ def selected_attention(
         apart = cu_seqlens_k is not None or q_offset is not None
         named = dict(q=q, k=k, v=v, block_indices=block_indices, cu_seqlens=cu_seqlens)
         agree(cp, partial(context_parallel.check, cp, q, k, v, block_indices, cu_seqlens, apart), **named, **static)
-        return context_parallel.attend(selected_attention, cp, **named, **static)
+        name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
+        return context_parallel.attend(selected_attention, cp, **named, **static, name=name)
     if cu_seqlens is None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
@@ -126,10 +127,7 @@ def selected_attention(
     _check_offset(q_offset, q, cu_seqlens.shape[0] - 1 if packed else q.shape[0])
     if numbers or q_offset is None:
         check_positions(q_offset, pairs, causal=causal)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
-    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    name = support.choose_backend(backend, **sizes, **asked, lists="alone", rows=q.shape[-2] // block_indices.shape[-2])
+    name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
     support.refuse_packed_graph(name, packed=packed)
     tensors = (q, k, v, block_indices, q_offset)
     with autocast.off(q.device):
@@ -140,6 +138,16 @@ def selected_attention(
         else:
             o, lse = operators.attend_selected(*tensors, cu_seqlens, cu_seqlens_k, spec=spec, backend=name)
     return (o, lse.detach()) if return_lse else o
+
+
+def _backend_of(
+    backend: str | None, q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, block_size: int, deterministic: bool
+) -> str:
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    asked = dict(config=NSAConfig(block_size=block_size, q_tile=1, deterministic=deterministic), needs_grad=needs_grad)
+    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
+    rows = q.shape[-2] // block_indices.shape[-2]
+    return support.choose_backend(backend, **sizes, **asked, lists="alone", rows=rows)
 
 
 def _tile_of(block_indices: Tensor, lengths: list[int], packed: bool) -> int:

@@ -5,98 +5,179 @@ Compressed keys are made where their blocks start, and gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
-from typing import Any
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
-from nsa_layer import support
 from nsa_layer.block_mlp import compressed
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
-from nsa_layer.context_parallel import overlapped
-from nsa_layer.context_parallel.blocks import compress_own
-from nsa_layer.context_parallel.collectives import gather
+from nsa_layer.context_parallel import graph
+from nsa_layer.context_parallel.blocks import compress_own, pooled
+from nsa_layer.context_parallel.collectives import Exchange
 from nsa_layer.context_parallel.halo import with_neighbours
-from nsa_layer.context_parallel.rows import Rows, of_blocks
+from nsa_layer.context_parallel.overlapped import OF_BLOCKS, OF_HEADS, Call, Left, Places
+from nsa_layer.context_parallel.overlapped import attend as attend_overlapped
+from nsa_layer.context_parallel.parts import GATES, LISTS, LSES, Part
+from nsa_layer.context_parallel.rows import of_blocks
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.stretches import stretches_of
+from nsa_layer.context_parallel.stretches import Window, stretches_of
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.gate import equal_gates
+from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
+OF_WINDOW = ("k_win", "v_win")
 
 
 def attend(
-    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: CallSpec, **options: Any
-) -> tuple[Tensor, Aux]:
+    cp: ContextParallel,
+    backend: str,
+    given: CallTensors,
+    *,
+    spec: CallSpec,
+    memory: MemoryPolicy = MemoryPolicy(),
+    needs_grad: bool = True,
+    return_aux: bool = True,
+) -> tuple[Tensor, Aux | None]:
     """The operator on a rank's queries; arguments as `nsa` has checked them, ``spec`` of the whole call.
 
     Raises:
-        NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut.
+        NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut; or a graph would have to
+            know lengths.
     """
-    (q, k, v), k_cmp, v_cmp, block_indices = tensors[:3], tensors.k_cmp, tensors.v_cmp, tensors.block_indices
-    config, packed, local = spec.config, spec.lengths is not None, q.shape[-3]
-    if block_indices is None:
+    packed, local, config = given.cu_seqlens is not None, given.q.shape[-3], spec.config
+    if given.block_indices is None:
         require_choice_by_token(config, "cp with mode='gather'")
     elif config.q_tile > 1 and (packed or local // len(cp.chunks) % config.q_tile):
         raise NotImplementedError(
             f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"
         )
+    options = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux)
+    if is_recorded(given.q):
+        if packed and (given.k_cmp is not None or given.v_cmp is not None):
+            raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
+        return graph.attend(cp, backend, given, spec=spec, **options)
+    return attend_here(cp, backend, given, spec=spec, **options)
+
+
+def attend_here(
+    cp: ContextParallel,
+    backend: str,
+    given: CallTensors,
+    *,
+    spec: CallSpec,
+    memory: MemoryPolicy,
+    needs_grad: bool,
+    return_aux: bool,
+) -> tuple[Tensor, Aux | None]:
+    """The same, of calls that pass; in a graph as it is made of exchanges and of attention.
+
+    A graph of packed sequences knows no lengths: ``cu_seqlens`` are on the CPU then.
+    """
+    packed, local, config = given.cu_seqlens is not None, given.q.shape[-3], spec.config
+    known, recorded, dim = spec.lengths is not None or not packed, is_recorded(given.q), 0 if packed else 1
     lengths = spec.lengths or (local * cp.size,)
-    tokens = Rows.of_tokens(cp, local)
-    blocks = of_blocks(cp, lengths, tokens.counts[0], config.span, config.stride)
-
-    def whole(x: Tensor, rows: Rows) -> Tensor:
-        return gather(x[None], rows, cp)[0] if packed else gather(x, rows, cp)
-
-    def made(x: Tensor, weight: Tensor | None) -> Tensor:
-        mean = partial(compressed, network=None) if backend != "cute" else overlapped.compressed
-        return compress_own(x, spec.lengths, cp, partial(mean, weight=weight, config=config), config=config)
-
-    k_cmp = made(k, tensors.compress_k_weight) if k_cmp is None else k_cmp
-    v_cmp = made(v, tensors.compress_v_weight) if v_cmp is None else v_cmp
-    tensors = tensors._replace(
-        k_cmp=k_cmp, v_cmp=v_cmp, compress_k_weight=None, compress_v_weight=None, cu_seqlens=None
-    )
-    stretches = stretches_of(cp, local, spec.lengths, cut=spec.causal and block_indices is None)
-    dim, reach = 0 if packed else 1, config.window_size - 1
+    stretches = stretches_of(cp, local, spec.lengths, cut=spec.causal and given.block_indices is None)
+    reach = config.window_size - 1
     windows = [stretch.window(reach, causal=spec.causal) for stretch in stretches]
-    of_window: list[list[Tensor]] = []
-    if tensors.has_own_window:
-        beside, most = [(window.before, window.after) for window in windows], (reach, 0 if spec.causal else reach)
-        for x in tensors.of_window:
-            parts = with_neighbours(x[None] if packed else x, beside, most, cp)
-            of_window.append([part[0] for part in parts] if packed else parts)
+    kept, of_keys = (False,) * 3, ("k", "v")
     if backend == "cute":
-        own = dict(zip(("k_win", "v_win"), [torch.cat(parts, dim) for parts in of_window]))
-        o, auxes = overlapped.attend(cp, tensors._replace(**own), stretches, windows, blocks, spec=spec, **options)
-        return o, None if auxes is None else joined_aux(auxes, spec, max(lengths), dim, block_indices)
-    k_cmp, v_cmp = (whole(x, blocks) for x in (k_cmp, v_cmp))
-    of_tokens = dict(k=whole(k, tokens), v=whole(v, tokens))
+        *lead, _, Hkv, Dv = given.v.shape
+        whole_v = torch.empty((*lead, sum(lengths), Hkv, Dv), dtype=given.v.dtype, device="meta")
+        sizes = Sizes.of(given._replace(v=whole_v), spec=spec, needs_grad=needs_grad)
+        # In a graph as if deterministic: for an otherwise empty GPU.
+        kept = plan_memory(sizes._replace(deterministic=sizes.deterministic or recorded), memory, given.q.device).kept
+    if known:
 
-    def rows(x: Tensor | None, which: slice) -> Tensor | None:
-        return x if x is None else x[which] if packed else x[:, which]
+        def made(x: Tensor, weight: Tensor | None) -> Tensor:
+            mean = pooled if backend == "cute" and not recorded else partial(compressed, network=None)
+            return compress_own(x, spec.lengths, cp, partial(mean, weight=weight, config=config), config=config)
 
-    found, sequences, tile = [], 1 if packed else q.shape[0], config.q_tile
-    for i, (stretch, window) in enumerate(zip(stretches, windows, strict=True)):
-        blocks_here, (first, end) = stretch.blocks(spec), (stretch.queries.start, stretch.queries.stop)
-        lists = rows(block_indices, slice(first // tile, -(-end // tile)))
-        keys = {name: rows(x, stretch.keys) for name, x in of_tokens.items()}
-        keys |= dict(k_cmp=rows(k_cmp, blocks_here), v_cmp=rows(v_cmp, blocks_here))
-        unseen = window.keys.start, stretch.keys.stop - stretch.keys.start - window.keys.stop
-        keys |= dict(zip(("k_win", "v_win"), [F.pad(parts[i], (0, 0, 0, 0, *unseen)) for parts in of_window]))
-        own = dict(q=rows(q, stretch.queries), gates=rows(tensors.gates, stretch.queries), block_indices=lists)
-        part = tensors._replace(**keys, **own, q_offset=stretch.offsets(sequences, q.device))
-        run = import_module(support.BACKENDS[backend]).attend
-        found.append(run(part, spec=stretch.spec(spec), **options))
-    o, auxes = torch.cat([o for o, _ in found], dim), [aux for _, aux in found]
-    return o, joined_aux(auxes, spec, max(lengths), dim, block_indices)
-
-
-def joined_aux(auxes: list[Aux], spec: CallSpec, longest: int, dim: int, block_indices: Tensor | None) -> Aux:
-    """Those of a rank's stretches, as those of its tokens."""
-    lists, width = [aux.block_indices for aux in auxes], spec.config.list_width(longest)
+        k_cmp = made(given.k, given.compress_k_weight) if given.k_cmp is None else given.k_cmp
+        v_cmp = made(given.v, given.compress_v_weight) if given.v_cmp is None else given.v_cmp
+        given = given._replace(k_cmp=k_cmp, v_cmp=v_cmp, compress_k_weight=None, compress_v_weight=None)
+        given = given._replace(cu_seqlens=None)
+    if given.has_own_window:
+        own = given.of_window
+        if known:
+            beside, most = [(window.before, window.after) for window in windows], (reach, 0 if spec.causal else reach)
+            parts = (with_neighbours(x[None] if packed else x, beside, most, cp) for x in own)
+            own = [torch.cat(part, 1)[0] if packed else torch.cat(part, 1) for part in parts]
+        else:
+            of_keys += OF_WINDOW
+        given = given._replace(k_win=own[0], v_win=own[1])
+    blocks = Exchange(of_blocks(cp, lengths, local // len(cp.chunks), config.span, config.stride), cp)
+    common = Call.common(cp, backend, given, stretches, blocks=blocks, of_keys=of_keys)
+    call = LayerCall(**common, spec=spec, windows=tuple(windows), kept=kept)
+    o, more = attend_overlapped(call, given, return_more=return_aux)
+    if not return_aux:
+        return o, None
+    lists, gates, *lses = zip(*more)
+    block_indices = given.block_indices
     if block_indices is None:
-        lists = torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) for x in lists], dim)
-    lses = (torch.cat([getattr(aux, name) for aux in auxes], -1) for name in ("lse_cmp", "lse_slc", "lse_swa"))
-    return Aux(lists if block_indices is None else block_indices, torch.cat([aux.gates for aux in auxes], dim), *lses)
+        width = lists[0].shape[-1] if recorded else config.list_width(max(lengths))
+        block_indices = torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) for x in lists], dim)
+    return o, Aux(block_indices, torch.cat(gates, dim), *(torch.cat(each, -1) for each in lses))
+
+
+@dataclass(frozen=True)
+class LayerCall(Call):
+    """A call of `nsa`. Tensors of the window have what each stretch's window sees, one stretch after the other, or with
+    ``cu_seqlens`` a rank's tokens.
+
+    Attributes:
+        spec: of the whole call.
+        windows: of this rank.
+        kept: outputs that are saved.
+    """
+
+    spec: CallSpec
+    windows: tuple[Window, ...]
+    kept: tuple[bool, bool, bool]
+
+    def places(self, given: CallTensors, step: int, number: int) -> Places:
+        (heads, of_q, of_lists), tile, stretch = self.rows(given, step), self.spec.config.q_tile, self.stretches[number]
+        queries, every = stretch.queries, slice(None)
+        lists = slice(queries.start // tile, -(-queries.stop // tile))
+        found = dict.fromkeys(("q", "gates"), (every, queries, of_q)) | dict(block_indices=(every, lists, of_lists))
+        found |= dict(zip(OF_HEADS, ((of_q,), (heads,), (heads,))))
+        found |= dict.fromkeys(OF_BLOCKS, (every, stretch.blocks(self.spec), heads))
+        if "k_win" not in self.of_keys:
+            ends = list(accumulate((window.keys.stop - window.keys.start for window in self.windows), initial=0))
+            found |= dict.fromkeys(OF_WINDOW, (every, slice(*ends[number : number + 2]), heads))
+        return found
+
+    def forward(self, given: CallTensors, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
+        part = self._part(part, number)
+        if not self.recorded:
+            return part.forward(o, backward=backward)
+        made, left = graph.forward(part, given.cu_seqlens, self.total, backward=backward)
+        o.copy_(made)
+        return left
+
+    def gradients(
+        self, given: CallTensors, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        part = self._part(part, number)
+        if not self.recorded:
+            return part.gradients(do, left, dq)
+        found = graph.gradients(do, part, given.cu_seqlens, self.total, left)
+        dq.copy_(found[0])
+        return found
+
+    def joined(self, left: Sequence[Left], q: Tensor) -> tuple[Tensor, ...]:
+        """`Aux`'s fields; no lists where they are the caller's and a graph is made."""
+        parts = ([one[at] for one in left] for at in (LISTS, GATES, *LSES))
+        lists, gates, *lses = (None if each[0] is None else torch.cat(each, -2) for each in parts)
+        lists = q.new_empty(0, dtype=torch.int32) if lists is None else lists
+        return lists, equal_gates(q) if gates is None else gates, *lses
+
+    def _part(self, tensors: CallTensors, number: int) -> Part:
+        stretch, spec = self.stretches[number], self.stretches[number].spec(self.spec)
+        if tensors.k_win is not None and "k_win" not in self.of_keys:
+            spec = replace(spec, window=self.windows[number].lengths)
+        return Part(tensors, spec, tuple(at for *_, at in stretch.lengths), self.backend, self.kept)

@@ -71,7 +71,7 @@ def attend(
     parts = {name: Tokens(x, held[kinds[name]]) for name, x in named.items()}
     weights = {name: tensors[name] for name in WEIGHTS if name in tensors}
     options |= dict(zip(Arguments._fields[1:], given[1:]), cu_seqlens=whole.cu_seqlens)
-    if spec is not None and spec.lengths is not None:  # no second look at what may be on a GPU
+    if spec.lengths is not None:  # no second look at what may be on a GPU
         options["cu_seqlens"] = starts_of_lengths(spec.lengths)
     rows = held[TOKENS]
     if steps_of(whole.q, rows, cp, whole.k.shape[-2]) > 1:

@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nsa_layer import autocast
+from nsa_layer.call_spec import CallTensors, ListSpec
 from nsa_layer.config import WIDEST_TILE
-from nsa_layer.context_parallel.collectives import gather
+from nsa_layer.context_parallel import graph, overlapped
 from nsa_layer.context_parallel.heads import Tokens, over_heads
+from nsa_layer.context_parallel.overlapped import Call, Left, Places
 from nsa_layer.context_parallel.rows import Rows, of_tiles
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretches_of
 from nsa_layer.context_parallel.whole import check_tokens, whole_lengths
-from nsa_layer.inputs import check_lists, check_qkv
+from nsa_layer.inputs import check_lists, check_qkv, check_scale
+from nsa_layer.operators.arguments import LIST_CONFIG, schema_of
+from nsa_layer.operators.registration import LIBRARY, OPS, is_recorded
 
 Tensor = torch.Tensor
 
 
 def check(
-    cp: ContextParallel, q: Tensor, k: Tensor, v: Tensor, lists: Tensor, cu_seqlens: Tensor | None, apart: bool
-) -> tuple[tuple[int, ...], Rows, int]:
-    """Lengths of the whole call's sequences, rows of lists and queries of a tile; errors before anything is sent.
+    cp: ContextParallel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lists: Tensor,
+    cu_seqlens: Tensor | None,
+    apart: bool,
+    *,
+    read: bool = True,
+) -> tuple[Rows, int]:
+    """Rows of lists and queries of a tile; errors before anything is sent.
 
     Args:
         apart: keys were given starts, or queries an offset.
+        read: the numbers of ``cu_seqlens``, which a graph does not.
     """
     check_qkv(q, k, v, packed=cu_seqlens is not None)
     cp.mode_of(k.shape[-2])
     tokens, local = check_tokens(q.shape[-3], cp), q.shape[-3]
     if apart:
         raise ValueError("cp: queries are those of all keys; cu_seqlens_k and q_offset must be None")
-    lengths = (local * cp.size,) if cu_seqlens is None else whole_lengths(cu_seqlens, q, cp)
+    if cu_seqlens is not None and read and not torch.compiler.is_compiling():
+        whole_lengths(cu_seqlens, q, cp)
     if not isinstance(lists, Tensor) or lists.dim() != q.dim() or lists.shape[-3] == local:
-        check_lists(lists, q, k.shape[-2], [local], [-(-max(lengths) // 1)], packed=cu_seqlens is not None)
-        return lengths, tokens, 1
+        check_lists(lists, q, k.shape[-2], [local], [local * cp.size], packed=cu_seqlens is not None)
+        return tokens, 1
     q_tile = 2
     while cu_seqlens is None and q_tile <= min(WIDEST_TILE, tokens.counts[0]):
         if not tokens.counts[0] % q_tile and local // q_tile == lists.shape[-3]:
-            return lengths, of_tiles(cp, lengths, tokens.counts[0], q_tile), q_tile
+            return of_tiles(cp, (local * cp.size,), tokens.counts[0], q_tile), q_tile
         q_tile *= 2
     raise ValueError(
         f"block_indices must have a list for each of the rank's {local} queries, or, not packed, for each tile of its "
@@ -55,16 +71,21 @@ def attend(
     v: Tensor,
     block_indices: Tensor,
     *,
+    name: str,
     cu_seqlens: Tensor | None,
+    block_size: int,
+    softmax_scale: float | None,
     causal: bool,
     return_lse: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`selected_attention`, which is given, of a rank's tokens; arguments as there."""
+    """`selected_attention`, which is given, of a rank's tokens; arguments as there, and the backend's name."""
     packed = cu_seqlens is not None
-    lengths, lists, q_tile = check(cp, q, k, v, block_indices, cu_seqlens, False)
-    tokens, options = Rows.of_tokens(cp, q.shape[-3]), options | dict(causal=causal, return_lse=True)
+    on_gpu = packed and cu_seqlens.is_cuda
+    lists, q_tile = check(cp, q, k, v, block_indices, cu_seqlens, False, read=not on_gpu)
     if cp.mode_of(k.shape[-2]) == "heads":
+        tokens, options = Rows.of_tokens(cp, q.shape[-3]), options | dict(causal=causal, return_lse=True)
+        options |= dict(block_size=block_size, softmax_scale=softmax_scale)
 
         def call(**tensors: Tensor) -> list[Tokens]:
             o, lse = selected_attention(**tensors, cu_seqlens=cu_seqlens, **options)
@@ -74,21 +95,87 @@ def attend(
         parts["block_indices"] = Tokens(block_indices, lists)
         o, *lses = over_heads(call, cp, parts, {}, packed=packed, heads=k.shape[-2])
         return (o, lses[0].mT.contiguous()) if return_lse else o
-    k, v = (gather(x[None], tokens, cp)[0] if packed else gather(x, tokens, cp) for x in (k, v))
+    spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]))
+    given = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
+    if name == "reference":
+        raise NotImplementedError("cp: mode='gather' with backend='reference'")
+    with autocast.off(q.device):
+        o, lse = (_attend_in_graph if is_recorded(q) else _attend_here)(cp, name, given, spec)
+    return (o, lse) if return_lse else o
 
-    def rows(x: Tensor, begin: int, end: int) -> Tensor:
-        return x[begin:end] if packed else x[:, begin:end]
 
-    found = []
-    for stretch in stretches_of(cp, q.shape[-3], lengths if packed else None, cut=False):
-        begin, end = stretch.queries.start, stretch.queries.stop
-        keys = (rows(x, stretch.keys.start, stretch.keys.stop) for x in (k, v))
-        starts = {}
-        if packed:
-            counts = (torch.tensor([0, *x], dtype=torch.int32).cumsum(0).int() for x in list(zip(*stretch.lengths))[:2])
-            starts = dict(zip(("cu_seqlens", "cu_seqlens_k"), counts))
-        own = rows(block_indices, begin // q_tile, end // q_tile)
-        at = stretch.offsets(1 if packed else len(q), q.device)
-        found.append(selected_attention(rows(q, begin, end), *keys, own, q_offset=at, **starts, **options))
-    o = torch.cat([o for o, _ in found], 0 if packed else 1)
-    return (o, torch.cat([lse for _, lse in found], -1)) if return_lse else o
+def _attend_in_graph(cp: ContextParallel, backend: str, given: CallTensors, spec: ListSpec) -> tuple[Tensor, Tensor]:
+    tensors = (given.q, given.k, given.v, given.block_indices, given.cu_seqlens)
+    return OPS.gathered_lists.default(*tensors, *_static(spec), backend, cp.group_name, cp.load_balance)
+
+
+def _gathered_lists(*args: Any) -> tuple[Tensor, Tensor]:
+    *tensors, block_size, q_tile, causal, softmax_scale, backend, group, load_balance = args
+    q, k, v, block_indices, cu_seqlens = map(graph.of_one_shape, tensors)
+    given = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
+    spec = ListSpec(int(block_size), int(q_tile), causal, float(softmax_scale))
+    return _attend_here(graph.ranks_of(group, load_balance), backend, given, spec)
+
+
+def _attend_here(cp: ContextParallel, backend: str, given: CallTensors, spec: ListSpec) -> tuple[Tensor, Tensor]:
+    """o and the LSE of a rank's queries, in a graph as it is made of exchanges and of attention."""
+    stretches = stretches_of(cp, given.q.shape[-3], None, cut=False)
+    call = ListCall(**Call.common(cp, backend, given, stretches, blocks=None, of_keys=("k", "v")), spec=spec)
+    o, lses = overlapped.attend(call, given, return_more=True)
+    return o, torch.cat([lse for (lse,) in lses], -1)
+
+
+def _static(spec: ListSpec) -> tuple[Any, ...]:
+    return spec.block_size, spec.q_tile, spec.causal, spec.softmax_scale
+
+
+@dataclass(frozen=True)
+class ListCall(Call):
+    """A call of `selected_attention`, to which lengths of packed sequences are not known: they are one to stretches."""
+
+    spec: ListSpec
+
+    def places(self, given: CallTensors, step: int, number: int) -> Places:
+        (_, of_q, of_lists), queries, tile = self.rows(given, step), self.stretches[number].queries, self.spec.q_tile
+        lists = slice(queries.start // tile, queries.stop // tile)
+        return dict(q=(slice(None), queries, of_q), block_indices=(slice(None), lists, of_lists))
+
+    def forward(self, given: CallTensors, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
+        op, arguments = self._operator(given, part, number)
+        made, *left = op(*arguments, *_static(self.spec))
+        o.copy_(made)
+        return None if self.backend == "eager" else made, *left
+
+    def gradients(
+        self, given: CallTensors, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        op, arguments = self._operator(given, part, number, "_backward")
+        saved = left[2:] if self.backend == "eager" else left
+        found = op(do, *arguments[:5], *saved, *_static(self.spec), [True] * 3)
+        dq.copy_(found[0])
+        return found
+
+    def joined(self, left: Sequence[Left], q: Tensor) -> tuple[Tensor, ...]:
+        """The LSE."""
+        return (torch.cat([lse for _, lse, *_ in left], -2),)
+
+    def _operator(
+        self, given: CallTensors, part: CallTensors, number: int, kind: str = ""
+    ) -> tuple[torch._ops.OpOverload, tuple[Tensor | None, ...]]:
+        """That of a part, and its tensors."""
+        q, begin, starts = part.q, self.stretches[number].lengths[0][2], given.cu_seqlens
+        of_queries = None
+        if starts is None:
+            first = torch.full((len(q),), begin, dtype=torch.int32, device=q.device)
+        else:
+            of_queries = starts.clamp(begin, begin + len(q)) - begin
+            first = (begin - starts[:-1]).clamp(min=0).to(q.device)
+        op = getattr(OPS, ("selected" if self.backend == "eager" else "selected_on_kernels") + kind)
+        return op.default, (q, part.k, part.v, part.block_indices, first, of_queries, starts)
+
+
+LIBRARY.define(
+    f"gathered_lists({schema_of('qkv')}, Tensor block_indices, Tensor? cu_seqlens, {LIST_CONFIG}, str backend, "
+    "str group, str? load_balance) -> (Tensor, Tensor)"
+)
+LIBRARY.impl("gathered_lists", _gathered_lists, "CompositeImplicitAutograd")

@@ -11,7 +11,7 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.cute.packing import numbers_on
+from nsa_layer.cute.host_numbers import numbers_on
 
 Tensor = torch.Tensor
 
@@ -86,21 +86,25 @@ def stretches_of(cp: ContextParallel, local: int, lengths: Sequence[int] | None,
         lengths: of the whole call's packed sequences; None: of one length.
         cut: leave out keys after the chunk: none of its queries sees them, and no list names them.
     """
-    size = local // len(cp.chunks)
-    ends = list(accumulate(lengths or (local * cp.size,)))
-    found = []
-    for place, chunk in enumerate(cp.chunks):
-        begin, end = chunk * size, (chunk + 1) * size
-        first = next(s for s, after in enumerate(ends) if after > begin)
-        start = ends[first - 1] if first else 0
-        keys, each, s, at = slice(start, start), [], first, start
-        while at < end:
-            after = ends[s]
-            inside = min(after, end)
-            if inside > at:
-                until = inside if cut else after
-                each.append((inside - max(begin, at), until - at, max(0, begin - at)))
-                keys = slice(start, until)
-            at, s = after, s + 1
-        found.append(Stretch(slice(place * size, (place + 1) * size), keys, tuple(each), first))
-    return found
+    size, ends = local // len(cp.chunks), list(accumulate(lengths or (local * cp.size,)))
+    return [
+        stretch_at(chunk * size, slice(place * size, (place + 1) * size), ends, cut=cut)
+        for place, chunk in enumerate(cp.chunks)
+    ]
+
+
+def stretch_at(begin: int, queries: slice, ends: Sequence[int], *, cut: bool) -> Stretch:
+    """That of the queries from token `begin` on, of sequences that end there."""
+    end = begin + queries.stop - queries.start
+    first = next(s for s, after in enumerate(ends) if after > begin)
+    start = ends[first - 1] if first else 0
+    keys, each, s, at = slice(start, start), [], first, start
+    while at < end:
+        after = ends[s]
+        inside = min(after, end)
+        if inside > at:
+            until = inside if cut else after
+            each.append((inside - max(begin, at), until - at, max(0, begin - at)))
+            keys = slice(start, until)
+        at, s = after, s + 1
+    return Stretch(queries, keys, tuple(each), first)

@@ -9,14 +9,14 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import rows
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.inputs import Arguments, check_inputs, check_lengths, check_qkv, check_starts
+from nsa_layer.inputs import Arguments, check_inputs, check_lengths, check_qkv, check_scale, check_starts
 
 Tensor = torch.Tensor
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
 
 
-def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> tuple[CallSpec | None, dict[str, Rows]]:
+def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> tuple[CallSpec, dict[str, Rows]]:
     """Check a rank's arguments of `nsa` as parts of a whole call; everything but values of lists.
 
     Args:
@@ -24,7 +24,8 @@ def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> 
 
     Returns:
         The whole call's static side, and rows by kind: "tokens"; "blocks", which are compressed keys, where they are
-        given; and "tiles", which have lists. Of packed sequences that are not read None, and rows of tokens alone.
+        given; and "tiles", which have lists. Of packed sequences that are not read no lengths, and of rows those of
+        tokens.
 
     Raises:
         TypeError, ValueError: an argument is bad, or the mode does not fit.
@@ -39,7 +40,8 @@ def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> 
     held = {TOKENS: check_tokens(local, cp)}
     total, chunk = local * cp.size, local // len(cp.chunks)
     if packed and (torch.compiler.is_compiling() or not read):
-        return None, held
+        listed, scale = tensors.block_indices is not None, check_scale(given.softmax_scale, q.shape[-1])
+        return CallSpec(config, given.causal, scale, listed=listed), held
     lengths = (total,)
     if packed:
         lengths = whole_lengths(cu_seqlens, q, cp)

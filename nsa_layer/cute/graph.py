@@ -59,14 +59,14 @@ def saved_shapes(
 
 def _counts(tensors: CallTensors, spec: CallSpec, *, exact: bool) -> tuple[int, int, int]:
     """Tiles, compressed blocks and chosen blocks of a tile, as for `saved_shapes`."""
-    config, tokens, cu_seqlens = spec.config, tensors.q.shape[-3], tensors.cu_seqlens
+    config, cu_seqlens, (tokens, keys) = spec.config, tensors.cu_seqlens, (x.shape[-3] for x in tensors[:2])
     if exact and spec.lengths is not None:
-        tiles, blocks = (sum(map(f, spec.lengths)) for f in (config.num_tiles, config.compressed_length))
-        return tiles, blocks, config.list_width(max(spec.lengths))
-    n, tiles = config.list_width(tokens) if exact else config.list_room(tokens), config.num_tiles(tokens)
+        tiles, blocks = sum(map(config.num_tiles, spec.lengths)), sum(map(config.compressed_length, spec.key_lengths))
+        return tiles, blocks, config.list_width(max(spec.key_lengths))
+    n, tiles = config.list_width(keys) if exact else config.list_room(keys), config.num_tiles(tokens)
     if cu_seqlens is not None:
-        return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, tokens // config.stride, n
-    blocks = (tokens - config.span) // config.stride + 1
+        return tiles if config.q_tile == 1 else tiles + cu_seqlens.shape[0] - 1, keys // config.stride, n
+    blocks = (keys - config.span) // config.stride + 1
     return tiles, max(0, blocks) if isinstance(blocks, int) else torch.sym_max(0, blocks), n
 
 
@@ -97,7 +97,7 @@ def attend(
         if not _has_room(tensors, spec):
             return o, [None if x is None else x.contiguous() for x in made]
         shapes = saved_shapes(tensors, spec=spec, kept=kept)
-        return o, [None if x is None else _with_room(x, of[0]) for x, of in zip(made, shapes, strict=True)]
+        return o, [None if x is None else with_room(x, of[0]) for x, of in zip(made, shapes, strict=True)]
     shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=not room)
     q, Hkv = tensors.q, tensors.k.shape[-2]
     whole = [
@@ -129,7 +129,7 @@ def gradients(
     whole = made
     if _has_room(tensors, spec):
         shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=True)
-        whole = [None if of is None else _first_of(x, of[0]) for x, of in zip(made, shapes, strict=True)]
+        whole = [None if of is None else first_of(x, of[0]) for x, of in zip(made, shapes, strict=True)]
 
     def left(group: tuple[int, int]) -> SavedForBackward:
         part = autograd.SavedForBackward(*whole)
@@ -155,7 +155,7 @@ def _has_room(tensors: CallTensors, spec: CallSpec) -> bool:
     return _counts(tensors, spec, exact=True) != _counts(tensors, spec, exact=False)
 
 
-def _first_of(x: Tensor, shape: Shape) -> Tensor:
+def first_of(x: Tensor, shape: Shape) -> Tensor:
     return x if x.shape == shape else x[tuple(map(slice, shape))].contiguous()
 
 
@@ -180,7 +180,7 @@ def _readable(
     return tensors._replace(**read), packing, MemoryPlan(head_groups(tensors.k.shape[-2], heads), tuple(kept))
 
 
-def _with_room(x: Tensor, shape: Shape) -> Tensor:
+def with_room(x: Tensor, shape: Shape) -> Tensor:
     """x, contiguous, at the beginning of a tensor of this shape; lists end with -1."""
     if tuple(x.shape) == tuple(shape):
         return x.contiguous()

@@ -67,10 +67,10 @@ def register(
     inputs = ", ".join(tensors.split(", ")[:differentiable])
     given = ", ".join(f"Tensor? do_{i}" for i in range(differentiated))
     direct = _flat(schema, direct or compute)
-    op, compute = _define(name, schema, outputs, compute, fake)
+    op, compute = define(name, schema, outputs, compute, fake)
     of_backward = f"{given}, {inputs}, {saved}, *, {config}, bool[] needs"
     fake = _gradients_fake(differentiated, differentiable)
-    op_backward, whole = _define(f"{name}_backward", of_backward, differentiable, gradients, fake)
+    op_backward, whole = define(f"{name}_backward", of_backward, differentiable, gradients, fake)
     gradients = _flat(of_backward, gradients)
     count, may_be_none = len(tensors.split(", ")), ["?" in each for each in f"{inputs}, {saved}".split(", ")]
 
@@ -130,7 +130,7 @@ def register(
     return without_dispatcher
 
 
-def _define(
+def define(
     name: str, schema: str, outputs: int, compute: Callable, fake: Callable
 ) -> tuple[torch._ops.OpOverload, Callable[..., tuple[Tensor, ...]]]:
     """The operator, and what computes it from its arguments.

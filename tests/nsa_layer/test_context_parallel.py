@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,16 +21,13 @@ from nsa_layer import (
     ContextParallel,
     NSAConfig,
     NSAttention,
-    block_mlp,
-    eager,
     nsa,
     selected_attention,
     shard_sequence,
-    support,
     unshard_sequence,
 )
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.context_parallel import collectives, heads, overlapped, spec
+from nsa_layer.context_parallel import collectives, gather, heads, overlapped, spec
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
 from nsa_layer.context_parallel.stretches import stretches_of
@@ -102,7 +98,9 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
     grads = torch.autograd.grad(o, list(leaves.values()), held(inputs.do, rows[TOKENS], cp, dim))
     close = dict(rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(o, held(expected.o, rows[TOKENS], cp, dim), **close)
-    assert torch.equal(aux.block_indices, held(expected.aux.block_indices, rows[TILES], cp, dim))
+    chosen = held(expected.aux.block_indices, rows[TILES], cp, dim)
+    here, room = aux.block_indices.split([chosen.shape[-1], aux.block_indices.shape[-1] - chosen.shape[-1]], -1)
+    assert torch.equal(here, chosen) and room.eq(-1).all()
     torch.testing.assert_close(aux.gates, held(expected.aux.gates, rows[TOKENS], cp, dim), **close)
     for name in LSES:
         whole = getattr(expected.aux, name)
@@ -116,49 +114,6 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
 
 
 RANKS = [(2, "zigzag"), (4, "zigzag"), (4, None), (2, None)]
-
-
-def kernels_by_eager(patch: pytest.MonkeyPatch) -> None:
-    """Calls of the kernels are computed in plain PyTorch: what is around them is as on a GPU."""
-    from nsa_layer.cute import autograd
-
-    def attend(given: CallTensors, spec: Any) -> Any:
-        """Keys of the window among zeros, where there are those alone that it sees."""
-        keys = spec.key_lengths or given.k.shape[1:2]
-        for name in OWN_KEYS[2:] if spec.window else ():
-            parts = getattr(given, name).split([count for count, _ in spec.window], dim=-3)
-            before = [int(at) - first for at, (_, first) in zip(given.q_offset, spec.window)]
-            behind = (S - at - x.shape[-3] for S, at, x in zip(keys, before, parts))
-            parts = [F.pad(x, (0, 0, 0, 0, *sides)) for x, *sides in zip(parts, before, behind)]
-            given = given._replace(**{name: torch.cat(parts, dim=-3)})
-        return eager.attend(given, spec=spec)
-
-    def forward_groups(
-        tensors: CallTensors, packing: Any, spec: Any, plan: Any, *, backward: bool, o: torch.Tensor
-    ) -> tuple[torch.Tensor, list]:
-        made, aux = attend(tensors, spec)
-        o.copy_(made)
-        nothing = autograd.SavedForBackward(*[None] * len(autograd.SavedForBackward._fields))
-        lses = {name: getattr(aux, name) for name in LSES}
-        return o, [nothing._replace(block_indices=aux.block_indices, g=aux.gates, **lses)]
-
-    def gradients(
-        do: torch.Tensor, tensors: CallTensors, packing: Any, spec: Any, plan: Any, left: list, *, dq: torch.Tensor
-    ) -> list[torch.Tensor | None]:
-        leaves = [None if x is None else x.detach().requires_grad_() for x in tensors.differentiable]
-        with torch.enable_grad():
-            o, _ = attend(CallTensors(*leaves, *tensors[len(leaves) :]), spec)
-        found = iter(torch.autograd.grad(o, [x for x in leaves if x is not None], do))
-        dq.copy_(next(found))
-        found = chain([dq], found)
-        return [None if x is None else next(found) for x in leaves]
-
-    patch.setattr(autograd, "forward_groups", forward_groups)
-    patch.setattr(autograd, "gradients", gradients)
-    patch.setattr(support, "choose_backend", lambda backend, **_: "cute" if backend is None else backend)
-    patch.setattr(overlapped, "compressed", partial(block_mlp.compressed, network=None))
-    # Steps of a head each.
-    patch.setattr(overlapped, "LONG", 1)
 
 
 def send_lists(
@@ -176,32 +131,33 @@ def send_lists(
     return dist.barrier(group, async_op=True)
 
 
-def compare_steps(group: Any, case: Case, load_balance: str | None) -> None:
-    """By heads, as long calls on a GPU: exchanges of the next heads are launched before the attention of some."""
+def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, listed: bool = False) -> None:
+    """As long calls on a GPU: a head at a time, exchanges of the next ones launched before the attention of some."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "steps_of", lambda x, rows, cp, count: count // cp.size)
+        patch.setattr(overlapped, "LONG", 1)
         patch.setattr(collectives, "_takes_lists", lambda x: True)
         patch.setattr(dist, "all_to_all", send_lists)
-        compare(group, case, "heads", load_balance)
+        compare(group, case, mode, load_balance, listed)
 
 
-def compare_kernels(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
+def compare_recorded(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
+    """By the operators of graphs, which know no lengths of packed sequences."""
     with pytest.MonkeyPatch.context() as patch:
-        kernels_by_eager(patch)
-        patch.setattr(collectives, "_takes_lists", lambda x: True)
-        patch.setattr(dist, "all_to_all", send_lists)
+        for module in (gather, overlapped):
+            patch.setattr(module, "is_recorded", lambda *_: True)
         compare(group, case, "gather", load_balance, listed)
 
 
 @pytest.mark.parametrize("load_balance", ["zigzag", None])
 @pytest.mark.parametrize("name", ["batch", "packed", "own keys, packed", "not causal", "lists"])
 def test_heads_come_one_after_the_other(name: str, load_balance: str | None, on_ranks: Ranks) -> None:
-    """The kernels' way to gather, with eager in their place, and the way of long calls by heads."""
-    pytest.importorskip("cutlass")
-    case = CASES["batch" if name == "lists" else name][0]
+    case = replace(CASES["batch" if name == "lists" else name][0], D=8, Dv=6, dtype=torch.float64)
     if name != "lists":
-        on_ranks(2, compare_steps, replace(case, Hq=8, Hkv=4, D=8, Dv=6, dtype=torch.float64), load_balance)
-    on_ranks(2, compare_kernels, replace(case, D=8, Dv=6, dtype=torch.float64), load_balance, name == "lists")
+        on_ranks(2, compare_steps, replace(case, Hq=8, Hkv=4), "heads", load_balance)
+    on_ranks(2, compare_steps, case, "gather", load_balance, name == "lists")
+    own = tuple(name for name in case.own_keys if "cmp" not in name)
+    on_ranks(2, compare_recorded, replace(case, own_keys=own), load_balance, name == "lists")
 
 
 def all_of_them() -> Iterator[Any]:
@@ -448,63 +404,99 @@ def take_the_faster(group: Any) -> None:
     dist.barrier(group)
 
 
-def compile_a_call(group: Any, mode: str, alone: bool) -> None:
-    """By heads one graph for two lengths, with the exchanges in it."""
-    from torch._dynamo.testing import CompileCounterWithBackend  # not by every rank: it takes long
+def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
+    """One graph, by heads for two lengths, with the exchanges in it, those of the next heads before attention."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd  # not by every rank: it takes long
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    cp, counter = ContextParallel(group, mode=mode), CompileCounterWithBackend("aot_eager")
+    cp, graphs = ContextParallel(group, mode=mode), []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
     function = selected_attention if alone else nsa
-    compiled = torch.compile(function, fullgraph=mode == "heads", backend=counter, dynamic=True)
-    for T in (32, 48):
-        inputs, tokens = make_inputs(Case(T=T, Hq=2, Hkv=2, D=8, config=SMALL)), Rows.of_tokens(cp, T // 2)
-        parts = [held(getattr(inputs, name), tokens, cp, 1) for name in ("q", "k", "v", "do")]
-        lists = torch.zeros(1, T // 2, 2, 1, dtype=torch.int32)
-        given = dict(block_indices=lists, block_size=8) if alone else dict(config=SMALL)
+    how = dict(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(**how), dynamic=True)
+    for T in (32, 48)[: 1 if mode == "gather" else 2]:
+        lengths = (T - 20, 0, 20) if packed else None
+        inputs = make_inputs(Case(T=T, lengths=lengths, Hq=4, Hkv=2, D=8, config=SMALL, gate="given"))
+        tokens, dim = Rows.of_tokens(cp, T // 2), 0 if packed else 1
+        parts = [held(getattr(inputs, name), tokens, cp, dim) for name in ("q", "k", "v", "do", "gates")]
+        lists = torch.zeros(*parts[0].shape[:-2], 2, 1, dtype=torch.int32)
+        given = dict(block_indices=lists, block_size=8) if alone else dict(config=SMALL, gates=parts[4])
+        if not alone:
+            given |= dict(k_win=parts[2], return_aux=True)
 
         def step(attend: Any) -> list[torch.Tensor]:
             leaves = [x.detach().clone().requires_grad_() for x in parts[:3]]
-            o = attend(*leaves, **given, cp=cp)
-            return [o.detach(), *torch.autograd.grad(o, leaves, parts[3])]
+            o = attend(*leaves, **given, cu_seqlens=inputs.cu_seqlens, cp=cp)
+            o, aux = (o, None) if alone else o
+            found = [o.detach(), *torch.autograd.grad(o, leaves, parts[3])]
+            if alone:
+                return found
+            width = SMALL.list_width(max(lengths or (T,)))  # without the room that a graph has
+            return [*found, aux.block_indices[..., :width], aux.gates, *(getattr(aux, name) for name in LSES)]
 
         torch.testing.assert_close(step(compiled), step(function))
-    assert mode == "gather" or counter.frame_count == 1
+    assert len(graphs) == 2
+    exchange = torch.ops._c10d_functional.wait_tensor.default
+    assert all(exchange in graph for graph in graphs)
+    if mode == "gather":
+        first = graphs[0].index(getattr(torch.ops.nsa_layer, "selected" if alone else "stretch").default)
+        gathers = [n for n, x in enumerate(graphs[0]) if x is torch.ops._c10d_functional.all_gather_into_tensor.default]
+        assert len(gathers) >= 4 and gathers[-1] < first
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", BOTH)
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_call_compiles(mode: str, alone: bool, on_ranks: Ranks) -> None:
-    on_ranks(2, compile_a_call, mode, alone)
+@pytest.mark.parametrize("alone, packed", [(False, False), (False, True), (True, False), (True, True)])
+def test_a_call_compiles(mode: str, alone: bool, packed: bool, on_ranks: Ranks) -> None:
+    on_ranks(2, compile_a_call, mode, alone, packed)
 
 
 # A rank's time is up, or that of its peer, which then closes the connection.
 LEFT_ALONE = "[Tt]ime|[Cc]onnection (closed|reset) by peer"
 
 
-def come_alone(group: Any, T: int) -> None:
-    """Rank 1 comes with other shapes to a call whose shapes the ranks compared before; or not at all."""
+def come_alone(group: Any) -> None:
     soon, q = dist.new_group(range(2), timeout=timedelta(seconds=0.5)), torch.randn(1, 16, 2, 8)
-    cp = ContextParallel(soon)
-    if T:
-        nsa(q, q, q, config=SMALL, cp=cp)
-    if soon.rank():
-        q = torch.randn(1, T, 2, 8)
-    if T or not soon.rank():
+    if not soon.rank():
         with pytest.raises(RuntimeError, match=LEFT_ALONE):
-            nsa(q, q, q, config=SMALL, cp=cp)
+            nsa(q, q, q, config=SMALL, cp=ContextParallel(soon))
     dist.barrier(group)
 
 
-@pytest.mark.parametrize("T", [0, 32])
-def test_a_rank_alone_does_not_wait_for_ever(T: int, on_ranks: Ranks) -> None:
-    on_ranks(2, come_alone, T)
+def test_a_rank_alone_does_not_wait_for_ever(on_ranks: Ranks) -> None:
+    on_ranks(2, come_alone)
+
+
+def part_late(group: Any, mode: str) -> None:
+    """Ranks come with different shapes, of which some or all were compared before: they say so, and go on."""
+    cp = ContextParallel(group, mode=mode)
+
+    def call(T: int) -> None:
+        q = torch.randn(1, T, 2, 8)
+        nsa(q, q, q, config=SMALL, cp=cp)
+
+    call(16)
+    for T in (32, 24):
+        with pytest.raises(ValueError, match="ranks disagree on q"):
+            call(T if group.rank() else 16)
+        call(24)
+
+
+@pytest.mark.parametrize("mode", BOTH)
+def test_ranks_that_part_later_say_so(mode: str, on_ranks: Ranks) -> None:
+    on_ranks(2, part_late, mode)
 
 
 @st.composite
 def shared(draw: st.DrawFn) -> tuple[int, bool, tuple[Any, ...]]:
-    """Ranks, True for the kernels' way, and arguments of `compare`, or of `compare_kernels`."""
+    """Ranks, True for heads one after the other, and arguments of `compare`."""
     size, balance = draw(st.sampled_from(RANKS))
-    mode, kernels = draw(st.sampled_from(BOTH)), draw(st.booleans())
+    mode, by_head = draw(st.sampled_from(BOTH)), draw(st.booleans())
     whole = size * (1 if balance is None else 2)
     total = whole * draw(st.integers(1, 14))
     lengths = None
@@ -533,19 +525,15 @@ def shared(draw: st.DrawFn) -> tuple[int, bool, tuple[Any, ...]]:
         own_keys=tuple(name for name in OWN_KEYS if draw(st.booleans())),
         seed=draw(st.integers(0, 1 << 20)),
     )
-    if mode == "gather" and kernels:
-        return size, True, (case, balance, draw(st.booleans()))
-    return size, False, (case, mode, balance, draw(st.booleans()))
+    return size, by_head, (case, mode, balance, draw(st.booleans()))
 
 
 @pytest.mark.sweep
 def test_drawn_calls_are_those_of_one(on_ranks: Ranks) -> None:
-    pytest.importorskip("cutlass")
-
     @settings(max_examples=100, deadline=None, database=None)
     @given(shared())
     def draw(call: tuple[int, bool, tuple[Any, ...]]) -> None:
-        size, kernels, arguments = call
-        on_ranks(size, compare_kernels if kernels else compare, *arguments)
+        size, by_head, arguments = call
+        on_ranks(size, compare_steps if by_head else compare, *arguments)
 
     draw()

@@ -1,0 +1,171 @@
+"""`gather` in graphs: exchanges are collectives that a compiler sees, and the attention beside them an operator.
+
+``gathered`` is what a graph that is made has at first, which PyTorch's own tracing takes apart: into exchanges, and for
+each stretch and step ``stretch`` and, in backward, ``stretch_backward``. These have no derivatives of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors, accumulation_dtype
+from nsa_layer.context_parallel.overlapped import Left
+from nsa_layer.context_parallel.parts import LISTS, Part
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.stretches import stretch_at
+from nsa_layer.cute.graph import first_of, saved_shapes, with_room
+from nsa_layer.cute.memory_plan import MemoryPolicy
+from nsa_layer.inputs import check_lengths
+from nsa_layer.operators.arguments import CONFIG, NAMES, OF_LAYER, apart, schema_of, spec_of, static_arguments
+from nsa_layer.operators.registration import LIBRARY, OPS, define
+
+Tensor = torch.Tensor
+MORE = "int first, int total, int[] window, str backend, bool[] kept"
+HOW = "str backend, str group, str? load_balance, str recompute, int? budget, bool needs_grad, bool return_aux"
+LAYER, TENSORS = schema_of(OF_LAYER), len(OF_LAYER)
+MADE = 13  # fields of what a part leaves
+OF_TOKENS = ("k", "v", "k_win", "v_win")
+
+
+def attend(
+    cp: ContextParallel,
+    backend: str,
+    given: CallTensors,
+    *,
+    spec: CallSpec,
+    memory: MemoryPolicy,
+    needs_grad: bool,
+    return_aux: bool,
+) -> tuple[Tensor, Aux | None]:
+    """`gather.attend` as an operator."""
+    how = (backend, cp.group_name, cp.load_balance, memory.recompute, memory.budget, needs_grad, return_aux)
+    o, *aux = OPS.gathered.default(*given[:TENSORS], *static_arguments(spec).values(), *how)
+    return o, Aux(*aux) if return_aux else None
+
+
+def of_one_shape(x: Tensor | None) -> Tensor | None:
+    """x, whose sizes are numbers: those of a rank's rows are made of them, so that a graph is of one shape."""
+    return None if x is None else x.view([int(size) for size in x.shape])
+
+
+def ranks_of(group: str, load_balance: str | None) -> ContextParallel:
+    """The ranks of a group of this name."""
+    return ContextParallel(torch._C._distributed_c10d._resolve_process_group(group), "gather", load_balance)
+
+
+def _gathered(*args: Any) -> list[Tensor]:
+    from nsa_layer.context_parallel import gather
+
+    given = CallTensors(*map(of_one_shape, args[:TENSORS]))
+    *static, softmax_scale = args[TENSORS : TENSORS + len(NAMES)]
+    static = dict(zip(NAMES, (*static, float(softmax_scale)), strict=True))
+    backend, group, load_balance, recompute, budget, needs_grad, return_aux = args[TENSORS + len(NAMES) :]
+    spec = spec_of(static, None, listed=given.block_indices is not None)
+    cp = ranks_of(group, load_balance)
+    if given.cu_seqlens is not None:
+        given = given._replace(cu_seqlens=given.cu_seqlens.cpu())
+    how = dict(memory=MemoryPolicy(budget=budget, recompute=recompute), needs_grad=needs_grad, return_aux=return_aux)
+    o, aux = gather.attend_here(cp, backend, given, spec=spec, **how)
+    return [o] if aux is None else [o, *vars(aux).values()]
+
+
+def forward(part: Part, cu_seqlens: Tensor | None, total: int, *, backward: bool) -> tuple[Tensor, Left]:
+    """The output, and what there is of it for its backward, of a part whose packed sequences start there."""
+    o, *left = OPS.stretch.default(*_tensors(part, cu_seqlens), *_static(part, total), backward)
+    return o, tuple(x if x.dim() > 1 else None for x in left)
+
+
+def gradients(do: Tensor, part: Part, cu_seqlens: Tensor | None, total: int, left: Left) -> tuple[Tensor | None, ...]:
+    """Those of the differentiable tensors."""
+    return OPS.stretch_backward.default(do, *_tensors(part, cu_seqlens), *left, *_static(part, total))
+
+
+def _tensors(part: Part, cu_seqlens: Tensor | None) -> tuple[Tensor | None, ...]:
+    return part.tensors._replace(cu_seqlens=cu_seqlens)[:TENSORS]
+
+
+def _static(part: Part, total: int) -> tuple[Any, ...]:
+    window = [number for pair in part.spec.window or () for number in pair]
+    return *static_arguments(part.spec).values(), part.first[0], total, window, part.backend, part.kept
+
+
+def _part(
+    tensors: CallTensors, *, first: int, total: int, window: list[int], backend: str, kept: list[bool], **static: Any
+) -> tuple[Part, slice | None]:
+    """The part, and the keys that it is of where sequences are packed."""
+    q, cu_seqlens, listed = tensors.q, tensors.cu_seqlens, tensors.block_indices is not None
+    spec, how = spec_of(static, None, listed=listed), (backend, tuple(kept))
+    if cu_seqlens is None:
+        return Part(tensors, replace(spec, window=(tuple(window),) if window else None), (first,), *how), None
+    lengths = check_lengths(cu_seqlens, q.new_empty(total, 0), "cu_seqlens", "the ranks")
+    stretch = stretch_at(first, slice(0, len(q)), cu_seqlens[1:].tolist(), cut=spec.causal and not listed)
+    part = {name: x[stretch.keys] for name in OF_TOKENS if (x := getattr(tensors, name)) is not None}
+    spec, first = stretch.spec(replace(spec, lengths=lengths)), tuple(at for *_, at in stretch.lengths)
+    return Part(tensors._replace(**part, cu_seqlens=None), spec, first, *how), stretch.keys
+
+
+def _stretch(*given: Tensor | None, backward: bool, **static: Any) -> tuple[Tensor | None, ...]:
+    """o, and the fields of what a part leaves, with room for any lengths."""
+    tensors = CallTensors(*given)
+    part, _ = _part(tensors, **static)
+    o = tensors.q.new_empty((*tensors.q.shape[:-1], tensors.v.shape[-1]))
+    with torch.cuda.device_of(o):
+        left = part.forward(o, backward=backward)
+    shapes = _shapes(tensors, part.spec, part.backend, part.kept)
+    return o, *(None if of is None else next(apart([with_room(x, of[0])])) for x, of in zip(left, shapes, strict=True))
+
+
+def _stretch_fake(*given: Tensor | None, backend: str, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
+    tensors = CallTensors(*given)
+    q, listed = tensors.q, tensors.block_indices is not None
+    made = _shapes(tensors, spec_of(static, None, listed=listed), backend, kept)
+    left = (q.new_empty(0) if of is None else q.new_empty(of[0], dtype=of[1]) for of in made)
+    return q.new_empty((*q.shape[:-1], tensors.v.shape[-1])), *left
+
+
+def _shapes(
+    tensors: CallTensors, spec: CallSpec, backend: str, kept: Sequence[bool], *, exact: bool = False
+) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
+    """Shape and dtype of the fields of what a part leaves; None where there is nothing."""
+    found = saved_shapes(tensors, spec=spec, kept=kept, exact=exact)
+    if backend == "cute":
+        return found
+    q, exactly = tensors.q, accumulation_dtype(tensors.q.dtype)
+    return [found[LISTS], *[None] * 8, *[(found[-2][0], exactly)] * 3, ((*q.shape[:-1], 3), exactly)]
+
+
+def _stretch_backward(do: Tensor, *given: Tensor | None, **static: Any) -> tuple[Tensor | None, ...]:
+    tensors, left = CallTensors(*given[:TENSORS]), given[TENSORS:]
+    part, keys = _part(tensors, **static)
+    shapes = _shapes(part.tensors, part.spec, part.backend, part.kept, exact=True)
+    left = [None if of is None else first_of(x, of[0]) for x, of in zip(left, shapes, strict=True)]
+    if tensors.block_indices is not None:
+        left[LISTS] = tensors.block_indices
+    with torch.cuda.device_of(do):
+        dq = torch.empty_like(tensors.q, memory_format=torch.contiguous_format)
+        found = dict(zip(DIFFERENTIABLE, part.gradients(do, tuple(left), dq)))
+    for name in OF_TOKENS:
+        if keys is not None and found[name] is not None:
+            whole = torch.zeros_like(getattr(tensors, name), memory_format=torch.contiguous_format)
+            whole[keys], found[name] = found[name], whole
+    return tuple(None if d is None or x is None else next(apart([d])) for d, x in zip(found.values(), tensors))
+
+
+def _stretch_backward_fake(do: Tensor, *given: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
+    return tuple(do.new_empty(0) if x is None else x.new_empty(x.shape) for x in given[: len(DIFFERENTIABLE)])
+
+
+LIBRARY.define(f"gathered({LAYER}, {CONFIG}, {HOW}) -> Tensor[]")
+LIBRARY.impl("gathered", _gathered, "CompositeImplicitAutograd")
+define("stretch", f"{LAYER}, *, {CONFIG}, {MORE}, bool backward", 1 + MADE, _stretch, _stretch_fake)
+define(
+    "stretch_backward",
+    f"Tensor do, {LAYER}, {', '.join(f'Tensor? left_{i}' for i in range(MADE))}, *, {CONFIG}, {MORE}",
+    len(DIFFERENTIABLE),
+    _stretch_backward,
+    _stretch_backward_fake,
+)

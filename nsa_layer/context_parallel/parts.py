@@ -1,0 +1,86 @@
+"""A stretch's call on some heads, whose derivatives are asked for by hand: on the kernels, or in plain PyTorch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from nsa_layer import support
+from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors
+from nsa_layer.context_parallel.overlapped import Left
+from nsa_layer.cute.host_numbers import numbers_on
+from nsa_layer.cute.memory_plan import MemoryPlan
+from nsa_layer.cute.packing import Packing
+from nsa_layer.operators.recorded import gradients_of, leaves_of, recording
+
+Tensor = torch.Tensor
+# Places among what is left: the fields of `SavedForBackward`, beside the kernels lists, LSEs and gates alone.
+LISTS, LSES, GATES = 0, (9, 10, 11), 12
+
+
+class Part(NamedTuple):
+    """The call.
+
+    Attributes:
+        tensors: without positions.
+        spec: the static side, with lengths and ``window`` of the stretch.
+        first: positions of the first query of each packed sequence, or of a batch.
+        backend: of `nsa`.
+        kept: outputs that the kernels save.
+    """
+
+    tensors: CallTensors
+    spec: CallSpec
+    first: tuple[int, ...]
+    backend: str
+    kept: tuple[bool, bool, bool]
+
+    def forward(self, o: Tensor, *, backward: bool) -> Left:
+        """Write the output, and return what there is of it for its backward."""
+        if self.backend == "cute":
+            from nsa_layer.cute import autograd
+
+            return autograd.forward_groups(*self._on_kernels(), backward=backward, o=o)[1][0]
+        made, aux = self._attend(self.tensors)
+        o.copy_(made)
+        return aux.block_indices, *(None,) * 8, aux.lse_cmp, aux.lse_slc, aux.lse_swa, aux.gates
+
+    def gradients(self, do: Tensor, left: Left, dq: Tensor) -> tuple[Tensor | None, ...]:
+        """Those of the differentiable tensors; that of q is written to dq."""
+        if self.backend == "cute":
+            from nsa_layer.cute import autograd
+
+            return autograd.gradients(do, *self._on_kernels(), [autograd.SavedForBackward(*left)], dq=dq)
+        leaves = leaves_of(self.tensors.differentiable, [True] * len(DIFFERENTIABLE))
+        with recording():
+            o, _ = self._attend(CallTensors(*leaves, block_indices=left[LISTS]))
+        found = gradients_of(leaves, [o], [do])
+        dq.copy_(found[0])
+        return dq, *found[1:]
+
+    def _placed(self, tensors: CallTensors) -> CallTensors:
+        """With positions of the first queries."""
+        first = self.first if self.spec.lengths else self.first * len(tensors.q)
+        return tensors._replace(q_offset=numbers_on((first,), tensors.q.device)[0])
+
+    def _on_kernels(self) -> tuple[CallTensors, Packing | None, CallSpec, MemoryPlan]:
+        q, k = self.tensors[:2]
+        packing = Packing.of(self.spec, q.device, self.tensors.q_heads_per_list)
+        return self._placed(self.tensors), packing, self.spec, MemoryPlan(((0, k.shape[-2]),), self.kept)
+
+    def _attend(self, tensors: CallTensors) -> tuple[Tensor, Aux]:
+        if self.spec.window:
+            tensors = tensors._replace(k_win=self._among_zeros(tensors.k_win), v_win=self._among_zeros(tensors.v_win))
+        attend = import_module(support.BACKENDS[self.backend]).attend
+        return attend(self._placed(tensors), spec=self.spec)
+
+    def _among_zeros(self, x: Tensor) -> Tensor:
+        """Keys of the window alone, where other backends look for them: among those of all tokens."""
+        parts, window = x.split([count for count, _ in self.spec.window], dim=-3), self.spec.window
+        keys = self.spec.key_lengths or self.tensors.k.shape[1:2]
+        before = [at - first for at, (_, first) in zip(self.first, window, strict=True)]
+        sides = ((at, S - at - part.shape[-3]) for S, at, part in zip(keys, before, parts, strict=True))
+        return torch.cat([F.pad(part, (0, 0, 0, 0, *each)) for part, each in zip(parts, sides)], dim=-3)
