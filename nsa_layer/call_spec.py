@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, takes_unions
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class CallSpec:
     def key_lengths(self) -> tuple[int, ...] | None:
         """Lengths of the packed sequences' keys, or None for a batch."""
         return self.lengths if self.lengths_k is None else self.lengths_k
+
+    @property
+    def by_union(self) -> bool:
+        """As `takes_unions`."""
+        return takes_unions(self.config, listed=self.listed)
 
     def lists_and_blocks(self, q: torch.Tensor, k: torch.Tensor) -> tuple[list[int], list[int]]:
         """Lists, and blocks of keys, of each packed sequence; of a batch those of one sequence."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 RULES = ("nsa", "seed")
+UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
 LARGEST = 2**31 - 1  # positions are int32
 WIDEST_TILE = 256
 WIDE_LIST = 1024  # blocks
@@ -187,3 +188,12 @@ def require_int(name: str, value: object, *, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if value > LARGEST:
         raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+
+
+def takes_unions(config: NSAConfig, *, listed: bool = False) -> bool:
+    """True if a kernel's tile of 128 rows has the queries of several lists, and reads their union.
+
+    Args:
+        listed: the lists are the caller's, which are read so whatever they are of.
+    """
+    return listed or config.q_tile < UNION_ROWS

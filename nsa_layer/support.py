@@ -10,12 +10,11 @@ from functools import lru_cache
 
 import torch
 
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, takes_unions
 
-BACKENDS = {"cute": "nsa_layer.cute.autograd", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
+BACKENDS = {"cute": "nsa_layer.cute.head_groups", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
 ARCHITECTURES = (90, 100)
 KV_TILE = 128  # tokens of the kernels' key/value tile
-UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
 UNION_BLOCK = 64  # tokens of an entry of such a union
 LEAST_BLOCK = 16  # tokens of a listed block; those smaller than an entry share it
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -48,15 +47,6 @@ PYTORCH = {
 def hopper_kv_tile(block_size: int) -> int:
     """Tokens of the key/value tile of Hopper's block-sparse kernels."""
     return 64 if block_size == 64 else KV_TILE
-
-
-def takes_unions(config: NSAConfig, *, listed: bool = False) -> bool:
-    """True if a kernel's tile of 128 rows has the queries of several lists, and reads their union.
-
-    Args:
-        listed: the lists are the caller's, which are read so whatever they are of.
-    """
-    return listed or config.q_tile < UNION_ROWS
 
 
 @dataclass(frozen=True)

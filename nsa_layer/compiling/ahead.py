@@ -200,7 +200,10 @@ def make_call(call: CallShape | ListsShape | CachedShape) -> None:
 
 
 def _make_layer(call: CallShape) -> None:
-    from nsa_layer.cute.autograd import Packing, backward, forward, head_group
+    from nsa_layer.cute.backward import backward
+    from nsa_layer.cute.forward import forward
+    from nsa_layer.cute.head_groups import head_group
+    from nsa_layer.cute.packing import Packing
 
     spec, dtype = call.spec(), call.dtype
     plan = call.plan or plan_memory(call.sizes(), call.policy, torch.device("cpu"))

@@ -70,7 +70,7 @@ class _Pooled(ReverseMode):
 
 def pooled(x: Tensor, lengths: tuple[int, ...] | None, *, weight: Tensor | None, config: NSAConfig) -> Tensor:
     """Blocks compressed by the kernels, in the dtype of x: [B, T, Hkv, D], or packed [total, Hkv, D]."""
-    from nsa_layer.cute.autograd import readable
+    from nsa_layer.kernels.launch import readable
 
     options, total = dict(block_size=config.span, stride=config.stride), None
     if lengths is not None:

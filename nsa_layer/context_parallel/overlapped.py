@@ -125,7 +125,7 @@ def attend(call: Call, given: CallTensors, *, return_more: bool) -> tuple[Tensor
         alone = (*OF_HEADS, "cu_seqlens")
         tensors = {name: x if x is None or name in alone else x[None] for name, x in tensors.items()}
     if call.backend == "cute" and not call.recorded:
-        from nsa_layer.cute.autograd import readable
+        from nsa_layer.kernels.launch import readable
 
         tensors = {name: x if x is None else readable(x) for name, x in tensors.items()}
     o, *rest = _Attend.apply(call, return_more, *tensors.values())

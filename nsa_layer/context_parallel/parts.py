@@ -41,9 +41,9 @@ class Part(NamedTuple):
     def forward(self, o: Tensor, *, backward: bool) -> Left:
         """Write the output, and return what there is of it for its backward."""
         if self.backend == "cute":
-            from nsa_layer.cute import autograd
+            from nsa_layer.cute import head_groups
 
-            return autograd.forward_groups(*self._on_kernels(), backward=backward, o=o)[1][0]
+            return head_groups.forward_groups(*self._on_kernels(), backward=backward, o=o)[1][0]
         made, aux = self._attend(self.tensors)
         o.copy_(made)
         return aux.block_indices, *(None,) * 8, aux.lse_cmp, aux.lse_slc, aux.lse_swa, aux.gates
@@ -51,9 +51,9 @@ class Part(NamedTuple):
     def gradients(self, do: Tensor, left: Left, dq: Tensor) -> tuple[Tensor | None, ...]:
         """Those of the differentiable tensors; that of q is written to dq."""
         if self.backend == "cute":
-            from nsa_layer.cute import autograd
+            from nsa_layer.cute import head_groups
 
-            return autograd.gradients(do, *self._on_kernels(), [autograd.SavedForBackward(*left)], dq=dq)
+            return head_groups.gradients(do, *self._on_kernels(), [head_groups.SavedForBackward(*left)], dq=dq)
         leaves = leaves_of(self.tensors.differentiable, [True] * len(DIFFERENTIABLE))
         with recording():
             o, _ = self._attend(CallTensors(*leaves, block_indices=left[LISTS]))

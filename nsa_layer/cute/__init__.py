@@ -1,1 +1,1 @@
-"""The kernels' backend of the operator: autograd, forward and backward of a call, and what they share."""
+"""The kernels' backend of the operator: forward and backward of a call, by groups of heads, and what they share."""

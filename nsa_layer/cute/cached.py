@@ -30,7 +30,8 @@ from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.compiling import side_by_side
 from nsa_layer.compiling.shapes import CachedShape
 from nsa_layer.compress import project
-from nsa_layer.cute import autograd
+from nsa_layer.cute import head_groups
+from nsa_layer.cute.forward import Pages
 from nsa_layer.cute.host_numbers import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import Packing, starts_of
@@ -40,6 +41,7 @@ from nsa_layer.kernels.caches.complete_blocks import can_complete, complete_bloc
 from nsa_layer.kernels.caches.move_rows import Pair, append, clear, gather
 from nsa_layer.kernels.caches.places import Field, find_places
 from nsa_layer.kernels.decode.step import decode_step, takes
+from nsa_layer.kernels.launch import readable
 from nsa_layer.kernels.mean_pool.pool import pool
 from nsa_layer.profiler_ranges import component
 
@@ -80,7 +82,7 @@ def step(
         o, lses = step(_unpacked(call), (len(call.q),), softmax_scale, validate=validate, memory=memory)
         return o[0], tuple(lse[0] for lse in lses)
     new = {name: getattr(call, name) for name in ("q", *TOKEN_CACHES, *COMPRESSED_CACHES)}
-    read = {name: autograd.readable(x) for name, x in new.items() if x is not None}
+    read = {name: readable(x) for name, x in new.items() if x is not None}
     if any(x is not new[name] for name, x in read.items()):
         call = replace(call, **read)
     starts, on_gpu = None, call
@@ -286,8 +288,8 @@ class _Step:
         pages = None
         if window is not None:
             in_window = self.places[Field.IN_WINDOW, part]
-            pages = autograd.Pages(self.table[part], call.room, in_window, window.starts, window.longest)
-        o, aux = autograd.infer(CallTensors(**given), packing, spec, self.memory, pages)
+            pages = Pages(self.table[part], call.room, in_window, window.starts, window.longest)
+        o, aux = head_groups.infer(CallTensors(**given), packing, spec, self.memory, pages)
         return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
 
     def _keys(self, bounds: tuple[int, int], window: _Window | None) -> list[Tensor | None]:
@@ -297,7 +299,7 @@ class _Step:
         starts = _Rows(None, None)
         if self.in_place:
             keys = [*self._caches(TOKEN_CACHES), *_narrowed(self._caches(COMPRESSED_CACHES), count)]
-            keys = [x if x is None else autograd.readable(x) for x in keys]
+            keys = [x if x is None else readable(x) for x in keys]
         else:
             leads = (bounds[1] - bounds[0], call.room), (bounds[1] - bounds[0], count)
             if call.packed:
@@ -361,7 +363,7 @@ class _Step:
         k_means, v_mean = pool(*tokens, **options)
         means = k_means[0] if k_means else None, v_mean
         made = (x if x is None else project(x, weight).to(call.q.dtype) for x, weight in zip(means, weights))
-        return tuple(x if x is None else autograd.readable(x) for x in made)
+        return tuple(x if x is None else readable(x) for x in made)
 
 
 class _Window(NamedTuple):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, takes_unions
 from nsa_layer.cute.host_numbers import HostCopy, aligned, cached, copied_rows, moved, numbers_on
 from nsa_layer.kernels.token_lists.sizes import ROWS
-from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, takes_unions
+from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
 
 
 class Packing(NamedTuple):
@@ -104,7 +104,7 @@ class Packing(NamedTuple):
 def _kv_tile(spec: CallSpec) -> int:
     """Tokens that `Packing.cu_kv_tiles` count."""
     size = spec.config.block_size
-    return size if takes_unions(spec.config, listed=spec.listed) else hopper_kv_tile(size)
+    return size if spec.by_union else hopper_kv_tile(size)
 
 
 def takes_starts(

@@ -23,8 +23,8 @@ from flash_attn.cute.bwd_dq_sm90.interface import backward_dq  # noqa: E402
 from flash_attn.cute.fwd_unions.interface import forward_unions  # noqa: E402
 from flash_attn.cute.multiply.form import by_warp  # noqa: E402
 from flash_attn.cute.runtime import repeated_calls  # noqa: E402
-from nsa_layer.cute.autograd import readable  # noqa: E402
 from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists  # noqa: E402
+from nsa_layer.kernels.launch import readable  # noqa: E402
 from nsa_layer.profiler_ranges import component  # noqa: E402
 from nsa_layer.support import device_arch  # noqa: E402
 

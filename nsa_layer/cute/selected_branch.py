@@ -15,7 +15,7 @@ from flash_attn.cute.bwd_sm90 import two_pass
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.formats import cu_total_blocks
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, takes_unions
 from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.mask_mods import causal_mask, selected_mask
 from nsa_layer.cute.packing import Packing
@@ -30,7 +30,7 @@ from nsa_layer.cute.torch_block_lists import (
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
 from nsa_layer.kernels.launch import are_aligned
 from nsa_layer.kernels.token_lists.sizes import KEYS
-from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family, takes_unions
+from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
 
 
 def forward_tile(device: torch.device, block_size: int = KV_TILE) -> tuple[int, int]:
@@ -131,7 +131,7 @@ def selected_sparsity(
         NotImplementedError: q_offset where unions are not taken.
     """
     config, causal, device = spec.config, spec.causal, block_indices.device
-    if takes_unions(config, listed=spec.listed):
+    if spec.by_union:
         Hs, extents = block_indices.shape[-2], Extents.of_layer(T, T if S is None else S, spec, packing, q_offset)
         lists = query_lists(block_indices, heads[0] // Hs, extents)
         return Sparsity(lists, causal, pack_gqa=Hs == heads[1], q_offset=extents.q_offset)

@@ -61,6 +61,11 @@ def are_aligned(x: torch.Tensor) -> bool:
     return not any(stride % step for stride in x.stride()[:-1]) and (is_fake(x) or not x.data_ptr() % 16)
 
 
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """As the kernels read it, 16 bytes at a time: itself, or a copy where rows lie otherwise."""
+    return x if x.stride(-1) == 1 and are_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 def forget() -> None:
     """Forget the kernels in memory, so that the cache on disk is asked again."""
     _compiled.clear()

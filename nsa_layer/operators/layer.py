@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from nsa_layer import support
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
@@ -63,7 +62,7 @@ def attend_on_kernels(
         return made[0], None
     choice, g, lses = made[1] if block_indices is None else block_indices, made[13], made[10:13]
     if block_indices is None:
-        if not support.takes_unions(spec.config):
+        if not spec.by_union:
             choice = choice.transpose(-3, -2)
         if not torch.compiler.is_compiling():  # without the room that a graph has
             rows = sum(map(spec.config.num_tiles, spec.lengths)) if spec.lengths else choice.shape[-3]
@@ -128,7 +127,7 @@ def _attend(
         given: of `CallTensors`, but for q_offset.
         room: False for the shapes that the lengths ask for, instead of those that follow from shapes.
     """
-    from nsa_layer.cute import graph
+    from nsa_layer.cute import whole_call
 
     tensors = CallTensors(*given)
     q, block_indices, spec = tensors.q, tensors.block_indices, _kernels_spec(static, tensors)
@@ -136,12 +135,12 @@ def _attend(
         check_lists_of(block_indices, q, tensors.k, spec)
     tensors = without_room(tensors, spec)
     with torch.cuda.device_of(q):
-        o, made = graph.attend(tensors, spec=spec, heads=heads, kept=kept, needs_grad=needs_grad, room=room)
+        o, made = whole_call.attend(tensors, spec=spec, heads=heads, kept=kept, needs_grad=needs_grad, room=room)
     return o, *made, copied(tensors.cu_seqlens, q, left=spec.bound is not None)
 
 
 def _attend_fake(*given: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
-    from nsa_layer.cute.graph import saved_shapes
+    from nsa_layer.cute.whole_call import saved_shapes
 
     tensors = CallTensors(*given)
     q, v, cu_seqlens = tensors.q, tensors.v, tensors.cu_seqlens
@@ -155,7 +154,7 @@ def _attend_fake(*given: Tensor | None, heads: int, kept: list[bool], **static: 
 def _attend_backward(
     do: Tensor, *given: Tensor | None, heads: int, kept: list[bool], needs: Sequence[bool], **static: Any
 ) -> tuple[Tensor, ...]:
-    from nsa_layer.cute import graph
+    from nsa_layer.cute import whole_call
 
     inputs, block_indices, made, starts = given[:11], given[11], given[12:25], given[25]
     tensors = CallTensors(*inputs, starts if starts.numel() else None, block_indices)
@@ -164,7 +163,7 @@ def _attend_backward(
         spec = _bounded(spec, tensors.q, static)
     with torch.cuda.device_of(do):
         made = [x if x is not None and x.dim() > 1 else None for x in made]
-        found = graph.gradients(do, without_room(tensors, spec), made, spec=spec, heads=heads, kept=kept)
+        found = whole_call.gradients(do, without_room(tensors, spec), made, spec=spec, heads=heads, kept=kept)
     wanted = (d if need else None for d, need in zip(found, needs, strict=True))
     return tuple([None if d is None else _with_room(d, x) for d, x in zip(wanted, inputs, strict=True)])
 

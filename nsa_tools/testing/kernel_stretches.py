@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
-from nsa_layer import support
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
-from nsa_layer.cute.autograd import _joined_aux, forward_groups, gradients, readable
 from nsa_layer.cute.forward import SavedForBackward
-from nsa_layer.cute.graph import READ
+from nsa_layer.cute.head_groups import forward_groups, gradients, joined_aux
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.whole_call import READ
 from nsa_layer.derivatives import first_derivatives
+from nsa_layer.kernels.launch import readable
 
 Tensor = torch.Tensor
 
@@ -36,7 +36,7 @@ class _Attend(torch.autograd.Function):
         ctx.static = packing, spec, MemoryPlan(((0, tensors.k.shape[-2]),), (True,) * 3)
         o, parts = forward_groups(tensors, *ctx.static, backward=any(ctx.needs_input_grad))
         ctx.save_for_backward(*tensors, *parts[0])
-        aux = _joined_aux(parts, tensors.q, unions=support.takes_unions(spec.config, listed=spec.listed))
+        aux = joined_aux(parts, tensors.q, unions=spec.by_union)
         ctx.mark_non_differentiable(*aux)
         return o, *aux
 

@@ -9,7 +9,7 @@ import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
-from nsa_layer.cute import aside, autograd, forward
+from nsa_layer.cute import aside, forward, head_groups
 
 CONFIG = NSAConfig(block_counts=4)
 
@@ -37,7 +37,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(aside, "_second", lambda device: side)
-    monkeypatch.setattr(autograd, "aside", lambda q: aside.Aside(q.device))
+    monkeypatch.setattr(head_groups, "aside", lambda q: aside.Aside(q.device))
     return found
 
 

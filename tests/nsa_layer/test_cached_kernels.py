@@ -20,7 +20,7 @@ BEHIND = 5
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch on the CPU in place of the kernels; what may be NaN, since nothing reads it, is anything."""
     pytest.importorskip("cutlass")
-    from nsa_layer.cute import autograd, cached
+    from nsa_layer.cute import cached, head_groups
 
     monkeypatch.setattr(cached, "find_places", find_places)
     monkeypatch.setattr(cached, "append", append)
@@ -30,8 +30,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cached, "clear", clear)
     monkeypatch.setattr(cached, "pool", pool)
     monkeypatch.setattr(cached, "blank_rows", blank_rows)
-    monkeypatch.setattr(autograd, "infer", infer)
-    monkeypatch.setattr(autograd, "readable", lambda x: x)
+    monkeypatch.setattr(head_groups, "infer", infer)
+    monkeypatch.setattr(cached, "readable", lambda x: x)
 
 
 def find_places(cache_seqlens, *, T, cu_seqlens, cache, table, cmp_cache, cmp_table, span, stride, window, adds):

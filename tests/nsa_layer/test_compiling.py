@@ -32,7 +32,8 @@ from nsa_layer.cached_call import CachedCall
 from nsa_layer.compiling import ahead
 from nsa_layer.compiling.ahead import kernel_files
 from nsa_layer.compiling.shapes import CachedShape, CallShape, ListsShape
-from nsa_layer.cute import autograd, cached, selected_alone
+from nsa_layer.cute import cached, head_groups, selected_alone
+from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.memory_plan import plan_memory
 
 warnings.simplefilter("ignore")
@@ -56,10 +57,10 @@ def own_call(call, bounded=False):
         spec = replace(spec, lengths=None, bound=max(call.lengths))
         starts = torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
         where = dict(cu_seqlens=starts, total=call.T)
-    packing = autograd.Packing.of(spec, tensors.q.device, tensors.q_heads_per_list, **where)
-    o, parts = autograd.forward_groups(tensors, packing, spec, plan, backward=True)
+    packing = Packing.of(spec, tensors.q.device, tensors.q_heads_per_list, **where)
+    o, parts = head_groups.forward_groups(tensors, packing, spec, plan, backward=True)
     if call.backward:
-        autograd.gradients(torch.empty_like(o), tensors, packing, spec, plan, parts)
+        head_groups.gradients(torch.empty_like(o), tensors, packing, spec, plan, parts)
 
 def own_lists(call):
     q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))

@@ -20,7 +20,7 @@ from nsa_layer.call_spec import CallTensors
 from nsa_tools.testing.cases import Case, make_inputs
 
 import flash_attn.cute.interface
-import nsa_layer.cute.autograd
+import nsa_layer.cute.head_groups
 from nsa_layer.operators import attend_on_kernels
 
 for lengths in (None, (300, 0, 70)):

@@ -123,7 +123,7 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
     """o, log-sum-exps, and the lists of all parts."""
     from nsa_layer.cute import cached
 
-    infer, decode_step, lists = cached.autograd.infer, cached.decode_step, []
+    infer, decode_step, lists = cached.head_groups.infer, cached.decode_step, []
 
     def few(call: CachedCall, lengths: tuple[int, ...], softmax_scale: float) -> tuple:
         size = (call.B, max(lengths), call.k_cache.shape[2], max(call.config.block_counts, 3))
@@ -138,7 +138,7 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
         return o, aux
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cached.autograd, "infer", noted)
+        patch.setattr(cached.head_groups, "infer", noted)
         patch.setattr(cached, "decode_step", few)
         o, lses = cached.attend(call, *check_call(call, validate=validate, **check), validate=validate)
     return o, lses, torch.cat(lists).flatten(0, -3)

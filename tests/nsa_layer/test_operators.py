@@ -313,9 +313,9 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypa
     left = []
 
     with stubbed_layer():
-        from nsa_layer.cute import autograd
+        from nsa_layer.cute import head_groups
 
-        forward, backward = autograd.forward, autograd.backward
+        forward, backward = head_groups.forward, head_groups.backward
 
         def filled(*args: Any, **kwargs: Any) -> Any:
             left.append(forward(*args, **kwargs))
@@ -329,8 +329,8 @@ def test_a_group_of_heads_gets_back_what_it_left(case: str, room: bool, monkeypa
                 assert x is y is None or torch.equal(x, y), name
             return backward(tensors, packing, saved, *args, **kwargs)
 
-        monkeypatch.setattr(autograd, "forward", filled)
-        monkeypatch.setattr(autograd, "backward", compared)
+        monkeypatch.setattr(head_groups, "forward", filled)
+        monkeypatch.setattr(head_groups, "backward", compared)
         q, starts = tensors[0], tensors[11]
         _, *made, starts = layer._attend(*tensors, **static, room=room)
         del static["needs_grad"]

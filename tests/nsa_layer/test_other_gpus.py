@@ -15,7 +15,7 @@ CONFIG = NSAConfig(block_size=64, q_tile=128, block_counts=4, window_size=128, d
 
 def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
-    from nsa_layer.cute import graph
+    from nsa_layer.cute import whole_call
 
     class Asked(Exception):
         pass
@@ -36,7 +36,7 @@ def test_the_gpu_of_the_tensors_is_the_current_one_for_the_call(monkeypatch: pyt
             entered.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", Device)
-    monkeypatch.setattr(graph, "attend", asked)
+    monkeypatch.setattr(whole_call, "attend", asked)
     with FakeTensorMode():
         q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device="cuda:1")
     static = static_arguments(CallSpec(CONFIG, True, 0.125)) | dict(heads=2, kept=[False] * 3, bound=None)

@@ -1,4 +1,4 @@
-"""The kernels' backend as functions of tensors and numbers, as a graph has them: no contexts, outputs of known shapes.
+"""A call of all heads on the kernels as an operator has it: functions of tensors and numbers, outputs of known shapes.
 
 What forward saves is joined over groups of heads. Of packed sequences it has rows for as many blocks, tiles and lists
 as any lengths could have: shapes follow from shapes.
@@ -13,7 +13,6 @@ import torch
 
 from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors
 from nsa_layer.cute.memory_plan import MemoryPlan, head_groups
-from nsa_layer.support import takes_unions
 
 if TYPE_CHECKING:
     from nsa_layer.cute.forward import SavedForBackward
@@ -32,10 +31,10 @@ def saved_shapes(
         exact: for the lengths of ``spec``; otherwise with room for any.
     """
     (q, k, v), chosen = tensors[:3], tensors.block_indices is None
-    config, tokens, lead = spec.config, q.shape[-3], q.shape[:-3]
+    tokens, lead = q.shape[-3], q.shape[:-3]
     Hq, Hkv, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     tiles, blocks, n = _counts(tensors, spec, exact=exact)
-    if takes_unions(config, listed=spec.listed):
+    if spec.by_union:
         lists, counts = (*lead, tiles, Hkv, n), None
     else:
         lists, counts = (*lead, Hkv, tiles, n), (*lead, Hkv, tiles)
@@ -86,11 +85,11 @@ def attend(
         needs_grad: there will be a backward.
         room: False for exact shapes, and any strides.
     """
-    from nsa_layer.cute import autograd
+    from nsa_layer.cute import head_groups
 
     tensors, packing, plan = _readable(tensors, spec, heads, kept)
     if len(plan.groups) == 1:
-        o, (made,) = autograd.forward_groups(tensors, packing, spec, plan, backward=needs_grad)
+        o, (made,) = head_groups.forward_groups(tensors, packing, spec, plan, backward=needs_grad)
         made = (None if tensors.block_indices is not None else made[0], *made[1:])
         if not room:
             return o, list(made)
@@ -110,7 +109,7 @@ def attend(
                 into = _of_group(into, _heads(field, spec), group, Hkv)
                 into[tuple(map(slice, x.shape))].copy_(x)
 
-    return autograd.forward_groups(tensors, packing, spec, plan, backward=needs_grad, keep=keep)[0], whole
+    return head_groups.forward_groups(tensors, packing, spec, plan, backward=needs_grad, keep=keep)[0], whole
 
 
 def gradients(
@@ -123,7 +122,8 @@ def gradients(
     kept: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients of the differentiable tensors, from what `attend` made; None in its place of what it did not."""
-    from nsa_layer.cute import autograd
+    from nsa_layer.cute import head_groups
+    from nsa_layer.cute.forward import SavedForBackward
 
     tensors, packing, plan = _readable(tensors, spec, heads, kept)
     whole = made
@@ -132,19 +132,19 @@ def gradients(
         whole = [None if of is None else first_of(x, of[0]) for x, of in zip(made, shapes, strict=True)]
 
     def left(group: tuple[int, int]) -> SavedForBackward:
-        part = autograd.SavedForBackward(*whole)
+        part = SavedForBackward(*whole)
         if len(plan.groups) > 1:
             parts = (_of_group(x, _heads(i, spec), group, tensors.k.shape[-2]) for i, x in enumerate(whole))
-            part = autograd.SavedForBackward(*(None if x is None else x.contiguous() for x in parts))
-        lists = autograd.head_group(tensors, *group).block_indices
+            part = SavedForBackward(*(None if x is None else x.contiguous() for x in parts))
+        lists = head_groups.head_group(tensors, *group).block_indices
         return part if lists is None else part._replace(block_indices=lists)
 
-    return list(autograd.gradients(do, tensors, packing, spec, plan, map(left, plan.groups)))
+    return list(head_groups.gradients(do, tensors, packing, spec, plan, map(left, plan.groups)))
 
 
 def _heads(field: int, spec: CallSpec) -> int:
     """The dimension of heads in a field of `SavedForBackward`."""
-    return -3 if field == 0 and not takes_unions(spec.config, listed=spec.listed) else -2
+    return -3 if field == 0 and not spec.by_union else -2
 
 
 def _has_room(tensors: CallTensors, spec: CallSpec) -> bool:
@@ -171,8 +171,8 @@ def _readable(
     tensors: CallTensors, spec: CallSpec, heads: int, kept: Sequence[bool]
 ) -> tuple[CallTensors, Packing | None, MemoryPlan]:
     """The tensors as kernels read them, starts, and the plan."""
-    from nsa_layer.cute.autograd import readable
     from nsa_layer.cute.packing import Packing
+    from nsa_layer.kernels.launch import readable
 
     read = {name: readable(x) for name in READ if (x := getattr(tensors, name)) is not None}
     q, rows = tensors.q, tensors.q_heads_per_list

@@ -1,4 +1,4 @@
-"""The operator on the kernels as an autograd function: groups of heads, and what is saved between the directions.
+"""A call on the kernels, a group of key/value heads after the other: forward, backward, and what is saved between.
 
 Saved: q, k, v, the weights, each branch's o (unless the memory plan recomputes it) and lse, the gates, the compressed
 keys and values, and the selected blocks. Block lists are built again in backward; nothing is selected again.
@@ -27,7 +27,7 @@ require_patched()
 from nsa_layer.cute.aside import aside  # noqa: E402
 from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Pages, SavedForBackward, forward  # noqa: E402
-from nsa_layer.kernels.launch import are_aligned  # noqa: E402
+from nsa_layer.kernels.launch import readable  # noqa: E402
 
 Tensor = torch.Tensor
 
@@ -79,7 +79,7 @@ def infer(
     plan = plan_memory(sizes, memory, tensors.q.device)
     with aside(tensors.q) or nullcontext() as beside:
         o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, beside=beside)
-    return o, Aux(*_joined_aux(parts, tensors.q, unions=support.takes_unions(spec.config, listed=spec.listed)))
+    return o, Aux(*joined_aux(parts, tensors.q, unions=spec.by_union))
 
 
 def gradients(
@@ -140,11 +140,6 @@ def _shape(tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: 
     return CallShape(**sizes, **static, backward=backward)
 
 
-def readable(x: Tensor) -> Tensor:
-    """As the kernels read it, 16 bytes at a time: itself, or a copy where rows lie otherwise."""
-    return x if x.stride(-1) == 1 and are_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 def head_group(tensors: CallTensors, first: int, end: int) -> CallTensors:
     """Those of key/value heads `first` to `end` with their query heads."""
     if (first, end) == (0, tensors.k.shape[-2]):
@@ -172,7 +167,7 @@ def _narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None
     return x.narrow(dim, heads[0], heads[1] - heads[0])
 
 
-def _joined_aux(parts: list[SavedForBackward], q: Tensor, *, unions: bool) -> tuple[Tensor, ...]:
+def joined_aux(parts: list[SavedForBackward], q: Tensor, *, unions: bool) -> tuple[Tensor, ...]:
     """`Aux`'s fields for all heads."""
     packed = q.dim() == 3
     heads_dim = 0 if packed else 1
