@@ -126,7 +126,7 @@ class Turns:
     nothing more is waited for as long as a kernel may take.
     """
 
-    def __init__(self, longest: float = 60.0, pause: float = 0.1) -> None:
+    def __init__(self, longest: float = 60.0, pause: float = 0.02) -> None:
         self.longest, self.pause = longest, pause  # seconds of waiting in all, and between two looks
         self._own = threading.local()
 
