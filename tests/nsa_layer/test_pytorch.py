@@ -150,9 +150,10 @@ def test_attention_to_lists_compiles(place: Place) -> None:
     lists = torch.randint(-1, 1, (place.total, 2, 3), dtype=torch.int32, device=place.device)
     call = partial(selected_attention, block_size=place.config.block_size, deterministic=True)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    packed = (*of, lists), dict(cu_seqlens=place.starts(place.packings[0]))
+    starts = dict(cu_seqlens=place.starts(place.packings[0]))
+    packed, of_tiles = (*of, lists), (*of, lists[: sum(-(-T // 8) for T in place.packings[0])])
     batch = tuple(x[None] for x in (*of, lists)), dict(q_offset=torch.zeros(1, dtype=torch.int32, device=place.device))
-    for tensors, more in (packed, batch):
+    for tensors, more in ((packed, starts), (of_tiles, starts), batch):
         assert_same(gradients(compiled(*tensors, **more), *of), gradients(call(*tensors, **more), *of))
 
 
