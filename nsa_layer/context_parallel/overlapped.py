@@ -19,7 +19,7 @@ from nsa_layer.context_parallel.collectives import Exchange
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import Stretch
-from nsa_layer.cute.memory_plan import head_groups
+from nsa_layer.cute.memory_plan import split_heads
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.operators.registration import is_recorded
 
@@ -135,7 +135,7 @@ def attend(call: Call, given: CallTensors, *, return_more: bool) -> tuple[Tensor
 
 def steps_of(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
     """Key/value heads of each step, at most so many; one at both ends, beside whose exchange nothing runs."""
-    inner = head_groups(max(0, Hkv - 2), heads)
+    inner = split_heads(max(0, Hkv - 2), heads)
     ends = [(first, first + 1) for first in sorted({0, Hkv - 1})]
     return (ends[0], *((first + 1, end + 1) for first, end in inner), *ends[1:])
 

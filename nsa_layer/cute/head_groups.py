@@ -88,14 +88,14 @@ def gradients(
     packing: Packing | None,
     spec: CallSpec,
     plan: MemoryPlan,
-    left: Iterable[SavedForBackward],
+    saved: Iterable[SavedForBackward],
     *,
     dq: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the differentiable tensors.
 
     Args:
-        left: what each group's forward left, asked for before that group's backward.
+        saved: by each group's forward; asked for one by one, before that group's backward.
         dq: is written where it is given.
     """
     q, k, v = tensors[:3]
@@ -108,11 +108,11 @@ def gradients(
     whole.insert(0, torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq)
     rest = []
     with _side_by_side(tensors, spec, plan, backward=True):
-        for (first, end), saved in zip(plan.groups, left, strict=True):
+        for (first, end), of_group in zip(plan.groups, saved, strict=True):
             query, key = _query_heads(q, k, first, end), (first, end)
             grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
-            of_group = head_group(tensors, first, end), packing, saved, _narrow(do, -2, query)
-            rest.append(backward(*of_group, *grads, spec=spec))
+            given = head_group(tensors, first, end), packing, of_group, _narrow(do, -2, query)
+            rest.append(backward(*given, *grads, spec=spec))
     dq, dk, dv, *of_window = whole
     return dq, dk, dv, *(joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
 

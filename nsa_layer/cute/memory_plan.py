@@ -201,8 +201,8 @@ def _plan_memory(sizes: Sizes, recompute: str, budget: int | None) -> MemoryPlan
         for count in range(1, sizes.Hkv + 1):
             heads = -(-sizes.Hkv // count)
             if budget is None or _peak(sizes, heads, kept) <= budget:
-                return MemoryPlan(head_groups(sizes.Hkv, heads), kept)
-    return MemoryPlan(head_groups(sizes.Hkv, 1), choices[-1])
+                return MemoryPlan(split_heads(sizes.Hkv, heads), kept)
+    return MemoryPlan(split_heads(sizes.Hkv, 1), choices[-1])
 
 
 def plans_by_tokens(
@@ -251,7 +251,7 @@ def _peak(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> int:
     return parts["saved"] + max(parts["forward"], parts["backward"])
 
 
-def head_groups(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
+def split_heads(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
     """Groups of so many key/value heads; the last one may have fewer."""
     return tuple((first, min(first + heads, Hkv)) for first in range(0, Hkv, heads))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors
-from nsa_layer.cute.memory_plan import MemoryPlan, head_groups
+from nsa_layer.cute.memory_plan import MemoryPlan, split_heads
 
 if TYPE_CHECKING:
     from nsa_layer.cute.forward import SavedForBackward
@@ -89,57 +89,57 @@ def attend(
 
     tensors, packing, plan = _readable(tensors, spec, heads, kept)
     if len(plan.groups) == 1:
-        o, (made,) = head_groups.forward_groups(tensors, packing, spec, plan, backward=needs_grad)
-        made = (None if tensors.block_indices is not None else made[0], *made[1:])
+        o, (saved,) = head_groups.forward_groups(tensors, packing, spec, plan, backward=needs_grad)
+        if tensors.block_indices is not None:
+            saved = saved._replace(block_indices=None)
         if not room:
-            return o, list(made)
+            return o, list(saved)
         if not _has_room(tensors, spec):
-            return o, [None if x is None else x.contiguous() for x in made]
+            return o, [None if x is None else x.contiguous() for x in saved]
         shapes = saved_shapes(tensors, spec=spec, kept=kept)
-        return o, [None if x is None else with_room(x, of[0]) for x, of in zip(made, shapes, strict=True)]
+        return o, [None if x is None else with_room(x, of[0]) for x, of in zip(saved, shapes, strict=True)]
     shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=not room)
     q, Hkv = tensors.q, tensors.k.shape[-2]
-    whole = [
+    joined = [
         None if of is None else q.new_full(of[0], 0 if of[1].is_floating_point else -1, dtype=of[1]) for of in shapes
     ]
 
-    def keep(part: Sequence[Tensor | None], group: tuple[int, int]) -> None:
-        for field, (x, into) in enumerate(zip(part, whole, strict=True)):
+    def join(saved: SavedForBackward, group: tuple[int, int]) -> None:
+        for field, (x, into) in enumerate(zip(saved, joined, strict=True)):
             if into is not None:
                 into = _of_group(into, _heads(field, spec), group, Hkv)
                 into[tuple(map(slice, x.shape))].copy_(x)
 
-    return head_groups.forward_groups(tensors, packing, spec, plan, backward=needs_grad, keep=keep)[0], whole
+    return head_groups.forward_groups(tensors, packing, spec, plan, backward=needs_grad, keep=join)[0], joined
 
 
 def gradients(
     do: Tensor,
     tensors: CallTensors,
-    made: Sequence[Tensor | None],
+    saved: Sequence[Tensor | None],
     *,
     spec: CallSpec,
     heads: int,
     kept: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the differentiable tensors, from what `attend` made; None in its place of what it did not."""
+    """The gradients of the differentiable tensors, from the fields that `attend` gave."""
     from nsa_layer.cute import head_groups
     from nsa_layer.cute.forward import SavedForBackward
 
     tensors, packing, plan = _readable(tensors, spec, heads, kept)
-    whole = made
     if _has_room(tensors, spec):
         shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=True)
-        whole = [None if of is None else first_of(x, of[0]) for x, of in zip(made, shapes, strict=True)]
+        saved = [None if of is None else first_of(x, of[0]) for x, of in zip(saved, shapes, strict=True)]
 
-    def left(group: tuple[int, int]) -> SavedForBackward:
-        part = SavedForBackward(*whole)
+    def saved_of(group: tuple[int, int]) -> SavedForBackward:
+        part = SavedForBackward(*saved)
         if len(plan.groups) > 1:
-            parts = (_of_group(x, _heads(i, spec), group, tensors.k.shape[-2]) for i, x in enumerate(whole))
+            parts = (_of_group(x, _heads(i, spec), group, tensors.k.shape[-2]) for i, x in enumerate(saved))
             part = SavedForBackward(*(None if x is None else x.contiguous() for x in parts))
         lists = head_groups.head_group(tensors, *group).block_indices
         return part if lists is None else part._replace(block_indices=lists)
 
-    return list(head_groups.gradients(do, tensors, packing, spec, plan, map(left, plan.groups)))
+    return list(head_groups.gradients(do, tensors, packing, spec, plan, map(saved_of, plan.groups)))
 
 
 def _heads(field: int, spec: CallSpec) -> int:
@@ -177,7 +177,7 @@ def _readable(
     read = {name: readable(x) for name in READ if (x := getattr(tensors, name)) is not None}
     q, rows = tensors.q, tensors.q_heads_per_list
     packing = Packing.of(spec, q.device, rows, cu_seqlens=tensors.cu_seqlens, total=q.shape[0])
-    return tensors._replace(**read), packing, MemoryPlan(head_groups(tensors.k.shape[-2], heads), tuple(kept))
+    return tensors._replace(**read), packing, MemoryPlan(split_heads(tensors.k.shape[-2], heads), tuple(kept))
 
 
 def with_room(x: Tensor, shape: Shape) -> Tensor:
