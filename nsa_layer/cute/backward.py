@@ -77,7 +77,8 @@ def backward(
         calls["slc"] = BranchCall(k, v, selected_options(by_key, packing) | ordered)
     if not k_cmp.shape[-3]:
         del calls["cmp"]
-    layouts = backward_layouts(q, tuple(calls.values()), key=(spec, tensors.q_offset is None))
+    sequences = None if packing is None else len(packing.cu_seqlens)  # which the spec of bounds does not say
+    layouts = backward_layouts(q, tuple(calls.values()), key=(spec, sequences, tensors.q_offset is None))
 
     # Outputs that were not saved: the same launches, the same bits.
     o_cmp, o_slc, o_swa = saved.o_cmp, saved.o_slc, saved.o_swa

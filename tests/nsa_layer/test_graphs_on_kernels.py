@@ -105,6 +105,25 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
             torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
 
 
+@pytest.mark.parametrize("q_tile", [1, 128])
+def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(
+    q_tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept of a call whose lengths the host does not know fits one of other sequences."""
+    from nsa_layer import inputs
+    from nsa_layer.operators import arguments, layer
+
+    monkeypatch.setattr(inputs, "leaves_lengths", lambda *_: True)
+    monkeypatch.setattr(layer, "takes_starts", lambda *_: True)
+    for module in (arguments, layer):
+        monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
+    q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+    with stubbed_layer():
+        for lengths in (LENGTHS, (sum(LENGTHS),), (500, 524)):
+            o = nsa(q, k, v, cu_seqlens=starts_of(lengths, "cpu"), config=NSAConfig(q_tile=q_tile), backend="cute")
+            torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+
+
 def test_lists_that_are_returned_have_room_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     from nsa_layer import inputs
     from nsa_layer.operators import layer
