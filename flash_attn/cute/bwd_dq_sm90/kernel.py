@@ -74,41 +74,66 @@ class FlashAttentionBackwardDqSm90:
         aux_data: AuxData,
         stream: cuda.CUstream,
     ):
-        spec = self.spec
-        mQ, mK, mV, mdO = [assume_tensor_aligned(t) for t in (mQ, mK, mV, mdO)]
-        by_token = [[1, 3, 2, 0] if const_expr(not packed) else [0, 2, 1] for packed in spec.packed]
-        mQ, mdO = [layout_utils.select(t, by_token[0]) for t in (mQ, mdO)]
-        mK, mV = [layout_utils.select(t, by_token[1]) for t in (mK, mV)]
-        mDQ = layout_utils.select(assume_tensor_aligned(mDQ), by_token[0])
+        mQ, mK, mV, mdO, mDQ = [assume_tensor_aligned(t) for t in (mQ, mK, mV, mdO, mDQ)]
+        mQ, mdO, mDQ = [self.by_token(t, 0) for t in (mQ, mdO, mDQ)]
+        mK, mV = [self.by_token(t, 1) for t in (mK, mV)]
         if const_expr(mO is not None):
-            mO = layout_utils.select(assume_tensor_aligned(mO), by_token[0])
-            mLSE = layout_utils.select(mLSE, [2, 1, 0] if const_expr(not spec.packed[0]) else [1, 0])
-        lists = lists_by_query_head(lists, spec.list_group)
+            mO = self.by_token(assume_tensor_aligned(mO), 0)
+            mLSE = self.rows_by_token(mLSE)
+        self.launch(
+            (mQ, mdO), (mK, mV), (mLSElog2, mdPsum, mO, mdO if const_expr(mO is not None) else None, mLSE),
+            (mDQ, mAccum), softmax_scale, (left, right), (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQOffset),
+            lists_by_query_head(lists, self.spec.list_group), aux_data, stream,
+        )  # fmt: skip
 
+    def by_token(self, t: cute.Tensor, side: int) -> cute.Tensor:
+        """[B, T, H, D] -> [T, D, H, B], packed [total, H, D] -> [total, D, H]; side: 0 for queries, 1 for keys."""
+        return layout_utils.select(t, [0, 2, 1] if self.spec.packed[side] else [1, 3, 2, 0])
+
+    def rows_by_token(self, t: cute.Tensor) -> cute.Tensor:
+        """[B, Hq, T] -> [T, Hq, B], packed [Hq, total] -> [total, Hq]"""
+        return layout_utils.select(t, [1, 0] if self.spec.packed[0] else [2, 1, 0])
+
+    def launch(
+        self,
+        rows: tuple[cute.Tensor, ...],  # q and do, or q alone, by token
+        keys: tuple[cute.Tensor, cute.Tensor],  # k and v, by token
+        sums: tuple[Optional[cute.Tensor], ...],
+        outputs: tuple[cute.Tensor, Optional[cute.Tensor]],
+        softmax_scale: Float32,
+        edges: tuple[Optional[Int32], Optional[Int32]],
+        ends: tuple[Optional[cute.Tensor], ...],
+        lists: BlockSparseTensors,
+        aux_data: AuxData,
+        stream: cuda.CUstream,
+    ) -> None:
+        """Launch `kernel`, which has the other arguments as they are."""
+        spec = self.spec
         layout = partial(sm90_utils.make_smem_layout, self.dtype, LayoutEnum.ROW_MAJOR)
-        sQ_layout = layout((ROWS, spec.head_dim), WARPGROUPS)
-        sK_layout = layout((STEP, spec.head_dim), spec.stages)
+        rows_layout = layout((ROWS, spec.head_dim), WARPGROUPS)
+        keys_layout = layout((STEP, spec.head_dim), spec.stages)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        q_box = layout((ROWS, spec.head_dim))
-        k_box = layout(spec.box, major_mode_size=spec.head_dim)
-        tma_q, tma_do = [tma_of_rows(load, t, q_box, spec.packed_heads) for t in (mQ, mdO)]
-        bounded_k, bounded_v = [bounded(t, mCuSeqlensK) for t in (mK, mV)]
-        tma_k, tma_v = [cpasync.make_tiled_tma_atom(load, t, k_box, spec.box) for t in (bounded_k, bounded_v)]
+        rows_box = layout((ROWS, spec.head_dim))
+        keys_box = layout(spec.box, major_mode_size=spec.head_dim)
+        tma_rows = [tma_of_rows(load, t, rows_box, spec.packed_heads) for t in rows]
+        keys = [bounded(t, ends[1]) for t in keys]
+        tma_keys = [cpasync.make_tiled_tma_atom(load, t, keys_box, spec.box) for t in keys]
 
-        tiles = self.all_tiles(lists, mDQ, mCuSeqlensQ)
-        grid = cutlass.min(tiles, target_sm_count()) if const_expr(spec.stay) else tiles
+        tiles = self.all_tiles(lists, outputs[0], ends[0])
         self.kernel(
-            (tma_q, tma_do, tma_k, tma_v), (mLSElog2, mdPsum, mO, mdO if const_expr(mO is not None) else None, mLSE),
-            (mDQ, mAccum), (softmax_scale, Float32(softmax_scale * math.log2(math.e))), (left, right),
-            (mCuSeqlensQ, mCuSeqlensK, mSeqUsedQ, mSeqUsedK, mQOffset), lists, aux_data, (sQ_layout, sK_layout), tiles,
+            (*tma_rows, *tma_keys), sums, outputs, (softmax_scale, Float32(softmax_scale * math.log2(math.e))), edges,
+            ends, lists, aux_data, (rows_layout, keys_layout), tiles,
         ).launch(
-            grid=[grid, 1, 1], block=[(WARPGROUPS + 1) * THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[cutlass.min(tiles, target_sm_count()) if spec.stay else tiles, 1, 1],
+            block=[(WARPGROUPS + 1) * THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
-        tma: tuple[TmaTensor, ...],  # of q, do, k and v, and so on below; for q and do see `tma_of_rows`
+        tma: tuple[TmaTensor, ...],  # of q and do, or of q alone, see `tma_of_rows`; of k and v; so below too
         sums: tuple[Optional[cute.Tensor], ...],  # lse_log2, dpsum, o, do, lse; the last three to compute them
         outputs: tuple[cute.Tensor, Optional[cute.Tensor]],  # dq, accumulator
         scales: tuple[Float32, Float32],  # softmax_scale; that times log2(e)
@@ -125,11 +150,11 @@ class FlashAttentionBackwardDqSm90:
             for atom, _ in tma:
                 if const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
-        staged, pipelines = self.stage(layouts, of_rows=2)
+        staged, pipelines = self.stage(layouts, len(tma) - 2)
         lengths = partial(
             SeqlenInfoQK.create,
             seqlen_q_static=outputs[0].shape[0],
-            seqlen_k_static=tma[2][1].shape[0],
+            seqlen_k_static=tma[-2][1].shape[0],
             mCuSeqlensQ=ends[0],
             mCuSeqlensK=ends[1],
             mSeqUsedQ=ends[2],
@@ -148,7 +173,7 @@ class FlashAttentionBackwardDqSm90:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.multiply(
-                tma[:2], staged, pipelines, sums, outputs, scales, edges, lists, aux_data, lengths, place, tiles
+                tma[:-2], staged, pipelines, sums, outputs, scales, edges, lists, aux_data, lengths, place, tiles
             )  # fmt: skip
 
     def stage(
@@ -232,7 +257,7 @@ class FlashAttentionBackwardDqSm90:
         place_of: Callable,
         tiles: Int32,
     ):
-        """The load warp: all tiles of the CTA."""
+        """The load warp: all tiles of the CTA. A tile's q comes after its first keys, do after their values."""
         state = pipeline.make_pipeline_state(PipelineUserType.Producer, self.spec.stages)
         phase = Int32(1)  # of the slots of q and do
         first, _, _ = cute.arch.block_idx()
@@ -242,26 +267,23 @@ class FlashAttentionBackwardDqSm90:
             seqlen, walk, steps = self.visit(place, lists, lengths)
             if steps > 0:
                 of = list(zip(tma, staged, pipelines))
-                load_q = load_do = None
+                row_loaders = []
                 if const_expr(tma[0][0] is not None):
-                    load_q, load_do = [query_loader(*each, seqlen, place) for each in of[:2]]
+                    row_loaders = [query_loader(*each, seqlen, place) for each in of[:-2]]
                 head_kv = place.head // (self.spec.group // self.spec.packed_heads)
-                load_k, load_v = [key_loader(*each, seqlen, place.batch, head_kv, self.spec.box) for each in of[2:]]
+                key_loaders = [key_loader(*each, seqlen, place.batch, head_kv, self.spec.box) for each in of[-2:]]
                 coming = walk.entries(Int32(0))
                 for step in cutlass.range(steps, unroll=1):
                     entries = coming
                     coming = walk.entries(step + 1)
-                    load_k(entries, state)
-                    if const_expr(load_q is not None):
-                        if step == 0:
-                            load_q(phase)
-                    load_v(entries, state)
-                    if const_expr(load_do is not None):
-                        if step == 0:
-                            load_do(phase)
+                    for i in cutlass.range_constexpr(2):
+                        key_loaders[i](entries, state)
+                        if const_expr(i < len(row_loaders)):
+                            if step == 0:
+                                row_loaders[i](phase)
                     state.advance()
                 phase ^= 1
-        pipelines[3].producer_tail(state)
+        pipelines[-1].producer_tail(state)
 
     @cute.jit
     def multiply(
