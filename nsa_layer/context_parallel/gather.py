@@ -30,7 +30,7 @@ from nsa_layer.gate import equal_gates
 from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
-OF_WINDOW = ("k_win", "v_win")
+OF_KEYS, OF_WINDOW = ("k", "v"), ("k_win", "v_win")
 
 
 def attend(
@@ -79,37 +79,17 @@ def attend_here(
     A graph of packed sequences knows no lengths: ``cu_seqlens`` are on the CPU then.
     """
     packed, local, config = given.cu_seqlens is not None, given.q.shape[-3], spec.config
-    known, recorded, dim = spec.lengths is not None or not packed, is_recorded(given.q), 0 if packed else 1
-    lengths = spec.lengths or (local * cp.size,)
-    stretches = stretches_of(cp, local, spec.lengths, cut=spec.causal and given.block_indices is None)
-    reach = config.window_size - 1
-    windows = [stretch.window(reach, causal=spec.causal) for stretch in stretches]
-    kept, of_keys = (False,) * 3, ("k", "v")
+    lengths, listed = spec.lengths or (local * cp.size,), given.block_indices is not None
+    stretches = stretches_of(cp, local, spec.lengths, cut=spec.causal and not listed)
+    windows = [stretch.window(config.window_size - 1, causal=spec.causal) for stretch in stretches]
+    kept = (False,) * 3
     if backend == "cute":
-        *lead, _, Hkv, Dv = given.v.shape
-        whole_v = torch.empty((*lead, sum(lengths), Hkv, Dv), dtype=given.v.dtype, device="meta")
-        sizes = Sizes.of(given._replace(v=whole_v), spec=spec, needs_grad=needs_grad)
-        # In a graph as if deterministic: for an otherwise empty GPU.
-        kept = plan_memory(sizes._replace(deterministic=sizes.deterministic or recorded), memory, given.q.device).kept
-    if known:
-
-        def made(x: Tensor, weight: Tensor | None) -> Tensor:
-            mean = pooled if backend == "cute" and not recorded else partial(compressed, network=None)
-            return compress_own(x, spec.lengths, cp, partial(mean, weight=weight, config=config), config=config)
-
-        k_cmp = made(given.k, given.compress_k_weight) if given.k_cmp is None else given.k_cmp
-        v_cmp = made(given.v, given.compress_v_weight) if given.v_cmp is None else given.v_cmp
-        given = given._replace(k_cmp=k_cmp, v_cmp=v_cmp, compress_k_weight=None, compress_v_weight=None)
-        given = given._replace(cu_seqlens=None)
-    if given.has_own_window:
-        own = given.of_window
-        if known:
-            beside, most = [(window.before, window.after) for window in windows], (reach, 0 if spec.causal else reach)
-            parts = (with_neighbours(x[None] if packed else x, beside, most, cp) for x in own)
-            own = [torch.cat(part, 1)[0] if packed else torch.cat(part, 1) for part in parts]
-        else:
-            of_keys += OF_WINDOW
-        given = given._replace(k_win=own[0], v_win=own[1])
+        kept = _kept(given, sum(lengths), memory, spec=spec, needs_grad=needs_grad)
+    of_keys = OF_KEYS
+    if spec.lengths is not None or not packed:
+        given = _with_window(cp, _with_blocks(cp, backend, given, spec), windows, spec)._replace(cu_seqlens=None)
+    elif given.has_own_window:
+        given, of_keys = given._replace(**dict(zip(OF_WINDOW, given.of_window))), OF_KEYS + OF_WINDOW
     blocks = Exchange(of_blocks(cp, lengths, local // len(cp.chunks), config.span, config.stride), cp)
     common = Call.common(cp, backend, given, stretches, blocks=blocks, of_keys=of_keys)
     call = LayerCall(**common, spec=spec, windows=tuple(windows), kept=kept)
@@ -117,11 +97,47 @@ def attend_here(
     if not return_aux:
         return o, None
     lists, gates, *lses = zip(*more)
-    block_indices = given.block_indices
-    if block_indices is None:
-        width = lists[0].shape[-1] if recorded else config.list_width(max(lengths))
+    dim, block_indices = 0 if packed else 1, given.block_indices
+    if not listed:
+        width = lists[0].shape[-1] if call.recorded else config.list_width(max(lengths))
         block_indices = torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) for x in lists], dim)
     return o, Aux(block_indices, torch.cat(gates, dim), *(torch.cat(each, -1) for each in lses))
+
+
+def _kept(
+    given: CallTensors, total: int, memory: MemoryPolicy, *, spec: CallSpec, needs_grad: bool
+) -> tuple[bool, bool, bool]:
+    """Outputs that the kernels save, for keys of so many tokens; in graphs by the memory of an otherwise empty GPU."""
+    *lead, _, Hkv, Dv = given.v.shape
+    whole_v = torch.empty((*lead, total, Hkv, Dv), dtype=given.v.dtype, device="meta")
+    sizes = Sizes.of(given._replace(v=whole_v), spec=spec, needs_grad=needs_grad)
+    sizes = sizes._replace(deterministic=sizes.deterministic or is_recorded(given.q))
+    return plan_memory(sizes, memory, given.q.device).kept
+
+
+def _with_blocks(cp: ContextParallel, backend: str, given: CallTensors, spec: CallSpec) -> CallTensors:
+    """With compressed keys and values of the blocks that start here, in place of what makes them."""
+    mean = partial(compressed, network=None)
+    if backend == "cute" and not is_recorded(given.q):
+        mean = pooled
+
+    def made(x: Tensor, weight: Tensor | None) -> Tensor:
+        how = partial(mean, weight=weight, config=spec.config)
+        return compress_own(x, spec.lengths, cp, how, config=spec.config)
+
+    k_cmp = made(given.k, given.compress_k_weight) if given.k_cmp is None else given.k_cmp
+    v_cmp = made(given.v, given.compress_v_weight) if given.v_cmp is None else given.v_cmp
+    return given._replace(k_cmp=k_cmp, v_cmp=v_cmp, compress_k_weight=None, compress_v_weight=None)
+
+
+def _with_window(cp: ContextParallel, given: CallTensors, windows: Sequence[Window], spec: CallSpec) -> CallTensors:
+    """With what each stretch's window sees of its own keys and values, where it has any."""
+    if not given.has_own_window:
+        return given
+    reach, packed = spec.config.window_size - 1, spec.lengths is not None
+    beside, most = [(window.before, window.after) for window in windows], (reach, 0 if spec.causal else reach)
+    parts = (torch.cat(with_neighbours(x[None] if packed else x, beside, most, cp), 1) for x in given.of_window)
+    return given._replace(**{name: x[0] if packed else x for name, x in zip(OF_WINDOW, parts)})
 
 
 @dataclass(frozen=True)

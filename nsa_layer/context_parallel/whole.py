@@ -44,8 +44,9 @@ def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> 
         return CallSpec(config, given.causal, scale, listed=listed), held
     lengths = (total,)
     if packed:
-        lengths = whole_lengths(cu_seqlens, q, cp)
+        check_starts(cu_seqlens)
         cu_seqlens = cu_seqlens.cpu()
+        lengths = whole_lengths(cu_seqlens, q, cp)
     if tensors.k_cmp is not None or tensors.v_cmp is not None:
         held[BLOCKS] = rows.of_blocks(cp, lengths, chunk, config.span, config.stride)
     held[TILES] = held[TOKENS] if config.q_tile == 1 else rows.of_tiles(cp, lengths, chunk, config.q_tile)
