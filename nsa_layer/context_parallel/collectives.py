@@ -15,6 +15,7 @@ import torch.distributed as dist
 from nsa_layer.call_spec import accumulation_dtype
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
 OPS = torch.ops._c10d_functional
@@ -35,7 +36,7 @@ class Exchange(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, rows: Rows, cp: ContextParallel) -> Exchange:
         """For a tensor [B, ...]."""
-        if torch.compiler.is_compiling():
+        if is_recorded(x):
             return cls(rows, cp)
         return cls(rows, cp, rows.even and not rows.in_order and len(x) == 1 and _takes_lists(x))
 
@@ -120,7 +121,7 @@ def copy(into: Tensor, x: Tensor) -> None:
 
 def contiguous(x: Tensor) -> Tensor:
     """``x.contiguous()``, as `copy` copies."""
-    if x.is_contiguous() or not x.is_cuda or torch.compiler.is_compiling():
+    if x.is_contiguous() or not x.is_cuda or is_recorded(x):
         return x.contiguous()
     found = torch.empty_like(x, memory_format=torch.contiguous_format)
     copy(found, x)
