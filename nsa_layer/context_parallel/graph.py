@@ -18,7 +18,7 @@ from nsa_layer.context_parallel.parts import LISTS, Part
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretch_at
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.whole_call import first_of, saved_shapes, with_room
+from nsa_layer.cute.saved import first_of, saved_shapes, with_room
 from nsa_layer.inputs import check_lengths
 from nsa_layer.operators.arguments import CONFIG, NAMES, OF_LAYER, apart, schema_of, spec_of, static_arguments
 from nsa_layer.operators.registration import LIBRARY, OPS, define

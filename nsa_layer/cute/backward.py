@@ -12,9 +12,10 @@ from flash_attn.cute.interface import _flash_attn_bwd
 from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
-from nsa_layer.cute.forward import SavedForBackward, attend, attend_selected
+from nsa_layer.cute.forward import attend, attend_selected
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
 from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
 from nsa_layer.kernels.mean_pool.pool import unpool

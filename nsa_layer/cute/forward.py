@@ -15,6 +15,7 @@ from nsa_layer.compress import project
 from nsa_layer.cute.aside import Aside
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
 from nsa_layer.cute.topk_dispatch import block_topk, token_topk
 from nsa_layer.kernels.gating.gated_sum import gated_sum
@@ -46,34 +47,6 @@ class Pages(NamedTuple):
         if packing is not None:
             packing = packing._replace(cu_seqlens_k=self.starts, longest_k=self.longest)
         return dict(q_offset=self.in_window, packing=packing)
-
-
-class SavedForBackward(NamedTuple):
-    """Tensors that a group's forward leaves to its backward.
-
-    Attributes:
-        block_indices, block_counts: the selection, int32 [B, Hkv, M, n] and [B, Hkv, M]; packed without B. For tiles
-            of less than 128 queries [B, M, Hkv, n], packed [all tiles, Hkv, n], and None.
-        k_cmp, v_cmp: compressed keys and values as attention takes them; None where the caller gave them.
-        k_mean, v_mean: the means of their blocks in fp32 where these are projected, else None.
-        o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
-        lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
-        g: the gates, fp32 [..., Hq, 3]; None for equal shares.
-    """
-
-    block_indices: Tensor
-    block_counts: Tensor | None
-    k_cmp: Tensor | None
-    v_cmp: Tensor | None
-    k_mean: Tensor | None
-    v_mean: Tensor | None
-    o_cmp: Tensor | None
-    o_slc: Tensor | None
-    o_swa: Tensor | None
-    lse_cmp: Tensor
-    lse_slc: Tensor
-    lse_swa: Tensor
-    g: Tensor | None
 
 
 def forward(

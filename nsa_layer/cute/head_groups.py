@@ -26,7 +26,8 @@ require_patched()
 
 from nsa_layer.cute.aside import aside  # noqa: E402
 from nsa_layer.cute.backward import backward  # noqa: E402
-from nsa_layer.cute.forward import Pages, SavedForBackward, forward  # noqa: E402
+from nsa_layer.cute.forward import Pages, forward  # noqa: E402
+from nsa_layer.cute.saved import SavedForBackward  # noqa: E402
 from nsa_layer.kernels.launch import readable  # noqa: E402
 
 Tensor = torch.Tensor

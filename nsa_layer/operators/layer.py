@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors
+from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors
 from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
 from nsa_layer.cute.packing import takes_starts
+from nsa_layer.cute.saved import SavedForBackward, saved_shapes
 from nsa_layer.gate import equal_gates
 from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
@@ -60,7 +61,8 @@ def attend_on_kernels(
     made = _call_attend(*tensors[:-1], *static_arguments(spec).values(), heads, kept, spec.bound, needs_grad)
     if not return_aux:
         return made[0], None
-    choice, g, lses = made[1] if block_indices is None else block_indices, made[13], made[10:13]
+    saved = SavedForBackward(*made[1:-1])
+    choice, g = saved.block_indices if block_indices is None else block_indices, saved.g
     if block_indices is None:
         if not spec.by_union:
             choice = choice.transpose(-3, -2)
@@ -70,7 +72,7 @@ def attend_on_kernels(
             choice = choice.narrow(-3, 0, rows)[..., :width]
     if tensors.gate == "none":
         g = equal_gates(q)
-    return made[0], Aux(choice, g, *lses)
+    return made[0], Aux(choice, g, saved.lse_cmp, saved.lse_slc, saved.lse_swa)
 
 
 def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
@@ -140,8 +142,6 @@ def _attend(
 
 
 def _attend_fake(*given: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
-    from nsa_layer.cute.whole_call import saved_shapes
-
     tensors = CallTensors(*given)
     q, v, cu_seqlens = tensors.q, tensors.v, tensors.cu_seqlens
     spec = spec_of(static, None, listed=tensors.block_indices is not None)
@@ -156,7 +156,7 @@ def _attend_backward(
 ) -> tuple[Tensor, ...]:
     from nsa_layer.cute import whole_call
 
-    inputs, block_indices, made, starts = given[:11], given[11], given[12:25], given[25]
+    inputs, (block_indices, *made, starts) = given[: len(DIFFERENTIABLE)], given[len(DIFFERENTIABLE) :]
     tensors = CallTensors(*inputs, starts if starts.numel() else None, block_indices)
     spec = spec_of(static, lengths_of(starts), listed=block_indices is not None)
     if stay_on_gpu(starts):
@@ -182,10 +182,16 @@ _call_attend = register(
     compute=_attend,
     direct=partial(_attend, room=False),
     fake=_attend_fake,
-    outputs=15,
+    outputs=2 + len(SavedForBackward._fields),
     gradients=_attend_backward,
-    saved=", ".join(["Tensor? block_indices", *(f"Tensor made_{i}" for i in range(13)), "Tensor starts"]),
-    keep=lambda inputs, outputs: (*inputs[:11], inputs[12], *outputs[1:]),
-    differentiable=11,
+    saved=", ".join(
+        ["Tensor? block_indices", *(f"Tensor saved_{x}" for x in SavedForBackward._fields), "Tensor starts"]
+    ),
+    keep=lambda inputs, outputs: (
+        *inputs[: len(DIFFERENTIABLE)],
+        inputs[OF_LAYER.index("block_indices")],
+        *outputs[1:],
+    ),
+    differentiable=len(DIFFERENTIABLE),
     differentiated=1,
 )

@@ -6,10 +6,10 @@ import torch
 
 from flash_attn.cute.runtime.own_device import on_own_device
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
-from nsa_layer.cute.forward import SavedForBackward
 from nsa_layer.cute.head_groups import forward_groups, gradients, joined_aux
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.whole_call import READ
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.kernels.launch import readable
