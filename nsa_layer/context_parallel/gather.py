@@ -21,11 +21,12 @@ from nsa_layer.context_parallel.collectives import Exchange
 from nsa_layer.context_parallel.halo import with_neighbours
 from nsa_layer.context_parallel.overlapped import OF_BLOCKS, OF_HEADS, Call, Left, Places
 from nsa_layer.context_parallel.overlapped import attend as attend_overlapped
-from nsa_layer.context_parallel.parts import GATES, LISTS, LSES, Part
+from nsa_layer.context_parallel.parts import Part
 from nsa_layer.context_parallel.rows import of_blocks
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import Window, stretches_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
+from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.gate import equal_gates
 from nsa_layer.operators.registration import is_recorded
 
@@ -167,27 +168,29 @@ class LayerCall(Call):
             found |= dict.fromkeys(OF_WINDOW, (every, slice(*ends[number : number + 2]), heads))
         return found
 
-    def forward(self, given: CallTensors, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
+    def forward(self, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
         part = self._part(part, number)
         if not self.recorded:
             return part.forward(o, backward=backward)
-        made, left = graph.forward(part, given.cu_seqlens, self.total, backward=backward)
+        made, left = graph.forward(part, self.total, backward=backward)
         o.copy_(made)
         return left
 
     def gradients(
-        self, given: CallTensors, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
+        self, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
     ) -> tuple[Tensor | None, ...]:
         part = self._part(part, number)
         if not self.recorded:
-            return part.gradients(do, left, dq)
-        found = graph.gradients(do, part, given.cu_seqlens, self.total, left)
+            return part.gradients(do, SavedForBackward(*left), dq)
+        found = graph.gradients(do, part, self.total, left)
         dq.copy_(found[0])
         return found
 
     def joined(self, left: Sequence[Left], q: Tensor) -> tuple[Tensor, ...]:
         """`Aux`'s fields; no lists where they are the caller's and a graph is made."""
-        parts = ([one[at] for one in left] for at in (LISTS, GATES, *LSES))
+        parts = (
+            [getattr(one, name) for one in left] for name in ("block_indices", "g", "lse_cmp", "lse_slc", "lse_swa")
+        )
         lists, gates, *lses = (None if each[0] is None else torch.cat(each, -2) for each in parts)
         lists = q.new_empty(0, dtype=torch.int32) if lists is None else lists
         return lists, equal_gates(q) if gates is None else gates, *lses

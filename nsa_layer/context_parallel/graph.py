@@ -14,11 +14,11 @@ import torch
 
 from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors, accumulation_dtype
 from nsa_layer.context_parallel.overlapped import Left
-from nsa_layer.context_parallel.parts import LISTS, Part
+from nsa_layer.context_parallel.parts import NOTHING, Part
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretch_at
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.saved import first_of, saved_shapes, with_room
+from nsa_layer.cute.saved import SavedForBackward, first_of, saved_shapes, with_room
 from nsa_layer.inputs import check_lengths
 from nsa_layer.operators.arguments import CONFIG, NAMES, OF_LAYER, apart, schema_of, spec_of, static_arguments
 from nsa_layer.operators.registration import LIBRARY, OPS, define
@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 MORE = "int first, int total, int[] window, str backend, bool[] kept"
 HOW = "str backend, str group, str? load_balance, str recompute, int? budget, bool needs_grad, bool return_aux"
 LAYER, TENSORS = schema_of(OF_LAYER), len(OF_LAYER)
-MADE = 13  # fields of what a part leaves
+MADE = len(SavedForBackward._fields)
 OF_TOKENS = ("k", "v", "k_win", "v_win")
 
 
@@ -73,19 +73,15 @@ def _gathered(*args: Any) -> list[Tensor]:
     return [o] if aux is None else [o, *vars(aux).values()]
 
 
-def forward(part: Part, cu_seqlens: Tensor | None, total: int, *, backward: bool) -> tuple[Tensor, Left]:
-    """The output, and what there is of it for its backward, of a part whose packed sequences start there."""
-    o, *left = OPS.stretch.default(*_tensors(part, cu_seqlens), *_static(part, total), backward)
-    return o, tuple(x if x.dim() > 1 else None for x in left)
+def forward(part: Part, total: int, *, backward: bool) -> tuple[Tensor, SavedForBackward]:
+    """The output, and what there is of it for its backward; of a part of so many tokens in all."""
+    o, *left = OPS.stretch.default(*part.tensors[:TENSORS], *_static(part, total), backward)
+    return o, SavedForBackward(*(x if x.dim() > 1 else None for x in left))
 
 
-def gradients(do: Tensor, part: Part, cu_seqlens: Tensor | None, total: int, left: Left) -> tuple[Tensor | None, ...]:
+def gradients(do: Tensor, part: Part, total: int, left: Left) -> tuple[Tensor | None, ...]:
     """Those of the differentiable tensors."""
-    return OPS.stretch_backward.default(do, *_tensors(part, cu_seqlens), *left, *_static(part, total))
-
-
-def _tensors(part: Part, cu_seqlens: Tensor | None) -> tuple[Tensor | None, ...]:
-    return part.tensors._replace(cu_seqlens=cu_seqlens)[:TENSORS]
+    return OPS.stretch_backward.default(do, *part.tensors[:TENSORS], *left, *_static(part, total))
 
 
 def _static(part: Part, total: int) -> tuple[Any, ...]:
@@ -97,6 +93,10 @@ def _part(
     tensors: CallTensors, *, first: int, total: int, window: list[int], backend: str, kept: list[bool], **static: Any
 ) -> tuple[Part, slice | None]:
     """The part, and the keys that it is of where sequences are packed."""
+    if backend == "cute":
+        from nsa_layer.kernels.launch import readable
+
+        tensors = CallTensors(*(x if x is None else readable(x) for x in tensors))
     q, cu_seqlens, listed = tensors.q, tensors.cu_seqlens, tensors.block_indices is not None
     spec, how = spec_of(static, None, listed=listed), (backend, tuple(kept))
     if cu_seqlens is None:
@@ -129,25 +129,27 @@ def _stretch_fake(*given: Tensor | None, backend: str, kept: list[bool], **stati
 
 def _shapes(
     tensors: CallTensors, spec: CallSpec, backend: str, kept: Sequence[bool], *, exact: bool = False
-) -> list[tuple[tuple[int, ...], torch.dtype] | None]:
-    """Shape and dtype of the fields of what a part leaves; None where there is nothing."""
+) -> SavedForBackward:
+    """`saved_shapes` of what a part leaves."""
     found = saved_shapes(tensors, spec=spec, kept=kept, exact=exact)
     if backend == "cute":
         return found
     q, exactly = tensors.q, accumulation_dtype(tensors.q.dtype)
-    return [found[LISTS], *[None] * 8, *[(found[-2][0], exactly)] * 3, ((*q.shape[:-1], 3), exactly)]
+    rows = (found.lse_cmp[0], exactly)
+    lses = dict(lse_cmp=rows, lse_slc=rows, lse_swa=rows)
+    return NOTHING._replace(block_indices=found.block_indices, g=((*q.shape[:-1], 3), exactly), **lses)
 
 
 def _stretch_backward(do: Tensor, *given: Tensor | None, **static: Any) -> tuple[Tensor | None, ...]:
     tensors, left = CallTensors(*given[:TENSORS]), given[TENSORS:]
     part, keys = _part(tensors, **static)
     shapes = _shapes(part.tensors, part.spec, part.backend, part.kept, exact=True)
-    left = [None if of is None else first_of(x, of[0]) for x, of in zip(left, shapes, strict=True)]
+    left = SavedForBackward(*(None if of is None else first_of(x, of[0]) for x, of in zip(left, shapes, strict=True)))
     if tensors.block_indices is not None:
-        left[LISTS] = tensors.block_indices
+        left = left._replace(block_indices=tensors.block_indices)
     with torch.cuda.device_of(do):
         dq = torch.empty_like(tensors.q, memory_format=torch.contiguous_format)
-        found = dict(zip(DIFFERENTIABLE, part.gradients(do, tuple(left), dq)))
+        found = dict(zip(DIFFERENTIABLE, part.gradients(do, left, dq)))
     for name in OF_TOKENS:
         if keys is not None and found[name] is not None:
             whole = torch.zeros_like(getattr(tensors, name), memory_format=torch.contiguous_format)

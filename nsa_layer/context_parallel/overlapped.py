@@ -68,17 +68,17 @@ class Call(ABC):
 
     @abstractmethod
     def places(self, given: CallTensors, step: int, number: int) -> Places:
-        """Of a stretch and a step, in this rank's tensors, and in compressed ones of all ranks."""
+        """Places of a stretch and a step in this rank's tensors, and in compressed ones of all ranks."""
 
     @abstractmethod
-    def forward(self, given: CallTensors, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
+    def forward(self, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
         """Write a stretch's output on a step's heads, and return what there is of it for its backward."""
 
     @abstractmethod
     def gradients(
-        self, given: CallTensors, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
+        self, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Of the differentiable tensors of a part; that of q is written to dq."""
+        """Gradients of a part's differentiable tensors; that of q is written to dq."""
 
     @abstractmethod
     def joined(self, left: Sequence[Left], q: Tensor) -> tuple[Tensor, ...]:
@@ -115,7 +115,7 @@ class Call(ABC):
         found |= {name: x[:, stretch.keys] for name, x in keys.items()}
         if self.packed:
             found = {name: x if name in OF_HEADS else x[0] for name, x in found.items()}
-        return CallTensors(**found)
+        return CallTensors(**found, cu_seqlens=given.cu_seqlens)
 
 
 def attend(call: Call, given: CallTensors, *, return_more: bool) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
@@ -154,7 +154,7 @@ class _Attend(ReverseMode):
             for i, stretch in enumerate(call.stretches):
                 places = call.places(given, step, i)
                 part, into = call.part(whole, keys, places, stretch), o[places["q"]]
-                saved.append(call.forward(given, part, i, into[0] if call.packed else into, backward=backward))
+                saved.append(call.forward(part, i, into[0] if call.packed else into, backward=backward))
             del keys, part
         ctx.call = call
         ctx.save_for_backward(*whole, *(x for left in saved for x in left))
@@ -197,7 +197,7 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
             at, places = (step * len(call.stretches) + i) * each, call.places(given, step, i)
             do_i, dq_i = (x[places["q"]][0] if call.packed else x[places["q"]] for x in (do, made["q"]))
             part = call.part(given, keys, places, stretch)
-            found = call.gradients(given, part, i, do_i, left[at : at + each], dq_i)
+            found = call.gradients(part, i, do_i, left[at : at + each], dq_i)
             for name, x, d in zip(DIFFERENTIABLE[1:], part[1:], found[1:]):
                 if x is None:
                     continue

@@ -10,15 +10,14 @@ import torch.nn.functional as F
 
 from nsa_layer import support
 from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors
-from nsa_layer.context_parallel.overlapped import Left
 from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.operators.recorded import gradients_of, leaves_of, recording
 
 Tensor = torch.Tensor
-# Places among what is left: the fields of `SavedForBackward`, beside the kernels lists, LSEs and gates alone.
-LISTS, LSES, GATES = 0, (9, 10, 11), 12
+NOTHING = SavedForBackward(*[None] * len(SavedForBackward._fields))
 
 
 class Part(NamedTuple):
@@ -38,25 +37,26 @@ class Part(NamedTuple):
     backend: str
     kept: tuple[bool, bool, bool]
 
-    def forward(self, o: Tensor, *, backward: bool) -> Left:
-        """Write the output, and return what there is of it for its backward."""
+    def forward(self, o: Tensor, *, backward: bool) -> SavedForBackward:
+        """Write the output, and return what there is of it for its backward: in PyTorch lists, LSEs and gates alone."""
         if self.backend == "cute":
             from nsa_layer.cute import head_groups
 
             return head_groups.forward_groups(*self._on_kernels(), backward=backward, o=o)[1][0]
         made, aux = self._attend(self.tensors)
         o.copy_(made)
-        return aux.block_indices, *(None,) * 8, aux.lse_cmp, aux.lse_slc, aux.lse_swa, aux.gates
+        lses = dict(lse_cmp=aux.lse_cmp, lse_slc=aux.lse_slc, lse_swa=aux.lse_swa)
+        return NOTHING._replace(block_indices=aux.block_indices, g=aux.gates, **lses)
 
-    def gradients(self, do: Tensor, left: Left, dq: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(self, do: Tensor, left: SavedForBackward, dq: Tensor) -> tuple[Tensor | None, ...]:
         """Those of the differentiable tensors; that of q is written to dq."""
         if self.backend == "cute":
             from nsa_layer.cute import head_groups
 
-            return head_groups.gradients(do, *self._on_kernels(), [head_groups.SavedForBackward(*left)], dq=dq)
+            return head_groups.gradients(do, *self._on_kernels(), [left], dq=dq)
         leaves = leaves_of(self.tensors.differentiable, [True] * len(DIFFERENTIABLE))
         with recording():
-            o, _ = self._attend(CallTensors(*leaves, block_indices=left[LISTS]))
+            o, _ = self._attend(CallTensors(*leaves, block_indices=left.block_indices))
         found = gradients_of(leaves, [o], [do])
         dq.copy_(found[0])
         return dq, *found[1:]

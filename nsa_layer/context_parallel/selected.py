@@ -140,16 +140,16 @@ class ListCall(Call):
         lists = slice(queries.start // tile, queries.stop // tile)
         return dict(q=(slice(None), queries, of_q), block_indices=(slice(None), lists, of_lists))
 
-    def forward(self, given: CallTensors, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
-        op, arguments = self._operator(given, part, number)
+    def forward(self, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
+        op, arguments = self._operator(part, number)
         made, *left = op(*arguments, *_static(self.spec))
         o.copy_(made)
         return None if self.backend == "eager" else made, *left
 
     def gradients(
-        self, given: CallTensors, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
+        self, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
     ) -> tuple[Tensor | None, ...]:
-        op, arguments = self._operator(given, part, number, "_backward")
+        op, arguments = self._operator(part, number, "_backward")
         saved = left[2:] if self.backend == "eager" else left
         found = op(do, *arguments[:5], *saved, *_static(self.spec), [True] * 3)
         dq.copy_(found[0])
@@ -160,10 +160,10 @@ class ListCall(Call):
         return (torch.cat([lse for _, lse, *_ in left], -2),)
 
     def _operator(
-        self, given: CallTensors, part: CallTensors, number: int, kind: str = ""
+        self, part: CallTensors, number: int, kind: str = ""
     ) -> tuple[torch._ops.OpOverload, tuple[Tensor | None, ...]]:
         """That of a part, and its tensors."""
-        q, begin, starts = part.q, self.stretches[number].lengths[0][2], given.cu_seqlens
+        q, begin, starts = part.q, self.stretches[number].lengths[0][2], part.cu_seqlens
         of_queries = None
         if starts is None:
             first = torch.full((len(q),), begin, dtype=torch.int32, device=q.device)

@@ -450,7 +450,7 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
 
 
 def compile_as_on_gpus(*args: Any) -> None:
-    """Where calls that pass exchange lists of chunks, which no graph takes."""
+    """Calls that pass exchange lists of chunks there, and no graph does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_takes_lists", lambda x: True)
         patch.setattr(dist, "all_to_all", send_lists)

@@ -157,8 +157,9 @@ def compile_a_call(group: Any, mode: str) -> None:
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6)
 
 
-def test_a_call_compiles_whole(on_gpus: Callable[..., Any]) -> None:
-    on_gpus(compile_a_call, "heads")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_compiles_whole(mode: str, on_gpus: Callable[..., Any]) -> None:
+    on_gpus(compile_a_call, mode)
 
 
 def attend_to_lists(group: Any, mode: str) -> None:
