@@ -1,14 +1,16 @@
-"""The layer beside itself, variants taking turns: compiled and not, by tile, deterministic and not.
+"""The layer and its attention beside themselves, in turns: compiled and not, by tile, deterministic and not.
 
     python benchmarks/layer_turns.py compiled [--seqlen 8192 65536]
     python benchmarks/layer_turns.py tiles [--seqlen 65536] [--q-tile 1 32 128]
     python benchmarks/layer_turns.py tiles --device cpu
     python benchmarks/layer_turns.py deterministic [--seqlen 65536] [--heads 32/8 64/4]
+    python benchmarks/layer_turns.py attention [--seqlen 16384 65536] [--heads 32/8 64/4]
 
 bf16, heads of 128, forward and backward, medians of CUDA-event timings after a warm-up, milliseconds. "compiled":
 `NSAttention` of width 4,096 with 32/8 heads, by `torch.compile` and not, alone and in a block of norm, layer, norm,
 mlp: one step that finds an idle GPU; a step of several in a row, as in training; and the host's part of one. "tiles"
 and "deterministic": `nsa`, gated, of smooth inputs; on a CPU in plain PyTorch, of the demo's sizes, by one thread.
+"attention": backward of `flash_attn_func` alone, deterministic and not, the host's part hidden.
 """
 
 from __future__ import annotations
@@ -36,7 +38,13 @@ DIM, HEADS = 4096, dict(num_heads=32, num_kv_heads=8)
 MODES = ("default", "reduce-overhead")
 ROW = 5  # steps
 SIZES = dict(B=1, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cuda")
-SEQLEN = {"compiled": [8192, 65536], "tiles": [65536], "deterministic": [65536]}
+SEQLEN = {"compiled": [8192, 65536], "tiles": [65536], "deterministic": [65536], "attention": [65536]}
+MASKS = {
+    "compressed": dict(compress_factor=64, compress_offset=63),
+    "window 512": dict(window_size=(511, 0)),
+    "window 2,048": dict(window_size=(2047, 0)),
+    "causal": {},
+}
 TILES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
@@ -69,6 +77,9 @@ def main() -> None:
             continue
         for heads in given.heads if given.device == "cuda" else [f"{sizes['Hq']}/{sizes['Hkv']}"]:
             Hq, Hkv = map(int, heads.split("/"))
+            if given.what == "attention":
+                rows += attention(T, given.repeats, Hq, Hkv)
+                continue
             rows += in_turns(T, given.repeats, configs, sizes | dict(Hq=Hq, Hkv=Hkv))
     print(tabulate(rows, headers="keys", tablefmt="pipe"))
 
@@ -132,6 +143,25 @@ def host_milliseconds(step: Callable[[], None], repeats: int) -> float:
         step()
         found.append((time.perf_counter() - begin) * 1e3)
     return statistics.median(found)
+
+
+def attention(T: int, repeats: int, Hq: int, Hkv: int) -> list[dict[str, object]]:
+    """A row a mask: backward alone, deterministic and not."""
+    from flash_attn.cute import flash_attn_func
+
+    rows = []
+    for mask, options in MASKS.items():
+        Tk = T // options.get("compress_factor", 1)
+        sizes = ((T, Hq), (Tk, Hkv), (Tk, Hkv), (T, Hq))
+        *qkv, do = (torch.randn(1, *size, 128, device="cuda", dtype=torch.bfloat16) for size in sizes)
+        leaves, calls = [x.requires_grad_() for x in qkv], {}
+        for flag in (False, True):
+            o = flash_attn_func(*leaves, causal=True, deterministic=flag, **options)[0]
+            calls[str(flag)] = partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
+        timings = interleaved(calls, repeats=repeats, device="cuda", label=f"{mask}, {T:,} tokens", hide_host=True)
+        medians = {name: round(statistics.median(ms), 3) for name, ms in timings.items()}
+        rows.append({"heads": f"{Hq}/{Hkv}", "T": f"{T:,}", "": mask} | medians)
+    return rows
 
 
 def sizes_of_demo() -> tuple[dict[str, object], NSAConfig, list[int]]:

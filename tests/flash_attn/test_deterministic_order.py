@@ -1,6 +1,14 @@
-"""Dense deterministic backward on SM90 adds key blocks from the left and walks queries from the far end."""
+"""The order of the adds to dq, dk and dv in dense deterministic backward on SM90.
+
+Key blocks add from the left, and walk queries from the far end; under the compressed-causal mask from the right,
+walking upwards, in shares of the queries. Nobody waits for a CTA that is launched later.
+"""
+
+from collections import Counter
+from itertools import product
 
 import pytest
+import torch
 from fa_cases import Case, compile_case
 from fa_compile import Worker, noted, only_hosts
 from fa_reference import assert_bits_repeat
@@ -27,6 +35,60 @@ def launched_from_the_right(case: Case) -> bool:
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case) -> None:
     assert not compiler_sm90.trace(launched_from_the_right, case)
+
+
+TILE_M, TILE_N = 4, 8
+WINDOW = 17
+
+
+def turns(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
+    """turn_of of (seqlen_q, seqlen_k, factor, offset, key tile, query tile), -1 where they do not meet; in a worker."""
+    import cutlass.cute as cute
+    from cutlass import Int32, const_expr
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.block_info import BlockInfo
+    from flash_attn.cute.bwd_sm90.dq_turns import turn_of
+    from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    @cute.jit
+    def all_turns(cases: cute.Tensor, out: cute.Tensor):
+        for i in range(cute.size(cases, mode=[0])):
+            info, n, m = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1]), cases[i, 4], cases[i, 5]
+            if const_expr(compressed):
+                compress = CompressedCausal.create(CompressArgs(cases[i, 2], cases[i, 3]))
+                blocks = BlockInfo(TILE_M, TILE_N, True, compress=compress)
+            else:
+                blocks = BlockInfo(TILE_M, TILE_N, False, True, False, Int32(WINDOW), Int32(0))
+            begin, end = blocks.get_m_block_min_max(info, n)
+            if begin <= m and m < end:
+                out[i] = turn_of(blocks, info, compressed, n, m)
+
+    with unset_fake_temporarily():
+        out = torch.full((len(cases),), -1, dtype=torch.int32)
+        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
+        cute.compile(all_turns, *args, options="--enable-tvm-ffi")(cases, out)
+        return out
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_turns_are_in_the_order_of_the_launch(compiler_sm90: Worker, compressed: bool) -> None:
+    pairs = [(3, -20), (3, 2), (16, 31)] if compressed else [(1, 0)]
+    calls = [(*call, *pair) for call in product((1, 5, 33, 64), (1, 8, 33, 70)) for pair in pairs]
+    cases = []
+    for seqlen_q, seqlen_k, *pair in calls:
+        n_blocks = range(-(-seqlen_k // TILE_N))
+        for n, m in product(reversed(n_blocks) if compressed else n_blocks, range(-(-seqlen_q // TILE_M))):
+            cases.append((seqlen_q, seqlen_k, *pair, n, m))
+    found = compiler_sm90.run(turns, torch.tensor(cases, dtype=torch.int32), compressed)
+    added: Counter[tuple[int, ...]] = Counter()
+    for (*call, _, m), turn in zip(cases, found.tolist()):
+        if turn >= 0:
+            assert turn == added[(*call, m)], (call, m)
+            added[(*call, m)] += 1
+    assert added
 
 
 @pytest.mark.gpu

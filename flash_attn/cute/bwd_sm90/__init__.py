@@ -1,1 +1,1 @@
-"""Parts of Hopper's backward: loops over query tiles and a group's heads, accumulators, the rule for two passes."""
+"""Parts of Hopper's backward: loops over query tiles and heads, accumulators, turns, the rule for two passes."""

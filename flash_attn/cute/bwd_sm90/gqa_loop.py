@@ -133,25 +133,20 @@ def multiply_listed_heads(
 
 @cute.jit
 def add_dq_heads(
-    walk: HeadWalk,
-    add: Callable,
-    accumulator: Callable,
-    semaphore: Optional[cute.Tensor],
-    first_key_tile: Callable,
-    n_block: Int32,
+    walk: HeadWalk, add: Callable, accumulator: Callable, counters: Optional[cute.Tensor], turn_of: Callable
 ):
     """`query_loop.add_dq` for the walk's heads and tiles.
 
-    accumulator: of a head. semaphore: [query tiles, 1, heads]; with it the key tiles from first_key_tile(m_block) on
-    add to a query tile in their order.
+    accumulator: of a head. counters: [query tiles, 1, heads]; with them key tiles add to query tile m_block in the
+    order of turn_of(m_block).
     """
+    number = Int32(0)
     for head in cutlass.range(walk.head, walk.head + walk.heads, unroll=1):
-        of_head, counters = accumulator(head), None
-        if const_expr(semaphore is not None):
-            counters = semaphore[None, None, head]
+        of_head = accumulator(head)
         for place in cutlass.range(walk.begin, walk.end, unroll=1):
             m_block = walk.m_block(place)
-            lock = Int32(0)
-            if const_expr(semaphore is not None):
-                lock = n_block - first_key_tile(m_block)
-            add(of_head, counters, m_block, lock)
+            if const_expr(counters is None):
+                add(of_head, m_block)
+            else:
+                add(number, of_head, counters[None, None, head], m_block, turn_of(m_block))
+                number += 1

@@ -36,7 +36,7 @@ def forward_tile(head_dim: int, head_dim_v: int, packed_heads: int, plain: bool)
 
 
 class QueryShares(NamedTuple):
-    """Backward's queries in `count` shares of `tiles` query tiles each."""
+    """Backward's queries in `count` shares of `tiles` query tiles each; in deterministic mode none may be empty."""
 
     count: int | Int32
     tiles: int | Int32
@@ -65,8 +65,8 @@ def query_shares(
     return QueryShares(max(-(-tiles // share), 1), share)
 
 
-def writes_first(compress: Optional[CompressArgs], plain: bool) -> bool:
-    """True if SM90 backward's dq has a first writer. `plain`: not deterministic, fixed length, no block lists."""
+def last_keys_first(compress: Optional[CompressArgs], plain: bool) -> bool:
+    """True if SM90 backward may start with a query tile's last key tile. `plain`: fixed length, no block lists."""
     return compress is not None and compress.factor > 1 and plain
 
 

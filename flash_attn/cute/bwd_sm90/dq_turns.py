@@ -1,0 +1,106 @@
+"""Order of the adds to dq in deterministic backward on SM90: every key tile has its turn at a query tile.
+
+A counter for each query tile and head says how many key tiles have added to its dq. Whoever adds waits for the counter,
+lets its copies arrive in memory, and counts up: 2 us from one to the next, which is what the products of a query tile
+take. Two warps therefore add every other tile of a CTA: while one waits for its copies to arrive, the other one has its
+turn at the next tile. The tile in shared memory is free as soon as copies have read it, as without an order.
+
+Key tiles add from the first to the last, or in compressed-causal attention of one length the other way round
+(`accumulators`), in the order of their launch: a CTA only ever waits for one that was launched before it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from quack import copy_utils
+
+from flash_attn.cute import barrier
+from flash_attn.cute.block_info import BlockInfo
+from flash_attn.cute.bwd_sm90 import accumulators
+from flash_attn.cute.named_barrier import NamedBarrierBwd
+from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+WARPS = (1, 2)  # of a CTA
+
+
+@cute.jit
+def turn_of(
+    block_info: BlockInfo,
+    seqlen: SeqlenInfoQK,
+    last_keys_first: cutlass.Constexpr[bool],
+    n_block: Int32,
+    m_block: Int32,
+) -> Int32:
+    """How many key tiles add to the dq of query tile m_block before n_block does."""
+    begin, end = block_info.get_n_block_min_max(seqlen, m_block)
+    turn = n_block - begin
+    if const_expr(last_keys_first):
+        turn = end - 1 - n_block
+    return turn
+
+
+def own_place() -> Int32:
+    """0 or 1: which of the two warps this one is."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS[0]
+
+
+def full_barrier(part: int | Int32, number: Int32) -> Int32:
+    """Where warpgroup `part` tells that its part of a CTA's number-th tile is in shared memory, number modulo 2."""
+    odd = int(NamedBarrierBwd.dQFullOddWG0) - int(NamedBarrierBwd.dQFullWG0)
+    return int(NamedBarrierBwd.dQFullWG0) + part + number * odd
+
+
+@cute.jit
+def free_first(parts: cutlass.Constexpr[int], threads_per_part: cutlass.Constexpr[int]) -> None:
+    """Let warpgroups stage their first tile."""
+    if own_place() == 1:
+        for part in cutlass.range_constexpr(parts):
+            _free(part, threads_per_part)
+
+
+@cute.jit
+def add_in_turn(
+    staged: cute.Tensor,
+    parts: cutlass.Constexpr[int],
+    threads_per_part: cutlass.Constexpr[int],
+    part_bytes: cutlass.Constexpr[int],
+    first_stores: cutlass.Constexpr[bool],
+    number: Int32,
+    accumulator: cute.Tensor,
+    counters: cute.Tensor,
+    m_block: Int32,
+    turn: Int32,
+) -> None:
+    """Add a CTA's number-th tile, the dq of query tile m_block, to the accumulator once `turn` others have.
+
+    staged: [part size, parts] in shared memory. accumulator: [(part size, parts), query tiles]. counters: [query
+    tiles, 1], zero at launch. first_stores: what adds first stores instead.
+    """
+    if number % 2 == own_place():
+        counter = counters[(m_block, None)].iterator
+        added = barrier.ld_acquire(counter)
+        while added != turn:
+            added = barrier.ld_acquire(counter)
+        cute.arch.fence_proxy("async.global")
+        for part in cutlass.range_constexpr(parts):
+            cute.arch.barrier(
+                barrier_id=full_barrier(part, number % 2), number_of_threads=threads_per_part + cute.arch.WARP_SIZE
+            )
+            with cute.arch.elect_one():
+                source, target = staged[None, part].iterator, accumulator[(None, part), m_block].iterator
+                if const_expr(first_stores):
+                    accumulators.store_or_add(turn == 0, source, target, part_bytes)
+                else:
+                    copy_utils.cpasync_reduce_bulk_add_f32(source, target, part_bytes)
+            cute.arch.cp_async_bulk_commit_group()
+        for part in cutlass.range_constexpr(parts):
+            cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
+            _free(part, threads_per_part)
+        with cute.arch.elect_one():
+            accumulators.raise_flag(counter)
+
+
+def _free(part: int, threads_per_part: int) -> None:
+    cute.arch.barrier_arrive(
+        barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part, number_of_threads=threads_per_part + cute.arch.WARP_SIZE
+    )
