@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig
-from nsa_layer.compiling import side_by_side
+from nsa_layer.compiling import ahead, side_by_side
 from nsa_layer.compiling.ahead import ENVIRONMENT
 from nsa_layer.compiling.shapes import CallShape
 
@@ -168,6 +170,19 @@ def run(command: list[str], cache: Path, **environment: str) -> str:
 def test_named_kernels_are_those_that_the_layer_asks_for(tmp_path: Path) -> None:
     run(["-c", OWN + NAMED], tmp_path, **ENVIRONMENT[90])
     assert not [*tmp_path.rglob("*.o")], "nothing is compiled to find names"
+
+
+def test_names_are_found_in_a_fork_of_a_process_that_uses_a_gpu() -> None:
+    """Where whatever looks for it is an error."""
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cuda":
+            raise RuntimeError("CUDA error: initialization error")
+        return x.mT.contiguous()
+
+    with FakeTensorMode():
+        found = ahead._Unlinked().__torch_function__(look, (), (torch.empty(3, 5, device="cuda"),))
+    assert (found.device.type, found.shape, found.stride()) == ("cuda", (5, 3), (3, 1))
 
 
 @pytest.mark.sweep

@@ -242,4 +242,4 @@ def union_lists(
         of_keys, of_lists = (cu_seqlens if cu is None else cu for cu in (cu_seqlens_k, cu_lists))
         where = (cu_seqlens, of_keys, of_lists, cu_tiles, q_offset if causal else None)
         launch("union_lists", UnionLists, static, lists, *where, counts, blocks, bits, queries, keys)
-    return Unions(*(x[0] if packed else x for x in (counts, blocks, bits)))
+    return Unions(*(x.select(0, 0) if packed else x for x in (counts, blocks, bits)))
