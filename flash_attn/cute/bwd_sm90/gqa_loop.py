@@ -146,7 +146,7 @@ def add_dq_heads(
         for place in cutlass.range(walk.begin, walk.end, unroll=1):
             m_block = walk.m_block(place)
             if const_expr(counters is None):
-                add(of_head, m_block)
+                add(of_head, None, m_block, Int32(0))
             else:
                 add(number, of_head, counters[None, None, head], m_block, turn_of(m_block))
                 number += 1

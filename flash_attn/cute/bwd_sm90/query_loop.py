@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr
 from quack import copy_utils
 
+from flash_attn.cute import barrier
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.lists.rows import entry_at, find_row
 from flash_attn.cute.named_barrier import NamedBarrierBwd
@@ -170,28 +171,24 @@ def multiply_queries(
 
 @cute.jit
 def add_dq(
-    walk: QueryWalk, add: Callable, accumulator: cute.Tensor, counters: Optional[cute.Tensor], m_block_max: Int32
+    walk: QueryWalk, add: Callable, accumulator: cute.Tensor, semaphore: Optional[cute.Tensor], m_block_max: Int32
 ):
     """Add the dq of the walk's tiles to the accumulator in memory, as the warpgroups stage them.
 
-    add: `add_tile`, or with counters `dq_turns.add_in_turn`, without what differs between tiles. accumulator: [(part
-    size, parts), query tiles]. counters: [query tiles, 1]; with them a tile's turn is its semaphore value.
+    add: `add_tile`, without what differs between tiles. accumulator: [(part size, parts), query tiles]. semaphore:
+    [query tiles, 1] counters, zero at launch; with them the tiles are added in the order of their semaphore values.
     """
-    ordered = const_expr(counters is not None)
-    coming, turn_coming, number = walk.entry(walk.begin), Int32(0), Int32(0)
+    ordered = const_expr(semaphore is not None)
+    coming, lock_coming = walk.entry(walk.begin), Int32(0)
     if const_expr(ordered):
-        turn_coming = walk.lock(walk.begin)
+        lock_coming = walk.lock(walk.begin)
     for tile in cutlass.range(walk.begin, walk.end, unroll=1):
-        m_block, turn = walk.m_block(coming, tile), turn_coming
+        m_block, lock = walk.m_block(coming, tile), lock_coming
         coming = walk.entry(tile + 1)
         if const_expr(ordered):
-            turn_coming = walk.lock(tile + 1)
+            lock_coming = walk.lock(tile + 1)
         if m_block < m_block_max:
-            if const_expr(ordered):
-                add(number, accumulator, counters, m_block, turn)
-                number += 1
-            else:
-                add(accumulator, m_block)
+            add(accumulator, semaphore, m_block, lock)
 
 
 @cute.jit
@@ -201,15 +198,24 @@ def add_tile(
     threads_per_part: cutlass.Constexpr[int],
     part_bytes: cutlass.Constexpr[int],
     accumulator: cute.Tensor,
+    semaphore: Optional[cute.Tensor],
     m_block: Int32,
+    lock: Int32,
 ):
-    """Add the dq of query tile m_block; staged: [part size, parts] in shared memory."""
+    """Add the dq of one query tile, with a semaphore once `lock` others have added theirs.
+
+    staged: [part size, parts] in shared memory.
+    """
+    ordered, lane = const_expr(semaphore is not None), cute.arch.lane_idx()
     for part in cutlass.range_constexpr(parts):
-        cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
+        if const_expr(not ordered):  # otherwise all adding has ended before
+            cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
         cute.arch.barrier_arrive(
             barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part,
             number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
         )
+    if const_expr(ordered):
+        barrier.wait_eq(semaphore[(m_block, None)].iterator, lane, 0, lock)
     for part in cutlass.range_constexpr(parts):
         cute.arch.barrier(
             barrier_id=int(NamedBarrierBwd.dQFullWG0) + part,
@@ -220,3 +226,6 @@ def add_tile(
                 staged[None, part].iterator, accumulator[(None, part), m_block].iterator, part_bytes
             )
         cute.arch.cp_async_bulk_commit_group()
+    if const_expr(ordered):
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        barrier.arrive_inc(semaphore[(m_block, None)].iterator, lane, 0, 1)

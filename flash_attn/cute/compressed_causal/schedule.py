@@ -66,7 +66,10 @@ def query_shares(
 
 
 def last_keys_first(compress: Optional[CompressArgs], plain: bool) -> bool:
-    """True if SM90 backward may start with a query tile's last key tile. `plain`: fixed length, no block lists."""
+    """True if SM90 backward may start with a query tile's last key tile.
+
+    `plain`: fixed length, no block lists; in deterministic mode no position of each sequence's queries either.
+    """
     return compress is not None and compress.factor > 1 and plain
 
 
