@@ -86,8 +86,8 @@ def nsa_with_kvcache(
         gate_weight, gates, compress_k_weight, compress_v_weight, softmax_scale: as in `nsa`.
         config: block sizes, window, the rule that chooses blocks: each token for itself.
         block_indices: as in `nsa`; tiles of ``config.q_tile`` queries count from the call's first.
-        num_splits: parts that the kernels of few queries divide a sequence's keys into, but at most 32 of compressed
-            keys, 8 of the selected blocks' and 4 of the window's; 0: as they see fit. Others ignore it.
+        num_splits: parts that the kernels of few queries divide a sequence's keys into, but at most 8, and 48 of
+            compressed keys that have a launch of their own; 0: as they see fit. Others ignore it.
         out: like the output, to be written to.
         return_lse: also return the branches' log-sum-exps.
         validate: look at ``cache_seqlens``, tables and indices before anything is written, which waits for a GPU: they

@@ -1,230 +1,200 @@
-"""Second launch of a step: the best blocks of each part of a sequence's, by the compressed branch's probabilities.
+"""The best of a token's blocks, by the compressed branch's probabilities, found by the thread blocks of a cluster.
 
-A block's importance needs the log-sum-exps of its group's heads, which the first launch left in pieces. Every warp
-finds the best of its blocks, one after another, and a thread block the best of its warps'; the third launch merges
-those of all thread blocks. A candidate is one int64 that orders as (score, earlier block first), below 0 where there
-is none.
-
-This takes long and reads little, so the sliding window's attention goes beside it, in thread blocks of its own. They
-do not wait for the first launch: of what it appends, they read what it is given.
+A block's importance needs the log-sum-exps of its group's heads, which the compressed branch left in pieces. Of 32
+groups of a thread block's blocks, as many as are asked for have a best one at least as good as a bound: blocks below it
+are not among the best, and the few others are ranked. The cluster's best lie in shared memory, where each thread block
+ranks them once more. A candidate is one int64 that orders as (score, earlier block first), below 0 where there is none.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from nsa_layer.kernels.block_topk.online_softmax import exp2
 from nsa_layer.kernels.block_topk.split_fp16 import bits_of
-from nsa_layer.kernels.decode.compressed import LOG2_E
-from nsa_layer.kernels.decode.places import Lengths, Pieces, Sequence
-from nsa_layer.kernels.decode.spec import KEYS, THREADS, WARP, WARPS, DecodeSpec
-from nsa_layer.kernels.decode.stored import Stored
-from nsa_layer.kernels.decode.tokens import TokenTile, num_tiles
-from nsa_layer.kernels.decode.warp_rows import no_rows, shared_partial, write_nothing, write_partial
+from nsa_layer.kernels.decode.parts import finite, fragment
+from nsa_layer.kernels.decode.spec import MOST_OF_CLUSTER, WARP, DecodeSpec
+from nsa_layer.kernels.decode.tokens import TokenTile
 from nsa_layer.kernels.token_topk.candidates import NOTHING, candidate
 
 NAN_BITS = 0x7FFFFFFF  # NaN is best
-NO_BLOCK = (1 << 31) - 1
 SHARE = 8  # threads that share a head's pieces
-MOST_LOADED = 128  # scores that a thread loads before it knows what they count
+GROUPS = 32  # of a thread block's blocks
+MOST_LOADED = 64  # scores that a thread loads before it knows what they count
 
 
-class ChoiceDecode:
-    """The kernel."""
+@dataclass(frozen=True)
+class Choice:
+    """A thread block's part of a token's choice, round after round of `each` blocks in a thread.
 
-    shapes = (
-        "Bq Tq Hq D", "P S Hkv D", "P S Hkv D", "Bk Tk Hkv D", "Bk Tk Hkv D", "B np *", "B *", "Bs *", "B *",
-        "B Hkv R keys", "B Hkv R pieces 2", "B Hkv R pieces D", "B Hkv", "B T Hkv parts n",
-    )  # fmt: skip
+    Attributes:
+        lse: fp32 [G] in shared memory: of the group's heads, in units of log2.
+        tops: int32 [GROUPS] in shared memory: bits of the groups' best scores.
+        count: int32 [1] in shared memory: of `best`.
+        best: int64 in shared memory: what may be among the best, in any order.
+        top: int64 [spec.chosen] in shared memory: the best, which the cluster's other thread blocks read.
+        found: int64 [the cluster's thread blocks, at most, * spec.chosen] in shared memory: theirs and its own.
+    """
 
-    def __init__(self, spec: DecodeSpec) -> None:
-        self.spec = spec
+    tile: TokenTile
+    each: cutlass.Constexpr[int]
+    lse: cute.Tensor
+    tops: cute.Tensor
+    count: cute.Tensor
+    best: cute.Tensor
+    top: cute.Tensor
+    found: cute.Tensor
 
-    @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,
-        mK_cache: cute.Tensor,  # the window's
-        mV_cache: cute.Tensor,
-        mK: cute.Tensor | None,
-        mV: cute.Tensor | None,
-        mPages: cute.Tensor | None,
-        mIdx: cute.Tensor | None,
-        mCu: cute.Tensor | None,
-        mLengths: cute.Tensor,
-        mScores: cute.Tensor,
-        mStats: cute.Tensor,
-        mAcc: cute.Tensor,
-        mValid: cute.Tensor,
-        mBest: cute.Tensor,  # int64 [B, T, Hkv, parts, spec.chosen]
-        room: Int32,
-        compressed_room: Int32,
-        cmp: Int32,
-        swa: Int32,
-        parts: Int32,
-        softmax_scale: Float32,
-        stream,
-    ):
-        spec = self.spec
-        lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
-        window = Stored((mK_cache, mV_cache), (mK, mV), mPages)
-        pieces = Pieces(cmp, swa, parts)
-        B, Hkv, _, _ = mScores.shape
-        partial = mStats, mAcc
-        self.kernel(mQ, window, lengths, pieces, mScores, partial, mValid, mBest, softmax_scale * LOG2_E).launch(
-            grid=[(parts + swa * num_tiles(spec)) * spec.T, Hkv, B],
-            block=[THREADS, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=2,
-            preferred_smem_carveout=50,
-            use_pdl=True,
-        )
+    @classmethod
+    def of(cls, smem: SmemAllocator, tile: TokenTile, each: int) -> Choice:
+        def shared(dtype: type[cutlass.Numeric], count: int) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
-    @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor,
-        window: Stored,
-        lengths: Lengths,
-        pieces: Pieces,
-        mScores: cute.Tensor,
-        partial: tuple,
-        mValid: cute.Tensor,
-        mBest: cute.Tensor,
-        scale_log2: Float32,
-    ):
-        spec = self.spec
-        x, head, b = cute.arch.block_idx()
-        smem = SmemAllocator()
-        shared = shared_partial(smem, spec.D)
-        sLse = smem.allocate_tensor(Float32, cute.make_layout(spec.G), byte_alignment=16)
-        sBest = smem.allocate_tensor(Int64, cute.make_layout(WARPS * spec.chosen), byte_alignment=16)
-        sequence, choosing = lengths.of(b), pieces.parts * spec.T
-        stats, acc = partial[0][b, head, None, None, None], partial[1][b, head, None, None, None]
-        if x < choosing:
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-            part, token = x % pieces.parts, x // pieces.parts
-            scores, best = mScores[b, head, None, None], mBest[b, token, head, part, None]
-            self.choose(sequence, token, part, pieces.cmp, stats, scores, mValid[b, head] != 0, best, sLse, sBest)
-        else:
-            cute.arch.griddepcontrol_launch_dependents()
-            own = TokenTile.of(spec, sequence, head, x - choosing, pieces.swa)
-            if own.token < sequence.T:
-                groups = own.t // KEYS - cutlass.max(own.t - spec.window + 1, 0) // KEYS + 1
-                piece = pieces.cmp + own.share
-                if own.share * WARPS < groups:
-                    rows = no_rows(spec.D, mQ.element_type, scale_log2)
-                    own.set_queries(rows, mQ)
-                    own.load_first(rows, window, None, groups)
-                    own.attend(rows, window, None, groups)
-                    write_partial(rows, *shared, stats, acc, own.first_row, own.count, piece)
-                else:
-                    write_nothing(stats, own.first_row, own.count, piece)
+        chosen = tile.spec.chosen
+        kept = [shared(Int64, n) for n in (each * WARP * tile.warps + chosen, chosen, MOST_OF_CLUSTER * chosen)]
+        return cls(tile, each, shared(Float32, tile.spec.G), shared(Int32, GROUPS), shared(Int32, 1), *kept)
+
+    @property
+    def overlapping(self) -> int:
+        """Compressed keys that overlap a block."""
+        spec = self.tile.spec
+        return (spec.span + spec.block_size) // spec.stride - 1
+
+    def first_block(self, turn: Int32) -> Int32:
+        """This thread's first block of a round."""
+        tile = self.tile
+        return (turn * tile.shares * tile.warps + tile.group) * (WARP * self.each) + cute.arch.lane_idx()
 
     @cute.jit
-    def choose(
-        self,
-        sequence: Sequence,
-        token: Int32,
-        part: Int32,
-        splits: Int32,
-        stats: cute.Tensor,
-        scores: cute.Tensor,
-        valid: cutlass.Boolean,
-        to: cute.Tensor,
-        sLse: cute.Tensor,
-        sBest: cute.Tensor,
-    ):
-        """Write the part's best blocks; all threads together. Scores are loaded whether they count or not."""
-        spec = self.spec
-        lane, (tidx, _, _) = cute.arch.lane_idx(), cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        first, first_block = token * spec.G, (part * WARPS + warp) * (WARP * spec.each) + lane
-        overlapping = (spec.span + spec.block_size) // spec.stride - 1  # keys of a block
-        early = spec.each * spec.G * overlapping <= MOST_LOADED
-        loaded = cute.make_rmem_tensor((spec.each, overlapping, spec.G) if early else (1, 1, 1), Float32)
+    def choose(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean):
+        """Find this thread block's best; all threads together. Scores are loaded whether they count or not."""
+        tile, spec = self.tile, self.tile.spec
+        tidx, _, _ = cute.arch.thread_idx()
+        first = tile.token * spec.G
+        early = self.each * spec.G * self.overlapping <= MOST_LOADED
+        loaded = cute.make_rmem_tensor((self.each, self.overlapping, spec.G) if early else (1, 1, 1), Float32)
         if const_expr(early):
-            for i in cutlass.range_constexpr(spec.each):
-                for x in cutlass.range_constexpr(overlapping):
-                    there = self.key_of(first_block + i * WARP, x, scores.shape[1])
-                    for h in cutlass.range_constexpr(spec.G):
-                        loaded[i, x, h] = scores[first + h, there]
-        self.log_sum_exps(stats, first, splits, sLse)
+            self.load(loaded, scores, first, Int32(0))
+        self.log_sum_exps(stats, first)
+        if tidx < spec.chosen:
+            self.top[tidx] = Int64(NOTHING)
+        if tidx == 0:
+            self.count[0] = Int32(0)
         cute.arch.sync_threads()
 
-        t = sequence.position(token)
-        begin, end = candidates(spec, t)
-        end = cutlass.select_(valid & (token < sequence.T), end, Int32(0))
-        if part * (THREADS * spec.each) < end:
-            bits = cute.make_rmem_tensor((spec.each,), Int32)
-            for i in cutlass.range_constexpr(spec.each):
+        begin, end = candidates(spec, tile.t)
+        end = cutlass.select_(valid & (tile.token < tile.sequence.T), end, Int32(0))
+        rounds = cutlass.max(cute.ceil_div(end, tile.shares * tile.warps * WARP * self.each), 1)
+        for turn in cutlass.range(rounds, unroll=1):
+            bits, first_block = cute.make_rmem_tensor((self.each,), Int32), self.first_block(turn)
+            for i in cutlass.range_constexpr(self.each):
                 block, total = first_block + i * WARP, Float32(0.0)
-                for x in cutlass.range_constexpr(overlapping):
-                    key = block * (spec.block_size // spec.stride) + x - (spec.span // spec.stride - 1)
+                for x in cutlass.range_constexpr(self.overlapping):
                     p = Float32(0.0)
                     if const_expr(early):
                         for h in cutlass.range_constexpr(spec.G):
-                            p += exp2(loaded[i, x, h] - sLse[h])
+                            p += exp2(loaded[i, x, h] - self.lse[h])
                     else:
                         at = self.key_of(block, x, scores.shape[1])
                         for h in cutlass.range(spec.G, unroll=16):
-                            p += exp2(scores[first + h, at] - sLse[h])
-                    seen = (key >= 0) & (key < sequence.keys_end(t))
+                            p += exp2(scores[first + h, at] - self.lse[h])
+                    key = self.key(block, x)
+                    seen = (key >= 0) & (key < tile.sequence.keys_end(tile.t))
                     total += cutlass.select_(seen, times(spec, x) * p, Float32(0.0))
                 score = cutlass.select_(total == total, bits_of(total), Int32(NAN_BITS))
                 bits[i] = cutlass.select_((block >= begin) & (block < end), score, Int32(-1))
-            self.best_of_warp(bits, first_block, sBest)
-            found = WARPS * spec.chosen
-            for i in cutlass.range(tidx, found, THREADS, unroll=1):
-                rank = rank_of(sBest, i, Int32(found))
-                if rank < spec.chosen:
-                    to[rank] = sBest[i]
-        else:
-            for i in cutlass.range(tidx, spec.chosen, THREADS, unroll=1):
-                to[i] = Int64(NOTHING)
+            if const_expr(early):
+                if turn + 1 < rounds:
+                    self.load(loaded, scores, first, turn + 1)
+            self.keep(bits, first_block)
+            self.rank()
+
+    def load(self, loaded: cute.Tensor, scores: cute.Tensor, first: Int32, turn: Int32) -> None:
+        spec, first_block = self.tile.spec, self.first_block(turn)
+        for i in range(self.each):
+            for x in range(self.overlapping):
+                there = self.key_of(first_block + i * WARP, x, scores.shape[1])
+                for h in range(spec.G):
+                    loaded[i, x, h] = scores[first + h, there]
+
+    def key(self, block: Int32, x: int) -> Int32:
+        """The x-th key that overlaps a block."""
+        spec = self.tile.spec
+        return block * (spec.block_size // spec.stride) + x - (spec.span // spec.stride - 1)
 
     def key_of(self, block: Int32, x: int, keys: Int32) -> Int32:
         """The x-th key that overlaps a block, or another that is there."""
-        key = block * (self.spec.block_size // self.spec.stride) + x - (self.spec.span // self.spec.stride - 1)
-        return cutlass.max(cutlass.min(key, keys - 1), 0)
+        return cutlass.max(cutlass.min(self.key(block, x), keys - 1), 0)
 
     @cute.jit
-    def log_sum_exps(self, stats: cute.Tensor, first: Int32, splits: Int32, sLse: cute.Tensor):
-        """Those of the group's heads, in units of log2, to shared memory."""
-        spec, (tidx, _, _) = self.spec, cute.arch.thread_idx()
-        for h in cutlass.range_constexpr(0, spec.G, THREADS // SHARE):
+    def log_sum_exps(self, stats: cute.Tensor, first: Int32):
+        """Those of the group's heads, to shared memory."""
+        spec, (tidx, _, _) = self.tile.spec, cute.arch.thread_idx()
+        for h in cutlass.range_constexpr(0, spec.G, WARP * self.tile.warps // SHARE):
             head = h + tidx // SHARE
             row = first + cutlass.min(head, spec.G - 1)
-            lse = log_sum_exp(stats, row, Int32(0), splits, SHARE)
+            lse = log_sum_exp(stats, row, SHARE)
             if (head < spec.G) & (tidx % SHARE == 0):
-                sLse[head] = lse
+                self.lse[head] = lse
 
     @cute.jit
-    def best_of_warp(self, bits: cute.Tensor, first_block: Int32, sBest: cute.Tensor):
-        """The best of a warp's blocks, best first, to its part of shared memory."""
-        spec, lane = self.spec, cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        own = bits[0]
-        for i in cutlass.range_constexpr(1, spec.each):
+    def keep(self, bits: cute.Tensor, first_block: Int32):
+        """Move to `best` those that may be among the best, of this round and of `top`; all threads together."""
+        chosen, (tidx, _, _) = self.tile.spec.chosen, cute.arch.thread_idx()
+        own, size = bits[0], WARP * self.tile.warps // GROUPS
+        for i in cutlass.range_constexpr(1, self.each):
             own = cutlass.max(own, bits[i])
-        for rank in cutlass.range(spec.chosen, unroll=1):
-            best = cute.arch.warp_redux_sync(own, "max")
-            block = Int32(NO_BLOCK)
-            for i in cutlass.range_constexpr(spec.each):
-                block = cutlass.select_((bits[i] == best) & (block == NO_BLOCK), first_block + i * WARP, block)
-            block = cute.arch.warp_redux_sync(block, "min")
-            at = warp * spec.chosen + rank
-            if lane == 0:
-                sBest[at] = cutlass.select_(best >= 0, candidate(best, block), Int64(NOTHING) + Int64(at))
-            own = Int32(-1)
-            for i in cutlass.range_constexpr(spec.each):
-                bits[i] = cutlass.select_(first_block + i * WARP == block, Int32(-1), bits[i])
-                own = cutlass.max(own, bits[i])
+        own = cute.arch.warp_reduction(own, cutlass.max, threads_in_group=size)
+        if tidx % size == 0:
+            self.tops[tidx // size] = own
+        before = self.top[cutlass.min(tidx, chosen - 1)]
         cute.arch.sync_threads()
+        bound = Int32(0)
+        if const_expr(chosen <= GROUPS):
+            own, better = self.tops[cute.arch.lane_idx()], Int32(0)
+            for j in cutlass.range_constexpr(GROUPS):
+                other = self.tops[j]
+                first = (other == own) & (j < cute.arch.lane_idx())
+                better += cutlass.select_((other > own) | first, Int32(1), Int32(0))
+            bound = cute.arch.warp_redux_sync(cutlass.select_(better == chosen - 1, own, Int32(0)), "max")
+        if tidx < chosen:
+            self.top[tidx] = Int64(NOTHING)
+            if before >= 0:
+                self.best[self.next_place()] = before
+        for i in cutlass.range_constexpr(self.each):
+            if bits[i] >= bound:
+                self.best[self.next_place()] = candidate(bits[i], first_block + i * WARP)
+        cute.arch.sync_threads()
+
+    def next_place(self) -> Int32:
+        return cute.arch.atomic_add(self.count.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="cta")
+
+    @cute.jit
+    def rank(self):
+        """The best of `best`, which is emptied, to `top`; all threads together."""
+        count, (tidx, _, _) = self.count[0], cute.arch.thread_idx()
+        for i in cutlass.range(tidx, count, WARP * self.tile.warps, unroll=1):
+            rank = rank_of(self.best, i, count)
+            if rank < self.tile.spec.chosen:
+                self.top[rank] = self.best[i]
+        cute.arch.sync_threads()
+        if tidx == 0:
+            self.count[0] = Int32(0)
+
+    @cute.jit
+    def gather(self) -> Int32:
+        """Candidates of the cluster, to `found`; returns their number. Their thread blocks have chosen."""
+        chosen, (tidx, _, _) = self.tile.spec.chosen, cute.arch.thread_idx()
+        count = self.tile.shares * chosen
+        for i in cutlass.range(tidx, count, WARP * self.tile.warps, unroll=1):
+            theirs = cute.make_tensor(cute.arch.map_dsmem_ptr(self.top.iterator, i // chosen), self.top.layout)
+            self.found[i] = fragment(theirs, i % chosen, 1)[0]
+        return count
 
 
 def times(spec: DecodeSpec, x: int) -> float:
@@ -250,16 +220,19 @@ def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def log_sum_exp(stats: cute.Tensor, row: Int32, first: Int32, count: Int32, threads: cutlass.Constexpr[int]) -> Float32:
-    """The log-sum-exp of a row's pieces from `first` on, in units of log2; by so many neighbouring threads."""
-    lane = cute.arch.lane_idx() % threads
-    top = -Float32.inf
-    for i in cutlass.range(lane, count, threads, unroll=4):
-        top = cute.arch.fmax(top, stats[row, first + i, 0])
-    top = cute.arch.warp_reduction_max(top, threads_in_group=threads)
-    shift = cutlass.select_(top == -Float32.inf, Float32(0.0), top)
-    total = Float32(0.0)
-    for i in cutlass.range(lane, count, threads, unroll=4):
-        total += stats[row, first + i, 1] * exp2(stats[row, first + i, 0] - shift)
-    total = cute.arch.warp_reduction_sum(total, threads_in_group=threads)
+def log_sum_exp(stats: cute.Tensor, row: Int32, threads: cutlass.Constexpr[int]) -> Float32:
+    """The log-sum-exp of a row's pieces, in units of log2; by so many neighbouring threads."""
+    lane, last = cute.arch.lane_idx() % threads, stats.shape[1] - 1
+    top, total = -Float32.inf, Float32(0.0)
+    for begin in cutlass.range(lane, last + 1, 2 * threads, unroll=1):
+        places = [begin, begin + threads]
+        parts = [fragment(stats[row, cutlass.min(i, last), None], Int32(0), 2) for i in places]
+        tops = [Float32(cutlass.select_(i <= last, part[0], -Float32.inf)) for i, part in zip(places, parts)]
+        highest = cute.arch.fmax(top, cute.arch.fmax(*tops))
+        total *= exp2(top - finite(highest))
+        for own, part in zip(tops, parts):
+            total += part[1] * exp2(own - finite(highest))
+        top = highest
+    shift = finite(cute.arch.warp_reduction_max(top, threads_in_group=threads))
+    total = cute.arch.warp_reduction_sum(total * exp2(top - shift), threads_in_group=threads)
     return shift + cute.math.log2(total)

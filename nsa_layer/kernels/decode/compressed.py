@@ -1,4 +1,4 @@
-"""First launch of a step: append tokens, complete compressed keys, and the compressed branch over pieces of its keys.
+"""The compressed branch over pieces of its keys, and the launch of its own that it has where they are many.
 
 A thread block has up to 16 rows of a key/value head and a piece of the compressed keys. Scores go to memory for the
 choice. The last piece has the keys that this call completes, too; its thread blocks look at all the sequence's pages
@@ -12,24 +12,17 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from nsa_layer.kernels.decode.places import LARGEST, Lengths, Sequence, Table
-from nsa_layer.kernels.decode.spec import KEYS, ROWS, THREADS, VECTOR, WARPS, DecodeSpec
-from nsa_layer.kernels.decode.stored import Stored, new_row
-from nsa_layer.kernels.decode.warp_rows import (
-    WarpRows,
-    no_rows,
-    own_keys,
-    set_queries,
-    shared_partial,
-    write_nothing,
-    write_partial,
-)
+from nsa_layer.kernels.decode.fill import complete_keys, write_valid
+from nsa_layer.kernels.decode.parts import shared_partial, write_nothing, write_partial
+from nsa_layer.kernels.decode.places import Lengths, Sequence, Table
+from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, ROWS, WARP, WARPS, DecodeSpec
+from nsa_layer.kernels.decode.stored import Caches, Stored, new_row
+from nsa_layer.kernels.decode.warp_rows import WarpRows, no_rows, own_keys, set_queries
 
 LOG2_E = 1.4426950408889634
-WARP_KEYS = KEYS * WARPS
 
 
 class CompressedDecode:
@@ -38,7 +31,7 @@ class CompressedDecode:
     shapes = (
         "Bq Tq Hq D", "P S Hkv D", "P S Hkv D", "Bk Tk Hkv D", "Bk Tk Hkv D", "P S Hkv D", "P S Hkv D", "Bk Tk Hkv D",
         "Bk Tk Hkv D", "Pc Sc Hkv D", "Pc Sc Hkv D", "Bm m Hkv D", "Bm m Hkv D", "B n *", "B nc *", "B *", "Bs *",
-        "B *", "Hkv D D", "Hkv D D", "B Hkv R keys", "B Hkv R pieces 2", "B Hkv R pieces D", "B Hkv",
+        "B *", "Hkv D D", "Hkv D D", "B Hkv R keys@16", "B Hkv R pieces 2", "B Hkv R pieces D", "B Hkv",
     )  # fmt: skip
 
     def __init__(self, spec: DecodeSpec) -> None:
@@ -73,116 +66,56 @@ class CompressedDecode:
         mValid: cute.Tensor,
         room: Int32,
         compressed_room: Int32,
-        cmp: Int32,
         softmax_scale: Float32,
         stream,
     ):
         spec = self.spec
         lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
-        tokens = Stored((mK_cache, mV_cache), (mK, mV), mPages)
-        keys = Stored((mK_cmp_cache, mV_cmp_cache), (mK_cmp, mV_cmp), mCmp_pages)
-        window = (
-            None if const_expr(mK_win_cache is None and mV_win_cache is None)
-            else Stored((mK_win_cache, mV_win_cache), (mK_win, mV_win), mPages)
+        caches = Caches.of(
+            ((mK_cache, mV_cache), (mK, mV)), ((mK_win_cache, mV_win_cache), (mK_win, mV_win)),
+            ((mK_cmp_cache, mV_cmp_cache), (mK_cmp, mV_cmp)), (mPages, mCmp_pages), (mW_k, mW_v),
         )  # fmt: skip
         B, Hkv, R, _ = mScores.shape
-        self.kernel(
-            mQ,
-            tokens,
-            window,
-            keys,
-            lengths,
-            cmp,
-            (mW_k, mW_v),
-            (mScores, mStats, mAcc, mValid),
-            softmax_scale * LOG2_E,
-        ).launch(
-            grid=[cmp * -(-spec.rows // ROWS), Hkv, B],
-            block=[THREADS, 1, 1],
+        self.kernel(mQ, caches, lengths, (mScores, mStats, mAcc, mValid), softmax_scale * LOG2_E).launch(
+            grid=[mStats.shape[3] * -(-spec.rows // ROWS), Hkv, B],
             stream=stream,
-            min_blocks_per_mp=2,
-            preferred_smem_carveout=50,
-            use_pdl=True,
+            **LAUNCH,
         )
 
     @cute.kernel
     def kernel(
         self,
         mQ: cute.Tensor,
-        tokens: Stored,
-        window: Stored | None,
-        keys: Stored,
+        caches: Caches,
         lengths: Lengths,
-        splits: Int32,
-        weights: tuple,
         out: tuple,
         scale_log2: Float32,
     ):
         spec, (mScores, mStats, mAcc, mValid) = self.spec, out
-        tidx, _, _ = cute.arch.thread_idx()
         x, head, b = cute.arch.block_idx()
         smem = SmemAllocator()
-        sStats, sAcc = shared_partial(smem, spec.D)
+        shared = shared_partial(smem, spec.D, WARPS)
         sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        splits = mStats.shape[3]
         split, tile = x % splits, x // splits
 
-        sequence = lengths.of(b, LARGEST if const_expr(tokens.pages is not None) else Int32(tokens.caches[0].shape[0]))
-        before, after = sequence.completed()
-        share = cute.ceil_div(cute.ceil_div(before, splits), WARP_KEYS) * WARP_KEYS
-        begin = cutlass.min(split * share, before)
-        end = cutlass.min(begin + share, before)
-        if split == splits - 1:
-            end = after
+        sequence = lengths.of(b, caches.rows)
         first, count = tile * ROWS, cutlass.min(spec.rows - tile * ROWS, ROWS)
-        last = sequence.position(cutlass.min((first + count - 1) // spec.G, sequence.T - 1))
-        end = cutlass.min(end, sequence.keys_end(last))
-        end = cutlass.select_(sequence.inside, end, Int32(0))
-        own = RowTile(spec, sequence, keys.table(sequence), head, first, count, begin, end)
+        own = RowTile.of(spec, WARPS, sequence, caches.keys, head, first, count, split, splits)
         rows = no_rows(spec.D, mQ.element_type, scale_log2)
-        if begin < end:
-            own.set_queries(rows, mQ)
-        own.load_first(rows, keys)
-        if split == splits - 1:
-            # Beside the first keys, which are loaded again where they are made here.
-            valid = self.is_inside(sequence, tokens, keys, sBad)
-            if valid:
-                if tile == 0:
-                    append(spec, sequence, tokens, head)
-                    if const_expr(window is not None):
-                        append(spec, sequence, window, head)
-                for j in cutlass.range(before, after, unroll=1):
-                    complete(spec, sequence, tokens, keys, weights, j, head, sAcc)
-            if tile == 0 and tidx == 0:
-                mValid[b, head] = cutlass.select_(valid, Int32(1), Int32(0))
-            if before < after:
-                cute.arch.sync_threads()
-                if own.first_key + KEYS > before:
-                    own.load_first(rows, keys)
         stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
-        if begin < end:
-            own.attend(rows, keys, mScores[b, head, None, None])
-            write_partial(rows, sStats, sAcc, stats, acc, first, count, split)
-        else:
-            write_nothing(stats, first, count, split)
-
-    @cute.jit
-    def is_inside(self, sequence: Sequence, tokens: Stored, keys: Stored, sBad: cute.Tensor) -> Boolean:
-        """True if all the sequence's places are there; of all threads together."""
-        tidx, _, _ = cute.arch.thread_idx()
-        if const_expr(tokens.pages is not None or keys.pages is not None):
-            if tidx == 0:
-                sBad[0] = Int32(0)
-            cute.arch.sync_threads()
-            if sequence.inside:
-                bad = tokens.table(sequence).lacks(sequence.S, tidx, THREADS)
-                bad = bad | keys.table(sequence).lacks(sequence.completed()[1], tidx, THREADS)
-                if bad:
-                    sBad[0] = Int32(1)
-            cute.arch.sync_threads()
-            return sequence.inside & (sBad[0] == 0)
-        return sequence.inside
+        if split == splits - 1:
+            complete_keys(sequence, caches, head, WARP * WARPS, shared[1], sBad)
+        if own.begin < own.end:
+            own.set_queries(rows, mQ)
+        own.load_first(rows, caches.keys)
+        if split == splits - 1:
+            write_valid(mValid, sequence, caches, head, WARP * WARPS, sBad)
+        rows.forget()
+        own.attend(rows, caches.keys, mScores[b, head, None, None])
+        own.write(rows, *shared, stats, acc, first, split)
 
 
 @dataclass(frozen=True)
@@ -190,11 +123,13 @@ class RowTile:
     """Up to 16 rows of a key/value head, and the compressed keys ``begin .. end - 1`` that a thread block has of them.
 
     Attributes:
+        warps: of the thread block.
         table: of the compressed keys.
         first, count: of the rows.
     """
 
     spec: cutlass.Constexpr[DecodeSpec]
+    warps: cutlass.Constexpr[int]
     sequence: Sequence
     table: Table
     head: Int32
@@ -203,9 +138,32 @@ class RowTile:
     begin: Int32
     end: Int32
 
+    @classmethod
+    def of(
+        cls,
+        spec: DecodeSpec,
+        warps: int,
+        sequence: Sequence,
+        keys: Stored,
+        head: Int32,
+        first: Int32,
+        count: Int32,
+        split: Int32,
+        splits: Int32,
+    ) -> RowTile:
+        """With one of the rows' `splits` shares of the keys; the last has those that this call completes, too."""
+        before, after = sequence.completed()
+        share = cute.ceil_div(cute.ceil_div(before, splits), KEYS * warps) * KEYS * warps
+        begin = cutlass.min(split * share, before)
+        end = cutlass.select_(split == splits - 1, after, cutlass.min(begin + share, before))
+        last = sequence.position(cutlass.min((first + count - 1) // spec.G, sequence.T - 1))
+        end = cutlass.min(end, sequence.keys_end(last))
+        end = cutlass.select_(sequence.inside, end, Int32(0))
+        return cls(spec, warps, sequence, keys.table(sequence), head, first, count, begin, end)
+
     @property
     def first_key(self) -> Int32:
-        """This warp's first key."""
+        """Of this warp."""
         return self.begin + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * KEYS
 
     def own(self) -> list[Int32]:
@@ -244,103 +202,52 @@ class RowTile:
     def attend(self, rows: WarpRows, keys: Stored, scores_out: cute.Tensor):
         """Attention to this warp's keys, of which `load_first` has loaded the first."""
         lane, end = cute.arch.lane_idx(), self.end
-        g, c = lane // 4, lane % 4
-        own = self.own()
-        seen = [self.sequence.keys_end(self.sequence.position(self.token(row))) for row in own]
+        c = lane % 4
+        seen = [self.sequence.keys_end(self.sequence.position(self.token(row))) for row in self.own()]
         k_at, v_at = own_keys()
         at = self.first_key
         if at < end:
-            page = self.page(at + WARP_KEYS)
-            for now in cutlass.range(at, end, WARP_KEYS, unroll=1):
+            step = KEYS * self.warps
+            page = self.page(at + step)
+            for now in cutlass.range(at, end, step, unroll=1):
                 scores = rows.scores()
-                after = now + WARP_KEYS
+                after = now + step
                 if after < end:
                     rows.load_k([self.row_of(keys.caches[0], page, after, i) for i in k_at])
+                self.write_scores(scores, now, scores_out)
                 for x in cutlass.range_constexpr(8):
                     key, r = now + x // 4 * 8 + 2 * c + x % 2, x % 4 // 2
-                    if (key < end) & (g + 8 * r < self.count):
-                        scores_out[own[r], key] = scores[x]
                     scores[x] = cutlass.select_(key < cutlass.min(seen[r], end), scores[x], -Float32.inf)
                 rows.add(scores)
                 if after < end:
                     rows.load_v([self.row_of(keys.caches[1], page, after, i) for i in v_at])
-                page = self.page(after + WARP_KEYS)
+                page = self.page(after + step)
 
+    def write_scores(self, scores: list[Float32], now: Int32, to: cute.Tensor) -> None:
+        """Write those of 16 keys; there is room for them, and lanes without a row of their own have another's."""
+        c = cute.arch.lane_idx() % 4
+        for r, row in enumerate(self.own()[: -(-self.spec.rows // 8)]):
+            for half in range(2):
+                pair = cute.make_rmem_tensor((2,), Float32)
+                pair[0], pair[1] = scores[4 * half + 2 * r], scores[4 * half + 2 * r + 1]
+                cute.autovec_copy(pair, cute.local_tile(to[row, None], (2,), (now // 2 + 4 * half + c,)))
 
-@cute.jit
-def append(spec: DecodeSpec, sequence: Sequence, stored: Stored, head: Int32):
-    """Write a sequence's new keys and values of a head."""
-    tidx, _, _ = cute.arch.thread_idx()
-    lanes, table = spec.D // VECTOR, stored.table(sequence)
-    for i in cutlass.range_constexpr(2):
-        new, cache = stored.new[i], stored.caches[i]
-        if const_expr(new is not None and cache is not None):
-            for token in cutlass.range(tidx // lanes, sequence.T, THREADS // lanes, unroll=1):
-                at = sequence.position(token)
-                piece = load_piece(new_row(new, sequence, token, head), tidx % lanes)
-                target = cache[table.page(at), table.within(at), head, None]
-                cute.autovec_copy(piece, cute.local_tile(target, (VECTOR,), (tidx % lanes,)))
-
-
-@cute.jit
-def complete(
-    spec: DecodeSpec,
-    sequence: Sequence,
-    tokens: Stored,
-    keys: Stored,
-    weights: tuple,
-    j: Int32,
-    head: Int32,
-    sSums: cute.Tensor,
-):
-    """Write compressed key and value j of a head: given, or means of their tokens, projected."""
-    tidx, _, _ = cute.arch.thread_idx()
-    lanes, groups, table = spec.D // VECTOR, THREADS * VECTOR // spec.D, keys.table(sequence)
-    lane, group = tidx % lanes, tidx // lanes
-    targets = [cache[table.page(j), table.within(j), head, None] for cache in keys.caches]
-    made = [i for i in range(2) if keys.new[i] is None]
-    for i in cutlass.range_constexpr(2):
-        if const_expr(keys.new[i] is not None):
-            if group == 0:
-                before, _ = sequence.completed()
-                piece = load_piece(new_row(keys.new[i], sequence, j - before, head), lane)
-                cute.autovec_copy(piece, cute.local_tile(targets[i], (VECTOR,), (lane,)))
-    if const_expr(len(made) > 0):
-        sums, own = cute.make_rmem_tensor((VECTOR, len(made)), Float32), tokens.table(sequence)
-        sums.fill(0.0)
-        for token in cutlass.range(group, spec.span, groups, unroll=8):
-            at = j * spec.stride + token
-            page = own.page(at)
-            for n in cutlass.range_constexpr(len(made)):
-                piece = load_piece(tokens.token(made[n], own, page, at, head), lane)
-                for x in cutlass.range_constexpr(VECTOR):
-                    sums[x, n] += piece[x].to(Float32)
-        sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups, len(made))))
-        for n in cutlass.range_constexpr(len(made)):
-            for x in cutlass.range_constexpr(VECTOR):
-                sLines[lane * VECTOR + x, group, n] = sums[x, n]
-        cute.arch.sync_threads()
-        if tidx < spec.D:
-            for n in cutlass.range_constexpr(len(made)):
-                total = Float32(0.0)
-                for line in cutlass.range_constexpr(groups):
-                    total += sLines[tidx, line, n]
-                sLines[tidx, 0, n] = total * (1.0 / spec.span)
-        cute.arch.sync_threads()
-        if tidx < spec.D:
-            for n in cutlass.range_constexpr(len(made)):
-                i = made[n]
-                mean = sLines[tidx, 0, n]
-                if const_expr(weights[i] is not None):
-                    mean = Float32(0.0)
-                    for d in cutlass.range(spec.D, unroll=16):
-                        mean += sLines[d, 0, n] * weights[i][head, d, tidx].to(Float32)
-                targets[i][tidx] = mean.to(targets[i].element_type)
-        cute.arch.sync_threads()
-
-
-def load_piece(row: cute.Tensor, at: Int32) -> cute.Tensor:
-    """16 bytes of a row."""
-    piece = cute.make_rmem_tensor((VECTOR,), row.element_type)
-    cute.autovec_copy(cute.local_tile(row, (VECTOR,), (at,)), piece)
-    return piece
+    @cute.jit
+    def write(
+        self,
+        rows: WarpRows,
+        sStats: cute.Tensor,
+        sAcc: cute.Tensor,
+        stats: cute.Tensor,
+        acc: cute.Tensor,
+        first: Int32,
+        piece: Int32,
+        also: cute.Tensor | None = None,
+    ):
+        """Write a piece of the rows' partial results, as `write_partial` does; `first`: where the rows begin there."""
+        if self.begin < self.end:
+            write_partial(rows, sStats, sAcc, stats, acc, first, self.count, piece, also)
+        else:
+            write_nothing(stats[None, piece, None], first, self.count)
+            if const_expr(also is not None):
+                write_nothing(also, Int32(0), self.count)

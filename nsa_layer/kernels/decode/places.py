@@ -14,20 +14,6 @@ LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Numbers of partial results; the compressed branch's come first.
-
-    Attributes:
-        cmp, swa: thread blocks that share a row's compressed keys and its window.
-        parts: of a sequence's blocks, whose best are found apart.
-    """
-
-    cmp: Int32
-    swa: Int32
-    parts: Int32
-
-
-@dataclass(frozen=True)
 class Lengths:
     """Tensors of the sequences' lengths and of their rows in contiguous caches.
 

@@ -1,9 +1,10 @@
-"""Third launch of a step: the selected branch, and the gated sum of all three.
+"""The step's only launch, or its second one: window, choice, selected branch, and the gated sum of all branches.
 
-The thread blocks of a cluster share the listed blocks of up to 16 query heads of one token and key/value head; each
-makes the token's list of the second launch's candidates. While its first keys are on the way, a thread block merges the
-other branches' partial results of its share of the rows, to which it adds at last what the cluster has of the selected
-branch, in shared memory.
+The thread blocks of a cluster share the keys of up to 16 query heads of one token and key/value head, and the choice of
+blocks. They begin with the compressed branch, unless that has a launch of its own. The window waits for no launch: of
+what the step appends, it reads what is given. The choice takes long and reads little, so the window's last keys are on
+the way meanwhile. Then each thread block makes the token's list of the cluster's candidates. At last it adds up its
+share of the rows, of which each of the cluster's thread blocks has a part in shared memory, while one of them appends.
 """
 
 from __future__ import annotations
@@ -13,37 +14,39 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from nsa_layer.kernels.block_topk.online_softmax import exp2
 from nsa_layer.kernels.block_topk.register_topk import unpack_block
-from nsa_layer.kernels.decode.choice import candidates, rank_of
-from nsa_layer.kernels.decode.compressed import LOG2_E
-from nsa_layer.kernels.decode.places import Lengths, Pieces
-from nsa_layer.kernels.decode.spec import KEYS, MOST_PARTS, ROWS, THREADS, DecodeSpec
-from nsa_layer.kernels.decode.stored import Stored, new_row
+from nsa_layer.kernels.decode.choice import Choice, candidates, rank_of
+from nsa_layer.kernels.decode.compressed import LOG2_E, CompressedDecode, RowTile
+from nsa_layer.kernels.decode.fill import append, complete_keys, write_valid
+from nsa_layer.kernels.decode.parts import AT_ONCE, COLUMNS, Part, finite, fragment, shared_partial, write_partial
+from nsa_layer.kernels.decode.places import Lengths
+from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, RESIDENT, ROWS, WARP, WARPS, DecodeSpec
+from nsa_layer.kernels.decode.stored import Caches, new_row
 from nsa_layer.kernels.decode.tokens import TokenTile, num_tiles
-from nsa_layer.kernels.decode.warp_rows import no_rows, shared_partial, write_partial
+from nsa_layer.kernels.decode.warp_rows import no_rows
 from nsa_layer.kernels.gating.gated_sum import EQUAL_SHARE
 
 LOG_2 = math.log(2.0)
-COLUMNS = 4  # of a row in one thread
 CMP, SLC, SWA = range(3)
-OTHERS = (CMP, SWA)
 
 
 class SelectedDecode:
     """The kernel."""
 
     shapes = (
-        "Bq Tq Hq D", "P S Hkv D", "P S Hkv D", "B np *", "B *", "Bs *", "B *", "B T Hkv parts n", "B Hkv R pieces 2",
-        "B Hkv R pieces D", "B Hkv", "B T Hkv width", "Hq 3 D", "Bq Tq Hq 3 *", "Bq Tq Hq D", "Bq Hq Tq", "Bq Hq Tq",
+        *CompressedDecode.shapes, "B T Hkv width", "Hq 3 D", "Bq Tq Hq 3 *", "Bq Tq Hq D", "Bq Hq Tq", "Bq Hq Tq",
         "Bq Hq Tq",
     )  # fmt: skip
 
-    def __init__(self, spec: DecodeSpec) -> None:
+    def __init__(self, spec: DecodeSpec, warps: int, each: int) -> None:
+        """warps: of a thread block; each: blocks in one thread, of those that choose."""
         self.spec = spec
+        self.warps = warps
+        self.each = each
 
     @cute.jit
     def __call__(
@@ -51,11 +54,24 @@ class SelectedDecode:
         mQ: cute.Tensor,
         mK_cache: cute.Tensor,
         mV_cache: cute.Tensor,
+        mK: cute.Tensor | None,
+        mV: cute.Tensor | None,
+        mK_win_cache: cute.Tensor | None,
+        mV_win_cache: cute.Tensor | None,
+        mK_win: cute.Tensor | None,
+        mV_win: cute.Tensor | None,
+        mK_cmp_cache: cute.Tensor | None,
+        mV_cmp_cache: cute.Tensor | None,
+        mK_cmp: cute.Tensor | None,
+        mV_cmp: cute.Tensor | None,
         mPages: cute.Tensor | None,
+        mCmp_pages: cute.Tensor | None,
         mIdx: cute.Tensor | None,
         mCu: cute.Tensor | None,
         mLengths: cute.Tensor,
-        mBest: cute.Tensor,  # int64 [B, T, Hkv, parts, spec.chosen]
+        mW_k: cute.Tensor | None,
+        mW_v: cute.Tensor | None,
+        mScores: cute.Tensor,
         mStats: cute.Tensor,
         mAcc: cute.Tensor,
         mValid: cute.Tensor,
@@ -68,39 +84,32 @@ class SelectedDecode:
         mLSE_swa: cute.Tensor,
         room: Int32,
         compressed_room: Int32,
-        cmp: Int32,
         slc: Int32,
-        swa: Int32,
-        parts: Int32,
         softmax_scale: Float32,
         stream,
     ):
         spec = self.spec
         lengths = Lengths(spec, mLengths, mCu, mIdx, room, compressed_room, Int32(mQ.shape[1]))
-        tokens = Stored((mK_cache, mV_cache), (None, None), mPages)
-        B, Hkv, _, _, _ = mStats.shape
-        pieces, lses = Pieces(cmp, swa, parts), (mLSE_cmp, mLSE_slc, mLSE_swa)
-        partial, gates = (mStats, mAcc, mValid), (mW, mGates)
-        self.kernel(mQ, tokens, lengths, pieces, slc, mBest, partial, mLists, gates, mO, lses, softmax_scale * LOG2_E
-        ).launch(
+        caches = Caches.of(
+            ((mK_cache, mV_cache), (mK, mV)), ((mK_win_cache, mV_win_cache), (mK_win, mV_win)),
+            ((mK_cmp_cache, mV_cmp_cache), (mK_cmp, mV_cmp)), (mPages, mCmp_pages), (mW_k, mW_v),
+        )  # fmt: skip
+        B, Hkv, _, _ = mScores.shape
+        partial, gates, lses = (mScores, mStats, mAcc, mValid), (mW, mGates), (mLSE_cmp, mLSE_slc, mLSE_swa)
+        self.kernel(mQ, caches, lengths, slc, partial, mLists, gates, mO, lses, softmax_scale * LOG2_E).launch(
             grid=[slc * num_tiles(spec) * spec.T, Hkv, B],
-            block=[THREADS, 1, 1],
             cluster=[slc, 1, 1],
             stream=stream,
-            min_blocks_per_mp=2,
-            preferred_smem_carveout=75,
-            use_pdl=True,
-        )  # fmt: skip
+            **LAUNCH | dict(block=(WARP * self.warps, 1, 1), min_blocks_per_mp=RESIDENT * WARPS // self.warps),
+        )
 
     @cute.kernel
     def kernel(
         self,
         mQ: cute.Tensor,
-        tokens: Stored,
+        caches: Caches,
         lengths: Lengths,
-        pieces: Pieces,
         slc: Int32,
-        mBest: cute.Tensor,
         partial: tuple,
         mLists: cute.Tensor | None,
         gates: tuple,
@@ -108,40 +117,78 @@ class SelectedDecode:
         mLSEs: tuple,
         scale_log2: Float32,
     ):
-        spec, (mStats, mAcc, mValid) = self.spec, partial
-        tidx, _, _ = cute.arch.thread_idx()
+        spec, (mScores, mStats, mAcc, mValid) = self.spec, partial
         x, head, b = cute.arch.block_idx()
         smem = SmemAllocator()
-        shared = shared_partial(smem, spec.D)
+        shared = shared_partial(smem, spec.D, self.warps)
         sList = smem.allocate_tensor(Int32, cute.make_layout(spec.list_width), byte_alignment=16)
-        sBest = smem.allocate_tensor(Int64, cute.make_layout(MOST_PARTS * spec.chosen), byte_alignment=16)
         merged = Merged(
             smem.allocate_tensor(Float32, cute.make_layout((2, ROWS, 3)), byte_alignment=16),
             smem.allocate_tensor(Float32, cute.make_layout((spec.D, ROWS, 3)), byte_alignment=16),
             smem.allocate_tensor(Float32, cute.make_layout((3, ROWS)), byte_alignment=16),
         )
-        sequence, found = lengths.of(b), pieces.parts * spec.chosen
-        own = TokenTile.of(spec, sequence, head, x, slc)
-        rows = no_rows(spec.D, mQ.element_type, scale_log2)
-        own.set_queries(rows, mQ)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        # Loaded whether they count or not, beside what tells.
-        for i in cutlass.range(tidx, found, THREADS, unroll=2):
-            sBest[i] = mBest[b, own.token, head, i // spec.chosen, i % spec.chosen]
+        whole, window = caches.keys is not None, caches.read_window()
+        if const_expr(whole):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        sequence = lengths.of(b, caches.rows)
+        own = TokenTile.of(spec, self.warps, sequence, head, x, slc)
+        choice = Choice.of(smem, own, self.each)
+        share, rows = RowShare.of(own, whole), no_rows(spec.D, mQ.element_type, scale_log2)
+        scores, stats, acc = (
+            mScores[b, head, None, None], mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
+        )  # fmt: skip
+        groups = cute.ceil_div(cutlass.min(own.t + 1, spec.window), KEYS)
+        groups = cutlass.select_(own.token < sequence.T, groups, Int32(0))
+        if const_expr(whole):
+            sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+            keys = RowTile.of(
+                spec, self.warps, sequence, caches.keys, head, own.first_row, own.count, own.share, own.shares
+            )
+            if own.share == own.shares - 1:
+                complete_keys(sequence, caches, head, WARP * self.warps, shared[1], sBad)
+            own.set_queries(rows, mQ)
+            keys.load_first(rows, caches.keys)
+            share.set_gates(merged, mQ, *gates)
+            if own.share == own.shares - 1:
+                write_valid(mValid, sequence, caches, head, WARP * self.warps, sBad)
+            rows.forget()
+            keys.attend(rows, caches.keys, scores)
+            own.load_first(rows, mQ, window, None, groups)
+            also = cute.domain_offset((own.first_row, 0), stats[None, own.share, None])
+            keys.write(rows, *shared, merged.of_rows(CMP), merged.sums_of_rows(CMP), Int32(0), Int32(0), also)
+            cute.arch.cluster_arrive()
+        else:
+            own.load_first(rows, mQ, window, None, groups)
+            share.set_gates(merged, mQ, *gates)
+        rows.forget()
+        if const_expr(whole):
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         valid = mValid[b, head] != 0
-        listed = self.make_list(own.t, found, sBest, sList)
+        choice.choose(stats, scores, valid)
+        cute.arch.cluster_arrive()
+        own.attend(rows, window, None, groups)
+        write_partial(rows, *shared, merged.of_rows(SWA), merged.sums_of_rows(SWA), Int32(0), own.count, Int32(0))
+        cute.arch.cluster_wait()
+        listed = self.make_list(own.t, choice.gather(), choice.found, sList)
         if const_expr(mLists is not None):
             if valid & (own.token < sequence.T) & (own.share == 0) & (own.first == 0):
                 write_list(mLists[b, own.token, head, None], sList, listed)
         groups = cutlass.select_(valid & (own.token < sequence.T), listed * (spec.block_size // KEYS), Int32(0))
-        own.load_first(rows, tokens, sList, groups)
-        share = RowShare.of(own, spec)
-        share.merge_others(merged, pieces, mStats[b, head, None, None, None], mAcc[b, head, None, None, None])
-        share.set_gates(merged, mQ, *gates)
-        own.attend(rows, tokens, sList, groups)
+        own.load_first(rows, mQ, caches.tokens, sList, groups)
+        if const_expr(not whole):
+            share.merge_compressed(merged, stats, acc)
+        rows.forget()
+        own.attend(rows, caches.tokens, sList, groups)
         write_partial(rows, *shared, merged.of_rows(SLC), merged.sums_of_rows(SLC), Int32(0), own.count, Int32(0))
         cute.arch.cluster_arrive()
+        if valid & (own.token == 0) & (own.first == 0) & (own.share == 0):  # read from what is given until here
+            append(spec, sequence, caches.tokens, head, WARP * self.warps)
+            if const_expr(caches.window is not None):
+                append(spec, sequence, caches.window, head, WARP * self.warps)
         cute.arch.cluster_wait()
         first_row, T = lengths.queries(b)
         there = own.token < T
@@ -165,7 +212,7 @@ class SelectedDecode:
                 sList[tidx] = cutlass.select_(tidx == 2, Int32(0), own - tidx)
         cute.arch.sync_threads()
         room = cutlass.max(spec.n - forced, 0)
-        for i in cutlass.range(tidx, found, THREADS, unroll=1):
+        for i in cutlass.range(tidx, found, WARP * self.warps, unroll=1):
             rank = rank_of(sBest, i, found)
             if (rank < room) & (sBest[i] >= 0):
                 sList[forced + rank] = unpack_block(sBest[i])
@@ -175,7 +222,7 @@ class SelectedDecode:
 
 @dataclass(frozen=True)
 class Merged:
-    """The sums over a thread block's keys of all three branches of its rows, in shared memory.
+    """What a thread block has of its rows' branches, in shared memory.
 
     Attributes:
         stats, sums: fp32 [2, ROWS, 3] and [D, ROWS, 3]: maxima and sums, in units of log2, and sums of values.
@@ -211,43 +258,44 @@ class RowShare:
     Groups of threads have a row each; if there are fewer rows, `ways` groups share the partial results of a row.
 
     Attributes:
+        whole: the cluster has the compressed branch's parts, too.
         count: of its rows.
         ways: groups of a row.
     """
 
     tile: TokenTile
-    D: cutlass.Constexpr[int]
+    whole: cutlass.Constexpr[bool]
     count: Int32
     ways: Int32
 
     @classmethod
-    def of(cls, tile: TokenTile, spec: DecodeSpec) -> RowShare:
+    def of(cls, tile: TokenTile, whole: bool) -> RowShare:
         count = cute.ceil_div(cutlass.max(tile.count - tile.share, 0), tile.shares)
-        groups = THREADS * COLUMNS // spec.D
-        return cls(tile, spec.D, count, cutlass.max(groups // cutlass.max(count, 1), 1))
+        groups = WARP * tile.warps * COLUMNS // tile.spec.D
+        return cls(tile, whole, count, cutlass.max(groups // cutlass.max(count, 1), 1))
 
     def group(self) -> tuple[Int32, Int32, int]:
         """This thread's place in its group, its group, and the number of groups."""
-        lanes = self.D // COLUMNS
+        lanes = self.tile.spec.D // COLUMNS
         tidx, _, _ = cute.arch.thread_idx()
-        return tidx % lanes, tidx // lanes, THREADS // lanes
+        return tidx % lanes, tidx // lanes, WARP * self.tile.warps // lanes
 
     def row(self, i: Int32) -> Int32:
         return self.tile.share + i * self.tile.shares
 
     @cute.jit
-    def merge_others(self, merged: Merged, pieces: Pieces, stats: cute.Tensor, acc: cute.Tensor):
-        """Merge partial results of the compressed branch and the window."""
+    def merge_compressed(self, merged: Merged, stats: cute.Tensor, acc: cute.Tensor):
+        """Merge the compressed branch's partial results."""
         lane, group, groups = self.group()
-        begins, counts = (Int32(0), pieces.cmp), (pieces.cmp, pieces.swa)
         for slot in cutlass.range(group, self.count * self.ways, groups, unroll=1):
-            row = self.tile.first_row + self.row(slot // self.ways)
-            for i in cutlass.range_constexpr(2):
-                begin = begins[i] + slot % self.ways
-                part = Part.nothing()
-                for piece in cutlass.range(begin, begins[i] + counts[i], self.ways, unroll=4):
-                    part.add(stats[row, piece, None], acc[row, piece, None], lane)
-                part.write(merged.stats[None, slot, OTHERS[i]], merged.sums[None, slot, OTHERS[i]], lane)
+            row, part = self.tile.first_row + self.row(slot // self.ways), Part.nothing()
+            last = stats.shape[1] - 1
+            for begin in cutlass.range(slot % self.ways, last + 1, self.ways * AT_ONCE, unroll=1):
+                pieces = [begin + n * self.ways for n in range(AT_ONCE)]
+                places = [cutlass.min(piece, last) for piece in pieces]
+                theirs = [(stats[row, at, None], acc[row, at, None]) for at in places]
+                part.add_all(theirs, [piece <= last for piece in pieces], lane)
+            part.write(merged.stats[None, slot, CMP], merged.sums[None, slot, CMP], lane)
 
     @cute.jit
     def set_gates(self, merged: Merged, mQ: cute.Tensor, mW: cute.Tensor | None, mGates: cute.Tensor | None):
@@ -275,7 +323,7 @@ class RowShare:
         for n in range(3):
             w = fragment(mW[head, n, None], lane)
             total = sum(q[x].to(Float32) * w[x].to(Float32) for x in range(COLUMNS))
-            total = cute.arch.warp_reduction_sum(total, threads_in_group=self.D // COLUMNS)
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=tile.spec.D // COLUMNS)
             found.append(cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * total)))
         return found
 
@@ -289,84 +337,30 @@ class RowShare:
             row = self.row(i)
             h, o = tile.q_head(row), cute.make_rmem_tensor((COLUMNS,), Float32)
             o.fill(0.0)
+            parts = [Part.nothing() for _ in range(3)]
+            for begin in cutlass.range(0, tile.shares, AT_ONCE, unroll=1):
+                ranks = [begin + i for i in range(AT_ONCE)]
+                theirs = [merged.in_block(cutlass.min(rank, tile.shares - 1)) for rank in ranks]
+                there = [rank < tile.shares for rank in ranks]
+                for n in cutlass.range_constexpr(3):
+                    if const_expr(self.whole or n != CMP):
+                        parts[n].add_all([(x.stats[None, row, n], x.sums[None, row, n]) for x in theirs], there, lane)
+            if const_expr(not self.whole):
+                for way in cutlass.range(self.ways, unroll=1):
+                    slot = i * self.ways + way
+                    parts[CMP].add_all([(merged.stats[None, slot, CMP], merged.sums[None, slot, CMP])], None, lane)
             for n in cutlass.range_constexpr(3):
-                part = Part.nothing()
-                if const_expr(n == SLC):
-                    for rank in cutlass.range(tile.shares, unroll=4):
-                        theirs = merged.in_block(rank)
-                        part.add(theirs.stats[None, row, n], theirs.sums[None, row, n], lane)
-                else:
-                    for way in cutlass.range(self.ways, unroll=1):
-                        slot = i * self.ways + way
-                        part.add(merged.stats[None, slot, n], merged.sums[None, slot, n], lane)
-                total = part.total[0]
+                total = parts[n].total[0]
                 gate = cutlass.select_(total == 0.0, Float32(0.0), merged.gates[n, i] / total)
                 for x in cutlass.range_constexpr(COLUMNS):
-                    o[x] += gate * part.sums[x]
+                    o[x] += gate * parts[n].sums[x]
                 if lane == n:
-                    lse = (part.shift() + cute.math.log2(total)) * LOG_2
+                    lse = (finite(parts[n].top[0]) + cute.math.log2(total)) * LOG_2
                     mLSEs[n][batch, h, at] = cutlass.select_(valid, lse, Float32(float("nan")))
             out = cute.make_rmem_tensor((COLUMNS,), mO.element_type)
             for x in cutlass.range_constexpr(COLUMNS):
                 out[x] = Float32(cutlass.select_(valid, o[x], Float32(float("nan")))).to(mO.element_type)
             cute.autovec_copy(out, cute.local_tile(mO[batch, at, h, None], (COLUMNS,), (lane,)))
-
-
-@dataclass(frozen=True)
-class Part:
-    """A few columns of a row's attention to some of its keys, not divided by the sum.
-
-    Attributes:
-        top, total: fp32 [1]: maximum and sum, in units of log2.
-        sums: fp32 [COLUMNS].
-    """
-
-    top: cute.Tensor
-    total: cute.Tensor
-    sums: cute.Tensor
-
-    @classmethod
-    def nothing(cls) -> Part:
-        part = cls(*(cute.make_rmem_tensor((n,), Float32) for n in (1, 1, COLUMNS)))
-        part.top.fill(-Float32.inf)
-        part.total.fill(0.0)
-        part.sums.fill(0.0)
-        return part
-
-    def shift(self) -> Float32:
-        return finite(self.top[0])
-
-    def add(self, stats: cute.Tensor, sums: cute.Tensor, lane: Int32) -> None:
-        """Add another part: stats [2], and the columns of a row [D] that are this thread's."""
-        theirs, head = fragment(sums, lane), fragment(stats, Int32(0), 2)
-        own, total = head[0], head[1]
-        top = cute.arch.fmax(self.top[0], own)
-        shrink, weight = exp2(self.top[0] - finite(top)), exp2(own - finite(top))
-        self.top[0] = top
-        self.total[0] = self.total[0] * shrink + total * weight
-        for x in range(COLUMNS):
-            # A part without keys has no sums: what lies there may be NaN.
-            added = cutlass.select_(own == -Float32.inf, Float32(0.0), theirs[x] * weight)
-            self.sums[x] = self.sums[x] * shrink + added
-
-    @cute.jit
-    def write(self, stats: cute.Tensor, sums: cute.Tensor, lane: Int32):
-        cute.autovec_copy(self.sums, cute.local_tile(sums, (COLUMNS,), (lane,)))
-        if lane == 0:
-            stats[0] = self.top[0]
-            stats[1] = self.total[0]
-
-
-def finite(top: Float32) -> Float32:
-    """A maximum to subtract, 0 where there is no key."""
-    return Float32(cutlass.select_(top == -Float32.inf, Float32(0.0), top))
-
-
-def fragment(row: cute.Tensor, lane: Int32, columns: int = COLUMNS) -> cute.Tensor:
-    """This thread's columns of a row."""
-    part = cute.make_rmem_tensor((columns,), row.element_type)
-    cute.autovec_copy(cute.local_tile(row, (columns,), (lane,)), part)
-    return part
 
 
 @cute.jit

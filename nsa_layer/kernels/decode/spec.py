@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WARP, WARPS = 32, 4
-THREADS = WARP * WARPS
 ROWS, KEYS = 16, 16  # of one product of a warp: (token, head) pairs, and keys
 VECTOR = 8  # elements of 16 bytes
 MOST_QUERIES = 8
-MOST_PARTS = 64
+MOST_OF_CLUSTER = 8  # thread blocks
+RESIDENT = 2  # thread blocks of a multiprocessor
+LAUNCH = dict(block=(WARP * WARPS, 1, 1), min_blocks_per_mp=RESIDENT, preferred_smem_carveout=75, use_pdl=True)
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,6 @@ class DecodeSpec:
         T: queries of a sequence, at most.
         appends: the queries' keys and values are not in the caches yet.
         n: blocks that a token lists; forced ones are even if there are more.
-        each: blocks in one thread, of those that choose.
     """
 
     D: int
@@ -34,7 +34,6 @@ class DecodeSpec:
     window: int
     force: bool
     appends: bool
-    each: int
 
     @property
     def rows(self) -> int:

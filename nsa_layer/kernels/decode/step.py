@@ -1,4 +1,4 @@
-"""A step on caches for few queries, in three launches; `takes` says for which calls.
+"""A step on caches for few queries, in one launch or two; `takes` says for which calls.
 
 No number on the device is read by the host: grids follow from shapes, and so does the workspace.
 """
@@ -11,19 +11,27 @@ import torch
 
 from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall
-from nsa_layer.kernels.decode.choice import ChoiceDecode
-from nsa_layer.kernels.decode.compressed import WARP_KEYS, CompressedDecode
+from nsa_layer.kernels.decode.compressed import CompressedDecode
 from nsa_layer.kernels.decode.selected import SelectedDecode
-from nsa_layer.kernels.decode.spec import KEYS, MOST_PARTS, MOST_QUERIES, ROWS, THREADS, VECTOR, DecodeSpec
+from nsa_layer.kernels.decode.spec import (
+    KEYS,
+    MOST_OF_CLUSTER,
+    MOST_QUERIES,
+    RESIDENT,
+    ROWS,
+    VECTOR,
+    WARP,
+    WARPS,
+    DecodeSpec,
+)
 from nsa_layer.kernels.gating.gated_sum import readable_gates, readable_weight
 from nsa_layer.kernels.launch import launch
 from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
 
 Tensor = torch.Tensor
-MOST_SPLITS = 32, 8, 4  # of compressed keys, whose parts are merged one after another; of a cluster; of the window
-MOST_BLOCKS = 64
-RESIDENT = 2  # thread blocks of a multiprocessor
-EACH = (1, 2, 4, 8)  # blocks in one thread
+MOST_SPLITS, MOST_BLOCKS = 48, 64
+EACH = (1, 2, 4)  # blocks in one thread
+APART = 2  # times as many warps for compressed keys are worth a launch
 OVERHEAD = 3  # steps that would take as long as a thread block's begin and end
 
 
@@ -43,7 +51,7 @@ def takes(call: CachedCall, lengths: tuple[int, ...] | None) -> bool:
         return False
     if call.k is None and (call.k_cmp is not None or call.v_cmp is not None):
         return False
-    if config.num_blocks(call.room) > MOST_PARTS * THREADS * EACH[-1] or not all(map(_is_aligned, (*caches, *new))):
+    if not all(map(_is_aligned, (*caches, *new))):
         return False
     if _is_ragged(lengths):
         return call.cu_seqlens_q.device == call.q.device and call.k_cmp is None and call.v_cmp is None
@@ -69,17 +77,17 @@ def decode_step(
             return x
         return x.unsqueeze(0) if cu_seqlens_q is not None else x.unflatten(0, (B, -1))
 
-    (parts, each), splits = _num_parts(call, T), _splits(call, T)
-    spec = _spec(call, T, each)
-    cmp, slc, swa = splits
-    Hkv, D, R, pieces = call.k_cache.shape[2], q.shape[-1], spec.rows, cmp + swa
+    spec, (cmp, slc, warps) = _spec(call, T), _splits(call, T)
+    Hkv, D, R = call.k_cache.shape[2], q.shape[-1], spec.rows
     room, compressed_room = call.room, call.k_cmp_cache.shape[1]
     if call.cmp_page_table is not None:
         compressed_room *= call.cmp_page_table.shape[1]
-    keys = max(1, call.config.compressed_length(room))
-    scores, stats, acc = (q.new_empty(B, Hkv, R, *x, dtype=torch.float32) for x in ((keys,), (pieces, 2), (pieces, D)))
+    length = max(1, -(-call.config.compressed_length(room) // KEYS)) * KEYS
+    pieces = cmp or slc
+    scores, stats, acc = (
+        q.new_empty(B, Hkv, R, *x, dtype=torch.float32) for x in ((length,), (pieces, 2), (pieces, D))
+    )
     valid = torch.empty(B, Hkv, dtype=torch.int32, device=q.device)
-    best = torch.empty(B, T, Hkv, parts, spec.chosen, dtype=torch.int64, device=q.device)
     new = [rows(x) for x in (call.k, call.v)], [rows(x) for x in (call.k_win, call.v_win)]
     given = [rows(x) for x in (call.k_cmp, call.v_cmp)]
     weights = [readable_weight(x) for x in (call.compress_k_weight, call.compress_v_weight)]
@@ -87,24 +95,21 @@ def decode_step(
     sizes, scale = (room, compressed_room), float(softmax_scale)
     query, o = rows(q), torch.empty_like(q, memory_format=torch.contiguous_format)
 
-    launch(
-        "decode_compressed", CompressedDecode, (spec,), query, *caches, *new[0], *window, *new[1], call.k_cmp_cache,
-        call.v_cmp_cache, *given, call.page_table, call.cmp_page_table, call.cache_batch_idx, cu_seqlens_q,
-        call.cache_seqlens, *weights, scores, stats, acc, valid, *sizes, splits[0], scale,
-    )  # fmt: skip
-    where = call.page_table, call.cache_batch_idx, cu_seqlens_q, call.cache_seqlens
-    of_window = [cache if own is None else own for cache, own in zip(caches, window)]
-    of_window += [fresh if own is None else theirs for fresh, own, theirs in zip(new[0], window, new[1])]
-    launch(
-        "decode_choice", ChoiceDecode, (spec,), query, *of_window, *where, scores, stats, acc, valid, best, *sizes, cmp,
-        swa, parts, scale,
-    )  # fmt: skip
     lead = query.shape[:2]
     lses = [torch.empty(lead[0], q.shape[-2], lead[1], dtype=torch.float32, device=q.device) for _ in range(3)]
+    tokens, where = (*caches, *new[0], *window, *new[1]), (call.cache_batch_idx, cu_seqlens_q, call.cache_seqlens)
+    keys, tables = (call.k_cmp_cache, call.v_cmp_cache, *given), (call.page_table, call.cmp_page_table)
+    partial = scores, stats, acc, valid
+    if cmp:
+        launch(
+            "decode_compressed", CompressedDecode, (spec,), query, *tokens, *keys, *tables, *where, *weights, *partial,
+            *sizes, scale,
+        )  # fmt: skip
+        keys, tables, weights = (None,) * 4, (call.page_table, None), (None, None)
     launch(
-        "decode_selected", SelectedDecode, (spec,), query, *caches, *where, best, stats, acc, valid, lists,
-        readable_weight(call.gate_weight), rows(readable_gates(call.gates)), rows(o), *lses, *sizes, *splits, parts,
-        scale,
+        "decode_selected", SelectedDecode, (spec, warps, _each(call, slc * warps)), query, *tokens, *keys, *tables,
+        *where, *weights, *partial, lists, readable_weight(call.gate_weight), rows(readable_gates(call.gates)),
+        rows(o), *lses, *sizes, slc, scale,
     )  # fmt: skip
     if call.packed:
         lses = [lse.movedim(1, 0).flatten(1) for lse in lses]
@@ -126,38 +131,39 @@ def _is_aligned(x: Tensor) -> bool:
     return x.stride(-1) == 1 and not any(n % VECTOR for n in (*x.stride()[:-1], x.storage_offset()))
 
 
-def _num_parts(call: CachedCall, T: int) -> tuple[int, int]:
-    """Parts of the longest sequence's blocks, and blocks of a part in one thread: few parts, all at work at once."""
+def _each(call: CachedCall, warps: int) -> int:
+    """Blocks in one thread of these warps that choose, in each of their rounds."""
     blocks = call.config.num_blocks(call.room)
-    most = max(1, _slots() // (2 * call.B * call.k_cache.shape[2] * T))
-    parts = {each: -(-blocks // (THREADS * each)) for each in EACH}
-    each = next((each for each in EACH if parts[each] <= min(most, max(4, 2 * each))), EACH[-1])
-    return parts[each], each
+    return next((each for each in EACH if blocks <= warps * WARP * each), EACH[-1])
 
 
-def _spec(call: CachedCall, T: int, each: int) -> DecodeSpec:
+def _spec(call: CachedCall, T: int) -> DecodeSpec:
     config = call.config
     return DecodeSpec(
         D=call.q.shape[-1], G=call.q.shape[-2] // call.k_cache.shape[2], T=T, span=config.span, stride=config.stride,
         offset=config.offset, block_size=config.block_size, n=config.block_counts, window=config.window_size,
-        force=config.force_blocks, appends=call.k is not None, each=each,
+        force=config.force_blocks, appends=call.k is not None,
     )  # fmt: skip
 
 
 def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
-    """Thread blocks that share a row's compressed keys, its selected tokens (a cluster), and its window."""
+    """Thread blocks that share a row's compressed keys, 0 if those of the others do; these, and their warps."""
     config, Hkv = call.config, call.k_cache.shape[2]
     G, units = call.q.shape[-2] // Hkv, call.B * Hkv
-    keys = config.compressed_length(call.room), config.block_counts * config.block_size, config.window_size
-    tiles = -(-T * G // ROWS), T * -(-G // ROWS), T * -(-G // ROWS)
-    slots = _slots(), _slots(), _slots() // 2  # the window shares a launch with the choice
-    each = zip(keys, tiles, slots, MOST_SPLITS, (False, True, False))
-    return tuple(_num_splits(call, -(-n // WARP_KEYS), units * of, *bounds) for n, of, *bounds in each)
+    length, listed = config.compressed_length(call.room), config.block_counts * config.block_size
+    rows, units = units * -(-T * G // ROWS), units * T * -(-G // ROWS)  # 16 of all, and of a token's
+    cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
+    warps = RESIDENT * WARPS
+    slc = _num_splits(call, listed, units, warps, MOST_OF_CLUSTER, clusters=True)
+    together = rows == units and cmp * WARPS <= APART * slc * warps
+    return 0 if together else cmp, slc, warps
 
 
-def _num_splits(call: CachedCall, steps: int, units: int, slots: int, most: int, clusters: bool) -> int:
-    """Thread blocks that share the keys of one of `units`: so many steps of a thread block."""
+def _num_splits(call: CachedCall, keys: int, units: int, warps: int, most: int, clusters: bool) -> int:
+    """Thread blocks of so many warps that share the keys of one of `units`."""
+    steps = -(-keys // (KEYS * warps))
     most = max(1, min(steps, most))
+    slots = _slots() * WARPS // warps
     return min(call.num_splits, most) if call.num_splits else _fastest(most, steps, units, slots, clusters)
 
 
@@ -168,11 +174,11 @@ def _fastest(most: int, steps: int, units: int, slots: int, clusters: bool) -> i
     def time(n: int) -> float:
         # A cluster's thread blocks have neighbouring places, so that some are left over.
         at_once = slots * 3 // 4 if clusters and n > 2 else slots
-        return -(-units * n // at_once) * (steps / n + OVERHEAD)
+        return -(-units * n // at_once) * (-(-steps // n) + OVERHEAD)
 
     return min(range(1, most + 1), key=time)
 
 
 def _slots() -> int:
-    """Thread blocks that the GPU runs at once."""
+    """Thread blocks of `WARPS` that the GPU runs at once."""
     return target_sm_count() * RESIDENT

@@ -8,7 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from nsa_layer.kernels.decode.places import Sequence, Table
+from nsa_layer.kernels.decode.places import LARGEST, Sequence, Table
+
+Pair = tuple[cute.Tensor | None, cute.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,45 @@ class Stored:
         new = new_row(self.new[i], sequence, cutlass.max(past, 0), head)
         address = cutlass.select_(past >= 0, new.iterator.toint(), row.iterator.toint())
         return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16), row.layout)
+
+
+@dataclass(frozen=True)
+class Caches:
+    """All that a step reads and writes.
+
+    Attributes:
+        window: its own keys and values, or one of them, if it has some.
+        keys: compressed keys and values; None where the step does not attend to them.
+        weights: [Hkv, D, D] or None each, that project compressed keys and values.
+    """
+
+    tokens: Stored
+    window: Stored | None
+    keys: Stored | None
+    weights: tuple[cute.Tensor | None, cute.Tensor | None]
+
+    @classmethod
+    def of(
+        cls, tokens: tuple[Pair, Pair], window: tuple[Pair, Pair], keys: tuple[Pair, Pair], pages: Pair, weights: Pair
+    ) -> Caches:
+        """tokens, window, keys: caches and what is new; pages: of tokens and of compressed keys."""
+        own = None if const_expr(window[0][0] is None and window[0][1] is None) else Stored(*window, pages[0])
+        compressed = None if const_expr(keys[0][0] is None) else Stored(*keys, pages[1])
+        return cls(Stored(*tokens, pages[0]), own, compressed, weights)
+
+    @property
+    def rows(self) -> Int32 | int:
+        """Of contiguous caches."""
+        return LARGEST if const_expr(self.tokens.pages is not None) else Int32(self.tokens.caches[0].shape[0])
+
+    def read_window(self) -> Stored:
+        """Keys and values of the window: its own, and otherwise the tokens'."""
+        if const_expr(self.window is None):
+            return self.tokens
+        tokens, own = self.tokens, self.window
+        caches = [mine if theirs is None else theirs for mine, theirs in zip(tokens.caches, own.caches)]
+        new = [mine if cache is None else theirs for mine, cache, theirs in zip(tokens.new, own.caches, own.new)]
+        return Stored(tuple(caches), tuple(new), tokens.pages)
 
 
 def new_row(x: cute.Tensor, sequence: Sequence, token: Int32, head: Int32) -> cute.Tensor:

@@ -20,7 +20,8 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
 from nsa_layer.kernels.block_topk.online_softmax import exp2
-from nsa_layer.kernels.decode.spec import KEYS, ROWS, THREADS, VECTOR, WARPS
+from nsa_layer.kernels.decode.parts import finite
+from nsa_layer.kernels.decode.spec import KEYS, VECTOR
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ class WarpRows:
     acc: cute.Tensor
     top: cute.Tensor
     total: cute.Tensor
+
+    def forget(self) -> None:
+        """Begin anew, with the same queries; before `add`."""
+        self.top.fill(-Float32.inf)
+        self.total.fill(0.0)
+        self.acc.fill(0.0)
 
     def load_k(self, places: list[cute.Tensor]) -> None:
         """places: rows [D] of the keys g and g + 8."""
@@ -77,7 +84,7 @@ class WarpRows:
             own = [Float32(scores[x]) for x in (2 * r, 2 * r + 1, 4 + 2 * r, 5 + 2 * r)]
             highest = cute.arch.fmax(cute.arch.fmax(own[0], own[1]), cute.arch.fmax(own[2], own[3]))
             highest = cute.arch.fmax(self.top[r], cute.arch.warp_reduction_max(highest, threads_in_group=4))
-            shift = Float32(cutlass.select_(highest == -Float32.inf, Float32(0.0), highest))
+            shift = finite(highest)
             p = [exp2(x - shift) for x in own]
             shrink.append(exp2(self.top[r] - shift))
             self.top[r] = highest
@@ -125,9 +132,6 @@ def no_rows(D: int, dtype: type[cutlass.Numeric], scale_log2: Float32) -> WarpRo
         registers((8, D // 64, 4), dtype), registers((4, D // 8), Float32), registers((2,), Float32),
         registers((2,), Float32),
     )  # fmt: skip
-    rows.top.fill(-Float32.inf)
-    rows.total.fill(0.0)
-    rows.acc.fill(0.0)
     return rows
 
 
@@ -141,77 +145,6 @@ def set_queries(rows: WarpRows, queries: list[cute.Tensor]) -> None:
             for x in range(VECTOR):
                 step, half, pair = 2 * p + x // 4, x % 4 // 2, x % 2
                 rows.q[4 * half + 2 * r + pair, step] = piece[x]
-
-
-@cute.jit
-def write_partial(
-    rows: WarpRows,
-    sStats: cute.Tensor,
-    sAcc: cute.Tensor,
-    stats: cute.Tensor,
-    acc: cute.Tensor,
-    first: Int32,
-    count: Int32,
-    piece: Int32,
-):
-    """Merge what a thread block's warps have, and write it.
-
-    Args:
-        sStats, sAcc: fp32 [2, ROWS, WARPS] and [D + 4, ROWS, WARPS] in shared memory.
-        stats, acc: fp32 [R, pieces, 2] and [R, pieces, D], not divided by the sum.
-        first, count: the rows, as they lie in these.
-    """
-    tidx, _, _ = cute.arch.thread_idx()
-    lane, own = cute.arch.lane_idx(), cute.arch.warp_idx()
-    g, c = lane // 4, lane % 4
-    for r in cutlass.range_constexpr(2):
-        total = cute.arch.warp_reduction_sum(rows.total[r], threads_in_group=4)
-        if c == 0:
-            sStats[0, g + 8 * r, own] = rows.top[r]
-            sStats[1, g + 8 * r, own] = total
-        if g + 8 * r < count:
-            for j in cutlass.range_constexpr(rows.D // 64):
-                for i in cutlass.range_constexpr(4):  # 16 columns, four at a time
-                    part = cute.make_rmem_tensor((4,), Float32)
-                    for x in cutlass.range_constexpr(4):
-                        at = 4 * i + x
-                        part[x] = rows.acc[2 * r + at // 8, 8 * j + at % 8]
-                    cute.autovec_copy(part, cute.local_tile(sAcc[None, g + 8 * r, own], (4,), (16 * j + 4 * c + i,)))
-    cute.arch.sync_threads()
-    lanes = rows.D // 4
-    for row in cutlass.range(tidx // lanes, count, THREADS // lanes, unroll=1):
-        tops = [sStats[0, row, w] for w in range(WARPS)]
-        top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
-        shift = cutlass.select_(top == -Float32.inf, Float32(0.0), top)
-        total, part = Float32(0.0), cute.make_rmem_tensor((4,), Float32)
-        part.fill(0.0)
-        for w in cutlass.range_constexpr(WARPS):
-            weight = exp2(tops[w] - shift)
-            total += sStats[1, row, w] * weight
-            theirs = cute.make_rmem_tensor((4,), Float32)
-            cute.autovec_copy(cute.local_tile(sAcc[None, row, w], (4,), (tidx % lanes,)), theirs)
-            for x in cutlass.range_constexpr(4):
-                part[x] += theirs[x] * weight
-        cute.autovec_copy(part, cute.local_tile(acc[first + row, piece, None], (4,), (tidx % lanes,)))
-        if tidx % lanes == 0:
-            stats[first + row, piece, 0] = top
-            stats[first + row, piece, 1] = total
-
-
-@cute.jit
-def write_nothing(stats: cute.Tensor, first: Int32, count: Int32, piece: Int32):
-    """Stats of rows that see no key of this piece; their sums are not written."""
-    tidx, _, _ = cute.arch.thread_idx()
-    if tidx < count:
-        stats[first + tidx, piece, 0] = -Float32.inf
-        stats[first + tidx, piece, 1] = Float32(0.0)
-
-
-def shared_partial(smem: cutlass.utils.SmemAllocator, D: int) -> tuple[cute.Tensor, cute.Tensor]:
-    """Shared memory of `write_partial`; a few words between rows keep their banks apart."""
-    stats = smem.allocate_tensor(Float32, cute.make_layout((2, ROWS, WARPS)), byte_alignment=16)
-    acc = smem.allocate_tensor(Float32, cute.make_layout((D + 4, ROWS, WARPS)), byte_alignment=16)
-    return stats, acc
 
 
 def own_keys() -> tuple[list[Int32], list[Int32]]:

@@ -19,6 +19,7 @@ from nsa_layer.compress import compress
 Tensor = torch.Tensor
 DEFAULT = NSAConfig()
 SMALL = NSAConfig(block_size=16, block_counts=5, window_size=40)
+Splits = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -159,16 +160,25 @@ def eager(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], lis
     return o, lses, [None if aux is None else aux.block_indices[0] for aux in auxes]
 
 
-def fake_step(name: str) -> torch.Size:
+def fake_step(name: str, splits: Splits) -> torch.Size:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
         call = CASES[name].call("cpu")
-    return decode(faked(call), CASES[name])[0].shape
+    with pytest.MonkeyPatch.context() as patch:
+        divide(patch, splits)
+        return decode(faked(call), CASES[name])[0].shape
 
 
-def stack(name: str) -> list[int]:
-    """Bytes of stack of the step's kernels."""
+def divide(patch: pytest.MonkeyPatch, splits: Splits) -> None:
+    """Steps divide keys so. The first of `splits` is 0 where compressed keys have no launch of their own."""
+    from nsa_layer.kernels.decode import step
+
+    patch.setattr(step, "_splits", lambda call, T: splits)
+
+
+def stack(name: str, splits: Splits) -> list[list[int]]:
+    """Bytes of stack of the functions of each of the step's kernels."""
     from fa_cubin import cubins, frames
 
     from nsa_layer.kernels import launch
@@ -176,9 +186,9 @@ def stack(name: str) -> list[int]:
     launch.forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compile_kernel())
-        code = cubins(lambda: fake_step(name))
+        code = cubins(lambda: fake_step(name, splits))
     launch.forget()
-    return [size for cubin in code for size in frames(cubin)]
+    return [frames(cubin) for cubin in code]
 
 
 def faked(call: CachedCall) -> CachedCall:
@@ -186,17 +196,19 @@ def faked(call: CachedCall) -> CachedCall:
     return replace(call, **{name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for name, x in given.items()})
 
 
-@pytest.mark.parametrize("name", ["draft", "narrow"])
-def test_builds_everywhere(compiler: Worker, name: str) -> None:
+@pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8))])
+def test_builds_everywhere(compiler: Worker, name: str, splits: Splits) -> None:
     case = CASES[name]
-    assert compiler.trace(fake_step, name) == (len(case.lengths), case.T, case.Hkv * case.G, case.D)
+    assert compiler.trace(fake_step, name, splits) == (len(case.lengths), case.T, case.Hkv * case.G, case.D)
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("splits", [(0, 8, 8), (2, 8, 8)])
 @pytest.mark.parametrize("name", ["draft", "narrow", "long"])
-def test_registers_suffice(compiler: Worker, name: str) -> None:
-    sizes = compiler.run(stack, name)
-    assert len(sizes) >= 3 and not any(sizes), sizes
+def test_registers_suffice(compiler: Worker, name: str, splits: Splits) -> None:
+    """A step is one launch, or the compressed branch has one before it."""
+    sizes = compiler.run(stack, name, splits)
+    assert len(sizes) == 1 + (splits[0] > 0) and not any(map(any, sizes)), sizes
 
 
 def test_what_the_kernels_take() -> None:
@@ -245,6 +257,14 @@ def assert_step(case: Case, call: CachedCall, name: str = "") -> CachedCall:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_against_eager(name: str) -> None:
+    assert_step(CASES[name], CASES[name].call())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pages", "draft", "packed", "wide group", "very long"])
+@pytest.mark.parametrize("splits", [(0, 2, 8), (3, 2, 8)])
+def test_keys_divided_otherwise(name: str, splits: Splits, monkeypatch: pytest.MonkeyPatch) -> None:
+    divide(monkeypatch, splits)
     assert_step(CASES[name], CASES[name].call())
 
 
