@@ -121,7 +121,7 @@ class CallTensors(NamedTuple):
             yield self._replace(**dict(zip(split, parts)), cu_seqlens=None, q_offset=None)
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """What each sequence has of its own."""
+        """The tensors, by name, that hold something for each sequence."""
         shared = ("gate_weight", "compress_k_weight", "compress_v_weight", "cu_seqlens", "q_offset")
         return {name: x for name, x in self._asdict().items() if x is not None and name not in shared}
 

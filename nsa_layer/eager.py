@@ -87,7 +87,7 @@ def attend_branches(tensors: CallTensors, *, spec: CallSpec) -> Branches:
 
 
 def _attend_batch(tensors: CallTensors, spec: CallSpec, first: int) -> Branches:
-    """Of sequences of one length, whose first query is at this position among the keys."""
+    """The branches of sequences of one length, whose first query is at this position among the keys."""
     q, k, v, block_indices = *tensors[:3], tensors.block_indices
     config, dtype = spec.config, q.dtype
     if q.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What forward on the kernels saves for backward: the tensors, their shapes, and room for any lengths."""
+"""Tensors that forward on the kernels saves for backward, their shapes, and room for any lengths."""
 
 from __future__ import annotations
 

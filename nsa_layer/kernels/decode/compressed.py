@@ -163,7 +163,7 @@ class RowTile:
 
     @property
     def first_key(self) -> Int32:
-        """Of this warp."""
+        """The first key of this warp."""
         return self.begin + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * KEYS
 
     def own(self) -> list[Int32]:

@@ -1,4 +1,4 @@
-"""What a step writes to the caches: new tokens, and the compressed keys and values that they complete."""
+"""Writes of a step to the caches: new tokens, and the compressed keys and values that they complete."""
 
 from __future__ import annotations
 

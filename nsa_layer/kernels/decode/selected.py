@@ -222,7 +222,7 @@ class SelectedDecode:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a thread block has of its rows' branches, in shared memory.
+    """A thread block's sums of its rows' three branches, in shared memory.
 
     Attributes:
         stats, sums: fp32 [2, ROWS, 3] and [D, ROWS, 3]: maxima and sums, in units of log2, and sums of values.

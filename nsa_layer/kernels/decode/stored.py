@@ -68,7 +68,7 @@ class Caches:
 
     @property
     def rows(self) -> Int32 | int:
-        """Of contiguous caches."""
+        """Sequences that contiguous caches hold."""
         return LARGEST if const_expr(self.tokens.pages is not None) else Int32(self.tokens.caches[0].shape[0])
 
     def read_window(self) -> Stored:

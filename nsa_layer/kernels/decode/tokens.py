@@ -48,7 +48,7 @@ class TokenTile:
 
     @property
     def first_row(self) -> Int32:
-        """Of the key/value head's rows."""
+        """The first of the key/value head's rows that this tile has."""
         return self.token * self.spec.G + self.first
 
     @property
