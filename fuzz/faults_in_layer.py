@@ -83,16 +83,15 @@ def _sees_on(original: Callable) -> Callable:
     return lambda items, choice, limit, N, static: original(items, choice, limit + 1, N, static)
 
 
-@fault("missing tail mask", "nsa_layer.eager:_selected_plan", "layer.is its")
+@fault("missing tail mask", "nsa_layer.eager:attend_lists", "layer.is its")
 def _tail(original: Callable) -> Callable:
     """Not causal, the zeros behind the last key of a block are keys as well."""
 
-    def wrong(q: Any, S: int, width: int, heads: int, parts: int, spec: Any, first: int) -> Any:
-        plan = original(q, S, width, heads, parts, spec, first)
-        size = spec.config.block_size
-        if spec.causal:
-            return plan
-        return replace(plan, visible=lambda t, s: s < -(-S // size) * size)
+    def wrong(q: Any, k: Any, v: Any, choice: Any, limit: Any, *, size: int, softmax_scale: float) -> Any:
+        S = k.shape[2]
+        if bool((limit == S).all()):
+            limit = limit + -S % size
+        return original(q, k, v, choice, limit, size=size, softmax_scale=softmax_scale)
 
     return wrong
 
