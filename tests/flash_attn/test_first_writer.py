@@ -122,6 +122,7 @@ def key_turns(ctas: list[tuple[int, ...]], shares: int, group: int) -> list[int]
     from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
     kernel = FlashAttentionBackwardSm90(None, 128, qhead_per_kvhead=group, deterministic=True)
+    kernel.adds_by_two = True
     kernel.planned, kernel.splits_queries = False, True
     where = SimpleNamespace(compress=SimpleNamespace(shares=compress_schedule.QueryShares(shares, 1)))
     return [kernel.dkv_turn(where, head, share) for _, head, _, share in ctas]

@@ -5,9 +5,9 @@ lets its copies arrive in memory, and counts up: 2 us from one to the next, whic
 take. Two warps therefore add every other tile of a CTA: while one waits for its copies to arrive, the other one has its
 turn at the next tile. The tile in shared memory is free as soon as copies have read it, as without an order.
 
-With block lists one warp adds (`query_loop`). Key tiles add from the first to the last, or in compressed-causal
-attention of one length the other way round (`accumulators`), in the order of their launch: a CTA only ever waits for
-one that was launched before it.
+With block lists, and with positions of queries, one warp adds. Key tiles add from the first to the last, or in
+compressed-causal attention of one length the other way round (`accumulators`), in the order of their launch: a CTA only
+ever waits for one that was launched before it.
 """
 
 import cutlass

@@ -133,20 +133,29 @@ def multiply_listed_heads(
 
 @cute.jit
 def add_dq_heads(
-    walk: HeadWalk, add: Callable, accumulator: Callable, counters: Optional[cute.Tensor], turn_of: Callable
+    walk: HeadWalk,
+    add: Callable,
+    accumulator: Callable,
+    semaphore: Optional[cute.Tensor],
+    turn_of: Callable,
+    by_two: cutlass.Constexpr[bool],
 ):
     """`query_loop.add_dq` for the walk's heads and tiles.
 
-    accumulator: of a head. counters: [query tiles, 1, heads]; with them key tiles add to query tile m_block in the
-    order of turn_of(m_block).
+    accumulator: of a head. semaphore: [query tiles, 1, heads] counters; with them key tiles add to query tile m_block
+    in the order of turn_of(m_block). by_two: `add` is `dq_turns.add_in_turn`, which takes the number of the tile too.
     """
     number = Int32(0)
     for head in cutlass.range(walk.head, walk.head + walk.heads, unroll=1):
-        of_head = accumulator(head)
+        of_head, counters = accumulator(head), None
+        if const_expr(semaphore is not None):
+            counters = semaphore[None, None, head]
         for place in cutlass.range(walk.begin, walk.end, unroll=1):
-            m_block = walk.m_block(place)
-            if const_expr(counters is None):
-                add(of_head, None, m_block, Int32(0))
-            else:
-                add(number, of_head, counters[None, None, head], m_block, turn_of(m_block))
+            m_block, turn = walk.m_block(place), Int32(0)
+            if const_expr(semaphore is not None):
+                turn = turn_of(m_block)
+            if const_expr(by_two):
+                add(number, of_head, counters, m_block, turn)
                 number += 1
+            else:
+                add(of_head, counters, m_block, turn)
