@@ -32,7 +32,7 @@ def turn_of(
     n_block: Int32,
     m_block: Int32,
 ) -> Int32:
-    """How many key tiles add to the dq of query tile m_block before n_block does."""
+    """The number of key tiles that add to the dq of query tile m_block before n_block does."""
     begin, end = block_info.get_n_block_min_max(seqlen, m_block)
     turn = n_block - begin
     if const_expr(last_keys_first):
@@ -46,7 +46,7 @@ def own_place() -> Int32:
 
 
 def full_barrier(part: int | Int32, number: Int32) -> Int32:
-    """Where warpgroup `part` tells that its part of a CTA's number-th tile is in shared memory, number modulo 2."""
+    """The barrier of warpgroup `part` for a CTA's number-th tile, number modulo 2, being in shared memory."""
     odd = int(NamedBarrierBwd.dQFullOddWG0) - int(NamedBarrierBwd.dQFullWG0)
     return int(NamedBarrierBwd.dQFullWG0) + part + number * odd
 
