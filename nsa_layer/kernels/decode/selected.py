@@ -129,6 +129,7 @@ class SelectedDecode:
         )
         whole, window = caches.keys is not None, caches.read_window()
         if const_expr(whole):
+            assert num_tiles(spec) == 1  # the choice reads what the cluster wrote, of all heads
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         sequence = lengths.of(b, caches.rows)

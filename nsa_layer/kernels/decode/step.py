@@ -153,10 +153,14 @@ def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
     length, listed = config.compressed_length(call.room), config.block_counts * config.block_size
     rows, units = units * -(-T * G // ROWS), units * T * -(-G // ROWS)  # 16 of all, and of a token's
     cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
-    warps = RESIDENT * WARPS
+    warps = WARPS if units > _slots() // RESIDENT else RESIDENT * WARPS
     slc = _num_splits(call, listed, units, warps, MOST_OF_CLUSTER, clusters=True)
-    together = rows == units and cmp * WARPS <= APART * slc * warps
-    return 0 if together else cmp, slc, warps
+    # A token's choice needs the compressed branch of all heads of its group, in one cluster or of an earlier launch.
+    if G > ROWS or rows != units or cmp * WARPS > APART * slc * warps:
+        return cmp, slc, warps
+    few = _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True)
+    # The second launch's thread blocks begin beside the first one's if there are places for all.
+    return (cmp, few, WARPS) if cmp * rows + few * units <= _slots() else (0, slc, warps)
 
 
 def _num_splits(call: CachedCall, keys: int, units: int, warps: int, most: int, clusters: bool) -> int:
