@@ -9,7 +9,7 @@ import torch
 
 from nsa_layer import autocast, determinism, operators, support
 from nsa_layer.call_spec import Aux, CallTensors
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -101,6 +101,7 @@ def nsa(
     """
     if not isinstance(memory, MemoryPolicy):
         raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
+    require_bools(return_aux=return_aux, validate=validate)
     own = (k_cmp, v_cmp, k_win, v_win)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     tensors = CallTensors(q, k, v, *weights, *own, cu_seqlens, block_indices)

@@ -58,9 +58,7 @@ class NSAConfig:
                 require_int(name, getattr(self, name), least=1)
         if self.compress_offset is not None:
             require_int("compress_offset", self.compress_offset, least=-LARGEST)
-        for name in ("force_blocks", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        require_bools(force_blocks=self.force_blocks, deterministic=self.deterministic)
         if self.rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
         for name, size in (("compress_size", self.span), ("block_size", self.block_size)):
@@ -188,6 +186,13 @@ def require_int(name: str, value: object, *, least: int) -> None:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if value > LARGEST:
         raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+
+
+def require_bools(**flags: object) -> None:
+    """Raise TypeError, naming the argument, for one that is no bool."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def takes_unions(config: NSAConfig, *, listed: bool = False) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, require_bools
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPACITY = 1024
@@ -60,8 +60,7 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
     q, k, v, cu_seqlens, block_indices = *tensors[:3], tensors.cu_seqlens, tensors.block_indices
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {causal!r}")
+    require_bools(causal=causal)
     check_qkv(q, k, v, packed=cu_seqlens is not None)
     Hq, D, Hkv, Dv = q.shape[-2], q.shape[-1], k.shape[-2], v.shape[-1]
     if tensors.gates is not None and tensors.gate_weight is not None:
@@ -223,7 +222,7 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool
         same_length: k has as many tokens as q.
     """
     dims = 3 if packed else 4
-    layout = "packed [total, H, D], since cu_seqlens is given" if packed else "[B, T, H, D]"
+    layout = "packed [total, H, D], since cu_seqlens is given" if packed else "[B, T, H, D], or packed with cu_seqlens"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")

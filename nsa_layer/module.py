@@ -14,7 +14,7 @@ from nsa_layer.api import nsa
 from nsa_layer.block_mlp import BlockMLP, compressed
 from nsa_layer.caches.nsa_cache import NSACache
 from nsa_layer.call_spec import Aux
-from nsa_layer.config import NSAConfig, require_int
+from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.blocks import compress_own
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -82,8 +82,7 @@ class NSAttention(nn.Module):
         for name, value, known in (("compression", compression, COMPRESSIONS), ("gate", gate, GATES)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-        if not isinstance(kv_per_branch, bool):
-            raise TypeError(f"kv_per_branch must be a bool, got {kv_per_branch!r}")
+        require_bools(kv_per_branch=kv_per_branch)
         if rope is not None and not callable(rope):
             raise TypeError(f"rope must be callable or None, got {rope!r}")
         if backend is not None and not isinstance(backend, str):
@@ -312,10 +311,11 @@ class NSAttention(nn.Module):
     ) -> None:
         if not isinstance(cache, NSACache):
             raise TypeError(f"cache must be an NSACache or None, got {type(cache).__name__}")
-        if {self.kv_per_branch} != {"k_win_cache" in cache.caches, bool(cache.sources)}:
+        own_window, own_sources = "k_win_cache" in cache.caches, bool(cache.sources)
+        if {self.kv_per_branch} != {own_window, own_sources}:
             raise ValueError(
-                f"cache must have own_window and own_sources where the layer has kv_per_branch, which is "
-                f"{self.kv_per_branch}, and nowhere else"
+                f"cache must have own_window and own_sources like the layer's kv_per_branch={self.kv_per_branch}, "
+                f"got own_window={own_window} and own_sources={own_sources}"
             )
         if cache.config != self.config:
             raise ValueError(f"cache must be of the layer's config {self.config}, got {cache.config}")
@@ -326,6 +326,12 @@ class NSAttention(nn.Module):
         sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         if sequences != len(cache.lengths):
             raise ValueError(f"cache must have x's {sequences} sequences, got {len(cache.lengths)}")
+        k, v = cache.caches["k_cache"], cache.caches["v_cache"]
+        dtype = autocast.dtype_in_force(x.device) or x.dtype
+        wanted = dict(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, head_dim_v=self.head_dim_v, dtype=dtype)
+        for (name, value), own in zip(wanted.items(), (*k.shape[-2:], v.shape[-1], k.dtype), strict=True):
+            if own != value:
+                raise ValueError(f"cache must have the layer's {name}, {value}, got {own}")
 
     def extra_repr(self) -> str:
         parts = [f"dim={self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"]

@@ -8,7 +8,7 @@ import torch
 
 from nsa_layer import autocast, operators, support
 from nsa_layer.call_spec import ListSpec
-from nsa_layer.config import WIDEST_TILE, NSAConfig, require_int
+from nsa_layer.config import WIDEST_TILE, NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel import selected as context_parallel
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -87,9 +87,7 @@ def selected_attention(
     if backend != "reference":
         refuse_transforms(q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_offset)
     q, k, v = autocast.cast(q, k, v)
-    for name, value in dict(causal=causal, deterministic=deterministic, return_lse=return_lse).items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+    require_bools(causal=causal, deterministic=deterministic, return_lse=return_lse, validate=validate)
     require_int("block_size", block_size, least=1)
     if cp is not None:
         static = dict(block_size=block_size, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic)

@@ -15,8 +15,8 @@ from nsa_layer.config import NSAConfig, takes_unions
 BACKENDS = {"cute": "nsa_layer.cute.head_groups", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
 ARCHITECTURES = (90, 100)
 KV_TILE = 128  # tokens of the kernels' key/value tile
-UNION_BLOCK = 64  # tokens of an entry of such a union
-LEAST_BLOCK = 16  # tokens of a listed block; those smaller than an entry share it
+UNION_BLOCK = 64  # keys of an entry of a union, which is what a tile reads of its tokens' lists
+LEAST_BLOCK = 16  # keys of a listed block; those smaller than an entry share it
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) of attention, and where the kernels take it.
 HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
@@ -97,7 +97,7 @@ def _is_small(r: Request) -> bool:
     return _by_union(r) and r.config.block_size < LEAST_BLOCK
 
 
-def _crowds(r: Request) -> bool:
+def _has_too_many_bits(r: Request) -> bool:
     """True if a bit for each token and small block of an entry takes more room than the kernels have."""
     return _by_union(r) and r.rows * r.config.block_size < UNION_BLOCK
 
@@ -110,7 +110,7 @@ FEATURES = (
     Feature("block_size that divides 128 or is a multiple of 64", _tiles_fit),
     Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
     Feature("block_size below 16 by token", _is_small, ()),
-    Feature("block_size 16 by token with G below 4, 32 with 1", _crowds, ()),
+    Feature("block_size 16 by token with G below 4, 32 with 1", _has_too_many_bits, ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
     Feature("block_indices", lambda r: r.lists == "given"),
     Feature("selected_attention", lambda r: r.lists == "alone"),

@@ -70,7 +70,7 @@ WEIGHTS = "gate_weight gates compress_k_weight compress_v_weight"
 NSA = (
     ("q k v", *NOT_A_TENSOR, None),
     ("q k v", TypeError, "{} must be float16, .* got", lambda x: x.int(), lambda x: x.bool(), lambda x: x.cfloat()),
-    ("q k v", ValueError, r"{} must be \[B, T, H, D\], got . dimensions", lambda x: x[0], lambda x: x[None]),
+    ("q k v", ValueError, r"{} must be \[B, T, H, D\], or packed .*, got . dim", lambda x: x[0], lambda x: x[None]),
     ("q k v", ValueError, "{} must have no empty dimension", lambda x: x[:, :0]),
     ("q k v", ValueError, "{} must be contiguous in its last dimension, got", lambda x: x.mT.contiguous().mT),
     ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double(), lambda x: x.half()),
@@ -96,7 +96,7 @@ NSA = (
     ("cu_seqlens", ValueError, r"q must be packed \[total, H, D\]", starts(0, T)),
     ("max_seqlen", ValueError, "max_seqlen is for packed input, got 20 without cu_seqlens", T),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got 20.0", 20.0),
-    ("causal", *NOT_A_BOOL),
+    ("causal return_aux validate", *NOT_A_BOOL),
     (OWN, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
     (OWN, TypeError, "{} must be of a floating-point dtype", torch.ones(B, T, HKV, D, dtype=torch.int32)),
     (OWN, ValueError, r"{} must have shape \(2, ", torch.zeros(B, T, HKV, D + 1), torch.zeros(T, HKV, D)),
@@ -139,7 +139,7 @@ PACKED = (
 )  # fmt: skip
 LISTED = (
     ("q k v", *NOT_A_TENSOR, None),
-    ("q k v", ValueError, r"{} must be \[B, T, H, D\], got . dimensions", lambda x: x[0], lambda x: x[None]),
+    ("q k v", ValueError, r"{} must be \[B, T, H, D\], or packed .*, got . dim", lambda x: x[0], lambda x: x[None]),
     ("k", ValueError, "k must have q's batch of 2, got 1", lambda x: x[:1]),
     ("v", ValueError, r"v must have k's leading dimensions \(2, 30, 2\)", lambda x: x[:, :-1]),
     ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double()),
@@ -150,7 +150,7 @@ LISTED = (
     ("block_indices", ValueError, "block_indices must be -1 or a block of the sequence, got 8", lambda x: x + 8),
     *not_a_size("block_size"),
     ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
-    ("causal deterministic return_lse", *NOT_A_BOOL),
+    ("causal deterministic return_lse validate", *NOT_A_BOOL),
     ("cu_seqlens", ValueError, r"q must be packed \[total, H, D\]", starts(0, T)),
     ("cu_seqlens_k", ValueError, "cu_seqlens_k is for packed input", starts(0, T)),
     ("q_offset", TypeError, "q_offset must be an int", 1.0, "1", True),
@@ -367,7 +367,11 @@ FORWARD = (
     ("cache", ValueError, "cache must be of the layer's config", empty_cache()),
     ("cache", ValueError, "cache must have x's 1 sequences, got 2", with_cache(x=torch.zeros(1, T, 32))),
     ("cache", ValueError, "cache needs causal=True", with_cache(causal=False), with_cache(return_aux=True)),
-    ("cache", ValueError, "cache must have own_window and own_sources where", with_cache(dict(kv_per_branch=True))),
+    ("cache", ValueError, "cache must have own_window and own_sources like", with_cache(dict(kv_per_branch=True))),
+    ("cache", ValueError, "cache must have the layer's head_dim_v, 8, got 6", with_cache()),
+    ("cache", ValueError, "cache must have the layer's head_dim, 16, got 8", with_cache(dict(head_dim=16))),
+    ("cache", ValueError, "cache must have the layer's dtype, torch.float64, got torch.float32",
+     with_cache(dict(head_dim_v=6, dtype=torch.float64), x=torch.zeros(B, T, 32).double())),
 )  # fmt: skip
 OF_NSA = (  # refused by nsa, which comes after the projections
     ("x", ValueError, "no empty dimension", torch.zeros(1, 0, 32)),

@@ -11,7 +11,7 @@ from nsa_layer import autocast, support
 from nsa_layer.cached_call import CachedCall, check_call
 from nsa_layer.caches import operator
 from nsa_layer.caches.operator import TENSORS, Lses
-from nsa_layer.config import NSAConfig
+from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.derivatives import refuse_transforms
 
 Tensor = torch.Tensor
@@ -155,9 +155,7 @@ def checked_step(
     """
     refuse_transforms(*(getattr(call, name) for name in TENSORS))
     call = cast_call(call)
-    for name, value in dict(validate=validate, return_lse=return_lse).items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool, got {value!r}")
+    require_bools(validate=validate, return_lse=return_lse)
     lengths, softmax_scale = check_call(call, backend=backend, validate=validate or reserve is not None)
     q, Dv = call.q, call.v_cache.shape[-1]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, config=call.config)

@@ -12,7 +12,7 @@ import torch
 from nsa_layer.cached_call import CachedCall, check_call
 from nsa_layer.caches.kvcache import cast_call, checked_step
 from nsa_layer.caches.operator import Lses
-from nsa_layer.config import NSAConfig, require_int
+from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.inputs import DTYPES
 
 Tensor = torch.Tensor
@@ -143,9 +143,7 @@ class NSACache:
             require_int(name, size, least=1)
         if not isinstance(config, NSAConfig):
             raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
-        for name, value in dict(own_window=own_window, own_sources=own_sources).items():
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be a bool, got {value!r}")
+        require_bools(own_window=own_window, own_sources=own_sources)
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
         if page_size is None and num_pages is not None:
