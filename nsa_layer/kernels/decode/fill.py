@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from nsa_layer.kernels.decode.parts import fragment
 from nsa_layer.kernels.decode.places import Sequence
 from nsa_layer.kernels.decode.spec import VECTOR, DecodeSpec
 from nsa_layer.kernels.decode.stored import Caches, Stored, new_row
@@ -74,7 +75,7 @@ def append(spec: DecodeSpec, sequence: Sequence, stored: Stored, head: Int32, th
             first = (tidx // lanes + i) % (threads // lanes)
             for token in cutlass.range(first, sequence.T, threads // lanes, unroll=1):
                 at = sequence.position(token)
-                piece = load_piece(new_row(new, sequence, token, head), tidx % lanes)
+                piece = fragment(new_row(new, sequence, token, head), tidx % lanes, VECTOR)
                 target = cache[table.page(at), table.within(at), head, None]
                 cute.autovec_copy(piece, cute.local_tile(target, (VECTOR,), (tidx % lanes,)))
 
@@ -100,7 +101,7 @@ def complete(
         if const_expr(keys.new[i] is not None):
             if group == 0:
                 before, _ = sequence.completed()
-                piece = load_piece(new_row(keys.new[i], sequence, j - before, head), lane)
+                piece = fragment(new_row(keys.new[i], sequence, j - before, head), lane, VECTOR)
                 cute.autovec_copy(piece, cute.local_tile(targets[i], (VECTOR,), (lane,)))
     if const_expr(len(made) > 0):
         sums, own = cute.make_rmem_tensor((VECTOR, len(made)), Float32), tokens.table(sequence)
@@ -109,7 +110,7 @@ def complete(
             at = j * spec.stride + token
             page = own.page(at)
             for n in cutlass.range_constexpr(len(made)):
-                piece = load_piece(tokens.token(made[n], own, page, at, head), lane)
+                piece = fragment(tokens.token(made[n], own, page, at, head), lane, VECTOR)
                 for x in cutlass.range_constexpr(VECTOR):
                     sums[x, n] += piece[x].to(Float32)
         sLines = cute.make_tensor(sSums.iterator, cute.make_layout((spec.D, groups, len(made))))
@@ -134,10 +135,3 @@ def complete(
                         mean += sLines[d, 0, n] * weights[i][head, d, tidx].to(Float32)
                 targets[i][tidx] = mean.to(targets[i].element_type)
         cute.arch.sync_threads()
-
-
-def load_piece(row: cute.Tensor, at: Int32) -> cute.Tensor:
-    """16 bytes of a row."""
-    piece = cute.make_rmem_tensor((VECTOR,), row.element_type)
-    cute.autovec_copy(cute.local_tile(row, (VECTOR,), (at,)), piece)
-    return piece
