@@ -37,6 +37,28 @@ def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case
     assert not compiler_sm90.trace(launched_from_the_right, case)
 
 
+def adds_by_two(case: Case) -> bool:
+    """The kernel's choice of one warp or two that add dq."""
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+
+    found: list[bool] = []
+    with only_hosts(), noted(FlashAttentionBackwardSm90, "_setup_attributes", lambda self: self.adds_by_two, found):
+        compile_case(case)
+    (by_two,) = found
+    return by_two
+
+
+LISTED = Case(D=128, T_q=700, T_k=700, Hkv=4, causal=True, lists="both", deterministic=True)
+PLACED = Case(D=128, T_k=1000, Hkv=4, window=(511, 0), offsets=(0, 611), deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "two"), [(CASES[0], True), (CASES[1], True), (LISTED, False), (PLACED, False)], ids=str
+)
+def test_two_warps_add_without_lists_and_positions(compiler_sm90: Worker, case: Case, two: bool) -> None:
+    assert compiler_sm90.trace(adds_by_two, case) is two
+
+
 TILE_M, TILE_N = 4, 8
 WINDOW = 17
 
