@@ -118,7 +118,7 @@ def test_later_keys_of_a_share_are_launched_first(compiler_sm90: Worker, shares:
 
 
 def key_turns(ctas: list[tuple[int, ...]], shares: int, group: int) -> list[int]:
-    """How many CTAs add to the same dk and dv before each; in a worker."""
+    """CTAs that add to the same dk and dv before each one; in a worker."""
     from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
     kernel = FlashAttentionBackwardSm90(None, 128, qhead_per_kvhead=group, deterministic=True)

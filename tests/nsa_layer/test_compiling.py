@@ -173,7 +173,7 @@ def test_named_kernels_are_those_that_the_layer_asks_for(tmp_path: Path) -> None
 
 
 def test_names_are_found_in_a_fork_of_a_process_that_uses_a_gpu() -> None:
-    """Where whatever looks for it is an error."""
+    """Operators that look for the GPU raise in a fork; `ahead` runs them on meta tensors."""
 
     def look(x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cuda":

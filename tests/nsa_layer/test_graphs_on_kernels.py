@@ -109,7 +109,7 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
 def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(
     q_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept of a call whose lengths the host does not know fits one of other sequences."""
+    """A call whose lengths the host does not know keeps nothing that another number of sequences does not fit."""
     from nsa_layer import inputs
     from nsa_layer.operators import arguments, layer
 

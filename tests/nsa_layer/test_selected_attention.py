@@ -107,7 +107,7 @@ def test_packed_queries_of_longer_contexts(backend: str) -> None:
 
 
 def test_the_number_of_lists_tells_the_tile_of_packed_sequences() -> None:
-    """Of any lengths, or it takes a look at them."""
+    """The number of lists tells their tile for any lengths, or lengths are looked at."""
     told = 0
     for sequences, most in ((1, 2000), (3, 300), (40, 90)):
         for tile in TILES:
