@@ -87,11 +87,11 @@ def _sees_on(original: Callable) -> Callable:
 def _tail(original: Callable) -> Callable:
     """Not causal, the zeros behind the last key of a block are keys as well."""
 
-    def wrong(q: Any, k: Any, v: Any, choice: Any, limit: Any, *, size: int, softmax_scale: float) -> Any:
+    def wrong(q: Any, k: Any, v: Any, choice: Any, limit: Any, **static: Any) -> Any:
         S = k.shape[2]
         if bool((limit == S).all()):
-            limit = limit + -S % size
-        return original(q, k, v, choice, limit, size=size, softmax_scale=softmax_scale)
+            limit = limit + -S % static["size"]
+        return original(q, k, v, choice, limit, **static)
 
     return wrong
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,26 +108,32 @@ class CallTensors(NamedTuple):
     def sequences(self, spec: CallSpec) -> Iterator[CallTensors]:
         """Those of each sequence, without a dimension of the batch; weights are every sequence's, starts and positions
         no one's."""
+        own = {name: x for name in OF_SEQUENCES if (x := getattr(self, name)) is not None}
         if spec.lengths is None:
-            split = {name: x.unbind() for name, x in self._own().items()}
+            split = {name: x.unbind() for name, x in own.items()}
         else:
             config, keys = spec.config, spec.key_lengths
             sizes = dict.fromkeys(("q", "gates"), spec.lengths) | dict.fromkeys(("k", "v", "k_win", "v_win"), keys)
             sizes |= dict.fromkeys(("k_cmp", "v_cmp"), tuple(map(config.compressed_length, keys)))
             sizes["block_indices"] = tuple(map(config.num_tiles, spec.lengths))
             # split, not slices: the backward of a slice fills a gradient as long as the whole pack.
-            split = {name: x.split(sizes[name]) for name, x in self._own().items()}
+            split = {name: x.split(sizes[name]) for name, x in own.items()}
         for parts in zip(*split.values(), strict=True):
             yield self._replace(**dict(zip(split, parts)), cu_seqlens=None, q_offset=None)
 
-    def _own(self) -> dict[str, torch.Tensor]:
-        """The tensors, by name, that hold something for each sequence."""
-        shared = ("gate_weight", "compress_k_weight", "compress_v_weight", "cu_seqlens", "q_offset")
-        return {name: x for name, x in self._asdict().items() if x is not None and name not in shared}
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor], names: Iterable[str] = ()) -> CallTensors:
+        """With those that there are, of all or of these names, changed."""
+        own = ((name, getattr(self, name)) for name in names or self._fields)
+        return self._replace(**{name: change(x) for name, x in own if x is not None})
+
+    def as_batch(self) -> CallTensors:
+        """A sequence, or packed ones, as a batch of one: [T, H, D] -> [1, T, H, D]; what has no tokens stays."""
+        return self.map(lambda x: x.unsqueeze(0), OF_SEQUENCES)
 
 
 DIFFERENTIABLE = CallTensors._fields[:11]
 OWN_KEYS = ("k_cmp", "v_cmp", "k_win", "v_win")  # that the caller gives to a branch in place of those made of k and v
+OF_SEQUENCES = ("q", "k", "v", "gates", *OWN_KEYS, "block_indices")  # hold something for each sequence
 
 
 @dataclass(frozen=True)

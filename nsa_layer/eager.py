@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors, accumulation_dtype, require_choice_by_token
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, accumulation_dtype, require_choice_by_token
 from nsa_layer.choose import choose_blocks, choose_blocks_by_token, sorted_lists
 from nsa_layer.chunk_attention import Chunk, ChunkAttention, ChunkPlan, KeyBlocks, KeyRun, rows_that_fit
 from nsa_layer.compress import compress
@@ -72,7 +72,7 @@ def attend_branches(tensors: CallTensors, *, spec: CallSpec) -> Branches:
         return made if lists is None else made._replace(choice=lists)
     sequences = list(tensors.sequences(spec))
     results = [
-        _attend_batch(_alone(own), spec, first)
+        _attend_batch(own.as_batch(), spec, first)
         for own, first in zip(sequences, offsets or [0] * len(sequences), strict=True)
         if len(own.q)
     ]
@@ -129,9 +129,8 @@ def _attend_selected(
     if config.q_tile <= SMALL_TILE:
         ends = (first + 1, first + T + 1)
         limit = torch.arange(*ends, device=q.device) if spec.causal else torch.full((T,), S, device=q.device)
-        of_tokens = choice.repeat_interleave(config.q_tile, dim=2)[:, :, :T]
-        static = dict(size=config.block_size, softmax_scale=spec.softmax_scale)
-        return attend_lists(q, k, v, of_tokens, limit.expand(len(q), T), **static)
+        static = dict(q_tile=config.q_tile, size=config.block_size, softmax_scale=spec.softmax_scale)
+        return attend_lists(q, k, v, choice, limit.expand(len(q), T), **static)
     parts = choice.shape[1] // Hkv
     # The padding of a list names the block of zeros behind the last one, which no query sees.
     spare = (config.num_blocks(S) + 1) * config.block_size - S
@@ -196,12 +195,6 @@ def _window_plan(q: torch.Tensor, S: int, heads: int, spec: CallSpec, first: int
         return (s >= t + first - back) & (s <= t + first + ahead)
 
     return ChunkPlan(chunks, visible, heads, spec.softmax_scale, "swa")
-
-
-def _alone(sequence: CallTensors) -> CallTensors:
-    """A sequence as a batch of one: [T, H, D] -> [1, T, H, D]; weights stay as they are."""
-    names = ("q", "k", "v", "gates", *OWN_KEYS, "block_indices")
-    return sequence._replace(**{n: x.unsqueeze(0) for n in names if (x := getattr(sequence, n)) is not None})
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

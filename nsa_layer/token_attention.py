@@ -71,8 +71,7 @@ def _attend_batch(
         else torch.full_like(offset, S)[:, None]
     )
     choice = sorted_lists(lists.transpose(1, 2), -(-S // spec.block_size))
-    choice = choice.repeat_interleave(spec.q_tile, dim=2)[:, :, :T]
-    static = dict(size=spec.block_size, softmax_scale=spec.softmax_scale)
+    static = dict(q_tile=spec.q_tile, size=spec.block_size, softmax_scale=spec.softmax_scale)
     k, v = (x.transpose(1, 2) for x in (k, v))
     o, lse = attend_lists(q, k, v, choice, end.clamp(max=S).expand(-1, T), **static)
     return o.to(dtype), lse.mT.contiguous()
@@ -85,22 +84,25 @@ def attend_lists(
     choice: torch.Tensor,
     limit: torch.Tensor,
     *,
+    q_tile: int,
     size: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every token to the keys below its limit in the blocks of its list.
+    """Attention of every token to the keys below its limit in the blocks of its tile's list.
 
     Args:
         q: [B, T, Hq, D].
         k: [B, Hkv, S, D]; v: [B, Hkv, S, Dv].
-        choice: int32 [B, Hs, T, n], Hs = Hkv or Hq; in any order, each block once, -1 is padding.
+        choice: int32 [B, Hs, M, n], Hs = Hkv or Hq, of M tiles; in any order, each block once, -1 is padding.
         limit: int64 [B, T], one past the last key that a token may see, at most S.
+        q_tile: tokens of a tile.
         size: tokens of a block.
 
     Returns:
         o [B, T, Hq, Dv] in q's dtype and the LSE [B, T, Hq]; a row that sees no key gives 0 and -inf.
     """
-    B, (Hkv, S), Hs = len(q), k.shape[1:3], choice.shape[1]
+    (B, T), (Hkv, S), Hs = q.shape[:2], k.shape[1:3], choice.shape[1]
+    choice = choice.repeat_interleave(q_tile, dim=2)[:, :, :T]
     # The padding of a list names the block of zeros behind the last one.
     spare = (-(-S // size) + 1) * size - S
     k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(2, (-1, size)) for x in (k, v))

@@ -96,7 +96,7 @@ def _part(
     if backend == "cute":
         from nsa_layer.kernels.launch import readable
 
-        tensors = CallTensors(*(x if x is None else readable(x) for x in tensors))
+        tensors = tensors.map(readable)
     q, cu_seqlens, listed = tensors.q, tensors.cu_seqlens, tensors.block_indices is not None
     spec, how = spec_of(static, None, listed=listed), (backend, tuple(kept))
     if cu_seqlens is None:

@@ -120,15 +120,13 @@ class Call(ABC):
 
 def attend(call: Call, given: CallTensors, *, return_more: bool) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
     """o of a rank's queries, packed or not, and what else there is of each stretch."""
-    tensors = given._asdict()
     if call.packed:
-        alone = (*OF_HEADS, "cu_seqlens")
-        tensors = {name: x if x is None or name in alone else x[None] for name, x in tensors.items()}
+        given = given.as_batch()
     if call.backend == "cute" and not call.recorded:
         from nsa_layer.kernels.launch import readable
 
-        tensors = {name: x if x is None else readable(x) for name, x in tensors.items()}
-    o, *rest = _Attend.apply(call, return_more, *tensors.values())
+        given = given.map(readable)
+    o, *rest = _Attend.apply(call, return_more, *given)
     each = len(rest) // len(call.stretches)
     return o[0] if call.packed else o, [tuple(rest[i : i + each]) for i in range(0, len(rest), each)] if each else []
 

@@ -110,7 +110,6 @@ def _readable(
     """The tensors as kernels read them, starts, and the plan."""
     from nsa_layer.kernels.launch import readable
 
-    read = {name: readable(x) for name in READ if (x := getattr(tensors, name)) is not None}
     q, rows = tensors.q, tensors.q_heads_per_list
     packing = Packing.of(spec, q.device, rows, cu_seqlens=tensors.cu_seqlens, total=q.shape[0])
-    return tensors._replace(**read), packing, MemoryPlan(split_heads(tensors.k.shape[-2], heads), tuple(kept))
+    return tensors.map(readable, READ), packing, MemoryPlan(split_heads(tensors.k.shape[-2], heads), tuple(kept))

@@ -55,8 +55,7 @@ def without_room(tensors: CallTensors, spec: CallSpec) -> CallTensors:
     for x in compressed:
         if x is not None and x.shape[0] < blocks:
             raise ValueError(f"k_cmp and v_cmp must have {blocks} rows for these cu_seqlens, got {x.shape[0]}")
-    k_cmp, v_cmp = (None if x is None else x[:blocks] for x in compressed)
-    return tensors._replace(k_cmp=k_cmp, v_cmp=v_cmp)
+    return tensors.map(lambda x: x[:blocks], ("k_cmp", "v_cmp"))
 
 
 def check_lists_of(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec) -> None:

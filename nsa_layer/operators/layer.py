@@ -77,10 +77,9 @@ def attend_on_kernels(
 
 def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
     """With as many rows of k_cmp or v_cmp as the kernels make of the other where the host knows no lengths."""
-    given = {name: x for name in ("k_cmp", "v_cmp") if (x := getattr(tensors, name)) is not None}
-    if len(given) != 1:
+    if (tensors.k_cmp is None) == (tensors.v_cmp is None):
         return tensors
-    return tensors._replace(**{name: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))) for name, x in given.items()})
+    return tensors.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
 
 
 def _plan_of_graph(
