@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from nsa_layer import autocast, determinism, operators, support
+from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import Aux, CallTensors
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
@@ -86,8 +87,8 @@ def nsa(
             of tiles have a row where its first token is, ``cu_seqlens`` and weights are whole and the same on all
             ranks. What is returned is this rank's part, and so are gradients: those of weights add up over the ranks.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
-        validate: check ``cu_seqlens`` and the numbers of ``block_indices`` that are on a GPU, which waits for it;
-            not in a graph.
+        validate: check ``cu_seqlens`` and the numbers of ``block_indices`` that are on a GPU, which waits for it; in a
+            graph the GPU asserts them.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; with ``return_aux`` a pair (o, `Aux`).
@@ -118,6 +119,9 @@ def nsa(
         if cp.mode_of(k.shape[-2], q.shape[-3] * cp.size, by_token=by_token) == "heads":
             return heads.attend(nsa, cp, given, **options)
     spec = check_inputs(given, backend=backend, validate=validate) if cp is None else check_whole(given, cp)[0]
+    if validate and cp is None and q.is_cuda and torch.compiler.is_compiling():
+        sizes = dict(q_tile=config.q_tile, block_size=config.block_size, max_seqlen=max_seqlen)
+        assert_numbers(q, k, block_indices, cu_seqlens, **sizes)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(

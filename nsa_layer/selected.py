@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from nsa_layer import autocast, operators, support
+from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import ListSpec
 from nsa_layer.config import WIDEST_TILE, NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel import selected as context_parallel
@@ -73,7 +74,7 @@ def selected_attention(
         backend: as for `nsa`.
         cp: as for `nsa`, where queries are those of all keys.
         validate: check ``cu_seqlens``, ``cu_seqlens_k`` and the lists' numbers that are on a GPU, which waits for it;
-            not in a graph.
+            in a graph the GPU asserts them.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; a query that sees no key gives 0. With ``return_lse`` a pair
@@ -122,6 +123,8 @@ def selected_attention(
     numbers = backend == "reference"  # the operators of other backends read them
     counts = spec.lists_and_blocks(q, k) if known else (None, None)
     check_lists(block_indices, q, k.shape[-2], *counts, packed=packed, numbers=numbers, validate=validate)
+    if validate and q.is_cuda and torch.compiler.is_compiling():
+        assert_numbers(q, k, block_indices, cu_seqlens, cu_seqlens_k, q_tile=q_tile, block_size=block_size)
     _check_offset(q_offset, q, cu_seqlens.shape[0] - 1 if packed else q.shape[0])
     if numbers or q_offset is None:
         check_positions(q_offset, pairs, causal=causal)

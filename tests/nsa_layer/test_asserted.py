@@ -1,0 +1,82 @@
+"""Numbers that are wrong where a graph is asked to validate them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+
+from nsa_layer.asserted import assert_numbers
+
+
+def starts_of(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def test_a_graph_asserts_numbers() -> None:
+    q, k = torch.zeros(40, 4, 8), torch.zeros(55, 2, 8)
+    starts, of_keys = starts_of(0, 17, 23), starts_of(9, 11, 35)
+    lists = torch.tensor([[[1]] * 2] * 5 + [[[4]] * 2] * 6, dtype=torch.int32)
+    plain = partial(assert_numbers, q_tile=4, block_size=8)
+    call = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    call(q, k, lists, starts, of_keys)
+    plain(q[None], k[None], lists[None] + 2, None)
+    plain(q, k, None, starts, max_seqlen=23)
+    wrong = {
+        "cu_seqlens must start at 0, not fall, and end at the tokens": [
+            (lists, starts.flip(0), of_keys),
+            (None, starts + 1),
+        ],
+        "cu_seqlens_k must start at 0": [(lists, starts, of_keys + 1)],
+        "block_indices must have a list for each tile": [(lists[:-1], starts)],
+        "block_indices must be -1 or a block of the sequence": [
+            (lists.index_fill(0, torch.tensor(at), block), starts, of_keys) for at, block in ((4, 2), (5, 5), (0, -2))
+        ],
+    }
+    for match, arguments in wrong.items():
+        for given in arguments:
+            with pytest.raises(RuntimeError, match=match):
+                (call if len(given) == 3 else plain)(q, k, *given)
+    with pytest.raises(RuntimeError, match="max_seqlen must be at least the longest sequence"):
+        plain(q, k, None, starts, max_seqlen=22)
+
+
+ASSERTED = """
+import sys
+import torch
+from nsa_layer import nsa, selected_attention
+q, k = (torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+lists = torch.zeros(300, 2, 4, device="cuda", dtype=torch.int32)
+calls = dict(
+    starts=lambda q, k, lists, starts: nsa(q, k, k, cu_seqlens=starts, validate=True),
+    lists=lambda q, k, lists, starts: selected_attention(
+        q, k, k, lists, block_size=64, cu_seqlens=starts, cu_seqlens_k=starts, validate=True
+    ),
+)
+call = torch.compile(calls[sys.argv[1]], fullgraph=True)
+for turn, second in enumerate((100, 50, 301)):
+    starts = torch.tensor([0, second, 300], dtype=torch.int32, device="cuda")
+    if sys.argv[1] == "lists" and second > 300:
+        starts[1], lists[100:] = 100, 4  # of 200 tokens, blocks 0 to 3
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error" if turn else "default")
+    call(q, k, lists, starts)
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    print("ran", second, flush=True)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "wrong, words", [("starts", "cu_seqlens must start at 0"), ("lists", "block_indices must be -1 or a block")]
+)
+def test_the_gpu_asserts_numbers_of_a_graph(wrong: str, words: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ASSERTED, wrong], capture_output=True, text=True, timeout=240)
+    print(done.stderr[-3000:])
+    assert done.stdout.splitlines() == ["ran 100", "ran 50"] and done.returncode != 0, done.stdout + done.stderr
+    assert words in done.stderr and "device-side assert" in done.stderr, done.stderr
