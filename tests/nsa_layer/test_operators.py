@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from stub_kernels import stubbed_layer
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_layer import NSAConfig, nsa, selected_attention
 from nsa_layer.call_spec import CallSpec
+from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute import memory_plan
 from nsa_layer.operators import layer, static_arguments
 from nsa_layer.operators.registration import OPS
@@ -25,6 +28,37 @@ SMALL = NSAConfig(block_size=8, block_counts=3, q_tile=1, window_size=8)
 LENGTHS = (7, 0, 18)
 T, HQ, HKV, D = 25, 4, 2, 8
 OF_SHAPES = ("test_schema", "test_autograd_registration", "test_faketensor")  # where nothing computes numbers
+
+
+class Noted(TorchDispatchMode):
+    """Operators that are called within, with their arguments."""
+
+    def __init__(self, namespace: str = "nsa_layer") -> None:
+        super().__init__()
+        self.calls: list[tuple[torch._ops.OpOverload, tuple, dict]] = []
+        self.namespace = namespace
+
+    @property
+    def names(self) -> list[str]:
+        return [op._opname for op, *_ in self.calls]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == self.namespace:
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def check(op: torch._ops.OpOverload, tensors: Sequence[torch.Tensor | None], static: dict, **how: Any) -> None:
+    """PyTorch's own checks of an operator, and of its backward from one or two outputs that have gradients."""
+    opcheck(op, tuple(tensors), static, **how)
+    outputs = [x for x in op(*tensors, **static) if x.requires_grad][-2:]
+    leaves = [x for x in tensors if x is not None and x.requires_grad]
+    with Noted() as noted:
+        found = torch.autograd.grad(outputs, leaves, [torch.randn_like(x) for x in outputs])
+    ((backward, args, more),) = noted.calls
+    assert backward._opname == f"{op._opname}_backward"
+    opcheck(backward, tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args), more, **how)
+    assert [x.shape for x in found] == [x.shape for x in leaves]
 
 
 def branches(*, packed: bool, grads: str = "qkv", **config: object) -> tuple[tuple, dict]:
@@ -55,14 +89,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_pytorch_finds_nothing_wrong_with_the_branches(case: str) -> None:
     tensors, static = branches(**CASES[case])
-    opcheck(OPS.branches.default, tensors, static)
-    needs = [x is not None and x.requires_grad for x in tensors[:9]]
-    made = OPS.branches(*tensors, **static)
-    given = [torch.randn_like(x) if i else None for i, x in enumerate(made[:3])]
-    saved = (x.detach() for x in made[6:])
-    inputs = (None if x is None else x.detach() for x in tensors[:9])
-    arguments = (*given, *inputs, tensors[10], *saved)
-    opcheck(OPS.branches_backward.default, arguments, dict(static, needs=needs))
+    if case == "no gradient":
+        opcheck(OPS.branches.default, tensors, static)
+    else:
+        check(OPS.branches.default, tensors, static)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -73,7 +103,7 @@ def test_pytorch_finds_nothing_wrong_with_lists_of_a_callers_own(packed: bool) -
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int() if packed else None
     offset = torch.zeros(3 if packed else 2, dtype=torch.int32)
     static = dict(block_size=8, q_tile=1, causal=True, softmax_scale=0.5)
-    opcheck(OPS.selected.default, (q, k, v, lists, offset, starts, None), static)
+    check(OPS.selected.default, (q, k, v, lists, offset, starts, None), static)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -87,10 +117,7 @@ def test_lists_on_the_kernels_have_the_shapes_that_a_graph_expects(packed: bool)
         dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.1),
     )
     with stubbed_layer():
-        made = OPS.selected_on_kernels(*tensors, **static)
-        found = torch.autograd.grad(made[0], inputs, torch.randn_like(made[0]))
-        opcheck(OPS.selected_on_kernels.default, tensors, static, test_utils=OF_SHAPES)
-    assert [x.shape for x in found] == [x.shape for x in inputs]
+        check(OPS.selected_on_kernels.default, tensors, static, test_utils=OF_SHAPES)
 
 
 def test_what_cannot_be_had_is_refused() -> None:
@@ -129,15 +156,19 @@ def test_starts_are_those_of_the_call() -> None:
     assert torch.equal(torch.autograd.grad(again, tensors[0])[0], want[0])
 
 
-def on_kernels(*, q_tile: int, packed: bool, heads: int, kept: list[bool], **more: bool) -> tuple[tuple, dict]:
-    """Arguments of the operator of the kernels; more: "projected", "own" keys and values, or lists that are "given"."""
+def on_kernels(
+    *, q_tile: int, packed: bool, heads: int, kept: list[bool], gate: str = "weight", **more: bool
+) -> tuple[tuple, dict]:
+    """Arguments of the operator of the kernels; more: "projected", "own" keys and values, lists that are "given", or
+    gradients of "some" tensors alone. Heads come first in memory."""
     config, lengths = NSAConfig(q_tile=q_tile), (300, 0, 70)
     lead, tiles, blocks = (2, 370), (2, config.num_tiles(370)), (2, config.compressed_length(370))
     if packed:
         lead, tiles, blocks = (370,), *((sum(map(f, lengths)),) for f in (config.num_tiles, config.compressed_length))
 
     def made(*shape: int, asked: bool = True) -> torch.Tensor | None:
-        return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True) if asked else None
+        x = torch.randn(*shape, dtype=torch.bfloat16)
+        return x.transpose(-2, -3).contiguous().transpose(-2, -3).requires_grad_() if asked else None
 
     q, k, v = made(*lead, 4, 64), made(*lead, 2, 64), made(*lead, 2, 64)
     weights = (made(2, 64, 64, asked=more.get("projected", False)) for _ in range(2))
@@ -145,7 +176,10 @@ def on_kernels(*, q_tile: int, packed: bool, heads: int, kept: list[bool], **mor
     starts = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
     lists = torch.zeros(*tiles, 2, 3, dtype=torch.int32) if more.get("given") else None
     static = dict(static_arguments(CallSpec(config, True, 0.1)), heads=heads, kept=kept, bound=None, needs_grad=True)
-    return (q, k, v, made(4, 3, 64), None, *weights, *own, starts, lists), static
+    gates = made(4, 3, 64, asked=gate == "weight"), made(*lead, 4, 3, asked=gate == "given")
+    if more.get("some"):
+        q, v = q.detach(), v.detach()
+    return (q, k, v, *gates, *weights, *own, starts, lists), static
 
 
 KERNELS = {
@@ -159,11 +193,13 @@ KERNELS = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["by token", "packed, recomputed", "packed tiles, own keys"])
-def test_pytorch_finds_nothing_wrong_with_the_kernels(case: str) -> None:
-    tensors, static = on_kernels(**KERNELS[case])
+@pytest.mark.parametrize(
+    "case, gate", [("by token", "weight"), ("packed, recomputed", "given"), ("packed tiles, own keys", "none")]
+)
+def test_pytorch_finds_nothing_wrong_with_the_kernels(case: str, gate: str) -> None:
+    tensors, static = on_kernels(**KERNELS[case], gate=gate, some=gate == "none")
     tensors = [None if x is None else x.detach().cuda().requires_grad_(x.requires_grad) for x in tensors]
-    opcheck(OPS.attend.default, tuple(tensors), static | dict(deterministic=True))
+    check(OPS.attend.default, tensors, static | dict(deterministic=True))
 
 
 @pytest.mark.gpu
@@ -171,7 +207,33 @@ def test_pytorch_finds_nothing_wrong_with_lists_on_the_kernels() -> None:
     inputs = [torch.randn(2, h, 370, 64, device="cuda").bfloat16().transpose(1, 2) for h in (4, 2, 2)]
     lists = torch.zeros(2, 370, 2, 3, dtype=torch.int32, device="cuda")
     static = dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.1)
-    opcheck(OPS.selected_on_kernels.default, (*(x.requires_grad_() for x in inputs), lists, *[None] * 3), static)
+    check(OPS.selected_on_kernels.default, (*(x.requires_grad_() for x in inputs), lists, *[None] * 3), static)
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("gloo", id="cpu"), pytest.param("nccl", id="cuda", marks=pytest.mark.gpu)]
+)
+def test_pytorch_finds_nothing_wrong_with_stretches(backend: str) -> None:
+    """Those of a rank that gathers keys in a graph."""
+    device, tokens, size, dtype, config = "cuda", 200, 64, torch.bfloat16, NSAConfig(deterministic=True)
+    if backend == "gloo":
+        device, tokens, size, dtype, config = "cpu", 20, D, torch.float32, SMALL
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for packed in (False, True):
+            lead = (tokens,) if packed else (2, tokens)
+            q, k, v = (torch.randn(*lead, h, size, device=device).to(dtype).requires_grad_() for h in (HQ, HKV, HKV))
+            more = dict(cp=ContextParallel(dist.group.WORLD, mode="gather"), config=config)
+            if packed:
+                starts = torch.tensor([0, 7, 7, tokens], dtype=torch.int32, device=device)
+                more |= dict(cu_seqlens=starts, block_indices=starts.new_zeros(*lead, HKV, 3))
+            with Noted() as noted:
+                nsa(q, k, v, **more).sum().backward()
+            assert set(noted.names) == {"stretch", "stretch_backward"}
+            for op, args, _ in (noted.calls[0], noted.calls[-1]):
+                opcheck(op, tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
+    finally:
+        dist.destroy_process_group()
 
 
 GATES = [*((case, "weight") for case in KERNELS), ("by token", "none"), ("packed, recomputed", "given")]
@@ -179,16 +241,9 @@ GATES = [*((case, "weight") for case in KERNELS), ("by token", "none"), ("packed
 
 @pytest.mark.parametrize("case, gate", GATES)
 def test_what_the_kernels_make_has_the_shapes_that_a_graph_expects(case: str, gate: str) -> None:
-    tensors, static = on_kernels(**KERNELS[case])
-    if gate != "weight":
-        gates = torch.randn(*tensors[0].shape[:-1], 3, dtype=torch.bfloat16, requires_grad=True)
-        tensors = (*tensors[:3], None, gates if gate == "given" else None, *tensors[5:])
-    inputs = [x for x in tensors[:11] if x is not None]
+    tensors, static = on_kernels(**KERNELS[case], gate=gate, some=gate == "none")
     with stubbed_layer():
-        made = OPS.attend(*tensors, **static)
-        found = torch.autograd.grad(made[0], inputs, torch.randn_like(made[0]))
-        opcheck(OPS.attend.default, tensors, static, test_utils=OF_SHAPES)
-    assert [x.shape for x in found] == [x.shape for x in inputs]
+        check(OPS.attend.default, tensors, static, test_utils=OF_SHAPES)
 
 
 def test_rows_of_packed_calls_on_the_kernels_are_counted_when_they_run() -> None:
@@ -271,20 +326,6 @@ def test_a_plan_of_fake_tensors_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     for within in (mode, nullcontext()):
         with within:
             assert nsa(q, k, k).shape == q.shape
-
-
-class Noted(TorchDispatchMode):
-    """Operators that are called within."""
-
-    def __init__(self, namespace: str = "nsa_layer") -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.namespace = namespace
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == self.namespace:
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("packed", [False, True])
