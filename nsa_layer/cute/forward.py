@@ -12,11 +12,11 @@ from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
 from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.compress import project
-from nsa_layer.cute.aside import Aside
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
+from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.topk_dispatch import block_topk, token_topk
 from nsa_layer.kernels.gating.gated_sum import gated_sum
 from nsa_layer.kernels.mean_pool.pool import pool
@@ -27,7 +27,9 @@ Tensor = torch.Tensor
 
 
 class Pages(NamedTuple):
-    """Keys on pages, without backward: k and v are [pages, page, Hkv, D] then, k_win and v_win a stretch.
+    """Keys in the pages of a cache: k and v are [pages, page, Hkv, D] then, k_win and v_win copies for the window.
+
+    There is no backward over pages.
 
     Attributes:
         table: int32 [B, n], pages of each sequence; a page is a multiple of 64 keys.
@@ -57,22 +59,22 @@ def forward(
     spec: CallSpec,
     kept: tuple[bool, bool, bool],
     pages: Pages | None = None,
-    beside: Aside | None = None,
+    side_stream: SideStream | None = None,
 ) -> SavedForBackward:
     """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
 
     Args:
         packing: of packed sequences, whose ``cu_seqlens`` are not read.
         kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
-        beside: where the window's attention may go; joined before its output is read.
+        side_stream: takes the window's attention; joined before its output is read. None: all on the current one.
     """
     (q, k, v), block_indices = tensors[:3], tensors.block_indices
     where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
     in_window = where if pages is None else where | pages.of_window(packing)
     S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
-    into = None if beside is None else new_outputs(q, v)
-    with component("swa"), nullcontext() if beside is None else beside.launches():
+    into = None if side_stream is None else new_outputs(q, v)
+    with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
         o_swa, lse_swa = attend(q, *tensors.of_window, spec, window_options(**in_window), into)
     scored = block_indices is None and not spec.config.by_token
     with component("compress"):
@@ -95,8 +97,8 @@ def forward(
         sparsity = selected_sparsity(indices, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **lists)
     with component("slc"):
         o_slc, lse_slc = attend_selected(q, k, v, spec, sparsity, packing, table)
-    if beside is not None:
-        beside.join()
+    if side_stream is not None:
+        side_stream.join()
     with component("gate"):
         gating = dict(gate_weight=tensors.gate_weight, gates=tensors.gates)
         g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]

@@ -24,10 +24,10 @@ from nsa_layer.gate import equal_gates
 
 require_patched()
 
-from nsa_layer.cute.aside import aside  # noqa: E402
 from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Pages, forward  # noqa: E402
 from nsa_layer.cute.saved import SavedForBackward  # noqa: E402
+from nsa_layer.cute.side_stream import side_stream_for  # noqa: E402
 from nsa_layer.kernels.launch import readable  # noqa: E402
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ def forward_groups(
     Args:
         keep: takes what a group leaves, and its key/value heads, before the next group; the list is then empty.
     """
-    with _side_by_side(tensors, spec, plan, backward=backward):
+    with _compiled_together(tensors, spec, plan, backward=backward):
         return _forward_groups(tensors, packing, spec, plan, o, keep)
 
 
@@ -73,13 +73,16 @@ def _forward_groups(
 def infer(
     tensors: CallTensors, packing: Packing | None, spec: CallSpec, memory: MemoryPolicy, pages: Pages | None = None
 ) -> tuple[Tensor, Aux]:
-    """`attend` without backward, of tensors that are `readable`; its kernels are compiled one after the other."""
+    """o and the auxiliary results of tensors that are `readable`, without a backward: what calls on caches launch.
+
+    Kernels that are missing are compiled one after the other; the caller may have them compiled together before.
+    """
     sizes = Sizes.of(tensors, spec=spec, needs_grad=False)
     if pages is not None:
         sizes = sizes._replace(longest=pages.room)
     plan = plan_memory(sizes, memory, tensors.q.device)
-    with aside(tensors.q) or nullcontext() as beside:
-        o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, beside=beside)
+    with side_stream_for(tensors.q) or nullcontext() as side_stream:
+        o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, side_stream=side_stream)
     return o, Aux(*joined_aux(parts, tensors.q, unions=spec.by_union))
 
 
@@ -108,7 +111,7 @@ def gradients(
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]
     whole.insert(0, torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq)
     rest = []
-    with _side_by_side(tensors, spec, plan, backward=True):
+    with _compiled_together(tensors, spec, plan, backward=True):
         for (first, end), of_group in zip(plan.groups, saved, strict=True):
             query, key = _query_heads(q, k, first, end), (first, end)
             grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
@@ -118,10 +121,10 @@ def gradients(
     return dq, dk, dv, *(joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
 
 
-def _side_by_side(
+def _compiled_together(
     tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool
 ) -> AbstractContextManager[None]:
-    """Within, kernels that are missing are compiled together."""
+    """Within, kernels that are missing are compiled side by side, before the first is launched."""
     return side_by_side.of_call(partial(_shape, tensors, spec, plan, backward=backward))
 
 

@@ -236,7 +236,7 @@ def _plans_by_tokens(
         return _plan_memory(sizes, recompute, free)
 
     plans, end = [], 0
-    while end < MOST_TOKENS:
+    while end < MOST_TOKENS:  # to the last length with the plan of the first: in steps that double, then halve
         here, step = plan(end + 1), 1
         end += 1
         while step:

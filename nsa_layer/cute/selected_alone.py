@@ -50,7 +50,7 @@ def placed(
 def compiled_together(
     q: Tensor, k: Tensor, block_indices: Tensor, extents: Extents, spec: ListSpec, *, backward: bool
 ) -> AbstractContextManager[None]:
-    """Within, kernels that are missing are compiled together."""
+    """Within, kernels that are missing are compiled side by side, before the first is launched."""
     shapes = (tuple(x.shape) for x in (q, k, block_indices))
     if spec.bound is not None:  # kernels for others of these bounds are the same
         spec = replace(spec, lengths=(spec.bound, (len(q) - spec.bound[0], len(k) - spec.bound[1])), bound=None)

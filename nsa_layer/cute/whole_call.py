@@ -57,7 +57,7 @@ def attend(
     def join(saved: SavedForBackward, group: tuple[int, int]) -> None:
         for field, (x, into) in enumerate(zip(saved, joined, strict=True)):
             if into is not None:
-                into = _of_group(into, _heads(field, spec), group, Hkv)
+                into = _of_group(into, _heads_dim(field, spec), group, Hkv)
                 into[tuple(map(slice, x.shape))].copy_(x)
 
     return head_groups.forward_groups(tensors, packing, spec, plan, backward=needs_grad, keep=join)[0], joined
@@ -83,7 +83,7 @@ def gradients(
     def saved_of(group: tuple[int, int]) -> SavedForBackward:
         part = SavedForBackward(*saved)
         if len(plan.groups) > 1:
-            parts = (_of_group(x, _heads(i, spec), group, tensors.k.shape[-2]) for i, x in enumerate(saved))
+            parts = (_of_group(x, _heads_dim(i, spec), group, tensors.k.shape[-2]) for i, x in enumerate(saved))
             part = SavedForBackward(*(None if x is None else x.contiguous() for x in parts))
         lists = head_groups.head_group(tensors, *group).block_indices
         return part if lists is None else part._replace(block_indices=lists)
@@ -91,7 +91,7 @@ def gradients(
     return list(head_groups.gradients(do, tensors, packing, spec, plan, map(saved_of, plan.groups)))
 
 
-def _heads(field: int, spec: CallSpec) -> int:
+def _heads_dim(field: int, spec: CallSpec) -> int:
     """The dimension of heads in a field of `SavedForBackward`."""
     return -3 if field == 0 and not spec.by_union else -2
 

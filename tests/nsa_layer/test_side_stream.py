@@ -9,7 +9,7 @@ import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
-from nsa_layer.cute import aside, forward, head_groups
+from nsa_layer.cute import forward, head_groups, side_stream
 
 CONFIG = NSAConfig(block_counts=4)
 
@@ -36,8 +36,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list:
     current, side = Stream("current", found), Stream("side", found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(aside, "_second", lambda device: side)
-    monkeypatch.setattr(head_groups, "aside", lambda q: aside.Aside(q.device))
+    monkeypatch.setattr(side_stream, "_second", lambda device: side)
+    monkeypatch.setattr(head_groups, "side_stream_for", lambda q: side_stream.SideStream(q.device))
     return found
 
 
@@ -88,7 +88,7 @@ def test_the_window_is_joined_where_a_launch_fails(noted: list, monkeypatch: pyt
     [("cuda", (1, 4096, 32, 1), True), ("cuda", (1, 65536, 32, 1), False), ("cpu", (1,) * 4, False)],
 )
 def test_calls_with_few_tiles_on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str, shape: tuple, taken: bool) -> None:
-    monkeypatch.setattr(aside, "Aside", lambda device: device)
-    monkeypatch.setattr(aside, "is_fake", lambda q: False)
+    monkeypatch.setattr(side_stream, "SideStream", lambda device: device)
+    monkeypatch.setattr(side_stream, "is_fake", lambda q: False)
     q = SimpleNamespace(shape=torch.Size(shape), device=torch.device(device))
-    assert (aside.aside(q) is not None) == taken
+    assert (side_stream.side_stream_for(q) is not None) == taken

@@ -17,13 +17,13 @@ from nsa_layer.kernels.launch import is_fake
 MOST_ROWS = 1 << 19  # (token, head) pairs of a call with few tiles: 20 of 192 rows on each multiprocessor of a H200
 
 
-class Aside:
+class SideStream:
     """A context at whose end, by an error too, the current stream waits for what was launched on the second one."""
 
     def __init__(self, device: torch.device) -> None:
         self.current, self.side, self.joined = torch.cuda.current_stream(device), _second(device), True
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> SideStream:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -44,10 +44,10 @@ class Aside:
             self.joined = True
 
 
-def aside(q: torch.Tensor) -> Aside | None:
-    """For a call with these queries [..., Hq, D]; None where there is no GPU, or there are many tiles."""
+def side_stream_for(q: torch.Tensor) -> SideStream | None:
+    """The second stream of a call with these queries [..., Hq, D]; None without a GPU, or if there are many tiles."""
     few = q.shape[:-1].numel() <= MOST_ROWS
-    return Aside(q.device) if few and q.device.type == "cuda" and not is_fake(q) else None
+    return SideStream(q.device) if few and q.device.type == "cuda" and not is_fake(q) else None
 
 
 @lru_cache(maxsize=None)
