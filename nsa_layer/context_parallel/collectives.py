@@ -2,6 +2,8 @@
 
 An exchange is two functions: one sends, and returns what may be read after the other one only. What is launched between
 them runs beside the exchange, and in backward what was between them does again.
+
+A graph waits for what a collective returns, for no view of it: Inductor keeps what is sent up to such a wait alone.
 """
 
 from __future__ import annotations
@@ -55,8 +57,7 @@ class Exchange(NamedTuple):
             parts = contiguous(x).split(self.rows.of_rank(self.cp.rank), dim=1)
             self._by_chunk(whole, self._chunks(whole), [[part] * size for part in parts])
             return whole.view(size, *x.shape)
-        x = contiguous(self.rows.padded(x))
-        return OPS.all_gather_into_tensor(x, self.cp.size, self.cp.group_name).view(self.cp.size, *x.shape)
+        return OPS.all_gather_into_tensor(contiguous(self.rows.padded(x))[None], self.cp.size, self.cp.group_name)
 
     def whole(self, sent: Tensor) -> Tensor:
         """All rows [B, N, ...], in order."""

@@ -103,10 +103,11 @@ def _policy(given: Arguments, rows: Rows, cp: ContextParallel, memory: MemoryPol
         return memory
     (q, k, v), lead = given.tensors[:3], (*given.tensors.q.shape[:-3], sum(rows.counts))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    shapes = {name: (*lead, x.shape[-2] // cp.size, x.shape[-1]) for name, x in dict(q=q, k=k, v=v).items()}
-    like = {name: torch.empty(shape, dtype=q.dtype, device="meta") for name, shape in shapes.items()}
+    named = {name: getattr(given.tensors, name) for name in ("q", "k", "v", "block_indices")}
+    shapes = {name: (*lead, x.shape[-2] // cp.size, x.shape[-1]) for name, x in named.items() if x is not None}
+    here = {name: torch.empty(shape, dtype=q.dtype, device="meta") for name, shape in shapes.items()}
     spec = CallSpec(given.config, given.causal, 1.0)
-    sizes = Sizes.of(given.tensors._replace(**like), spec=spec, needs_grad=needs_grad)
+    sizes = Sizes.of(given.tensors._replace(**here), spec=spec, needs_grad=needs_grad)
     kept = plan_memory(sizes, memory, q.device).kept
     return replace(memory, recompute="none" if all(kept) else "all")
 

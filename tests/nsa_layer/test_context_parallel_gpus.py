@@ -1,4 +1,4 @@
-"""Ranks that share sequences, on two GPUs: the kernels and NCCL against the fp64 reference."""
+"""Ranks that share sequences, on GPUs: the kernels and NCCL against the fp64 reference, and compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.sweep,
     pytest.mark.xdist_group("two GPUs"),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
 Tensor = torch.Tensor
@@ -41,8 +40,16 @@ MODES = ("heads", "gather")
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     with ranks((2,), str(tmp_path_factory.mktemp("ranks") / "store"), gpus=True) as run:
         yield partial(run, 2)
+
+
+@pytest.fixture(scope="module")
+def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    with ranks((1,), str(tmp_path_factory.mktemp("ranks") / "store"), gpus=True) as run:
+        yield partial(run, 1)
 
 
 class _Mean(torch.autograd.Function):
@@ -93,9 +100,9 @@ def test_ranks_with_neighbouring_tokens(mode: str, on_gpus: Callable[..., Any]) 
 
 def drawn(case: Case, cp: ContextParallel, seed: int = 0) -> dict[str, Tensor]:
     """A rank's part of q, k, v and do, in memory of their own."""
-    inputs = make_inputs(case, f"cuda:{cp.rank}")
-    named = {name: getattr(inputs, name) for name in ("q", "k", "v", "do")}
-    return {name: shard_sequence(x.roll(seed), cp).clone().requires_grad_(name != "do") for name, x in named.items()}
+    inputs, dim = make_inputs(case, f"cuda:{cp.rank}"), 0 if case.lengths else 1
+    named = {name: shard_sequence(getattr(inputs, name).roll(seed), cp, dim=dim) for name in ("q", "k", "v", "do")}
+    return {name: x.clone().requires_grad_(name != "do") for name, x in named.items()}
 
 
 def step(attend: Callable[..., Tensor], given: dict[str, Tensor], *lists: Tensor) -> list[Tensor]:
@@ -148,18 +155,31 @@ def test_a_call_is_captured_in_a_graph(mode: str, on_gpus: Callable[..., Any]) -
     on_gpus(capture, mode)
 
 
-def compile_a_call(group: Any, mode: str) -> None:
-    cp, case = ContextParallel(group, mode=mode), Case(**SIZES, T=1000, config=CONFIG)
-    given, attend = drawn(case, cp), partial(nsa, config=case.config, cp=cp)
-    expected = step(attend, given)
-    got = step(torch.compile(attend, fullgraph=True), given)
+def compile_a_call(group: Any, case: Case, mode: str, listed: bool = False) -> None:
+    """Inductor gives memory of what is sent to others as soon as nothing waits for it."""
+    cp, starts = ContextParallel(group, mode=mode), None
+    given = drawn(case, cp)
+    if case.lengths:
+        starts = torch.tensor([0, *case.lengths], device="cuda").cumsum(0).int()
+    attend, more = partial(nsa, config=case.config, causal=case.causal), ()
+    if listed:
+        attend, more = partial(selected_attention, block_size=64), [torch.zeros_like(given["k"][..., :1]).int()]
+    attend = partial(attend, cu_seqlens=starts, cp=cp)
+    expected = step(attend, given, *more)
+    got = step(torch.compile(attend, fullgraph=True), given, *more)
     for x, y in zip(got, expected):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_compiles_whole(mode: str, on_gpus: Callable[..., Any]) -> None:
-    on_gpus(compile_a_call, mode)
+    on_gpus(compile_a_call, Case(**SIZES, T=1000, config=CONFIG), mode)
+
+
+@pytest.mark.parametrize("name", ["batch", "packed", "not causal", "lists"])
+def test_a_call_of_one_rank_compiles_whole(name: str, on_one_gpu: Callable[..., Any]) -> None:
+    case = CASES["batch" if name == "lists" else name]
+    on_one_gpu(compile_a_call, case, "gather", name == "lists")
 
 
 def attend_to_lists(group: Any, mode: str) -> None:
