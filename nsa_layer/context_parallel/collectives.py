@@ -40,7 +40,8 @@ class Exchange(NamedTuple):
         """For a tensor [B, ...]."""
         if is_recorded(x):
             return cls(rows, cp)
-        return cls(rows, cp, rows.even and not rows.in_order and len(x) == 1 and _takes_lists(x))
+        of_chunks = rows.even and rows.most > 0 and not rows.in_order
+        return cls(rows, cp, of_chunks and len(x) == 1 and _takes_lists(x))
 
     def send_to_whole(self, x: Tensor) -> Tensor:
         """Part r of x [R, B, most, ...], this rank's rows, to rank r; `whole` waits for what comes."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -580,8 +580,11 @@ def shared(draw: st.DrawFn) -> tuple[int, bool, tuple[Any, ...]]:
 
 @pytest.mark.sweep
 def test_drawn_calls_are_those_of_one(on_ranks: Ranks) -> None:
+    no_block = Case(T=4, Hq=2, Hkv=2, D=4, dtype=torch.float64, config=SMALL, own_keys=("v_cmp",))
+
     @settings(max_examples=100, deadline=None, database=None)
     @given(shared())
+    @example((2, True, (no_block, "heads", "zigzag", False)))
     def draw(call: tuple[int, bool, tuple[Any, ...]]) -> None:
         size, by_head, arguments = call
         on_ranks(size, compare_steps if by_head else compare, *arguments)
