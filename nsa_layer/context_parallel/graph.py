@@ -21,7 +21,7 @@ from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.saved import SavedForBackward, first_of, saved_shapes, with_room
 from nsa_layer.inputs import check_lengths
 from nsa_layer.operators.arguments import CONFIG, NAMES, OF_LAYER, apart, schema_of, spec_of, static_arguments
-from nsa_layer.operators.registration import LIBRARY, OPS, define
+from nsa_layer.operators.registration import LIBRARY, OPS, define, refuse_derivatives
 
 Tensor = torch.Tensor
 MORE = "int first, int total, int[] window, str backend, bool[] kept"
@@ -163,11 +163,9 @@ def _stretch_backward_fake(do: Tensor, *given: Tensor | None, **_: Any) -> tuple
 
 LIBRARY.define(f"gathered({LAYER}, {CONFIG}, {HOW}) -> Tensor[]")
 LIBRARY.impl("gathered", _gathered, "CompositeImplicitAutograd")
-define("stretch", f"{LAYER}, *, {CONFIG}, {MORE}, bool backward", 1 + MADE, _stretch, _stretch_fake)
-define(
-    "stretch_backward",
-    f"Tensor do, {LAYER}, {', '.join(f'Tensor? left_{i}' for i in range(MADE))}, *, {CONFIG}, {MORE}",
-    len(DIFFERENTIABLE),
-    _stretch_backward,
-    _stretch_backward_fake,
+FORWARD = f"{LAYER}, *, {CONFIG}, {MORE}, bool backward"
+BACKWARD = f"Tensor do, {LAYER}, {', '.join(f'Tensor? left_{i}' for i in range(MADE))}, *, {CONFIG}, {MORE}"
+refuse_derivatives(*define("stretch", FORWARD, 1 + MADE, _stretch, _stretch_fake))
+refuse_derivatives(
+    *define("stretch_backward", BACKWARD, len(DIFFERENTIABLE), _stretch_backward, _stretch_backward_fake)
 )

@@ -153,6 +153,18 @@ def define(
     return getattr(OPS, name).default, whole
 
 
+def refuse_derivatives(op: torch._ops.OpOverload, compute: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Let an operator of `define`, a part of one that has derivatives, raise where it is asked for its own."""
+
+    def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
+        derivatives.refuse_tangents(*args)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            raise RuntimeError(f"{op.name()} has no derivatives of its own: call nsa")
+        return _below_autograd(op, compute, keys, *args)
+
+    LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
+
+
 def _flat(schema: str, function: Callable[..., tuple]) -> Callable[..., tuple]:
     """The function of a schema's arguments by place, which takes those behind the star by name."""
     tensors, config = (part.split(", ") for part in schema.split(", *, "))

@@ -231,7 +231,13 @@ def test_pytorch_finds_nothing_wrong_with_stretches(backend: str) -> None:
                 nsa(q, k, v, **more).sum().backward()
             assert set(noted.names) == {"stretch", "stretch_backward"}
             for op, args, _ in (noted.calls[0], noted.calls[-1]):
-                opcheck(op, tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
+                given = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+                opcheck(op, given)
+                x, *rest = given
+                with pytest.raises(RuntimeError, match=f"{op.name()} has no derivatives of its own"):
+                    op(x.clone().requires_grad_(), *rest)
+                with pytest.raises(NotImplementedError, match="nsa: forward mode"):
+                    torch.func.jvp(lambda x: op(x, *rest)[0], (x,), (x,))
     finally:
         dist.destroy_process_group()
 
