@@ -91,7 +91,7 @@ class Trainer:
         width, D = (512, 64) if device == "cuda" else (32, 8)
         size = 64 if device == "cuda" else 8
         base = NSAConfig(block_size=size, block_counts=6, window_size=3 * size)
-        # On a GPU only Hopper's kernels have a deterministic backward.
+        # On a GPU only Hopper's kernels have a deterministic backward of such tiles.
         exact = device == "cpu" or torch.cuda.get_device_capability()[0] == 9
         configs = [base, base.replace(q_tile=2 * size, deterministic=exact), base.replace(force_blocks=False)]
         heads = width // D

@@ -88,6 +88,10 @@ def _by_union(r: Request) -> bool:
     return takes_unions(r.config, listed=r.lists is not None)
 
 
+def _is_ordered(r: Request) -> bool:
+    return r.config.deterministic and r.needs_grad
+
+
 def _tiles_fit(r: Request) -> bool:
     size = r.config.block_size
     return KV_TILE % size == 0 or size % UNION_BLOCK == 0
@@ -122,7 +126,8 @@ FEATURES = (
         (),
     ),
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
-    Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad, (90,)),
+    Feature("deterministic backward, q_tile 1 to 64 or lists", lambda r: _is_ordered(r) and _by_union(r)),
+    Feature("deterministic backward, q_tile 128 and 256", lambda r: _is_ordered(r) and not _by_union(r), (90,)),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
     Feature("nsa_with_kvcache", lambda r: r.cached),

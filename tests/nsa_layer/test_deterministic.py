@@ -92,12 +92,19 @@ def test_pytorch_may_ask_for_it() -> None:
 
 @pytest.fixture
 def blackwell() -> Iterator[None]:
-    """An architecture whose kernels have no deterministic backward."""
+    """An architecture whose kernels have no deterministic backward of tiles of 128."""
     choose, on_gpu = support.choose_backend, dict(device=torch.device("cuda", 0))
     with stubbed_layer(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(support, "device_arch", lambda index: 100)
         patch.setattr(support, "choose_backend", lambda backend, **more: choose(backend, **more | on_gpu))
         yield
+
+
+@pytest.mark.usefixtures("blackwell")
+def test_unions_are_deterministic_on_blackwell_too() -> None:
+    config, free = NSAConfig(block_counts=3), nullcontext()
+    ordered, plain = step(config.replace(deterministic=True), free, free), step(config, free, free)
+    assert step(config, told(), told()) == ordered != plain
 
 
 @pytest.mark.usefixtures("blackwell")

@@ -48,9 +48,9 @@ UNSUPPORTED = {
     "rule='seed'": dict(config=NSAConfig.seed()),
     "block_size below 16 by token": dict(config=NSAConfig(q_tile=1, block_size=8)),
     "block_size 16 by token with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
-    "deterministic backward": dict(config=TILES.replace(deterministic=True)),
+    "deterministic backward, q_tile 128 and 256": dict(config=TILES.replace(deterministic=True)),
 }
-ON_ONE = {"deterministic backward": 100}
+ON_ONE = {"deterministic backward, q_tile 128 and 256": 100}
 
 
 @pytest.mark.parametrize("backend", [None, "cute"])
@@ -82,6 +82,11 @@ def test_keys_of_a_branchs_own_are_supported(arch: int) -> None:
 
 def test_deterministic_forward_is_supported(arch: int) -> None:
     assert choose(config=TILES.replace(deterministic=True), needs_grad=False) == "cute"
+
+
+def test_deterministic_backward_of_unions_is_supported(arch: int) -> None:
+    config = NSAConfig(deterministic=True)
+    assert choose(config=config) == choose(config=config.replace(q_tile=64)) == choose(config=config, lists="alone")
 
 
 @pytest.mark.parametrize("other", [80, 89, 120])
