@@ -15,7 +15,7 @@ from nsa_layer.inputs import (
     check_lists,
     check_scale,
     check_starts,
-    leaves_lengths,
+    leaves_starts_on_gpu,
     refuse_nested,
 )
 
@@ -147,7 +147,7 @@ def query_lengths(call: CachedCall, *, backend: str | None, validate: bool) -> t
     if not call.packed:
         return (call.q.shape[1],) * call.q.shape[0]
     given = (call.cu_seqlens_q, call.q, call.k_cache, call.config, call.block_indices)
-    leave = not validate and leaves_lengths(backend, *given)
+    leave = not validate and leaves_starts_on_gpu(backend, *given)
     if leave:
         from nsa_layer.cute.cached import goes_in_parts
 

@@ -74,7 +74,7 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
     for name, shape in shapes.items():
         if (tensor := getattr(tensors, name)) is not None:
             _check_weight(name, tensor, shape, q)
-    leave = not validate and leaves_lengths(backend, cu_seqlens, q, k, config, block_indices)
+    leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q, k, config, block_indices)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
     if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
@@ -99,7 +99,7 @@ def _check_rows(block_indices: torch.Tensor, least: int, sequences: int) -> None
         raise ValueError(f"block_indices must have {least} to {most} lists, got {len(block_indices)}")
 
 
-def leaves_lengths(
+def leaves_starts_on_gpu(
     backend: str | None,
     cu_seqlens: torch.Tensor | None,
     q: torch.Tensor,
@@ -107,15 +107,15 @@ def leaves_lengths(
     config: NSAConfig,
     block_indices: torch.Tensor | None,
 ) -> bool:
-    """True if the host leaves starts on a GPU to the kernels, which need no lengths; False in a graph, whose operators
-    decide."""
+    """True if the host does not read starts that are on a GPU, since the kernels that run do; False in a graph, whose
+    operators decide."""
     if cu_seqlens is None or torch.compiler.is_compiling():
         return False
     if backend not in (None, "cute") or not support.has_kernels(q):
         return False
-    from nsa_layer.cute.packing import takes_starts
+    from nsa_layer.cute.packing import kernels_read_starts
 
-    return takes_starts(cu_seqlens, q, k, config, block_indices)
+    return kernels_read_starts(cu_seqlens, q, k, config, block_indices)
 
 
 def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int, ...] | None) -> None:

@@ -21,7 +21,7 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import whole_lengths
 from nsa_layer.cute.host_numbers import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.inputs import check_lengths, check_starts, leaves_lengths, refuse_nested
+from nsa_layer.inputs import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested
 
 COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -264,7 +264,7 @@ class NSAttention(nn.Module):
         if cu_seqlens is None:
             lengths = None
         elif self.cp is None:
-            read = not leaves_lengths(self.backend, cu_seqlens, q, k, self.config, None)
+            read = not leaves_starts_on_gpu(self.backend, cu_seqlens, q, k, self.config, None)
             lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "x", read=read)
         else:
             lengths = whole_lengths(cu_seqlens, k, self.cp)

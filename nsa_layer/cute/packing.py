@@ -107,14 +107,14 @@ def _kv_tile(spec: CallSpec) -> int:
     return size if spec.by_union else hopper_kv_tile(size)
 
 
-def takes_starts(
+def kernels_read_starts(
     cu_seqlens: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     config: NSAConfig,
     block_indices: torch.Tensor | None,
 ) -> bool:
-    """True if the kernels take a packed call whose starts are on the GPU without the host's reading them.
+    """True if the kernels read a packed call's starts, which are on the GPU, so that the host need not.
 
     Args:
         block_indices: the caller's lists.

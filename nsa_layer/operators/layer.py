@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors
 from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
-from nsa_layer.cute.packing import takes_starts
+from nsa_layer.cute.packing import kernels_read_starts
 from nsa_layer.cute.saved import SavedForBackward, saved_shapes
 from nsa_layer.gate import equal_gates
 from nsa_layer.inputs import check_lengths, starts_of_lengths
@@ -111,7 +111,7 @@ def _kernels_spec(static: dict[str, Any], tensors: CallTensors) -> CallSpec:
 
 
 def _leaves_starts(tensors: CallTensors, config: NSAConfig) -> bool:
-    return takes_starts(tensors.cu_seqlens, tensors.q, tensors.k, config, tensors.block_indices)
+    return kernels_read_starts(tensors.cu_seqlens, tensors.q, tensors.k, config, tensors.block_indices)
 
 
 def _bounded(spec: CallSpec, q: Tensor, static: dict[str, Any]) -> CallSpec:

@@ -11,7 +11,7 @@ import torch
 from nsa_layer import autocast, derivatives
 from nsa_layer.call_spec import ListSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.packing import takes_starts
+from nsa_layer.cute.packing import kernels_read_starts
 from nsa_layer.inputs import check_lengths, check_positions, starts_of_lengths
 from nsa_layer.operators.arguments import (
     LIST_CONFIG,
@@ -106,7 +106,7 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
 def _leaves_starts(q: Tensor, k: Tensor, block_indices: Tensor, q_tile: int, *starts: Tensor | None) -> bool:
     """True if starts of queries and keys are left on the GPU."""
     on_gpu = all(x is None or x.device == q.device for x in starts)
-    return on_gpu and takes_starts(starts[0], q, k, NSAConfig(q_tile=q_tile), block_indices)
+    return on_gpu and kernels_read_starts(starts[0], q, k, NSAConfig(q_tile=q_tile), block_indices)
 
 
 def _selected_on_kernels_fake(*tensors: Tensor | None, q_tile: int, **static: Any) -> tuple[Tensor, ...]:

@@ -211,7 +211,7 @@ def test_lengths_that_are_on_the_gpu_alone(
     emulated: None, monkeypatch: pytest.MonkeyPatch, name: str, paged: bool
 ) -> None:
     """Nothing but what stands for kernels reads starts of queries."""
-    monkeypatch.setattr(cached_call, "leaves_lengths", lambda *_: True)
+    monkeypatch.setattr(cached_call, "leaves_starts_on_gpu", lambda *_: True)
     caches = Caches(make_inputs(VARIANTS[name]), paged, check=dict(backend="cute", validate=False))
     (caches if paged else in_rows(caches)).finish(CUTS["ragged"], "cute")
 
@@ -221,7 +221,7 @@ def test_starts_on_a_gpu_are_read_where_copies_go_in_parts_alone(
 ) -> None:
     from nsa_layer.cute import cached
 
-    monkeypatch.setattr(cached_call, "leaves_lengths", lambda *_: True)
+    monkeypatch.setattr(cached_call, "leaves_starts_on_gpu", lambda *_: True)
     given = contiguous(S=512)
     given |= {name: given[name].flatten(0, 1) for name in "qkv"} | dict(cu_seqlens_q=torch.tensor([0, 20, 40]).int())
     anew, whole = dict(k_cmp_cache=None, v_cmp_cache=None), 2 * CachedCall(**given).bytes_of_room

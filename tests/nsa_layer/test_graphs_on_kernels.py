@@ -70,10 +70,10 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
     from nsa_layer.operators import selected as operators_of_lists
 
     for module in (inputs, selected):
-        monkeypatch.setattr(module, "leaves_lengths", lambda *_: True)
+        monkeypatch.setattr(module, "leaves_starts_on_gpu", lambda *_: True)
         monkeypatch.setattr(module, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
     for module in (layer, operators_of_lists):
-        monkeypatch.setattr(module, "takes_starts", lambda *_: True)
+        monkeypatch.setattr(module, "kernels_read_starts", lambda *_: True)
     for module in (arguments, layer, operators_of_lists):
         monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
     for name in ("tolist", "item", "nonzero", "__bool__"):
@@ -113,8 +113,8 @@ def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(
     from nsa_layer import inputs
     from nsa_layer.operators import arguments, layer
 
-    monkeypatch.setattr(inputs, "leaves_lengths", lambda *_: True)
-    monkeypatch.setattr(layer, "takes_starts", lambda *_: True)
+    monkeypatch.setattr(inputs, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(layer, "kernels_read_starts", lambda *_: True)
     for module in (arguments, layer):
         monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
@@ -128,8 +128,8 @@ def test_lists_that_are_returned_have_room_for_any_lengths(monkeypatch: pytest.M
     from nsa_layer import inputs
     from nsa_layer.operators import layer
 
-    monkeypatch.setattr(inputs, "leaves_lengths", lambda *_: True)
-    monkeypatch.setattr(layer, "takes_starts", lambda *_: True)
+    monkeypatch.setattr(inputs, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(layer, "kernels_read_starts", lambda *_: True)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16) for h in (4, 2, 2))
     options = dict(cu_seqlens=starts_of(LENGTHS, "cpu"), config=NSAConfig(q_tile=32), backend="cute")
     with stubbed_layer():
