@@ -13,7 +13,7 @@ from nsa_layer.cached_call import CachedCall, query_lengths
 from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
 from nsa_layer.operators import CONFIG, static_arguments
-from nsa_layer.operators.registration import LIBRARY, OPS, needs_dispatcher
+from nsa_layer.operators.registration import LIBRARY, OPS, needs_dispatcher, refuse_derivatives
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
@@ -97,3 +97,4 @@ def _schema() -> str:
 LIBRARY.define(_schema(), tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl("with_kvcache", _compute, "CompositeExplicitAutograd")
 torch.library.register_fake("nsa_layer::with_kvcache", _fake, lib=LIBRARY)
+refuse_derivatives(OPS.with_kvcache.default, _compute)

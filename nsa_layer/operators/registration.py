@@ -154,13 +154,13 @@ def define(
 
 
 def refuse_derivatives(op: torch._ops.OpOverload, compute: Callable[..., tuple[Tensor, ...]]) -> None:
-    """Let an operator of `define`, a part of one that has derivatives, raise where it is asked for its own."""
+    """Let an operator without derivatives of its own raise where it is asked for them."""
 
-    def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
+    def autograd(keys: DispatchKeySet, *args: Any, **static: Any) -> tuple[Tensor, ...]:
         derivatives.refuse_tangents(*args)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
             raise RuntimeError(f"{op.name()} has no derivatives of its own: call nsa")
-        return _below_autograd(op, compute, keys, *args)
+        return _below_autograd(op, compute, keys, *args, **static)
 
     LIBRARY.impl(op._opname, autograd, "Autograd", with_keyset=True)
 
@@ -189,13 +189,17 @@ class _Call:
 
 
 def _below_autograd(
-    op: torch._ops.OpOverload, compute: Callable[..., tuple[Tensor, ...]], keys: DispatchKeySet, *args: Any
+    op: torch._ops.OpOverload,
+    compute: Callable[..., tuple[Tensor, ...]],
+    keys: DispatchKeySet,
+    *args: Any,
+    **static: Any,
 ) -> tuple[Tensor, ...]:
     keys = keys & torch._C._after_autograd_keyset
     with torch._C._AutoDispatchBelowAutograd():
         if keys.highestPriorityTypeId() in DEVICES:  # nothing looks at calls on their way: the dispatcher takes time
-            return compute(*args)
-        return op.redispatch(keys, *args)
+            return compute(*args, **static)
+        return op.redispatch(keys, *args, **static)
 
 
 def _gradients_fake(first: int, count: int) -> Callable[..., tuple[Tensor, ...]]:

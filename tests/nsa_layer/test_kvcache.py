@@ -343,7 +343,12 @@ def test_pytorch_finds_nothing_wrong_with_the_operator(packed: bool) -> None:
     for name in CACHES:  # NaN is not equal to itself
         if getattr(call, name) is not None:
             getattr(call, name).zero_()
-    opcheck(torch.ops.nsa_layer.with_kvcache.default, [getattr(call, name) for name in TENSORS], static)
+    op, (q, *rest) = torch.ops.nsa_layer.with_kvcache.default, [getattr(call, name) for name in TENSORS]
+    opcheck(op, (q, *rest), static)
+    with pytest.raises(RuntimeError, match="with_kvcache has no derivatives of its own"):
+        op(q.clone().requires_grad_(), *rest, **static)
+    with pytest.raises(NotImplementedError, match="nsa: forward mode"):
+        torch.func.jvp(lambda q: op(q, *rest, **static)[0], (q,), (q,))
 
 
 def test_one_graph_decodes() -> None:
