@@ -114,11 +114,15 @@ def nsa(
     if cp is not None:
         options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
         named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
-        agree(cp, partial(check_whole, given, cp), **named, **options)
+        numbers = validate or getattr(block_indices, "is_cpu", False)
+        agree(cp, partial(check_whole, given, cp, numbers=numbers), **named, **options)
         by_token = config.by_token and not torch.compiler.is_compiling()  # not measured in graphs
         if cp.mode_of(k.shape[-2], q.shape[-3] * cp.size, by_token=by_token) == "heads":
             return heads.attend(nsa, cp, given, **options)
-    spec = check_inputs(given, backend=backend, validate=validate) if cp is None else check_whole(given, cp)[0]
+    if cp is None:
+        spec = check_inputs(given, backend=backend, validate=validate)
+    else:
+        spec, _ = check_whole(given, cp, numbers=validate)
     if validate and cp is None and q.is_cuda and torch.compiler.is_compiling():
         sizes = dict(q_tile=config.q_tile, block_size=config.block_size, max_seqlen=max_seqlen)
         assert_numbers(q, k, block_indices, cu_seqlens, **sizes)

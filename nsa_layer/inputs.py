@@ -173,13 +173,17 @@ def check_lists(
     kind = block_indices.device.type
     read = numbers if kind == "cpu" else validate and kind == "cuda"
     if read and not torch.compiler.is_compiling() and block_indices.numel():
-        most = torch.tensor(blocks).repeat_interleave(torch.tensor(tiles))[:, None, None].to(block_indices.device)
-        wrong = ((block_indices < -1) | (block_indices >= most)).nonzero()
-        if len(wrong):
-            at = wrong[0].tolist()
-            raise ValueError(
-                f"{name} must be -1 or a block of the sequence, got {int(block_indices[tuple(at)])} at {at}"
-            )
+        check_numbers(block_indices, torch.tensor(blocks).repeat_interleave(torch.tensor(tiles)))
+
+
+def check_numbers(block_indices: torch.Tensor, most: torch.Tensor) -> None:
+    """Raise ValueError unless lists [.., M, Hs, n] are of -1 and blocks below ``most`` [M]; waits for a GPU."""
+    most = most[:, None, None].to(block_indices.device)
+    wrong = ((block_indices < -1) | (block_indices >= most)).nonzero()
+    if len(wrong):
+        at = wrong[0].tolist()
+        number = int(block_indices[tuple(at)])
+        raise ValueError(f"block_indices must be -1 or a block of the sequence, got {number} at {at}")
 
 
 def check_positions(q_offset: torch.Tensor | int | None, pairs: Sequence[tuple[int, int]], *, causal: bool) -> None:

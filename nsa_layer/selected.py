@@ -92,10 +92,11 @@ def selected_attention(
     require_int("block_size", block_size, least=1)
     if cp is not None:
         static = dict(block_size=block_size, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic)
-        static |= dict(return_lse=return_lse, backend=backend)
+        static |= dict(return_lse=return_lse, backend=backend, validate=validate)
         apart = cu_seqlens_k is not None or q_offset is not None
         named = dict(q=q, k=k, v=v, block_indices=block_indices, cu_seqlens=cu_seqlens)
-        agree(cp, partial(context_parallel.check, cp, q, k, v, block_indices, cu_seqlens, apart), **named, **static)
+        of_blocks = block_size if validate or getattr(block_indices, "is_cpu", False) else None
+        agree(cp, partial(context_parallel.check, cp, **named, apart=apart, block_size=of_blocks), **named, **static)
         name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
         return context_parallel.attend(selected_attention, cp, **named, **static, name=name)
     if cu_seqlens is None and cu_seqlens_k is not None:

@@ -17,7 +17,7 @@ from nsa_layer.context_parallel.overlapped import Call, Left, Places
 from nsa_layer.context_parallel.rows import Rows, of_tiles
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretches_of
-from nsa_layer.context_parallel.whole import check_tokens, whole_lengths
+from nsa_layer.context_parallel.whole import check_numbers_of_rank, check_tokens, whole_lengths
 from nsa_layer.inputs import check_lists, check_qkv, check_scale
 from nsa_layer.operators.arguments import LIST_CONFIG, schema_of
 from nsa_layer.operators.registration import LIBRARY, OPS, is_recorded
@@ -30,36 +30,48 @@ def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lists: Tensor,
+    block_indices: Tensor,
     cu_seqlens: Tensor | None,
-    apart: bool,
     *,
+    apart: bool = False,
+    block_size: int | None = None,
     read: bool = True,
 ) -> tuple[Rows, int]:
     """Rows of lists and queries of a tile; errors before anything is sent.
 
     Args:
         apart: keys were given starts, or queries an offset.
+        block_size: of lists whose numbers are read, which a graph does not; None: they are not.
         read: the numbers of ``cu_seqlens``, which a graph does not.
     """
     check_qkv(q, k, v, packed=cu_seqlens is not None)
     cp.mode_of(k.shape[-2])
-    tokens, local = check_tokens(q.shape[-3], cp), q.shape[-3]
+    tokens, local, packed = check_tokens(q.shape[-3], cp), q.shape[-3], cu_seqlens is not None
     if apart:
         raise ValueError("cp: queries are those of all keys; cu_seqlens_k and q_offset must be None")
-    if cu_seqlens is not None and read and not torch.compiler.is_compiling():
-        whole_lengths(cu_seqlens, q, cp)
-    if not isinstance(lists, Tensor) or lists.dim() != q.dim() or lists.shape[-3] == local:
-        check_lists(lists, q, k.shape[-2], [local], [local * cp.size], packed=cu_seqlens is not None)
-        return tokens, 1
-    q_tile = 2
-    while cu_seqlens is None and q_tile <= min(WIDEST_TILE, tokens.counts[0]):
-        if not tokens.counts[0] % q_tile and local // q_tile == lists.shape[-3]:
-            return of_tiles(cp, (local * cp.size,), tokens.counts[0], q_tile), q_tile
-        q_tile *= 2
+    lengths: tuple[int, ...] | None = (local * cp.size,)
+    if packed:
+        read = read and not torch.compiler.is_compiling()
+        lengths = whole_lengths(cu_seqlens, q, cp) if read else None
+    given = getattr(block_indices, "shape", ())
+    q_tile = 1 if len(given) != q.dim() or given[-3] == local else _tile_of(given[-3], tokens, packed=packed)
+    rows = tokens if q_tile == 1 else of_tiles(cp, lengths, tokens.counts[0], q_tile)
+    check_lists(block_indices, q, k.shape[-2], [local // q_tile], None, packed=packed, numbers=False)
+    if block_size is not None and lengths is not None and not torch.compiler.is_compiling():
+        check_numbers_of_rank(block_indices, rows, lengths, cp, q_tile, block_size)
+    return rows, q_tile
+
+
+def _tile_of(lists: int, tokens: Rows, *, packed: bool) -> int:
+    """Queries of a tile, where a rank has so many lists."""
+    chunk, local = tokens.counts[0], sum(tokens.of_rank(0))
+    tiles = (1 << i for i in range(1, min(WIDEST_TILE, chunk).bit_length()))
+    for q_tile in tiles if not packed else ():
+        if not chunk % q_tile and local // q_tile == lists:
+            return q_tile
     raise ValueError(
         f"block_indices must have a list for each of the rank's {local} queries, or, not packed, for each tile of its "
-        f"chunks of {tokens.counts[0]}, got {lists.shape[-3]} lists"
+        f"chunks of {chunk}, got {lists} lists"
     )
 
 
@@ -77,15 +89,17 @@ def attend(
     softmax_scale: float | None,
     causal: bool,
     return_lse: bool,
+    validate: bool,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`selected_attention`, which is given, of a rank's tokens; arguments as there, and the backend's name."""
     packed = cu_seqlens is not None
     on_gpu = packed and cu_seqlens.is_cuda
-    lists, q_tile = check(cp, q, k, v, block_indices, cu_seqlens, False, read=not on_gpu)
+    numbers = dict(block_size=block_size) if validate else {}
+    lists, q_tile = check(cp, q, k, v, block_indices, cu_seqlens, read=validate or not on_gpu, **numbers)
     if cp.mode_of(k.shape[-2]) == "heads":
         tokens, options = Rows.of_tokens(cp, q.shape[-3]), options | dict(causal=causal, return_lse=True)
-        options |= dict(block_size=block_size, softmax_scale=softmax_scale)
+        options |= dict(block_size=block_size, softmax_scale=softmax_scale, validate=validate)
 
         def call(**tensors: Tensor) -> list[Tokens]:
             o, lse = selected_attention(**tensors, cu_seqlens=cu_seqlens, **options)

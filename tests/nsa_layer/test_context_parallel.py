@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -319,6 +320,32 @@ def refuse(group: Any, wrong: dict[int, dict[str, Any]], error: type[Exception],
 )
 def test_every_rank_says_what_is_wrong(wrong: dict, error: type[Exception], match: str, on_ranks: Ranks) -> None:
     on_ranks(2, refuse, wrong, error, match)
+
+
+def refuse_numbers(group: Any, mode: str) -> None:
+    """A list of the last rank names a block that its sequence has not; known calls are looked at too."""
+    cp = ContextParallel(group, mode=mode, load_balance=None)
+    for lengths, most in ((None, 3), ((20, 12), 1)):
+        lead = (2, 16) if lengths is None else (16,)
+        q, k = torch.randn(*lead, 4, 8), torch.randn(*lead, 2, 8)
+        starts = None if lengths is None else torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        lists = torch.zeros(*lead, 2, 1, dtype=torch.int32)
+        calls = partial(nsa, config=SMALL), partial(selected_attention, block_size=8)
+        for call in calls:
+            for number in (most, most + 1):
+                lists[..., -1, 1, 0] = number if group.rank() else 0
+                asked = partial(call, q, k, k, block_indices=lists, cu_seqlens=starts, cp=cp)
+                if number == most:
+                    asked()
+                    continue
+                at = [*((0,) if lengths is None else ()), 15, 1, 0]
+                with pytest.raises(ValueError, match=re.escape(f"of the sequence, got {number} at {at}")):
+                    asked()
+
+
+@pytest.mark.parametrize("mode", BOTH)
+def test_every_rank_says_what_is_wrong_with_lists(mode: str, on_ranks: Ranks) -> None:
+    on_ranks(2, refuse_numbers, mode)
 
 
 def test_groups_that_do_not_exist_are_refused() -> None:
