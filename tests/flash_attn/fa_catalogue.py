@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from itertools import combinations
 
@@ -189,12 +188,15 @@ def options(case: Case) -> set[tuple[str, object]]:
     return found | {("plan", bool(case.plan)), ("keys", (T_k > T_q) - (T_k < T_q)), ("one query", 1 in (T_q, T_k))}
 
 
-def covering(cases: list[Case], count: int, first: Sequence[Case] = ()) -> list[Case]:
-    """So many of the cases, each with the most pairs of options that those before it lack; `first` come first."""
+def covering(cases: list[Case], count: int) -> list[Case]:
+    """So many of the cases, each with the most pairs of options that those before it lack.
+
+    Masks of a mask_mod unroll to several times the code: a case with one has to have twice as many pairs.
+    """
     pairs = {case: set(combinations(sorted(options(case), key=str), 2)) for case in cases}
     chosen: list[Case] = []
-    for i in range(count):
-        chosen.append(first[i] if i < len(first) else max(pairs, key=lambda case: len(pairs[case])))
+    for _ in range(count):
+        chosen.append(max(pairs, key=lambda case: len(pairs[case]) / (2 if case.mask_mod else 1)))
         had = pairs.pop(chosen[-1])
         pairs = {case: own - had for case, own in pairs.items()}
     return chosen

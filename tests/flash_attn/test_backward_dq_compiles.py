@@ -19,7 +19,7 @@ SPILLS = [
     (Case(D=128, packed=LENGTHS, lists="both", form="compact", causal=True), "sums"),
     (Case(D=96, **LISTS), "dq"),
     (Case(D=96, mask_mod="thirds", **LISTS), "accum"),
-    (Case(D=64, causal=True, packed=LENGTHS, lists="both", form="stacked"), "accum"),
+    (Case(D=64, causal=True, packed=LENGTHS, mask_mod="thirds", lists="both", form="stacked"), "accum"),
 ]
 
 
