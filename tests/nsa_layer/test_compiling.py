@@ -88,16 +88,20 @@ def asked(call, **how):
 """
 NAMED = """
 tiles = NSAConfig(q_tile=128)
-for more in ({}, dict(T=40), dict(Hkv=4), dict(config=tiles.replace(block_size=32)), dict(config=tiles),
-             dict(config=tiles.replace(q_tile=16)),
-             dict(config=tiles.replace(block_size=256)), dict(policy=MemoryPolicy(budget=0)), dict(causal=False),
-             dict(config=tiles.replace(deterministic=True, compress_stride=16))):
-    for gate, projected, backward in (("weight", False, True), ("none", True, True), ("given", False, False)):
-        call = shape(**more, gate=gate, projected=projected, backward=backward)
-        names = kernel_files(call)
-        assert list(names) == asked(call), (call, names)
-        assert len(names) > (4 if not backward else 10), names
-        assert names == kernel_files(call)
+calls = [dict(more, gate="weight") for more in (
+    {}, dict(T=40), dict(Hkv=4), dict(config=tiles.replace(block_size=32)), dict(config=tiles),
+    dict(config=tiles.replace(q_tile=16)), dict(config=tiles.replace(block_size=256)),
+    dict(policy=MemoryPolicy(budget=0)), dict(causal=False),
+    dict(config=tiles.replace(deterministic=True, compress_stride=16)),
+)]
+for config in (NSAConfig(), tiles):
+    calls += [dict(config=config, gate="none", projected=True), dict(config=config, gate="given", backward=False)]
+for more in calls:
+    call = shape(**more)
+    names = kernel_files(call)
+    assert list(names) == asked(call), (call, names)
+    assert len(names) > (10 if call.backward else 4), names
+assert names == kernel_files(call)
 assert set(kernel_files(shape(lengths=(100, 0, 200)))) - set(kernel_files(shape()))
 for own in (OWN_KEYS, ("k_cmp",), ("v_cmp", "k_win")):
     for q_tile in (1, 128):
