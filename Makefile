@@ -25,8 +25,10 @@ help:
 demo: $(VENV)/.installed tree
 	$(PY) -m nsa_layer demo $(ARGS)
 
-# Each worker is a process of its own: threads on top of that would wait for one another.
+# Each worker is a process of its own: threads on top of that would wait for one another. Many tests start processes,
+# which would compile this repository's Python anew where bytecode is not kept.
 test test-all: export OMP_NUM_THREADS ?= 1
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: LEFT_OUT := sweep or install
 test-all: LEFT_OUT := never
 test test-all: $(VENV)/.installed-for-tests tree
