@@ -83,7 +83,7 @@ class CachedCall:
         return sum(self.room * x.shape[2:].numel() * x.element_size() for x in self.caches(TOKEN_CACHES).values())
 
     def caches(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Those that there are, of `TOKEN_CACHES` or `COMPRESSED_CACHES`."""
+        """The caches that are given, by name, of `TOKEN_CACHES` or `COMPRESSED_CACHES`."""
         named = {name: getattr(self, f"{name}_cache") for name in names}
         return {name: x for name, x in named.items() if x is not None}
 

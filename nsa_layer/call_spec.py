@@ -44,7 +44,7 @@ class CallSpec:
 
     @property
     def by_union(self) -> bool:
-        """As `takes_unions`."""
+        """True if a kernel's tile reads the union of several lists, see `takes_unions`."""
         return takes_unions(self.config, listed=self.listed)
 
     def lists_and_blocks(self, q: torch.Tensor, k: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -78,7 +78,7 @@ class CallTensors(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[torch.Tensor | None, ...]:
-        """Those that may have gradients."""
+        """Tensors that may have gradients."""
         return self[: len(DIFFERENTIABLE)]
 
     @property
@@ -106,8 +106,8 @@ class CallTensors(NamedTuple):
         return dict(zip(self._fields[:-1], self))
 
     def sequences(self, spec: CallSpec) -> Iterator[CallTensors]:
-        """Those of each sequence, without a dimension of the batch; weights are every sequence's, starts and positions
-        no one's."""
+        """The tensors of each sequence, without a dimension of the batch: weights are in all of them, starts and
+        positions in none."""
         own = {name: x for name in OF_SEQUENCES if (x := getattr(self, name)) is not None}
         if spec.lengths is None:
             split = {name: x.unbind() for name, x in own.items()}
@@ -157,7 +157,7 @@ class ListSpec:
     bound: tuple[int, int] | None = None
 
     def lists_and_blocks(self, q: torch.Tensor, k: torch.Tensor) -> tuple[list[int], list[int]]:
-        """As `CallSpec.lists_and_blocks`; where the host does not know lengths, all are one sequence's."""
+        """Lists and blocks as `CallSpec.lists_and_blocks` has them; of one sequence where the host knows no lengths."""
         pairs = self.lengths or ((q.shape[-3], k.shape[-3]),)
         return [-(-T // self.q_tile) for T, _ in pairs], [-(-S // self.block_size) for _, S in pairs]
 

@@ -271,7 +271,7 @@ def _add(total: torch.Tensor, block: torch.Tensor, weights: torch.Tensor, rows: 
 def _chunks(
     choice: torch.Tensor, limit: torch.Tensor, N: int, static: Static
 ) -> Iterator[tuple[tuple[slice, slice], _Items]]:
-    """Whole sequences and heads, or some tokens of one, and their items."""
+    """Slices of rows, each a head of a sequence, with all tokens, or of one row with some of them; and their items."""
     R, T, n = choice.shape
     # With fewer pairs than a few items for each block most places were empty.
     pairs = max(CPU_PAIRS if choice.device.type == "cpu" else GPU_PAIRS, 4 * ITEM * N)

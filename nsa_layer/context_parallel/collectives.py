@@ -82,7 +82,7 @@ class Exchange(NamedTuple):
         return self.send_sums_by_rank(self.rows.to_ranks(x))
 
     def send_sums_by_rank(self, x: Tensor) -> Tensor:
-        """The same of x [R, B, most, ...]."""
+        """`send_sums` of x by rank, [R, B, most, ...]."""
         return OPS.reduce_scatter_tensor(x, "sum", self.cp.size, self.cp.group_name)
 
     def sums(self, sent: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Exchange(NamedTuple):
         return [[parts[number] for number in numbers] for numbers in zip(*map(self.rows.chunks, range(self.cp.size)))]
 
     def _parts(self, x: Tensor) -> list[list[Tensor]]:
-        """The same in [R, 1, n, ...]."""
+        """The i-th chunks of each rank, in [R, 1, n, ...]."""
         return [list(part.unbind()) for part in x.split(self.rows.counts[0], dim=2)]
 
 

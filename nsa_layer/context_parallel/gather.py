@@ -75,7 +75,7 @@ def attend_here(
     needs_grad: bool,
     return_aux: bool,
 ) -> tuple[Tensor, Aux | None]:
-    """The same, of calls that pass; in a graph as it is made of exchanges and of attention.
+    """`attend` of calls that are not refused; in a graph, the exchanges and the attention that they are made of.
 
     A graph of packed sequences knows no lengths: ``cu_seqlens`` are on the CPU then.
     """

@@ -80,7 +80,7 @@ def forward(part: Part, total: int, *, backward: bool) -> tuple[Tensor, SavedFor
 
 
 def gradients(do: Tensor, part: Part, total: int, left: Left) -> tuple[Tensor | None, ...]:
-    """Those of the differentiable tensors."""
+    """Gradients of the differentiable tensors."""
     return OPS.stretch_backward.default(do, *part.tensors[:TENSORS], *left, *_static(part, total))
 
 

@@ -35,6 +35,6 @@ def with_neighbours(
 
 
 def _of_all(ends: Sequence[Tensor], cp: ContextParallel) -> Tensor:
-    """Those of the chunks of every rank, in order."""
+    """The ends of every rank's chunks, in order."""
     x = torch.cat(ends, dim=1)
     return gather(x, Rows.of_tokens(cp, x.shape[1]), cp) if x.shape[1] else x

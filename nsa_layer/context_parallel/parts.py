@@ -49,7 +49,7 @@ class Part(NamedTuple):
         return NOTHING._replace(block_indices=aux.block_indices, g=aux.gates, **lses)
 
     def gradients(self, do: Tensor, left: SavedForBackward, dq: Tensor) -> tuple[Tensor | None, ...]:
-        """Those of the differentiable tensors; that of q is written to dq."""
+        """Gradients of the differentiable tensors; that of q is written to dq."""
         if self.backend == "cute":
             from nsa_layer.cute import head_groups
 

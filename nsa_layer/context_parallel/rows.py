@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of_tokens(cls, cp: ContextParallel, local: int) -> Rows:
-        """Those of tokens, of which each rank has so many."""
+        """Rows of tokens, of which each rank has so many."""
         return cls((local // len(cp.chunks),) * cp.count, cp.size, cp.load_balance)
 
     def chunks(self, rank: int) -> tuple[int, ...]:

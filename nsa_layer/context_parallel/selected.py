@@ -176,7 +176,7 @@ class ListCall(Call):
     def _operator(
         self, part: CallTensors, number: int, kind: str = ""
     ) -> tuple[torch._ops.OpOverload, tuple[Tensor | None, ...]]:
-        """That of a part, and its tensors."""
+        """The operator of a part, and its tensors."""
         q, begin, starts = part.q, self.stretches[number].lengths[0][2], part.cu_seqlens
         of_queries = None
         if starts is None:

@@ -79,7 +79,7 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(cp: ContextParallel, local: int, lengths: Sequence[int] | None, *, cut: bool) -> list[Stretch]:
-    """Those of this rank.
+    """The stretches of this rank.
 
     Args:
         local: tokens of a rank.
@@ -94,7 +94,7 @@ def stretches_of(cp: ContextParallel, local: int, lengths: Sequence[int] | None,
 
 
 def stretch_at(begin: int, queries: slice, ends: Sequence[int], *, cut: bool) -> Stretch:
-    """That of the queries from token `begin` on, of sequences that end there."""
+    """The stretch of the queries from token `begin` on; `ends` are the ends of all sequences."""
     end = begin + queries.stop - queries.start
     first = next(s for s, after in enumerate(ends) if after > begin)
     start = ends[first - 1] if first else 0

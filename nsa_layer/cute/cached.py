@@ -385,7 +385,7 @@ class _Rows:
 
     @classmethod
     def of(cls, call: CachedCall, tokens: Sequence[int], blocks: Sequence[int]) -> _Rows:
-        """Those of so many tokens and compressed keys of each sequence."""
+        """Starts of so many tokens and compressed keys of each sequence."""
         if not call.packed:
             return cls(None, None)
         starts = tuple((*accumulate(counts, initial=0),) for counts in (tokens, blocks))

@@ -145,7 +145,7 @@ def _shape(tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: 
 
 
 def head_group(tensors: CallTensors, first: int, end: int) -> CallTensors:
-    """Those of key/value heads `first` to `end` with their query heads."""
+    """The part of the tensors that key/value heads `first` to `end` and their query heads have."""
     if (first, end) == (0, tensors.k.shape[-2]):
         return tensors
     query, key = _query_heads(tensors.q, tensors.k, first, end), (first, end)

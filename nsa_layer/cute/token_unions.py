@@ -51,7 +51,7 @@ class Extents(NamedTuple):
 
     @classmethod
     def of_layer(cls, T: int, S: int, spec: CallSpec, packing: Packing | None, q_offset: Tensor | None) -> Extents:
-        """Those of a call of `nsa`. T, S: queries and keys of a sequence, packed of all."""
+        """Extents of a call of `nsa`. T, S: queries and keys of a sequence, packed of all."""
         static = (spec.config.block_size, spec.config.q_tile, spec.causal)
         q_offset = q_offset if spec.causal else None
         if packing is None:
@@ -72,7 +72,7 @@ class Extents(NamedTuple):
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> Extents:
-        """Those of a call of `selected_attention`.
+        """Extents of a call of `selected_attention`.
 
         Args:
             rows: of a token in a tile: heads that share a list.

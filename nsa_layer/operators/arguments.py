@@ -103,5 +103,5 @@ def copied_fake(like: Tensor, cu_seqlens: Tensor | None, *, on_kernels: bool = F
 
 
 def apart(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """As they are promised: contiguous, and no views of anything."""
+    """Outputs as an operator promises them: contiguous, and no views of anything."""
     return (x.contiguous() if x._base is None else x.clone(memory_format=torch.contiguous_format) for x in tensors)
