@@ -238,18 +238,16 @@ def _load(path: str) -> Any:
 
 
 @contextmanager
-def _only_traced() -> Iterator[None]:
-    """Kernels end as IR, and none comes from a cache or stays in one: each request to trace traces what it asks for."""
-    from cutlass.cutlass_dsl import CuTeDSL
-
+def uncached() -> Iterator[None]:
+    """No kernel comes from a cache or stays in one: each that the body asks for is built."""
     from flash_attn.cute.cache_utils import JITCache, JITPersistentCache
 
-    traced: dict[tuple[Any, Any], Any] = {}
+    built: dict[tuple[Any, Any], Any] = {}
     own = {
-        "__contains__": lambda cache, key: (cache, key) in traced,
-        "__getitem__": lambda cache, key: traced[cache, key],
-        "__setitem__": lambda cache, key, kernel: traced.update({(cache, key): kernel}),
-        "clear": lambda cache: traced.clear(),
+        "__contains__": lambda cache, key: (cache, key) in built,
+        "__getitem__": lambda cache, key: built[cache, key],
+        "__setitem__": lambda cache, key, kernel: built.update({(cache, key): kernel}),
+        "clear": lambda cache: built.clear(),
     }
 
     def forget() -> None:
@@ -258,11 +256,19 @@ def _only_traced() -> Iterator[None]:
             launch.forget()
 
     with ExitStack() as undo:
-        undo.enter_context(patch.object(CuTeDSL._get_dsl().envar, "dryrun", True))
         for kind in (JITCache, JITPersistentCache):
             undo.enter_context(patch.multiple(kind, **own))
         forget()
         undo.callback(forget)
+        yield
+
+
+@contextmanager
+def _only_traced() -> Iterator[None]:
+    """Kernels end as IR: each request to trace traces what it asks for."""
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    with patch.object(CuTeDSL._get_dsl().envar, "dryrun", True), uncached():
         yield
 
 

@@ -18,14 +18,12 @@ WAIT = 1 << 47  # of "order": DEPBAR, not ARRIVE
 LEFT = 0xFF00  # of a DEPBAR's second word: how many groups of products may still be under way
 
 
-def cubins(launch: Callable[[], Any], compiled: Any = None) -> list[bytes]:
-    """The cubins of a call's kernels. compiled: what keeps them compiled, if not the dq pass."""
-    from flash_attn.cute.bwd_dq_sm90 import interface as bwd_dq_interface
+def cubins(launch: Callable[[], Any]) -> list[bytes]:
+    """The cubins of a call's kernels, by their names; in a worker."""
+    import cutlass.cute as cute
+    from fa_compile import uncached
 
-    (compiled or bwd_dq_interface._compiled).compile_cache.clear()
-    with tempfile.TemporaryDirectory() as dumps, pytest.MonkeyPatch.context() as patch:
-        import cutlass.cute as cute
-
+    with uncached(), tempfile.TemporaryDirectory() as dumps, pytest.MonkeyPatch.context() as patch:
         compile_ = cute.compile
 
         def kept(*args: Any, options: str) -> Any:
@@ -33,7 +31,7 @@ def cubins(launch: Callable[[], Any], compiled: Any = None) -> list[bytes]:
 
         patch.setattr(cute, "compile", kept)
         launch()
-        return [path.read_bytes() for path in Path(dumps).rglob("*.cubin")]
+        return [path.read_bytes() for path in sorted(Path(dumps).rglob("*.cubin"))]
 
 
 def frames(cubin: bytes) -> list[int]:

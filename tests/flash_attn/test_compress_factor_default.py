@@ -14,12 +14,15 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from fa_cases import Case, compile_case, swept
-from fa_compile import Worker
+from fa_compile import Worker, shared_worker
+from fa_cubin import cubins
 
 PACKED = Case(packed=((100, 130), (600, 200)), causal=True, Hkv=4)
 WINDOW = Case(window=(64, 0))
@@ -45,62 +48,50 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["sm_90", pytest.param("sm_100", marks=pytest.mark.sweep)])
-def compiled(
-    request: pytest.FixtureRequest, stock: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[Case], tuple[dict[str, str], dict[str, str]]]]:
-    """Hashes of a case's kernels by name, upstream's and ours."""
-    workers = []
-    for whose, path in (("stock", [str(stock), os.environ.get("PYTHONPATH", "")]), ("ours", None)):
-        dumps = tmp_path_factory.mktemp(whose)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CUTE_DSL_KEEP", "cubin")
-            patch.setenv("CUTE_DSL_DUMP_DIR", str(dumps))
-            if path:
-                patch.setenv("PYTHONPATH", os.pathsep.join(path))
-            workers.append((Worker(request.param, pooled=False), str(dumps), path is not None))
-
-    def of(case: Case) -> tuple[dict[str, str], dict[str, str]]:
-        found = []
-        for worker, dumps, is_stock in workers:
-            where, hashes = worker.run(machine_code, case, dumps, str(stock))
-            assert where.startswith(str(stock)) == is_stock
-            found.append(hashes)
-        return found[0], found[1]
-
-    of.arch = request.param
-    yield of
-    for worker, *_ in workers:
-        worker.close()
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(arch, marks=[pytest.mark.xdist_group(arch), *marks])
+        for arch, marks in (("sm_90", ()), ("sm_100", [pytest.mark.sweep]))
+    ],
+)
+def workers(request: pytest.FixtureRequest, stock: Path) -> Iterator[tuple[Worker, Worker]]:
+    """One with upstream's package, and the one with ours of all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(stock), os.environ.get("PYTHONPATH", "")]))
+        upstream = Worker(request.param, pooled=False)
+    yield upstream, shared_worker(request.param)
+    upstream.close()
 
 
-def machine_code(case: Case, dumps: str, stock: str) -> tuple[str, dict[str, str]]:
-    """Whose kernels were compiled, and a hash of each one's instructions; in a worker that dumps what it compiles."""
+def machine_code(case: Case, stock: str) -> tuple[str, dict[str, str]]:
+    """Whose kernels were compiled, and a hash of each one's instructions by its name; in a worker."""
     import flash_attn.cute
 
-    put_back_grids(Path(stock))
-    compile_case(case)
-    hashes: dict[str, str] = {}
-    for path in sorted(Path(dumps).rglob("*.cubin")):
-        for name, digest in code_sections(path.read_bytes()).items():
-            hashes[re.search(r"(Flash[A-Za-z]+(Sm\d+)?)_object", name).group(1)] = digest
-        path.unlink()  # the next case's may have the same name
+    with upstream_grids(Path(stock)):
+        code = cubins(partial(compile_case, case))
+    hashes = {
+        re.search(r"(Flash[A-Za-z]+(Sm\d+)?)_object", name).group(1): digest
+        for cubin in code
+        for name, digest in code_sections(cubin).items()
+    }
     return str(flash_attn.cute.__file__), hashes
 
 
-def put_back_grids(stock: Path) -> None:
+@contextmanager
+def upstream_grids(stock: Path) -> Iterator[None]:
     """Upstream's SingleTileScheduler in place of this process's."""
-    if "upstream_scheduler" in sys.modules:
-        return
     from flash_attn.cute.tile_scheduler import SingleTileScheduler
 
     spec = importlib.util.spec_from_file_location("upstream_scheduler", stock / "flash_attn/cute/tile_scheduler.py")
     upstream = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = upstream
-    spec.loader.exec_module(upstream)
-    for name, value in vars(upstream.SingleTileScheduler).items():
-        if name not in ("__dict__", "__weakref__"):
-            setattr(SingleTileScheduler, name, value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, upstream)
+        spec.loader.exec_module(upstream)
+        for name, value in vars(upstream.SingleTileScheduler).items():
+            if name not in ("__dict__", "__weakref__"):
+                patch.setattr(SingleTileScheduler, name, value, raising=False)
+        yield
 
 
 def code_sections(cubin: bytes) -> dict[str, str]:
@@ -118,9 +109,10 @@ def code_sections(cubin: bytes) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_default_is_upstreams_machine_code(compiled: Callable, case: Case) -> None:
-    stock, ours = compiled(case)
+def test_default_is_upstreams_machine_code(workers: tuple[Worker, Worker], stock: Path, case: Case) -> None:
+    (upstream, theirs), (own, ours) = (worker.run(machine_code, case, str(stock)) for worker in workers)
+    assert upstream.startswith(str(stock)) and not own.startswith(str(stock))
     # A forward and a backward, and what goes before and after the latter.
-    assert len(stock) >= 4 and ours.keys() == stock.keys()
-    others = {name for name in stock if stock[name] != ours[name]}
-    assert others == OUR_OWN.get((compiled.arch, case), {}).keys(), f"{case!r} on {compiled.arch}"
+    assert len(theirs) >= 4 and ours.keys() == theirs.keys()
+    others, arch = {name for name in theirs if theirs[name] != ours[name]}, workers[1].arch
+    assert others == OUR_OWN.get((arch, case), {}).keys(), f"{case!r} on {arch}"

@@ -38,9 +38,7 @@ def compiled(case: TokenCase, page: int) -> None:
 
 
 def frames_of(case: TokenCase, page: int) -> list[list[int]]:
-    from flash_attn.cute import interface
-
-    return [frames(cubin) for cubin in cubins(partial(compiled, case, page), interface._flash_attn_fwd)]
+    return [frames(cubin) for cubin in cubins(partial(compiled, case, page))]
 
 
 def kernels_of(case: TokenCase, page: int) -> list[tuple[int, int, bool, bool]]:

@@ -181,14 +181,7 @@ def stack(name: str, splits: Splits) -> list[list[int]]:
     """Bytes of stack of the functions of each of the step's kernels."""
     from fa_cubin import cubins, frames
 
-    from nsa_layer.kernels import launch
-
-    launch.forget()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compile_kernel())
-        code = cubins(lambda: fake_step(name, splits))
-    launch.forget()
-    return [frames(cubin) for cubin in code]
+    return [frames(cubin) for cubin in cubins(lambda: fake_step(name, splits))]
 
 
 def faked(call: CachedCall) -> CachedCall:

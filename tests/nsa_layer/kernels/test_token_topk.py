@@ -259,13 +259,7 @@ def stack_and_order(name: str) -> tuple[list[int], bool]:
     """Stack frames of a variant's kernel, and whether its products wait for one another; in a worker."""
     from fa_cubin import cubins, frames, serialized
 
-    from nsa_layer.kernels import launch
-
-    launch.forget()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_load_or_compile", lambda name, key, compile_kernel: compile_kernel())
-        [code] = cubins(lambda: trace_case(name))
-    launch.forget()
+    [code] = cubins(lambda: trace_case(name))
     return frames(code), serialized(code)
 
 
