@@ -167,7 +167,8 @@ def check_lists(
         raise ValueError(f"{name} must be on q's device {q.device}, got {block_indices.device}")
     lead = tuple(block_indices.shape[:1]) if tiles is None else (sum(tiles),) if packed else (q.shape[0], *tiles)
     heads, shape = (Hkv, q.shape[-2]), tuple(block_indices.shape)
-    if shape[:-2] != lead or len(shape) < 2 or shape[-2] not in heads or shape[-1] == 0:
+    # Not `in`: in graphs of PyTorch 2.11 no number is in a tuple of symbols.
+    if shape[:-2] != lead or len(shape) < 2 or all(shape[-2] != count for count in heads) or shape[-1] == 0:
         said = ", ".join(map(str, lead))
         raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
     kind = block_indices.device.type

@@ -17,15 +17,17 @@ from nsa_layer.context_parallel.overlapped import Left
 from nsa_layer.context_parallel.parts import NOTHING, Part
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretch_at
+from nsa_layer.context_parallel.whole import whole_lengths
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.saved import SavedForBackward, first_of, saved_shapes, with_room
 from nsa_layer.inputs import check_lengths
 from nsa_layer.operators.arguments import CONFIG, NAMES, OF_LAYER, apart, schema_of, spec_of, static_arguments
-from nsa_layer.operators.registration import LIBRARY, OPS, define, refuse_derivatives
+from nsa_layer.operators.registration import LIBRARY, OPS, define, is_recorded, refuse_derivatives
 
 Tensor = torch.Tensor
 MORE = "int first, int total, int[] window, str backend, bool[] kept"
-HOW = "str backend, str group, str? load_balance, str recompute, int? budget, bool needs_grad, bool return_aux"
+RANKS = "str group, str place, str? load_balance"
+HOW = f"str backend, {RANKS}, str recompute, int? budget, bool needs_grad, bool return_aux"
 LAYER, TENSORS = schema_of(OF_LAYER), len(OF_LAYER)
 MADE = len(SavedForBackward._fields)
 OF_TOKENS = ("k", "v", "k_win", "v_win")
@@ -42,7 +44,7 @@ def attend(
     return_aux: bool,
 ) -> tuple[Tensor, Aux | None]:
     """`gather.attend` as an operator."""
-    how = (backend, cp.group_name, cp.load_balance, memory.recompute, memory.budget, needs_grad, return_aux)
+    how = (backend, *names_of(cp), memory.recompute, memory.budget, needs_grad, return_aux)
     o, *aux = OPS.gathered.default(*given[:TENSORS], *static_arguments(spec).values(), *how)
     return o, Aux(*aux) if return_aux else None
 
@@ -52,9 +54,16 @@ def of_one_shape(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.view([int(size) for size in x.shape])
 
 
-def ranks_of(group: str, load_balance: str | None) -> ContextParallel:
-    """The ranks of a group of this name."""
-    return ContextParallel(torch._C._distributed_c10d._resolve_process_group(group), "gather", load_balance)
+def names_of(cp: ContextParallel) -> tuple[str, str, str | None]:
+    """Ranks as arguments of an operator: with their place, or one finds the graph of another in PyTorch's cache."""
+    return cp.group_name, cp.place, cp.load_balance
+
+
+def ranks_of(group: str, place: str, load_balance: str | None) -> ContextParallel:
+    """The ranks of these arguments."""
+    cp = ContextParallel(torch._C._distributed_c10d._resolve_process_group(group), "gather", load_balance)
+    assert cp.place == place
+    return cp
 
 
 def _gathered(*args: Any) -> list[Tensor]:
@@ -63,11 +72,13 @@ def _gathered(*args: Any) -> list[Tensor]:
     given = CallTensors(*map(of_one_shape, args[:TENSORS]))
     *static, softmax_scale = args[TENSORS : TENSORS + len(NAMES)]
     static = dict(zip(NAMES, (*static, float(softmax_scale)), strict=True))
-    backend, group, load_balance, recompute, budget, needs_grad, return_aux = args[TENSORS + len(NAMES) :]
+    backend, *ranks, recompute, budget, needs_grad, return_aux = args[TENSORS + len(NAMES) :]
     spec = spec_of(static, None, listed=given.block_indices is not None)
-    cp = ranks_of(group, load_balance)
+    cp = ranks_of(*ranks)
     if given.cu_seqlens is not None:
         given = given._replace(cu_seqlens=given.cu_seqlens.cpu())
+        if not is_recorded(given.q):  # backend="eager"
+            spec = replace(spec, lengths=whole_lengths(given.cu_seqlens, given.q, cp))
     how = dict(memory=MemoryPolicy(budget=budget, recompute=recompute), needs_grad=needs_grad, return_aux=return_aux)
     o, aux = gather.attend_here(cp, backend, given, spec=spec, **how)
     return [o] if aux is None else [o, *vars(aux).values()]

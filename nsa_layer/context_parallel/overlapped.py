@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from nsa_layer.call_spec import DIFFERENTIABLE, CallTensors, accumulation_dtype
 from nsa_layer.context_parallel.collectives import Exchange
@@ -147,13 +148,15 @@ class _Attend(ReverseMode):
             sent = {name: call.blocks.send_to_all(getattr(given, name)) for name in OF_BLOCKS}
             whole = given._replace(**{name: call.blocks.whole(x) for name, x in sent.items()})
         o = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
+        o = Written(o, dim=2, zeros=False, recorded=call.recorded)
         backward, saved = any(ctx.needs_input_grad), []
         for step, keys in enumerate(call.gathered(given)):
+            here = o.of(call.rows(given, step)[1])
             for i, stretch in enumerate(call.stretches):
-                places = call.places(given, step, i)
-                part, into = call.part(whole, keys, places, stretch), o[places["q"]]
+                part, into = call.part(whole, keys, call.places(given, step, i), stretch), here[:, stretch.queries]
                 saved.append(call.forward(part, i, into[0] if call.packed else into, backward=backward))
             del keys, part
+        o = o.whole()
         ctx.call = call
         ctx.save_for_backward(*whole, *(x for left in saved for x in left))
         ctx.set_materialize_grads(False)
@@ -180,20 +183,28 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
     given, left = CallTensors(*tensors[:count]), tensors[count:]
     each, exactly = len(left) // (len(call.heads) * len(call.stretches)), accumulation_dtype(given.q.dtype)
     named = {name: x for name, x in given._asdict().items() if x is not None}
-    made = {name: torch.empty_like(x) for name, x in named.items() if name in DIFFERENTIABLE}
     summed = [name for name in (*OF_HEADS, *OF_BLOCKS) if name in named]
+    made = {name: torch.empty_like(x) for name, x in named.items() if name in DIFFERENTIABLE}
     made |= {name: torch.zeros_like(named[name], dtype=exactly) for name in summed}
+    made = {
+        name: Written(x, dim=0 if name in OF_HEADS else 2, zeros=name in summed, recorded=call.recorded)
+        for name, x in made.items()
+    }
     sent: dict[str, Tensor] = {}
 
     def arrive(step: int) -> None:
         for name, x in sent.items():
-            made[name][:, :, slice(*call.heads[step])] = call.tokens.sums(x)
+            made[name].of(slice(*call.heads[step])).copy_(call.tokens.sums(x))
 
     for step, keys in enumerate(call.gathered(given)):
-        sums = {name: Sums(x, call.tokens.rows) for name, x in keys.items()}
+        sums = {name: Sums(x, call.tokens.rows, recorded=call.recorded) for name, x in keys.items()}
+        heads = call.places(given, step, 0)
+        here = {name: x.of(heads[name][-1]) for name, x in made.items() if name not in keys}
         for i, stretch in reversed([*enumerate(call.stretches)]):
             at, places = (step * len(call.stretches) + i) * each, call.places(given, step, i)
-            do_i, dq_i = (x[places["q"]][0] if call.packed else x[places["q"]] for x in (do, made["q"]))
+            do_i, dq_i = do[places["q"]], here["q"][:, stretch.queries]
+            if call.packed:
+                do_i, dq_i = do_i[0], dq_i[0]
             part = call.part(given, keys, places, stretch)
             found = call.gradients(part, i, do_i, left[at : at + each], dq_i)
             for name, x, d in zip(DIFFERENTIABLE[1:], part[1:], found[1:]):
@@ -202,9 +213,9 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
                 if name in keys:
                     sums[name].add(d[None] if call.packed else d, stretch.keys)
                 elif name in summed:
-                    made[name][places[name]] += d
+                    here[name][places[name][:-1]] += d
                 else:
-                    made[name][places[name]] = d
+                    here[name][places[name][:-1]] = d
             del found, d
         del keys, part
         if step:
@@ -212,29 +223,59 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
         sent = {name: call.tokens.send_sums_by_rank(x.total) for name, x in sums.items()}
         del sums
     arrive(len(call.heads) - 1)
-    to_blocks = {name: call.blocks.send_sums(made[name]) for name in OF_BLOCKS if name in named}
-    made |= {name: call.blocks.sums(x) for name, x in to_blocks.items()}
-    return tuple(made[name].to(named[name].dtype) if name in made else None for name in CallTensors._fields)
+    found = {name: x.whole() for name, x in made.items()}
+    to_blocks = {name: call.blocks.send_sums(found[name]) for name in OF_BLOCKS if name in named}
+    found |= {name: call.blocks.sums(x) for name, x in to_blocks.items()}
+    return tuple(found[name].to(named[name].dtype) if name in found else None for name in CallTensors._fields)
+
+
+class Written:
+    """A tensor that is written some heads after the others.
+
+    In graphs of parts that are joined: Inductor takes each write to a part of a tensor for a choice between two, of
+    which it makes ever longer expressions.
+    """
+
+    def __init__(self, x: Tensor, *, dim: int, zeros: bool, recorded: bool) -> None:
+        """x: memory of all, with heads at `dim`; zeros or anything."""
+        self.x, self.dim, self.parts = x, dim, [] if recorded else None
+        self.like = torch.zeros_like if zeros else torch.empty_like
+
+    def of(self, heads: slice) -> Tensor:
+        """The part of some heads, to be written; of those that follow the last ones."""
+        part = self.x.narrow(self.dim, heads.start, heads.stop - heads.start)
+        if self.parts is not None:
+            part = self.like(part)
+            self.parts.append(part)
+        return part
+
+    def whole(self) -> Tensor:
+        return self.x if self.parts is None else torch.cat(self.parts, self.dim)
 
 
 class Sums:
-    """The sum of stretches' gradients of keys, in the accumulation dtype, laid out by rank.
+    """The sum of stretches' gradients of keys, in the accumulation dtype, laid out by rank."""
 
-    Attributes:
-        total: [R, B, most, h, D]; anything before the first `add`.
-    """
-
-    def __init__(self, x: Tensor, rows: Rows) -> None:
+    def __init__(self, x: Tensor, rows: Rows, *, recorded: bool) -> None:
         """x: [B, S, h, D]."""
         self.rows, (B, _, *rest) = rows, x.shape
-        shape = (rows.size, B, rows.most, *rest)
-        self.total, self.filled = x.new_empty(shape, dtype=accumulation_dtype(x.dtype)), False
+        self.recorded, self.filled, self.dtype = recorded, False, accumulation_dtype(x.dtype)
+        shape = (B, sum(rows.counts), *rest) if recorded else (rows.size, B, rows.most, *rest)
+        self.sum = x.new_zeros(shape, dtype=self.dtype) if recorded else x.new_empty(shape, dtype=self.dtype)
+
+    @property
+    def total(self) -> Tensor:
+        """[R, B, most, h, D]; anything before the first `add`."""
+        return self.rows.to_ranks(self.sum) if self.recorded else self.sum
 
     def add(self, d: Tensor, which: slice) -> None:
         """Add to the keys of a slice of all; d: [B, keys, h, D]."""
+        if self.recorded:  # no writes to parts: see `Written`
+            self.sum = self.sum + F.pad(d, (0, 0, 0, 0, which.start, self.sum.shape[1] - which.stop))
+            return
         for at, (rank, begin) in self.rows.places():
             first, end = (min(max(place, at.start), at.stop) for place in (which.start, which.stop))
-            chunk = self.total[rank, :, begin : begin + at.stop - at.start]
+            chunk = self.sum[rank, :, begin : begin + at.stop - at.start]
             here = chunk[:, first - at.start : end - at.start]
             part = d[:, first - which.start : end - which.start] if first < end else d[:, :0]
             if self.filled:

@@ -71,11 +71,12 @@ class Rows(NamedTuple):
         """The inverse of `to_whole`, contiguous; what a rank has not is 0."""
         if self.in_order:
             return x.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
-        shape = (self.size, x.shape[0], self.most, *x.shape[2:])
-        found = x.new_empty(shape) if self.even else x.new_zeros(shape)
-        for at, (rank, begin) in self.places():
-            found[rank, :, begin : begin + at.stop - at.start] = x[:, at]
-        return found
+        parts: list[Tensor] = []
+        for rank in range(self.size):
+            own = [x[:, at] for at, (of, _) in self.places() if of == rank]
+            missing = self.most - sum(part.shape[1] for part in own)
+            parts += [*own, x.new_zeros(x.shape[0], missing, *x.shape[2:])] if missing else own
+        return torch.cat(parts, dim=1).unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
 
     def places(self) -> Iterator[tuple[slice, tuple[int, int]]]:
         """Each chunk's rows among all, and where they begin: a rank, and a row among its own."""

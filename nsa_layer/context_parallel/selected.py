@@ -120,15 +120,15 @@ def attend(
 
 def _attend_in_graph(cp: ContextParallel, backend: str, given: CallTensors, spec: ListSpec) -> tuple[Tensor, Tensor]:
     tensors = (given.q, given.k, given.v, given.block_indices, given.cu_seqlens)
-    return OPS.gathered_lists.default(*tensors, *_static(spec), backend, cp.group_name, cp.load_balance)
+    return OPS.gathered_lists.default(*tensors, *_static(spec), backend, *graph.names_of(cp))
 
 
 def _gathered_lists(*args: Any) -> tuple[Tensor, Tensor]:
-    *tensors, block_size, q_tile, causal, softmax_scale, backend, group, load_balance = args
+    *tensors, block_size, q_tile, causal, softmax_scale, backend, group, place, load_balance = args
     q, k, v, block_indices, cu_seqlens = map(graph.of_one_shape, tensors)
     given = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
     spec = ListSpec(int(block_size), int(q_tile), causal, float(softmax_scale))
-    return _attend_here(graph.ranks_of(group, load_balance), backend, given, spec)
+    return _attend_here(graph.ranks_of(group, place, load_balance), backend, given, spec)
 
 
 def _attend_here(cp: ContextParallel, backend: str, given: CallTensors, spec: ListSpec) -> tuple[Tensor, Tensor]:
@@ -190,6 +190,6 @@ class ListCall(Call):
 
 LIBRARY.define(
     f"gathered_lists({schema_of('qkv')}, Tensor block_indices, Tensor? cu_seqlens, {LIST_CONFIG}, str backend, "
-    "str group, str? load_balance) -> (Tensor, Tensor)"
+    f"{graph.RANKS}) -> (Tensor, Tensor)"
 )
 LIBRARY.impl("gathered_lists", _gathered_lists, "CompositeImplicitAutograd")

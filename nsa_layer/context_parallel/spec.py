@@ -29,6 +29,7 @@ class ContextParallel:
 
     Attributes:
         group_name, size, rank: the group's name, its number of ranks and this rank among them.
+        place: rank and size in words, which a graph never takes for numbers that change.
         high_priority: True if the group's kernels have a CUDA stream of high priority.
 
     Raises:
@@ -42,6 +43,7 @@ class ContextParallel:
     group_name: str = field(init=False, repr=False)
     size: int = field(init=False)
     rank: int = field(init=False)
+    place: str = field(init=False, repr=False)
     high_priority: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,7 @@ class ContextParallel:
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
         found = dict(group=group, group_name=group.group_name, size=group.size(), rank=group.rank())
+        found["place"] = f"{group.rank()} of {group.size()}"
         found["high_priority"] = _has_priority(group)
         for name, value in found.items():
             object.__setattr__(self, name, value)

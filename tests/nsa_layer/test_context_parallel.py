@@ -29,7 +29,7 @@ from nsa_layer import (
     unshard_sequence,
 )
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.context_parallel import collectives, gather, heads, overlapped, spec
+from nsa_layer.context_parallel import collectives, gather, graph, heads, overlapped, spec
 from nsa_layer.context_parallel.collectives import Exchange
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
@@ -148,7 +148,7 @@ def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, l
 def compare_recorded(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
     """By the operators of graphs, which know no lengths of packed sequences."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gather, overlapped):
+        for module in (gather, graph, overlapped):
             patch.setattr(module, "is_recorded", lambda *_: True)
         compare(group, case, "gather", load_balance, listed)
 
@@ -446,11 +446,24 @@ def test_memory_is_planned_for_lists_of_the_heads_of_a_rank(list_heads: int, mon
     assert predict(sizes, 1, (True,) * 3)["forward"] > 0
 
 
+PASSED_ON = [getattr(torch.ops.aten, name).default for name in ("view", "alias", "squeeze", "unsqueeze", "clone")]
+
+
 def assert_waits_for_collectives(graph: torch.fx.Graph) -> None:
     """Not for views: Inductor writes to what is sent as soon as nothing reads it up to a wait for the collective."""
     waits = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.wait_tensor.default)
     sent = [str(node.args[0].target) for node in waits]
     assert sent and all(target.startswith("_c10d_functional.") for target in sent), sent
+
+
+def writes_in_a_row(graph: torch.fx.Graph) -> int:
+    """To parts of one tensor. With each of them Inductor's expressions double."""
+    writes = (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)
+    found: dict[torch.fx.Node, int] = {}
+    for node in graph.nodes:
+        before = max((found[each] for each in node.all_input_nodes), default=0)
+        found[node] = before + 1 if node.target in writes else before if node.target in PASSED_ON else 0
+    return max(found.values())
 
 
 def exchange_in_graphs(group: Any, counts: tuple[int, ...]) -> None:
@@ -480,16 +493,22 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
     from torch._dynamo.backends.common import aot_autograd  # not by every rank: it takes long
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    cp, graphs = ContextParallel(group, mode=mode), []
+    cp, graphs, calls = ContextParallel(group, mode=mode), [], []
 
     def note(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         assert_waits_for_collectives(graph.graph)
+        assert writes_in_a_row(graph.graph) <= 4
         graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
         return make_boxed_func(graph.forward)
 
     function = selected_attention if alone else nsa
+
+    def trace(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        calls.append([str(node.args) for node in graph.graph.nodes if "gathered" in str(node.target)])
+        return aot_autograd(**how)(graph, inputs)
+
     how = dict(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
-    compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(**how), dynamic=True)
+    compiled = torch.compile(function, fullgraph=True, backend=trace, dynamic=True)
     for T in (32, 48)[: 1 if mode == "gather" else 2]:
         lengths = (T - 20, 0, 20) if packed else None
         inputs = make_inputs(Case(T=T, lengths=lengths, Hq=4, Hkv=2, D=8, config=SMALL, gate="given"))
@@ -513,6 +532,9 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
         torch.testing.assert_close(step(compiled), step(function))
     assert len(graphs) == 2
     if mode == "gather":
+        of_ranks: list[Any] = [None] * cp.size  # which PyTorch's cache has by what is said there
+        dist.all_gather_object(of_ranks, calls, group=group)
+        assert [len(each) for each in calls] == [1] and of_ranks[0] != of_ranks[1]
         first = graphs[0].index(getattr(torch.ops.nsa_layer, "selected" if alone else "stretch").default)
         gathers = [n for n, x in enumerate(graphs[0]) if x is torch.ops._c10d_functional.all_gather_into_tensor.default]
         assert len(gathers) >= 4 and gathers[-1] < first

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, shard_sequence, unshard_sequence
-from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, Case, make_inputs
 from nsa_tools.testing.ranks import ranks
@@ -67,12 +67,13 @@ class _Mean(torch.autograd.Function):
         return (mean / ctx.cp.size).to(d.dtype), None
 
 
-def whole_call(cp: ContextParallel, *, spec: CallSpec, cu_seqlens: Tensor | None, **tensors: Tensor | None) -> Any:
+def whole_call(cp: ContextParallel, given: CallTensors, *, spec: CallSpec) -> Any:
     """`nsa` of the ranks' parts, as a call of the whole; each rank's gradient of the whole output is all of it."""
-    dim = 1 if cu_seqlens is None else 0
-    parts = {name: _Mean.apply(x, cp) for name, x in tensors.items() if x is not None}
+    dim = 1 if given.cu_seqlens is None else 0
+    named = {name: x for name, x in given.arguments().items() if x is not None and name != "cu_seqlens"}
+    parts = {name: _Mean.apply(x, cp) for name, x in named.items()}
     parts = {name: shard_sequence(x, cp, dim=dim) if name in OF_TOKENS else x for name, x in parts.items()}
-    static = dict(config=spec.config, causal=spec.causal, cu_seqlens=cu_seqlens)
+    static = dict(config=spec.config, causal=spec.causal, cu_seqlens=given.cu_seqlens)
     o, aux = nsa(**parts, **static, backend="cute", cp=cp, return_aux=True)
 
     def whole(x: Tensor, dim: int = dim) -> Tensor:
