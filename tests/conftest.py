@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,8 +26,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported and collected stays: no collection has to look at it
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: no collection of garbage looks at it, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -276,6 +276,7 @@ def _serve() -> None:
     # Compilers print: only pickles may go where the answers go.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    gc.disable()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     while True:
@@ -290,8 +291,9 @@ def _serve() -> None:
             answer = (False, (type(error).__name__, traceback.format_exc()))
         pickle.dump(answer, answers)
         answers.flush()
-        if not gc.get_freeze_count():
+        if not gc.isenabled():
             gc.freeze()  # what was imported stays: no collection has to look at it
+            gc.enable()
 
 
 if __name__ == "__main__":
