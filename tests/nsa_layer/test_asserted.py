@@ -1,4 +1,4 @@
-"""Numbers that are wrong where a graph is asked to validate them."""
+"""Numbers that are wrong, where a call of ranks or a graph is asked to look at them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from nsa_layer import ContextParallel, nsa, selected_attention
 from nsa_layer.asserted import assert_numbers
 
 
@@ -80,3 +82,22 @@ def test_the_gpu_asserts_numbers_of_a_graph(wrong: str, words: str) -> None:
     print(done.stderr[-3000:])
     assert done.stdout.splitlines() == ["ran 100", "ran 50"] and done.returncode != 0, done.stdout + done.stderr
     assert words in done.stderr and "device-side assert" in done.stderr, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["heads", "gather"])
+def test_numbers_of_ranks_are_looked_at_where_asked_for(mode: str) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        cp = ContextParallel(dist.group.WORLD, mode=mode)
+        q, k = (torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+        lists = torch.zeros(300, 2, 1, dtype=torch.int32, device="cuda")
+        packed = dict(cu_seqlens=starts_of(100, 200).cuda(), block_indices=lists, cp=cp)
+        for call in (nsa, partial(selected_attention, block_size=64)):
+            lists[99] = 1
+            assert call(q, k, k, **packed, validate=True).isfinite().all()
+            lists[99] = 2
+            with pytest.raises(ValueError, match=r"block of the sequence, got 2 at \[99, 0, 0\]"):
+                call(q, k, k, **packed, validate=True)
+    finally:
+        dist.destroy_process_group()
