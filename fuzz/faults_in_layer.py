@@ -85,7 +85,7 @@ def _sees_on(original: Callable) -> Callable:
 
 @fault("missing tail mask", "nsa_layer.eager:attend_lists", "layer.is its")
 def _tail(original: Callable) -> Callable:
-    """Not causal, the zeros behind the last key of a block are keys as well."""
+    """In calls that are not causal the zeros behind the last key of a block are keys as well."""
 
     def wrong(q: Any, k: Any, v: Any, choice: Any, limit: Any, **static: Any) -> Any:
         S = k.shape[2]

@@ -35,7 +35,7 @@ def test_only_the_first_dimension_of_a_grid_grows(compiler: Worker, case: Case) 
 
 
 def grids_of_compressed_causal() -> list[tuple[int | None, ...]]:
-    """Also deterministic, and from the last keys to the first where there are few."""
+    """Grids of forward and backward, deterministic too, and from the last keys to the first where there are few."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     q = torch.empty(70_000, 256, 4, 128, dtype=torch.bfloat16, device="cuda")

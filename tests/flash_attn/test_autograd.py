@@ -171,7 +171,7 @@ def test_starts_that_are_overwritten(name: str) -> None:
 
 @EACH
 def test_backward_gets_the_lists_of_its_call(attend: Callable, read: dict[str, Any]) -> None:
-    """Whole, and in the presence of other calls and of aux tensors; those that are no tensor too."""
+    """It gets every field, also those that are no tensors, and beside other calls and aux tensors."""
     leaves, aux = made_for(attend), [torch.ones(3), torch.zeros(2)]
     lists = [some_lists()._replace(spt=bool(n % 2), passes=1) for n in range(4)]
     calls = [

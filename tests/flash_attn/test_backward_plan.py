@@ -66,7 +66,7 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
 
 @pytest.mark.parametrize("case", ORDERED[1:], ids=str)
 def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
-    """Whatever the form, what is walked is one ragged list."""
+    """The kernel walks one ragged list for every form."""
     assert compiler_sm90.trace(compile_ordered, case, case is ORDERED[-1]) == {1}
 
 

@@ -48,7 +48,7 @@ def test_traces(arch: str, case: Case) -> None:
 
 
 def test_few_cases_have_most_pairs_of_options() -> None:
-    """And every option is in one of them."""
+    """More than 0.8 of all pairs are in one of them, and every option."""
     from itertools import combinations
 
     from fa_catalogue import options

@@ -65,7 +65,7 @@ def workers(request: pytest.FixtureRequest, stock: Path) -> Iterator[tuple[Worke
 
 
 def machine_code(case: Case, stock: str) -> tuple[str, dict[str, str]]:
-    """Whose kernels were compiled, and a hash of each one's instructions by its name; in a worker."""
+    """The package whose kernels were compiled, and a hash of each one's instructions by its name; in a worker."""
     import flash_attn.cute
 
     with upstream_grids(Path(stock)):

@@ -20,7 +20,7 @@ PLACES = [(name, value) for name, value in vars(lazy_imports).items() if isinsta
 
 @pytest.mark.parametrize("first", swept(["import quack", "import flash_attn.cute", "import torch._dynamo"], 3))
 def test_quack_is_whole_in_any_order(first: str) -> None:
-    """Whoever imports it finds all of it."""
+    """Programs that import quack find all of it, imported before or after this package."""
     program = f"""
 {first}
 import flash_attn.cute

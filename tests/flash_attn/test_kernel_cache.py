@@ -72,7 +72,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bool]:
 def test_a_folder_that_others_may_write_to_is_not_used(
     kept: Callable[[Path], bool], tmp_path: Path, inner: bool, mode: int
 ) -> None:
-    """Nor one with such a folder in it."""
+    """inner: the folder within it that holds one kind of kernels is the one that others may write to."""
     folder = tmp_path / "kernels"
     assert kept(folder)
     open_folder = next(folder.glob("*/some")) if inner else folder
@@ -106,7 +106,7 @@ def test_another_users_folder_is_not_used(
 
 
 def test_folders_above_are_not_the_worlds(kept: Callable[[Path], bool], tmp_path: Path) -> None:
-    """Or they are sticky, as /tmp is: nobody renames there what is not theirs. A group above is the user's choice."""
+    """A sticky one, as /tmp is, may be: nobody renames there what is not theirs. A group above is the user's choice."""
     above = tmp_path / "above"
     above.mkdir()
     for mode in (0o1777, 0o775):
@@ -118,7 +118,7 @@ def test_folders_above_are_not_the_worlds(kept: Callable[[Path], bool], tmp_path
 
 
 def test_folders_are_made_for_their_user_alone(kept: Callable[[Path], bool], tmp_path: Path) -> None:
-    """Whatever the umask, and those above too."""
+    """The umask changes nothing, and the folders above that are missing are made so, too."""
     before = os.umask(0)
     try:
         assert kept(tmp_path / "a" / "b" / "kernels")
@@ -129,7 +129,7 @@ def test_folders_are_made_for_their_user_alone(kept: Callable[[Path], bool], tmp
 
 
 def test_it_is_said_once(kept: Callable[[Path], bool], tmp_path: Path) -> None:
-    """However many kinds of kernels there are."""
+    """One warning serves the caches of all kinds of kernels."""
     tmp_path.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="compiled kernels are not kept") as said:
         assert not kept(tmp_path)
@@ -154,7 +154,7 @@ def test_what_kernels_depend_on_is_in_the_fingerprint(monkeypatch: pytest.Monkey
 
 
 def test_another_quack_is_another_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever its version says: what kernels inline are its sources."""
+    """Its sources count, which kernels inline, and not its version."""
     found = [kernel_cache.dependencies()]
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(kernel_cache, "find_spec", {"quack": spec}.get)
@@ -234,7 +234,7 @@ def test_a_grid_for_other_multiprocessors_is_another_file(monkeypatch: pytest.Mo
 
 
 def test_a_turn_ends_with_the_kernel_or_with_the_next_one(tmp_path: Path) -> None:
-    """Or with patience: a process that is stopped holds up nobody for good."""
+    """Those who wait go on after a while: a process that is stopped holds up nobody for good."""
     first, second = kernel_cache.Turns(), kernel_cache.Turns(longest=0.2, pause=0.01)
     assert not first.take(tmp_path / "kernel")
     assert second.take(tmp_path / "kernel"), "it waited, and goes on without the turn"
@@ -262,7 +262,7 @@ def test_who_waited_loads_what_others_left(left: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.xdist_group("sm_90")
 def test_of_processes_that_want_the_same_kernel_one_compiles_it(tmp_path: Path) -> None:
-    """And keeps it in the user's cache folder. Those that find it, while it is made or later, import no compiler."""
+    """It is kept in the user's cache folder. Processes that find it, while it is made or later, import no compiler."""
     target = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
     folder = tmp_path / "flash_attention_cute_dsl_cache"
     found = f"True {folder}"

@@ -90,7 +90,7 @@ def test_a_graph_launches_what_a_call_does(case: str, launched: list[tuple]) -> 
 
 @pytest.mark.parametrize("case", CASES)
 def test_pytorch_finds_nothing_wrong(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But in numbers, which no kernel writes."""
+    """Numbers are not compared: no kernel writes any."""
     asked, utils = [], ("test_schema", "test_autograd_registration", "test_faketensor")
 
     def noting(name: str) -> Callable[..., Any]:

@@ -98,7 +98,7 @@ def test_the_environment_is_asked_at_every_call(gpus: SimpleNamespace, monkeypat
 def test_kernels_of_another_architecture_are_other_files(
     gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Not every kernel's own key says what it is for."""
+    """The files' names say for which architecture they are, as the keys of some kernels do not."""
     from flash_attn.cute import cache_utils
 
     monkeypatch.setattr(cache_utils, "CUTE_DSL_CACHE_ENABLED", True)

@@ -132,8 +132,8 @@ def test_two_passes_that_cannot_be_are_refused(changes: dict[str, Any], kind: ty
 
 
 def test_room_says_how_many_blocks_are_few() -> None:
-    """Not what the rows list: that would ask the device. Stacked and ragged rows, and lists without tensors, say
-    nothing."""
+    """How many blocks the rows list only the device knows. Stacked and ragged rows, and lists without tensors, have
+    no room that would say it."""
     wide = tables(room=(9,))
     for lists in (wide, tables(room=(300,)), wide._replace(mask_block_idx=torch.zeros(1, dtype=torch.int32))):
         assert not takes(forward=lists)

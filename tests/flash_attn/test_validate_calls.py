@@ -162,7 +162,7 @@ def test_one_wrong_item(form: str, per_group: bool, deterministic: bool) -> None
 
 @pytest.mark.parametrize("form", ["padded", *PACKED])
 def test_each_key_block_is_stored_once_where_nothing_is_added(form: str) -> None:
-    """Also if it lists nothing: its dk and dv are zeros, which somebody has to write."""
+    """A key block that lists nothing is stored, too: its dk and dv are zeros, which a work item has to write."""
     call, options = planned(form, 4, False)
     plan = call[1].plan
     empty = int((plan[:, 3] == plan[:, 4]).int().argmax())

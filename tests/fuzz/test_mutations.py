@@ -40,7 +40,7 @@ def test_kernel_faults_have_kinds_to_show_in() -> None:
 
 @pytest.mark.parametrize("name", [name for name, m in ALL.items() if m.needs == GPU])
 def test_kernel_faults_take_what_the_function_takes(name: str) -> None:
-    """Or they would be found by a TypeError."""
+    """A fault of another signature would be found by a TypeError."""
     path, _, attribute = ALL[name].target.partition(":")
     original = reduce(getattr, attribute.split("."), import_module(path))
     takes = signature(getattr(original, "__func__", original)).parameters.values()

@@ -295,7 +295,7 @@ def test_lists_of_tiles_may_be_given(emulated: None, monkeypatch: pytest.MonkeyP
 
 
 def test_tokens_that_are_there_are_not_touched(emulated: None) -> None:
-    """Nor is what lies behind them."""
+    """The kernels neither write to tokens of earlier calls nor read what lies behind them."""
     given = contiguous()
     nsa_whole = nsa(*(given[name] for name in "qkv"), config=SMALL)
     on_kernels(CachedCall(**given))

@@ -86,7 +86,7 @@ def test_second_derivatives_are_refused(way: str, backend: str, device: str) -> 
 
 @ON
 def test_create_graph_changes_no_bit_of_a_gradient(device: str) -> None:
-    """And what was made from it is differentiable in anything that the operator does not see."""
+    """A gradient made so is differentiable in anything that the operator does not see."""
     if device == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     loss, q = problem("eager" if device == "cpu" else "cute", device, deterministic=True)

@@ -102,7 +102,7 @@ def test_beams_go_on_from_one_prefix(config: NSAConfig, page_size: int | None) -
 
 
 def test_a_shared_prefix_has_its_pages_once() -> None:
-    """But for the compressed page with a key that reaches into the tokens behind the prefix."""
+    """All share them but the compressed page with a key that reaches into the tokens behind the prefix."""
     checked = Checked(OVERLAPPING, num_pages=5)
     checked.append([32, 0, 0])
     checked.reorder([0, 0, 0])

@@ -101,7 +101,7 @@ def test_kernels_pool_what_is_not_given_and_write_every_gradient(
 @pytest.mark.parametrize("q_tile", [1, 128])
 @pytest.mark.parametrize("own", SUBSETS, ids=str)
 def test_kernels(own: tuple[str, ...], q_tile: int, Hkv: int) -> None:
-    """Also where there is no complete block, and the compression of what is not given is projected."""
+    """Sequences with no complete block are among them, and the compression of what is not given is projected."""
     config = NSAConfig(q_tile=q_tile, block_counts=5, window_size=100)
     static = dict(Hq=4, Hkv=Hkv, D=64, dtype=torch.bfloat16, config=config, own_keys=own)
     for T, lengths in ((500, LENGTHS[0]), (500, LENGTHS[1]), (40, None)):

@@ -177,7 +177,7 @@ def test_strided_inputs() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("Hq", [8, 2])
 def test_any_numbers_give_lists(Hq: int, value: float) -> None:
-    """Whatever is chosen then, lists are ascending, in range and of the right length."""
+    """With NaN, inf or numbers near the largest, lists are ascending, in range and of the right length."""
     case = replace(HALF, T=4096, Hq=Hq)
     inputs = make_inputs(case, "cuda")
     proper, counts = kernel_choice(inputs, 0.125)

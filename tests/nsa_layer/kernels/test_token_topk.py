@@ -378,7 +378,7 @@ def test_strided_inputs() -> None:
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 def test_any_numbers_give_lists(value: float) -> None:
-    """Whatever is chosen then, lists are ascending, in range and of the right length."""
+    """With NaN, inf or numbers near the largest, lists are ascending, in range and of the right length."""
     case = Case(T=4096)
     q, k, lse = case.joined(case.tensors())
     proper = kernel_lists(case, (q, k, lse))
