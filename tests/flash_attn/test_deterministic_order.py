@@ -5,12 +5,14 @@ walking upwards, in shares of the queries. Nobody waits for a CTA that is launch
 """
 
 from collections import Counter
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from fa_cases import Case, compile_case
+from fa_cases import Case, backward, compile_case, make_inputs, outputs
 from fa_compile import Worker, noted, only_hosts
+from fa_cubin import cubins, frames, serialized
 from fa_reference import assert_bits_repeat
 
 CASES = [
@@ -37,15 +39,15 @@ def test_key_blocks_are_launched_from_the_left(compiler_sm90: Worker, case: Case
     assert not compiler_sm90.trace(launched_from_the_right, case)
 
 
-def adds_by_two(case: Case) -> bool:
-    """The kernel's choice of one warp or two that add dq."""
+def adds_apart(case: Case) -> bool:
+    """True where warps of their own add dq, dk and dv; otherwise one adds dq, and the warpgroups dk and dv."""
     from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
     found: list[bool] = []
-    with only_hosts(), noted(FlashAttentionBackwardSm90, "_setup_attributes", lambda self: self.adds_by_two, found):
+    with only_hosts(), noted(FlashAttentionBackwardSm90, "_setup_attributes", lambda self: self.adds_apart, found):
         compile_case(case)
-    (by_two,) = found
-    return by_two
+    (apart,) = found
+    return apart
 
 
 LISTED = Case(D=128, T_q=700, T_k=700, Hkv=4, causal=True, lists="both", deterministic=True)
@@ -53,10 +55,10 @@ PLACED = Case(D=128, T_k=1000, Hkv=4, window=(511, 0), offsets=(0, 611), determi
 
 
 @pytest.mark.parametrize(
-    ("case", "two"), [(CASES[0], True), (CASES[1], True), (LISTED, False), (PLACED, False)], ids=str
+    ("case", "apart"), [(CASES[0], True), (CASES[1], True), (LISTED, False), (PLACED, False)], ids=str
 )
-def test_two_warps_add_without_lists_and_positions(compiler_sm90: Worker, case: Case, two: bool) -> None:
-    assert compiler_sm90.trace(adds_by_two, case) is two
+def test_warps_of_their_own_add_without_lists_and_positions(compiler_sm90: Worker, case: Case, apart: bool) -> None:
+    assert compiler_sm90.trace(adds_apart, case) is apart
 
 
 TILE_M, TILE_N = 4, 8
@@ -71,7 +73,7 @@ def turns(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.block_info import BlockInfo
-    from flash_attn.cute.bwd_sm90.dq_turns import turn_of
+    from flash_attn.cute.bwd_sm90.turns import turn_of
     from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
     from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
@@ -113,7 +115,20 @@ def test_turns_are_in_the_order_of_the_launch(compiler_sm90: Worker, compressed:
     assert added
 
 
+def code_of(case: Case) -> list[tuple[list[int], bool]]:
+    """Stack frames of the backward kernel, and whether its products are serialized; in a worker."""
+    x = make_inputs(case)
+    code = cubins(partial(backward, case, x, *outputs(case, x)))
+    return [(frames(cubin), serialized(cubin)) for cubin in code if b"FlashAttentionBackwardSm90" in cubin]
+
+
+def test_products_overlap_beside_turns(compiler_sm90: Worker) -> None:
+    """Turns at dk and dv among the products would have the compiler wait for each of these: 1.25 times as long."""
+    case = Case(D=128, T_q=1000, T_k=300, Hq=6, compress=(3, 2), deterministic=True)
+    assert compiler_sm90.run(code_of, case) == [([0], False)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES[::3], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits_repeat(case: Case) -> None:
     assert_bits_repeat(case, 30)

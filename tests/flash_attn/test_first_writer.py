@@ -85,27 +85,29 @@ def test_every_seen_tile_has_one_writer_the_last_key_tile(compiler_sm90: Worker,
 BLOCKS, HEADS, SHARES = 5, 3, 4
 
 
-def launched(shares: int) -> list[tuple[int, ...]]:
+def launched(shares: int, heads: int = HEADS, name: str = "LastKeysFirstScheduler") -> list[tuple[int, ...]]:
     """(key tile, head, batch, share) of every CTA, in the order of their launch; in a worker."""
     import cutlass.cute as cute
     from cutlass import Int32
     from cutlass.cute.runtime import from_dlpack
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    from flash_attn.cute.bwd_sm90.accumulators import LastKeysFirstScheduler
+    from flash_attn.cute.bwd_sm90 import accumulators
     from flash_attn.cute.tile_scheduler import TileSchedulerArguments
+
+    Scheduler = getattr(accumulators, name)
 
     @cute.jit
     def walk(out: cute.Tensor, num_shares: Int32):
-        counts, unread = (Int32(BLOCKS), Int32(HEADS), Int32(2), num_shares), (Int32(0),) * 4
+        counts, unread = (Int32(BLOCKS), Int32(heads), Int32(2), num_shares), (Int32(0),) * 4
         args = TileSchedulerArguments(*counts, *unread, tile_shape_mn=(64, 128), is_split_kv=shares > 1)
-        params = LastKeysFirstScheduler.to_underlying_arguments(args)
-        for i in range(LastKeysFirstScheduler.get_grid_shape(params)[0]):
-            tile = LastKeysFirstScheduler(params, params.coord(i)).get_current_work().tile_idx
+        params = Scheduler.to_underlying_arguments(args)
+        for i in range(Scheduler.get_grid_shape(params)[0]):
+            tile = Scheduler(params, params.coord(i)).get_current_work().tile_idx
             out[i, 0], out[i, 1], out[i, 2], out[i, 3] = tile[0], tile[1], tile[2], tile[3]
 
     with unset_fake_temporarily():
-        out = torch.full((BLOCKS * HEADS * shares * 2, 4), -1, dtype=torch.int32)
+        out = torch.full((BLOCKS * heads * shares * 2, 4), -1, dtype=torch.int32)
         arg = from_dlpack(out).mark_layout_dynamic()
         cute.compile(walk, arg, Int32(shares), options="--enable-tvm-ffi")(out, shares)
         return [tuple(row) for row in out.tolist()]
@@ -122,18 +124,21 @@ def key_turns(ctas: list[tuple[int, ...]], shares: int, group: int) -> list[int]
     from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 
     kernel = FlashAttentionBackwardSm90(None, 128, qhead_per_kvhead=group, deterministic=True)
-    kernel.adds_by_two = True
     kernel.planned, kernel.splits_queries = False, True
     where = SimpleNamespace(compress=SimpleNamespace(shares=compress_schedule.QueryShares(shares, 1)))
     return [kernel.dkv_turn(where, head, share) for _, head, _, share in ctas]
 
 
-def test_dk_and_dv_are_added_to_in_the_order_of_the_launch(compiler_sm90: Worker) -> None:
-    ctas, added = compiler_sm90.run(launched, SHARES), Counter[tuple[int, ...]]()
-    for (n, head, batch, _), turn in zip(ctas, compiler_sm90.run(key_turns, ctas, SHARES, HEADS), strict=True):
-        place = n, head // HEADS, batch
-        assert turn == added[place]
-        added[place] += 1
+@pytest.mark.parametrize("heads,group,name", [(3, 3, "LastKeysFirstScheduler"), (12, 3, "PairedHeadsScheduler")])
+def test_deterministic_adds_are_in_the_order_of_the_launch(
+    compiler_sm90: Worker, heads: int, group: int, name: str
+) -> None:
+    ctas, added = compiler_sm90.run(launched, SHARES, heads, name), Counter[tuple[int, ...]]()
+    assert len(set(ctas)) == len(ctas)
+    for (n, head, batch, share), turn in zip(ctas, compiler_sm90.run(key_turns, ctas, SHARES, group), strict=True):
+        keys, queries = (n, head // group, batch), (head, batch, share, "dq")
+        assert (turn, BLOCKS - 1 - n) == (added[keys], added[queries])
+        added.update([keys, queries])
 
 
 def kernels(deterministic: bool) -> tuple[bool, str]:

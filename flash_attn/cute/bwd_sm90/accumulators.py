@@ -37,14 +37,16 @@ class LastKeysFirstScheduler(SingleTileScheduler):
     All heads of a share come before the share before it, as `schedule` reckons with.
     """
 
+    paired = False
+
     @staticmethod
     def to_underlying_arguments(args: TileSchedulerArguments, **options):
         return SingleTileScheduler.to_underlying_arguments(args, **options)
 
-    @staticmethod
-    def create(params, ctx=None, *, loc=None, ip=None) -> "LastKeysFirstScheduler":
+    @classmethod
+    def create(cls, params, ctx=None, *, loc=None, ip=None) -> "LastKeysFirstScheduler":
         plain = SingleTileScheduler.create(params, ctx, loc=loc, ip=ip)
-        return LastKeysFirstScheduler(params, plain._blk_coord, loc=loc, ip=ip)
+        return cls(params, plain._blk_coord, loc=loc, ip=ip)
 
     def get_current_work(self, *, loc=None, ip=None) -> WorkTileInfo:
         launched, head, batch = self._blk_coord
@@ -52,14 +54,27 @@ class LastKeysFirstScheduler(SingleTileScheduler):
         if cutlass.const_expr(self.params.is_split_kv):
             share = self.params.num_splits - 1 - head // self.params.num_head
             head = head % self.params.num_head
+        if cutlass.const_expr(self.paired):
+            launched += head % 2 * self.params.num_block
+            head = head // 2 + launched % 2 * (self.params.num_head // 2)
+            launched = launched // 2
         n_block = self.params.num_block - 1 - launched
         return WorkTileInfo((n_block, head, batch, share), self._is_first_block)
 
     def __new_from_mlir_values__(self, values):
         plain = super().__new_from_mlir_values__(values)
-        scheduler = LastKeysFirstScheduler(plain.params, plain._blk_coord, loc=self._loc)
+        scheduler = type(self)(plain.params, plain._blk_coord, loc=self._loc)
         scheduler._is_first_block = plain._is_first_block
         return scheduler
+
+
+class PairedHeadsScheduler(LastKeysFirstScheduler):
+    """The same for an even number of heads: two, one of each half of them, take turns key tile by key tile.
+
+    A key tile that waits for the one after it (`turns`) is then launched a CTA later.
+    """
+
+    paired = True
 
 
 @cute.jit

@@ -143,7 +143,7 @@ def add_dq_heads(
     """`query_loop.add_dq` for the walk's heads and tiles.
 
     accumulator: of a head. semaphore: [query tiles, 1, heads] counters; with them key tiles add to query tile m_block
-    in the order of turn_of(m_block). by_two: `add` is `dq_turns.add_in_turn`, which takes the number of the tile too.
+    in the order of turn_of(m_block). by_two: `add` is `turns.add_in_turn`, which takes the number of the tile too.
     """
     number = Int32(0)
     for head in cutlass.range(walk.head, walk.head + walk.heads, unroll=1):
