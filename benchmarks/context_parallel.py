@@ -4,7 +4,7 @@
 
 32 query heads, 8 key/value heads, bf16, the default configuration, gated, forward and backward, smooth data. Times are
 medians of the slowest rank's, variants in turn; one GPU is rank 0, while the others wait. Communication that is not
-hidden is the time of a trace in which a GPU runs nothing but kernels of NCCL, waits for other ranks included. The model
+hidden is the time of a trace in which a GPU runs nothing but kernels of NCCL and copies, waits included. The model
 has SwiGLU MLPs of width 14,336, checkpoints each half of a layer, shards weights by FSDP2 and multiplies in bf16; the
 share of attention is what a step takes less with a sum of q, k and v in place of `nsa`.
 """
@@ -184,10 +184,12 @@ def layer(given: argparse.Namespace) -> Iterable[dict]:
 
 
 def exposed(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Milliseconds in which NCCL's kernels run, in which only they do, and in which none does; the worst rank's."""
+    """Milliseconds in which NCCL's kernels and copies run, in which only they do, and in which nothing does; the worst
+    rank's."""
     sides: dict[bool, Spans] = {True: [], False: []}
     for kernel in kernels:
-        sides["nccl" in kernel.name.lower()].append((kernel.begin, kernel.begin + kernel.ms))
+        exchanges = any(word in kernel.name.lower() for word in ("nccl", "memcpy"))
+        sides[exchanges].append((kernel.begin, kernel.begin + kernel.ms))
     both = covered(sides[True] + sides[False])
     spans = sides[True] + sides[False]
     whole = max(end for _, end in spans) - min(begin for begin, _ in spans)
