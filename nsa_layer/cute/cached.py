@@ -12,6 +12,7 @@ side by side. Copies are for as many sequences at once as `WORKSPACE` bytes hold
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -36,6 +37,7 @@ from nsa_layer.cute.host_numbers import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.cute.packing import Packing, starts_of
 from nsa_layer.cute.selected_branch import takes_pages
+from nsa_layer.cute.side_stream import SideStream, side_stream_for
 from nsa_layer.kernels.caches.blank_rows import blank_rows
 from nsa_layer.kernels.caches.complete_blocks import can_complete, complete_blocks
 from nsa_layer.kernels.caches.move_rows import Pair, append, clear, gather
@@ -277,23 +279,29 @@ class _Step:
                 )
         lists = call.block_indices if call.block_indices is None else call.block_indices[tiles]
         heads = call.k_cache.shape[2] if lists is None else lists.shape[-2]
-        with component("cache"):
-            window = self._window(bounds) if self.on_pages else None
-            keys = self._keys(bounds, window)
-        given = dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), keys))
-        given |= dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
+        given = dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
         given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, part])
         bounded = dict(cu_seqlens=self.starts, total=len(call.q))
         packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
         pages = None
-        if window is not None:
-            in_window = self.places[Field.IN_WINDOW, part]
-            pages = Pages(self.table[part], call.room, in_window, window.starts, window.longest)
-        o, aux = head_groups.infer(CallTensors(**given), packing, spec, self.memory, pages)
+        with side_stream_for(given["q"]) or nullcontext() as side_stream:
+            with component("cache"):
+                window = self._window(bounds) if self.on_pages else None
+                keys = self._keys(bounds, window, side_stream)
+            given |= dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), keys))
+            if window is not None:
+                in_window = self.places[Field.IN_WINDOW, part]
+                pages = Pages(self.table[part], call.room, in_window, window.starts, window.longest)
+            o, aux = head_groups.infer(CallTensors(**given), packing, spec, self.memory, pages, side_stream)
         return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
 
-    def _keys(self, bounds: tuple[int, int], window: _Window | None) -> list[Tensor | None]:
-        """k, v, k_win, v_win, k_cmp and v_cmp, as `attend` takes them: room of the caches for each sequence."""
+    def _keys(
+        self, bounds: tuple[int, int], window: _Window | None, side_stream: SideStream | None
+    ) -> list[Tensor | None]:
+        """k, v, k_win, v_win, k_cmp and v_cmp, as `attend` takes them: room of the caches for each sequence.
+
+        A window's keys are copied on the second stream, where its attention is.
+        """
         call, part, places = self.call, slice(*bounds), self.places[:, slice(*bounds)]
         count = call.config.compressed_length(call.room)
         starts = _Rows(None, None)
@@ -309,6 +317,7 @@ class _Step:
             of_blocks = (self.cmp_table, leads[1], (Field.START, Field.CMP_END), starts.blocks)
             tokens, own, keys = self._caches(TOKEN_CACHES[:2]), self._caches(TOKEN_CACHES[2:]), []
             copied = (tokens, of_tokens), (own, of_tokens), (self._caches(COMPRESSED_CACHES), of_blocks)
+            beside = nullcontext() if side_stream is None or window is None else side_stream.launches()
             if window is not None:
                 keys, own = list(tokens), tuple(x if cache is None else cache for cache, x in zip(own, tokens))
                 of_window = (self.table, window.lead, (Field.WINDOW, Field.WINDOW_TOKENS), window.starts)
@@ -319,7 +328,9 @@ class _Step:
                 else:
                     table = table[part]
                 keys += _empty(caches, lead)
-                gather(caches, tuple(keys[-2:]), table, places, fields, cu)
+                with beside:
+                    gather(caches, tuple(keys[-2:]), table, places, fields, cu)
+                beside = nullcontext()
         missing = [x is None for x in keys[-2:]]
         if any(missing) and count:
             sources = tuple(x if lacks else None for x, lacks in zip(keys, missing))

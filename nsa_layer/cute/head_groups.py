@@ -7,7 +7,7 @@ keys and values, and the selected blocks. Block lists are built again in backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ require_patched()
 from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Pages, forward  # noqa: E402
 from nsa_layer.cute.saved import SavedForBackward  # noqa: E402
-from nsa_layer.cute.side_stream import side_stream_for  # noqa: E402
+from nsa_layer.cute.side_stream import SideStream  # noqa: E402
 from nsa_layer.kernels.launch import readable  # noqa: E402
 
 Tensor = torch.Tensor
@@ -71,7 +71,12 @@ def _forward_groups(
 
 
 def infer(
-    tensors: CallTensors, packing: Packing | None, spec: CallSpec, memory: MemoryPolicy, pages: Pages | None = None
+    tensors: CallTensors,
+    packing: Packing | None,
+    spec: CallSpec,
+    memory: MemoryPolicy,
+    pages: Pages | None,
+    side_stream: SideStream | None,
 ) -> tuple[Tensor, Aux]:
     """o and the auxiliary results of tensors that are `readable`, without a backward: what calls on caches launch.
 
@@ -81,8 +86,7 @@ def infer(
     if pages is not None:
         sizes = sizes._replace(longest=pages.room)
     plan = plan_memory(sizes, memory, tensors.q.device)
-    with side_stream_for(tensors.q) or nullcontext() as side_stream:
-        o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, side_stream=side_stream)
+    o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, side_stream=side_stream)
     return o, Aux(*joined_aux(parts, tensors.q, unions=spec.by_union))
 
 

@@ -138,7 +138,7 @@ def blank_rows(o, lses, places, cu_seqlens):
             _rows(lse.mT, cu_seqlens, b)[...] = torch.nan
 
 
-def infer(tensors, packing, spec, memory, pages=None):
+def infer(tensors, packing, spec, memory, pages, side_stream):
     """Eager's, of keys of which those behind the last query's are finite for a while."""
     given = tensors._asdict()
     q, k, v, q_offset = (given.pop(name) for name in ("q", "k", "v", "q_offset"))

@@ -9,7 +9,7 @@ import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
-from nsa_layer.cute import forward, head_groups, side_stream
+from nsa_layer.cute import cached, forward, side_stream
 
 CONFIG = NSAConfig(block_counts=4)
 
@@ -37,7 +37,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(side_stream, "_second", lambda device: side)
-    monkeypatch.setattr(head_groups, "side_stream_for", lambda q: side_stream.SideStream(q.device))
+    monkeypatch.setattr(cached, "side_stream_for", lambda q: side_stream.SideStream(q.device))
     return found
 
 
@@ -67,6 +67,29 @@ def test_the_window_is_joined_before_the_gate(noted: list) -> None:
         noted.clear()
         nsa(*(given[name] for name in "qkv"), config=CONFIG, backend="cute")
         assert not noted
+
+
+def test_a_window_on_pages_is_copied_on_its_stream(noted: list) -> None:
+    given = chunk()
+    for name, x in given.items():
+        if "cache" in name and x.dim() == 4:
+            given[name] = x.unflatten(1, (4, -1)).squeeze(0)
+    table = torch.arange(4).int().unsqueeze(0)
+    with stubbed_layer():
+        LAUNCHED.clear()
+        nsa_with_kvcache(**given, page_table=table, cmp_page_table=table, config=CONFIG, backend="cute")
+        names = [at[0] for at, _ in LAUNCHED]
+        copy, window = names.index("move_rows"), names.index("_flash_attn_fwd")
+        assert names[copy : window + 1] == ["move_rows"] * 2 + ["_flash_attn_fwd"]
+        assert noted == [
+            ("side waits for current", copy),
+            ("to side", copy),
+            ("from side", copy + 1),
+            ("side waits for current", window),
+            ("to side", window),
+            ("from side", window + 1),
+            ("current waits for side", names.index("gated_sum")),
+        ]
 
 
 @pytest.mark.parametrize("fails", ["attend", "token_topk", "gated_sum"])
