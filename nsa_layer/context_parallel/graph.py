@@ -2,6 +2,9 @@
 
 ``gathered`` is what a graph that is made has at first, which PyTorch's own tracing takes apart: into exchanges, and for
 each stretch and step ``stretch`` and, in backward, ``stretch_backward``. These have no derivatives of their own.
+
+PyTorch's cache keeps graphs by what they have at first: where a change of this package makes others of the same calls,
+arguments of ``gathered`` have to change too.
 """
 
 from __future__ import annotations
