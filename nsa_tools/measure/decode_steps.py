@@ -1,6 +1,7 @@
 """Times of a decode step, one new token for each sequence: `nsa_with_kvcache`, and dense attention to the same caches.
 
-On a GPU steps are replayed from a CUDA graph that rotates over sets of caches, so that none is found in the L2.
+On a GPU steps are replayed from a CUDA graph that rotates over sets of caches, so that none is found in the L2. The
+layer's are as many as a block has tokens, one of which completes it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nsa_tools.measure.timing import interleaved
 from nsa_tools.shape import Shape
 
 ROTATED_BYTES = 200 << 20  # that the steps of a graph read, at least
-LEAST_STEPS = 4  # of a graph
+LEAST_STEPS = 4  # of dense attention's graph
 MOST_OF_MEMORY = 0.7  # of a GPU's, for sets of caches
 
 Step = Callable[[dict], torch.Tensor]
@@ -90,18 +91,19 @@ def variants(shape: Shape, backend: str | None) -> dict[str, Step]:
 def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     """The row of a shape; a variant that fails is part of it."""
     on_gpu, needed = shape.device.startswith("cuda"), step_bytes(shape)
-    sets, steps = 1, 1
+    sets, steps = 1, dict.fromkeys(variants(shape, backend), 1)
     if on_gpu:
         whole = 2 * shape.B * shape.T * shape.Hkv * shape.D * shape.dtype.itemsize
         room = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
         sets = max(1, min(-(-ROTATED_BYTES // needed), room))
-        steps = max(LEAST_STEPS, sets)
+        block = min(shape.T, shape.config.block_size)
+        steps |= dict.fromkeys(steps, max(LEAST_STEPS, sets)) | dict(nsa=-(-sets // block) * block)
     given = [make_set(shape) for _ in range(sets)]
     calls, failed, us = {}, {}, {}
     for name, step in variants(shape, backend).items():
         us[name] = None
         try:
-            calls[name] = _captured(step, given, steps) if on_gpu else lambda step=step: step(given[0])
+            calls[name] = _captured(step, given, steps[name]) if on_gpu else lambda step=step: step(given[0])
             calls[name]()
         except Exception as error:  # its row says so, and the others go on
             calls.pop(name, None)
@@ -109,13 +111,14 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     label = f"decode {shape.describe()}"
     with torch.no_grad():
         timings = interleaved(calls, repeats=repeats, device=shape.device, label=label, warm_ups=1)
-    us |= {name: statistics.median(taken) * 1e3 / steps for name, taken in timings.items()}
+    us |= {name: statistics.median(taken) * 1e3 / steps[name] for name, taken in timings.items()}
     sizes = {name: getattr(shape, name) for name in ("T", "B", "Hq", "Hkv", "D")}
     return DecodeRow(**sizes, dtype=shape.dtype_name(), us=us, bytes=needed, sets=sets, failed=failed)
 
 
-def _captured(step: Step, given: list[dict], steps: int) -> Callable[[], None]:
-    """A replay of so many steps, on each set of caches in turn."""
+def _captured(step: Step, given: list[dict], count: int) -> Callable[[], None]:
+    """A replay of so many steps, the last to all tokens of the caches, on each set of them in turn."""
+    after = [given[0]["cache_seqlens"] - (count - 1 - i) for i in range(count)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
@@ -123,8 +126,8 @@ def _captured(step: Step, given: list[dict], steps: int) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
-        for i in range(steps):
-            step(given[i % len(given)])
+        for i, lengths in enumerate(after):
+            step(given[i % len(given)] | dict(cache_seqlens=lengths))
     return graph.replay
 
 
