@@ -19,6 +19,7 @@ from nsa_layer.kernels.block_topk.online_softmax import exp2
 from nsa_layer.kernels.block_topk.split_fp16 import bits_of
 from nsa_layer.kernels.decode.parts import finite, fragment
 from nsa_layer.kernels.decode.spec import MOST_OF_CLUSTER, WARP, DecodeSpec
+from nsa_layer.kernels.decode.stored import Stored
 from nsa_layer.kernels.decode.tokens import TokenTile
 from nsa_layer.kernels.token_topk.candidates import NOTHING, candidate
 
@@ -33,6 +34,7 @@ class Choice:
     """A thread block's part of a token's choice, round after round of `each` blocks in a thread.
 
     Attributes:
+        whole: the cluster's thread blocks have the pieces of the compressed branch, each one.
         lse: fp32 [G] in shared memory: of the group's heads, in units of log2.
         tops: int32 [GROUPS] in shared memory: bits of the groups' best scores.
         count: int32 [1] in shared memory: of `best`.
@@ -43,6 +45,7 @@ class Choice:
 
     tile: TokenTile
     each: cutlass.Constexpr[int]
+    whole: cutlass.Constexpr[bool]
     lse: cute.Tensor
     tops: cute.Tensor
     count: cute.Tensor
@@ -51,13 +54,13 @@ class Choice:
     found: cute.Tensor
 
     @classmethod
-    def of(cls, smem: SmemAllocator, tile: TokenTile, each: int) -> Choice:
+    def of(cls, smem: SmemAllocator, tile: TokenTile, each: int, whole: bool) -> Choice:
         def shared(dtype: type[cutlass.Numeric], count: int) -> cute.Tensor:
             return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
         chosen = tile.spec.chosen
         kept = [shared(Int64, n) for n in (each * WARP * tile.warps + chosen, chosen, MOST_OF_CLUSTER * chosen)]
-        return cls(tile, each, shared(Float32, tile.spec.G), shared(Int32, GROUPS), shared(Int32, 1), *kept)
+        return cls(tile, each, whole, shared(Float32, tile.spec.G), shared(Int32, GROUPS), shared(Int32, 1), *kept)
 
     @property
     def overlapping(self) -> int:
@@ -71,8 +74,12 @@ class Choice:
         return (turn * tile.shares * tile.warps + tile.group) * (WARP * self.each) + cute.arch.lane_idx()
 
     @cute.jit
-    def choose(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean):
-        """Find this thread block's best; all threads together. Scores are loaded whether they count or not."""
+    def choose(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean, window: Stored, groups: Int32):
+        """Find this thread block's best; all threads together. Scores are loaded whether they count or not.
+
+        stats: fp32 [R, pieces, 2] of the key/value head's rows, or [ROWS, 1, 2] in the cluster's shared memory.
+        If `whole`, the window's second groups are sent for to the L2; before log-sum-exps, they would delay these.
+        """
         tile, spec = self.tile, self.tile.spec
         tidx, _, _ = cute.arch.thread_idx()
         first = tile.token * spec.G
@@ -86,6 +93,8 @@ class Choice:
         if tidx == 0:
             self.count[0] = Int32(0)
         cute.arch.sync_threads()
+        if const_expr(self.whole):
+            tile.prefetch_window(window, groups)
 
         begin, end = candidates(spec, tile.t)
         end = cutlass.select_(valid & (tile.token < tile.sequence.T), end, Int32(0))
@@ -137,10 +146,34 @@ class Choice:
         spec, (tidx, _, _) = self.tile.spec, cute.arch.thread_idx()
         for h in cutlass.range_constexpr(0, spec.G, WARP * self.tile.warps // SHARE):
             head = h + tidx // SHARE
-            row = first + cutlass.min(head, spec.G - 1)
-            lse = log_sum_exp(stats, row, SHARE)
+            lse = self.log_sum_exp(stats, first + cutlass.min(head, spec.G - 1))
             if (head < spec.G) & (tidx % SHARE == 0):
                 self.lse[head] = lse
+
+    @cute.jit
+    def log_sum_exp(self, stats: cute.Tensor, row: Int32) -> Float32:
+        """The log-sum-exp of a row's pieces, in units of log2; by `SHARE` neighbouring threads."""
+        count = self.tile.shares if self.whole else stats.shape[1]
+        lane, top, total = cute.arch.lane_idx() % SHARE, -Float32.inf, Float32(0.0)
+        for begin in cutlass.range(lane, count, 2 * SHARE, unroll=1):
+            places = [begin, begin + SHARE]
+            parts = [self.piece(stats, row, cutlass.min(i, count - 1)) for i in places]
+            tops = [Float32(cutlass.select_(i < count, part[0], -Float32.inf)) for i, part in zip(places, parts)]
+            highest = cute.arch.fmax(top, cute.arch.fmax(*tops))
+            total *= exp2(top - finite(highest))
+            for own, part in zip(tops, parts):
+                total += part[1] * exp2(own - finite(highest))
+            top = highest
+        shift = finite(cute.arch.warp_reduction_max(top, threads_in_group=SHARE))
+        total = cute.arch.warp_reduction_sum(total * exp2(top - shift), threads_in_group=SHARE)
+        return shift + cute.math.log2(total)
+
+    def piece(self, stats: cute.Tensor, row: Int32, i: Int32) -> cute.Tensor:
+        """Maximum and sum of a row's piece."""
+        if self.whole:
+            there = cute.make_tensor(cute.arch.map_dsmem_ptr(stats.iterator, i), stats.layout)
+            return fragment(there[row - self.tile.first_row, 0, None], Int32(0), 2)
+        return fragment(stats[row, i, None], Int32(0), 2)
 
     @cute.jit
     def keep(self, bits: cute.Tensor, first_block: Int32):
@@ -217,22 +250,3 @@ def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
     if const_expr(spec.force):
         return Int32(1), cutlass.max(t // spec.block_size - 1, 1)
     return Int32(0), (t + 1) // spec.block_size
-
-
-@cute.jit
-def log_sum_exp(stats: cute.Tensor, row: Int32, threads: cutlass.Constexpr[int]) -> Float32:
-    """The log-sum-exp of a row's pieces, in units of log2; by so many neighbouring threads."""
-    lane, last = cute.arch.lane_idx() % threads, stats.shape[1] - 1
-    top, total = -Float32.inf, Float32(0.0)
-    for begin in cutlass.range(lane, last + 1, 2 * threads, unroll=1):
-        places = [begin, begin + threads]
-        parts = [fragment(stats[row, cutlass.min(i, last), None], Int32(0), 2) for i in places]
-        tops = [Float32(cutlass.select_(i <= last, part[0], -Float32.inf)) for i, part in zip(places, parts)]
-        highest = cute.arch.fmax(top, cute.arch.fmax(*tops))
-        total *= exp2(top - finite(highest))
-        for own, part in zip(tops, parts):
-            total += part[1] * exp2(own - finite(highest))
-        top = highest
-    shift = finite(cute.arch.warp_reduction_max(top, threads_in_group=threads))
-    total = cute.arch.warp_reduction_sum(total * exp2(top - shift), threads_in_group=threads)
-    return shift + cute.math.log2(total)

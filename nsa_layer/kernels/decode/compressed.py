@@ -242,12 +242,9 @@ class RowTile:
         acc: cute.Tensor,
         first: Int32,
         piece: Int32,
-        also: cute.Tensor | None = None,
     ):
         """Write a piece of the rows' partial results, as `write_partial` does; `first`: where the rows begin there."""
         if self.begin < self.end:
-            write_partial(rows, sStats, sAcc, stats, acc, first, self.count, piece, also)
+            write_partial(rows, sStats, sAcc, stats, acc, first, self.count, piece)
         else:
             write_nothing(stats[None, piece, None], first, self.count)
-            if const_expr(also is not None):
-                write_nothing(also, Int32(0), self.count)

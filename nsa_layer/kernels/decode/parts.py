@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32
 
 from nsa_layer.kernels.block_topk.online_softmax import exp2
 from nsa_layer.kernels.decode.spec import ROWS, WARP, WARPS
@@ -93,15 +93,13 @@ def write_partial(
     first: Int32,
     count: Int32,
     piece: Int32,
-    also: cute.Tensor | None = None,
 ):
     """Add up what a thread block's warps have, and write it.
 
     Args:
-        sStats, sAcc: fp32 [2, ROWS, warps] and [D + 4, ROWS, warps] in shared memory.
+        sStats, sAcc: fp32 [2, ROWS, warps] and [D, ROWS, warps] in shared memory, of `shared_partial`.
         stats, acc: fp32 [R, pieces, 2] and [R, pieces, D].
         first, count: the rows, as they lie in these.
-        also: fp32 [ROWS, 2], which gets the stats, too.
     """
     tidx, _, _ = cute.arch.thread_idx()
     lane, own = cute.arch.lane_idx(), cute.arch.warp_idx()
@@ -125,9 +123,6 @@ def write_partial(
         part = Part.nothing()
         part.add_all([(sStats[None, row, w], sAcc[None, row, w]) for w in range(warps)], None, tidx % lanes)
         part.write(stats[first + row, piece, None], acc[first + row, piece, None], tidx % lanes)
-        if const_expr(also is not None):
-            if tidx % lanes == 0:
-                also[row, 0], also[row, 1] = part.top[0], part.total[0]
 
 
 @cute.jit
@@ -139,7 +134,13 @@ def write_nothing(stats: cute.Tensor, first: Int32, count: Int32):
 
 
 def shared_partial(smem: cutlass.utils.SmemAllocator, D: int, warps: int = WARPS) -> tuple[cute.Tensor, cute.Tensor]:
-    """Shared memory of `write_partial`; a few words between rows keep their banks apart."""
+    """Shared memory of `write_partial`.
+
+    A few words between rows keep their banks apart, and with more than `WARPS` warps eight words behind each 32 columns
+    those of neighbouring lanes, too. Thread blocks of `WARPS` leave room for those of another launch.
+    """
     stats = smem.allocate_tensor(Float32, cute.make_layout((2, ROWS, warps)), byte_alignment=16)
-    acc = smem.allocate_tensor(Float32, cute.make_layout((D + 4, ROWS, warps)), byte_alignment=16)
-    return stats, acc
+    behind = 8 if warps > WARPS else 0
+    row = D // 32 * (32 + behind) + 4
+    columns = cute.make_layout(((32, D // 32), ROWS, warps), stride=((1, 32 + behind), row, row * ROWS))
+    return stats, smem.allocate_tensor(Float32, columns, byte_alignment=16)

@@ -1,10 +1,11 @@
 """The step's only launch, or its second one: window, choice, selected branch, and the gated sum of all branches.
 
 The thread blocks of a cluster share the keys of up to 16 query heads of one token and key/value head, and the choice of
-blocks. They begin with the compressed branch, unless that has a launch of its own. The window waits for no launch: of
-what the step appends, it reads what is given. The choice takes long and reads little, so the window's last keys are on
-the way meanwhile. Then each thread block makes the token's list of the cluster's candidates. At last it adds up its
-share of the rows, of which each of the cluster's thread blocks has a part in shared memory, while one of them appends.
+blocks. They begin with the compressed branch, unless that has a launch of its own, beside which they attend to the
+window: of what the step appends, it reads what is given. In one launch the choice takes long and reads little, so the
+window's keys are on the way meanwhile. Then each thread block makes the token's list of the cluster's candidates. At
+last it adds up its share of the rows, of which each of the cluster's thread blocks has a part in shared memory, while
+one of them appends.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class SelectedDecode:
         mW_k: cute.Tensor | None,
         mW_v: cute.Tensor | None,
         mScores: cute.Tensor,
-        mStats: cute.Tensor,
-        mAcc: cute.Tensor,
+        mStats: cute.Tensor | None,
+        mAcc: cute.Tensor | None,
         mValid: cute.Tensor,
         mLists: cute.Tensor | None,  # int32 [B, T, Hkv, spec.list_width]
         mW: cute.Tensor | None,
@@ -134,11 +135,9 @@ class SelectedDecode:
             cute.arch.griddepcontrol_launch_dependents()
         sequence = lengths.of(b, caches.rows)
         own = TokenTile.of(spec, self.warps, sequence, head, x, slc)
-        choice = Choice.of(smem, own, self.each)
+        choice = Choice.of(smem, own, self.each, whole)
         share, rows = RowShare.of(own, whole), no_rows(spec.D, mQ.element_type, scale_log2)
-        scores, stats, acc = (
-            mScores[b, head, None, None], mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
-        )  # fmt: skip
+        scores = mScores[b, head, None, None]
         groups = cute.ceil_div(cutlass.min(own.t + 1, spec.window), KEYS)
         groups = cutlass.select_(own.token < sequence.T, groups, Int32(0))
         if const_expr(whole):
@@ -156,8 +155,7 @@ class SelectedDecode:
             rows.forget()
             keys.attend(rows, caches.keys, scores)
             own.load_first(rows, mQ, window, None, groups)
-            also = cute.domain_offset((own.first_row, 0), stats[None, own.share, None])
-            keys.write(rows, *shared, merged.of_rows(CMP), merged.sums_of_rows(CMP), Int32(0), Int32(0), also)
+            keys.write(rows, *shared, merged.of_rows(CMP), merged.sums_of_rows(CMP), Int32(0), Int32(0))
             cute.arch.cluster_arrive()
         else:
             own.load_first(rows, mQ, window, None, groups)
@@ -166,13 +164,17 @@ class SelectedDecode:
         if const_expr(whole):
             cute.arch.cluster_wait()
         else:
+            own.attend(rows, window, None, groups)
+            write_partial(rows, *shared, merged.of_rows(SWA), merged.sums_of_rows(SWA), Int32(0), own.count, Int32(0))
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+            stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
         valid = mValid[b, head] != 0
-        choice.choose(stats, scores, valid)
+        choice.choose(merged.of_rows(CMP) if whole else stats, scores, valid, window, groups)
         cute.arch.cluster_arrive()
-        own.attend(rows, window, None, groups)
-        write_partial(rows, *shared, merged.of_rows(SWA), merged.sums_of_rows(SWA), Int32(0), own.count, Int32(0))
+        if const_expr(whole):
+            own.attend(rows, window, None, groups)
+            write_partial(rows, *shared, merged.of_rows(SWA), merged.sums_of_rows(SWA), Int32(0), own.count, Int32(0))
         cute.arch.cluster_wait()
         listed = self.make_list(own.t, choice.gather(), choice.found, sList)
         if const_expr(mLists is not None):
@@ -328,6 +330,15 @@ class RowShare:
             found.append(cute.arch.rcp_approx(1.0 + exp2(-LOG2_E * total)))
         return found
 
+    def add_blocks(self, parts: list[Part], merged: Merged, row: Int32, begin: Int32, count: int, lane: Int32) -> None:
+        """Add a row's parts of so many thread blocks of the cluster, as far as they are there."""
+        ranks = [begin + i for i in range(count)]
+        theirs = [merged.in_block(cutlass.min(rank, self.tile.shares - 1)) for rank in ranks]
+        there = [rank < self.tile.shares for rank in ranks]
+        for n in range(3):
+            if self.whole or n != CMP:
+                parts[n].add_all([(x.stats[None, row, n], x.sums[None, row, n]) for x in theirs], there, lane)
+
     @cute.jit
     def write(self, merged: Merged, mO: cute.Tensor, mLSEs: tuple, valid: Boolean, at: Int32):
         """Write the rows of o and of the log-sum-exps."""
@@ -339,13 +350,11 @@ class RowShare:
             h, o = tile.q_head(row), cute.make_rmem_tensor((COLUMNS,), Float32)
             o.fill(0.0)
             parts = [Part.nothing() for _ in range(3)]
-            for begin in cutlass.range(0, tile.shares, AT_ONCE, unroll=1):
-                ranks = [begin + i for i in range(AT_ONCE)]
-                theirs = [merged.in_block(cutlass.min(rank, tile.shares - 1)) for rank in ranks]
-                there = [rank < tile.shares for rank in ranks]
-                for n in cutlass.range_constexpr(3):
-                    if const_expr(self.whole or n != CMP):
-                        parts[n].add_all([(x.stats[None, row, n], x.sums[None, row, n]) for x in theirs], there, lane)
+            if tile.shares <= 2:
+                self.add_blocks(parts, merged, row, Int32(0), 2, lane)
+            else:
+                for begin in cutlass.range(0, tile.shares, AT_ONCE, unroll=1):
+                    self.add_blocks(parts, merged, row, begin, AT_ONCE, lane)
             if const_expr(not self.whole):
                 for way in cutlass.range(self.ways, unroll=1):
                     slot = i * self.ways + way

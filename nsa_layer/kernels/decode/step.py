@@ -83,10 +83,8 @@ def decode_step(
     if call.cmp_page_table is not None:
         compressed_room *= call.cmp_page_table.shape[1]
     length = max(1, -(-call.config.compressed_length(room) // KEYS)) * KEYS
-    pieces = cmp or slc
-    scores, stats, acc = (
-        q.new_empty(B, Hkv, R, *x, dtype=torch.float32) for x in ((length,), (pieces, 2), (pieces, D))
-    )
+    scores = q.new_empty(B, Hkv, R, length, dtype=torch.float32)
+    stats, acc = (q.new_empty(B, Hkv, R, cmp, n, dtype=torch.float32) if cmp else None for n in (2, D))
     valid = torch.empty(B, Hkv, dtype=torch.int32, device=q.device)
     new = [rows(x) for x in (call.k, call.v)], [rows(x) for x in (call.k_win, call.v_win)]
     given = [rows(x) for x in (call.k_cmp, call.v_cmp)]

@@ -9,9 +9,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.kernels.decode.places import Sequence, Table
-from nsa_layer.kernels.decode.spec import KEYS, ROWS, DecodeSpec
+from nsa_layer.kernels.decode.spec import KEYS, ROWS, WARP, DecodeSpec
 from nsa_layer.kernels.decode.stored import Stored, new_row
 from nsa_layer.kernels.decode.warp_rows import WarpRows, own_keys, set_queries
+
+PREFETCHED = 32  # elements of 64 bytes, which a GPU's memory gives at once
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,19 @@ class TokenTile:
             rows.load_k([self.row_of(stored, 0, table, page, at, i) for i in k_at])
             rows.load_v([self.row_of(stored, 1, table, page, at, i) for i in v_at])
             self.set_queries(rows, mQ)
+
+    @cute.jit
+    def prefetch_window(self, stored: Stored, groups: Int32):
+        """Bring this warp's second group of the window to the L2."""
+        group, lane, pieces = self.group + self.shares * self.warps, cute.arch.lane_idx(), self.spec.D // PREFETCHED
+        if group < groups:
+            first, table = self.first_of(None, group, groups), stored.table(self.sequence)
+            page = self.page(table, first)
+            for key in cutlass.range_constexpr(0, KEYS, WARP // pieces):
+                for i in cutlass.range_constexpr(2):
+                    row = self.row_of(stored, i, table, page, first, key + lane // pieces)
+                    piece = row.iterator + lane % pieces * PREFETCHED
+                    cute.arch.prefetch(piece.llvm_ptr, cache_level="L2")
 
     @cute.jit
     def attend(self, rows: WarpRows, stored: Stored, sList: cute.Tensor | None, groups: Int32):
