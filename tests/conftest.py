@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays: no collection of garbage looks at it, now or later."""
+    """Collect tests without Python's garbage collector, which leaves alone for good all that was imported."""
     gc.disable()
     try:
         return (yield)

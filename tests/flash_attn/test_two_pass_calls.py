@@ -132,7 +132,7 @@ def test_two_passes_that_cannot_be_are_refused(changes: dict[str, Any], kind: ty
 
 
 def test_room_says_how_many_blocks_are_few() -> None:
-    """How many blocks the rows list only the device knows. Stacked and ragged rows, and lists without tensors, have
+    """The device alone knows how many blocks the rows list. Stacked and ragged rows, and lists without tensors, have
     no room that would say it."""
     wide = tables(room=(9,))
     for lists in (wide, tables(room=(300,)), wide._replace(mask_block_idx=torch.zeros(1, dtype=torch.int32))):
