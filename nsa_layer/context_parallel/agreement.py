@@ -11,17 +11,19 @@ from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 
 CAPACITY = 1024
 RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks may have different numbers of rows
-# Descriptions that all ranks of a group have had; an equal call of tensors on a GPU exchanges nothing.
+# Descriptions that all ranks of a group have had; an equal call of tensors on a GPU exchanges nothing, or validates.
 _agreed: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 
 
 def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object) -> None:
     """Compare a call's arguments with those of the other ranks, on GPUs at the first call like it; in a graph never.
 
-    On a CPU every call is compared: gloo ends the process where a peer sends more than is expected.
+    Every call is compared on a CPU, where gloo ends the process if a peer sends more than is expected, and on a GPU
+    with ``validate``, outside graphs: numbers may be wrong on one rank alone.
 
     Args:
         check: raises what is wrong with this rank's arguments, where calls are compared.
+        arguments: of the call, by name.
 
     Raises:
         TypeError: cp is no ContextParallel.
@@ -38,10 +40,12 @@ def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object)
     arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance", "high_priority")}
     described = tuple((name, _described(name, value, recorded)) for name, value in arguments.items())
     key = (cp.group_name, described)
-    known = key in _agreed
-    if known and any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments.values()):
+    known = key in _agreed and any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments.values())
+    if known and not arguments.get("validate"):
         return
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if known:
+            return
         raise RuntimeError("a call with these shapes is captured in a CUDA graph before it was made once")
     wrong = None
     try:

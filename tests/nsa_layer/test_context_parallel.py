@@ -30,6 +30,7 @@ from nsa_layer import (
 )
 from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.context_parallel import collectives, gather, graph, heads, overlapped, spec
+from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.collectives import Exchange
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
@@ -346,6 +347,35 @@ def refuse_numbers(group: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", BOTH)
 def test_every_rank_says_what_is_wrong_with_lists(mode: str, on_ranks: Ranks) -> None:
     on_ranks(2, refuse_numbers, mode)
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def compare_known_calls(group: Any) -> None:
+    """Of tensors on a GPU: every rank says what is wrong with one rank's numbers, where they are validated."""
+    cp, x = ContextParallel(group), torch.zeros(2).as_subclass(OnGpu)
+
+    def wrong() -> None:
+        if group.rank():
+            raise ValueError("no such block")
+
+    for validate in (False, True):
+        agree(cp, lambda: None, x=x, validate=validate)
+    agree(cp, wrong, x=x, validate=False)
+    with pytest.raises(ValueError, match="no such block"):
+        agree(cp, wrong, x=x, validate=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("is_available", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, name, lambda: True)
+        agree(cp, wrong, x=x, validate=True)
+        with pytest.raises(RuntimeError, match="captured in a CUDA graph before"):
+            agree(cp, wrong, x=x[:1], validate=True)
+
+
+def test_known_calls_are_compared_to_validate_them(on_ranks: Ranks) -> None:
+    on_ranks(2, compare_known_calls)
 
 
 def test_groups_that_do_not_exist_are_refused() -> None:

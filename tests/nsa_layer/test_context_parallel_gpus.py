@@ -201,3 +201,24 @@ def attend_to_lists(group: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_attend_to_lists(mode: str, on_gpus: Callable[..., Any]) -> None:
     on_gpus(attend_to_lists, mode)
+
+
+def refuse_numbers(group: Any, mode: str) -> None:
+    """Of a call that was made before, one rank's lists or starts are wrong: every rank says so, and goes on."""
+    cp, case = ContextParallel(group, mode=mode), Case(**SIZES, lengths=PACKED, config=CONFIG)
+    q, k, v, _ = drawn(case, cp).values()
+    starts = torch.tensor([0, *PACKED], device=q.device).cumsum(0).int()
+    lists = torch.zeros(*k.shape[:2], 1, dtype=torch.int32, device=q.device)
+    for attend in (partial(nsa, config=CONFIG), partial(selected_attention, block_size=64)):
+        attend = partial(attend, q, k, v, block_indices=lists, cu_seqlens=starts, cp=cp, validate=True)
+        for tensor, said in ((lists, "got 99 at"), (starts, "must end at the 1000 tokens of")):
+            attend()
+            tensor.view(-1)[-1] += 99 * cp.rank
+            with pytest.raises(ValueError, match=said):
+                attend()
+            tensor.view(-1)[-1] -= 99 * cp.rank
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rank_says_what_is_wrong_with_numbers(mode: str, on_gpus: Callable[..., Any]) -> None:
+    on_gpus(refuse_numbers, mode)
