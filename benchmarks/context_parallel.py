@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py [check bandwidth layer longest model] [--json FILE]
 
 32 query heads, 8 key/value heads, bf16, the default configuration, gated, forward and backward, smooth data. Times are
-medians of the slowest rank's, variants in turn; one GPU is rank 0, while the others wait. Communication that is not
-hidden is the time of a trace in which a GPU runs nothing but kernels of NCCL and copies, waits included. The model
-has SwiGLU MLPs of width 14,336, checkpoints each half of a layer, shards weights by FSDP2 and multiplies in bf16; the
-share of attention is what a step takes less with a sum of q, k and v in place of `nsa`.
+the slowest rank's medians, variants in turn; a call of the layer is one of as many in a row as take a second, since a
+GPU at its power limit runs the first ones after a pause faster. "one GPU" is every GPU with a whole call of its own, at
+the same time; in a group "alone" no rank waits for another, and exchanges are copies of the same bytes. Communication
+that is not hidden is the time of a trace in which a GPU runs nothing but kernels of NCCL and copies, waits included.
+The model has SwiGLU MLPs of width 14,336, checkpoints each half of a layer, shards weights by FSDP2 and multiplies in
+bf16; the share of attention is what a step takes less with a sum of q, k and v in place of `nsa`.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -28,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from without_peers import without_peers
 
 import nsa_layer.module
 from nsa_layer import ContextParallel, NSAConfig, NSAttention, nsa, shard_sequence
@@ -39,26 +43,13 @@ from nsa_tools.shape import Shape, long_tailed
 
 PARTS = ("check", "bandwidth", "layer", "longest", "model")
 HEADS = dict(Hq=32, Hkv=8, D=128, Dv=128)
-VARIANTS = {
-    "heads": ("heads", "zigzag"),
-    "gather": ("gather", "zigzag"),
-    "auto": ("auto", "zigzag"),
-    "heads in order": ("heads", None),
-    "gather in order": ("gather", None),
-}
-# Options of NCCL's groups: high priority of its stream, and fewer thread blocks, each of which takes a multiprocessor.
-GROUPS: dict[str, dict[str, int | bool]] = {
-    "own": {},
-    "first": dict(high_priority=True),
-    "16": dict(max_ctas=16),
-    "8": dict(max_ctas=8),
-    "4": dict(max_ctas=4),
-    "8 single": dict(max_ctas=8, cga_cluster_size=1),
-    "8 first": dict(max_ctas=8, high_priority=True),
-}
+VARIANTS = ("heads", "gather", "auto")  # modes
+# Groups as NCCL makes them, of a stream of high priority, of at most 16 thread blocks, of both, and without peers.
+GROUPS = ("own", "first", "16", "16 first", "alone")
 ONE = "one GPU"
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+ROW_MS = 1e3  # of calls in a row
 VOCABULARY, HIDDEN, LOSS_TOKENS = 32768, 14336, 16384
 
 Inputs = dict[str, torch.Tensor]
@@ -89,9 +80,21 @@ def parts_of(inputs: Inputs, do: torch.Tensor, cp: ContextParallel, *, dim: int 
 
 
 def slowest(call: Callable[[], object]) -> float:
-    """Milliseconds of the slowest rank, all of which start together."""
+    """Milliseconds of the slowest rank."""
+    return max(in_a_row(call, 1))
+
+
+def in_a_row(call: Callable[[], object], count: int) -> list[float]:
+    """Milliseconds of each rank for one of so many calls between which nothing waits; all ranks start together."""
+
+    def calls() -> None:
+        for _ in range(count):
+            call()
+
+    found: list[float] = [0.0] * dist.get_world_size()
     dist.barrier()
-    return agreed(milliseconds(call, DEVICE), dist.ReduceOp.MAX)
+    dist.all_gather_object(found, milliseconds(calls, DEVICE) / count)
+    return found
 
 
 def agreed(value: float, how: dist.ReduceOp.RedOpType) -> float:
@@ -155,29 +158,28 @@ def layer(given: argparse.Namespace) -> Iterable[dict]:
     """Times of a call on one GPU and on all, and the communication that is not hidden."""
     for T in given.tokens:
         clear()
-        shape = shape_of(T)
+        shape, ranks = shape_of(T), made(given.variants, given.groups)
         whole, do = shape.inputs(), shape.output_gradient()
-        calls: dict[str, Callable[[], object]] = {}
-        held: dict[str | None, tuple[Inputs, torch.Tensor]] = {}
-        for name, cp in made(given.variants, given.groups).items():
-            if cp.load_balance not in held:
-                held[cp.load_balance] = parts_of(whole, do, cp)
-            calls[name] = partial(attend, *held[cp.load_balance], cp=cp)
-        first = dist.get_rank() == 0
-        calls[ONE] = partial(attend, whole, do) if first else lambda: None
-        if not first:
-            del whole, do
-        for call in calls.values():
+        parts = parts_of(whole, do, next(iter(ranks.values())))
+        calls: dict[str, Callable[[], object]] = {ONE: partial(attend, whole, do)}
+        for name, cp in ranks.items():
+            call = partial(attend, *parts, cp=cp)
+            calls[name] = without_peers()(call) if dist.get_backend(cp.group) == "fake" else call
+        counts = {}
+        for name, call in calls.items():
             slowest(call)
-        times: dict[str, list[float]] = {name: [] for name in calls}
+            counts[name] = math.ceil(ROW_MS / slowest(call))
+        timings: dict[str, list[list[float]]] = {name: [] for name in calls}
         for _ in range(given.repeats):
             for name, call in calls.items():
-                times[name].append(slowest(call))
-        one = statistics.median(times[ONE])
-        for name, taken in times.items():
-            row = dict(T=T, variant=name, ms=statistics.median(taken), timings_ms=taken)
+                timings[name].append(in_a_row(call, counts[name]))
+        for name, taken in timings.items():
+            each = [statistics.median(of_rank) for of_rank in zip(*taken)]
+            row = dict(T=T, variant=name, in_a_row=counts[name], ms=max(each), each_ms=each, timings_ms=taken)
+            if name == ONE:
+                one = row["ms"]
             row["of_one"] = row["ms"] / one
-            if CUDA and name != ONE and not given.no_trace:
+            if CUDA and name != ONE:
                 dist.barrier()
                 row |= exposed(record({"step": calls[name]}))
             yield row
@@ -315,26 +317,27 @@ def summed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> to
 def made(variants: Iterable[str], groups: Iterable[str] = ("own",)) -> dict[str, ContextParallel]:
     """Each variant on each kind of group, by their names."""
     found = {}
-    for name, kind in product(variants, groups):
-        mode, load_balance = VARIANTS[name]
-        said = name if kind == "own" else f"{name}, {kind}"
-        found[said] = ContextParallel(group_of(kind), mode=mode, load_balance=load_balance)
+    for mode, kind in product(variants, groups):
+        found[mode if kind == "own" else f"{mode}, {kind}"] = ContextParallel(group_of(kind), mode=mode)
     return found
 
 
 @cache
 def group_of(kind: str) -> dist.ProcessGroup:
-    """All ranks, with options of NCCL."""
+    """All ranks, in a kind of group."""
+    if kind == "alone":
+        return dist.new_group(backend="fake")
     if kind == "own" or not CUDA:
         return dist.group.WORLD
-    given = dict(GROUPS[kind])
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.pop("high_priority", False))
-    for name, value in given.items():
-        setattr(options.config, name, value)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream="first" in kind)
+    if "16" in kind:
+        options.config.max_ctas = 16
     return dist.new_group(backend="nccl", pg_options=options)
 
 
 def shown(value: object) -> str:
+    if isinstance(value, list):
+        return " / ".join(map(shown, value))
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 2 else f"{value:,.1f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -358,30 +361,28 @@ def main() -> None:
     if CUDA:
         found |= dict(gpu=torch.cuda.get_device_name(), torch=torch.__version__, nccl=str(torch.cuda.nccl.version()))
     for name in given.parts:
-        rows = []
+        found[name] = rows = []
         for row in globals()[name](given):
             rows.append(row)
             if dist.get_rank() == 0:
                 print(name, {key: shown(value) for key, value in row.items()}, flush=True)
-        found[name] = rows
+                if given.json:  # each time, so that what fails later loses nothing
+                    given.json.write_text(json.dumps(found, indent=1) + "\n")
         if dist.get_rank() == 0:
             print(f"\n{table(rows)}\n", flush=True)
-            if given.json:  # after each part, so that a later one that fails loses nothing
-                given.json.write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 
 
-def options() -> argparse.Namespace:
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; all unless given")
-    parser.add_argument("--json", type=Path, help="also write what was found to this file, after each part")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:3])
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["own"], help="options of NCCL, see GROUPS")
+    parser.add_argument("--json", type=Path, help="also write what was found to this file, as it is found")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=["own"], help="see GROUPS; alone is for times")
     parser.add_argument("--check-tokens", type=int, default=16384)
     parser.add_argument("--bytes", type=int, nargs="+", default=[1 << 24, 1 << 27, 1 << 31], help="that a GPU sends")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 18, 1 << 20])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-trace", action="store_true", help="times alone")
     parser.add_argument("--longest-variants", nargs="+", choices=[ONE, *VARIANTS], default=[ONE, "heads", "gather"])
     each = [n << 18 for n in (8, 9, 10, 11, 12)]
     parser.add_argument(
@@ -390,7 +391,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model-variant", choices=VARIANTS, default="auto")
     for name, size in dict(model_tokens=1 << 19, layers=8, dim=4096, hidden=HIDDEN).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=size)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if unknown := sorted(set(given.parts) - set(PARTS)):
         parser.error(f"parts must be of {', '.join(PARTS)}, got {', '.join(unknown)}")
     return given

@@ -12,31 +12,9 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from without_peers import without_peers
 
-import nsa_layer.api
 from nsa_layer import ContextParallel, MemoryPolicy, NSAConfig, nsa
-from nsa_layer.context_parallel import collectives
-
-Tensor = torch.Tensor
-
-
-def without_peer() -> None:
-    """Let exchanges be copies, of the sizes that they have; and descriptions of calls equal."""
-
-    def all_to_all(
-        outputs: list[Tensor], inputs: list[Tensor], *, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work:
-        for into, x in zip(outputs, inputs, strict=True):
-            into.copy_(x)
-        return dist.barrier(group=group, async_op=async_op)
-
-    def send_to_all(self: collectives.Exchange, x: Tensor) -> Tensor:
-        return send(self, x) if self.in_place else torch.stack([self.rows.padded(x)] * self.cp.size)
-
-    send = collectives.Exchange.send_to_all
-    collectives.Exchange.send_to_all, dist.all_to_all = send_to_all, all_to_all
-    nsa_layer.api.agree = lambda *_, **__: None
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 
 
 def peak(tokens: int, cp: ContextParallel | None) -> float:
@@ -54,11 +32,13 @@ def peak(tokens: int, cp: ContextParallel | None) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 19, 1 << 20])
-    without_peer()
+    given = parser.parse_args()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     ranks = {mode: ContextParallel(dist.group.WORLD, mode=mode) for mode in ("heads", "gather")}
-    for tokens in parser.parse_args().tokens:
+    for tokens in given.tokens:
         one = peak(tokens, None)
-        found = {mode: peak(tokens, cp) for mode, cp in ranks.items()}
+        with without_peers():
+            found = {mode: peak(tokens, cp) for mode, cp in ranks.items()}
         rows = [("one GPU", f"{tokens:,}", one, None)]
         rows += [(f"a rank of two, {mode}", f"{2 * tokens:,}", x, 2 * one / x) for mode, x in found.items()]
         print(tabulate(rows, ("", "tokens", "GiB", "tokens in as much memory"), "github", floatfmt=".2f"), flush=True)

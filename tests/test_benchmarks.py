@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside th
 import block_sparse  # noqa: E402
 import checked_kernels as checked  # noqa: E402
 import compare_trees as trees  # noqa: E402
+import context_parallel as ranks  # noqa: E402
 import context_parallel_model as parallel  # noqa: E402
 import kernels_alone  # noqa: E402
 import layer_turns  # noqa: E402
@@ -238,6 +242,53 @@ def test_the_model_counts_what_ranks_send(monkeypatch: pytest.MonkeyPatch) -> No
     assert heads == parallel.sent("heads", T, 2)
     # The model leaves out compressed keys, 1/64.
     assert gather["reduce-scatter"] == pytest.approx(parallel.sent("gather", T, 2)["reduce-scatter"], rel=1 / 60)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Namespace]]:
+    """Options of the benchmark of ranks, which is on a CPU with small heads, and has one."""
+    small = dict(CUDA=False, DEVICE="cpu", HEADS=dict(Hq=2, Hkv=1, D=8, Dv=8), ROW_MS=1.0)
+    for name, value in small.items():
+        monkeypatch.setattr(ranks, name, value)
+    ranks.group_of.cache_clear()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield ranks.options
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_are_timed_beside_ranks_alone(one_rank: Callable[..., Namespace]) -> None:
+    given = one_rank(["layer", "--tokens", "64", "--variants", "heads", "--groups", "own", "alone", "--repeats", "2"])
+    rows = list(ranks.layer(given))
+    assert [row["variant"] for row in rows] == [ranks.ONE, "heads", "heads, alone"]
+    assert rows[0]["of_one"] == 1 and all(row["each_ms"] == [row["ms"]] for row in rows)
+    assert all(len(row["timings_ms"]) == 2 and row["in_a_row"] == 1 for row in rows)
+    assert "heads, alone" in ranks.table(rows)
+    count = []
+    assert ranks.in_a_row(lambda: count.append(0), 5)[0] > 0 and len(count) == 5
+
+
+def test_longer_calls_are_tried_until_one_does_not_fit(
+    one_rank: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(inputs: dict[str, torch.Tensor], do: torch.Tensor, **_: object) -> None:
+        held.append(weakref.ref(do))
+        if inputs["q"].shape[1] > 64:
+            raise torch.OutOfMemoryError
+
+    held: list[weakref.ref] = []
+    monkeypatch.setattr(ranks, "attend", attend)
+    monkeypatch.setattr(ranks, "clear", lambda: tried.append([x() for x in held]))
+    tried: list[list[object]] = []
+    rows = list(ranks.longest(one_rank(["longest", "--longest-tokens", "32", "64", "96", "128"])))
+    for variant in (ranks.ONE, "heads", "gather"):
+        assert [(row["T"], row["fits"]) for row in rows if row["variant"] == variant] == [
+            (32, True),
+            (64, True),
+            (96, False),
+        ]
+    assert len(tried) == 9 and not any(x is not None for each in tried for x in each), "memory is free again"
 
 
 def test_the_model_prefers_what_sends_less() -> None:
