@@ -1,4 +1,4 @@
-"""Differentiable exchanges between ranks, by the operators that the compiler knows.
+"""Exchanges between ranks by collectives, which the compiler knows; and differentiable ones on these or on messages.
 
 An exchange is two functions: one sends, and returns what may be read after the other one only. What is launched between
 them runs beside the exchange, and in backward what was between them does again.
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 
 from nsa_layer.call_spec import accumulation_dtype
+from nsa_layer.context_parallel.messages import Messages, Parts, copy
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.operators.registration import is_recorded
@@ -23,137 +24,89 @@ Tensor = torch.Tensor
 OPS = torch.ops._c10d_functional
 
 
-class Exchange(NamedTuple):
-    """The rows of a tensor that each rank has.
+class Collectives(NamedTuple):
+    """`Messages` as a collective for each tensor: ranks' rows are padded to as many, in the order of the ranks."""
 
-    Attributes:
-        in_place: chunks are sent from and to where they stand in the whole, which is not the order of the ranks: NCCL
-            can, and no row is copied once more.
-    """
-
-    rows: Rows
     cp: ContextParallel
-    in_place: bool = False
 
-    @classmethod
-    def of(cls, x: Tensor, rows: Rows, cp: ContextParallel) -> Exchange:
-        """For a tensor [B, ...]."""
-        if is_recorded(x):
-            return cls(rows, cp)
-        of_chunks = rows.even and rows.most > 0 and not rows.in_order
-        return cls(rows, cp, of_chunks and len(x) == 1 and _takes_lists(x))
+    def begin(self) -> None:
+        """Every tensor was sent when it was given."""
 
-    def send_to_whole(self, x: Tensor) -> Tensor:
-        """Part r of x [R, B, most, ...], this rank's rows, to rank r; `whole` waits for what comes."""
-        if not self.in_place:
-            return self._by_rank(x)
-        whole = x.new_empty((1, sum(self.rows.counts), *x.shape[3:]))
-        self._by_chunk(whole, self._chunks(whole), self._parts(contiguous(x)))
-        return whole.view(x.shape)
+    def held(self, sent: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Tensors that stand for what was sent, between two functions of autograd: the same."""
+        return sent
 
-    def send_to_all(self, x: Tensor) -> Tensor:
-        """This rank's rows [B, n, ...] to all ranks; `whole` waits for what comes."""
-        if self.in_place:
-            whole, size = x.new_empty((1, sum(self.rows.counts), *x.shape[2:])), self.cp.size
-            parts = contiguous(x).split(self.rows.of_rank(self.cp.rank), dim=1)
-            self._by_chunk(whole, self._chunks(whole), [[part] * size for part in parts])
-            return whole.view(size, *x.shape)
-        return OPS.all_gather_into_tensor(contiguous(self.rows.padded(x))[None], self.cp.size, self.cp.group_name)
+    released = held
 
-    def whole(self, sent: Tensor) -> Tensor:
-        """All rows [B, N, ...], in order."""
-        sent = OPS.wait_tensor(sent)
-        return sent.view(1, -1, *sent.shape[3:]) if self.in_place else self.rows.to_whole(sent)
+    def send_to_all(self, x: Tensor, rows: Rows) -> Tensor:
+        """This rank's rows [B, n, ...] to all ranks."""
+        return OPS.all_gather_into_tensor(rows.padded(x).contiguous()[None], self.cp.size, self.cp.group_name)
 
-    def send_to_ranks(self, x: Tensor) -> Tensor:
-        """Rows of x [B, N, ...] to those who have them; `by_rank` waits for what comes."""
-        if not self.in_place:
-            return self._by_rank(self.rows.to_ranks(x))
-        found = x.new_empty((self.cp.size, 1, self.rows.most, *x.shape[2:]))
-        self._by_chunk(found, self._parts(found), self._chunks(contiguous(x)))
-        return found
+    def send_to_heads(self, x: Tensor, rows: Rows) -> Tensor:
+        """This rank's rows x [B, n, R, h, ...], those of part r to rank r."""
+        return self._by_rank(rows.padded(x).movedim(2, 0))
 
-    def by_rank(self, sent: Tensor) -> Tensor:
-        """This rank's rows, [R, B, n, ...], of every rank."""
-        return OPS.wait_tensor(sent)[:, :, : sum(self.rows.of_rank(self.cp.rank))]
+    def whole(self, sent: Tensor, rows: Rows) -> Tensor:
+        """All rows [B, N, ...], in order, of what `send_to_all` or `send_to_heads` returned."""
+        return rows.to_whole(OPS.wait_tensor(sent))
 
-    def send_sums(self, x: Tensor) -> Tensor:
-        """Send this rank's part of all rows, [B, N, ...], to those who have them; `sums` waits for the sums."""
-        return self.send_sums_by_rank(self.rows.to_ranks(x))
+    def send_to_tokens(self, x: Tensor, rows: Rows) -> Tensor:
+        """All rows x [B, N, h, ...] to those who have them."""
+        return self._by_rank(rows.to_ranks(x))
 
-    def send_sums_by_rank(self, x: Tensor) -> Tensor:
-        """`send_sums` of x by rank, [R, B, most, ...]."""
-        return OPS.reduce_scatter_tensor(x, "sum", self.cp.size, self.cp.group_name)
+    def by_rank(self, sent: Tensor, rows: Rows) -> Tensor:
+        """This rank's rows, [B, n, R, h, ...], of what `send_to_tokens` returned."""
+        return OPS.wait_tensor(sent)[:, :, : sum(rows.of_rank(self.cp.rank))].movedim(0, 2)
 
-    def sums(self, sent: Tensor) -> Tensor:
-        """This rank's rows [B, n, ...]."""
-        return OPS.wait_tensor(sent)[0, :, : sum(self.rows.of_rank(self.cp.rank))]
+    def send_sums(self, parts: Parts, rows: Rows, seen: object = None) -> Tensor:
+        """Parts of the sum of all rows to those who have them, in the accumulation dtype.
+
+        Args:
+            parts: rows of the whole, and what this rank adds to them, [B, rows, ...].
+        """
+        end, dtype, total = sum(rows.counts), accumulation_dtype(parts[0][1].dtype), None
+        for which, x in parts:  # no writes to parts: see `overlapped.Written`
+            x = F.pad(x.to(dtype), (0, 0) * (x.dim() - 2) + (which.start, end - which.stop))
+            total = x if total is None else total + x
+        return OPS.reduce_scatter_tensor(rows.to_ranks(total), "sum", self.cp.size, self.cp.group_name)
+
+    def write_sums(self, sent: Tensor, rows: Rows, out: Tensor) -> None:
+        """Write sums of this rank's rows to out [B, n, ...]."""
+        out.copy_(self.sums(sent, rows))
+
+    def sums(self, sent: Tensor, rows: Rows) -> Tensor:
+        """Sums of this rank's rows [B, n, ...], in the accumulation dtype."""
+        return OPS.wait_tensor(sent)[0, :, : sum(rows.of_rank(self.cp.rank))]
 
     def _by_rank(self, x: Tensor) -> Tensor:
         each = [1] * self.cp.size
-        return OPS.all_to_all_single(contiguous(x), each, each, self.cp.group_name)
-
-    def _by_chunk(self, into: Tensor, outputs: list[list[Tensor]], inputs: list[list[Tensor]]) -> None:
-        """The ranks' first chunks, then their second ones; outputs are parts of `into`."""
-        for pair in zip(outputs, inputs, strict=True):
-            work = dist.all_to_all(*pair, group=self.cp.group, async_op=True)
-            torch._C._distributed_c10d._register_work(into, work)
-
-    def _chunks(self, whole: Tensor) -> list[list[Tensor]]:
-        """The i-th chunks of each rank, in [1, N, ...]."""
-        parts = whole.split(self.rows.counts[0], dim=1)
-        return [[parts[number] for number in numbers] for numbers in zip(*map(self.rows.chunks, range(self.cp.size)))]
-
-    def _parts(self, x: Tensor) -> list[list[Tensor]]:
-        """The i-th chunks of each rank, in [R, 1, n, ...]."""
-        return [list(part.unbind()) for part in x.split(self.rows.counts[0], dim=2)]
+        return OPS.all_to_all_single(x.contiguous(), each, each, self.cp.group_name)
 
 
-def _takes_lists(x: Tensor) -> bool:
-    return x.is_cuda
+def exchange_for(x: Tensor, cp: ContextParallel) -> Collectives | Messages:
+    """A launch of exchanges of tensors like x."""
+    return Collectives(cp) if is_recorded(x) else Messages(cp)
 
 
-def copy(into: Tensor, x: Tensor) -> None:
-    """``into.copy_(x)``, of one dtype 16 bytes at a time where rows allow it: an element at a time takes thrice as long
-    where rows are not in order."""
-    if x.dtype == into.dtype and _is_wide(x) and _is_wide(into):
-        into, x = into.view(torch.complex128), x.view(torch.complex128)
-    into.copy_(x)
+def send(
+    xs: Sequence[Tensor], rows: tuple[Rows, ...], exchange: Collectives | Messages, *, to_heads: bool
+) -> tuple[Tensor, ...]:
+    """Launch an exchange.
+
+    Args:
+        xs: with `to_heads` a rank's rows of all heads, [B, n, R, h, ...], heads by the rank that gets them; else all
+            rows of a rank's heads, [B, N, h, ...].
+        rows: of each.
+    """
+    return _Sent.apply(exchange, rows, to_heads, *xs)
 
 
-def contiguous(x: Tensor) -> Tensor:
-    """``x.contiguous()``, as `copy` copies."""
-    if x.is_contiguous() or not x.is_cuda or is_recorded(x):
-        return x.contiguous()
-    found = torch.empty_like(x, memory_format=torch.contiguous_format)
-    copy(found, x)
-    return found
-
-
-def _is_wide(x: Tensor) -> bool:
-    step = 16 // x.element_size()
-    rows = x.stride()[:-1] + (x.storage_offset(), x.shape[-1])
-    return x.is_cuda and x.stride(-1) == 1 and not any(each % step for each in rows)
-
-
-def send_to_heads(x: Tensor, exchange: Exchange) -> Tensor:
-    """Send a rank's rows of all heads: x [B, n, R, h, ...], heads by the rank that gets them."""
-    return _Sent.apply(x, exchange, True)
-
-
-def receive_of_heads(sent: Tensor, exchange: Exchange) -> Tensor:
-    """All rows of this rank's heads: [B, N, h, ...], in order."""
-    return _Received.apply(sent, exchange, True)
-
-
-def send_to_tokens(x: Tensor, exchange: Exchange) -> Tensor:
-    """Send all rows of a rank's heads: x [B, N, h, ...]."""
-    return _Sent.apply(x, exchange, False)
-
-
-def receive_of_tokens(sent: Tensor, exchange: Exchange) -> Tensor:
-    """This rank's rows of all heads: [B, n, R, h, ...]."""
-    return _Received.apply(sent, exchange, False)
+def receive(
+    sent: Sequence[Tensor], rows: tuple[Rows, ...], exchange: Collectives | Messages, *, to_heads: bool
+) -> tuple[Tensor, ...]:
+    """Wait for what was sent: with `to_heads` all rows of this rank's heads, [B, N, h, ...], in order; else this
+    rank's rows of all heads, [B, n, R, h, ...]."""
+    return _Received.apply(exchange, rows, to_heads, *sent)
 
 
 def divided(x: Tensor, ranks: int, steps: int) -> tuple[Tensor, ...]:
@@ -168,31 +121,63 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 def gather(x: Tensor, rows: Rows, cp: ContextParallel) -> Tensor:
     """All rows of every rank: [B, n, ...] -> [B, N, ...], in order; gradients are summed in the accumulation dtype."""
-    return _Gathered.apply(x, Exchange(rows, cp))
+    return _Gathered.apply(x, rows, Collectives(cp))
 
 
 class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
-        ctx.static = exchange, to_heads
-        return _send(x, exchange, to_heads)
+    def forward(
+        ctx: Any, exchange: Collectives | Messages, rows: tuple[Rows, ...], to_heads: bool, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.static = exchange, rows, to_heads
+        return _differentiable(ctx, _send(exchange, rows, xs, to_heads=to_heads))
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, to_heads = ctx.static
-        return _receive(d, exchange, not to_heads), None, None
+    def backward(ctx: Any, *ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        exchange, rows, to_heads = ctx.static
+        return None, None, None, *_receive(exchange, rows, _wanted(ctx, ds), to_heads=not to_heads)
 
 
 class _Received(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
-        ctx.static = exchange, to_heads
-        return _receive(sent, exchange, to_heads)
+    def forward(
+        ctx: Any, exchange: Collectives | Messages, rows: tuple[Rows, ...], to_heads: bool, *sent: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.static = exchange, rows, to_heads
+        return _differentiable(ctx, _receive(exchange, rows, sent, to_heads=to_heads))
 
     @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, to_heads = ctx.static
-        return _send(d, exchange, not to_heads), None, None
+    def backward(ctx: Any, *ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        exchange, rows, to_heads = ctx.static
+        return None, None, None, *_send(exchange, rows, _wanted(ctx, ds), to_heads=not to_heads)
+
+
+def _differentiable(ctx: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """With gradients of those whose inputs have them."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(x for x, needed in zip(found, ctx.needs_input_grad[3:]) if not needed))
+    return found
+
+
+def _wanted(ctx: Any, ds: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gradients of inputs that have some; a graph makes zeros of the others."""
+    return tuple(d if needed else None for d, needed in zip(ds, ctx.needs_input_grad[3:], strict=True))
+
+
+def _send(
+    exchange: Collectives | Messages, rows: tuple[Rows, ...], xs: Sequence[Tensor | None], *, to_heads: bool
+) -> tuple[Tensor | None, ...]:
+    how = exchange.send_to_heads if to_heads else exchange.send_to_tokens
+    found = tuple(None if x is None else how(x, each) for x, each in zip(xs, rows, strict=True))
+    exchange.begin()
+    return exchange.held(found)
+
+
+def _receive(
+    exchange: Collectives | Messages, rows: tuple[Rows, ...], sent: Sequence[Tensor | None], *, to_heads: bool
+) -> tuple[Tensor | None, ...]:
+    how = exchange.whole if to_heads else exchange.by_rank
+    return tuple(None if x is None else how(x, each) for x, each in zip(exchange.released(sent), rows, strict=True))
 
 
 class _Divided(torch.autograd.Function):
@@ -226,21 +211,12 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
-        ctx.static = exchange, x.dtype
-        return exchange.whole(exchange.send_to_all(x))
+    def forward(ctx: Any, x: Tensor, rows: Rows, exchange: Collectives) -> Tensor:
+        ctx.static = rows, exchange
+        return exchange.whole(exchange.send_to_all(x, rows), rows)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, dtype = ctx.static
-        return exchange.sums(exchange.send_sums(d.to(accumulation_dtype(dtype)))).to(dtype), None
-
-
-def _send(x: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
-    if to_heads:  # [B, n, R, h, ...] -> [R, B, most, h, ...]
-        return exchange.send_to_whole(exchange.rows.padded(x).movedim(2, 0))
-    return exchange.send_to_ranks(x)
-
-
-def _receive(sent: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
-    return exchange.whole(sent) if to_heads else exchange.by_rank(sent).movedim(0, 2)
+        rows, exchange = ctx.static
+        sent = exchange.send_sums([(slice(0, d.shape[1]), d)], rows)
+        return exchange.sums(sent, rows).to(d.dtype), None, None

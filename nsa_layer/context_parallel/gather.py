@@ -17,14 +17,13 @@ from nsa_layer.block_mlp import compressed
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
 from nsa_layer.context_parallel import graph
 from nsa_layer.context_parallel.blocks import compress_own, pooled
-from nsa_layer.context_parallel.collectives import Exchange
 from nsa_layer.context_parallel.halo import with_neighbours
 from nsa_layer.context_parallel.overlapped import OF_BLOCKS, OF_HEADS, Call, Left, Places
 from nsa_layer.context_parallel.overlapped import attend as attend_overlapped
 from nsa_layer.context_parallel.parts import Part
 from nsa_layer.context_parallel.rows import of_blocks
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.stretches import Window, stretches_of
+from nsa_layer.context_parallel.stretches import Window, stretches_of_ranks
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.gate import equal_gates
@@ -81,7 +80,8 @@ def attend_here(
     """
     packed, local, config = given.cu_seqlens is not None, given.q.shape[-3], spec.config
     lengths, listed = spec.lengths or (local * cp.size,), given.block_indices is not None
-    stretches = stretches_of(cp, local, spec.lengths, cut=spec.causal and not listed)
+    of_ranks = stretches_of_ranks(cp, local, spec.lengths, cut=spec.causal and not listed)
+    stretches = of_ranks[cp.rank]
     windows = [stretch.window(config.window_size - 1, causal=spec.causal) for stretch in stretches]
     kept = (False,) * 3
     if backend == "cute":
@@ -91,8 +91,8 @@ def attend_here(
         given = _with_window(cp, _with_blocks(cp, backend, given, spec), windows, spec)._replace(cu_seqlens=None)
     elif given.has_own_window:
         given, of_keys = given._replace(**dict(zip(OF_WINDOW, given.of_window))), OF_KEYS + OF_WINDOW
-    blocks = Exchange(of_blocks(cp, lengths, local // len(cp.chunks), config.span, config.stride), cp)
-    common = Call.common(cp, backend, given, stretches, blocks=blocks, of_keys=of_keys)
+    blocks = of_blocks(cp, lengths, local // len(cp.chunks), config.span, config.stride)
+    common = Call.common(cp, backend, given, of_ranks, blocks=blocks, of_keys=of_keys)
     call = LayerCall(**common, spec=spec, windows=tuple(windows), kept=kept)
     o, more = attend_overlapped(call, given, return_more=return_aux)
     if not return_aux:

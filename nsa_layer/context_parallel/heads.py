@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_layer.call_spec import Aux, CallSpec
-from nsa_layer.context_parallel.collectives import (
-    Exchange,
-    divided,
-    joined,
-    receive_of_heads,
-    receive_of_tokens,
-    send_to_heads,
-    send_to_tokens,
-)
+from nsa_layer.context_parallel.collectives import divided, exchange_for, joined, receive, send
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, WEIGHTS, check_whole
@@ -131,33 +123,25 @@ def over_heads(
     Returns:
         This rank's rows of all heads of what the calls give.
     """
-    steps = steps_of(*next(iter(parts.values())), cp, heads)
-    exchanges = {name: Exchange.of(x[None] if packed else x, rows, cp) for name, (x, rows) in parts.items()}
-    sending: list[dict[str, Tensor]] = [{} for _ in range(steps)]
-    for name, (x, _) in parts.items():
-        x = x.unsqueeze(0) if packed else x
-        for step, part in enumerate(divided(x, cp.size, steps)):
-            sending[step][name] = part
+    first, of_parts = next(iter(parts.values())), tuple(rows for _, rows in parts.values())
+    steps = steps_of(*first, cp, heads)
+    divisions = [divided(x[None] if packed else x, cp.size, steps) for x, _ in parts.values()]
     mine = {name: w.unflatten(0, (cp.size, steps, -1))[cp.rank].unbind(0) for name, w in weights.items()}
 
-    def send(step: int) -> dict[str, Tensor]:
-        return {name: send_to_heads(x, exchanges[name]) for name, x in sending[step].items()}
-
-    def answer(x: Tensor, rows: Rows) -> tuple[Tensor, Exchange]:
-        x = x.unsqueeze(0) if packed else x
-        exchange = Exchange.of(x, rows, cp)
-        return send_to_tokens(x, exchange), exchange
+    def send_heads(step: int) -> tuple[Tensor, ...]:
+        return send([part[step] for part in divisions], of_parts, exchanges[step], to_heads=True)
 
     # Backward goes in the opposite order, so that there, too, exchanges are launched before the attention beside them.
-    sent, answers = send(0), []
+    exchanges = [exchange_for(first.x, cp) for _ in range(steps)]
+    sent, answers = send_heads(0), []
     for step in range(steps):
-        following = send(step + 1) if step + 1 < steps else {}
-        received = {name: receive_of_heads(x, exchanges[name]) for name, x in sent.items()}
-        received = {name: x[0] if packed else x for name, x in received.items()}
-        answers.append([answer(*made) for made in call(**received, **{name: w[step] for name, w in mine.items()})])
+        following = send_heads(step + 1) if step + 1 < steps else ()
+        received = receive(sent, of_parts, exchanges[step], to_heads=True)
+        received = {name: x[0] if packed else x for name, x in zip(parts, received)}
+        made, of_made = zip(*call(**received, **{name: w[step] for name, w in mine.items()}))
+        made, exchange = [x[None] if packed else x for x in made], exchange_for(first.x, cp)
+        answers.append((send(made, of_made, exchange, to_heads=False), of_made, exchange))
         sent = following
-    results = []
-    for steps_of_one in zip(*answers, strict=True):
-        whole = joined([receive_of_tokens(*each) for each in steps_of_one])
-        results.append(whole[0] if packed else whole)
-    return results
+    results = zip(*(receive(*answer, to_heads=False) for answer in answers))
+    wholes = [joined(parts_of_steps) for parts_of_steps in results]
+    return [whole[0] if packed else whole for whole in wholes]

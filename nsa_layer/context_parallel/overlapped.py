@@ -7,16 +7,16 @@ after.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from nsa_layer.call_spec import DIFFERENTIABLE, CallTensors, accumulation_dtype
-from nsa_layer.context_parallel.collectives import Exchange
+from nsa_layer.context_parallel.collectives import Collectives, exchange_for
+from nsa_layer.context_parallel.messages import Messages, Parts
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import Stretch
@@ -37,8 +37,10 @@ class Call(ABC):
     """The static side of a rank's call. Its tensors have a batch dimension where sequences are packed too.
 
     Attributes:
+        cp: the ranks.
         stretches: of this rank.
-        tokens, blocks: exchanges of keys and values, and of compressed ones.
+        seen: for each rank rows of keys of its stretches.
+        tokens, blocks: rows of keys and values, and of compressed ones.
         heads: key/value heads of each step.
         backend: of `nsa`.
         packed: sequences are, whether their lengths are known or not.
@@ -46,9 +48,11 @@ class Call(ABC):
         recorded: in graphs that are made.
     """
 
+    cp: ContextParallel
     stretches: tuple[Stretch, ...]
-    tokens: Exchange
-    blocks: Exchange | None
+    seen: tuple[tuple[slice, ...], ...]
+    tokens: Rows
+    blocks: Rows | None
     heads: tuple[tuple[int, int], ...]
     backend: str
     packed: bool
@@ -57,14 +61,15 @@ class Call(ABC):
 
     @staticmethod
     def common(
-        cp: ContextParallel, backend: str, given: CallTensors, stretches: Sequence[Stretch], **more: Any
+        cp: ContextParallel, backend: str, given: CallTensors, stretches: Sequence[Sequence[Stretch]], **more: Any
     ) -> dict[str, Any]:
-        """Fields of every kind of call on a rank's tensors, packed or not."""
+        """Fields of every kind of call on a rank's tensors, packed or not; stretches of all ranks."""
         q, packed, Hkv = given.q, given.q.dim() == 3, given.k.shape[-2]
         tokens = Rows.of_tokens(cp, q.shape[-3])
         # Not a plan's groups: they follow from what is free, and ranks exchange the same heads.
         heads = steps_of(Hkv, max(1, min(LONG // sum(tokens.counts), -(-Hkv // 2))))
-        found = dict(stretches=tuple(stretches), tokens=Exchange.of(q[None] if packed else q, tokens, cp), heads=heads)
+        seen = tuple(tuple(stretch.keys for stretch in of_rank) for of_rank in stretches)
+        found = dict(cp=cp, stretches=tuple(stretches[cp.rank]), seen=seen, tokens=tokens, heads=heads)
         return found | dict(backend=backend, packed=packed, recorded=is_recorded(q)) | more
 
     @abstractmethod
@@ -88,19 +93,17 @@ class Call(ABC):
     @property
     def total(self) -> int:
         """Tokens of all ranks."""
-        return sum(self.tokens.rows.counts)
+        return sum(self.tokens.counts)
 
-    def gathered(self, given: CallTensors) -> Iterator[dict[str, Tensor]]:
-        """Keys and values of all ranks, of the heads of each step, sent for a step ahead."""
-        sent = self._sent(given, 0)
-        for step in range(len(self.heads)):
-            following = self._sent(given, step + 1) if step + 1 < len(self.heads) else {}
-            yield {name: self.tokens.whole(x) for name, x in sent.items()}
-            sent = following
-
-    def _sent(self, given: CallTensors, step: int) -> dict[str, Tensor]:
-        first, end = self.heads[step]
-        return {name: self.tokens.send_to_all(getattr(given, name)[:, :, first:end]) for name in self.of_keys}
+    def send(self, given: CallTensors, step: int, parts: dict[str, Parts] | None = None) -> Sent:
+        """Begin to gather keys and values of a step's heads, if there is such a step, and to sum parts of gradients."""
+        exchange = exchange_for(given.q, self.cp)
+        heads = slice(*self.heads[step]) if step < len(self.heads) else slice(0)
+        of_step = {name: getattr(given, name)[:, :, heads] for name in self.of_keys if heads.stop}
+        keys = {name: exchange.send_to_all(x, self.tokens) for name, x in of_step.items()}
+        sums = {name: exchange.send_sums(each, self.tokens, self.seen) for name, each in (parts or {}).items()}
+        exchange.begin()
+        return Sent(exchange, self.tokens, keys, sums)
 
     def rows(self, given: CallTensors, step: int) -> tuple[slice, slice, slice]:
         """A step's key/value heads, query heads, and heads that have lists."""
@@ -117,6 +120,23 @@ class Call(ABC):
         if self.packed:
             found = {name: x if name in OF_HEADS else x[0] for name, x in found.items()}
         return CallTensors(**found, cu_seqlens=given.cu_seqlens)
+
+
+class Sent(NamedTuple):
+    """On its way: keys and values of a step's heads, and sums of the gradients of those of another one."""
+
+    exchange: Collectives | Messages
+    rows: Rows
+    keys: dict[str, Tensor]
+    sums: dict[str, Any]
+
+    def whole(self) -> dict[str, Tensor]:
+        """Keys and values of all ranks."""
+        return {name: self.exchange.whole(x, self.rows) for name, x in self.keys.items()}
+
+    def write(self, name: str, out: Tensor) -> None:
+        """Write a sum of this rank's rows, [B, n, h, D]."""
+        self.exchange.write_sums(self.sums[name], self.rows, out)
 
 
 def attend(call: Call, given: CallTensors, *, return_more: bool) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
@@ -145,17 +165,21 @@ class _Attend(ReverseMode):
         """tensors: of `CallTensors`."""
         whole = given = CallTensors(*tensors)
         if given.k_cmp is not None:
-            sent = {name: call.blocks.send_to_all(getattr(given, name)) for name in OF_BLOCKS}
-            whole = given._replace(**{name: call.blocks.whole(x) for name, x in sent.items()})
+            blocks = Collectives(call.cp)
+            sent = {name: blocks.send_to_all(getattr(given, name), call.blocks) for name in OF_BLOCKS}
+            whole = given._replace(**{name: blocks.whole(x, call.blocks) for name, x in sent.items()})
         o = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
         o = Written(o, dim=2, zeros=False, recorded=call.recorded)
         backward, saved = any(ctx.needs_input_grad), []
-        for step, keys in enumerate(call.gathered(given)):
-            here = o.of(call.rows(given, step)[1])
+        sent = call.send(given, 0)
+        for step in range(len(call.heads)):
+            following = call.send(given, step + 1)
+            keys, here = sent.whole(), o.of(call.rows(given, step)[1])
             for i, stretch in enumerate(call.stretches):
                 part, into = call.part(whole, keys, call.places(given, step, i), stretch), here[:, stretch.queries]
                 saved.append(call.forward(part, i, into[0] if call.packed else into, backward=backward))
             del keys, part
+            sent = following
         o = o.whole()
         ctx.call = call
         ctx.save_for_backward(*whole, *(x for left in saved for x in left))
@@ -190,14 +214,17 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
         name: Written(x, dim=0 if name in OF_HEADS else 2, zeros=name in summed, recorded=call.recorded)
         for name, x in made.items()
     }
-    sent: dict[str, Tensor] = {}
+    sent, parts = call.send(given, 0), {}
 
-    def arrive(step: int) -> None:
-        for name, x in sent.items():
-            made[name].of(slice(*call.heads[step])).copy_(call.tokens.sums(x))
+    def arrive(sent: Sent, step: int) -> None:
+        for name in sent.sums:
+            sent.write(name, made[name].of(slice(*call.heads[step])))
 
-    for step, keys in enumerate(call.gathered(given)):
-        sums = {name: Sums(x, call.tokens.rows, recorded=call.recorded) for name, x in keys.items()}
+    for step in range(len(call.heads)):
+        following = call.send(given, step + 1, parts)
+        keys = sent.whole()
+        arrive(sent, step - 2)
+        parts = {name: [] for name in keys}
         heads = call.places(given, step, 0)
         here = {name: x.of(heads[name][-1]) for name, x in made.items() if name not in keys}
         for i, stretch in reversed([*enumerate(call.stretches)]):
@@ -211,21 +238,21 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
                 if x is None:
                     continue
                 if name in keys:
-                    sums[name].add(d[None] if call.packed else d, stretch.keys)
+                    parts[name].insert(0, (stretch.keys, d[None] if call.packed else d))  # stretches come last to first
                 elif name in summed:
                     here[name][places[name][:-1]] += d
                 else:
                     here[name][places[name][:-1]] = d
             del found, d
         del keys, part
-        if step:
-            arrive(step - 1)
-        sent = {name: call.tokens.send_sums_by_rank(x.total) for name, x in sums.items()}
-        del sums
-    arrive(len(call.heads) - 1)
+        sent = following
+    following = call.send(given, len(call.heads), parts)
+    arrive(sent, len(call.heads) - 2)
+    arrive(following, len(call.heads) - 1)
     found = {name: x.whole() for name, x in made.items()}
-    to_blocks = {name: call.blocks.send_sums(found[name]) for name in OF_BLOCKS if name in named}
-    found |= {name: call.blocks.sums(x) for name, x in to_blocks.items()}
+    blocks, of_blocks = Collectives(call.cp), [name for name in OF_BLOCKS if name in named]
+    sums = [blocks.send_sums([(slice(0, found[name].shape[1]), found[name])], call.blocks) for name in of_blocks]
+    found |= {name: blocks.sums(x, call.blocks) for name, x in zip(of_blocks, sums)}
     return tuple(found[name].to(named[name].dtype) if name in found else None for name in CallTensors._fields)
 
 
@@ -251,37 +278,3 @@ class Written:
 
     def whole(self) -> Tensor:
         return self.x if self.parts is None else torch.cat(self.parts, self.dim)
-
-
-class Sums:
-    """The sum of stretches' gradients of keys, in the accumulation dtype, laid out by rank."""
-
-    def __init__(self, x: Tensor, rows: Rows, *, recorded: bool) -> None:
-        """x: [B, S, h, D]."""
-        self.rows, (B, _, *rest) = rows, x.shape
-        self.recorded, self.filled, self.dtype = recorded, False, accumulation_dtype(x.dtype)
-        shape = (B, sum(rows.counts), *rest) if recorded else (rows.size, B, rows.most, *rest)
-        self.sum = x.new_zeros(shape, dtype=self.dtype) if recorded else x.new_empty(shape, dtype=self.dtype)
-
-    @property
-    def total(self) -> Tensor:
-        """[R, B, most, h, D]; anything before the first `add`."""
-        return self.rows.to_ranks(self.sum) if self.recorded else self.sum
-
-    def add(self, d: Tensor, which: slice) -> None:
-        """Add to the keys of a slice of all; d: [B, keys, h, D]."""
-        if self.recorded:  # no writes to parts: see `Written`
-            self.sum = self.sum + F.pad(d, (0, 0, 0, 0, which.start, self.sum.shape[1] - which.stop))
-            return
-        for at, (rank, begin) in self.rows.places():
-            first, end = (min(max(place, at.start), at.stop) for place in (which.start, which.stop))
-            chunk = self.sum[rank, :, begin : begin + at.stop - at.start]
-            here = chunk[:, first - at.start : end - at.start]
-            part = d[:, first - which.start : end - which.start] if first < end else d[:, :0]
-            if self.filled:
-                here += part
-                continue
-            here.copy_(part)
-            chunk[:, : first - at.start].zero_()
-            chunk[:, end - at.start :].zero_()
-        self.filled = True

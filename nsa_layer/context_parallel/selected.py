@@ -16,7 +16,7 @@ from nsa_layer.context_parallel.heads import Tokens, over_heads
 from nsa_layer.context_parallel.overlapped import Call, Left, Places
 from nsa_layer.context_parallel.rows import Rows, of_tiles
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.stretches import stretches_of
+from nsa_layer.context_parallel.stretches import stretches_of_ranks
 from nsa_layer.context_parallel.whole import check_numbers_of_rank, check_tokens, whole_lengths
 from nsa_layer.inputs import check_lists, check_qkv, check_scale
 from nsa_layer.operators.arguments import LIST_CONFIG, schema_of
@@ -133,7 +133,7 @@ def _gathered_lists(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _attend_here(cp: ContextParallel, backend: str, given: CallTensors, spec: ListSpec) -> tuple[Tensor, Tensor]:
     """o and the LSE of a rank's queries, in a graph as it is made of exchanges and of attention."""
-    stretches = stretches_of(cp, given.q.shape[-3], None, cut=False)
+    stretches = stretches_of_ranks(cp, given.q.shape[-3], None, cut=False)
     call = ListCall(**Call.common(cp, backend, given, stretches, blocks=None, of_keys=("k", "v")), spec=spec)
     o, lses = overlapped.attend(call, given, return_more=True)
     return o, torch.cat([lse for (lse,) in lses], -1)

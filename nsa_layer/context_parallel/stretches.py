@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.spec import ContextParallel, chunks_of
 from nsa_layer.cute.host_numbers import numbers_on
 
 Tensor = torch.Tensor
@@ -78,8 +78,10 @@ class Stretch(NamedTuple):
         return numbers_on((first * sequences if len(first) == 1 else first,), device)[0]
 
 
-def stretches_of(cp: ContextParallel, local: int, lengths: Sequence[int] | None, *, cut: bool) -> list[Stretch]:
-    """The stretches of this rank.
+def stretches_of_ranks(
+    cp: ContextParallel, local: int, lengths: Sequence[int] | None, *, cut: bool
+) -> list[list[Stretch]]:
+    """The stretches of each rank.
 
     Args:
         local: tokens of a rank.
@@ -88,8 +90,11 @@ def stretches_of(cp: ContextParallel, local: int, lengths: Sequence[int] | None,
     """
     size, ends = local // len(cp.chunks), list(accumulate(lengths or (local * cp.size,)))
     return [
-        stretch_at(chunk * size, slice(place * size, (place + 1) * size), ends, cut=cut)
-        for place, chunk in enumerate(cp.chunks)
+        [
+            stretch_at(chunk * size, slice(place * size, (place + 1) * size), ends, cut=cut)
+            for place, chunk in enumerate(chunks_of(rank, cp.size, cp.load_balance))
+        ]
+        for rank in range(cp.size)
     ]
 
 

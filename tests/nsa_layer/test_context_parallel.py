@@ -29,12 +29,12 @@ from nsa_layer import (
     unshard_sequence,
 )
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.context_parallel import collectives, gather, graph, heads, overlapped, spec
+from nsa_layer.context_parallel import gather, graph, heads, overlapped, spec
 from nsa_layer.context_parallel.agreement import agree
-from nsa_layer.context_parallel.collectives import Exchange
+from nsa_layer.context_parallel.collectives import Collectives
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
-from nsa_layer.context_parallel.stretches import stretches_of
+from nsa_layer.context_parallel.stretches import stretches_of_ranks
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
@@ -121,28 +121,11 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
 RANKS = [(2, "zigzag"), (4, "zigzag"), (4, None), (2, None)]
 
 
-def send_lists(
-    outputs: list[torch.Tensor], inputs: list[torch.Tensor], *, group: Any, async_op: bool
-) -> torch.distributed.Work:
-    """`torch.distributed.all_to_all`, which gloo has not."""
-    waiting = [
-        dist.isend(x.contiguous(), group=group, group_dst=rank) for rank, x in enumerate(inputs) if rank != group.rank()
-    ]
-    waiting += [dist.irecv(x, group=group, group_src=rank) for rank, x in enumerate(outputs) if rank != group.rank()]
-    assert all(x.is_contiguous() for x in outputs + inputs)
-    outputs[group.rank()].copy_(inputs[group.rank()])
-    for work in waiting:
-        work.wait()
-    return dist.barrier(group, async_op=True)
-
-
 def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, listed: bool = False) -> None:
     """As long calls on a GPU: a head at a time, exchanges of the next ones launched before the attention of some."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "steps_of", lambda x, rows, cp, count: count // cp.size)
         patch.setattr(overlapped, "LONG", 1)
-        patch.setattr(collectives, "_takes_lists", lambda x: True)
-        patch.setattr(dist, "all_to_all", send_lists)
         compare(group, case, mode, load_balance, listed)
 
 
@@ -414,8 +397,8 @@ def test_windows_of_a_rank_see_what_those_of_one_see(causal: bool, lengths: tupl
     ends = list(accumulate(lengths or (T,)))
     for (size, load_balance), rank in ((kind, rank) for kind in RANKS for rank in range(kind[0])):
         chunks = chunks_of(rank, size, load_balance)
-        cp = SimpleNamespace(chunks=chunks, size=size)
-        for stretch, chunk in zip(stretches_of(cp, T // size, lengths, cut=causal), chunks, strict=True):
+        cp = SimpleNamespace(chunks=chunks, size=size, load_balance=load_balance)
+        for stretch, chunk in zip(stretches_of_ranks(cp, T // size, lengths, cut=causal)[rank], chunks, strict=True):
             window, here = stretch.window(reach, causal=causal), stretch.spec(call)
             count, begin = stretch.queries.stop - stretch.queries.start, chunk * T // size // len(chunks)
             first = stretch.keys.start + window.keys.start
@@ -498,13 +481,13 @@ def writes_in_a_row(graph: torch.fx.Graph) -> int:
 
 def exchange_in_graphs(group: Any, counts: tuple[int, ...]) -> None:
     cp, rows = ContextParallel(group), Rows(counts, 2, "zigzag")
-    exchange = Exchange(rows, cp)
+    exchange = Collectives(cp)
 
     def there_and_back(x: torch.Tensor) -> torch.Tensor:
-        whole = exchange.whole(exchange.send_to_all(x))
-        exchange.whole(exchange.send_to_whole(rows.to_ranks(whole)))
-        exchange.by_rank(exchange.send_to_ranks(whole))
-        return exchange.sums(exchange.send_sums(whole))
+        whole = exchange.whole(exchange.send_to_all(x, rows), rows)
+        exchange.whole(exchange.send_to_heads(x[:, :, None].expand(-1, -1, 2, -1), rows), rows)
+        exchange.by_rank(exchange.send_to_tokens(whole, rows), rows)
+        return exchange.sums(exchange.send_sums([(slice(0, sum(counts)), whole)], rows), rows)
 
     x = torch.randn(2, sum(rows.of_rank(cp.rank)), 3)
     traced = make_fx(there_and_back)(x)
@@ -570,19 +553,11 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
         assert len(gathers) >= 4 and gathers[-1] < first
 
 
-def compile_as_on_gpus(*args: Any) -> None:
-    """Calls that pass exchange lists of chunks there, and no graph does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_takes_lists", lambda x: True)
-        patch.setattr(dist, "all_to_all", send_lists)
-        compile_a_call(*args)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize("alone, packed", [(False, False), (False, True), (True, False), (True, True)])
 def test_a_call_compiles(mode: str, alone: bool, packed: bool, on_ranks: Ranks) -> None:
-    on_ranks(2, compile_as_on_gpus, mode, alone, packed)
+    on_ranks(2, compile_a_call, mode, alone, packed)
 
 
 # A rank's time is up, or that of its peer, which then closes the connection.

@@ -26,14 +26,22 @@ from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.tile_scheduler import SchedulerState, SingleTileLPTScheduler
 
 SLOTS = 2
+MOST_TURNS = 8  # CTAs of a multiprocessor, one after the other, at most
+LEAST_TILES = 16  # of a CTA, where there is more than one turn
 
 
 class PersistentScheduler(SingleTileLPTScheduler):
-    """The same tiles in the same order, longest first, dealt out to as many CTAs as run at a time."""
+    """The same tiles in the same order, longest first, dealt out to CTAs of many tiles each.
+
+    Where tiles are many, multiprocessors have several CTAs one after the other: one that another kernel holds at first,
+    such as NCCL's, leaves its share to the others.
+    """
 
     @staticmethod
     def get_grid_shape(params: SingleTileLPTScheduler.Params, *, loc=None, ip=None) -> tuple[Int32, Int32, Int32]:
-        return (cutlass.min(params.total_blocks, target_sm_count()), Int32(1), Int32(1))
+        at_once = target_sm_count()
+        turns = cutlass.max(1, cutlass.min(MOST_TURNS, params.total_blocks // (LEAST_TILES * at_once)))
+        return (cutlass.min(params.total_blocks, at_once * turns), Int32(1), Int32(1))
 
     @staticmethod
     @cute.jit
