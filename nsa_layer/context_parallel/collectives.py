@@ -109,9 +109,9 @@ def receive(
     return _Received.apply(exchange, rows, to_heads, *sent)
 
 
-def divided(x: Tensor, ranks: int, steps: int) -> tuple[Tensor, ...]:
-    """x [B, n, H, ...] by step, each [B, n, R, h, ...]."""
-    return _Divided.apply(x, ranks, steps) if steps > 1 else (x.unflatten(2, (ranks, -1)),)
+def divided(x: Tensor, ranks: int, sizes: list[int]) -> tuple[Tensor, ...]:
+    """x [B, n, H, ...] by step, each [B, n, R, h, ...], with so many heads."""
+    return _Divided.apply(x, ranks, sizes) if len(sizes) > 1 else (x.unflatten(2, (ranks, -1)),)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -182,8 +182,8 @@ def _receive(
 
 class _Divided(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, steps: int) -> tuple[Tensor, ...]:
-        return x.unflatten(2, (ranks, steps, -1)).unbind(3)
+    def forward(ctx: Any, x: Tensor, ranks: int, sizes: list[int]) -> tuple[Tensor, ...]:
+        return x.unflatten(2, (ranks, -1)).split(sizes, 3)
 
     @staticmethod
     def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,20 +193,20 @@ class _Divided(torch.autograd.Function):
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.ranks = parts[0].shape[2]
+        ctx.sizes = [part.shape[3] for part in parts]
         return _join(parts)
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, ...]:
-        return d.unflatten(2, (ctx.ranks, -1)).unflatten(3, (len(ctx.needs_input_grad), -1)).unbind(3)
+        return d.unflatten(2, (-1, sum(ctx.sizes))).split(ctx.sizes, 3)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    (B, n, R, h, *rest), steps = parts[0].shape, len(parts)
-    whole = parts[0].new_empty((B, n, R, steps, h, *rest))
-    for into, part in zip(whole.unbind(3), parts, strict=True):
+    (B, n, R, _, *rest), sizes = parts[0].shape, [part.shape[3] for part in parts]
+    whole = parts[0].new_empty((B, n, R, sum(sizes), *rest))
+    for into, part in zip(whole.split(sizes, 3), parts, strict=True):
         copy(into, part)
-    return whole.flatten(2, 4)
+    return whole.flatten(2, 3)
 
 
 class _Gathered(torch.autograd.Function):

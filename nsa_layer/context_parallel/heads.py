@@ -13,6 +13,7 @@ import torch
 
 from nsa_layer.call_spec import Aux, CallSpec
 from nsa_layer.context_parallel.collectives import divided, exchange_for, joined, receive, send
+from nsa_layer.context_parallel.overlapped import steps_of
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, WEIGHTS, check_whole
@@ -66,7 +67,7 @@ def attend(
     if spec.lengths is not None:  # no second look at what may be on a GPU
         options["cu_seqlens"] = starts_of_lengths(spec.lengths)
     rows = held[TOKENS]
-    if steps_of(whole.q, rows, cp, whole.k.shape[-2]) > 1:
+    if len(heads_of_steps(whole.q, rows, cp, whole.k.shape[-2])) > 1:
         options["memory"] = _policy(given, rows, cp, options["memory"])
 
     def call(**tensors: Tensor) -> list[Tokens]:
@@ -83,10 +84,12 @@ def attend(
     return o, Aux(*rest[:2], *(x.mT.contiguous() for x in rest[2:]))
 
 
-def steps_of(x: Tensor, rows: Rows, cp: ContextParallel, heads: int) -> int:
-    """Calls that a rank's share of so many key/value heads comes in, for tokens x."""
-    long = x.is_cuda and sum(rows.counts) >= LONG and not torch.compiler.is_compiling()
-    return heads // cp.size if long else 1
+def heads_of_steps(x: Tensor, rows: Rows, cp: ContextParallel, heads: int) -> list[int]:
+    """Key/value heads of each of the calls that a rank's share of all of them comes in, for tokens x."""
+    own, total = heads // cp.size, sum(rows.counts)
+    if not x.is_cuda or total < LONG or torch.compiler.is_compiling():
+        return [own]
+    return [end - first for first, end in steps_of(own, total)]
 
 
 def _policy(given: Arguments, rows: Rows, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:
@@ -124,9 +127,17 @@ def over_heads(
         This rank's rows of all heads of what the calls give.
     """
     first, of_parts = next(iter(parts.values())), tuple(rows for _, rows in parts.values())
-    steps = steps_of(*first, cp, heads)
-    divisions = [divided(x[None] if packed else x, cp.size, steps) for x, _ in parts.values()]
-    mine = {name: w.unflatten(0, (cp.size, steps, -1))[cp.rank].unbind(0) for name, w in weights.items()}
+    of_steps = heads_of_steps(*first, cp, heads)
+    steps, own = len(of_steps), heads // cp.size
+
+    def sizes(count: int) -> list[int]:
+        """Of so many heads of all ranks, those of each step on one."""
+        return [n * count // cp.size // own for n in of_steps]
+
+    divisions = [
+        divided(x[None] if packed else x, cp.size, sizes(x.shape[1 if packed else 2])) for x, _ in parts.values()
+    ]
+    mine = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
 
     def send_heads(step: int) -> tuple[Tensor, ...]:
         return send([part[step] for part in divisions], of_parts, exchanges[step], to_heads=True)

@@ -67,7 +67,7 @@ class Call(ABC):
         q, packed, Hkv = given.q, given.q.dim() == 3, given.k.shape[-2]
         tokens = Rows.of_tokens(cp, q.shape[-3])
         # Not a plan's groups: they follow from what is free, and ranks exchange the same heads.
-        heads = steps_of(Hkv, max(1, min(LONG // sum(tokens.counts), -(-Hkv // 2))))
+        heads = steps_of(Hkv, sum(tokens.counts))
         seen = tuple(tuple(stretch.keys for stretch in of_rank) for of_rank in stretches)
         found = dict(cp=cp, stretches=tuple(stretches[cp.rank]), seen=seen, tokens=tokens, heads=heads)
         return found | dict(backend=backend, packed=packed, recorded=is_recorded(q)) | more
@@ -152,10 +152,11 @@ def attend(call: Call, given: CallTensors, *, return_more: bool) -> tuple[Tensor
     return o[0] if call.packed else o, [tuple(rest[i : i + each]) for i in range(0, len(rest), each)] if each else []
 
 
-def steps_of(Hkv: int, heads: int) -> tuple[tuple[int, int], ...]:
-    """Key/value heads of each step, at most so many; one at both ends, beside whose exchange nothing runs."""
-    inner = split_heads(max(0, Hkv - 2), heads)
-    ends = [(first, first + 1) for first in sorted({0, Hkv - 1})]
+def steps_of(heads: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    """The first and the end of each step's heads, of calls of so many tokens: one at both ends, beside whose exchange
+    nothing runs."""
+    inner = split_heads(max(0, heads - 2), max(1, min(LONG // tokens, -(-heads // 2))))
+    ends = [(first, first + 1) for first in sorted({0, heads - 1})]
     return (ends[0], *((first + 1, end + 1) for first, end in inner), *ends[1:])
 
 

@@ -122,9 +122,9 @@ RANKS = [(2, "zigzag"), (4, "zigzag"), (4, None), (2, None)]
 
 
 def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, listed: bool = False) -> None:
-    """As long calls on a GPU: a head at a time, exchanges of the next ones launched before the attention of some."""
+    """As long calls on a GPU: some heads at a time, exchanges of the next ones launched before attention."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "steps_of", lambda x, rows, cp, count: count // cp.size)
+        patch.setattr(heads, "heads_of_steps", lambda x, rows, cp, n: [1, n // cp.size - 1][: n // cp.size])
         patch.setattr(overlapped, "LONG", 1)
         compare(group, case, mode, load_balance, listed)
 
@@ -142,7 +142,7 @@ def compare_recorded(group: Any, case: Case, load_balance: str | None, listed: b
 def test_heads_come_one_after_the_other(name: str, load_balance: str | None, on_ranks: Ranks) -> None:
     case = replace(CASES["batch" if name == "lists" else name][0], D=8, Dv=6, dtype=torch.float64)
     if name != "lists":
-        on_ranks(2, compare_steps, replace(case, Hq=8, Hkv=4), "heads", load_balance)
+        on_ranks(2, compare_steps, replace(case, Hq=12, Hkv=6), "heads", load_balance)
     on_ranks(2, compare_steps, case, "gather", load_balance, name == "lists")
     own = tuple(name for name in case.own_keys if "cmp" not in name)
     on_ranks(2, compare_recorded, replace(case, own_keys=own), load_balance, name == "lists")
