@@ -83,9 +83,9 @@ class Collectives(NamedTuple):
         return OPS.all_to_all_single(x.contiguous(), each, each, self.cp.group_name)
 
 
-def exchange_for(x: Tensor, cp: ContextParallel) -> Collectives | Messages:
-    """A launch of exchanges of tensors like x."""
-    return Collectives(cp) if is_recorded(x) else Messages(cp)
+def exchange_for(x: Tensor, cp: ContextParallel, *, kernels: bool = False) -> Collectives | Messages:
+    """A launch of exchanges of tensors like x; messages may be summed by the layer's kernels."""
+    return Collectives(cp) if is_recorded(x) else Messages(cp, kernels=kernels)
 
 
 def send(

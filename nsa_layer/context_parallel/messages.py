@@ -26,7 +26,9 @@ class Messages:
     `begin` comes between what is sent and what is asked for, which waits.
     """
 
-    def __init__(self, cp: ContextParallel) -> None:
+    def __init__(self, cp: ContextParallel, *, kernels: bool = False) -> None:
+        """kernels: sums may be the layer's kernels'."""
+        self.kernels = kernels
         self.cp, self._messages, self._works, self._held = cp, [], [], ()
 
     def begin(self) -> None:
@@ -131,7 +133,7 @@ class Messages:
         """Write sums of this rank's rows, made in the accumulation dtype, to out [B, n, ...]."""
         self.wait()
         for part, pieces in zip(out.split(rows.of_rank(self.cp.rank), dim=1), sent, strict=True):
-            _add_up(part, pieces)
+            _add_up(part, pieces, kernels=self.kernels)
 
     def _add(self, how: object, x: Tensor, rank: int) -> None:
         for part in x.unbind():
@@ -157,7 +159,7 @@ def _rows_at(at: slice, which: slice, x: Tensor) -> tuple[slice, Tensor]:
     return slice(first, first + count), x[:, here.start - which.start :][:, :count] if count else x[:, :0]
 
 
-def _add_up(out: Tensor, parts: Parts) -> None:
+def _add_up(out: Tensor, parts: Parts, *, kernels: bool) -> None:
     """Write the sum of parts of rows, rounded once, to out [B, n, H, D]."""
     cuts = sorted({0, out.shape[1], *(end for at, _ in parts for end in (at.start, at.stop))})
     for first, end in pairwise(cuts):
@@ -165,7 +167,7 @@ def _add_up(out: Tensor, parts: Parts) -> None:
         if not present:
             out[:, first:end].zero_()
         for into, *pieces in zip(out[:, first:end], *present):
-            sum_rounded(pieces, out.dtype, out=into)
+            sum_rounded(pieces, out.dtype, out=into, kernels=kernels)
 
 
 def copy(into: Tensor, x: Tensor) -> None:

@@ -97,7 +97,7 @@ class Call(ABC):
 
     def send(self, given: CallTensors, step: int, parts: dict[str, Parts] | None = None) -> Sent:
         """Begin to gather keys and values of a step's heads, if there is such a step, and to sum parts of gradients."""
-        exchange = exchange_for(given.q, self.cp)
+        exchange = exchange_for(given.q, self.cp, kernels=self.backend == "cute")
         heads = slice(*self.heads[step]) if step < len(self.heads) else slice(0)
         of_step = {name: getattr(given, name)[:, :, heads] for name in self.of_keys if heads.stop}
         keys = {name: exchange.send_to_all(x, self.tokens) for name, x in of_step.items()}

@@ -8,7 +8,7 @@ import torch
 
 from nsa_layer.call_spec import accumulation_dtype
 
-SLICE = 1 << 22  # elements of a slice's widest tensor: fp32 sums of so many stay in a GPU's L2
+SLICE = 1 << 25  # elements of a slice's widest tensor
 
 
 def token_slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -19,19 +19,27 @@ def token_slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def sum_rounded(
-    parts: Iterable[torch.Tensor | None], dtype: torch.dtype, *, out: torch.Tensor | None = None
+    parts: Iterable[torch.Tensor | None], dtype: torch.dtype, *, out: torch.Tensor | None = None, kernels: bool = False
 ) -> torch.Tensor:
-    """The sum in the accumulation dtype, rounded once; None counts as 0. `out` may be one of the parts."""
+    """The sum in the accumulation dtype, rounded once; None counts as 0. `out` may be one of the parts.
+
+    Args:
+        kernels: the layer's own may run, and do where they are faster; the bits are the same.
+    """
     present = [part for part in parts if part is not None]
     total = torch.empty(present[0].shape, dtype=dtype, device=present[0].device) if out is None else out
+    if kernels and len(present) > 2 and total.is_cuda:
+        from nsa_layer.kernels.rounded_sum import rounded_sum, takes
+
+        into, *pieces = [x.flatten(0, -3) for x in (total, *present)]
+        if takes(pieces, into):
+            rounded_sum(pieces, into)
+            return total
     if len(present) == 2 and all(part.dtype == dtype for part in present):
         return torch.add(*present, out=total)  # one pass, which rounds once
     for out, *pieces in token_slices(total, *present):
-        subtotal = pieces[0].to(accumulation_dtype(dtype), copy=True)
-        for piece in pieces[1:-1]:
-            subtotal += piece
-        if len(pieces) > 1:
-            torch.add(subtotal, pieces[-1], out=out)
-        else:
-            out.copy_(subtotal)
+        subtotal = pieces[0].to(accumulation_dtype(dtype))
+        for piece in pieces[1:]:
+            subtotal = subtotal + piece
+        out.copy_(subtotal)
     return total

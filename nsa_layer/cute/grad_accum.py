@@ -137,5 +137,6 @@ class GradAccumulators:
                 grad.filled = True
         for grad, parts in zip((dk, dv), zip(*stored)):
             if parts[0] is not None:
-                sum_rounded((grad.out, *parts) if grad.filled else parts, grad.out.dtype, out=grad.out)
+                parts = (grad.out, *parts) if grad.filled else parts
+                sum_rounded(parts, grad.out.dtype, out=grad.out, kernels=True)
                 grad.filled = True
