@@ -116,8 +116,7 @@ def nsa(
         named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
         numbers = validate or getattr(block_indices, "is_cpu", False)
         agree(cp, partial(check_whole, given, cp, numbers=numbers), **named, **options)
-        by_token = config.by_token and not torch.compiler.is_compiling()  # not measured in graphs
-        if cp.mode_of(k.shape[-2], q.shape[-3] * cp.size, by_token=by_token) == "heads":
+        if cp.mode_of(k.shape[-2]) == "heads":
             return heads.attend(nsa, cp, given, **options)
     if cp is None:
         spec = check_inputs(given, backend=backend, validate=validate)

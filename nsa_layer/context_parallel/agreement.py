@@ -37,7 +37,7 @@ def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object)
         return
     require_initialized()
     recorded = torch.is_grad_enabled()
-    arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance", "high_priority")}
+    arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance")}
     described = tuple((name, _described(name, value, recorded)) for name, value in arguments.items())
     key = (cp.group_name, described)
     known = key in _agreed and any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments.values())

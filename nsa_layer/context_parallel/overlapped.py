@@ -167,8 +167,8 @@ class _Attend(ReverseMode):
         whole = given = CallTensors(*tensors)
         if given.k_cmp is not None:
             blocks = Collectives(call.cp)
-            sent = {name: blocks.send_to_all(getattr(given, name), call.blocks) for name in OF_BLOCKS}
-            whole = given._replace(**{name: blocks.whole(x, call.blocks) for name, x in sent.items()})
+            of_blocks = {name: blocks.send_to_all(getattr(given, name), call.blocks) for name in OF_BLOCKS}
+            whole = given._replace(**{name: blocks.whole(x, call.blocks) for name, x in of_blocks.items()})
         o = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
         o = Written(o, dim=2, zeros=False, recorded=call.recorded)
         backward, saved = any(ctx.needs_input_grad), []

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 MODES, BALANCES = ("auto", "heads", "gather"), (None, "zigzag")
-LONG = 1 << 20  # tokens from which on two GPUs take less time by gathering, if its kernels do not wait
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,13 @@ class ContextParallel:
     Args:
         group: a process group, or a DeviceMesh of one dimension, such as ``mesh["cp"]``.
         mode: "heads" gives each rank all tokens of a part of the key/value heads, whose number the ranks divide;
-            "gather" leaves queries where they are and gathers keys and values; "auto" takes "heads" where it fits, but
-            not where two GPUs are measured to be faster by gathering (docs/distributed.md).
+            "gather" leaves queries where they are and gathers keys and values; "auto" takes "heads" where it fits: on
+            two GPUs both take as long (docs/distributed.md).
         load_balance: "zigzag", or None.
 
     Attributes:
         group_name, size, rank: the group's name, its number of ranks and this rank among them.
         place: rank and size in words, which a graph never takes for numbers that change.
-        high_priority: True if the group's kernels have a CUDA stream of high priority.
 
     Raises:
         TypeError, ValueError: an argument is bad, or this rank is not in the group.
@@ -44,7 +42,6 @@ class ContextParallel:
     size: int = field(init=False)
     rank: int = field(init=False)
     place: str = field(init=False, repr=False)
-    high_priority: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -63,7 +60,6 @@ class ContextParallel:
             raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
         found = dict(group=group, group_name=group.group_name, size=group.size(), rank=group.rank())
         found["place"] = f"{group.rank()} of {group.size()}"
-        found["high_priority"] = _has_priority(group)
         for name, value in found.items():
             object.__setattr__(self, name, value)
 
@@ -82,33 +78,18 @@ class ContextParallel:
         size = local // len(self.chunks)
         return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in self.chunks])
 
-    def mode_of(self, heads: int, tokens: int = 0, *, by_token: bool = False) -> str:
-        """ "heads" or "gather"; ValueError where the mode does not fit.
-
-        Args:
-            heads: key/value heads.
-            tokens: of the whole call.
-            by_token: queries choose each for itself, so that keys can be gathered.
-        """
+    def mode_of(self, heads: int) -> str:
+        """ "heads" or "gather", for so many key/value heads; ValueError where the mode does not fit."""
         if self.mode == "heads" and heads % self.size:
             raise ValueError(f"cp: mode='heads' needs ranks that divide the {heads} key/value heads, got {self.size}")
         if self.mode == "auto":
-            faster = by_token and self.high_priority and self.size == 2 and tokens >= LONG
-            return "gather" if heads % self.size or faster else "heads"
+            return "gather" if heads % self.size else "heads"
         return self.mode
 
 
 def chunks_of(rank: int, size: int, load_balance: str | None) -> tuple[int, ...]:
     """Numbers of a rank's chunks, in the order in which it has them."""
     return (rank,) if load_balance is None else (rank, 2 * size - 1 - rank)
-
-
-def _has_priority(group: dist.ProcessGroup) -> bool:
-    try:
-        options = group._get_backend(torch.device("cuda")).options
-    except RuntimeError:  # a group without a backend for GPUs
-        return False
-    return getattr(options, "is_high_priority_stream", False)
 
 
 def require_initialized() -> None:

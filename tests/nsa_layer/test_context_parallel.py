@@ -29,7 +29,7 @@ from nsa_layer import (
     unshard_sequence,
 )
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.context_parallel import gather, graph, heads, overlapped, spec
+from nsa_layer.context_parallel import gather, graph, heads, overlapped
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.collectives import Collectives
 from nsa_layer.context_parallel.rows import Rows, of_blocks
@@ -420,30 +420,19 @@ def test_windows_of_a_rank_see_what_those_of_one_see(causal: bool, lengths: tupl
                     assert seen == [max(start, token - reach), min(end - 1, token if causal else token + reach)]
 
 
-def test_auto_takes_what_was_faster(on_ranks: Ranks) -> None:
-    on_ranks(2, take_the_faster)
+def test_auto_takes_heads_where_ranks_divide_them(on_ranks: Ranks) -> None:
+    on_ranks(2, take_heads)
 
 
-def take_the_faster(group: Any) -> None:
-    """Gathering where heads do not divide, and where two GPUs with priority took less time."""
-
-    class Nccl:
-        def __init__(self, first: bool) -> None:
-            self.options = SimpleNamespace(is_high_priority_stream=first)
-
-    cp, first = ContextParallel(group), SimpleNamespace(_get_backend=lambda device: Nccl(True))
-    assert not cp.high_priority and spec._has_priority(first)
-    assert (cp.mode_of(3), cp.mode_of(8), cp.mode_of(8, spec.LONG, by_token=True)) == ("gather", "heads", "heads")
-    object.__setattr__(cp, "high_priority", True)
-    assert cp.mode_of(8, spec.LONG, by_token=True) == "gather"
-    assert (cp.mode_of(8, spec.LONG - 1, by_token=True), cp.mode_of(8, spec.LONG)) == ("heads", "heads")
+def take_heads(group: Any) -> None:
+    cp = ContextParallel(group)
+    assert (cp.mode_of(3), cp.mode_of(8)) == ("gather", "heads")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spec, "LONG", 32)
         patch.setattr(heads, "attend", None)
-        q = torch.randn(1, 16, 2, 8)
+        q = torch.randn(1, 16, 3, 8)
         nsa(q, q, q, config=SMALL, cp=cp)
         with pytest.raises(TypeError, match="not callable"):
-            nsa(q[:, 2:], q[:, 2:], q[:, 2:], config=SMALL, cp=cp)
+            nsa(q[:, :, :2], q[:, :, :2], q[:, :, :2], config=SMALL, cp=cp)
     dist.barrier(group)
 
 
