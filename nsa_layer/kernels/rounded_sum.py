@@ -1,7 +1,7 @@
 """Sums of tensors of rows, in fp32, rounded once: one pass, bound by memory.
 
-A CTA has consecutive rows, heads side by side as in memory; a thread has a few vectors of 16 bytes, all of whose loads
-are in flight before the first is added.
+A CTA has consecutive rows, heads side by side as in memory; a thread has 16 bytes of each part, all on their way before
+the first is added.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from nsa_layer.kernels.launch import are_aligned, launch
 from nsa_layer.support import KERNEL_DTYPES
@@ -23,13 +23,12 @@ class RoundedSum:
     """The kernel of `rounded_sum`, of `count` parts."""
 
     threads = 256
-    at_once = 2  # vectors of a thread
-    longest = threads * at_once * VECTOR  # elements of a row
+    longest = threads * VECTOR  # elements of a row
 
     def __init__(self, count: int, D: int) -> None:
         self.shapes = ("T H D",) * (count + 1)
         self.lanes = D // VECTOR
-        self.rows = self.threads * self.at_once // self.lanes  # of a CTA
+        self.rows = self.threads // self.lanes  # of a CTA
 
     @cute.jit
     def __call__(self, mOut: cute.Tensor, *arguments):
@@ -41,31 +40,27 @@ class RoundedSum:
 
     @cute.kernel
     def kernel(self, mOut: cute.Tensor, parts: list):
-        tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        n, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         T, H, _ = mOut.shape
-        places = []
-        for u in cutlass.range_constexpr(self.at_once):
-            n = tidx + u * self.threads
-            row = bidx * self.rows + n // self.lanes
-            inside = (n < self.rows * self.lanes) & (row < T * H)
-            row = cutlass.min(row, T * H - 1)  # others read the last row: a branch would part the loads
-            places.append((row // H, row % H, n % self.lanes, inside))
-        loads = [[self.load(x, *place) for x in parts] for place in places]
-        for place, held in zip(places, loads):
-            total = held[0].load().to(Float32)
-            for x in held[1:]:
-                total = total + x.load().to(Float32)
-            rounded = cute.make_rmem_tensor(VECTOR, mOut.element_type)
-            rounded.store(total.to(mOut.element_type))
-            if place[3]:
-                cute.autovec_copy(rounded, self.vector(mOut, *place))
+        row = bidx * self.rows + n // self.lanes
+        inside = (n < self.rows * self.lanes) & (row < T * H)
+        row = cutlass.min(row, T * H - 1)  # others read the last row: a branch would part the loads
+        place = row // H, row % H, n % self.lanes
+        loads = [self.load(x, *place) for x in parts]
+        total = loads[0].load().to(Float32)
+        for x in loads[1:]:
+            total = total + x.load().to(Float32)
+        rounded = cute.make_rmem_tensor(VECTOR, mOut.element_type)
+        rounded.store(total.to(mOut.element_type))
+        if inside:
+            cute.autovec_copy(rounded, self.vector(mOut, *place))
 
     def load(self, x: cute.Tensor, *place: Int32) -> cute.Tensor:
         loaded = cute.make_rmem_tensor(VECTOR, x.element_type)
         cute.autovec_copy(self.vector(x, *place), loaded)
         return loaded
 
-    def vector(self, x: cute.Tensor, token: Int32, head: Int32, lane: Int32, _: Boolean) -> cute.Tensor:
+    def vector(self, x: cute.Tensor, token: Int32, head: Int32, lane: Int32) -> cute.Tensor:
         return cute.local_tile(x[token, head, None], (VECTOR,), (lane,))
 
 

@@ -33,12 +33,13 @@ TAKEN = [
     Case(parts=4, T=1, dtype=torch.float16),
     Case(parts=5, H=3, D=64),
     Case(parts=16, T=257, H=8, D=72),
-    Case(parts=3, T=513, H=2, D=4096),
+    Case(parts=3, T=513, H=2, D=2048),
     Case(parts=4, T=7, H=5, heads=5, onto=True),
+    Case(parts=1),
+    Case(parts=2),
     Case(parts=3, T=0),
 ]
-OTHERS = [Case(parts=17), Case(D=65), Case(D=4104), Case(dtype=torch.float32)]
-FEW = [Case(parts=1), Case(parts=2)]
+OTHERS = [Case(parts=17), Case(D=65), Case(D=2056), Case(dtype=torch.float32)]
 
 
 def launches() -> list[list[str]]:
@@ -60,7 +61,7 @@ def test_kernel_adds_what_it_takes(compiler: Worker) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", TAKEN + OTHERS + FEW, ids=str)
+@pytest.mark.parametrize("case", TAKEN + OTHERS, ids=str)
 def test_bits_are_those_of_pytorch(case: Case, filled: None) -> None:
     torch.manual_seed(0)
     parts = [case.rows().normal_().mul_(10.0**i) for i in range(case.parts)]
