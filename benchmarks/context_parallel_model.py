@@ -26,12 +26,12 @@ HQ, HKV, D, BYTES = 32, 8, 128, 2
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a token and of a pair of tokens on one GPU, GB/s by collective, and how much longer than its share
-    attention takes beside exchanges, by mode."""
+    """Seconds of a token and of a pair of tokens on one GPU, GB/s of exchanges, and how much longer than its share
+    attention takes beside them, by mode."""
 
     a: float
     b: float
-    rates: dict[str, float]
+    rate: float
     beside: dict[str, float]
 
     @classmethod
@@ -41,43 +41,41 @@ class Measured:
         (short, long) = min(ms), max(ms)
         each = {T: ms[T] / 1e3 / T for T in (short, long)}
         b = (each[long] - each[short]) / (long - short)
-        rates = {}
-        for row in sorted(found["bandwidth"], key=lambda row: row["bytes"]):  # the largest size comes last
-            rates[row["collective"]] = row["gb_per_s"]
+        exchanges = [row for row in found["bandwidth"] if row["collective"] == "all-to-all"]
+        rate = max(exchanges, key=lambda row: row["bytes"])["gb_per_s"]
         beside = {}
         for mode in ("heads", "gather"):
             rows = [row for row in found["layer"] if row["T"] == long and row["variant"] in (mode, f"{mode}, first")]
             best = min(rows, key=lambda row: row["ms"])
             beside[mode] = (best["ms"] - min(best["not_hidden_ms"])) / (ms[long] / found["ranks"])
-        return cls(each[short] - b * short, b, rates, beside)
+        return cls(each[short] - b * short, b, rate, beside)
 
     def attention(self, T: int) -> float:
         """Seconds on one GPU."""
         return self.a * T + self.b * T**2
 
 
-def sent(mode: str, T: int, ranks: int) -> dict[str, float]:
-    """Bytes that each GPU sends in a step, by collective.
+def sent(mode: str, T: int, ranks: int) -> float:
+    """Bytes that each GPU sends in a step.
 
     "heads" sends q, k, v and o to other ranks, and their gradients back; "gather" sends k and v in forward and again in
     backward, and as many parts of their gradients, causal. Compressed keys are 1/64 of that, and are left out.
     """
     others = (ranks - 1) / ranks
     if mode == "heads":
-        return {"all-to-all": 2 * (2 * HQ + 2 * HKV) * D * BYTES * T / ranks * others}
-    return {"all-to-all": 3 * 2 * HKV * D * BYTES * T * others}
+        return 2 * (2 * HQ + 2 * HKV) * D * BYTES * T / ranks * others
+    return 3 * 2 * HKV * D * BYTES * T * others
 
 
 def step(mode: str, T: int, ranks: int, measured: Measured, network: float) -> dict[str, float]:
     """Bytes, and seconds of attention, of exchanges and of what of these is not hidden."""
-    volumes = sent(mode, T, ranks)
-    rate = {name: measured.rates[name] if ranks <= HOST else network for name in volumes}
-    exchanged = sum(size / rate[name] / 1e9 for name, size in volumes.items())
+    size = sent(mode, T, ranks)
+    exchanged = size / (measured.rate if ranks <= HOST else network) / 1e9
     turns = HKV // ranks if mode == "heads" else HKV
     attention = measured.attention(T) / ranks * (measured.beside[mode] if turns > 1 else 1.0)
     outside = exchanged / turns
     exposed = outside + max(0.0, exchanged - outside - attention * (turns - 1) / turns)
-    return dict(bytes=sum(volumes.values()), attention=attention, exchanged=exchanged, exposed=exposed)
+    return dict(bytes=size, attention=attention, exchanged=exchanged, exposed=exposed)
 
 
 def rows(measured: Measured, network: float) -> list[list[str]]:
