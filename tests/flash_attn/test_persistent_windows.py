@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,19 +78,29 @@ def test_key_tiles_of_a_tile_are_counted(tile: tuple[int, int], packed_heads: in
     assert ForwardTile(128, 128, *tile, packed_heads, False).keys_reached(left, right) == max(reached)
 
 
-# Fewer tiles than multiprocessors and many rounds of them; ends within a tile; shorter than the window; more queries
-# than keys, so that some see nothing; fewer.
+@pytest.mark.parametrize("tiles, ctas", [(5, 5), (100, 10), (319, 10), (320, 20), (1279, 70), (1 << 20, 80)])
+def test_ctas_of_many_tiles_take_turns(tiles: int, ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 10 multiprocessors: as many CTAs, or up to 8 times as many, of 16 tiles at least."""
+    from flash_attn.cute.fwd_sm90 import persistent_scheduler
+
+    monkeypatch.setattr(persistent_scheduler, "target_sm_count", lambda: 10)
+    grid = persistent_scheduler.PersistentScheduler.get_grid_shape(SimpleNamespace(total_blocks=tiles))
+    assert [int(size) for size in grid] == [ctas, 1, 1]
+
+
+# Fewer tiles than multiprocessors, many rounds of them, and several CTAs to each; ends within a tile; shorter than the
+# window; more queries than keys, so that some see nothing; fewer.
 LENGTHS = [(1, 1), (65, 65), (300, 300), (1000, 1000), (4099, 4099), (1000, 300), (300, 1000), (1, 1000)]
 
 
 @pytest.mark.gpu
 @OVERLAP
 def test_numbers_and_not_a_bit_of_them_depends_on_it(asked: dict[str, Any]) -> None:
-    for T_q, T_k in [*LENGTHS, (20000, 20000)]:
+    for T_q, T_k in [*LENGTHS, (70000, 70000)]:
         case = replace(CALL, T_q=T_q, T_k=T_k, seed=T_q, **asked)
         x = make_inputs(case)
         o, lse = assert_same_bits(lambda: forward(case, x))
-        if T_q == 20000:
+        if T_q == 70000:
             continue
         exact, rough = (reference(case, x, dtype) for dtype in (torch.float64, x.q.dtype))
         assert_close(f"o of {case!r}", o, exact["o"], rough["o"])
