@@ -131,7 +131,7 @@ def over_heads(
     steps, own = len(of_steps), heads // cp.size
 
     def sizes(count: int) -> list[int]:
-        """Of so many heads of all ranks, those of each step on one."""
+        """Heads of each step on one rank, where all ranks have so many together."""
         return [n * count // cp.size // own for n in of_steps]
 
     divisions = [

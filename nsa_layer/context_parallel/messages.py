@@ -48,7 +48,7 @@ class Messages:
         return tuple(None if x is None else x.new_empty(0) for x in sent)
 
     def released(self, sent: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """What `held` was given."""
+        """The tensors that `held` was given."""
         held, self._held = self._held, ()
         return held
 

@@ -337,7 +337,7 @@ class OnGpu(torch.Tensor):
 
 
 def compare_known_calls(group: Any) -> None:
-    """Of tensors on a GPU: every rank says what is wrong with one rank's numbers, where they are validated."""
+    """Every rank says what is wrong with one rank's numbers on a GPU, where they are validated."""
     cp, x = ContextParallel(group), torch.zeros(2).as_subclass(OnGpu)
 
     def wrong() -> None:

@@ -204,7 +204,7 @@ def test_ranks_attend_to_lists(mode: str, on_gpus: Callable[..., Any]) -> None:
 
 
 def refuse_numbers(group: Any, mode: str) -> None:
-    """Of a call that was made before, one rank's lists or starts are wrong: every rank says so, and goes on."""
+    """One rank's lists or starts are wrong in a call that was made before: every rank says so, and goes on."""
     cp, case = ContextParallel(group, mode=mode), Case(**SIZES, lengths=PACKED, config=CONFIG)
     q, k, v, _ = drawn(case, cp).values()
     starts = torch.tensor([0, *PACKED], device=q.device).cumsum(0).int()
