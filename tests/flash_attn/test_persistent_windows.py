@@ -78,14 +78,19 @@ def test_key_tiles_of_a_tile_are_counted(tile: tuple[int, int], packed_heads: in
     assert ForwardTile(128, 128, *tile, packed_heads, False).keys_reached(left, right) == max(reached)
 
 
-@pytest.mark.parametrize("tiles, ctas", [(5, 5), (100, 10), (319, 10), (320, 20), (1279, 70), (1 << 20, 80)])
-def test_ctas_of_many_tiles_take_turns(tiles: int, ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 10 multiprocessors: as many CTAs, or up to 8 times as many, of 16 tiles at least."""
+def ctas_of(tiles: tuple[int, ...]) -> list[int]:
+    """CTAs of so many tiles on 10 multiprocessors."""
     from flash_attn.cute.fwd_sm90 import persistent_scheduler
 
-    monkeypatch.setattr(persistent_scheduler, "target_sm_count", lambda: 10)
-    grid = persistent_scheduler.PersistentScheduler.get_grid_shape(SimpleNamespace(total_blocks=tiles))
-    assert [int(size) for size in grid] == [ctas, 1, 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(persistent_scheduler, "target_sm_count", lambda: 10)
+        grid_of = persistent_scheduler.PersistentScheduler.get_grid_shape
+        return [int(grid_of(SimpleNamespace(total_blocks=each))[0]) for each in tiles]
+
+
+def test_ctas_of_many_tiles_take_turns(compiler_sm90: Worker) -> None:
+    """Up to 8 to a multiprocessor, of 16 tiles at least."""
+    assert compiler_sm90.trace(ctas_of, (5, 100, 319, 320, 1279, 1 << 20)) == [5, 10, 10, 20, 70, 80]
 
 
 # Fewer tiles than multiprocessors, many rounds of them, and several CTAs to each; ends within a tile; shorter than the
