@@ -58,17 +58,23 @@ class Collectives(NamedTuple):
         """This rank's rows, [B, n, R, h, ...], of what `send_to_tokens` returned."""
         return OPS.wait_tensor(sent)[:, :, : sum(rows.of_rank(self.cp.rank))].movedim(0, 2)
 
-    def send_sums(self, parts: Parts, rows: Rows, seen: object = None) -> Tensor:
-        """Parts of the sum of all rows to those who have them, in the accumulation dtype.
+    def send_sums(self, parts: Parts, rows: Rows, seen: object) -> Tensor:
+        """Parts of the sum of all rows to those who have them.
 
         Args:
             parts: rows of the whole, and what this rank adds to them, [B, rows, ...].
+            seen: not asked for.
         """
         end, dtype, total = sum(rows.counts), accumulation_dtype(parts[0][1].dtype), None
         for which, x in parts:  # no writes to parts: see `overlapped.Written`
             x = F.pad(x.to(dtype), (0, 0) * (x.dim() - 2) + (which.start, end - which.stop))
             total = x if total is None else total + x
-        return OPS.reduce_scatter_tensor(rows.to_ranks(total), "sum", self.cp.size, self.cp.group_name)
+        return self.send_sum(total, rows)
+
+    def send_sum(self, x: Tensor, rows: Rows) -> Tensor:
+        """What this rank adds to all rows, [B, N, ...], to those who have them, in the accumulation dtype."""
+        x = rows.to_ranks(x.to(accumulation_dtype(x.dtype)))
+        return OPS.reduce_scatter_tensor(x, "sum", self.cp.size, self.cp.group_name)
 
     def write_sums(self, sent: Tensor, rows: Rows, out: Tensor) -> None:
         """Write sums of this rank's rows to out [B, n, ...]."""
@@ -83,9 +89,9 @@ class Collectives(NamedTuple):
         return OPS.all_to_all_single(x.contiguous(), each, each, self.cp.group_name)
 
 
-def exchange_for(x: Tensor, cp: ContextParallel, *, kernels: bool = False) -> Collectives | Messages:
-    """A launch of exchanges of tensors like x; messages may be summed by the layer's kernels."""
-    return Collectives(cp) if is_recorded(x) else Messages(cp, kernels=kernels)
+def exchange_for(x: Tensor, cp: ContextParallel) -> Collectives | Messages:
+    """A launch of exchanges of tensors like x."""
+    return Collectives(cp) if is_recorded(x) else Messages(cp)
 
 
 def send(
@@ -218,5 +224,4 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         rows, exchange = ctx.static
-        sent = exchange.send_sums([(slice(0, d.shape[1]), d)], rows)
-        return exchange.sums(sent, rows).to(d.dtype), None, None
+        return exchange.sums(exchange.send_sum(d, rows), rows).to(d.dtype), None, None

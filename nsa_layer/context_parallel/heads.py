@@ -134,9 +134,8 @@ def over_heads(
         """Heads of each step on one rank, where all ranks have so many together."""
         return [n * count // cp.size // own for n in of_steps]
 
-    divisions = [
-        divided(x[None] if packed else x, cp.size, sizes(x.shape[1 if packed else 2])) for x, _ in parts.values()
-    ]
+    batches = [x[None] if packed else x for x, _ in parts.values()]
+    divisions = [divided(x, cp.size, sizes(x.shape[2])) for x in batches]
     mine = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
 
     def send_heads(step: int) -> tuple[Tensor, ...]:

@@ -28,8 +28,8 @@ class Messages:
 
     def __init__(self, cp: ContextParallel, *, kernels: bool = False) -> None:
         """kernels: sums may be the layer's kernels'."""
-        self.kernels = kernels
-        self.cp, self._messages, self._works, self._held = cp, [], [], ()
+        self.cp, self.kernels = cp, kernels
+        self._messages, self._works, self._held = [], [], ()
 
     def begin(self) -> None:
         """Send what was given, after what was launched before; what is launched next runs beside it."""
@@ -113,19 +113,21 @@ class Messages:
         for at, (rank, _) in rows.places():
             if rank != self.cp.rank:
                 for which, x in parts:
-                    self._add(dist.isend, _rows_at(at, which, x)[1], rank)
+                    self._add(dist.isend, x[:, _within(_common(at, which), which)], rank)
                 continue
             pieces = []
             for peer, of_peer in enumerate(seen):
                 for i, which in enumerate(of_peer):
                     here = _common(at, which)
+                    if here.start == here.stop:
+                        continue
                     if peer == rank:
-                        pieces.append(_rows_at(at, *parts[i]))
-                    elif here.start < here.stop:
+                        piece = parts[i][1][:, _within(here, which)]
+                    else:
                         like = parts[0][1]
                         piece = like.new_empty((len(like), here.stop - here.start, *like.shape[2:]))
                         self._add(dist.irecv, piece, peer)
-                        pieces.append((slice(here.start - at.start, here.stop - at.start), piece))
+                    pieces.append((_within(here, at), piece))
             found.append(pieces)
         return found
 
@@ -147,16 +149,14 @@ def launch(messages: list[dist.P2POp]) -> list[dist.Work]:
 
 
 def _common(at: slice, which: slice) -> slice:
-    """Rows that both have; of none the end is not behind the start."""
-    return slice(max(at.start, which.start), min(at.stop, which.stop))
+    """Rows that both have."""
+    start = max(at.start, which.start)
+    return slice(start, max(start, min(at.stop, which.stop)))
 
 
-def _rows_at(at: slice, which: slice, x: Tensor) -> tuple[slice, Tensor]:
-    """The part of rows `which`, x, that is among rows `at`, and its place there."""
-    here = _common(at, which)
-    count = max(0, here.stop - here.start)
-    first = here.start - at.start if count else 0
-    return slice(first, first + count), x[:, here.start - which.start :][:, :count] if count else x[:, :0]
+def _within(here: slice, which: slice) -> slice:
+    """Places of rows among some that begin no later."""
+    return slice(here.start - which.start, here.stop - which.start)
 
 
 def _add_up(out: Tensor, parts: Parts, *, kernels: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_layer.call_spec import DIFFERENTIABLE, CallTensors, accumulation_dtype
-from nsa_layer.context_parallel.collectives import Collectives, exchange_for
+from nsa_layer.context_parallel.collectives import Collectives
 from nsa_layer.context_parallel.messages import Messages, Parts
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -97,10 +97,11 @@ class Call(ABC):
 
     def send(self, given: CallTensors, step: int, parts: dict[str, Parts] | None = None) -> Sent:
         """Begin to gather keys and values of a step's heads, if there is such a step, and to sum parts of gradients."""
-        exchange = exchange_for(given.q, self.cp, kernels=self.backend == "cute")
-        heads = slice(*self.heads[step]) if step < len(self.heads) else slice(0)
-        of_step = {name: getattr(given, name)[:, :, heads] for name in self.of_keys if heads.stop}
-        keys = {name: exchange.send_to_all(x, self.tokens) for name, x in of_step.items()}
+        exchange = Collectives(self.cp) if self.recorded else Messages(self.cp, kernels=self.backend == "cute")
+        keys = {}
+        if step < len(self.heads):
+            of_step = {name: getattr(given, name)[:, :, slice(*self.heads[step])] for name in self.of_keys}
+            keys = {name: exchange.send_to_all(x, self.tokens) for name, x in of_step.items()}
         sums = {name: exchange.send_sums(each, self.tokens, self.seen) for name, each in (parts or {}).items()}
         exchange.begin()
         return Sent(exchange, self.tokens, keys, sums)
@@ -252,7 +253,7 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
     arrive(following, len(call.heads) - 1)
     found = {name: x.whole() for name, x in made.items()}
     blocks, of_blocks = Collectives(call.cp), [name for name in OF_BLOCKS if name in named]
-    sums = [blocks.send_sums([(slice(0, found[name].shape[1]), found[name])], call.blocks) for name in of_blocks]
+    sums = [blocks.send_sum(found[name], call.blocks) for name in of_blocks]
     found |= {name: blocks.sums(x, call.blocks) for name, x in zip(of_blocks, sums)}
     return tuple(found[name].to(named[name].dtype) if name in found else None for name in CallTensors._fields)
 

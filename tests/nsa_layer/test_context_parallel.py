@@ -476,7 +476,7 @@ def exchange_in_graphs(group: Any, counts: tuple[int, ...]) -> None:
         whole = exchange.whole(exchange.send_to_all(x, rows), rows)
         exchange.whole(exchange.send_to_heads(x[:, :, None].expand(-1, -1, 2, -1), rows), rows)
         exchange.by_rank(exchange.send_to_tokens(whole, rows), rows)
-        return exchange.sums(exchange.send_sums([(slice(0, sum(counts)), whole)], rows), rows)
+        return exchange.sums(exchange.send_sums([(slice(0, sum(counts)), whole)], rows, ()), rows)
 
     x = torch.randn(2, sum(rows.of_rank(cp.rank)), 3)
     traced = make_fx(there_and_back)(x)
