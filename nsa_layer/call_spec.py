@@ -25,7 +25,7 @@ class CallSpec:
         bound: tokens at most of a packed sequence, where the host does not know the lengths; else None. With
             ``lengths_k`` of its queries.
         window: of each packed sequence, or of a batch for all, (keys, position of the first query among them) of the
-            sliding window, where it has its own keys and not those of all tokens; else None. For kernels alone.
+            sliding window, where it reads other keys than those of all tokens; else None. For kernels alone.
     """
 
     config: NSAConfig

@@ -82,7 +82,9 @@ def attend_here(
     lengths, listed = spec.lengths or (local * cp.size,), given.block_indices is not None
     of_ranks = stretches_of_ranks(cp, local, spec.lengths, cut=spec.causal and not listed)
     stretches = of_ranks[cp.rank]
-    windows = [stretch.window(config.window_size - 1, causal=spec.causal) for stretch in stretches]
+    windows = [stretch.window_of_keys(spec) for stretch in stretches]
+    if given.has_own_window:
+        windows = [stretch.window(config.window_size - 1, causal=spec.causal) for stretch in stretches]
     kept = (False,) * 3
     if backend == "cute":
         kept = _kept(given, sum(lengths), memory, spec=spec, needs_grad=needs_grad)
@@ -143,8 +145,8 @@ def _with_window(cp: ContextParallel, given: CallTensors, windows: Sequence[Wind
 
 @dataclass(frozen=True)
 class LayerCall(Call):
-    """A call of `nsa`. Tensors of the window have what each stretch's window sees, one stretch after the other, or with
-    ``cu_seqlens`` a rank's tokens.
+    """A call of `nsa`. Tensors of the window, if there are any, have what each stretch's window sees, one stretch after
+    the other, or with ``cu_seqlens`` a rank's tokens.
 
     Attributes:
         spec: of the whole call.
@@ -197,6 +199,6 @@ class LayerCall(Call):
 
     def _part(self, tensors: CallTensors, number: int) -> Part:
         stretch, spec = self.stretches[number], self.stretches[number].spec(self.spec)
-        if tensors.k_win is not None and "k_win" not in self.of_keys:
+        if "k_win" not in self.of_keys:
             spec = replace(spec, window=self.windows[number].lengths)
         return Part(tensors, spec, tuple(at for *_, at in stretch.lengths), self.backend, self.kept)

@@ -118,6 +118,8 @@ def _part(
     lengths = check_lengths(cu_seqlens, q.new_empty(total, 0), "cu_seqlens", "the ranks")
     stretch = stretch_at(first, slice(0, len(q)), cu_seqlens[1:].tolist(), cut=spec.causal and not listed)
     part = {name: x[stretch.keys] for name in OF_TOKENS if (x := getattr(tensors, name)) is not None}
+    if not tensors.has_own_window:
+        spec = replace(spec, window=stretch.window_of_keys(spec).lengths)
     spec, first = stretch.spec(replace(spec, lengths=lengths)), tuple(at for *_, at in stretch.lengths)
     return Part(tensors._replace(**part, cu_seqlens=None), spec, first, *how), stretch.keys
 

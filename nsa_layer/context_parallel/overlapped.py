@@ -1,7 +1,6 @@
 """Keys and values of a few heads come beside the attention of the heads before.
 
-Backward gathers them again, and what it adds to them goes to their ranks, in the accumulation dtype, beside the heads
-after.
+Backward gathers them again, and what it adds to them goes to their ranks beside the heads after.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from nsa_layer.operators.registration import is_recorded
 Tensor = torch.Tensor
 Left = tuple[Tensor | None, ...]  # what a part's forward leaves to its backward
 Places = dict[str, tuple[slice, ...]]
-LONG = 1 << 19  # tokens from which on heads come one by one
+STEP = 3 << 20  # tokens of the key/value heads of a step at most: as much memory as one GPU takes for a rank's tokens
+LONGEST = 1 << 22  # tokens from which on exchanges are 1 % of the attention, and take turns with it to save memory
 OF_BLOCKS = ("k_cmp", "v_cmp")
 OF_HEADS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 
@@ -95,6 +95,11 @@ class Call(ABC):
         """Tokens of all ranks."""
         return sum(self.tokens.counts)
 
+    @property
+    def ahead(self) -> bool:
+        """Exchanges of the next step run beside attention."""
+        return self.total < LONGEST
+
     def send(self, given: CallTensors, step: int, parts: dict[str, Parts] | None = None) -> Sent:
         """Begin to gather keys and values of a step's heads, if there is such a step, and to sum parts of gradients."""
         exchange = Collectives(self.cp) if self.recorded else Messages(self.cp, kernels=self.backend == "cute")
@@ -155,8 +160,8 @@ def attend(call: Call, given: CallTensors, *, return_more: bool) -> tuple[Tensor
 
 def steps_of(heads: int, tokens: int) -> tuple[tuple[int, int], ...]:
     """The first and the end of each step's heads, of calls of so many tokens: one at both ends, beside whose exchange
-    nothing runs."""
-    inner = split_heads(max(0, heads - 2), max(1, min(LONG // tokens, -(-heads // 2))))
+    nothing runs, and few steps between, since kernels of more heads are faster."""
+    inner = split_heads(max(0, heads - 2), max(1, min(STEP // tokens, -(-heads // 2))))
     ends = [(first, first + 1) for first in sorted({0, heads - 1})]
     return (ends[0], *((first + 1, end + 1) for first, end in inner), *ends[1:])
 
@@ -173,15 +178,17 @@ class _Attend(ReverseMode):
         o = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
         o = Written(o, dim=2, zeros=False, recorded=call.recorded)
         backward, saved = any(ctx.needs_input_grad), []
-        sent = call.send(given, 0)
+        flying = [call.send(given, 0)]
         for step in range(len(call.heads)):
-            following = call.send(given, step + 1)
-            keys, here = sent.whole(), o.of(call.rows(given, step)[1])
+            if call.ahead:
+                flying.append(call.send(given, step + 1))
+            keys, here = flying.pop(0).whole(), o.of(call.rows(given, step)[1])
             for i, stretch in enumerate(call.stretches):
                 part, into = call.part(whole, keys, call.places(given, step, i), stretch), here[:, stretch.queries]
                 saved.append(call.forward(part, i, into[0] if call.packed else into, backward=backward))
             del keys, part
-            sent = following
+            if not call.ahead:
+                flying.append(call.send(given, step + 1))
         o = o.whole()
         ctx.call = call
         ctx.save_for_backward(*whole, *(x for left in saved for x in left))
@@ -216,16 +223,19 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
         name: Written(x, dim=0 if name in OF_HEADS else 2, zeros=name in summed, recorded=call.recorded)
         for name, x in made.items()
     }
-    sent, parts = call.send(given, 0), {}
+    flying, parts, late = [call.send(given, 0)], {}, 2 if call.ahead else 1
 
-    def arrive(sent: Sent, step: int) -> None:
+    def arrive(step: int) -> dict[str, Tensor]:
+        """Write the sums that came with a step's keys and values, and return these."""
+        sent = flying.pop(0)
         for name in sent.sums:
-            sent.write(name, made[name].of(slice(*call.heads[step])))
+            sent.write(name, made[name].of(slice(*call.heads[step - late])))
+        return sent.whole()
 
     for step in range(len(call.heads)):
-        following = call.send(given, step + 1, parts)
-        keys = sent.whole()
-        arrive(sent, step - 2)
+        if call.ahead:
+            flying.append(call.send(given, step + 1, parts))
+        keys = arrive(step)
         parts = {name: [] for name in keys}
         heads = call.places(given, step, 0)
         here = {name: x.of(heads[name][-1]) for name, x in made.items() if name not in keys}
@@ -247,10 +257,12 @@ def _gradients(call: Call, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor 
                     here[name][places[name][:-1]] = d
             del found, d
         del keys, part
-        sent = following
-    following = call.send(given, len(call.heads), parts)
-    arrive(sent, len(call.heads) - 2)
-    arrive(following, len(call.heads) - 1)
+        if not call.ahead:
+            flying.append(call.send(given, step + 1, parts))
+    if call.ahead:
+        flying.append(call.send(given, len(call.heads), parts))
+    for step in range(len(call.heads), len(call.heads) + late):
+        arrive(step)
     found = {name: x.whole() for name, x in made.items()}
     blocks, of_blocks = Collectives(call.cp), [name for name in OF_BLOCKS if name in named]
     sums = [blocks.send_sum(found[name], call.blocks) for name in of_blocks]

@@ -25,7 +25,7 @@ class Part(NamedTuple):
 
     Attributes:
         tensors: without positions.
-        spec: the static side, with lengths and ``window`` of the stretch.
+        spec: the static side, with lengths and ``window`` of the stretch: of its own keys, or else of these.
         first: positions of the first query of each packed sequence, or of a batch.
         backend: of `nsa`.
         kept: outputs that the kernels save.
@@ -53,7 +53,7 @@ class Part(NamedTuple):
         if self.backend == "cute":
             from nsa_layer.cute import head_groups
 
-            return head_groups.gradients(do, *self._on_kernels(), [left], dq=dq)
+            return head_groups.gradients(do, *self._on_kernels(), [left], dq=dq, window=self.window)
         leaves = leaves_of(self.tensors.differentiable, [True] * len(DIFFERENTIABLE))
         with recording():
             o, _ = self._attend(CallTensors(*leaves, block_indices=left.block_indices))
@@ -61,18 +61,29 @@ class Part(NamedTuple):
         dq.copy_(found[0])
         return dq, *found[1:]
 
+    @property
+    def window(self) -> slice | None:
+        """Rows of keys that windows see, where they have no keys of their own."""
+        if not self.spec.window or self.tensors.has_own_window:
+            return None
+        counts, first = zip(*self.spec.window)
+        begin = self.first[0] - first[0]
+        return slice(begin, begin + sum(counts))
+
     def _placed(self, tensors: CallTensors) -> CallTensors:
         """With positions of the first queries."""
         first = self.first if self.spec.lengths else self.first * len(tensors.q)
         return tensors._replace(q_offset=numbers_on((first,), tensors.q.device)[0])
 
     def _on_kernels(self) -> tuple[CallTensors, Packing | None, CallSpec, MemoryPlan]:
-        q, k = self.tensors[:2]
-        packing = Packing.of(self.spec, q.device, self.tensors.q_heads_per_list)
-        return self._placed(self.tensors), packing, self.spec, MemoryPlan(((0, k.shape[-2]),), self.kept)
+        (q, k, v), tensors = self.tensors[:3], self.tensors
+        packing = Packing.of(self.spec, q.device, tensors.q_heads_per_list)
+        if self.window is not None:
+            tensors = tensors._replace(k_win=k[..., self.window, :, :], v_win=v[..., self.window, :, :])
+        return self._placed(tensors), packing, self.spec, MemoryPlan(((0, k.shape[-2]),), self.kept)
 
     def _attend(self, tensors: CallTensors) -> tuple[Tensor, Aux]:
-        if self.spec.window:
+        if self.spec.window and tensors.has_own_window:
             tensors = tensors._replace(k_win=self._among_zeros(tensors.k_win), v_win=self._among_zeros(tensors.v_win))
         attend = import_module(support.BACKENDS[self.backend]).attend
         return attend(self._placed(tensors), spec=self.spec)

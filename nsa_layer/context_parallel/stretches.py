@@ -14,6 +14,7 @@ from nsa_layer.context_parallel.spec import ContextParallel, chunks_of
 from nsa_layer.cute.host_numbers import numbers_on
 
 Tensor = torch.Tensor
+TILE = 128  # keys of the kernels' tiles, or a multiple
 
 
 class Window(NamedTuple):
@@ -71,6 +72,10 @@ class Stretch(NamedTuple):
             start += keys
         keys = slice(first - self.keys.start, last - self.keys.start)
         return Window(begin - first, last - end, keys, tuple(lengths))
+
+    def window_of_keys(self, spec: CallSpec) -> Window:
+        """Whole tiles of the stretch's keys, among which are those that windows see: as fast as all keys are."""
+        return self.window(-(-(spec.config.window_size - 1) // TILE) * TILE, causal=spec.causal)
 
     def offsets(self, sequences: int, device: torch.device) -> Tensor:
         """int32 [sequences], of a batch or of the packed ones here."""

@@ -46,12 +46,14 @@ def backward(
     dk_win: Tensor | None = None,
     dv_win: Tensor | None = None,
     *,
+    window_adds: bool = False,
     spec: CallSpec,
 ) -> WeightGradients:
     """Write the gradients of the group's tokens to dq, dk, dv, dk_win and dv_win, and return those of the rest.
 
     Args:
         dk_win, dv_win: None where the window reads k, and v.
+        window_adds: dk_win and dv_win are parts of dk and dv.
     """
     q, k, v, gate_weight, gates, w_k, w_v = tensors[:7]
     k_cmp = saved.k_cmp if tensors.k_cmp is None else tensors.k_cmp
@@ -105,7 +107,10 @@ def backward(
     names = [name if name == "cmp" or (name == "swa" and apart) else "tokens" for name in calls]
     sums = GradAccumulators(layouts, q.device, softmax_scale=scale, keys=names)
     dk, dv = KeyGradient(dk), KeyGradient(dv)
-    of_window = dk if dk_win is None else KeyGradient(dk_win), dv if dv_win is None else KeyGradient(dv_win)
+    of_window = (
+        dk if dk_win is None else KeyGradient(dk_win, filled=window_adds),
+        dv if dv_win is None else KeyGradient(dv_win, filled=window_adds),
+    )
 
     def launch(name: str, do: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
         """Add to the accumulators; returns dk and dv where the call stores them instead."""
@@ -148,7 +153,7 @@ def backward(
         unpool(d_k_mean, d_v_mean, dk.out, dv.out, **pooling_options(spec, packing))
         dk.filled, dv.filled = d_k_mean is not None, d_v_mean is not None
     with component("convert"):
-        if apart:
+        if apart and not window_adds:
             sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
         sums.add_dk_dv("tokens", dk, dv, stored[apart:], cu_seqlens_k)
     if unions:
@@ -163,6 +168,9 @@ def backward(
             of_slc = dict(causal=spec.causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
             of_slc["q_offset"] = tensors.q_offset
             backward_dkdv(q, k, v, do_slc, *rows_slc, pairs, **fixed, **into, **of_slc)
+    if window_adds:  # where the others have written
+        with component("convert"):
+            sums.add_dk_dv("swa", *of_window, stored[:1], of_swa.get("cu_seqlens_k"))
     return WeightGradients(
         gate.d_weight,
         gate.d_gates,

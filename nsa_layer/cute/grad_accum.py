@@ -67,8 +67,8 @@ class KeyGradient:
         filled: a part has been written.
     """
 
-    def __init__(self, out: Tensor) -> None:
-        self.out, self.filled = out, False
+    def __init__(self, out: Tensor, *, filled: bool = False) -> None:
+        self.out, self.filled = out, filled
 
 
 class GradAccumulators:

@@ -99,20 +99,25 @@ def gradients(
     saved: Iterable[SavedForBackward],
     *,
     dq: Tensor | None = None,
+    window: slice | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the differentiable tensors.
 
     Args:
         saved: by each group's forward; asked for one by one, before that group's backward.
         dq: is written where it is given.
+        window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
+            as None.
     """
     q, k, v = tensors[:3]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     sizes |= dict(needs_grad=True, lists="given" if spec.listed else None, rows=tensors.q_heads_per_list)
     spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes))
     do = readable(do)
-    of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)
+    of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)[: 3 if window else 5]
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]
+    if window is not None:
+        whole += [x[..., window, :, :] for x in whole]
     whole.insert(0, torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq)
     rest = []
     with _compiled_together(tensors, spec, plan, backward=True):
@@ -120,8 +125,10 @@ def gradients(
             query, key = _query_heads(q, k, first, end), (first, end)
             grads = (_narrow(x, -2, query if i == 0 else key) for i, x in enumerate(whole))
             given = head_group(tensors, first, end), packing, of_group, _narrow(do, -2, query)
-            rest.append(backward(*given, *grads, spec=spec))
+            rest.append(backward(*given, *grads, window_adds=window is not None, spec=spec))
     dq, dk, dv, *of_window = whole
+    if window is not None:
+        of_window = None, None
     return dq, dk, dv, *(joined(list(parts), dim) for parts, dim in zip(zip(*rest), (0, -2, 0, 0, -2, -2))), *of_window
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stub_kernels import stubbed_layer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -29,12 +30,13 @@ from nsa_layer import (
     unshard_sequence,
 )
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.context_parallel import gather, graph, heads, overlapped
+from nsa_layer.context_parallel import gather, graph, heads, overlapped, stretches
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.collectives import Collectives
+from nsa_layer.context_parallel.parts import NOTHING, Part
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
-from nsa_layer.context_parallel.stretches import stretches_of_ranks
+from nsa_layer.context_parallel.stretches import Stretch, Window, stretches_of_ranks
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
@@ -45,6 +47,7 @@ from nsa_tools.testing.cases import LSES, Case, make_inputs, run
 from nsa_tools.testing.ranks import ranks
 
 Ranks = Callable[..., list[Any]]
+NO_TENSORS = CallTensors(*[None] * 3)
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
@@ -122,10 +125,13 @@ RANKS = [(2, "zigzag"), (4, "zigzag"), (4, None), (2, None)]
 
 
 def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, listed: bool = False) -> None:
-    """As long calls on a GPU: some heads at a time, exchanges of the next ones launched before attention."""
+    """As long calls on a GPU: some heads at a time, exchanges of the next ones launched before attention; or after it,
+    as in the longest ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "heads_of_steps", lambda x, rows, cp, n: [1, n // cp.size - 1][: n // cp.size])
-        patch.setattr(overlapped, "LONG", 1)
+        patch.setattr(overlapped, "STEP", 1)
+        if load_balance is None:
+            patch.setattr(overlapped, "LONGEST", 1)
         compare(group, case, mode, load_balance, listed)
 
 
@@ -388,18 +394,30 @@ def test_groups_that_do_not_fit_are_refused(on_ranks: Ranks) -> None:
     on_ranks(4, refuse_groups)
 
 
+@pytest.mark.parametrize("tile", [None, 16])
 @pytest.mark.parametrize("reach", [0, 3, 30])
 @pytest.mark.parametrize("lengths", [None, (40, 0, 3, 53)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_windows_of_a_rank_see_what_those_of_one_see(causal: bool, lengths: tuple[int, ...] | None, reach: int) -> None:
-    """The window's own keys as the kernels' options give them: each query's first and last, as tokens of the whole."""
+def test_windows_of_a_rank_see_what_those_of_one_see(
+    causal: bool, lengths: tuple[int, ...] | None, reach: int, tile: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window's keys as the kernels' options give them: each query's first and last, as tokens of the whole.
+
+    Args:
+        tile: of gathered keys that the window reads, from a whole tile on; None: its own keys.
+    """
     call, T = CallSpec(SMALL.replace(window_size=reach + 1), causal, 1.0, lengths), 96
+    monkeypatch.setattr(stretches, "TILE", tile)
+
+    def of_stretch(stretch: Stretch) -> Window:
+        return stretch.window(reach, causal=causal) if tile is None else stretch.window_of_keys(call)
+
     ends = list(accumulate(lengths or (T,)))
     for (size, load_balance), rank in ((kind, rank) for kind in RANKS for rank in range(kind[0])):
         chunks = chunks_of(rank, size, load_balance)
         cp = SimpleNamespace(chunks=chunks, size=size, load_balance=load_balance)
         for stretch, chunk in zip(stretches_of_ranks(cp, T // size, lengths, cut=causal)[rank], chunks, strict=True):
-            window, here = stretch.window(reach, causal=causal), stretch.spec(call)
+            window, here = of_stretch(stretch), stretch.spec(call)
             count, begin = stretch.queries.stop - stretch.queries.start, chunk * T // size // len(chunks)
             first = stretch.keys.start + window.keys.start
             assert (first, window.keys.stop - window.keys.start) == (
@@ -407,7 +425,9 @@ def test_windows_of_a_rank_see_what_those_of_one_see(causal: bool, lengths: tupl
                 window.before + count + window.after,
             )
             packing, at = Packing.of(here, torch.device("cpu")), stretch.offsets(1, torch.device("cpu"))
-            given = window_options(replace(here, window=window.lengths), packing, at)
+            here, positions = replace(here, window=window.lengths), tuple(each[-1] for each in stretch.lengths)
+            assert Part(NO_TENSORS, here, positions, "cute", (True,) * 3).window == window.keys
+            given = window_options(here, packing, at)
             starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()
             of_keys = given.get("cu_seqlens_k", torch.tensor([0, window.keys.stop - window.keys.start])).tolist()
             for s, offset in enumerate(given["q_offset"].tolist()):
@@ -418,6 +438,29 @@ def test_windows_of_a_rank_see_what_those_of_one_see(causal: bool, lengths: tupl
                     last = min(of_keys[s + 1] - of_keys[s] - 1, at + given["window_size_right"])
                     seen = [first + of_keys[s] + x for x in (max(0, at - given["window_size_left"]), last)]
                     assert seen == [max(start, token - reach), min(end - 1, token if causal else token + reach)]
+
+
+def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the kernels they read rows of the keys, of which no copy is made, and there is no gradient beside."""
+    from nsa_layer.cute import head_groups
+    from nsa_layer.cute.backward import WeightGradients
+
+    with stubbed_layer():
+        called: list[tuple[Any, ...]] = []
+
+        def backward(tensors: CallTensors, *given: Any, window_adds: bool, spec: CallSpec) -> WeightGradients:
+            called.append((tensors, *given[3:], window_adds))
+            return WeightGradients(*[None] * 6)
+
+        monkeypatch.setattr(head_groups, "backward", backward)
+        q, k = torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
+        spec = CallSpec(SMALL, True, 1.0, window=((192, 128),))
+        part = Part(CallTensors(q, k, k), spec, (236,), "cute", (True,) * 3)
+        dq, dk, dv, *_, dk_win, dv_win = part.gradients(q, NOTHING, torch.empty_like(q))
+        ((given, _, *grads, adds),) = called
+    assert (dk_win, dv_win) == (None, None) and adds
+    for x, rows in ((k, given.k_win), (k, given.v_win), (dk, grads[2]), (dv, grads[3])):
+        assert rows.shape == (1, 192, 2, 64) and rows.data_ptr() == x[:, 108:].data_ptr()
 
 
 def test_auto_takes_heads_where_ranks_divide_them(on_ranks: Ranks) -> None:
