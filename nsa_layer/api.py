@@ -116,7 +116,8 @@ def nsa(
         named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
         numbers = validate or getattr(block_indices, "is_cpu", False)
         agree(cp, partial(check_whole, given, cp, numbers=numbers), **named, **options)
-        if cp.mode_of(k.shape[-2]) == "heads":
+        better = backend != "reference" and gather.is_better(cp, tensors, config)
+        if cp.mode_of(k.shape[-2], gather=better) == "heads":
             return heads.attend(nsa, cp, given, **options)
     if cp is None:
         spec = check_inputs(given, backend=backend, validate=validate)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from nsa_layer.block_mlp import compressed
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
+from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import graph
 from nsa_layer.context_parallel.blocks import compress_own, pooled
 from nsa_layer.context_parallel.halo import with_neighbours
@@ -31,6 +32,20 @@ from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
 OF_KEYS, OF_WINDOW = ("k", "v"), ("k_win", "v_win")
+LONG = 1 << 17  # tokens from which on two steps for each stretch take no longer than one for all tokens
+
+
+def is_better(cp: ContextParallel, given: CallTensors, config: NSAConfig) -> bool:
+    """Than heads, where either would do: outside graphs, in long calls of which it sends less.
+
+    Of a row "heads" sends q, k, v, o and their gradients to another rank, of R a share of 1 / R; "gather" sends k and v
+    twice, and their gradients.
+    """
+    (q, k), starts = given[:2], given.cu_seqlens
+    if is_recorded(q) or config.q_tile > 1 or (starts is not None and starts.is_cuda):
+        return False
+    Hq, Hkv = q.shape[-2], k.shape[-2]
+    return q.shape[-3] * cp.size >= LONG and 3 * Hkv * cp.size < 2 * (Hq + Hkv)
 
 
 def attend(

@@ -22,7 +22,6 @@ from nsa_layer.inputs import Arguments, starts_of_lengths
 
 Tensor = torch.Tensor
 OF_TOKENS = ("q", "k", "v", "gates", "k_win", "v_win")
-LONG = 1 << 16  # tokens from which on a GPU exchanges the next heads beside the attention of those before
 
 
 class Tokens(NamedTuple):
@@ -86,10 +85,10 @@ def attend(
 
 def heads_of_steps(x: Tensor, rows: Rows, cp: ContextParallel, heads: int) -> list[int]:
     """Key/value heads of each of the calls that a rank's share of all of them comes in, for tokens x."""
-    own, total = heads // cp.size, sum(rows.counts)
-    if not x.is_cuda or total < LONG or torch.compiler.is_compiling():
+    own = heads // cp.size
+    if not x.is_cuda or torch.compiler.is_compiling():
         return [own]
-    return [end - first for first, end in steps_of(own, total)]
+    return [end - first for first, end in steps_of(own, sum(rows.counts))]
 
 
 def _policy(given: Arguments, rows: Rows, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:

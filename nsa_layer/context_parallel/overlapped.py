@@ -26,6 +26,7 @@ from nsa_layer.operators.registration import is_recorded
 Tensor = torch.Tensor
 Left = tuple[Tensor | None, ...]  # what a part's forward leaves to its backward
 Places = dict[str, tuple[slice, ...]]
+LONG = 1 << 16  # tokens from which on heads come a few at a time
 STEP = 3 << 20  # tokens of the key/value heads of a step at most: as much memory as one GPU takes for a rank's tokens
 LONGEST = 1 << 22  # tokens from which on exchanges are 1 % of the attention, and take turns with it to save memory
 OF_BLOCKS = ("k_cmp", "v_cmp")
@@ -160,7 +161,9 @@ def attend(call: Call, given: CallTensors, *, return_more: bool) -> tuple[Tensor
 
 def steps_of(heads: int, tokens: int) -> tuple[tuple[int, int], ...]:
     """The first and the end of each step's heads, of calls of so many tokens: one at both ends, beside whose exchange
-    nothing runs, and few steps between, since kernels of more heads are faster."""
+    nothing runs, and few steps between, since kernels of more heads are faster; all at once in short calls."""
+    if tokens < LONG:
+        return ((0, heads),)
     inner = split_heads(max(0, heads - 2), max(1, min(STEP // tokens, -(-heads // 2))))
     ends = [(first, first + 1) for first in sorted({0, heads - 1})]
     return (ends[0], *((first + 1, end + 1) for first, end in inner), *ends[1:])

@@ -22,8 +22,8 @@ class ContextParallel:
     Args:
         group: a process group, or a DeviceMesh of one dimension, such as ``mesh["cp"]``.
         mode: "heads" gives each rank all tokens of a part of the key/value heads, whose number the ranks divide;
-            "gather" leaves queries where they are and gathers keys and values; "auto" takes "heads" where it fits: on
-            two GPUs both take as long (docs/distributed.md).
+            "gather" leaves queries where they are and gathers keys and values; "auto" takes "heads" where it fits, but
+            for long calls of which "gather" sends less (docs/distributed.md).
         load_balance: "zigzag", or None.
 
     Attributes:
@@ -78,12 +78,16 @@ class ContextParallel:
         size = local // len(self.chunks)
         return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in self.chunks])
 
-    def mode_of(self, heads: int) -> str:
-        """ "heads" or "gather", for so many key/value heads; ValueError where the mode does not fit."""
+    def mode_of(self, heads: int, *, gather: bool = False) -> str:
+        """ "heads" or "gather", for so many key/value heads; ValueError where the mode does not fit.
+
+        Args:
+            gather: is the better one where both fit.
+        """
         if self.mode == "heads" and heads % self.size:
             raise ValueError(f"cp: mode='heads' needs ranks that divide the {heads} key/value heads, got {self.size}")
         if self.mode == "auto":
-            return "gather" if heads % self.size else "heads"
+            return "gather" if gather or heads % self.size else "heads"
         return self.mode
 
 

@@ -129,7 +129,8 @@ def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, l
     as in the longest ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "heads_of_steps", lambda x, rows, cp, n: [1, n // cp.size - 1][: n // cp.size])
-        patch.setattr(overlapped, "STEP", 1)
+        for name in ("LONG", "STEP"):
+            patch.setattr(overlapped, name, 1)
         if load_balance is None:
             patch.setattr(overlapped, "LONGEST", 1)
         compare(group, case, mode, load_balance, listed)
@@ -140,6 +141,7 @@ def compare_recorded(group: Any, case: Case, load_balance: str | None, listed: b
     with pytest.MonkeyPatch.context() as patch:
         for module in (gather, graph, overlapped):
             patch.setattr(module, "is_recorded", lambda *_: True)
+        patch.setattr(overlapped, "LONG", 1)
         compare(group, case, "gather", load_balance, listed)
 
 
@@ -468,15 +470,36 @@ def test_auto_takes_heads_where_ranks_divide_them(on_ranks: Ranks) -> None:
 
 
 def take_heads(group: Any) -> None:
+    """And where they do not gather more for it; the mode that is not taken is not there."""
     cp = ContextParallel(group)
-    assert (cp.mode_of(3), cp.mode_of(8)) == ("gather", "heads")
+    assert (cp.mode_of(3), cp.mode_of(8), cp.mode_of(8, gather=True)) == ("gather", "heads", "gather")
+    q, k = torch.randn(1, 16, 8, 8), torch.randn(1, 16, 2, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heads, "attend", None)
-        q = torch.randn(1, 16, 3, 8)
-        nsa(q, q, q, config=SMALL, cp=cp)
+        nsa(q[:, :, :3], q[:, :, :3], q[:, :, :3], config=SMALL, cp=cp)
         with pytest.raises(TypeError, match="not callable"):
-            nsa(q[:, :, :2], q[:, :, :2], q[:, :, :2], config=SMALL, cp=cp)
+            nsa(q, k, k, config=SMALL, cp=cp)
+        patch.setattr(gather, "LONG", 32)
+        nsa(q, k, k, config=SMALL, cp=cp)
+        for more in (dict(config=SMALL, backend="reference"), dict(config=SMALL.replace(q_tile=8))):
+            with pytest.raises(TypeError, match="not callable"):
+                nsa(q, k, k, cp=cp, **more)
     dist.barrier(group)
+
+
+@pytest.mark.parametrize(
+    "T, Hq, Hkv, ranks, better",
+    [
+        (gather.LONG, 32, 8, 2, True),
+        (gather.LONG - 64, 32, 8, 2, False),  # short
+        (gather.LONG, 32, 8, 4, False),  # k and v take more than a fourth of all
+        (gather.LONG, 64, 4, 4, True),
+        (gather.LONG, 16, 16, 2, False),
+    ],
+)
+def test_long_calls_gather_what_is_less(T: int, Hq: int, Hkv: int, ranks: int, better: bool) -> None:
+    q, k = (torch.empty(1, T // ranks, H, 128, device="meta") for H in (Hq, Hkv))
+    assert gather.is_better(SimpleNamespace(size=ranks), CallTensors(q, k, k), NSAConfig()) == better
 
 
 @pytest.mark.parametrize("list_heads", [8, 32])
@@ -589,7 +612,14 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
 @pytest.mark.parametrize("mode", BOTH)
 @pytest.mark.parametrize("alone, packed", [(False, False), (False, True), (True, False), (True, True)])
 def test_a_call_compiles(mode: str, alone: bool, packed: bool, on_ranks: Ranks) -> None:
-    on_ranks(2, compile_a_call, mode, alone, packed)
+    on_ranks(2, partial(in_steps, compile_a_call), mode, alone, packed)
+
+
+def in_steps(work: Callable[..., None], group: Any, *given: Any) -> None:
+    """Heads come a few at a time, however short calls are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlapped, "LONG", 1)
+        work(group, *given)
 
 
 # A rank's time is up, or that of its peer, which then closes the connection.
