@@ -215,7 +215,8 @@ def covered(spans: Spans) -> float:
 
 
 def longest(given: argparse.Namespace) -> Iterable[dict]:
-    """Calls of more and more tokens until one does not fit."""
+    """Calls of more and more tokens until one does not fit; on one rank alone, and the others wait until their time is
+    up, with what was found before in the file."""
     for name in given.longest_variants:
         cp = None if name == ONE else next(iter(made([name], given.groups).values()))
         for T in given.longest_tokens:

@@ -7,7 +7,7 @@ A step is forward and backward of one layer, 32 query heads, 8 key/value heads o
 it took longer on two GPUs at the longer length. Messages run at the bandwidth of an all-to-all between two GPUs where
 all ranks are in one host of 8, else at that of the network, in GB/s of each GPU, with nothing lost to latency or
 to other traffic. Exchanges go head by head beside attention: those of the first heads before it and of the last ones
-after it are not hidden, nor is what takes longer than attention.
+after it are not hidden, nor is what takes longer than attention, nor what the longest calls gather.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from nsa_layer.context_parallel.overlapped import LONGEST
 from nsa_tools.report.tables import markdown
 
 MEASURED = Path(__file__).parent / "results" / "context_parallel" / "two_h200.json"
@@ -74,7 +75,10 @@ def step(mode: str, T: int, ranks: int, measured: Measured, network: float) -> d
     turns = HKV // ranks if mode == "heads" else HKV
     attention = measured.attention(T) / ranks * (measured.beside[mode] if turns > 1 else 1.0)
     outside = exchanged / turns
-    exposed = outside + max(0.0, exchanged - outside - attention * (turns - 1) / turns)
+    beside = attention * (turns - 1) / turns
+    if mode == "gather" and T >= LONGEST * (ranks - 1):
+        beside = 0.0
+    exposed = outside + max(0.0, exchanged - outside - beside)
     return dict(bytes=size, attention=attention, exchanged=exchanged, exposed=exposed)
 
 

@@ -28,7 +28,8 @@ Left = tuple[Tensor | None, ...]  # what a part's forward leaves to its backward
 Places = dict[str, tuple[slice, ...]]
 LONG = 1 << 16  # tokens from which on heads come a few at a time
 STEP = 3 << 20  # tokens of the key/value heads of a step at most: as much memory as one GPU takes for a rank's tokens
-LONGEST = 1 << 22  # tokens from which on exchanges are 1 % of the attention, and take turns with it to save memory
+# Tokens for each other rank from which on exchanges are 1 % of the attention, and take turns with it to save memory.
+LONGEST = 1 << 22
 OF_BLOCKS = ("k_cmp", "v_cmp")
 OF_HEADS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 
@@ -99,7 +100,7 @@ class Call(ABC):
     @property
     def ahead(self) -> bool:
         """Exchanges of the next step run beside attention."""
-        return self.total < LONGEST
+        return self.total < LONGEST * (self.cp.size - 1)
 
     def send(self, given: CallTensors, step: int, parts: dict[str, Parts] | None = None) -> Sent:
         """Begin to gather keys and values of a step's heads, if there is such a step, and to sum parts of gradients."""
