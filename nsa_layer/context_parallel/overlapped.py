@@ -27,7 +27,8 @@ Tensor = torch.Tensor
 Left = tuple[Tensor | None, ...]  # what a part's forward leaves to its backward
 Places = dict[str, tuple[slice, ...]]
 LONG = 1 << 16  # tokens from which on heads come a few at a time
-STEP = 3 << 20  # tokens of the key/value heads of a step at most: as much memory as one GPU takes for a rank's tokens
+# Tokens of all key/value heads of a step at most: a rank takes about as much memory as one GPU for a rank's tokens.
+STEP = 3 << 20
 # Tokens for each other rank from which on exchanges are 1 % of the attention, and take turns with it to save memory.
 LONGEST = 1 << 22
 OF_BLOCKS = ("k_cmp", "v_cmp")

@@ -114,7 +114,7 @@ def gradients(
     sizes |= dict(needs_grad=True, lists="given" if spec.listed else None, rows=tensors.q_heads_per_list)
     spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes))
     do = readable(do)
-    of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)[: 3 if window else 5]
+    of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)[: 5 if window is None else 3]
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]
     if window is not None:
         whole += [x[..., window, :, :] for x in whole]
