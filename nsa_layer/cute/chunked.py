@@ -28,6 +28,10 @@ def sum_rounded(
     """
     present = [part for part in parts if part is not None]
     total = torch.empty(present[0].shape, dtype=dtype, device=present[0].device) if out is None else out
+    if total.dim() > 3 and total.stride(0) != total.shape[1] * total.stride(1):  # flattened it would be a copy
+        for into, *pieces in zip(total, *present):
+            sum_rounded(pieces, dtype, out=into, kernels=kernels)
+        return total
     if kernels and total.is_cuda:
         from nsa_layer.kernels.rounded_sum import rounded_sum, takes
 

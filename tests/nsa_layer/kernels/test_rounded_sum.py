@@ -60,6 +60,14 @@ def test_kernel_adds_what_it_takes(compiler: Worker) -> None:
     assert compiler.trace(launches) == [["rounded_sum"] * bool(case.T) for case in TAKEN]
 
 
+def test_rows_of_each_sequence_are_written() -> None:
+    """Rows of a batch are no view of one dimension."""
+    whole, parts = torch.zeros(2, 8, 3, 4, dtype=torch.bfloat16), torch.randn(3, 2, 4, 3, 4)
+    total = sum_rounded(parts, whole.dtype, out=whole[:, 2:6])
+    assert total.equal(parts.sum(0).bfloat16()) and whole[:, 2:6].equal(total)
+    assert not whole[:, :2].any() and not whole[:, 6:].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", TAKEN + OTHERS, ids=str)
 def test_bits_are_those_of_pytorch(case: Case, filled: None) -> None:
