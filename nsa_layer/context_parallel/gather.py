@@ -32,14 +32,14 @@ from nsa_layer.operators.registration import is_recorded
 
 Tensor = torch.Tensor
 OF_KEYS, OF_WINDOW = ("k", "v"), ("k_win", "v_win")
-LONG = 1 << 18  # the fewest tokens of which it was measured to be faster than heads
+LONG = 1 << 18  # the fewest tokens of all ranks with which it was measured to be faster than heads
 
 
 def is_better(cp: ContextParallel, given: CallTensors, config: NSAConfig) -> bool:
-    """Than heads, where either would do: outside graphs, in long calls of which it sends less.
+    """True if this mode is better than "heads", where both fit: outside graphs, in long calls of which it sends less.
 
-    Of a row "heads" sends q, k, v, o and their gradients to another rank, of R a share of 1 / R; "gather" sends k and v
-    twice, and their gradients.
+    Each of R ranks sends a share of (R - 1) / R: with "heads" of q, k, v, o and their gradients of its own tokens, with
+    "gather" of k and v of all tokens, twice, and of their gradients once.
     """
     (q, k), starts = given[:2], given.cu_seqlens
     if is_recorded(q) or config.q_tile > 1 or (starts is not None and starts.is_cuda):
@@ -117,7 +117,7 @@ def attend_here(
     lists, gates, *lses = zip(*more)
     dim, block_indices = 0 if packed else 1, given.block_indices
     if not listed:
-        width = lists[0].shape[-1] if call.recorded else config.list_width(max(lengths))
+        width = (config.list_room if call.recorded else config.list_width)(max(lengths))
         block_indices = torch.cat([F.pad(x, (0, width - x.shape[-1]), value=-1) for x in lists], dim)
     return o, Aux(block_indices, torch.cat(gates, dim), *(torch.cat(each, -1) for each in lses))
 
