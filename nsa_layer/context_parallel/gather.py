@@ -42,7 +42,7 @@ def is_better(cp: ContextParallel, given: CallTensors, config: NSAConfig) -> boo
     "gather" of k and v of all tokens, twice, and of their gradients once.
     """
     (q, k), starts = given[:2], given.cu_seqlens
-    if is_recorded(q) or config.q_tile > 1 or (starts is not None and starts.is_cuda):
+    if is_recorded(q) or not config.by_token or (starts is not None and starts.is_cuda):
         return False
     Hq, Hkv = q.shape[-2], k.shape[-2]
     return q.shape[-3] * cp.size >= LONG and 3 * Hkv * cp.size < 2 * (Hq + Hkv)

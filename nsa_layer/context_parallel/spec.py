@@ -82,7 +82,7 @@ class ContextParallel:
         """ "heads" or "gather", for so many key/value heads; ValueError where the mode does not fit.
 
         Args:
-            gather: is the better one where both fit.
+            gather: True if "gather" is better where both fit.
         """
         if self.mode == "heads" and heads % self.size:
             raise ValueError(f"cp: mode='heads' needs ranks that divide the {heads} key/value heads, got {self.size}")

@@ -429,10 +429,10 @@ def test_windows_of_a_rank_see_what_those_of_one_see(
                 begin - window.before,
                 window.before + count + window.after,
             )
-            packing, at = Packing.of(here, torch.device("cpu")), stretch.offsets(1, torch.device("cpu"))
-            here, positions = replace(here, window=window.lengths), tuple(each[-1] for each in stretch.lengths)
+            packing, positions = Packing.of(here, torch.device("cpu")), tuple(each[-1] for each in stretch.lengths)
+            here = replace(here, window=window.lengths)
             assert Part(NO_TENSORS, here, positions, "cute", (True,) * 3).window == window.keys
-            given = window_options(here, packing, at)
+            given = window_options(here, packing, torch.tensor(positions, dtype=torch.int32))
             starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()
             of_keys = given.get("cu_seqlens_k", torch.tensor([0, window.keys.stop - window.keys.start])).tolist()
             for s, offset in enumerate(given["q_offset"].tolist()):
@@ -484,7 +484,8 @@ def take_heads(group: Any) -> None:
             nsa(q, k, k, config=SMALL, cp=cp)
         patch.setattr(gather, "LONG", 32)
         nsa(q, k, k, config=SMALL, cp=cp)
-        for more in (dict(config=SMALL, backend="reference"), dict(config=SMALL.replace(q_tile=8))):
+        seed = SMALL.replace(rule="seed", compress_offset=0, force_blocks=False)
+        for more in (dict(config=SMALL, backend="reference"), dict(config=SMALL.replace(q_tile=8)), dict(config=seed)):
             with pytest.raises(TypeError, match="not callable"):
                 nsa(q, k, k, cp=cp, **more)
     dist.barrier(group)
