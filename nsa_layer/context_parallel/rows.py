@@ -48,12 +48,7 @@ class Rows(NamedTuple):
     @property
     def in_order(self) -> bool:
         """True if the ranks' rows one after the other are those of the sequence."""
-        return self.load_balance is None and self.even
-
-    @property
-    def even(self) -> bool:
-        """True if all chunks have as many rows."""
-        return all(count == self.counts[0] for count in self.counts)
+        return self.load_balance is None and len(set(self.counts)) == 1
 
     def to_whole(self, x: Tensor) -> Tensor:
         """[R, B, most, ...], each rank's rows -> [B, all rows, ...], in order."""

@@ -7,13 +7,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.context_parallel.spec import ContextParallel, chunks_of
-from nsa_layer.cute.host_numbers import numbers_on
 
-Tensor = torch.Tensor
 TILE = 128  # keys of the kernels' tiles, or a multiple
 
 
@@ -76,11 +72,6 @@ class Stretch(NamedTuple):
     def window_of_keys(self, spec: CallSpec) -> Window:
         """Whole tiles of the stretch's keys, among which are those that windows see: as fast as all keys are."""
         return self.window(-(-(spec.config.window_size - 1) // TILE) * TILE, causal=spec.causal)
-
-    def offsets(self, sequences: int, device: torch.device) -> Tensor:
-        """int32 [sequences], of a batch or of the packed ones here."""
-        first = tuple(at for *_, at in self.lengths)
-        return numbers_on((first * sequences if len(first) == 1 else first,), device)[0]
 
 
 def stretches_of_ranks(
