@@ -84,7 +84,7 @@ def attend(
 
 
 def heads_of_steps(x: Tensor, rows: Rows, cp: ContextParallel, heads: int) -> list[int]:
-    """Key/value heads of each of the calls that a rank's share of all of them comes in, for tokens x."""
+    """Numbers of key/value heads of the calls that a rank makes one after the other, of rows like x."""
     own = heads // cp.size
     if not x.is_cuda or torch.compiler.is_compiling():
         return [own]

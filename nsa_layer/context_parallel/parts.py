@@ -25,7 +25,8 @@ class Part(NamedTuple):
 
     Attributes:
         tensors: without positions.
-        spec: the static side, with lengths and ``window`` of the stretch: of its own keys, or else of these.
+        spec: the static side, with lengths of the stretch; ``window`` is of the window's own keys, or else
+            of the rows of ``k`` and ``v`` that it reads.
         first: positions of the first query of each packed sequence, or of a batch.
         backend: of `nsa`.
         kept: outputs that the kernels save.

@@ -70,7 +70,7 @@ class Stretch(NamedTuple):
         return Window(begin - first, last - end, keys, tuple(lengths))
 
     def window_of_keys(self, spec: CallSpec) -> Window:
-        """Whole tiles of the stretch's keys, among which are those that windows see: as fast as all keys are."""
+        """`window`, of whole tiles before the stretch's first query, so that kernels are as fast as with all keys."""
         return self.window(-(-(spec.config.window_size - 1) // TILE) * TILE, causal=spec.causal)
 
 
