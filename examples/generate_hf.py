@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("nsa-llama"), help="of a model (%(default)s)")
     parser.add_argument("--tokens", type=int, default=120, help="to generate (%(default)s)")
     arguments = parser.parse_args()
+    if not arguments.folder.is_dir():
+        parser.error(f"{arguments.folder} is no folder: python examples/train_hf.py --out {arguments.folder} makes one")
     model = AutoModelForCausalLM.from_pretrained(arguments.folder).eval()
     if torch.cuda.is_available():
         model.bfloat16().cuda()

@@ -154,6 +154,8 @@ def take_step(run: Run, mesh: DeviceMesh, cp: ContextParallel, given: argparse.N
 
 def main() -> None:
     given = options()
+    if "RANK" not in os.environ:
+        raise SystemExit("torchrun starts the ranks: torchrun --nproc-per-node 2 examples/train_cp.py --cp 2")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -176,8 +178,9 @@ def main() -> None:
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cp", type=int, default=1, help="ranks that share a sequence; divides their number")
-    parser.add_argument("--mode", default="auto", choices=("auto", "heads", "gather"))
-    parser.add_argument("--load-balance", default="zigzag", type=lambda name: None if name == "none" else name)
+    parser.add_argument("--mode", default="auto", choices=("auto", "heads", "gather"), help="of ContextParallel")
+    balance = dict(default="zigzag", type=lambda name: None if name == "none" else name)
+    parser.add_argument("--load-balance", **balance, metavar="{zigzag,none}", help="of ContextParallel")
     parser.add_argument("--packed", action="store_true", help="a rank's sequences as one pack")
     parser.add_argument("--steps", type=int, default=20, help="in all, those of the checkpoint included")
     parser.add_argument("--checkpoint", type=Path, help="folder to save to, and to go on from where it has one")

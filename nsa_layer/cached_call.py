@@ -199,7 +199,7 @@ def _check_lengths(call: CachedCall, backend: str | None, validate: bool) -> tup
     if call.max_seqlen_q is not None and lengths is not None and call.max_seqlen_q < max(lengths):
         raise ValueError(f"max_seqlen_q must be at least {max(lengths)}, got {call.max_seqlen_q}")
     if lengths is not None and max(lengths) > call.room:
-        raise ValueError(f"q has {max(lengths)} tokens of a sequence, the caches have room for {call.room}")
+        raise ValueError(f"q must have at most {call.room} tokens a sequence, the caches' room, got {max(lengths)}")
     for name in COMPRESSED_CACHES:
         if call.packed and lengths is not None and (x := getattr(call, name)) is not None:
             _check_tensor(name, x, (sum(map(call.filled, lengths)), *x.shape[1:]), call.q)

@@ -247,9 +247,10 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool
     if not same_length and k.shape[:-3] != q.shape[:-3]:
         raise ValueError(f"k must have q's batch of {q.shape[0]}, got {k.shape[0]}")
     if same_length and k.shape[:-2] != q.shape[:-2]:
-        raise ValueError(f"k must have q's leading dimensions {tuple(q.shape[:-2])}, got {tuple(k.shape[:-2])}")
+        lead, own, other = "total" if packed else "B, T", list(q.shape[:-2]), list(k.shape[:-2])
+        raise ValueError(f"k must be [{lead}, H, D] with q's [{lead}] of {own}, got {other}")
     if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v must have k's leading dimensions {tuple(k.shape[:-1])}, got {tuple(v.shape[:-1])}")
+        raise ValueError(f"v must have k's tokens and heads {list(k.shape[:-1])}, got {list(v.shape[:-1])}")
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k must have q's head dimension {q.shape[-1]}, got {k.shape[-1]}")
     if q.shape[-2] % k.shape[-2]:

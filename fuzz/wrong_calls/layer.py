@@ -75,9 +75,9 @@ NSA = (
     ("q k v", ValueError, "{} must be contiguous in its last dimension, got", lambda x: x.mT.contiguous().mT),
     ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double(), lambda x: x.half()),
     ("k v", ValueError, "{} must be on q's device cpu, got meta", lambda x: x.to("meta")),
-    ("k", ValueError, r"k must have q's leading dimensions \(2, 20\)", lambda x: x[:, :-1], lambda x: x[:-1]),
-    ("v", ValueError, r"v must have k's leading dimensions \(2, 20, 2\)", lambda x: x[:, :-1], lambda x: x[:-1]),
-    ("v", ValueError, r"v must have k's leading dimensions \(2, 20, 2\)", lambda x: x.repeat(1, 1, 2, 1)),
+    ("k", ValueError, r"k must be .* with q's \[B, T\] of \[2, 20\]", lambda x: x[:, :-1], lambda x: x[:-1]),
+    ("v", ValueError, r"v must have k's tokens and heads \[2, 20, 2\]", lambda x: x[:, :-1], lambda x: x[:-1]),
+    ("v", ValueError, r"v must have k's tokens and heads \[2, 20, 2\]", lambda x: x.repeat(1, 1, 2, 1)),
     ("k", ValueError, "k must have q's head dimension 8, got", lambda x: torch.cat([x, x], -1), lambda x: x[..., :7]),
     ("q", ValueError, "heads must be a multiple of k's, got 5 and 2", torch.zeros(B, T, 5, D)),
     ("config", TypeError, "config must be an NSAConfig, got", {"block_size": 4}, None, NSAConfig),
@@ -132,7 +132,7 @@ PACKED = (
     ("max_seqlen", ValueError, "max_seqlen must be at least the longest sequence, 15, got 14", 14),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got", 20.0, "20", True),
     ("q", ValueError, r"q must be packed \[total, H, D\]", lambda x: x[None]),
-    ("k", ValueError, r"k must have q's leading dimensions \(20,\)", lambda x: x[:-1]),
+    ("k", ValueError, r"k must be \[total, H, D\] with q's \[total\] of \[20\]", lambda x: x[:-1]),
     ("block_indices", ValueError, r"block_indices must have shape \(3, 2 or 4, n\)", torch.zeros(1, 3, 2, 2).int()),
     ("block_indices", ValueError, r"must be -1 or a block of the sequence, got 2 at \[0, 0, 0\]",
      torch.full((3, 2, 1), 2).int()),
@@ -141,7 +141,7 @@ LISTED = (
     ("q k v", *NOT_A_TENSOR, None),
     ("q k v", ValueError, r"{} must be \[B, T, H, D\], or packed .*, got . dim", lambda x: x[0], lambda x: x[None]),
     ("k", ValueError, "k must have q's batch of 2, got 1", lambda x: x[:1]),
-    ("v", ValueError, r"v must have k's leading dimensions \(2, 30, 2\)", lambda x: x[:, :-1]),
+    ("v", ValueError, r"v must have k's tokens and heads \[2, 30, 2\]", lambda x: x[:, :-1]),
     ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double()),
     ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, None),
     ("block_indices", TypeError, "block_indices must be int32, got", lambda x: x.long()),
@@ -165,7 +165,7 @@ LISTED_PACKED = (
     ("cu_seqlens_k", TypeError, "cu_seqlens_k must be int32, got torch.int64", lambda x: x.long()),
     ("cu_seqlens_k", ValueError, "cu_seqlens_k must end at the 30 tokens of k, got 29", starts(0, 9, 29)),
     ("cu_seqlens_k", ValueError, "cu_seqlens_k must have cu_seqlens's 2 sequences, got 3", starts(0, 9, 9, 30)),
-    ("cu_seqlens_k", ValueError, r"k must have q's leading dimensions \(20,\)", None),
+    ("cu_seqlens_k", ValueError, r"k must be \[total, H, D\] with q's \[total\] of \[20\]", None),
     ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", starts(0, 5, 19)),
 )
 TILED = CONFIG.replace(q_tile=8)
@@ -244,7 +244,7 @@ CACHE = (
 OF_CACHE = (
     ("q k v", *NOT_A_TENSOR, None),
     ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:]),
-    ("q", ValueError, "q has 40 tokens of a sequence, the caches have room for 32",
+    ("q", ValueError, "q must have at most 32 tokens a sequence, the caches' room, got 40",
      Together(q=torch.zeros(B, 40, HQ, D), k=torch.zeros(B, 40, HKV, D), v=torch.zeros(B, 40, HKV, DV))),
 )  # fmt: skip
 CROP = (

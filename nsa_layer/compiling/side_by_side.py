@@ -199,7 +199,10 @@ def _own_target() -> dict[str, str]:
 
     arch = device_arch()
     if kernel_family(arch) not in ENVIRONMENT:
-        raise NotImplementedError(f"sm_{arch}: there are no kernels; FLASH_ATTENTION_ARCH names another architecture")
+        found = f"no kernels for sm_{arch}" if arch else "no GPU"
+        raise NotImplementedError(
+            f"{found}: set FLASH_ATTENTION_ARCH to the architecture to compile for, such as sm_90"
+        )
     target = ENVIRONMENT[kernel_family(arch)] | {"FLASH_ATTENTION_ARCH": f"sm_{arch}"}
     if "FLASH_ATTENTION_ARCH" in os.environ:
         return target | {name: os.environ[name] for name in target if name in os.environ}

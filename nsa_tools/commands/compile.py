@@ -130,7 +130,8 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--all", action="store_true", help="calls with all combinations of options; default: with every pair"
     )
-    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(ENVIRONMENT), default=sorted(ENVIRONMENT))
+    archs = sorted(ENVIRONMENT)
+    parser.add_argument("--arch", type=int, nargs="+", choices=archs, default=archs, help="default: both")
     only = dict(type=_field, nargs="+", default=[], metavar="FIELD=VALUE")
     parser.add_argument("--only", **only, help="of those calls the ones with such fields: D=64 causal=False")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")

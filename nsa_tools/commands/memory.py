@@ -81,7 +81,7 @@ def _parts(
 
 
 def table(found: list[dict]) -> str:
-    """Each of `measurement` in GiB."""
+    """Each of `measurement` in GiB, below a line that says so."""
     parts = ("outputs", "gradients", "saved", "forward", "backward", "peak")
     measured, rows = any(one["status"] != "not measured" for one in found), []
     for one in found:
@@ -93,7 +93,10 @@ def table(found: list[dict]) -> str:
             row += [one["status"], ""] if peak is None else [gib(peak), f"{peak / expected['peak']:.2f}"]
         rows.append(row)
     header = ["T", "groups, kept", "q, k, v", *parts[:-1], "predicted peak"]
-    return markdown(header + (["measured peak", "measured / predicted"] if measured else []), rows)
+    title = (
+        "GiB; peaks are above q, k and v. Groups of key/value heads run in turn; branch outputs are kept for backward."
+    )
+    return f"{title}\n\n" + markdown(header + (["measured peak", "measured / predicted"] if measured else []), rows)
 
 
 def part_table(found: list[dict]) -> str:
@@ -120,8 +123,8 @@ def longest_text(found: dict) -> str:
     kept = "" if found["kept"] is None else f", {found['kept']} of 3 outputs kept"
     kind = "forward" if found["kept"] is None else "forward and backward"
     text = (
-        f"longest {kind} in {found['total'] / 2**30:.1f} GiB, to {STEP:,} tokens: predicted {found['predicted']:,} "
-        f"({found['groups']} groups of heads{kept})"
+        f"longest {kind} in {found['total'] / 2**30:.1f} GiB, in steps of {STEP:,} tokens: "
+        f"predicted {found['predicted']:,} ({found['groups']} groups of heads{kept})"
     )
     return text if found["measured"] is None else f"{text}\nmeasured: {found['measured']:,}"
 

@@ -278,3 +278,10 @@ def test_packed_calls_are_warm_wherever_their_starts_are(monkeypatch: pytest.Mon
     side_by_side.warm_up(config, [(8, 512, 4, 2, 64)], packed=True)
     assert [config.list_width(max(call.lengths)) for call in asked] == [8, 16]
     assert all(len(call.lengths) == 8 and sum(call.lengths) == call.T == 4096 for call in asked)
+
+
+@pytest.mark.parametrize("arch, found", [(0, "no GPU"), (80, "no kernels for sm_80")])
+def test_warming_up_without_kernels_says_what_to_set(arch: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "device_arch", lambda: arch)
+    with pytest.raises(NotImplementedError, match=f"^{found}: set FLASH_ATTENTION_ARCH to the architecture"):
+        side_by_side.warm_up(NSAConfig(), [(1, 512, 4, 2, 64)])

@@ -25,15 +25,15 @@ def test_table_is_written_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "memory.json"
     assert memory.main([*TINY, "--seqlen", "64", "100", "--json", str(file)]) == 0
     shown, document = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
-    assert len(shown) == 4 and shown[0].count("|") == 12
+    assert len(shown) == 6 and shown[0].startswith("GiB; peaks are above q, k and v") and shown[2].count("|") == 12
     assert [row["T"] for row in document["rows"]] == [64, 100] and document["environment"]["gpu"] is None
-    for line, row in zip(shown[2:], document["rows"], strict=True):
+    for line, row in zip(shown[4:], document["rows"], strict=True):
         assert row["status"] == "measured" and row["peak"] > 0
         ratio = row["peak"] / row["predicted"]["peak"]
         assert line.split("|")[-2].strip() == f"{ratio:.2f}"
     assert document["command"].endswith("--seqlen 64 100") and document["gated"] and document["backward"]
     assert memory.main([*TINY, "--seqlen", "64", "--no-measure", "--mode=forward", "--packed=3"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].count("|") == 10
+    assert capsys.readouterr().out.splitlines()[2].count("|") == 10
     options = ["--device=cpu", "--dtype=bf16", "--longest", "--no-measure", "--total=139", f"--json={file}"]
     assert memory.main(options) == 0
     found = json.loads(file.read_text())["longest"]
