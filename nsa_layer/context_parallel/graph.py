@@ -3,8 +3,8 @@
 ``gathered`` is what a graph that is made has at first, which PyTorch's own tracing takes apart: into exchanges, and for
 each stretch and step ``stretch`` and, in backward, ``stretch_backward``. These have no derivatives of their own.
 
-PyTorch's cache keeps graphs by what they have at first: where a change of this package makes others of the same calls,
-arguments of ``gathered`` have to change too.
+PyTorch's cache keeps graphs by what they have at first. Steps and windows are made later, of numbers of this package:
+they are an argument, and so is `EDITION`, which goes up where a change makes other graphs of the same numbers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors, accumulation_dtype
+from nsa_layer.context_parallel import overlapped, stretches
 from nsa_layer.context_parallel.overlapped import Left
 from nsa_layer.context_parallel.parts import NOTHING, Part
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -29,11 +30,12 @@ from nsa_layer.operators.registration import LIBRARY, OPS, define, is_recorded, 
 
 Tensor = torch.Tensor
 MORE = "int first, int total, int[] window, str backend, bool[] kept"
-RANKS = "str group, str place, str? load_balance"
+RANKS = "str group, str place, str? load_balance, str numbers"
 HOW = f"str backend, {RANKS}, str recompute, int? budget, bool needs_grad, bool return_aux"
 LAYER, TENSORS = schema_of(OF_LAYER), len(OF_LAYER)
 MADE = len(SavedForBackward._fields)
 OF_TOKENS = ("k", "v", "k_win", "v_win")
+EDITION = 2
 
 
 def attend(
@@ -57,12 +59,21 @@ def of_one_shape(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.view([int(size) for size in x.shape])
 
 
-def names_of(cp: ContextParallel) -> tuple[str, str, str | None]:
-    """Ranks as arguments of an operator: with their place, or one finds the graph of another in PyTorch's cache."""
-    return cp.group_name, cp.place, cp.load_balance
+def names_of(cp: ContextParallel) -> tuple[str, str, str | None, str]:
+    """Ranks as arguments of an operator: with their place, or one finds the graph of another in PyTorch's cache; and
+    the numbers that graphs follow from, in words."""
+    return cp.group_name, cp.place, cp.load_balance, _numbers()
 
 
-def ranks_of(group: str, place: str, load_balance: str | None) -> ContextParallel:
+def _numbers() -> str:
+    return " ".join(map(str, (EDITION, overlapped.LONG, overlapped.STEP, overlapped.LONGEST, stretches.TILE)))
+
+
+# What compiles a graph calls it, and does not look inside, where it may take numbers for some that change.
+_numbers._dynamo_marked_constant = True
+
+
+def ranks_of(group: str, place: str, load_balance: str | None, numbers: str) -> ContextParallel:
     """The ranks of these arguments."""
     cp = ContextParallel(torch._C._distributed_c10d._resolve_process_group(group), "gather", load_balance)
     assert cp.place == place

@@ -124,11 +124,11 @@ def _attend_in_graph(cp: ContextParallel, backend: str, given: CallTensors, spec
 
 
 def _gathered_lists(*args: Any) -> tuple[Tensor, Tensor]:
-    *tensors, block_size, q_tile, causal, softmax_scale, backend, group, place, load_balance = args
+    *tensors, block_size, q_tile, causal, softmax_scale, backend = args[:-4]
     q, k, v, block_indices, cu_seqlens = map(graph.of_one_shape, tensors)
     given = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
     spec = ListSpec(int(block_size), int(q_tile), causal, float(softmax_scale))
-    return _attend_here(graph.ranks_of(group, place, load_balance), backend, given, spec)
+    return _attend_here(graph.ranks_of(*args[-4:]), backend, given, spec)
 
 
 def _attend_here(cp: ContextParallel, backend: str, given: CallTensors, spec: ListSpec) -> tuple[Tensor, Tensor]:

@@ -619,6 +619,20 @@ def test_a_call_compiles(mode: str, alone: bool, packed: bool, on_ranks: Ranks) 
     on_ranks(2, partial(in_steps, compile_a_call), mode, alone, packed)
 
 
+def name_the_numbers_of_graphs(group: Any) -> None:
+    cp, numbers = ContextParallel(group), dict.fromkeys(("LONG", "STEP", "LONGEST"), overlapped) | dict(TILE=stretches)
+    found = {graph.names_of(cp)}
+    for name, module in numbers.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, 3)
+            found.add(graph.names_of(cp))
+    assert len(found) == 5
+
+
+def test_graphs_of_other_steps_are_others_in_the_cache(on_ranks: Ranks) -> None:
+    on_ranks(2, name_the_numbers_of_graphs)
+
+
 def in_steps(work: Callable[..., None], group: Any, *given: Any) -> None:
     """Heads come a few at a time, however short calls are."""
     with pytest.MonkeyPatch.context() as patch:
