@@ -365,7 +365,7 @@ class NSACache:
         ends = [length + n for length, n in zip(self._lengths, counts)]
         for b, end in enumerate(ends):
             if end > self.max_seqlen:
-                raise ValueError(f"sequence {b} would have {end} tokens, the cache's max_seqlen is {self.max_seqlen}")
+                raise ValueError(f"sequence {b} would have {end} tokens, the cache has room for {self.max_seqlen}")
         both = zip((self._lengths, self._compressed(self._lengths)), (ends, self._compressed(ends)))
         wanted = [(pages, list(zip(*spans))) for pages, spans in zip(self._pages.values(), both)]
         for pages, spans in wanted:

@@ -118,7 +118,7 @@ def test_no_room_writes_nothing() -> None:
     checked.append([20, 16, 0])
     before = {name: x.clone() for name, x in checked.cache.caches.items()}
     for counts, message in (
-        ([0, 33, 0], "sequence 1 would have 49 tokens, the cache's max_seqlen is 48"),
+        ([0, 33, 0], "sequence 1 would have 49 tokens, the cache has room for 48"),
         ([1, 1, 1], "the pool of 4 pages has 1 too few"),
     ):
         with pytest.raises(ValueError, match=message):
