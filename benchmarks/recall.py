@@ -162,7 +162,9 @@ def main(argv: list[str] | None = None) -> None:
     """Train every variant with every seed, and print the recall of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="multiples of 8 tokens")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=SHOWN, metavar="NAME", help="of attention")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=SHOWN, metavar="NAME", help=", ".join(VARIANTS)
+    )
     parser.add_argument("--steps", type=int, default=600, help="at most, of each length; of the last twice as many")
     parser.add_argument("--tokens", type=int, default=32768, help="of a batch")
     parser.add_argument("--seeds", type=int, default=2)

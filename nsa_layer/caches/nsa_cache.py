@@ -357,7 +357,7 @@ class NSACache:
         if self._pages:
             raise ValueError("lengths of a cache of pages are those of its own calls")
         if not all(0 <= length <= self.max_seqlen for length in lengths):
-            raise ValueError(f"cache_seqlens must be at most {self.max_seqlen}, and at least 0, got {lengths}")
+            raise ValueError(f"cache_seqlens must be 0 to {self.max_seqlen}, the cache's room, got {lengths}")
         self._lengths = lengths
 
     def _reserve(self, counts: Sequence[int]) -> list[int]:

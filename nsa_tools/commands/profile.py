@@ -1,7 +1,8 @@
 """`python -m nsa_layer profile`: the time of each component of a call, beside its floor.
 
 On a GPU, time is that of the kernels which a component launches, by the GPU's clock; on a CPU, that of the host inside
-the component. A floor is the time that the bytes or the arithmetic that the component cannot do without take.
+the component. "cmp", "slc" and "swa" are the compressed, the selected and the sliding-window branch. A floor is the
+time that the bytes or the arithmetic that the component cannot do without take.
 """
 
 from __future__ import annotations

@@ -375,6 +375,10 @@ def test_what_it_does_not_do_is_an_error() -> None:
         convert_to_nsa(MistralForCausalLM(MistralConfig(**SIZES)))
     with pytest.raises(ValueError, match="nsa_gate must be one of 'query', 'input', got 'none'"):
         convert_to_nsa(dense, gate="none")
+    with pytest.raises(TypeError, match="config must be an NSAConfig, got dict"):
+        convert_to_nsa(dense, dict(block_size=16))
+    with pytest.raises(TypeError, match="nsa must be an NSAConfig, its fields or None, got int"):
+        NSALlamaConfig(**SIZES, nsa=16)
     with pytest.raises(NotImplementedError, match="fixed length"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=40))
     with pytest.raises(NotImplementedError, match="use DynamicCache"):

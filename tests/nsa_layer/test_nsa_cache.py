@@ -162,7 +162,7 @@ def test_lengths_are_read_where_other_calls_have_appended() -> None:
         own.append(token)
     checked.append([2, 3, 0])
     cache.cache_seqlens += ROOM
-    with pytest.raises(ValueError, match=f"cache_seqlens must be at most {ROOM}, and at least 0, got .71, "):
+    with pytest.raises(ValueError, match=f"cache_seqlens must be 0 to {ROOM}, the cache's room, got .71, "):
         cache.read_lengths()
     with pytest.raises(ValueError, match="cache of pages"):
         Checked().cache.read_lengths()

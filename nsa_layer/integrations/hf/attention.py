@@ -69,7 +69,7 @@ def nsa_attention_forward(
         raise NotImplementedError('attention "nsa" with dropout, or without a causal mask')
     ragged, networks = attention_mask, nsa_networks or {}
     if ragged is not None and not isinstance(ragged, Ragged):
-        raise NotImplementedError(f'attention "nsa" with a mask of shape {tuple(ragged.shape)}')
+        raise NotImplementedError(f'attention "nsa" with a mask of shape {tuple(ragged.shape)}, not [B, T]')
     q, k, v = autocast.cast(*(x.transpose(1, 2) for x in (query, key, value)))
     if cu_seq_lens_q is not None and (nsa_cache is not None or k.shape[1] > q.shape[1]):
         raise ValueError("cu_seq_lens_q is for sequences without a cache")

@@ -49,12 +49,15 @@ def convert_to_nsa(
 
     Raises:
         NotImplementedError: a model of another class.
+        TypeError: ``config`` is not an NSAConfig.
         ValueError: ``gate`` or ``compression`` is unknown.
     """
     if type(model) not in SPARSE:
         names = ", ".join(sorted(dense.__name__ for dense in SPARSE))
         raise NotImplementedError(f"convert_to_nsa takes {names}, got {type(model).__name__}")
     sparse = SPARSE[type(model)]
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     values = {name: value for name, value in model.config.to_dict().items() if name not in NOT_KEPT}
     values |= dict(nsa=asdict(config), nsa_gate=gate, nsa_compression=compression)
     with torch.device("meta"):

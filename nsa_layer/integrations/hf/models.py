@@ -176,6 +176,8 @@ class _Fields:
     nsa_compression: str = "mean"
 
     def __post_init__(self, **options: object) -> None:
+        if not isinstance(self.nsa, (NSAConfig, dict, type(None))):
+            raise TypeError(f"nsa must be an NSAConfig, its fields or None, got {type(self.nsa).__name__}")
         if not isinstance(self.nsa, NSAConfig):
             # Without compress_size it would be of a version with another default.
             self.nsa = NSAConfig.from_dict({"compress_size": None} | (self.nsa or {}))
