@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
+from nsa_layer.operators.registration import is_recorded
 
 CAPACITY = 1024
 RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks may have different numbers of rows
@@ -28,8 +29,8 @@ def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object)
     Raises:
         TypeError: cp is no ContextParallel.
         RuntimeError: torch.distributed is not initialised; or the first call like it is captured in a CUDA graph.
-        ValueError: the ranks' shapes, dtypes, options or need of gradients differ, or some rank's arguments are bad:
-            on every rank.
+        ValueError: the ranks' shapes, dtypes, options or need of gradients differ, not all are in a mode of PyTorch's
+            dispatcher, or some rank's arguments are bad: on every rank.
     """
     if not isinstance(cp, ContextParallel):
         raise TypeError(f"cp must be a ContextParallel or None, got {type(cp).__name__}")
@@ -38,6 +39,7 @@ def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object)
     require_initialized()
     recorded = torch.is_grad_enabled()
     arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance")}
+    arguments["being in a mode of PyTorch's dispatcher"] = is_recorded()  # those exchange by collectives
     described = tuple((name, _described(name, value, recorded)) for name, value in arguments.items())
     key = (cp.group_name, described)
     known = key in _agreed and any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -315,6 +316,20 @@ def refuse(group: Any, wrong: dict[int, dict[str, Any]], error: type[Exception],
 )
 def test_every_rank_says_what_is_wrong(wrong: dict, error: type[Exception], match: str, on_ranks: Ranks) -> None:
     on_ranks(2, refuse, wrong, error, match)
+
+
+def count_on_one_rank(group: Any) -> None:
+    """In a mode, in which a rank exchanges by other means than the other one."""
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
+    cp, q = ContextParallel(group), torch.randn(1, 16, 2, 8)
+    with FlopCounterMode(display=False) if group.rank() else nullcontext():
+        with pytest.raises(ValueError, match="ranks disagree on being in a mode of PyTorch's dispatcher"):
+            nsa(q, q, q, config=SMALL, cp=cp)
+
+
+def test_ranks_are_in_the_same_modes(on_ranks: Ranks) -> None:
+    on_ranks(2, count_on_one_rank)
 
 
 def refuse_numbers(group: Any, mode: str) -> None:
