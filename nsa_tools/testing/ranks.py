@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -43,12 +45,13 @@ def ranks(
         arguments = (rank, tuple(sizes), store, gpus, there)
         processes.append(context.Process(target=_serve, args=arguments, daemon=True))
         processes[-1].start()
+        there.close()  # or a process that ends would leave an open end
         pipes.append(here)
 
     def run(size: int, work: Work, *args: Any) -> list[Any]:
         for pipe in pipes[:size]:
             pipe.send((size, work, args))
-        answers = [pipe.recv() if pipe.poll(timeout) else (False, "no answer") for pipe in pipes[:size]]
+        answers = [_answer(pipe, process, timeout) for pipe, process in zip(pipes[:size], processes)]
         failed = [f"rank {rank}:\n{answer}" for rank, (done, answer) in enumerate(answers) if not done]
         assert not failed, "\n".join(failed)
         return [answer for _, answer in answers]
@@ -61,7 +64,17 @@ def ranks(
             process.join()
 
 
+def _answer(pipe: Connection, process: BaseProcess, timeout: float) -> tuple[bool, Any]:
+    """True and what work returned, or False and what went wrong."""
+    try:
+        return pipe.recv() if pipe.poll(timeout) else (False, "no answer")
+    except (EOFError, ConnectionError):
+        process.join(1)
+        return False, f"the process ended, exit code {process.exitcode}"
+
+
 def _serve(rank: int, sizes: tuple[int, ...], store: str, gpus: bool, pipe: Connection) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     if gpus:
         torch.cuda.set_device(rank)

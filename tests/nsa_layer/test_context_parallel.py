@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -667,8 +669,19 @@ def come_alone(group: Any) -> None:
     dist.barrier(group)
 
 
-def test_a_rank_alone_does_not_wait_for_ever(on_ranks: Ranks) -> None:
-    on_ranks(2, come_alone)
+def test_a_rank_alone_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """In processes of its own: connections are broken then."""
+    with ranks((2,), str(tmp_path / "store")) as run_ranks:
+        run_ranks(2, come_alone)
+
+
+def end_suddenly(group: Any) -> None:
+    os._exit(3 * group.rank())
+
+
+def test_a_rank_that_ends_is_said_to(tmp_path: Path) -> None:
+    with ranks((2,), str(tmp_path / "store")) as run_ranks, pytest.raises(AssertionError, match="exit code 3"):
+        run_ranks(2, end_suddenly)
 
 
 def part_late(group: Any, mode: str) -> None:
