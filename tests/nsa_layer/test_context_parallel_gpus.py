@@ -31,6 +31,7 @@ OVERLAPPING = CONFIG.replace(compress_size=32, compress_stride=16)
 PACKED = (300, 0, 1, 699)
 CASES = {
     "batch": Case(**SIZES, B=2, T=1000, config=CONFIG, compress_weights=True),
+    "no groups of query heads": Case(**SIZES | dict(Hq=2), B=2, T=1000, config=CONFIG),
     "packed": Case(**SIZES, lengths=PACKED, config=CONFIG, gate="given"),
     "overlapping": Case(**SIZES | dict(D=128, Hq=4), T=1000, config=OVERLAPPING, gate="none"),
     "overlapping, packed": Case(**SIZES, lengths=PACKED, config=OVERLAPPING, compress_weights=True),
