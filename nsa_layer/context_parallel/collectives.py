@@ -72,7 +72,7 @@ class Collectives(NamedTuple):
         return self.send_sum(total, rows)
 
     def send_sum(self, x: Tensor, rows: Rows) -> Tensor:
-        """What this rank adds to all rows, [B, N, ...], to those who have them, in the accumulation dtype."""
+        """Part of a sum of all rows, [B, N, ...], to those who have them, in the accumulation dtype."""
         x = rows.to_ranks(x.to(accumulation_dtype(x.dtype)))
         return OPS.reduce_scatter_tensor(x, "sum", self.cp.size, self.cp.group_name)
 
