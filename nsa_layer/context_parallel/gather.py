@@ -97,9 +97,10 @@ def attend_here(
     lengths, listed = spec.lengths or (local * cp.size,), given.block_indices is not None
     of_ranks = stretches_of_ranks(cp, local, spec.lengths, cut=spec.causal and not listed)
     stretches = of_ranks[cp.rank]
-    windows = [stretch.window_of_keys(spec) for stretch in stretches]
     if given.has_own_window:
         windows = [stretch.window(config.window_size - 1, causal=spec.causal) for stretch in stretches]
+    else:
+        windows = [stretch.window_of_keys(spec) for stretch in stretches]
     kept = (False,) * 3
     if backend == "cute":
         kept = _kept(given, sum(lengths), memory, spec=spec, needs_grad=needs_grad)
