@@ -261,7 +261,7 @@ def kernel_cases(draw: st.DrawFn) -> Case:
         block_counts=draw(st.integers(1, 12)),
         q_tile=q_tile,
         window_size=draw(st.integers(1, 700)),
-        force_blocks=draw(st.booleans()),
+        **draw(strategies.forced()),
         deterministic=draw(st.booleans()) and hopper(),
     )
     lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4).filter(any).map(tuple)

@@ -292,8 +292,23 @@ OF_CONFIG = (
         24,
     ),
     ("force_blocks deterministic", *NOT_A_BOOL, NAN),
+    ("init_blocks local_blocks", TypeError, "{} must be an int, got", 1.5, "1", True, None, NAN),
+    ("init_blocks local_blocks", ValueError, "{} must be at least 0, got", -1),
+    ("init_blocks", ValueError, r"init_blocks \+ local_blocks must be at most 2147483647, got", 2**31 - 1),
+    (
+        "force_blocks",
+        ValueError,
+        "force_blocks is the old form of .*, got it beside init_blocks",
+        Together(init_blocks=1, force_blocks=True),
+    ),
+    (
+        "force_blocks",
+        ValueError,
+        "force_blocks is the old form of .*, got it beside local_blocks",
+        Together(local_blocks=1, force_blocks=False),
+    ),
     ("rule", ValueError, "rule must be one of 'nsa', 'seed', got", "logit", None, 1, NAN),
-    ("rule", ValueError, "rule='seed' needs .* force_blocks=False, got .* True", "seed"),
+    ("rule", ValueError, "rule='seed' needs .* local_blocks, got 16, 15, 1 and 2", "seed"),
     ("block_sizes", TypeError, "unexpected keyword argument 'block_sizes'", 64),
 )
 OLD = {"tile_query": "before", "importance": "softmax", "per_head": False}
@@ -309,10 +324,11 @@ FROM_DICT = (
     ),
 )
 SEED = (
-    ("compress_stride", ValueError, "rule='seed' needs compress_stride=block_size, compress_offset=0 and force_bl", 32),
+    ("compress_stride", ValueError, "rule='seed' needs compress_stride=block_size and 0 for compress_offset, init", 32),
     ("compress_size", ValueError, "rule='seed' needs", 32),
     ("compress_offset", ValueError, "rule='seed' needs", None),
     ("force_blocks", ValueError, "rule='seed' needs", True),
+    ("init_blocks local_blocks", ValueError, "rule='seed' needs", 1),
 )
 MODULE = (
     *not_a_size("dim num_heads num_kv_heads"),

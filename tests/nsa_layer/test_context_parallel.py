@@ -501,7 +501,7 @@ def take_heads(group: Any) -> None:
             nsa(q, k, k, config=SMALL, cp=cp)
         patch.setattr(gather, "LONG", 32)
         nsa(q, k, k, config=SMALL, cp=cp)
-        seed = SMALL.replace(rule="seed", compress_offset=0, force_blocks=False)
+        seed = SMALL.replace(rule="seed", compress_offset=0, init_blocks=0, local_blocks=0)
         for more in (dict(config=SMALL, backend="reference"), dict(config=SMALL.replace(q_tile=8)), dict(config=seed)):
             with pytest.raises(TypeError, match="not callable"):
                 nsa(q, k, k, cp=cp, **more)

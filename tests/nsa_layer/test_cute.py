@@ -120,7 +120,7 @@ OPTIONS = [
     dict(T=257, config=by_tile(block_size=512, block_counts=3)),
     dict(config=NSAConfig(q_tile=256, block_counts=8)),
     dict(config=by_tile(window_size=1)),
-    dict(config=by_tile(force_blocks=False, block_counts=3)),
+    dict(config=by_tile(init_blocks=0, local_blocks=0, block_counts=3)),
     dict(causal=False),
     dict(causal=False, config=by_tile(block_size=256, block_counts=3)),
     dict(causal=False, lengths=(300, 0, 17, 700)),

@@ -76,7 +76,7 @@ class SelectedDecode:
         mStats: cute.Tensor | None,
         mAcc: cute.Tensor | None,
         mValid: cute.Tensor,
-        mLists: cute.Tensor | None,  # int32 [B, T, Hkv, spec.list_width]
+        mLists: cute.Tensor | None,  # int32 [B, T, Hkv, spec.n]
         mW: cute.Tensor | None,
         mGates: cute.Tensor | None,
         mO: cute.Tensor,
@@ -122,7 +122,7 @@ class SelectedDecode:
         x, head, b = cute.arch.block_idx()
         smem = SmemAllocator()
         shared = shared_partial(smem, spec.D, self.warps)
-        sList = smem.allocate_tensor(Int32, cute.make_layout(spec.list_width), byte_alignment=16)
+        sList = smem.allocate_tensor(Int32, cute.make_layout(spec.n), byte_alignment=16)
         merged = Merged(
             smem.allocate_tensor(Float32, cute.make_layout((2, ROWS, 3)), byte_alignment=16),
             smem.allocate_tensor(Float32, cute.make_layout((spec.D, ROWS, 3)), byte_alignment=16),
@@ -209,10 +209,14 @@ class SelectedDecode:
         tidx, _, _ = cute.arch.thread_idx()
         begin, end = candidates(spec, t)
         own, forced = t // spec.block_size, Int32(0)
-        if const_expr(spec.force):
-            forced = cutlass.min(own, 2) + 1
-            if tidx < forced:
-                sList[tidx] = cutlass.select_(tidx == 2, Int32(0), own - tidx)
+        if const_expr(spec.forced):
+            forced = cutlass.min(own, min(spec.forced, spec.n) - 1) + 1
+            if tidx < forced:  # the own one, newer before older ones, then the first ones
+                if const_expr(spec.init > 1):
+                    behind = cutlass.min(own, spec.forced - 1) - tidx
+                    sList[tidx] = cutlass.select_(tidx < spec.local, own - tidx, behind)
+                else:
+                    sList[tidx] = cutlass.select_(tidx == spec.local, Int32(0), own - tidx)
         cute.arch.sync_threads()
         room = cutlass.max(spec.n - forced, 0)
         for i in cutlass.range(tidx, found, WARP * self.warps, unroll=1):
