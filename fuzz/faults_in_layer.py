@@ -96,6 +96,18 @@ def _forced(original: Callable) -> Callable:
     return wrong
 
 
+@fault("int64 wraps", "nsa_layer.inputs:lists_in_int32", "layer.lists of")
+def _wraps(original: Callable) -> Callable:
+    """Numbers that int32 has no room for become others."""
+    return lambda lists: lists.int() if isinstance(lists, torch.Tensor) else lists
+
+
+@fault("padding is the last block", "nsa_layer.choose:sorted_lists", "layer.lists of")
+def _padded(original: Callable) -> Callable:
+    """A number behind the sequence's blocks stands for the last one."""
+    return lambda index, N, end=None: original(index.clamp(max=N - 1), N, end)
+
+
 @fault("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its")
 def _overlap(original: Callable) -> Callable:
     """A compressed key counts only for the block in which it starts."""

@@ -119,8 +119,7 @@ def check_call(
     if call.block_indices is not None:
         of = lengths if call.packed else call.q.shape[1:2]
         tiles = None if of is None else list(map(call.config.num_tiles, of))
-        blocks = None if of is None else [call.config.num_blocks(call.room)] * len(of)
-        check_lists(call.block_indices, call.q, call.k_cache.shape[2], tiles, blocks, packed=call.packed)
+        check_lists(call.block_indices, call.q, call.k_cache.shape[2], tiles, packed=call.packed)
     return lengths, check_scale(call.softmax_scale, call.q.shape[-1])
 
 

@@ -13,6 +13,7 @@ from nsa_layer.caches import operator
 from nsa_layer.caches.operator import TENSORS, Lses
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.derivatives import refuse_transforms
+from nsa_layer.inputs import lists_in_int32
 
 Tensor = torch.Tensor
 CAST = ("q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight")
@@ -154,7 +155,9 @@ def checked_step(
         reserve: called with the number of each sequence's queries, when the call is known to be right.
     """
     refuse_transforms(*(getattr(call, name) for name in TENSORS))
-    call = cast_call(call)
+    call, lists = cast_call(call), lists_in_int32(call.block_indices)
+    if lists is not call.block_indices:
+        call = replace(call, block_indices=lists)
     require_bools(validate=validate, return_lse=return_lse)
     lengths, softmax_scale = check_call(call, backend=backend, validate=validate or reserve is not None)
     q, Dv = call.q, call.v_cache.shape[-1]

@@ -60,8 +60,7 @@ def without_room(tensors: CallTensors, spec: CallSpec) -> CallTensors:
 
 
 def check_lists_of(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec) -> None:
-    packed = spec.lengths is not None
-    check_lists(block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed)
+    check_lists(block_indices, q, k.shape[-2], spec.num_lists(q), packed=spec.lengths is not None)
 
 
 def choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSAConfig) -> tuple[int, ...]:
