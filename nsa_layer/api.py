@@ -60,7 +60,7 @@ def nsa(
         config: block sizes, window, the rule that chooses blocks.
         gate_weight: [Hq, 3, D]; the gates are ``sigmoid(q . gate_weight)``.
         gates: [B, T, Hq, 3] or [total, Hq, 3], used as they are, in the order compressed, selected, window.
-            Without ``gate_weight`` and ``gates`` each branch counts 1/3.
+            Without ``gate_weight`` and ``gates`` each branch counts 1/3. With ``window_size=0`` the last is ignored.
         compress_k_weight: [Hkv, D, D], applied to the mean of a block of k; None: the identity.
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
@@ -78,7 +78,7 @@ def nsa(
         k_cmp: [B, Tc, Hkv, D], packed [sum of Tc, Hkv, D]: compressed keys that the caller made, by any network, in
             place of means of k; Tc = ``config.compressed_length(T)`` of each sequence.
         v_cmp: [B, Tc, Hkv, Dv] or [sum of Tc, Hkv, Dv], the same for v.
-        k_win: like k, v_win: like v: keys and values of the sliding window in place of k and v.
+        k_win: like k, v_win: like v: keys and values of the sliding window in place of k and v, where there is one.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
             kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
         memory: the kernels' memory budget and recomputation; other backends ignore it.

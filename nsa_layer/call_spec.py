@@ -180,7 +180,7 @@ class Aux:
             or with ``cu_seqlens`` on a GPU, on the kernels) there is room for any: rows and columns of -1 at the end.
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
-            sees no key.
+            sees no key, as everywhere with ``window_size=0``.
     """
 
     block_indices: torch.Tensor

@@ -113,6 +113,11 @@ class NSAConfig:
         return self.span - 1 if self.compress_offset is None else self.compress_offset
 
     @property
+    def branches(self) -> int:
+        """Branches that are computed: compressed, selected and, unless ``window_size`` is 0, sliding window."""
+        return 3 if self.window_size else 2
+
+    @property
     def by_token(self) -> bool:
         """True if each query chooses its own blocks, by the compressed branch's probabilities."""
         return self.q_tile == 1 and self.rule == "nsa"

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer.call_spec import accumulation_dtype
+from nsa_layer.call_spec import accumulation_dtype, lse_shape
 from nsa_layer.compress import project
 
 
 def equal_gates(q: torch.Tensor) -> torch.Tensor:
     """Shares of 1/3 as a view of one number: q [..., Hq, D] -> fp32 [..., Hq, 3]."""
     return q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
+
+
+def unseen_lse(q: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The log-sum-exp of a branch that is left out: -inf as a view of one number, as `lse_shape` has it."""
+    return q.new_full((), -torch.inf, dtype=dtype).expand(lse_shape(q))
 
 
 def gate_values(q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.Tensor | None) -> torch.Tensor:
@@ -26,9 +31,9 @@ def gate_values(q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.
     return torch.full((*q.shape[:-1], 3), 1 / 3, dtype=acc, device=q.device)
 
 
-def weighted_sum(g: torch.Tensor, o_cmp: torch.Tensor, o_slc: torch.Tensor, o_swa: torch.Tensor) -> torch.Tensor:
-    """``sum_i g_i * o_i`` in g's dtype, rounded once: g [..., Hq, 3], o_i [..., Hq, Dv] -> [..., Hq, Dv]."""
-    total = g[..., 0:1] * o_cmp
-    total = total + g[..., 1:2] * o_slc
-    total = total + g[..., 2:3] * o_swa
-    return total.to(o_cmp.dtype)
+def weighted_sum(g: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+    """``sum_i g_i * o_i`` of two or three outputs in g's dtype, rounded once: g [..., Hq, 3], o_i [..., Hq, Dv]."""
+    total = g[..., 0:1] * outputs[0]
+    for i, o in enumerate(outputs[1:], 1):
+        total = total + g[..., i : i + 1] * o
+    return total.to(outputs[0].dtype)

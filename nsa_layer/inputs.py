@@ -118,6 +118,8 @@ def leaves_starts_on_gpu(
 
 def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int, ...] | None) -> None:
     (q, k, v), count = tensors[:3], config.compressed_length
+    if tensors.has_own_window and not config.window_size:
+        raise ValueError("k_win and v_win must be None where there is no window, got one with window_size=0")
     lead = (q.shape[0], count(q.shape[1])) if q.dim() == 4 else (sum(map(count, lengths)),) if lengths else ()
     shapes = ((*lead, *k.shape[-2:]), (*lead, *v.shape[-2:]), tuple(k.shape), tuple(v.shape))
     for name, shape in zip(OWN_KEYS, shapes, strict=True):

@@ -264,11 +264,11 @@ def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
 def attend_branches(
     tensors: CallTensors, *, spec: CallSpec
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The three branches before the gate; arguments as for `attend`.
+    """The branches before the gate; arguments as for `attend`.
 
     Returns:
-        Their outputs, shaped like that of `attend`; their LSEs and the choice of blocks, shaped as in `Aux`; the LSEs
-        are differentiable here.
+        Their outputs, shaped like that of `attend`, without a window two; three LSEs and the choice of blocks, shaped
+        as in `Aux`; the LSEs are differentiable here.
     """
     packed, sequences, q_offset = spec.lengths is not None, list(tensors.sequences(spec)), tensors.q_offset
     width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else tensors.k.shape[1])
@@ -293,7 +293,7 @@ def _attend_sequence(
         lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
         nothing = q.new_empty((0, q.shape[1], v.shape[2]))
         none = q.new_empty((0, heads, width), dtype=torch.int32)
-        return [nothing] * 3, [lse] * 3, none if block_indices is None else block_indices
+        return [nothing] * config.branches, [lse] * 3, none if block_indices is None else block_indices
     k_cmp = compress(k, tensors.compress_k_weight, config=config) if k_cmp is None else k_cmp
     v_cmp = compress(v, tensors.compress_v_weight, config=config) if v_cmp is None else v_cmp
     static = dict(config=config, causal=causal, q_offset=q_offset)
@@ -307,7 +307,8 @@ def _attend_sequence(
         (*tensors.of_window, window_mask(T, **static, S=S, device=q.device)),
     )
     results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
-    return [o for o, _ in results], [lse for _, lse in results], block_indices
+    # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
+    return [o for o, _ in results[: config.branches]], [lse for _, lse in results], block_indices
 
 
 def attend_selected(

@@ -16,7 +16,7 @@ from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
 from nsa_layer.cute.packing import kernels_read_starts
 from nsa_layer.cute.saved import SavedForBackward, saved_shapes
-from nsa_layer.gate import equal_gates
+from nsa_layer.gate import equal_gates, unseen_lse
 from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
     CONFIG,
@@ -72,7 +72,8 @@ def attend_on_kernels(
             choice = choice.narrow(-3, 0, rows)[..., :width]
     if tensors.gate == "none":
         g = equal_gates(q)
-    return made[0], Aux(choice, g, saved.lse_cmp, saved.lse_slc, saved.lse_swa)
+    lse_swa = saved.lse_swa if spec.config.window_size else unseen_lse(q)
+    return made[0], Aux(choice, g, saved.lse_cmp, saved.lse_slc, lse_swa)
 
 
 def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
@@ -91,7 +92,7 @@ def _plan_of_graph(
     sizes |= dict(gate=tensors.gate, needs_grad=needs_grad, own_window=tensors.has_own_window)
     sizes |= dict(compress_stride=config.stride, q_tile=config.q_tile, block_size=config.block_size)
     sizes |= dict(deterministic=config.deterministic, listed=block_indices is not None)
-    sizes |= dict(list_width=config.list_width(LARGEST))
+    sizes |= dict(list_width=config.list_width(LARGEST), branches=config.branches)
     if block_indices is not None:
         sizes |= dict(list_width=block_indices.shape[-1], rows=tensors.q_heads_per_list)
     plans = plans_by_tokens(tuple(sizes.items()), memory.recompute, memory.budget, q.device.index)

@@ -138,8 +138,10 @@ class SelectedDecode:
         choice = Choice.of(smem, own, self.each, whole)
         share, rows = RowShare.of(own, whole), no_rows(spec.D, mQ.element_type, scale_log2)
         scores = mScores[b, head, None, None]
-        groups = cute.ceil_div(cutlass.min(own.t + 1, spec.window), KEYS)
-        groups = cutlass.select_(own.token < sequence.T, groups, Int32(0))
+        groups = Int32(0)
+        if const_expr(spec.window):
+            groups = cute.ceil_div(cutlass.min(own.t + 1, spec.window), KEYS)
+            groups = cutlass.select_(own.token < sequence.T, groups, Int32(0))
         if const_expr(whole):
             sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
             keys = RowTile.of(
