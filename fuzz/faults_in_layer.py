@@ -96,6 +96,18 @@ def _forced(original: Callable) -> Callable:
     return wrong
 
 
+@fault("shares of two", "nsa_layer.eager:gated", "layer.is its")
+def _shares(original: Callable) -> Callable:
+    """Without a window the other branches count 1/2 each, not 1/3."""
+
+    def wrong(tensors: Any, made: Any) -> Any:
+        if len(made.outputs) == 2 and tensors.gate == "none":
+            made = made._replace(outputs=[1.5 * o for o in made.outputs])
+        return original(tensors, made)
+
+    return wrong
+
+
 @fault("int64 wraps", "nsa_layer.inputs:lists_in_int32", "layer.lists of")
 def _wraps(original: Callable) -> Callable:
     """Numbers that int32 has no room for become others."""

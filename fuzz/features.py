@@ -125,6 +125,7 @@ def _layer(c: Case) -> Features:
         **_either("a list for each token", "a list for a tile", config.by_token),
         "compressed blocks of another size": config.span != config.block_size,
         "nothing forced": not config.init_blocks and not config.local_blocks,
+        "no window": not config.window_size,
         "more forced blocks than entries": config.forces_too_many,
         "tiles smaller than blocks": config.q_tile < config.block_size,
         "compression weights": c.compress_weights and not {"k_cmp", "v_cmp"} <= {*c.own_keys},

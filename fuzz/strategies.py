@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
@@ -172,7 +174,7 @@ def configs(draw: st.DrawFn) -> NSAConfig:
         block_size=size,
         block_counts=draw(st.integers(1, 6)),
         q_tile=q_tile,
-        window_size=draw(st.integers(1, 40)),
+        window_size=draw(st.just(0) | st.integers(1, 40)),
         deterministic=draw(st.booleans()),
         **rule,
     )
@@ -199,7 +201,13 @@ def layer_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float6
         own_keys=tuple(name for name in OWN_KEYS if draw(st.booleans())),
         seed=draw(st.integers(0, 999)),
     )
-    return Case(**(options | fixed))
+    return with_keys_of_branches(Case(**(options | fixed)))
+
+
+def with_keys_of_branches(case: Case) -> Case:
+    """Without keys of a window that is left out."""
+    own = case.own_keys if case.config.window_size else tuple(name for name in case.own_keys if "win" not in name)
+    return replace(case, own_keys=own)
 
 
 def fields() -> st.SearchStrategy[Fields]:

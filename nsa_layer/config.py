@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 
@@ -156,7 +155,7 @@ class NSAConfig:
 
     def replace(self, **changes: object) -> NSAConfig:
         """A copy with some fields changed; TypeError or ValueError as for the class."""
-        return replace(self, **_without_old(changes))
+        return replace(self, **_renamed(changes))
 
     @classmethod
     def paper(cls, **changes: object) -> NSAConfig:
@@ -178,7 +177,7 @@ class NSAConfig:
             changes: other values of fields; TypeError or ValueError as for the class.
         """
         fixed = dict(rule="seed", q_tile=256, compress_offset=0, init_blocks=0, local_blocks=0)
-        return cls(**(fixed | _without_old(changes)))
+        return cls(**(fixed | _renamed(changes)))
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> NSAConfig:
@@ -197,19 +196,15 @@ class NSAConfig:
         values = {RENAMED.get(name, name): value for name, value in values.items()}
         if "compress_size" not in values:
             values.setdefault("q_tile", OLD_TILE)
-        values = _without_old(values, warn=False)
+        values = _renamed(values, warn=False)
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")
         return cls(**values)
 
 
-def _without_old(values: dict[str, object], *, warn: bool = True) -> dict[str, object]:
-    """Fields with ``init_blocks`` and ``local_blocks`` for the ``force_blocks`` of older versions.
-
-    Raises:
-        TypeError, ValueError: it is no bool, or there beside one of them.
-    """
+def _renamed(values: dict[str, object], *, warn: bool = True) -> dict[str, object]:
+    """Fields with ``init_blocks`` and ``local_blocks`` for the ``force_blocks`` of older versions, no field."""
     if "force_blocks" not in values:
         return values
     values, new = dict(values), ("init_blocks", "local_blocks")
@@ -224,17 +219,8 @@ def _without_old(values: dict[str, object], *, warn: bool = True) -> dict[str, o
     return values | dict(zip(new, sizes))
 
 
-def _takes_old(init: Callable[..., None]) -> Callable[..., None]:
-    """``NSAConfig.__init__``, which takes ``force_blocks`` too: no field, so that nothing prints or keeps it."""
-
-    @wraps(init)
-    def with_old(self: NSAConfig, **values: object) -> None:
-        init(self, **_without_old(values))
-
-    return with_old
-
-
-NSAConfig.__init__ = _takes_old(NSAConfig.__init__)
+_init = NSAConfig.__init__
+NSAConfig.__init__ = wraps(_init)(lambda self, **values: _init(self, **_renamed(values)))
 
 
 def require_int(name: str, value: object, *, least: int) -> None:

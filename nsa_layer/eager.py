@@ -20,7 +20,7 @@ from nsa_layer.choose import choose_blocks, choose_blocks_by_token, sorted_lists
 from nsa_layer.chunk_attention import Chunk, ChunkAttention, ChunkPlan, KeyBlocks, KeyRun, rows_that_fit
 from nsa_layer.compress import compress
 from nsa_layer.derivatives import attention
-from nsa_layer.gate import gate_values, unseen_lse, weighted_sum
+from nsa_layer.gate import gate_values, weighted_sum
 from nsa_layer.profiler_ranges import component
 from nsa_layer.token_attention import attend_lists
 
@@ -121,7 +121,7 @@ def _attend_batch(tensors: CallTensors, spec: CallSpec, first: int) -> Branches:
         made.append([_unfold(x, T) for x in swa])
     lses = [lse.mT.contiguous() for _, lse in made]
     if not config.window_size:
-        lses.append(unseen_lse(q, lses[0].dtype))
+        lses.append(torch.full_like(lses[0], -torch.inf))
     return Branches([o for o, _ in made], lses, choice.transpose(1, 2))
 
 

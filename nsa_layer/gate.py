@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from nsa_layer.call_spec import accumulation_dtype, lse_shape
+from nsa_layer.call_spec import accumulation_dtype
 from nsa_layer.compress import project
 
 
 def equal_gates(q: torch.Tensor) -> torch.Tensor:
     """Shares of 1/3 as a view of one number: q [..., Hq, D] -> fp32 [..., Hq, 3]."""
     return q.new_full((), 1 / 3, dtype=torch.float32).expand(*q.shape[:-1], 3)
-
-
-def unseen_lse(q: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The log-sum-exp of a branch that is left out: -inf as a view of one number, as `lse_shape` has it."""
-    return q.new_full((), -torch.inf, dtype=dtype).expand(lse_shape(q))
 
 
 def gate_values(q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.Tensor | None) -> torch.Tensor:

@@ -271,12 +271,12 @@ def kernel_cases(draw: st.DrawFn) -> Case:
         **draw(st.sampled_from(({}, dict(compress_size=32, compress_stride=16)))) if q_tile == 1 else {},
         block_counts=draw(st.integers(1, 12)),
         q_tile=q_tile,
-        window_size=draw(st.integers(1, 700)),
+        window_size=draw(st.just(0) | st.integers(1, 700)),
         **draw(strategies.forced()),
         deterministic=draw(st.booleans()) and hopper(),
     )
     lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4).filter(any).map(tuple)
-    return Case(
+    case = Case(
         B=draw(st.integers(1, 2)),
         T=draw(st.one_of(st.integers(1, 1500), st.sampled_from((1, 64, 128, 129)))),
         Hq=G * (Hkv := 1 if G == 16 else 2),
@@ -290,3 +290,4 @@ def kernel_cases(draw: st.DrawFn) -> Case:
         own_keys=draw(st.sampled_from(((), OWN_KEYS, ("k_cmp", "v_win")))),
         seed=draw(st.integers(0, 999)),
     )
+    return strategies.with_keys_of_branches(case)

@@ -104,6 +104,8 @@ NSA = (
     ("k_win", TypeError, "k_win must have q's dtype torch.float32, got", torch.zeros(B, T, HKV, D).double()),
     ("k_win", ValueError, "k_win must be on q's device cpu, got meta", torch.zeros(B, T, HKV, D, device="meta")),
     ("k_win", ValueError, "k_win must be contiguous in its last", torch.zeros(B, T, D, HKV).mT),
+    ("k_win", ValueError, "k_win and v_win must be None where there is no window, got one with window_size=0",
+     Together(k_win=torch.zeros(B, T, HKV, D), config=CONFIG.replace(window_size=0))),
     ("k_cmp", ValueError, "compress_k_weight and k_cmp exclude each other",
      Together(k_cmp=torch.zeros(B, 5, HKV, D), compress_k_weight=torch.zeros(HKV, D, D))),
     ("v_cmp", ValueError, "compress_v_weight and v_cmp exclude each other",
@@ -256,7 +258,7 @@ POLICY = (
     ("budget", ValueError, "budget must be at least 0 bytes, got -1", -1),
     ("recompute", ValueError, "recompute must be one of 'auto', .*, got", "some", None, ["all"], True),
 )
-SIZES = "block_size block_counts q_tile window_size"
+SIZES = "block_size block_counts q_tile"
 OF_CONFIG = (
     *not_a_size(SIZES),
     *not_a_size("compress_size compress_stride", optional=True),
@@ -287,8 +289,7 @@ OF_CONFIG = (
         24,
     ),
     ("force_blocks deterministic", *NOT_A_BOOL, NAN),
-    ("init_blocks local_blocks", TypeError, "{} must be an int, got", 1.5, "1", True, None, NAN),
-    ("init_blocks local_blocks", ValueError, "{} must be at least 0, got", -1),
+    *not_a_size("window_size init_blocks local_blocks", least=0),
     ("init_blocks", ValueError, r"init_blocks \+ local_blocks must be at most 2147483647, got", 2**31 - 1),
     (
         "force_blocks",
@@ -303,7 +304,7 @@ OF_CONFIG = (
         Together(local_blocks=1, force_blocks=False),
     ),
     ("rule", ValueError, "rule must be one of 'nsa', 'seed', got", "logit", None, 1, NAN),
-    ("rule", ValueError, "rule='seed' needs .* local_blocks, got 16, 15, 1 and 2", "seed"),
+    ("rule", ValueError, "rule='seed' needs .* local_blocks, got 8, 15, 1 and 2", "seed"),
     ("block_sizes", TypeError, "unexpected keyword argument 'block_sizes'", 64),
 )
 OLD = {"tile_query": "before", "importance": "softmax", "per_head": False}

@@ -155,9 +155,7 @@ def checked_step(
         reserve: called with the number of each sequence's queries, when the call is known to be right.
     """
     refuse_transforms(*(getattr(call, name) for name in TENSORS))
-    call, lists = cast_call(call), lists_in_int32(call.block_indices)
-    if lists is not call.block_indices:
-        call = replace(call, block_indices=lists)
+    call = cast_call(call)
     require_bools(validate=validate, return_lse=return_lse)
     lengths, softmax_scale = check_call(call, backend=backend, validate=validate or reserve is not None)
     q, Dv = call.q, call.v_cache.shape[-1]
@@ -173,7 +171,9 @@ def checked_step(
 
 
 def cast_call(call: CachedCall) -> CachedCall:
-    """The call as autocast, where it is in force, casts it."""
+    """The call as autocast, where it is in force, casts it; with lists in int32."""
+    if (lists := lists_in_int32(call.block_indices)) is not call.block_indices:
+        call = replace(call, block_indices=lists)
     if not isinstance(call.q, torch.Tensor) or autocast.dtype_in_force(call.q.device) is None:
         return call
     return replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))

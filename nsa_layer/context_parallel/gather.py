@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.block_mlp import compressed
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, lse_shape, require_choice_by_token
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import graph
 from nsa_layer.context_parallel.blocks import compress_own, pooled
@@ -210,7 +210,7 @@ class LayerCall(Call):
             [getattr(one, name) for one in left] for name in ("block_indices", "g", "lse_cmp", "lse_slc", "lse_swa")
         )
         lists, gates, *lses = (None if each[0] is None else torch.cat(each, -2) for each in parts)
-        lses[2] = q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32) if lses[2] is None else lses[2]
+        lses[2] = torch.full_like(lses[0], -torch.inf) if lses[2] is None else lses[2]
         lists = q.new_empty(0, dtype=torch.int32) if lists is None else lists
         return lists, equal_gates(q) if gates is None else gates, *lses
 

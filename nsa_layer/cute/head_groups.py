@@ -89,7 +89,7 @@ def infer(
     o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, side_stream=side_stream)
     aux = Aux(*joined_aux(parts, tensors.q, unions=spec.by_union))
     if aux.lse_swa is None:
-        aux.lse_swa = aux.lse_cmp.new_full(aux.lse_cmp.shape, -torch.inf)  # it is written to
+        aux.lse_swa = torch.full_like(aux.lse_cmp, -torch.inf)
     return o, aux
 
 

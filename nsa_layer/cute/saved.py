@@ -62,8 +62,8 @@ def saved_shapes(
     k_projected, v_projected = tensors.compress_k_weight is not None, tensors.compress_v_weight is not None
     rows = ((*lead, Hq, tokens), exactly)
     window = spec.config.window_size > 0
-    keeps = (*kept[:2], kept[2] and window)
-    o_cmp, o_slc, o_swa = (((*lead, tokens, Hq, Dv), low) if keep else None for keep in keeps)
+    outputs = (((*lead, tokens, Hq, Dv), low) if keep else None for keep in (*kept[:2], kept[2] and window))
+    o_cmp, o_slc, o_swa = outputs
     return SavedForBackward(
         block_indices=(lists, whole) if chosen else None,
         block_counts=(counts, whole) if chosen and counts is not None else None,

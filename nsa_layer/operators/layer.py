@@ -16,7 +16,7 @@ from nsa_layer.config import LARGEST, NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
 from nsa_layer.cute.packing import kernels_read_starts
 from nsa_layer.cute.saved import SavedForBackward, saved_shapes
-from nsa_layer.gate import equal_gates, unseen_lse
+from nsa_layer.gate import equal_gates
 from nsa_layer.inputs import check_lengths, starts_of_lengths
 from nsa_layer.operators.arguments import (
     CONFIG,
@@ -72,7 +72,7 @@ def attend_on_kernels(
             choice = choice.narrow(-3, 0, rows)[..., :width]
     if tensors.gate == "none":
         g = equal_gates(q)
-    lse_swa = saved.lse_swa if spec.config.window_size else unseen_lse(q)
+    lse_swa = saved.lse_swa if spec.config.window_size else torch.full_like(saved.lse_cmp, -torch.inf)
     return made[0], Aux(choice, g, saved.lse_cmp, saved.lse_slc, lse_swa)
 
 

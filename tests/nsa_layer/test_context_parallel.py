@@ -67,6 +67,10 @@ CASES = {
     "own keys": (Case(B=2, T=80, config=OVERLAPPING, own_keys=OWN_KEYS), BOTH),
     "own keys, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL, own_keys=OWN_KEYS), BOTH),
     "one head": (Case(T=64, Hq=3, Hkv=1, config=SMALL), ("gather",)),
+    "no window": (Case(B=2, T=80, config=OVERLAPPING.replace(window_size=0), gate="given"), BOTH),
+    "no window, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL.replace(window_size=0)), BOTH),
+    "nothing forced": (Case(T=80, config=OVERLAPPING.replace(init_blocks=0, local_blocks=0)), BOTH),
+    "more forced": (Case(lengths=(30, 50), config=SMALL.replace(init_blocks=2, local_blocks=1)), BOTH),
     "by tile": (Case(T=96, config=SMALL.replace(q_tile=16)), ("heads",)),
     "by tile, packed": (Case(lengths=(40, 0, 3, 53), config=SMALL.replace(q_tile=16)), ("heads",)),
 }

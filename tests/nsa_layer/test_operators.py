@@ -82,6 +82,7 @@ CASES = {
     "packed": dict(packed=True),
     "some gradients": dict(packed=False, grads="kwo", own=True),
     "packed tiles": dict(packed=True, q_tile=16, grads="q"),
+    "no window": dict(packed=True, window_size=0),
     "no gradient": dict(
         packed=False, grads="", rule="seed", q_tile=16, compress_offset=0, init_blocks=0, local_blocks=0
     ),

@@ -48,15 +48,14 @@ def candidates_end(t0: Int32, T: Int32, block_size: Int32, causal: bool) -> Int3
     return (t0 + 1) // block_size if causal else T // block_size
 
 
-def local_range(
-    t0: Int32, T: Int32, block_size: Int32, q_tile: Int32, block_counts: Int32, spec: TopKSpec
-) -> tuple[Int32, Int32]:
-    """First and last of the forced blocks up to a tile's own, or of its own that it lists behind all complete ones."""
+def local_range(t0: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> tuple[Int32, Int32]:
+    """First and last of the forced blocks up to a tile's own; where none is forced, of its own that it has room for."""
+    T, _, block_size, q_tile, block_counts = place
     first = cutlass.max(t0 // block_size - (spec.local - 1), 0)
     last = cutlass.min(t0 + q_tile - 1, T - 1) // block_size
     if spec.local:
         return first, last
-    if not spec.chooses_own:
+    if spec.init or not spec.causal:
         return last + 1, last
     first = candidates_end(t0, T, block_size, True)
     return first, cutlass.min(last, cutlass.max(first, block_counts) - 1)

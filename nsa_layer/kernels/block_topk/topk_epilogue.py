@@ -12,13 +12,12 @@ from nsa_layer.kernels.block_topk.register_topk import LAST_BLOCK, NO_BLOCK, unp
 from nsa_layer.kernels.block_topk.topk_spec import TopKSpec
 
 
-def room_of(tile: Int32, place: tuple[Int32, ...], block_counts: Int32, spec: TopKSpec) -> Int32:
+def room_of(tile: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
     """Entries of a tile's list that are left for candidates."""
-    T, _, block_size, q_tile = place
+    _, _, _, q_tile, block_counts = place
     if not (spec.init or spec.local):
         return block_counts
-    first, last = local_range(tile * q_tile, T, block_size, q_tile, block_counts, spec)
-    return block_counts - forced_count(first, last, place, spec)
+    return block_counts - forced_count(*local_range(tile * q_tile, place, spec), place, spec)
 
 
 def forced_count(first: Int32, last: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
@@ -36,13 +35,10 @@ def first_blocks(first: Int32, spec: TopKSpec) -> Int32:
     return cutlass.select_(first > 0, Int32(spec.init), Int32(0))
 
 
-def forced_block(i: Int32, first: Int32, last: Int32, block_counts: Int32, spec: TopKSpec) -> Int32:
-    """The i-th that a list has of a tile's forced blocks; first, last: `local_range`.
-
-    Where they are too many, the first ones up to the tile's own are left out.
-    """
+def forced_block(i: Int32, first: Int32, last: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
+    """The i-th listed forced block: where they are too many, the first ones up to the tile's own are left out."""
     if spec.crowded:
-        i += cutlass.max(last - first + 1 + first_blocks(first, spec) - block_counts, 0)
+        i += cutlass.max(last - first + 1 + first_blocks(first, spec) - place[-1], 0)
     if spec.init == 0:
         return first + i
     if spec.init == 1:
@@ -60,11 +56,10 @@ def write_block_list(
     row: Int32,
     room: Int32,
     place: tuple[Int32, ...],
-    block_counts: Int32,
     spec: cutlass.Constexpr[TopKSpec],
 ):
     """Merge both warps' lists of a tile and the forced blocks, by one warp."""
-    T, _, block_size, q_tile = place
+    _, _, _, q_tile, block_counts = place
     lane = cute.arch.lane_idx()
     size = cute.size(entries)
     each = -(-size // 32)
@@ -83,8 +78,8 @@ def write_block_list(
             entries[lane + 32 * u] = Int64(blocks[u])
     cute.arch.sync_warp()
     forced, first, last = Int32(0), Int32(0), Int32(-1)
-    if const_expr(spec.init or spec.local or spec.chooses_own):
-        first, last = local_range(tile * q_tile, T, block_size, q_tile, block_counts, spec)
+    if const_expr(spec.init or spec.local or spec.causal):
+        first, last = local_range(tile * q_tile, place, spec)
         forced = forced_count(first, last, place, spec)
     if const_expr(spec.crowded):
         forced = cutlass.min(forced, block_counts)
@@ -97,7 +92,7 @@ def write_block_list(
                 at = cutlass.select_(blocks[u] > last, forced, Int32(spec.init))
             mList[at + count_below(entries, blocks[u])] = blocks[u]
     for f in cutlass.range(lane, forced, 32, unroll=1):
-        block = forced_block(f, first, last, block_counts, spec)
+        block = forced_block(f, first, last, place, spec)
         mList[f + count_below(entries, block)] = block
     count = forced + chosen
     for x in cutlass.range(count + lane, mList.shape[0], 32, unroll=1):

@@ -112,7 +112,7 @@ class BlockTopK:
             sequence, group = number % mIndices.shape[0], number // mIndices.shape[0]
             tiles_before, list_before, out = sequence * M, Int32(0), sequence
             keys_before = sequence * (mK.shape[0] // mIndices.shape[0])
-        place = (T, M, block_size, q_tile)
+        place = (T, M, block_size, q_tile, block_counts)
         first_tile = group * spec.tiles
         last_tile = cutlass.min(first_tile + spec.tiles, M) - 1
         end = candidates_end(last_tile * q_tile, T, block_size, spec.causal)
@@ -141,7 +141,7 @@ class BlockTopK:
             factors.append(factor * (softmax_scale * LOG2_E) if const_expr(spec.softmax) else factor)
         best = []
         for t in cutlass.range_constexpr(spec.lists):
-            room = room_of(tiles[t * (ROWS // spec.lists)], place, block_counts, spec)
+            room = room_of(tiles[t * (ROWS // spec.lists)], place, spec)
             best.append(register_topk.empty_topk(spec.share, room))
 
         steps = cute.ceil_div(end, TILE)
@@ -176,7 +176,7 @@ class BlockTopK:
                 if i == turn:
                     finish_row_sums(sSums, factors, highest, sums, counted, 16 * warp_m + lane // 4, warp_n)
             if i >= turn:
-                self.insert_all(best, acc, scales, factors, highest, sums, first, tiles, ends, (*place, block_counts))
+                self.insert_all(best, acc, scales, factors, highest, sums, first, tiles, ends, place)
             if not late:
                 self.next_round(*load, i, rounds, steps, turn)
 
@@ -186,9 +186,9 @@ class BlockTopK:
         for t in cutlass.range(warp_id, spec.tiles, THREADS // 32, unroll=1):
             if first_tile + t < M:
                 row = list_before + first_tile + t
-                room = room_of(first_tile + t, place, block_counts, spec)
+                room = room_of(first_tile + t, place, spec)
                 lists = (mIndices[out, head, row, None], mCounts[out, head, None])
-                write_block_list(sLists[None, t], *lists, first_tile + t, row, room, place, block_counts, spec)
+                write_block_list(sLists[None, t], *lists, first_tile + t, row, room, place, spec)
 
     def is_late(self, warp_n: Int32, i: Int32, turn: Int32) -> Boolean:
         """True for one of two warps on a scheduler: it reads its scores while the other multiplies for the next round.
@@ -278,13 +278,12 @@ class BlockTopK:
         place: tuple[Int32, ...],
     ):
         """Insert the importances of a tile of keys into the lists of a thread's query tiles."""
-        spec = self.spec
-        T, _, block_size, q_tile, block_counts = place
+        spec, q_tile = self.spec, place[3]
         rows = ROWS // spec.lists
         shifts = [row_shift(highest[r], factors[r]) for r in range(ROWS)]
         for t in cutlass.range_constexpr(spec.lists):
             keys = cute.make_rmem_tensor((len(COLUMNS),), Int32)
-            local = local_range(tiles[t * rows] * q_tile, T, block_size, q_tile, block_counts, spec)
+            local = local_range(tiles[t * rows] * q_tile, place, spec)
             for i in cutlass.range_constexpr(len(COLUMNS)):
                 total = Float32(0.0)
                 for r in cutlass.range_constexpr(t * rows, (t + 1) * rows):

@@ -30,11 +30,6 @@ class TopKSpec:
     packed: bool
 
     @property
-    def chooses_own(self) -> bool:
-        """True if a tile lists its own blocks where there is room, since none is forced."""
-        return self.causal and not self.init and not self.local
-
-    @property
     def softmax(self) -> bool:
         """A group's heads are summed after a softmax. One head ranks as its scores do."""
         return self.G > 1

@@ -211,14 +211,14 @@ class SelectedDecode:
         tidx, _, _ = cute.arch.thread_idx()
         begin, end = candidates(spec, t)
         own, forced = t // spec.block_size, Int32(0)
-        if const_expr(spec.forced):
-            forced = cutlass.min(own, min(spec.forced, spec.n) - 1) + 1
+        most = spec.init + spec.local
+        if const_expr(most):
+            forced = cutlass.min(own, min(most, spec.n) - 1) + 1
             if tidx < forced:  # the own one, newer before older ones, then the first ones
+                first, block = tidx == spec.local, Int32(0)
                 if const_expr(spec.init > 1):
-                    behind = cutlass.min(own, spec.forced - 1) - tidx
-                    sList[tidx] = cutlass.select_(tidx < spec.local, own - tidx, behind)
-                else:
-                    sList[tidx] = cutlass.select_(tidx == spec.local, Int32(0), own - tidx)
+                    first, block = tidx >= spec.local, cutlass.min(own, most - 1) - tidx
+                sList[tidx] = cutlass.select_(first, block, own - tidx)
         cute.arch.sync_threads()
         room = cutlass.max(spec.n - forced, 0)
         for i in cutlass.range(tidx, found, WARP * self.warps, unroll=1):

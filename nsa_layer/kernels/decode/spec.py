@@ -45,9 +45,4 @@ class DecodeSpec:
     @property
     def chosen(self) -> int:
         """Blocks that a token may list beside those that are forced; there are candidates where all of these are."""
-        return max(1, self.n - self.forced)
-
-    @property
-    def forced(self) -> int:
-        """Blocks that are forced at most, whatever the list has room for."""
-        return self.init + self.local
+        return max(1, self.n - self.init - self.local)

@@ -380,8 +380,7 @@ def gated_sum_backward(
 
     new = dict(device=do.device, dtype=do.dtype)
     fp32 = dict(device=do.device, dtype=torch.float32)
-    there = (True, True, o_swa is not None)
-    padded = (2, *_padded_shape(do, tile_m, cu_seqlens))
+    padded, there = (2, *_padded_shape(do, tile_m, cu_seqlens)), (True, True, o_swa is not None)
     stats = tuple(torch.empty(padded, **fp32) if branch else None for branch in there)
     q = q if weighed else None
     weight = readable_weight(gate_weight)

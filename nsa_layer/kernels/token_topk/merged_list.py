@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from nsa_layer.kernels.block_topk.register_topk import unpack_block
 from nsa_layer.kernels.token_topk.candidates import Candidates
@@ -11,10 +11,7 @@ from nsa_layer.kernels.token_topk.spec import TokenTopKSpec
 
 
 def forced_block(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> Int32:
-    """The i-th that a list has of a token's forced blocks: `init` first ones and then those up to its own.
-
-    Where they are too many, the first ones up to the token's own are left out.
-    """
+    """The i-th listed forced block: where they are too many, the first ones up to the token's own are left out."""
     if spec.forced > spec.n:
         i += cutlass.max(cutlass.min(own + 1, spec.forced) - spec.n, 0)
     if spec.init == 0:
@@ -23,9 +20,7 @@ def forced_block(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> In
 
 
 @cute.jit
-def write_token_list(
-    mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int32, place: Place, written: cutlass.Boolean
-):
+def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int32, place: Place, written: Boolean):
     """Write [n] where `written`; own: the block of the token itself."""
     spec, lanes, width = mine.spec, mine.spec.lanes, cute.size(mList)
     forced = Int32(0)

@@ -62,8 +62,7 @@ class Place:
         """Forced blocks of a token in block `own`, as far as they exist and differ, whether listed or not."""
         spec, begun = self.spec, own
         if not spec.causal and spec.init > 1:  # there may be first blocks behind
-            blocks = cute.ceil_div(self.T, spec.block_size)
-            begun = cutlass.max(own, cutlass.min(blocks, spec.init) - 1)
+            begun = cutlass.max(own, cutlass.min(cute.ceil_div(self.T, spec.block_size), spec.init) - 1)
         return cutlass.min(begun, spec.forced - 1) + 1
 
     def candidates_end(self, t: Int32) -> Int32:

@@ -135,6 +135,7 @@ CASES = {
     "local alone": Case(config=SMALL.replace(init_blocks=0, local_blocks=3), lengths=(16, 33, 1000), G=20),
     "too many forced": Case(config=SMALL.replace(init_blocks=4, local_blocks=3), lengths=(1, 40, 1088), T=1),
     "unforced": Case(config=NSAConfig.paper(init_blocks=0, local_blocks=0), lengths=(1, 63, 1000), G=16),
+    "no window": Case(config=DEFAULT.replace(window_size=0), T=2),
     "packed": Case(queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), page=64, config=SMALL, num_splits=3),
     "there": Case(new=False, T=2, lengths=(128, 2, 1000), win=("v_win",)),
     "long": Case(lengths=(70_001, 33_000), room=70_016, G=8, page=64, config=NSAConfig.paper(), Hkv=1),
@@ -143,6 +144,7 @@ CASES = {
 
 
 FORCED = [(name, (0, 2, 8)) for name in ("first and local", "first alone", "too many forced", "unforced")]
+FORCED += [("no window", (0, 2, 8)), ("no window", (2, 3, 8))]
 
 
 def decode(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:

@@ -83,19 +83,20 @@ def test_of_tiles(q_tile: int, causal: bool, modules: SimpleNamespace) -> None:
         config = NSAConfig(block_size=SIZE, block_counts=n, init_blocks=init, local_blocks=local, q_tile=q_tile)
         spec = TopKSpec(64, 4, 4, causal, init, local, config.forces_too_many, False)
         for tile in range(config.num_tiles(T)):
-            t0, place, where = tile * q_tile, (T, 0, SIZE, q_tile), f"{config}, T={T}, tile={tile}"
+            t0, place, where = tile * q_tile, (T, 0, SIZE, q_tile, n), f"{config}, T={T}, tile={tile}"
             forced, candidates = roles(config, t0, min(t0 + q_tile, T) - 1, T, causal=causal)
-            reach = modules.query_tiles.local_range(t0, T, SIZE, q_tile, n, spec)
-            count = modules.epilogue.forced_count(*reach, place, spec) if init or local or spec.chooses_own else 0
+            reach = modules.query_tiles.local_range(t0, place, spec)
+            count = modules.epilogue.forced_count(*reach, place, spec) if init or local or causal else 0
             if spec.crowded:
                 count = min(count, n)
-            if spec.chooses_own:  # behind all complete blocks, while there is room
+            own = causal and config.chooses_own
+            if own:  # behind all complete blocks, while there is room
                 begun = range(t0 // SIZE, (min(t0 + q_tile, T) - 1) // SIZE + 1)
                 forced = [j for j in begun if j not in candidates][: max(0, n - len(candidates))]
-            listed = [modules.epilogue.forced_block(i, *reach, n, spec) for i in range(count)]
+            listed = [modules.epilogue.forced_block(i, *reach, place, spec) for i in range(count)]
             assert listed == sorted(forced), where
-            room = modules.epilogue.room_of(tile, place, n, spec)
-            assert spec.chooses_own or max(0, room) == n - len(forced), where
+            room = modules.epilogue.room_of(tile, place, spec)
+            assert own or max(0, room) == n - len(forced), where
             end = modules.query_tiles.candidates_end(t0, T, SIZE, causal)
             if room > 0:
                 assert [j for j in range(end) if modules.query_tiles.eligible(j, end, reach, spec)] == candidates, where
