@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -32,9 +31,9 @@ INDEX = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download",
 TESTS = ("tests/nsa_layer/test_hf.py", "tests/nsa_tools/test_demo.py", "tests/flash_attn/test_fake_tensors.py")
 
 
-@pytest.fixture(autouse=True)
-def index(tmp_path: Path) -> None:
-    if subprocess.run([*INDEX, "-d", str(tmp_path / "found")]).returncode:
+@pytest.fixture(autouse=True, scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if subprocess.run([*INDEX, "-d", str(tmp_path_factory.mktemp("found"))]).returncode:
         pytest.skip("no package index at hand")
 
 
@@ -45,12 +44,16 @@ def oldest() -> list[str]:
     return [f"{name}=={version}" for name, version in bounds.items()] + os.environ.get("OLDEST_TORCH", "").split()
 
 
+def between() -> list[str]:
+    return ["transformers==5.23.0", *EXTRAS["tools"]]
+
+
 def newest() -> list[str]:
     return ["--upgrade", *(f"{x.name}{x.specifier}" for x in RANGES if x.name != "torch")]
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("wanted", [oldest, lambda: ["transformers==5.23.0"], newest], ids=["oldest", "5.23", "newest"])
+@pytest.mark.sweep  # minutes each
+@pytest.mark.parametrize("wanted", [oldest, between, newest])
 def test_a_range(wanted, environment, tmp_path):
     environment.run("-m", "pip", "install", "--quiet", *wanted(), cwd=tmp_path)
     paths = os.pathsep.join((str(ROOT / DEFAULT), str(ROOT)))
