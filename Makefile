@@ -3,6 +3,7 @@
 #   make test         install what is missing and run every behaviour's test once (ARGS="-k name ...")
 #   make test-all     the same with sweeps, installs and long fuzzing; SHARD=2/4 runs the second of four parts
 #   make test-latest  make test in .venv-latest, with the newest of everything; NEWEST=torch==... for another PyTorch
+#   make test-upstream UPSTREAM=path/to/flash-attention   upstream's own tests on a GPU (STOCK=1, SHARD=2/4)
 #   make constraints  write constraints.txt, which all of the above but test-latest install by, anew
 #   make compile-all  compile every kernel the layer can ask for, without a GPU
 
@@ -25,10 +26,10 @@ BUILD_LIKE_THAT = $(if $(CONSTRAINTS),--build-constraint $(CONSTRAINTS))
 GPU_WORKERS ?= 4
 INSTALL_FROM = pyproject.toml setup.py $(CONSTRAINTS)
 
-.PHONY: demo test test-all test-latest constraints compile-all tree help
+.PHONY: demo test test-all test-latest test-upstream constraints compile-all tree help
 
 help:
-	@sed -n '2,8s/^#  //p' Makefile
+	@sed -n '2,9s/^#  //p' Makefile
 
 demo: $(VENV)/.installed tree
 	$(PY) -m nsa_layer demo $(ARGS)
@@ -50,6 +51,10 @@ endif
 test-latest:
 	rm -rf .venv-latest
 	$(MAKE) test VENV=.venv-latest CONSTRAINTS= TORCH="$(NEWEST)" TRITON=
+
+# The checkout is at the tag of the pin; docs/testing-upstream.md.
+test-upstream: $(VENV)/.installed-for-tests tree
+	$(PY) -m patches test-upstream "$(UPSTREAM)" $(if $(STOCK),--stock) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 # uv goes by its settings in pyproject.toml. UPGRADE= leaves alone what is still right.
 UPGRADE ?= --upgrade

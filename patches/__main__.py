@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     testing.add_argument("--stock", action="store_true", help="run the pinned wheel's package, and record what it does")
     testing.add_argument("--any-commit", action="store_true", help="with --stock: take tests of another commit")
     testing.add_argument("--shard", type=_part, default=(1, 1), metavar="K/N", help="the K-th of N parts")
-    testing.add_argument("--workers", type=int, default=16, metavar="N", help="processes (default 16)")
+    testing.add_argument("--workers", type=int, metavar="N", help="processes (default: by the GPU's memory)")
     testing.add_argument("--minutes", type=float, default=60, help="begin no case later than this (default 60)")
     testing.add_argument("--only", choices=FILES, metavar="FILE", help="one of: " + ", ".join(FILES))
     testing.add_argument("--kernels", type=Path, metavar="DIR", help="where compiled kernels are kept between parts")

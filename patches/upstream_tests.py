@@ -44,6 +44,7 @@ FILES = (
 # Skips on SM90 of what the fork adds there.
 LIFTED = ("deterministic bwd only", r"padded Q \+ packed K")
 KINDS = ("passed", "failed", "skipped")
+GPU_MEMORY_OF_ONE = 8 << 30  # bytes of the largest cases
 PART_VARIABLE = "UPSTREAM_TESTS"
 
 
@@ -81,7 +82,7 @@ def test_upstream(
     stock: bool = False,
     any_commit: bool = False,
     shard: tuple[int, int] = (1, 1),
-    workers: int = 16,
+    workers: int | None = None,
     minutes: float = 60,
     only: str | None = None,
     kernels: Path | None = None,
@@ -92,6 +93,7 @@ def test_upstream(
         checkout: of upstream, at the tag of the pin; or the folder .upstream that an earlier call made.
         stock: run the pinned wheel's own package. Outcomes of files that ended are recorded.
         any_commit: with `stock`, take tests of another commit than the pin's tag.
+        workers: processes; as many as a GPU of this memory has room for, unless given.
         minutes: no case is begun later than this after the start.
         only: the name of one file.
         kernels: where compiled kernels are kept between parts.
@@ -112,7 +114,7 @@ def test_upstream(
         raise QueueError(
             f"{RECORD} does not have these tests' outcomes of {', '.join(missing)}; record them with --stock first"
         )
-    name = "stock" if stock else "patched"
+    name, workers = "stock" if stock else "patched", workers or _workers()
     results, left = folder / f"{name}.jsonl", folder / f"{name}.left"
     left.unlink(missing_ok=True)
     part = Part(stock, str(results), str(left), time.time() + 60 * minutes, shard)
@@ -246,6 +248,12 @@ def _card() -> str | None:
     import torch  # no other command of the queue needs it
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _workers() -> int:
+    import torch
+
+    return max(1, min(os.cpu_count() or 1, torch.cuda.get_device_properties(0).total_memory // GPU_MEMORY_OF_ONE))
 
 
 def _record(root: Path) -> dict:
