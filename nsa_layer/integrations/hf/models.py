@@ -114,6 +114,8 @@ class _Attention:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         if isinstance(cache, NSAModelCache):
+            if self.layer_idx >= len(cache):
+                raise ValueError(f"the cache has {len(cache)} layers, fewer than the model: make one of its config")
             options["nsa_cache"] = cache.layers[self.layer_idx]
         elif cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
@@ -160,9 +162,11 @@ class _CausalLM:
     def create_masks_for_generate(
         self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, **options: object
     ) -> Tensor | None:
-        """The mask for a static cache: none for a step of a token in each row, whose shape would change in each."""
+        """The mask for a static cache: none for a step behind a call's first one, whose shape would change in each."""
         is_step = inputs_embeds.shape[1] == 1 and options[CACHE].is_initialized
-        return None if is_step else attention_mask
+        if attention_mask is not None:
+            options[CACHE].layers[0].require_room(attention_mask.shape[1])
+        return None if is_step and not options.get("is_first_iteration") else attention_mask
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
         """The model, compiled for a token in each row; chunks of a prompt are not compiled."""
