@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from test_hf import CACHE, CLOSE, CONFIG, SIZES, WIDE, padded, positions, sparse, tokens
@@ -202,6 +204,6 @@ def test_a_cache_of_another_model_or_batch_is_an_error() -> None:
             model(tokens(1, 1), **{CACHE: cache})
         torch.testing.assert_close(model(ids, **{CACHE: cache}).logits, model(ids).logits, **CLOSE)
     deeper = sparse(num_hidden_layers=3)
-    for call in (deeper, deeper.generate):
+    for call in (deeper, partial(deeper.generate, max_new_tokens=2)):
         with pytest.raises(ValueError, match="the cache has 2 layers, fewer than the model"):
             call(ids, **{CACHE: NSAModelCache(model.config)})

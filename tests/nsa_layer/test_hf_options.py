@@ -28,6 +28,7 @@ def plain(**changes: object) -> LlamaForCausalLM:
 
 SET = dict(softcap=30.0, s_aux=torch.zeros(4), sinks=torch.zeros(4), position_bias=torch.zeros(1), dropout=0.1)
 SET |= dict(sliding_window=8, indices=torch.zeros(1, dtype=torch.int32), head_mask=torch.ones(4), is_causal=False)
+SET |= dict(output_attentions=True)
 
 
 @pytest.mark.parametrize("name", SET)
@@ -87,7 +88,14 @@ def test_lists_of_the_model_take_the_place_of_a_choice() -> None:
     own, model = minimax("sdpa"), minimax("nsa")
     ids = tokens(2, 90)
     expected = own(ids).last_hidden_state
-    torch.testing.assert_close(model(ids).last_hidden_state, expected, **CLOSE)
+    o = model(ids).last_hidden_state
+    torch.testing.assert_close(o, expected, **CLOSE)
+    for x in (o, expected):
+        x.square().sum().backward()
+    for x, y in zip(model.parameters(), own.parameters()):
+        assert (x.grad is None) == (y.grad is None)  # the choice carries none
+        if x.grad is not None:
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-9, atol=1e-9)
     cache = DynamicCache(config=model.config)
     ends = (0, 50, 51, 90)
     steps = [model(ids[:, a:b], **{CACHE: cache}).last_hidden_state for a, b in zip(ends, ends[1:])]

@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function
 from nsa_layer.inputs import starts_of_lengths
 
 Tensor = torch.Tensor
-NOT_THE_CACHED = "attention_mask must be that of the cached tokens and the new ones, a sequence in each row"
+NOT_THE_CACHED = "attention_mask must be that of the cached tokens, of which it may hide a row's last, and the new ones"
 NOT_COMPILED = "position_ids start anew, and a compiled graph takes packed sequences by cu_seq_lens_q alone: give it"
 
 # What `of_positions` found, for all layers of a forward pass.
