@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 
 import torch
 from torch import nn
@@ -47,11 +48,11 @@ def nsa_attention_forward(
         attention_mask: from `nsa_mask`.
         scaling: factor of q . k.
         nsa_options: config, gates and weights by their names in `nsa`. None: branches count 1/3 each, and config has
-            the fields that are in ``module.config.nsa``, if that is there.
+            the fields that are in ``module.config.nsa``, if that is there; backend is ``module.config.nsa_backend``.
         nsa_networks: "k_cmp" and "v_cmp", which compress blocks in place of means.
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
-        max_length_q: an upper bound of their lengths.
+        max_length_q: an upper bound of their lengths, an integer of Python, NumPy or PyTorch.
         position_ids: [B or 1, T]; those of packed sequences start anew in each, which is looked at where there is no
             padding, no ``cu_seq_lens_q`` and no cached token. A graph being compiled asserts that they do not.
 
@@ -73,8 +74,8 @@ def nsa_attention_forward(
     q, k, v = autocast.cast(*(x.transpose(1, 2) for x in (query, key, value)))
     if cu_seq_lens_q is not None and (nsa_cache is not None or k.shape[1] > q.shape[1]):
         raise ValueError("cu_seq_lens_q is for sequences without a cache")
-    given = {"config": config_of(module.config)} if nsa_options is None else dict(nsa_options)
-    given["softmax_scale"] = scaling
+    given = {"config": nsa_config(getattr(module.config, "nsa", None))} if nsa_options is None else dict(nsa_options)
+    given |= dict(softmax_scale=scaling, backend=getattr(module.config, "nsa_backend", None))
     if nsa_cache is not None:
         return nsa_cache.attend(q, k, v, ragged, networks=networks, **given), None
     if k.shape[1] > q.shape[1]:
@@ -82,13 +83,28 @@ def nsa_attention_forward(
     if ragged is None and cu_seq_lens_q is None:
         ragged = of_positions(position_ids, *q.shape[:2])
     if cu_seq_lens_q is not None:
-        ragged, given["max_seqlen"] = Ragged(None, cu_seq_lens_q), max_length_q
+        ragged = Ragged(None, cu_seq_lens_q)
+        given["max_seqlen"] = None if max_length_q is None else index(max_length_q)
     return _attend(q, k, v, ragged, networks, given), None
 
 
-def config_of(config: object) -> NSAConfig:
-    """The operator's options in a configuration of transformers, the default ones where it has none."""
-    return NSAConfig(**(getattr(config, "nsa", None) or {}))
+def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSAConfig:
+    """The operator's options that ``config.nsa`` stands for.
+
+    Args:
+        value: an NSAConfig, fields of one, or None.
+        base: the fields that ``value`` does not name.
+
+    Raises:
+        TypeError: value is something else.
+        TypeError, ValueError: a field is unknown or bad.
+    """
+    if isinstance(value, NSAConfig):
+        return value
+    if not isinstance(value, (Mapping, type(None))):
+        raise TypeError(f"nsa must be an NSAConfig, its fields or None, got {type(value).__name__}")
+    # Without compress_size it would be of a version with another default.
+    return NSAConfig.from_dict({"compress_size": None, **(base or {}), **(value or {})})
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None, networks: Networks, given: dict) -> Tensor:
