@@ -122,6 +122,8 @@ def test_a_folders_configuration_is_changed_by_name_and_checked(tmp_path: Path) 
                 kind.from_pretrained(tmp_path, **options)
     with pytest.raises(ValueError, match="nsa_gate must be"):
         NSALlamaConfig(**SIZES).update(dict(nsa_gate="inputs"))
+    with pytest.raises(AttributeError, match="has nsa, nsa_gate, nsa_compression, nsa_backend, and no nsa_gates"):
+        NSALlamaConfig(**SIZES, nsa_gates="query")
 
 
 @pytest.mark.parametrize("value", [CONFIG, dict(block_size=8, block_counts=4, window_size=16)])

@@ -219,6 +219,8 @@ class _Fields:
     def __setattr__(self, name: str, value: object) -> None:
         if name == "nsa":
             value = asdict(nsa_config(value, vars(self).get("nsa")))
+        elif name.startswith("nsa_") and name not in KNOWN:
+            raise AttributeError(f"a configuration has nsa, {', '.join(KNOWN)}, and no {name}")
         elif name in KNOWN and value not in KNOWN[name]:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, KNOWN[name]))}, got {value!r}")
         super().__setattr__(name, value)
