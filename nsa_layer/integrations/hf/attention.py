@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import cache
+from operator import index
 
 import torch
 from torch import nn
@@ -55,11 +56,11 @@ def nsa_attention_forward(
         attention_mask: from `nsa_mask`.
         scaling: factor of q . k.
         nsa_options: config, gates and weights by their names in `nsa`. None: branches count 1/3 each, and config has
-            the fields that are in ``module.config.nsa``, if that is there.
+            the fields that are in ``module.config.nsa``, if that is there; backend is ``module.config.nsa_backend``.
         nsa_networks: "k_cmp" and "v_cmp", which compress blocks in place of means.
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
-        max_length_q: an upper bound of their lengths.
+        max_length_q: an upper bound of their lengths, an integer of Python, NumPy or PyTorch.
         block_indices: [B, Hkv or Hq, T, n], the blocks of ``module.indexer.block_size`` keys that each query attends
             to, and to no others, counted with padding; -1 for none.
         position_ids: [B or 1, T]; those of packed sequences start anew in each, which is looked at where there is no
@@ -85,27 +86,42 @@ def nsa_attention_forward(
         ragged = Ragged(None, cu_seq_lens_q)
     elif ragged is None and nsa_cache is None and k.shape[1] == q.shape[1]:
         ragged = of_positions(position_ids, *q.shape[:2])
+    how = dict(softmax_scale=scaling, backend=getattr(module.config, "nsa_backend", None))
     if block_indices is not None:
         if nsa_options is not None or not hasattr(module, "indexer"):
             raise NotImplementedError("block_indices of a model with gates, or without module.indexer.block_size")
         if ragged is not None and (ragged.is_token is None or (ragged.is_token.int().diff(dim=1) > 0).any()):
             raise NotImplementedError("block_indices of packed sequences, or with padding in front of tokens")
         lists, block_size = block_indices.transpose(1, 2).int(), module.indexer.block_size
-        return selected_attention(q, k, v, lists, block_size=block_size, softmax_scale=scaling), None
-    given = {"config": config_of(module.config)} if nsa_options is None else dict(nsa_options)
-    given["softmax_scale"] = scaling
+        return selected_attention(q, k, v, lists, block_size=block_size, **how), None
+    given = {"config": nsa_config(getattr(module.config, "nsa", None))} if nsa_options is None else dict(nsa_options)
+    given |= how
     if nsa_cache is not None:
         return nsa_cache.attend(q, k, v, ragged, networks=networks, **given), None
     if k.shape[1] > q.shape[1]:
         return _attend_to_cached(q, k, v, ragged, networks, given), None
     if cu_seq_lens_q is not None:
-        given["max_seqlen"] = max_length_q
+        given["max_seqlen"] = None if max_length_q is None else index(max_length_q)
     return _attend(q, k, v, ragged, networks, given), None
 
 
-def config_of(config: object) -> NSAConfig:
-    """The operator's options in a configuration of transformers, the default ones where it has none."""
-    return NSAConfig(**(getattr(config, "nsa", None) or {}))
+def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSAConfig:
+    """The operator's options that ``config.nsa`` stands for.
+
+    Args:
+        value: an NSAConfig, fields of one, or None.
+        base: the fields that ``value`` does not name.
+
+    Raises:
+        TypeError: value is something else.
+        TypeError, ValueError: a field is unknown or bad.
+    """
+    if isinstance(value, NSAConfig):
+        return value
+    if not isinstance(value, (Mapping, type(None))):
+        raise TypeError(f"nsa must be an NSAConfig, its fields or None, got {type(value).__name__}")
+    # Without compress_size it would be of a version with another default.
+    return NSAConfig.from_dict({"compress_size": None, **(base or {}), **(value or {})})
 
 
 def _check_options(options: Mapping[str, object]) -> None:
