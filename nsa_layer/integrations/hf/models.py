@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from inspect import signature
 
 import torch
 from torch import nn
@@ -26,19 +27,21 @@ from transformers import (
 from transformers import (
     initialization as init,
 )
-from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from nsa_layer.block_mlp import BlockMLP
 from nsa_layer.config import NSAConfig
-from nsa_layer.integrations.hf.attention import config_of
+from nsa_layer.integrations.hf.attention import config_of, nsa_attention_forward
 from nsa_layer.integrations.hf.cache import NSAModelCache
+from nsa_layer.integrations.hf.ragged import Ragged
 from nsa_layer.module import COMPRESSIONS, GATES
 
 Tensor = torch.Tensor
 START = 4.0  # sigmoid(4) = 0.982
+# The cache among the arguments of models: "cache" since transformers 5.24.
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 
 
 class NSABranches(nn.Module):
@@ -95,13 +98,30 @@ class _Attention:
         super().__init__(config, layer_idx)
         self.nsa = NSABranches(config, self.head_dim)
 
-    def forward(self, hidden_states: Tensor, *, past_key_values: Cache | None = None, **options: object) -> tuple:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Ragged | None = None,
+        **options: object,
+    ) -> tuple[Tensor, None]:
         if self.config._attn_implementation != "nsa":
             raise ValueError(f"attn_implementation must be 'nsa', got {self.config._attn_implementation!r}")
-        if isinstance(past_key_values, NSAModelCache):
-            options["nsa_cache"], past_key_values = past_key_values.layers[self.layer_idx], None
+        cache = options.pop(CACHE, options.pop("past_key_values", None))
+        q, k, v = (f(hidden_states).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if isinstance(cache, NSAModelCache):
+            options["nsa_cache"] = cache.layers[self.layer_idx]
+        elif cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         options |= dict(nsa_options=self.nsa(hidden_states), nsa_networks=dict(self.nsa.networks.items()))
-        return super().forward(hidden_states, past_key_values=past_key_values, **options)
+        options |= dict(scaling=self.scaling, dropout=self.attention_dropout if self.training else 0.0)
+        options["sliding_window"] = getattr(self, "sliding_window", None)
+        o, _ = nsa_attention_forward(self, q, k, v, attention_mask, **options)
+        return self.o_proj(o.flatten(-2)), None
 
 
 class _Model:
@@ -130,18 +150,18 @@ class _CausalLM:
         self.post_init()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
-        asked, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        asked, kind = model_kwargs.get(CACHE), generation_config.cache_implementation
         if asked is None and kind in (None, "static") and generation_config.use_cache is not False:
             room = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
-            model_kwargs["past_key_values"] = NSAModelCache(self.config, room, static=kind == "static")
+            model_kwargs[CACHE] = NSAModelCache(self.config, room, static=kind == "static")
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
     def create_masks_for_generate(
-        self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values: Cache, **_: object
+        self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, **options: object
     ) -> Tensor | None:
         """The mask for a static cache: none for a step of a token in each row, whose shape would change in each."""
-        is_step = inputs_embeds.shape[1] == 1 and past_key_values.is_initialized
+        is_step = inputs_embeds.shape[1] == 1 and options[CACHE].is_initialized
         return None if is_step else attention_mask
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
@@ -149,7 +169,7 @@ class _CausalLM:
         compiled = super().get_compiled_call(compile_config)
 
         def call(input_ids: Tensor | None = None, **inputs: object) -> object:
-            is_step = input_ids is not None and input_ids.shape[1] == 1 and inputs["past_key_values"].is_initialized
+            is_step = input_ids is not None and input_ids.shape[1] == 1 and inputs[CACHE].is_initialized
             return (compiled if is_step else self)(input_ids=input_ids, **inputs)
 
         return call
