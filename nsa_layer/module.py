@@ -185,7 +185,7 @@ class NSAttention(nn.Module):
             return_aux: also return `nsa`'s `Aux`: chosen blocks, gates, log-sum-exps.
             cache: this layer's, of its config, with ``own_window`` and ``own_sources`` for ``kv_per_branch``: x are the
                 next tokens of the cache's sequences, which are appended to it and attend to all that it holds;
-                positions count on. Carries no gradient.
+                positions count on. Backward raises RuntimeError.
 
         Returns:
             [B, T, dim] or [total, dim]; with ``return_aux`` a pair.

@@ -67,7 +67,7 @@ def nsa_attention_forward(
             padding, no ``cu_seq_lens_q`` and no cached token. A graph being compiled asserts that they do not.
 
     Returns:
-        [B, T, Hq, Dv], and no attention weights. It carries no gradient where there are cached tokens.
+        [B, T, Hq, Dv], and no attention weights. With cached tokens, or ``nsa_cache``, backward raises RuntimeError.
 
     Raises:
         NotImplementedError: an option of the layer that sparse attention does not have. It warns once of those that it

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nsa_layer.block_mlp import BlockMLP
 from nsa_layer.caches.kvcache import nsa_with_kvcache
-from nsa_layer.caches.nsa_cache import NSACache
+from nsa_layer.caches.nsa_cache import LastingTensors, NSACache
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 ROOM = 256  # tokens, where nobody says how many there will be
 
 
-class NSACacheLayer(CacheLayerMixin):
+class NSACacheLayer(LastingTensors, CacheLayerMixin):
     """One layer's sequences, without their padding.
 
     Args:
@@ -119,7 +119,8 @@ class NSACacheLayer(CacheLayerMixin):
             room, sizes = max(self.max_cache_len, T), dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
             self.cache, self.is_initialized = NSACache(B, room, Hkv, D, config=config, **sizes), True
             if self.is_compileable:
-                self._padding = torch.zeros(1, dtype=torch.int32, device=k.device)
+                with torch.inference_mode(False):
+                    self._padding = torch.zeros(1, dtype=torch.int32, device=k.device)
                 for x in (*self.cache.caches.values(), self.cache.cache_seqlens, self._padding):
                     torch._dynamo.mark_static_address(x)  # a CUDA graph writes to them in place
         self._count()
