@@ -52,7 +52,7 @@ test-latest:
 	rm -rf .venv-latest
 	$(MAKE) test VENV=.venv-latest CONSTRAINTS= TORCH="$(NEWEST)" TRITON=
 
-# The checkout is at the tag of the pin; docs/testing-upstream.md.
+# The checkout is at the tag of the pin; UPSTREAM.md says more.
 test-upstream: $(VENV)/.installed-for-tests tree
 	$(PY) -m patches test-upstream "$(UPSTREAM)" $(if $(STOCK),--stock) $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
