@@ -16,12 +16,53 @@ def _leaking(original: Callable) -> Callable:
     """Blocks that are complete at the end of a tile, not at its start, are candidates."""
 
     def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
-        forced, candidate = original(tiles, T, config=config, causal=causal)
+        forced, complete, candidate = original(tiles, T, config=config, causal=causal)
         if causal:
             ends = torch.arange(candidate.shape[1]) * config.block_size + config.block_size - 1
             last = (tiles * config.q_tile + config.q_tile - 1).clamp(max=T - 1)
-            candidate = ends <= last.unsqueeze(1)
-        return forced, candidate
+            complete = candidate = ends <= last.unsqueeze(1)
+        return forced, complete, candidate
+
+    return wrong
+
+
+@fault("one first block", "nsa_layer.choose:block_roles", "layer.is its")
+def _first_blocks(original: Callable) -> Callable:
+    """Of several first blocks one is forced."""
+
+    def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
+        fewer = config.replace(init_blocks=min(1, config.init_blocks)) if config.local_blocks else config
+        return original(tiles, T, config=fewer, causal=causal)
+
+    return wrong
+
+
+@fault("one local block too many", "nsa_layer.choose:block_roles", "layer.is its")
+def _local_blocks(original: Callable) -> Callable:
+    """The block before the local ones is forced too."""
+
+    def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
+        more = config.replace(local_blocks=config.local_blocks + 1) if config.local_blocks else config
+        return original(tiles, T, config=more, causal=causal)
+
+    return wrong
+
+
+@wrong_result("own block never chosen", "nsa_layer.choose:block_roles", "layer.is its")
+def _own_block(roles: Any) -> Any:
+    """Where no block is forced a token's own is left out until it is complete."""
+    forced, complete, _ = roles
+    return forced, complete, complete
+
+
+@fault("first blocks first", "nsa_layer.choose:block_roles", "layer.is its")
+def _first_first(original: Callable) -> Callable:
+    """Where forced blocks exceed the list its first entries are listed, not the tile's own."""
+
+    def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
+        roomy = config.replace(block_counts=T + config.init_blocks + config.local_blocks + config.q_tile)
+        forced, *rest = original(tiles, T, config=roomy, causal=causal)
+        return forced & (forced.cumsum(1) <= config.block_counts), *rest
 
     return wrong
 
@@ -53,6 +94,30 @@ def _forced(original: Callable) -> Callable:
         return original(scores, forced, candidate, n, config=config)
 
     return wrong
+
+
+@fault("shares of two", "nsa_layer.eager:gated", "layer.is its")
+def _shares(original: Callable) -> Callable:
+    """Without a window the other branches count 1/2 each, not 1/3."""
+
+    def wrong(tensors: Any, made: Any) -> Any:
+        if len(made.outputs) == 2 and tensors.gate == "none":
+            made = made._replace(outputs=[1.5 * o for o in made.outputs])
+        return original(tensors, made)
+
+    return wrong
+
+
+@fault("int64 wraps", "nsa_layer.inputs:lists_in_int32", "layer.lists of")
+def _wraps(original: Callable) -> Callable:
+    """Numbers that int32 has no room for become others."""
+    return lambda lists: lists.int() if isinstance(lists, torch.Tensor) else lists
+
+
+@fault("padding is the last block", "nsa_layer.choose:sorted_lists", "layer.lists of")
+def _padded(original: Callable) -> Callable:
+    """A number behind the sequence's blocks stands for the last one."""
+    return lambda index, N, end=None: original(index.clamp(max=N - 1), N, end)
 
 
 @fault("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its")

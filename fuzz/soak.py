@@ -93,7 +93,11 @@ class Trainer:
         base = NSAConfig(block_size=size, block_counts=6, window_size=3 * size)
         # On a GPU only Hopper's kernels have a deterministic backward of such tiles.
         exact = device == "cpu" or torch.cuda.get_device_capability()[0] == 9
-        configs = [base, base.replace(q_tile=2 * size, deterministic=exact), base.replace(force_blocks=False)]
+        configs = [
+            base,
+            base.replace(q_tile=2 * size, deterministic=exact),
+            base.replace(init_blocks=0, local_blocks=0),
+        ]
         heads = width // D
         self.layers = [
             NSAttention(

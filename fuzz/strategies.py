@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
@@ -141,18 +143,24 @@ def texts(draw: st.DrawFn) -> Texts:
     return Texts(old="\n".join(old), new="\n".join(new), other=draw(st.none() | text.map("\n".join)))
 
 
+def forced() -> st.SearchStrategy[dict[str, int]]:
+    """Numbers of forced blocks, with the default and none among them; there may be more than a list has entries."""
+    any_of_them = st.fixed_dictionaries(dict(init_blocks=st.integers(0, 3), local_blocks=st.integers(0, 4)))
+    return st.sampled_from(({}, dict(init_blocks=0, local_blocks=0))) | any_of_them
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> NSAConfig:
     """Good configurations of small blocks."""
     size = draw(st.sampled_from((4, 1, 6, 16)))
     if draw(st.integers(0, 3)) == 3:
-        rule = dict(rule="seed", compress_offset=0, force_blocks=False)
+        rule = dict(rule="seed", compress_offset=0, init_blocks=0, local_blocks=0)
     else:
         stride = draw(st.none() | st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
         rule = dict(
             compress_stride=stride,
             compress_offset=draw(st.none() | st.integers(-20, 40)),
-            force_blocks=draw(st.booleans()),
+            **draw(forced()),
         )
     wider = draw(st.booleans())
     tiles = [n for n in (2, 4, 8, 16, 32) if n % size == 0 or size % n == 0]
@@ -166,7 +174,7 @@ def configs(draw: st.DrawFn) -> NSAConfig:
         block_size=size,
         block_counts=draw(st.integers(1, 6)),
         q_tile=q_tile,
-        window_size=draw(st.integers(1, 40)),
+        window_size=draw(st.just(0) | st.integers(1, 40)),
         deterministic=draw(st.booleans()),
         **rule,
     )
@@ -193,7 +201,13 @@ def layer_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float6
         own_keys=tuple(name for name in OWN_KEYS if draw(st.booleans())),
         seed=draw(st.integers(0, 999)),
     )
-    return Case(**(options | fixed))
+    return with_keys_of_branches(Case(**(options | fixed)))
+
+
+def with_keys_of_branches(case: Case) -> Case:
+    """Without keys of a window that is left out."""
+    own = case.own_keys if case.config.window_size else tuple(name for name in case.own_keys if "win" not in name)
+    return replace(case, own_keys=own)
 
 
 def fields() -> st.SearchStrategy[Fields]:
@@ -203,7 +217,7 @@ def fields() -> st.SearchStrategy[Fields]:
     good = {
         "block_size": sizes, "compress_size": st.none() | sizes, "compress_stride": st.none() | sizes,
         "block_counts": sizes, "q_tile": sizes, "window_size": sizes,
-        "compress_offset": st.none() | st.integers(-200, 200), "force_blocks": st.booleans(),
+        "compress_offset": st.none() | st.integers(-200, 200), "init_blocks": sizes, "local_blocks": sizes,
         "deterministic": st.booleans(), "rule": st.sampled_from(("nsa", "seed", "")),
     }  # fmt: skip
     values = st.fixed_dictionaries({}, optional={name: own | odd for name, own in good.items()})

@@ -17,7 +17,7 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import check_whole
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
-from nsa_layer.inputs import Arguments, check_inputs
+from nsa_layer.inputs import Arguments, check_inputs, lists_in_int32
 
 
 def nsa(
@@ -60,7 +60,7 @@ def nsa(
         config: block sizes, window, the rule that chooses blocks.
         gate_weight: [Hq, 3, D]; the gates are ``sigmoid(q . gate_weight)``.
         gates: [B, T, Hq, 3] or [total, Hq, 3], used as they are, in the order compressed, selected, window.
-            Without ``gate_weight`` and ``gates`` each branch counts 1/3.
+            Without ``gate_weight`` and ``gates`` each branch counts 1/3. With ``window_size=0`` the last is ignored.
         compress_k_weight: [Hkv, D, D], applied to the mean of a block of k; None: the identity.
         compress_v_weight: [Hkv, Dv, Dv], the same for v.
         softmax_scale: factor of q . k, above 0; None: ``D ** -0.5``.
@@ -71,15 +71,14 @@ def nsa(
         max_seqlen: an upper bound of the packed lengths, in tokens: checked, or where the host does not read
             ``cu_seqlens``, relied on.
         causal: False lets every query see the whole sequence.
-        block_indices: int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]: the blocks of each tile of
+        block_indices: int32 or int64 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]: the blocks of each tile of
             ``config.q_tile`` queries, in place of a choice, nothing added; Hs = Hkv, or Hq for a list of each query
-            head. Any strides and order, counted from each sequence's start; -1 is padding, a block named twice counts
-            once. Read by checks on a CPU, on a GPU with ``validate``: without, other numbers are undefined behaviour
-            there.
+            head. Any strides and order, counted from each sequence's start; a number that is no block of the sequence,
+            such as -1, is padding, a block named twice counts once.
         k_cmp: [B, Tc, Hkv, D], packed [sum of Tc, Hkv, D]: compressed keys that the caller made, by any network, in
             place of means of k; Tc = ``config.compressed_length(T)`` of each sequence.
         v_cmp: [B, Tc, Hkv, Dv] or [sum of Tc, Hkv, Dv], the same for v.
-        k_win: like k, v_win: like v: keys and values of the sliding window in place of k and v.
+        k_win: like k, v_win: like v: keys and values of the sliding window in place of k and v, where there is one.
         backend: "cute" (the kernels), "eager" (plain PyTorch, linear memory) or "reference" (quadratic). None: the
             kernels where the tensors are on a supported GPU, else eager. One that is named is the one that runs.
         memory: the kernels' memory budget and recomputation; other backends ignore it.
@@ -87,8 +86,7 @@ def nsa(
             of tiles have a row where its first token is, ``cu_seqlens`` and weights are whole and the same on all
             ranks. What is returned is this rank's part, and so are gradients: those of weights add up over the ranks.
         return_aux: also return the chosen blocks, the gates and each branch's log-sum-exp.
-        validate: check ``cu_seqlens`` and the numbers of ``block_indices`` that are on a GPU, which waits for it; in a
-            graph the GPU asserts them.
+        validate: check ``cu_seqlens`` that are on a GPU, which waits for it; in a graph the GPU asserts them.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; with ``return_aux`` a pair (o, `Aux`).
@@ -108,24 +106,22 @@ def nsa(
     tensors = CallTensors(q, k, v, *weights, *own, cu_seqlens, block_indices)
     if backend != "reference":
         refuse_transforms(*tensors)
-    tensors = CallTensors(*autocast.cast(*tensors.differentiable), cu_seqlens, block_indices)
-    q, k, v = tensors[:3]
+    tensors = CallTensors(*autocast.cast(*tensors.differentiable), cu_seqlens, lists_in_int32(block_indices))
+    (q, k, v), block_indices = tensors[:3], tensors.block_indices
     given = Arguments(tensors, config, softmax_scale, max_seqlen, causal)
     if cp is not None:
         options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
         named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
-        numbers = validate or getattr(block_indices, "is_cpu", False)
-        agree(cp, partial(check_whole, given, cp, numbers=numbers), **named, **options)
+        agree(cp, partial(check_whole, given, cp), **named, **options)
         better = backend != "reference" and gather.is_better(cp, tensors, config)
         if cp.mode_of(k.shape[-2], gather=better) == "heads":
             return heads.attend(nsa, cp, given, **options)
     if cp is None:
         spec = check_inputs(given, backend=backend, validate=validate)
     else:
-        spec, _ = check_whole(given, cp, numbers=validate)
+        spec, _ = check_whole(given, cp)
     if validate and cp is None and q.is_cuda and torch.compiler.is_compiling():
-        sizes = dict(q_tile=config.q_tile, block_size=config.block_size, max_seqlen=max_seqlen)
-        assert_numbers(q, k, block_indices, cu_seqlens, **sizes)
+        assert_numbers(q, k, block_indices, cu_seqlens, q_tile=config.q_tile, max_seqlen=max_seqlen)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
     choose = partial(

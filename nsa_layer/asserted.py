@@ -15,10 +15,9 @@ def assert_numbers(
     cu_seqlens_k: Tensor | None = None,
     *,
     q_tile: int,
-    block_size: int,
     max_seqlen: int | None = None,
 ) -> None:
-    """Assert that starts are starts, and that lists are of blocks that exist; arguments as in `nsa`.
+    """Assert that starts are starts, and that there is a list for each tile; arguments as in `nsa`.
 
     Starts on the CPU are left to the operators, which read them.
 
@@ -32,20 +31,6 @@ def assert_numbers(
             torch._assert_async(right, f"{name} must start at 0, not fall, and end at the tokens that are packed")
             if max_seqlen is not None:
                 torch._assert_async((lengths <= max_seqlen).all(), "max_seqlen must be at least the longest sequence")
-    if block_indices is None:
-        return
-    most = -(-k.shape[-3] // block_size)
-    if cu_seqlens is not None:
-        of_keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-        lists, blocks = (_parts(x, size, q.device) for x, size in ((cu_seqlens, q_tile), (of_keys, block_size)))
-        ends, rows = lists.cumsum(0), torch.arange(block_indices.shape[0], device=q.device)
-        torch._assert_async(ends[-1] <= block_indices.shape[0], "block_indices must have a list for each tile")
-        sequence = torch.searchsorted(ends, rows, right=True).clamp(max=blocks.shape[0] - 1)
-        most = blocks[sequence][:, None, None]
-    right = ((block_indices >= -1) & (block_indices < most)).all()
-    torch._assert_async(right, "block_indices must be -1 or a block of the sequence")
-
-
-def _parts(starts: Tensor, size: int, device: torch.device) -> Tensor:
-    """[sequences], tiles or blocks of ``size`` tokens in each."""
-    return ((starts.diff() + size - 1) // size).to(device, non_blocking=True)
+    if block_indices is not None and cu_seqlens is not None:
+        tiles = ((cu_seqlens.diff() + q_tile - 1) // q_tile).sum().to(q.device, non_blocking=True)
+        torch._assert_async(tiles <= block_indices.shape[0], "block_indices must have a list for each tile")

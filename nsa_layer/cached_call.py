@@ -125,8 +125,7 @@ def check_call(
     if call.block_indices is not None:
         of = lengths if call.packed else call.q.shape[1:2]
         tiles = None if of is None else list(map(call.config.num_tiles, of))
-        blocks = None if of is None else [call.config.num_blocks(call.room)] * len(of)
-        check_lists(call.block_indices, call.q, call.k_cache.shape[2], tiles, blocks, packed=call.packed)
+        check_lists(call.block_indices, call.q, call.k_cache.shape[2], tiles, packed=call.packed)
     return lengths, check_scale(call.softmax_scale, call.q.shape[-1])
 
 
@@ -302,6 +301,9 @@ def _check_caches(call: CachedCall) -> None:
 def _check_new(call: CachedCall) -> None:
     """Packed compressed keys of the caller's may have any number of rows here."""
     q, (Hkv, D), Dv = call.q, call.k_cache.shape[2:], call.v_cache.shape[-1]
+    of_window = ("k_win", "v_win", "k_win_cache", "v_win_cache")
+    if not call.config.window_size and (found := [name for name in of_window if getattr(call, name) is not None]):
+        raise ValueError(f"{found[0]} must be None where there is no window, got one with window_size=0")
     if (call.k is None) != (call.v is None):
         raise ValueError("k and v must be given together, or neither")
     filled = (None,) if call.packed else (call.B, call.filled(q.shape[1]))

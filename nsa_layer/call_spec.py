@@ -47,10 +47,9 @@ class CallSpec:
         """True if a kernel's tile reads the union of several lists, see `takes_unions`."""
         return takes_unions(self.config, listed=self.listed)
 
-    def lists_and_blocks(self, q: torch.Tensor, k: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Lists, and blocks of keys, of each packed sequence; of a batch those of one sequence."""
-        of_q, of_k = (self.lengths, self.key_lengths) if self.lengths else (q.shape[1:2], k.shape[1:2])
-        return list(map(self.config.num_tiles, of_q)), list(map(self.config.num_blocks, of_k))
+    def num_lists(self, q: torch.Tensor) -> list[int]:
+        """Lists of each packed sequence; of a batch those of one sequence."""
+        return list(map(self.config.num_tiles, self.lengths or q.shape[1:2]))
 
 
 class CallTensors(NamedTuple):
@@ -156,10 +155,9 @@ class ListSpec:
     lengths: tuple[tuple[int, int], ...] | None = None
     bound: tuple[int, int] | None = None
 
-    def lists_and_blocks(self, q: torch.Tensor, k: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Lists and blocks as `CallSpec.lists_and_blocks` has them; of one sequence where the host knows no lengths."""
-        pairs = self.lengths or ((q.shape[-3], k.shape[-3]),)
-        return [-(-T // self.q_tile) for T, _ in pairs], [-(-S // self.block_size) for _, S in pairs]
+    def num_lists(self, q: torch.Tensor) -> list[int]:
+        """Lists as `CallSpec.num_lists` has them; of one sequence where the host knows no lengths."""
+        return [-(-T // self.q_tile) for T, _ in self.lengths or ((q.shape[-3], 0),)]
 
     def first_positions(self, q: torch.Tensor, k: torch.Tensor, q_offset: torch.Tensor | int | None) -> torch.Tensor:
         """Int64 [B], packed [sequences], on q's device: of each sequence's first query among its keys."""
@@ -182,7 +180,7 @@ class Aux:
             or with ``cu_seqlens`` on a GPU, on the kernels) there is room for any: rows and columns of -1 at the end.
         gates: [B, T, Hq, 3], packed [total, Hq, 3]: compressed, selected, sliding window.
         lse_cmp, lse_slc, lse_swa: [B, Hq, T], packed [Hq, total]: each branch's log-sum-exp (natural), -inf where a row
-            sees no key.
+            sees no key, as everywhere with ``window_size=0``.
     """
 
     block_indices: torch.Tensor

@@ -7,6 +7,7 @@ compressed branch, which therefore runs first and hands over its log-sum-exp.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from nsa_layer.call_spec import accumulation_dtype, mean_scale
 from nsa_layer.config import NSAConfig
@@ -43,8 +44,9 @@ def choose_blocks(
     step = max(1, SCORE_BUDGET // max(1, B * Hq * N))
     for begin in range(0, M, step):
         tiles = torch.arange(begin, min(begin + step, M), device=q.device)
-        forced, candidate = block_roles(tiles, T, config=config, causal=causal)
-        scores = block_scores(asking[:, :, begin : begin + step], keys, candidate, config=config)
+        forced, complete, candidate = block_roles(tiles, T, config=config, causal=causal)
+        scores = block_scores(asking[:, :, begin : begin + step], keys, complete, config=config)
+        scores = F.pad(scores, (0, N - scores.shape[-1])) if config.chooses_own else scores
         chosen[:, :, begin : begin + step] = _list_blocks(scores, forced, candidate, n, config=config)
     return chosen
 
@@ -92,7 +94,7 @@ def choose_blocks_by_token(
         p = scores.sub_(lse[..., own].unflatten(1, (Hkv, -1)).unsqueeze(-1)).exp_()
         if causal:
             p = p.masked_fill_(first_seen > tokens[:, None], 0)
-        forced, candidate = block_roles(tokens, S, config=config, causal=causal)
+        forced, _, candidate = block_roles(tokens, S, config=config, causal=causal)
         chosen[:, :, own] = _list_blocks(_in_blocks(p.sum(2), S, config), forced, candidate, n, config=config)
     return chosen
 
@@ -142,26 +144,31 @@ def tile_queries(q: torch.Tensor, *, config: NSAConfig, causal: bool) -> torch.T
     return total / (count.to(total.dtype) / mean_scale(size)).view(1, M, 1, 1)
 
 
-def block_roles(tiles: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks of the forced and of the candidate blocks of some tiles: two bool [tiles, N]."""
+def block_roles(tiles: torch.Tensor, T: int, *, config: NSAConfig, causal: bool) -> tuple[torch.Tensor, ...]:
+    """Masks of the forced, the complete and the candidate blocks of some tiles: three bool [tiles, N]."""
     l, size, N = config.block_size, config.q_tile, config.num_blocks(T)
     block = torch.arange(N, device=tiles.device)
     t0 = (tiles * size).unsqueeze(1)
     last = (t0 + size - 1).clamp(max=T - 1)
-    ends = block * l + l - 1
-    candidate = (ends < T).expand(len(tiles), N)
+    ends, begun = block * l + l - 1, block <= last // l
+    complete = (ends < T).expand(len(tiles), N)
     if causal:
-        candidate = candidate & (block * l <= last if config.rule == "seed" else ends <= t0)
-    if not config.force_blocks:
-        return torch.zeros_like(candidate), candidate
-    own_or_before = (block >= t0 // l - 1) & (block <= last // l)
-    return own_or_before | (block == 0), candidate
+        complete = complete & (begun if config.rule == "seed" else ends <= t0)
+    candidate = begun if causal and config.chooses_own else complete
+    forced = (block < config.init_blocks) & (begun | (not causal))
+    if config.local_blocks:
+        forced = forced | (begun & (block > t0 // l - config.local_blocks))
+    if config.forces_too_many:  # the last ones up to the tile's end, then the first ones behind it
+        count = forced.cumsum(1)
+        dropped = (count.gather(1, last // l) - config.block_counts).clamp(min=0)
+        forced = forced & (count > dropped) & (count <= dropped + config.block_counts)
+    return forced, complete, candidate
 
 
 def block_scores(
-    asking: torch.Tensor, keys: torch.Tensor, candidate: torch.Tensor, *, config: NSAConfig
+    asking: torch.Tensor, keys: torch.Tensor, complete: torch.Tensor, *, config: NSAConfig
 ) -> torch.Tensor:
-    """Block importances: [B, Hq, m, D] x [B, Hkv, Nc, D] -> [B, Hs, m, Nc], 0 where there are no candidates."""
+    """Block importances: [B, Hq, m, D] x [B, Hkv, Nc, D] -> [B, Hs, m, Nc], 0 where a block is not complete."""
     B, Hq, m, D = asking.shape
     Hkv, Nc = keys.shape[1:3]
     G = Hq // Hkv
@@ -169,9 +176,9 @@ def block_scores(
     scores = scores.view(B, Hkv, G, m, Nc)
     if config.rule == "seed":
         return scores.flatten(1, 2)
-    visible = candidate[:, :Nc]
+    visible = complete[:, :Nc]
     scores = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
-    # A tile without candidates divides 0 by 0.
+    # A tile without complete blocks divides 0 by 0.
     return scores.masked_fill_(~visible, 0.0).sum(2)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import wraps
 
 RULES = ("nsa", "seed")
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
@@ -25,14 +27,16 @@ class NSAConfig:
             above 1.
         compress_stride: tokens between the starts of compressed blocks, ``d``; a divisor of ``compress_size``, which is
             what None stands for, and of ``block_size``.
-        block_counts: blocks listed per query, or tile of queries, ``n``; forced blocks are listed even where there are
-            more of them.
+        block_counts: blocks listed per query, or tile of queries, ``n``.
         q_tile: queries that share one choice of blocks: 1, each chooses for itself; or a power of two up to 256 that
             is a multiple or a divisor of ``block_size``, an approximation.
-        window_size: tokens that the sliding window sees, the query's own included, ``w``.
+        window_size: tokens that the sliding window sees, the query's own included, ``w``. 0: no window branch.
         compress_offset: compressed key j is visible to query t iff ``j * compress_stride + compress_offset <= t``.
             None: ``compress_size - 1``, the first value that is causal. Smaller ones leak the future.
-        force_blocks: always list block 0, the blocks of the tile's own tokens, and the block before them.
+        init_blocks: first blocks of the sequence that are always listed, once they have begun.
+        local_blocks: last blocks that are always listed: the tile's own and ``local_blocks - 1`` before; 0: none. Where
+            all these exceed ``block_counts``, the own block goes first, then newer before older. With 0 for both the
+            own block is chosen like any other.
         deterministic: the same input gives the same bits twice, backward included.
         rule: how blocks are chosen. "nsa": causally, for each key/value head; "seed": as `NSAConfig.seed` has it.
 
@@ -48,13 +52,17 @@ class NSAConfig:
     q_tile: int = 1
     window_size: int = 512
     compress_offset: int | None = None
-    force_blocks: bool = True
+    init_blocks: int = 1
+    local_blocks: int = 2
     deterministic: bool = False
     rule: str = "nsa"
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "block_counts", "q_tile", "window_size"):
+        for name in ("block_size", "block_counts", "q_tile"):
             require_int(name, getattr(self, name), least=1)
+        for name in ("window_size", "init_blocks", "local_blocks"):
+            require_int(name, getattr(self, name), least=0)
+        require_int("init_blocks + local_blocks", self.init_blocks + self.local_blocks, least=0)
         for name in ("compress_size", "compress_stride"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), least=1)
@@ -63,7 +71,7 @@ class NSAConfig:
                 raise ValueError(f"{name} must be at most {LONGEST_BLOCK} tokens, got {size}")
         if self.compress_offset is not None:
             require_int("compress_offset", self.compress_offset, least=-LARGEST)
-        require_bools(force_blocks=self.force_blocks, deterministic=self.deterministic)
+        require_bools(deterministic=self.deterministic)
         if self.rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {self.rule!r}")
         for name, size in (("compress_size", self.span), ("block_size", self.block_size)):
@@ -81,10 +89,11 @@ class NSAConfig:
                 f"q_tile must be a multiple or a divisor of block_size, got q_tile={self.q_tile}, "
                 f"block_size={self.block_size}"
             )
-        if self.rule == "seed" and (self.stride, self.offset, self.force_blocks) != (self.block_size, 0, False):
+        forced = (self.init_blocks, self.local_blocks)
+        if self.rule == "seed" and (self.stride, self.offset, *forced) != (self.block_size, 0, 0, 0):
             raise ValueError(
-                "rule='seed' needs compress_stride=block_size, compress_offset=0 and force_blocks=False, got "
-                f"{self.stride}, {self.offset} and {self.force_blocks}"
+                "rule='seed' needs compress_stride=block_size and 0 for compress_offset, init_blocks and local_blocks, "
+                f"got {self.stride}, {self.offset}, {self.init_blocks} and {self.local_blocks}"
             )
         if self.span != self.block_size and not self.by_token:
             raise ValueError(
@@ -108,9 +117,25 @@ class NSAConfig:
         return self.span - 1 if self.compress_offset is None else self.compress_offset
 
     @property
+    def branches(self) -> int:
+        """Branches that are computed: compressed, selected and, unless ``window_size`` is 0, sliding window."""
+        return 3 if self.window_size else 2
+
+    @property
     def by_token(self) -> bool:
         """True if each query chooses its own blocks, by the compressed branch's probabilities."""
         return self.q_tile == 1 and self.rule == "nsa"
+
+    @property
+    def chooses_own(self) -> bool:
+        """True if a causal tile's own blocks, which are not complete, are candidates: no block is forced."""
+        return self.rule == "nsa" and not self.init_blocks and not self.local_blocks
+
+    @property
+    def forces_too_many(self) -> bool:
+        """True if a tile may have more forced blocks than a list has entries."""
+        own = max(1, self.q_tile // self.block_size) - 1 if self.local_blocks else 0
+        return self.init_blocks + self.local_blocks + own > self.block_counts
 
     def compressed_length(self, T: int) -> int:
         """Compressed keys of T tokens: complete blocks only."""
@@ -125,10 +150,8 @@ class NSAConfig:
         return -(-T // self.q_tile)
 
     def list_width(self, T: int) -> int:
-        """Width of a tile's list: ``block_counts``, or all forced blocks where they are more; at most all blocks."""
-        own = max(1, self.q_tile // self.block_size)
-        forced = own + 2 if self.force_blocks else 0
-        return min(self.num_blocks(T), max(self.block_counts, forced))
+        """Width of a tile's list: ``block_counts``, at most all blocks."""
+        return min(self.num_blocks(T), self.block_counts)
 
     def list_room(self, T: int) -> int:
         """A width that lists of T tokens fit in: the same for all T, unless lists are longer than any that pays."""
@@ -137,7 +160,7 @@ class NSAConfig:
 
     def replace(self, **changes: object) -> NSAConfig:
         """A copy with some fields changed; TypeError or ValueError as for the class."""
-        return replace(self, **changes)
+        return replace(self, **_renamed(changes))
 
     @classmethod
     def paper(cls, **changes: object) -> NSAConfig:
@@ -158,7 +181,8 @@ class NSAConfig:
         Args:
             changes: other values of fields; TypeError or ValueError as for the class.
         """
-        return cls(**(dict(rule="seed", q_tile=256, compress_offset=0, force_blocks=False) | changes))
+        fixed = dict(rule="seed", q_tile=256, compress_offset=0, init_blocks=0, local_blocks=0)
+        return cls(**(fixed | _renamed(changes)))
 
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> NSAConfig:
@@ -179,10 +203,31 @@ class NSAConfig:
         values = {RENAMED.get(name, name): value for name, value in values.items()}
         if "compress_size" not in values:
             values.setdefault("q_tile", OLD_TILE)
+        values = _renamed(values, warn=False)
         unknown = sorted(set(values) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(f"unknown NSAConfig fields: {', '.join(unknown)}")
         return cls(**values)
+
+
+def _renamed(values: dict[str, object], *, warn: bool = True) -> dict[str, object]:
+    """Fields with ``init_blocks`` and ``local_blocks`` for the ``force_blocks`` of older versions, no field."""
+    if "force_blocks" not in values:
+        return values
+    values, new = dict(values), ("init_blocks", "local_blocks")
+    forced = values.pop("force_blocks")
+    require_bools(force_blocks=forced)
+    if both := [name for name in new if name in values]:
+        raise ValueError(f"force_blocks is the old form of init_blocks and local_blocks, got it beside {both[0]}")
+    sizes = (1, 2) if forced else (0, 0)
+    if warn:
+        text = "force_blocks={} is deprecated, pass init_blocks={}, local_blocks={}".format(forced, *sizes)
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return values | dict(zip(new, sizes))
+
+
+_init = NSAConfig.__init__
+NSAConfig.__init__ = wraps(_init)(lambda self, **values: _init(self, **_renamed(values)))
 
 
 def require_int(name: str, value: object, *, least: int) -> None:

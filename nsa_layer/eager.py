@@ -51,8 +51,8 @@ class Branches(NamedTuple):
     """The branches' results, which the gates sum.
 
     Attributes:
-        outputs: the three branches' o [B, T, Hq, Dv], packed [total, Hq, Dv].
-        lses: fp32 or fp64 [B, Hq, T], packed [Hq, total].
+        outputs: o [B, T, Hq, Dv], packed [total, Hq, Dv], of three branches, or without a window of two.
+        lses: of three, fp32 or fp64 [B, Hq, T], packed [Hq, total].
         choice: int32 [B, M, Hs, n], packed [tiles, Hs, n].
     """
 
@@ -115,10 +115,14 @@ def _attend_batch(tensors: CallTensors, spec: CallSpec, first: int) -> Branches:
             choice = choose_blocks(q, unrounded.to(accumulation_dtype(dtype)), **static)
     k, v, k_win, v_win = map(_heads_first, (k, v, k_win, v_win))
     slc = _attend_selected(q, k, v, choice, spec, first)
-    swa = attention(ChunkAttention, by_group, k_win, v_win, None, _window_plan(q, S, G, spec, first))
-    cmp, swa = ([_unfold(x, T) for x in branch] for branch in (cmp, swa))
-    outputs, lses = zip(cmp, slc, swa)
-    return Branches(list(outputs), [lse.mT.contiguous() for lse in lses], choice.transpose(1, 2))
+    made = [[_unfold(x, T) for x in cmp], slc]
+    if config.window_size:
+        swa = attention(ChunkAttention, by_group, k_win, v_win, None, _window_plan(q, S, G, spec, first))
+        made.append([_unfold(x, T) for x in swa])
+    lses = [lse.mT.contiguous() for _, lse in made]
+    if not config.window_size:
+        lses.append(torch.full_like(lses[0], -torch.inf))
+    return Branches([o for o, _ in made], lses, choice.transpose(1, 2))
 
 
 def _attend_selected(

@@ -26,9 +26,9 @@ def gate_values(q: torch.Tensor, gate_weight: torch.Tensor | None, gates: torch.
     return torch.full((*q.shape[:-1], 3), 1 / 3, dtype=acc, device=q.device)
 
 
-def weighted_sum(g: torch.Tensor, o_cmp: torch.Tensor, o_slc: torch.Tensor, o_swa: torch.Tensor) -> torch.Tensor:
-    """``sum_i g_i * o_i`` in g's dtype, rounded once: g [..., Hq, 3], o_i [..., Hq, Dv] -> [..., Hq, Dv]."""
-    total = g[..., 0:1] * o_cmp
-    total = total + g[..., 1:2] * o_slc
-    total = total + g[..., 2:3] * o_swa
-    return total.to(o_cmp.dtype)
+def weighted_sum(g: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+    """``sum_i g_i * o_i`` of two or three outputs in g's dtype, rounded once: g [..., Hq, 3], o_i [..., Hq, Dv]."""
+    total = g[..., 0:1] * outputs[0]
+    for i, o in enumerate(outputs[1:], 1):
+        total = total + g[..., i : i + 1] * o
+    return total.to(outputs[0].dtype)

@@ -11,7 +11,7 @@ import torch
 
 from nsa_layer import support
 from nsa_layer.call_spec import OWN_KEYS, CallSpec, CallTensors
-from nsa_layer.config import NSAConfig, require_bools
+from nsa_layer.config import LARGEST, NSAConfig, require_bools
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CAPACITY = 1024
@@ -72,10 +72,8 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
     _check_own_keys(tensors, config, lengths)
     if block_indices is not None:
         of = lengths if cu_seqlens is not None else q.shape[1:2]
-        tiles, blocks = (None if of is None else list(map(f, of)) for f in (config.num_tiles, config.num_blocks))
-        numbers = backend == "reference"  # the operators of other backends read them
-        how = dict(packed=cu_seqlens is not None, numbers=numbers, validate=validate)
-        check_lists(block_indices, q, Hkv, tiles, blocks, **how)
+        tiles = None if of is None else list(map(config.num_tiles, of))
+        check_lists(block_indices, q, Hkv, tiles, packed=cu_seqlens is not None)
         if leave:
             _check_rows(block_indices, config.num_tiles(q.shape[0]), cu_seqlens.shape[0] - 1)
     scale, listed = check_scale(softmax_scale, D), block_indices is not None
@@ -110,6 +108,8 @@ def leaves_starts_on_gpu(
 
 def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int, ...] | None) -> None:
     (q, k, v), count = tensors[:3], config.compressed_length
+    if tensors.has_own_window and not config.window_size:
+        raise ValueError("k_win and v_win must be None where there is no window, got one with window_size=0")
     lead = (q.shape[0], count(q.shape[1])) if q.dim() == 4 else (sum(map(count, lengths)),) if lengths else ()
     shapes = ((*lead, *k.shape[-2:]), (*lead, *v.shape[-2:]), tuple(k.shape), tuple(v.shape))
     for name, shape in zip(OWN_KEYS, shapes, strict=True):
@@ -125,31 +125,27 @@ def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int,
             raise ValueError(f"{name} must be contiguous in its last dimension, got stride {x.stride(-1)}")
 
 
-def check_lists(
-    block_indices: torch.Tensor,
-    q: torch.Tensor,
-    Hkv: int,
-    tiles: list[int] | None,
-    blocks: list[int] | None,
-    *,
-    packed: bool,
-    numbers: bool = True,
-    validate: bool = False,
-) -> None:
-    """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n], of blocks that exist.
+def lists_in_int32(block_indices: object) -> object:
+    """Lists of int64 in int32: numbers that it has no room for are padding in both."""
+    if isinstance(block_indices, torch.Tensor) and block_indices.dtype == torch.int64 and not block_indices.is_nested:
+        return block_indices.clamp(-1, LARGEST).to(torch.int32)
+    return block_indices
 
-    The numbers are read on a CPU, on a GPU with ``validate``, and not in a graph.
+
+def check_lists(
+    block_indices: torch.Tensor, q: torch.Tensor, Hkv: int, tiles: list[int] | None, *, packed: bool
+) -> None:
+    """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n].
 
     Args:
-        tiles, blocks: of each packed sequence, or of each sequence of a batch: one number. None: not known.
-        numbers: False leaves them to the operator.
+        tiles: of each packed sequence, or of each sequence of a batch: one number. None: not known.
     """
     name = "block_indices"
     if not isinstance(block_indices, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor or None, got {type(block_indices).__name__}")
     refuse_nested(name, block_indices)
     if block_indices.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {block_indices.dtype}")
+        raise TypeError(f"{name} must be int32 or int64, got {block_indices.dtype}")
     if block_indices.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {block_indices.device}")
     lead = tuple(block_indices.shape[:1]) if tiles is None else (sum(tiles),) if packed else (q.shape[0], *tiles)
@@ -158,20 +154,6 @@ def check_lists(
     if shape[:-2] != lead or len(shape) < 2 or all(shape[-2] != count for count in heads) or shape[-1] == 0:
         said = ", ".join(map(str, lead))
         raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
-    kind = block_indices.device.type
-    read = numbers if kind == "cpu" else validate and kind == "cuda"
-    if read and not torch.compiler.is_compiling() and block_indices.numel():
-        check_numbers(block_indices, torch.tensor(blocks).repeat_interleave(torch.tensor(tiles)))
-
-
-def check_numbers(block_indices: torch.Tensor, most: torch.Tensor) -> None:
-    """Raise ValueError unless lists [.., M, Hs, n] are of -1 and blocks below ``most`` [M]; waits for a GPU."""
-    most = most[:, None, None].to(block_indices.device)
-    wrong = ((block_indices < -1) | (block_indices >= most)).nonzero()
-    if len(wrong):
-        at = wrong[0].tolist()
-        number = int(block_indices[tuple(at)])
-        raise ValueError(f"block_indices must be -1 or a block of the sequence, got {number} at {at}")
 
 
 def check_positions(q_offset: torch.Tensor | int | None, pairs: Sequence[tuple[int, int]], *, causal: bool) -> None:

@@ -122,7 +122,7 @@ class NSAttention(nn.Module):
         placed = {"device": device, "dtype": dtype}
         self.branch_proj = None
         if kv_per_branch:
-            sizes = dict(k_cmp=D, v_cmp=Dv, k_win=D, v_win=Dv)
+            sizes = dict(k_cmp=D, v_cmp=Dv) | (dict(k_win=D, v_win=Dv) if config.window_size else {})
             each = {name: nn.Linear(dim, num_kv_heads * size, **options) for name, size in sizes.items()}
             self.branch_proj = nn.ModuleDict(each)
         self.gate_mlp = gates_of_input(gate, dim, num_heads, **placed)
@@ -225,12 +225,14 @@ class NSAttention(nn.Module):
         if self.branch_proj is not None:
             own = {name: f(x).unflatten(-1, (self.num_kv_heads, -1)) for name, f in self.branch_proj.items()}
         if self.rope is not None:
-            keys = torch.cat([k, own["k_cmp"], own["k_win"]], dim=-2) if own else k
+            names = [name for name in own if name[0] == "k"]
+            keys = torch.cat([k, *map(own.get, names)], dim=-2) if own else k
             if positions is None:
                 positions = _count_positions(x, cu_seqlens, None if cache is None else cache.cache_seqlens, self.cp)
             q, k = self.rope(q, keys, positions)
             if own:
-                k, own["k_cmp"], own["k_win"] = k.split(self.num_kv_heads, dim=-2)
+                k, *of_branches = k.split(self.num_kv_heads, dim=-2)
+                own |= zip(names, of_branches)
         gates = None
         if self.gate_mlp is not None:
             gates = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
@@ -328,7 +330,7 @@ class NSAttention(nn.Module):
         if not isinstance(cache, NSACache):
             raise TypeError(f"cache must be an NSACache or None, got {type(cache).__name__}")
         own_window, own_sources = "k_win_cache" in cache.caches, bool(cache.sources)
-        if {self.kv_per_branch} != {own_window, own_sources}:
+        if (own_window, own_sources) != (self.kv_per_branch and bool(self.config.window_size), self.kv_per_branch):
             raise ValueError(
                 f"cache must have own_window and own_sources like the layer's kv_per_branch={self.kv_per_branch}, "
                 f"got own_window={own_window} and own_sources={own_sources}"

@@ -30,8 +30,8 @@ class SelectionScores:
     Attributes:
         values: [M, Hs, blocks] in the accumulation dtype, -inf where a block is no candidate; Hs = Hkv, Hq with
             ``rule="seed"``.
-        candidates: [M, 1, blocks], complete blocks that a tile may choose.
-        forced: [M, 1, blocks], blocks that a tile lists in any case.
+        candidates: [M, 1, blocks], blocks that a tile may choose: complete ones, and its own where none is forced.
+        forced: [M, 1, blocks], blocks that a tile lists in any case, ``block_counts`` at most.
     """
 
     values: torch.Tensor
@@ -95,13 +95,18 @@ def selection_scores(
     start = torch.arange(config.num_blocks(S), device=q.device) * size
     first = torch.arange(config.num_tiles(q.shape[0]), device=q.device)[:, None] * config.q_tile + q_offset
     last = (first + config.q_tile - 1).clamp(max=S - 1)
-    candidates = (start + size <= S).expand(len(first), -1)
+    complete = (start + size <= S).expand(len(first), -1)
     if causal:
-        candidates = candidates & (start <= last if config.rule == "seed" else start + size - 1 <= first)
+        complete = complete & (start <= last if config.rule == "seed" else start + size - 1 <= first)
     own = (start + size > first) & (start <= last)
-    before_own = first // size - 1 == start // size
-    forced = (own | before_own | (start == 0)) & config.force_blocks
-    candidates, forced = candidates.unsqueeze(1), forced.unsqueeze(1)
+    candidates = complete | own if causal and config.chooses_own else complete
+    back = first // size - start // size  # blocks from a block to the tile's first one
+    forced = (back < config.local_blocks) & (start <= last) if config.local_blocks else torch.zeros_like(own)
+    forced = forced | ((start // size < config.init_blocks) & ((start <= last) | (not causal)))
+    # The own block goes first, then newer before older; without the causal mask those behind the own one last.
+    order = start.where(start <= last, -start).masked_fill(~forced, -1 - S)
+    forced = forced & (order.argsort(-1, descending=True).argsort(-1) < config.block_counts)
+    complete, candidates, forced = (x.unsqueeze(1) for x in (complete, candidates, forced))
     if config.by_token:
         static = dict(blocks=len(start), config=config, causal=causal, softmax_scale=softmax_scale)
         values = token_importance(q, k_cmp, first[:, 0], **static)
@@ -113,7 +118,8 @@ def selection_scores(
     dots = torch.einsum("mhd,nhd->mhn", tile_query(q, config=config, causal=causal), keys) * softmax_scale
     values = F.pad(dots, (0, len(start) - len(keys)))
     if config.rule == "nsa":
-        values = values.masked_fill(~candidates, -torch.inf).softmax(-1).unflatten(1, (-1, group)).sum(2)
+        p = values.masked_fill(~complete, -torch.inf).softmax(-1).masked_fill(~complete, 0)
+        values = p.unflatten(1, (-1, group)).sum(2)
     return SelectionScores(values.masked_fill(~candidates, -torch.inf), candidates, forced)
 
 
@@ -157,8 +163,7 @@ def choose_blocks(scores: SelectionScores, *, config: NSAConfig, width: int) -> 
     forced = scores.forced.expand(scores.values.shape)
     eligible = forced | scores.candidates
     rank = scores.values.masked_fill(forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    room = forced.sum(-1, keepdim=True).clamp(min=config.block_counts)
-    taken = torch.arange(rank.shape[-1], device=rank.device) < room
+    taken = (torch.arange(rank.shape[-1], device=rank.device) < config.block_counts).expand_as(rank)
     listed = torch.zeros_like(eligible).scatter(-1, rank, taken) & eligible
     no_block = listed.shape[-1]
     blocks = torch.arange(no_block, device=rank.device).where(listed, no_block).sort(dim=-1).values[..., :width]
@@ -259,11 +264,11 @@ def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[torch.Tensor, Aux]:
 def attend_branches(
     tensors: CallTensors, *, spec: CallSpec
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """The three branches before the gate; arguments as for `attend`.
+    """The branches before the gate; arguments as for `attend`.
 
     Returns:
-        Their outputs, shaped like that of `attend`; their LSEs and the choice of blocks, shaped as in `Aux`; the LSEs
-        are differentiable here.
+        Their outputs, shaped like that of `attend`, without a window two; three LSEs and the choice of blocks, shaped
+        as in `Aux`; the LSEs are differentiable here.
     """
     packed, sequences, q_offset = spec.lengths is not None, list(tensors.sequences(spec)), tensors.q_offset
     width = spec.config.list_width(max(spec.key_lengths, default=0) if packed else tensors.k.shape[1])
@@ -288,7 +293,7 @@ def _attend_sequence(
         lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
         nothing = q.new_empty((0, q.shape[1], v.shape[2]))
         none = q.new_empty((0, heads, width), dtype=torch.int32)
-        return [nothing] * 3, [lse] * 3, none if block_indices is None else block_indices
+        return [nothing] * config.branches, [lse] * 3, none if block_indices is None else block_indices
     k_cmp = compress(k, tensors.compress_k_weight, config=config) if k_cmp is None else k_cmp
     v_cmp = compress(v, tensors.compress_v_weight, config=config) if v_cmp is None else v_cmp
     static = dict(config=config, causal=causal, q_offset=q_offset)
@@ -302,7 +307,8 @@ def _attend_sequence(
         (*tensors.of_window, window_mask(T, **static, S=S, device=q.device)),
     )
     results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
-    return [o for o, _ in results], [lse for _, lse in results], block_indices
+    # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
+    return [o for o, _ in results[: config.branches]], [lse for _, lse in results], block_indices
 
 
 def attend_selected(

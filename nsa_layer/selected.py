@@ -22,6 +22,7 @@ from nsa_layer.inputs import (
     check_scale,
     check_starts,
     leaves_starts_on_gpu,
+    lists_in_int32,
     refuse_nested,
 )
 
@@ -55,11 +56,10 @@ def selected_attention(
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens``.
         k: [B, S, Hkv, D], or packed [total_k, Hkv, D]; Hkv divides Hq.
         v: [B, S, Hkv, Dv], or packed [total_k, Hkv, Dv].
-        block_indices: int32 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]; M is T for a list of each query,
-            or the number of tiles of 2, 4, .. 256 queries. Hs = Hkv, or Hq for a list of each query head. Any strides
-            and order; block j is keys ``j * block_size`` to ``(j + 1) * block_size - 1`` of its sequence; -1 is
-            padding, a block named twice counts once. Read by checks on a CPU, on a GPU with ``validate``:
-            without, other numbers are undefined behaviour there.
+        block_indices: int32 or int64 [B, M, Hs, n], packed [tiles of all sequences, Hs, n]; M is T for a list of each
+            query, or the number of tiles of 2, 4, .. 256 queries. Hs = Hkv, or Hq for a list of each query head. Any
+            strides and order; block j is keys ``j * block_size`` to ``(j + 1) * block_size - 1`` of its sequence; a
+            number that is no block of the sequence is padding, a block named twice counts once.
         block_size: keys in a block; the last one may be short.
         cu_seqlens: int32 [sequences + 1], starts of the packed queries and their total, on q's device or the CPU; as
             for `nsa`, the kernels do not show those on a GPU to the host where the number of lists tells the tile
@@ -73,8 +73,8 @@ def selected_attention(
         return_lse: also return the log-sum-exp, which carries no gradient.
         backend: as for `nsa`.
         cp: as for `nsa`, where queries are those of all keys.
-        validate: check ``cu_seqlens``, ``cu_seqlens_k`` and the lists' numbers that are on a GPU, which waits for it;
-            in a graph the GPU asserts them.
+        validate: check ``cu_seqlens`` and ``cu_seqlens_k`` that are on a GPU, which waits for it; in a graph the GPU
+            asserts them.
 
     Returns:
         o, [B, T, Hq, Dv] or [total, Hq, Dv] in q's dtype; a query that sees no key gives 0. With ``return_lse`` a pair
@@ -88,6 +88,7 @@ def selected_attention(
     if backend != "reference":
         refuse_transforms(q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_offset)
     q, k, v = autocast.cast(q, k, v)
+    block_indices = lists_in_int32(block_indices)
     require_bools(causal=causal, deterministic=deterministic, return_lse=return_lse, validate=validate)
     require_int("block_size", block_size, least=1)
     if cp is not None:
@@ -95,8 +96,7 @@ def selected_attention(
         static |= dict(return_lse=return_lse, backend=backend, validate=validate)
         apart = cu_seqlens_k is not None or q_offset is not None
         named = dict(q=q, k=k, v=v, block_indices=block_indices, cu_seqlens=cu_seqlens)
-        of_blocks = block_size if validate or getattr(block_indices, "is_cpu", False) else None
-        agree(cp, partial(context_parallel.check, cp, **named, apart=apart, block_size=of_blocks), **named, **static)
+        agree(cp, partial(context_parallel.check, cp, **named, apart=apart), **named, **static)
         name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
         return context_parallel.attend(selected_attention, cp, **named, **static, name=name)
     if cu_seqlens is None and cu_seqlens_k is not None:
@@ -121,13 +121,11 @@ def selected_attention(
     if known or q_tile is None:
         q_tile = _tile_of(block_indices, [T for T, _ in pairs], packed)
     spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]), lengths, bound)
-    numbers = backend == "reference"  # the operators of other backends read them
-    counts = spec.lists_and_blocks(q, k) if known else (None, None)
-    check_lists(block_indices, q, k.shape[-2], *counts, packed=packed, numbers=numbers, validate=validate)
+    check_lists(block_indices, q, k.shape[-2], spec.num_lists(q) if known else None, packed=packed)
     if validate and q.is_cuda and torch.compiler.is_compiling():
-        assert_numbers(q, k, block_indices, cu_seqlens, cu_seqlens_k, q_tile=q_tile, block_size=block_size)
+        assert_numbers(q, k, block_indices, cu_seqlens, cu_seqlens_k, q_tile=q_tile)
     _check_offset(q_offset, q, cu_seqlens.shape[0] - 1 if packed else q.shape[0])
-    if numbers or q_offset is None:
+    if backend == "reference" or q_offset is None:  # operators of other backends read it
         check_positions(q_offset, pairs, causal=causal)
     name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
     support.refuse_packed_graph(name, packed=packed)

@@ -28,6 +28,7 @@ from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
 from nsa_tools.testing.stretches import in_stretches
 
+NO_BLOCKS = (-7, 99_999_999, 2**40)
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
 
 
@@ -113,7 +114,8 @@ def causality(case: Case, backend: str, device: str) -> None:
 
 @on_both("layer.lists of the caller's", pr=8)
 def lists_of_the_caller(case: Case, backend: str, device: str) -> None:
-    """Any order, padding anywhere, blocks named twice, for each head or for each query head: what is listed is seen."""
+    """Any order, blocks named twice, for each head or for each query head: what is listed is seen; any other number, in
+    int64 too, is padding."""
     config, generator = case.config, torch.Generator().manual_seed(case.seed)
     Hs, n = (case.Hkv, case.Hq)[case.seed % 2], 1 + case.seed % 5
     lengths = case.lengths or (case.T,)
@@ -121,10 +123,19 @@ def lists_of_the_caller(case: Case, backend: str, device: str) -> None:
         torch.randint(-1, config.num_blocks(T), (config.num_tiles(T), Hs, n), generator=generator) if T else None
         for T in lengths
     ]
-    lists = torch.cat([x for x in each if x is not None]).int()
+    lists = torch.cat([x for x in each if x is not None])
+    most = torch.cat([torch.full((len(x),), config.num_blocks(T)) for x, T in zip(each, lengths) if T])[:, None, None]
+    padding = torch.stack([most.expand_as(lists), most + lists.abs(), *map(torch.full_like, [lists] * 3, NO_BLOCKS)])
+    turn = torch.randint(len(padding), lists.shape, generator=generator)
+    lists = torch.where(lists < 0, padding.gather(0, turn[None])[0], lists)
+    narrow = lists.clamp(max=2**31 - 1).int()
+    alike = lists.where((lists >= 0) & (lists < most), -1).int()
     if case.lengths is None:
-        lists = lists.expand(case.B, *lists.shape)
-    assert_close_to_reference(case, backend, device, block_indices=lists)
+        lists, narrow, alike = (x.expand(case.B, *x.shape) for x in (lists, narrow, alike))
+    given = [lists if case.seed % 3 else narrow, alike]
+    once, other = (run(backend, make_inputs(case, device), block_indices=x.to(device)) for x in given)
+    assert once.o.equal(other.o), "padding of other numbers makes another output"
+    assert_close_to_reference(case, backend, device, block_indices=narrow)
 
 
 @on_both("layer.stretches")
@@ -260,12 +271,12 @@ def kernel_cases(draw: st.DrawFn) -> Case:
         **draw(st.sampled_from(({}, dict(compress_size=32, compress_stride=16)))) if q_tile == 1 else {},
         block_counts=draw(st.integers(1, 12)),
         q_tile=q_tile,
-        window_size=draw(st.integers(1, 700)),
-        force_blocks=draw(st.booleans()),
+        window_size=draw(st.just(0) | st.integers(1, 700)),
+        **draw(strategies.forced()),
         deterministic=draw(st.booleans()) and hopper(),
     )
     lengths = st.lists(st.integers(0, 700), min_size=1, max_size=4).filter(any).map(tuple)
-    return Case(
+    case = Case(
         B=draw(st.integers(1, 2)),
         T=draw(st.one_of(st.integers(1, 1500), st.sampled_from((1, 64, 128, 129)))),
         Hq=G * (Hkv := 1 if G == 16 else 2),
@@ -279,3 +290,4 @@ def kernel_cases(draw: st.DrawFn) -> Case:
         own_keys=draw(st.sampled_from(((), OWN_KEYS, ("k_cmp", "v_win")))),
         seed=draw(st.integers(0, 999)),
     )
+    return strategies.with_keys_of_branches(case)

@@ -21,15 +21,16 @@ def good_or_named(case: Fields) -> None:
     except (TypeError, ValueError) as error:
         assert NAMES & set(str(error).replace("=", " ").replace(",", " ").split()), f"names no field: {error}"
         return
-    for name in ("block_size", "span", "stride", "block_counts", "q_tile", "window_size"):
+    may_be_none = ("window_size", "init_blocks", "local_blocks")
+    for name in ("block_size", "span", "stride", "block_counts", "q_tile", *may_be_none):
         value = getattr(config, name)
-        assert type(value) is int and value >= 1, f"{name}={value!r} was taken"
+        assert type(value) is int and value >= (name not in may_be_none), f"{name}={value!r} was taken"
     assert config.block_size % config.stride == config.span % config.stride == 0
     assert config.span == config.block_size or config.by_token
     assert config.q_tile in (1, 2, 4, 8, 16, 32, 64, 128, 256)
     assert config.q_tile % config.block_size == 0 or config.block_size % config.q_tile == 0
     assert config.rule in ("nsa", "seed")
-    assert all(type(getattr(config, name)) is bool for name in ("force_blocks", "deterministic"))
+    assert type(config.deterministic) is bool
     assert NSAConfig.from_dict(asdict(config)) == config and config.replace() == config
     assert hash(config) == hash(config.replace())
     for T in (1, config.block_size, 1000):

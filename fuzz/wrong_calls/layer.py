@@ -112,17 +112,17 @@ NSA = (
     ("k_win", TypeError, "k_win must have q's dtype torch.float32, got", torch.zeros(B, T, HKV, D).double()),
     ("k_win", ValueError, "k_win must be on q's device cpu, got meta", torch.zeros(B, T, HKV, D, device="meta")),
     ("k_win", ValueError, "k_win must be contiguous in its last", torch.zeros(B, T, D, HKV).mT),
+    ("k_win", ValueError, "k_win and v_win must be None where there is no window, got one with window_size=0",
+     Together(k_win=torch.zeros(B, T, HKV, D), config=CONFIG.replace(window_size=0))),
     ("k_cmp", ValueError, "compress_k_weight and k_cmp exclude each other",
      Together(k_cmp=torch.zeros(B, 5, HKV, D), compress_k_weight=torch.zeros(HKV, D, D))),
     ("v_cmp", ValueError, "compress_v_weight and v_cmp exclude each other",
      Together(v_cmp=torch.zeros(B, 5, HKV, DV), compress_v_weight=torch.zeros(HKV, DV, DV))),
     ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
-    ("block_indices", TypeError, "block_indices must be int32, got", torch.zeros(B, 3, HKV, 2).long()),
+    ("block_indices", TypeError, "block_indices must be int32 or int64, got", torch.zeros(B, 3, HKV, 2)),
     ("block_indices", ValueError, r"block_indices must have shape \(2, 3, 2 or 4, n\) with n >= 1, got",
      torch.zeros(B, 3, 3, 2).int(), torch.zeros(B, HKV, 3, 2).int(), torch.zeros(B, 3, HKV, 0).int(),
      torch.zeros(3, HKV, 2).int(), torch.zeros(B, 20, HKV, 2).int()),
-    ("block_indices", ValueError, r"block_indices must be -1 or a block of the sequence, got -?\d+ at \[0, 0, 0, 0\]",
-     torch.full((B, 3, HKV, 2), 5).int(), torch.full((B, 3, HKV, 2), -2).int()),
     ("block_indices", ValueError, "block_indices must be on q's device cpu, got meta",
      torch.zeros(B, 3, HKV, 2, device="meta").int()),
     ("backend", ValueError, "backend must be None or one of 'cute', 'eager', 'reference', got", "triton", 3, ["eager"]),
@@ -142,8 +142,6 @@ PACKED = (
     ("q", ValueError, r"q must be packed \[total, H, D\]", lambda x: x[None]),
     ("k", ValueError, r"k must be \[total, H, D\] with q's \[total\] of \[20\]", lambda x: x[:-1]),
     ("block_indices", ValueError, r"block_indices must have shape \(3, 2 or 4, n\)", torch.zeros(1, 3, 2, 2).int()),
-    ("block_indices", ValueError, r"must be -1 or a block of the sequence, got 2 at \[0, 0, 0\]",
-     torch.full((3, 2, 1), 2).int()),
 )  # fmt: skip
 LISTED = (
     ("q k v", *NOT_A_TENSOR, None),
@@ -152,10 +150,9 @@ LISTED = (
     ("v", ValueError, r"v must have k's tokens and heads \[2, 30, 2\]", lambda x: x[:, :-1]),
     ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double()),
     ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, None),
-    ("block_indices", TypeError, "block_indices must be int32, got", lambda x: x.long()),
+    ("block_indices", TypeError, "block_indices must be int32 or int64, got", lambda x: x.short()),
     ("block_indices", ValueError, "block_indices must have a list for each query, 20, .*, got 7", lambda x: x[:, :7]),
     ("block_indices", ValueError, r"block_indices must have shape \(2, 20, 2 or 4, n\)", lambda x: x[:, :, :1]),
-    ("block_indices", ValueError, "block_indices must be -1 or a block of the sequence, got 8", lambda x: x + 8),
     *not_a_size("block_size"),
     ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
     ("causal deterministic return_lse validate", *NOT_A_BOOL),
@@ -217,7 +214,7 @@ CACHED = (
     ("max_seqlen_q", ValueError, "max_seqlen_q is for packed q, got 20", T),
     ("cu_seqlens_q", ValueError, r"q must have shape \(any, any, any\), got", starts(0, 5, T)),
     ("block_indices", ValueError, r"must have shape \(2, 20, 2 or 4, n\)", torch.zeros(B, 19, HKV, 2).int()),
-    ("block_indices", ValueError, "must be -1 or a block of the sequence, got 8", torch.full((B, T, HKV, 2), 8).int()),
+    ("block_indices", TypeError, "must be int32 or int64, got torch.int16", torch.zeros(B, T, HKV, 2).short()),
     ("out", ValueError, r"out must have shape \(2, 20, 4, 6\), got", torch.zeros(B, T, HQ, D)),
     ("out", ValueError, "out is written to, must not be expanded, nor overlap itself",
      torch.zeros(1, T, HQ, DV).expand(B, T, HQ, DV), torch.zeros(960).as_strided((B, T, HQ, DV), (T * HQ, HQ, DV, 1))),
@@ -289,7 +286,7 @@ POLICY = (
     ("budget", ValueError, "budget must be at least 0 bytes, got -1", -1),
     ("recompute", ValueError, "recompute must be one of 'auto', .*, got", "some", None, ["all"], True),
 )
-SIZES = "block_size block_counts q_tile window_size"
+SIZES = "block_size block_counts q_tile"
 OF_CONFIG = (
     *not_a_size(SIZES),
     *not_a_size("compress_size compress_stride", optional=True),
@@ -321,8 +318,22 @@ OF_CONFIG = (
         24,
     ),
     ("force_blocks deterministic", *NOT_A_BOOL, NAN),
+    *not_a_size("window_size init_blocks local_blocks", least=0),
+    ("init_blocks", ValueError, r"init_blocks \+ local_blocks must be at most 2147483647, got", 2**31 - 1),
+    (
+        "force_blocks",
+        ValueError,
+        "force_blocks is the old form of .*, got it beside init_blocks",
+        Together(init_blocks=1, force_blocks=True),
+    ),
+    (
+        "force_blocks",
+        ValueError,
+        "force_blocks is the old form of .*, got it beside local_blocks",
+        Together(local_blocks=1, force_blocks=False),
+    ),
     ("rule", ValueError, "rule must be one of 'nsa', 'seed', got", "logit", None, 1, NAN),
-    ("rule", ValueError, "rule='seed' needs .* force_blocks=False, got .* True", "seed"),
+    ("rule", ValueError, "rule='seed' needs .* local_blocks, got 8, 15, 1 and 2", "seed"),
     ("block_sizes", TypeError, "unexpected keyword argument 'block_sizes'", 64),
 )
 OLD = {"tile_query": "before", "importance": "softmax", "per_head": False}
@@ -339,10 +350,11 @@ FROM_DICT = (
     ),
 )
 SEED = (
-    ("compress_stride", ValueError, "rule='seed' needs compress_stride=block_size, compress_offset=0 and force_bl", 32),
+    ("compress_stride", ValueError, "rule='seed' needs compress_stride=block_size and 0 for compress_offset, init", 32),
     ("compress_size", ValueError, "rule='seed' needs", 32),
     ("compress_offset", ValueError, "rule='seed' needs", None),
     ("force_blocks", ValueError, "rule='seed' needs", True),
+    ("init_blocks local_blocks", ValueError, "rule='seed' needs", 1),
 )
 MODULE = (
     *not_a_size("dim num_heads num_kv_heads"),

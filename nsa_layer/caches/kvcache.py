@@ -13,6 +13,7 @@ from nsa_layer.caches import operator
 from nsa_layer.caches.operator import TENSORS, Lses
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.derivatives import refuse_transforms
+from nsa_layer.inputs import lists_in_int32
 
 Tensor = torch.Tensor
 CAST = ("q", "k", "v", "k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight")
@@ -152,7 +153,9 @@ def checked_step(
 
 
 def cast_call(call: CachedCall) -> CachedCall:
-    """The call as autocast, where it is in force, casts it."""
+    """The call as autocast, where it is in force, casts it; with lists in int32."""
+    if (lists := lists_in_int32(call.block_indices)) is not call.block_indices:
+        call = replace(call, block_indices=lists)
     if not isinstance(call.q, torch.Tensor) or autocast.dtype_in_force(call.q.device) is None:
         return call
     return replace(call, **dict(zip(CAST, autocast.cast(*(getattr(call, name) for name in CAST)))))

@@ -158,6 +158,8 @@ class NSACache(LastingTensors):
         if not isinstance(config, NSAConfig):
             raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
         require_bools(own_window=own_window, own_sources=own_sources)
+        if own_window and not config.window_size:
+            raise ValueError("own_window must be False where there is no window, got True with window_size=0")
         if dtype not in DTYPES:
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
         if page_size is None and num_pages is not None:

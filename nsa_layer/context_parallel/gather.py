@@ -210,6 +210,7 @@ class LayerCall(Call):
             [getattr(one, name) for one in left] for name in ("block_indices", "g", "lse_cmp", "lse_slc", "lse_swa")
         )
         lists, gates, *lses = (None if each[0] is None else torch.cat(each, -2) for each in parts)
+        lses[2] = torch.full_like(lses[0], -torch.inf) if lses[2] is None else lses[2]
         lists = q.new_empty(0, dtype=torch.int32) if lists is None else lists
         return lists, equal_gates(q) if gates is None else gates, *lses
 

@@ -65,7 +65,7 @@ class Part(NamedTuple):
     @property
     def window(self) -> slice | None:
         """Rows of keys that windows see, where they have no keys of their own."""
-        if not self.spec.window or self.tensors.has_own_window:
+        if not self.spec.window or not self.spec.config.window_size or self.tensors.has_own_window:
             return None
         counts, first = zip(*self.spec.window)
         begin = self.first[0] - first[0]

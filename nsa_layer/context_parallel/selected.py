@@ -17,7 +17,7 @@ from nsa_layer.context_parallel.overlapped import Call, Left, Places
 from nsa_layer.context_parallel.rows import Rows, of_tiles
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretches_of_ranks
-from nsa_layer.context_parallel.whole import check_numbers_of_rank, check_tokens, whole_lengths
+from nsa_layer.context_parallel.whole import check_tokens, whole_lengths
 from nsa_layer.inputs import check_lists, check_qkv, check_scale
 from nsa_layer.operators.arguments import LIST_CONFIG, schema_of
 from nsa_layer.operators.registration import LIBRARY, OPS, is_recorded
@@ -34,14 +34,12 @@ def check(
     cu_seqlens: Tensor | None,
     *,
     apart: bool = False,
-    block_size: int | None = None,
     read: bool = True,
 ) -> tuple[Rows, int]:
     """Rows of lists and queries of a tile; errors before anything is sent.
 
     Args:
         apart: keys were given starts, or queries an offset.
-        block_size: of lists whose numbers are read, which a graph does not; None: they are not.
         read: the numbers of ``cu_seqlens``, which a graph does not.
     """
     check_qkv(q, k, v, packed=cu_seqlens is not None)
@@ -56,9 +54,7 @@ def check(
     given = getattr(block_indices, "shape", ())
     q_tile = 1 if len(given) != q.dim() or given[-3] == local else _tile_of(given[-3], tokens, packed=packed)
     rows = tokens if q_tile == 1 else of_tiles(cp, lengths, tokens.counts[0], q_tile)
-    check_lists(block_indices, q, k.shape[-2], [local // q_tile], None, packed=packed, numbers=False)
-    if block_size is not None and lengths is not None and not torch.compiler.is_compiling():
-        check_numbers_of_rank(block_indices, rows, lengths, cp, q_tile, block_size)
+    check_lists(block_indices, q, k.shape[-2], [local // q_tile], packed=packed)
     return rows, q_tile
 
 
@@ -95,8 +91,7 @@ def attend(
     """`selected_attention`, which is given, of a rank's tokens; arguments as there, and the backend's name."""
     packed = cu_seqlens is not None
     on_gpu = packed and cu_seqlens.is_cuda
-    numbers = dict(block_size=block_size) if validate else {}
-    lists, q_tile = check(cp, q, k, v, block_indices, cu_seqlens, read=validate or not on_gpu, **numbers)
+    lists, q_tile = check(cp, q, k, v, block_indices, cu_seqlens, read=validate or not on_gpu)
     if cp.mode_of(k.shape[-2]) == "heads":
         tokens, options = Rows.of_tokens(cp, q.shape[-3]), options | dict(causal=causal, return_lse=True)
         options |= dict(block_size=block_size, softmax_scale=softmax_scale, validate=validate)

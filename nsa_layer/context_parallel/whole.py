@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from nsa_layer.call_spec import CallSpec
@@ -11,21 +9,18 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import rows
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.inputs import Arguments, check_inputs, check_lengths, check_numbers, check_qkv, check_scale, check_starts
+from nsa_layer.inputs import Arguments, check_inputs, check_lengths, check_qkv, check_scale, check_starts
 
 Tensor = torch.Tensor
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
 
 
-def check_whole(
-    given: Arguments, cp: ContextParallel, *, read: bool = True, numbers: bool = False
-) -> tuple[CallSpec, dict[str, Rows]]:
+def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> tuple[CallSpec, dict[str, Rows]]:
     """Check a rank's arguments of `nsa` as parts of a whole call.
 
     Args:
         read: read ``cu_seqlens``, which a graph does not; else nothing is checked that depends on lengths.
-        numbers: read those of lists, which a graph does not.
 
     Returns:
         The whole call's static side, and rows by kind: "tokens"; "blocks", which are compressed keys, where they are
@@ -77,18 +72,7 @@ def check_whole(
     kinds |= dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=TILES)
     parts |= {name: whole(name, getattr(tensors, name), kind) for name, kind in kinds.items()}
     spec = check_inputs(given._replace(tensors=tensors._replace(**parts, cu_seqlens=cu_seqlens)))
-    if numbers and tensors.block_indices is not None and not torch.compiler.is_compiling():
-        check_numbers_of_rank(tensors.block_indices, held[TILES], lengths, cp, config.q_tile, config.block_size)
     return spec, held
-
-
-def check_numbers_of_rank(
-    lists: Tensor, held: Rows, lengths: Sequence[int], cp: ContextParallel, q_tile: int, block_size: int
-) -> None:
-    """`check_numbers` of a rank's rows of lists, for tiles of so many queries of sequences of these lengths."""
-    tiles, blocks = (torch.tensor([-(-T // size) for T in lengths]) for size in (q_tile, block_size))
-    most = held.to_ranks(blocks.repeat_interleave(tiles)[None])[cp.rank, 0]
-    check_numbers(lists, most[: sum(held.of_rank(cp.rank))])
 
 
 def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:

@@ -74,7 +74,9 @@ def backward(
             by_key = selected_sparsity(*selection, backward=True, **static)
         if split_dq or saved.o_slc is None:
             by_query = selected_sparsity(*selection, backward=False, **static)
-    calls = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered), swa=BranchCall(*tensors.of_window, of_swa | ordered))
+    calls, window = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered)), spec.config.window_size > 0
+    if window or (unions and not k_cmp.shape[-3]):  # the rows of a call that adds nothing, where there is no other
+        calls["swa"] = BranchCall(*tensors.of_window, of_swa | ordered)
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
         calls["slc"] = BranchCall(k, v, selected_options(by_key, packing) | ordered)
@@ -91,7 +93,7 @@ def backward(
     if o_slc is None:
         with component("slc"):
             o_slc = attend_selected(q, k, v, spec, by_query, packing)[0]
-    if o_swa is None:
+    if o_swa is None and window:
         with component("swa"):
             o_swa = attend(q, *tensors.of_window, spec, of_swa)[0]
     with component("gate"):
@@ -129,8 +131,10 @@ def backward(
             for x, given, weight in ((dk_cmp, tensors.k_cmp, w_k), (dv_cmp, tensors.v_cmp, w_v)):
                 if given is not None or weight is not None:
                     packing.clear_behind_blocks(x)
-    with component("swa"):
-        stored = [launch("swa", do_swa, rows_swa)]
+    stored = []
+    if window:
+        with component("swa"):
+            stored.append(launch("swa", do_swa, rows_swa))
     accum = None
     if not unions:
         with component("slc"):

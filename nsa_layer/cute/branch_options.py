@@ -31,7 +31,7 @@ def compressed_options(spec: CallSpec, packing: Packing | None, q_offset: torch.
 
 def window_options(spec: CallSpec, packing: Packing | None, q_offset: torch.Tensor | None) -> dict:
     """Options of the sliding window of ``config.window_size`` tokens."""
-    reach = spec.config.window_size - 1
+    reach = max(0, spec.config.window_size - 1)
     window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
     if spec.window is None:
         return window | token_options(packing) | position_options(q_offset)

@@ -127,7 +127,8 @@ def _bytes_copied(call: CachedCall, most: int) -> int:
     """Bytes of a sequence's tokens that are copied, where not all is read in place, for at most so many queries."""
     copied = call.room
     if _reads_pages(call):
-        copied = min(copied, most + call.config.window_size - 1) + copied // call.config.stride
+        window = most + call.config.window_size - 1 if call.config.window_size else 0
+        copied = min(copied, window) + copied // call.config.stride
     return call.bytes_of_room // call.room * copied
 
 
@@ -284,14 +285,15 @@ class _Step:
         bounded = dict(cu_seqlens=self.starts, total=len(call.q))
         packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
         pages = None
-        with side_stream_for(given["q"]) or nullcontext() as side_stream:
+        has_window = call.config.window_size > 0
+        with (side_stream_for(given["q"]) if has_window else None) or nullcontext() as side_stream:
             with component("cache"):
-                window = self._window(bounds) if self.on_pages else None
+                window = self._window(bounds) if self.on_pages and has_window else None
                 keys = self._keys(bounds, window, side_stream)
             given |= dict(zip((*TOKEN_CACHES, *COMPRESSED_CACHES), keys))
-            if window is not None:
-                in_window = self.places[Field.IN_WINDOW, part]
-                pages = Pages(self.table[part], call.room, in_window, window.starts, window.longest)
+            if self.on_pages:
+                of_window = (window.starts, window.longest) if has_window else (None, 0)
+                pages = Pages(self.table[part], call.room, self.places[Field.IN_WINDOW, part], *of_window)
             o, aux = head_groups.infer(CallTensors(**given), packing, spec, self.memory, pages, side_stream)
         return o, aux.lse_cmp, aux.lse_slc, aux.lse_swa
 
@@ -318,10 +320,12 @@ class _Step:
             tokens, own, keys = self._caches(TOKEN_CACHES[:2]), self._caches(TOKEN_CACHES[2:]), []
             copied = (tokens, of_tokens), (own, of_tokens), (self._caches(COMPRESSED_CACHES), of_blocks)
             beside = nullcontext() if side_stream is None or window is None else side_stream.launches()
+            if self.on_pages:
+                keys, copied = [*tokens, *([] if window else own)], copied[-1:]
             if window is not None:
-                keys, own = list(tokens), tuple(x if cache is None else cache for cache, x in zip(own, tokens))
+                own = tuple(x if cache is None else cache for cache, x in zip(own, tokens))
                 of_window = (self.table, window.lead, (Field.WINDOW, Field.WINDOW_TOKENS), window.starts)
-                copied = (own, of_window), copied[-1]
+                copied = (own, of_window), *copied
             for caches, (table, lead, fields, cu) in copied:
                 if table is None:
                     caches = tuple(cache if cache is None else cache[part] for cache in caches)

@@ -70,12 +70,14 @@ def forward(
     """
     (q, k, v), block_indices = tensors[:3], tensors.block_indices
     where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
-    in_window = where if pages is None else where | pages.of_window(packing)
     S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
-    into = None if side_stream is None else new_outputs(q, v)
-    with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
-        o_swa, lse_swa = attend(q, *tensors.of_window, spec, window_options(**in_window), into)
+    o_swa = lse_swa = None
+    if spec.config.window_size:
+        in_window = where if pages is None else where | pages.of_window(packing)
+        into = None if side_stream is None else new_outputs(q, v)
+        with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
+            o_swa, lse_swa = attend(q, *tensors.of_window, spec, window_options(**in_window), into)
     scored = block_indices is None and not spec.config.by_token
     with component("compress"):
         k_scored, k_cmp, v_cmp, *means = _compressed(tensors, packing, spec, scored=scored)

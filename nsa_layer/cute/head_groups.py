@@ -87,7 +87,10 @@ def infer(
         sizes = sizes._replace(longest=pages.room)
     plan = plan_memory(sizes, memory, tensors.q.device)
     o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, side_stream=side_stream)
-    return o, Aux(*joined_aux(parts, tensors.q, unions=spec.by_union))
+    aux = Aux(*joined_aux(parts, tensors.q, unions=spec.by_union))
+    if aux.lse_swa is None:
+        aux.lse_swa = torch.full_like(aux.lse_cmp, -torch.inf)
+    return o, aux
 
 
 def gradients(

@@ -70,6 +70,7 @@ class Sizes(NamedTuple):
         own_window: the window has keys or values of its own.
         listed: lists are the caller's.
         rows: query heads that share a list; None: those of a group.
+        branches: 2 without a window.
     """
 
     tokens: int
@@ -90,6 +91,7 @@ class Sizes(NamedTuple):
     keys: int | None = None
     listed: bool = False
     rows: int | None = None
+    branches: int = 3
 
     @classmethod
     def of(cls, tensors: CallTensors, *, spec: CallSpec, needs_grad: bool) -> Sizes:
@@ -101,7 +103,7 @@ class Sizes(NamedTuple):
         static = (q.element_size(), config.stride, config.q_tile, width)
         rows = None if lists is None else tensors.q_heads_per_list
         more = (config.deterministic, config.block_size, longest, tensors.has_own_window, v.shape[:-2].numel())
-        return cls(tokens, *heads, *static, tensors.gate, needs_grad, *more, lists is not None, rows)
+        return cls(tokens, *heads, *static, tensors.gate, needs_grad, *more, lists is not None, rows, config.branches)
 
 
 @dataclass(frozen=True)
@@ -130,11 +132,11 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
     blocks = keys // sizes.compress_stride
     tiles = -(-tokens // sizes.q_tile)
     branch = tokens * query_heads * sizes.Dv * e
-    row_numbers = tokens * query_heads * 4
+    row_numbers, kept = tokens * query_heads * 4 * sizes.branches, kept[: sizes.branches]
     compressed = blocks * heads * ((sizes.D + sizes.Dv) * e + sizes.D * 4)
     # A tile's pooled query in fp32 and split into two fp16, which the choice of blocks multiplies.
     choice = tiles * (query_heads * sizes.D * 8 + heads * sizes.list_width * 8)
-    saved_rows = 3 + 3 * (sizes.gate != "none")
+    saved_rows = sizes.branches + 3 * (sizes.gate != "none")
     saved = sum(kept) * rows * sizes.Dv * e + rows * saved_rows * 4
     dq_accum, dk_dv_accum = 4 * tokens * query_heads * sizes.D, 4 * keys * heads * (sizes.D + sizes.Dv)
     saved_lists, forward_lists = tiles * sizes.Hkv * (sizes.list_width + 1) * 4, 0
@@ -150,13 +152,13 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         forward_lists, pairs = _token_lists(sizes, heads)
         lists, accumulators = forward_lists, dk_dv_accum + max(dq_accum, pairs)
     # Outputs that were computed again are gone when accumulators are made; gates that are given make gradients of them.
-    made = max(kept.count(False) * branch, accumulators) + 3 * branch * (sizes.gate == "given")
+    made = max(kept.count(False) * branch, accumulators) + sizes.branches * branch * (sizes.gate == "given")
     saved += blocks * sizes.Hkv * (sizes.D + sizes.Dv) * e + saved_lists
     with_gradients = rows + keys * (1 + sizes.own_window) * sizes.Hkv
     return {
         "saved": saved * sizes.needs_grad,
-        "forward": kept.count(False) * branch + 6 * row_numbers + compressed + choice + forward_lists,
-        "backward": (6 * row_numbers + 2 * compressed + lists + made) * sizes.needs_grad,
+        "forward": kept.count(False) * branch + 2 * row_numbers + compressed + choice + forward_lists,
+        "backward": (2 * row_numbers + 2 * compressed + lists + made) * sizes.needs_grad,
         "outputs": rows * sizes.Dv * e,
         "gradients": with_gradients * (sizes.D + sizes.Dv) * e * sizes.needs_grad,
     }

@@ -20,8 +20,9 @@ class SavedForBackward(NamedTuple):
             of less than 128 queries [B, M, Hkv, n], packed [all tiles, Hkv, n], and None.
         k_cmp, v_cmp: compressed keys and values as attention takes them; None where the caller gave them.
         k_mean, v_mean: the means of their blocks in fp32 where these are projected, else None.
-        o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them.
-        lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
+        o_cmp, o_slc, o_swa: the branches' outputs; None where backward recomputes them, or there is no window.
+        lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key; None
+            without a window.
         g: the gates, fp32 [..., Hq, 3]; None for equal shares.
     """
 
@@ -60,7 +61,9 @@ def saved_shapes(
     k_made, v_made = tensors.k_cmp is None, tensors.v_cmp is None
     k_projected, v_projected = tensors.compress_k_weight is not None, tensors.compress_v_weight is not None
     rows = ((*lead, Hq, tokens), exactly)
-    o_cmp, o_slc, o_swa = (((*lead, tokens, Hq, Dv), low) if keep else None for keep in kept)
+    window = spec.config.window_size > 0
+    outputs = (((*lead, tokens, Hq, Dv), low) if keep else None for keep in (*kept[:2], kept[2] and window))
+    o_cmp, o_slc, o_swa = outputs
     return SavedForBackward(
         block_indices=(lists, whole) if chosen else None,
         block_counts=(counts, whole) if chosen and counts is not None else None,
@@ -73,7 +76,7 @@ def saved_shapes(
         o_swa=o_swa,
         lse_cmp=rows,
         lse_slc=rows,
-        lse_swa=rows,
+        lse_swa=rows if window else None,
         g=((*lead, tokens, Hq, 3), exactly) if tensors.gate != "none" else None,
     )
 

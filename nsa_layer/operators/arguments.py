@@ -18,7 +18,8 @@ OF_LAYER = CallTensors._fields[:-1]
 OF_BRANCHES = tuple(name for name in OF_LAYER if name not in ("gate_weight", "gates"))
 CONFIG = (
     "int block_size, int compress_size, int compress_stride, int block_counts, int q_tile, int window_size, "
-    "int compress_offset, bool force_blocks, bool deterministic, str rule, bool causal, float softmax_scale"
+    "int compress_offset, int init_blocks, int local_blocks, bool deterministic, str rule, bool causal, "
+    "float softmax_scale"
 )
 NAMES = tuple(each.split()[-1] for each in CONFIG.split(", "))
 LISTS = "Tensor q, Tensor k, Tensor v, Tensor block_indices, Tensor? q_offset, Tensor? cu_seqlens, Tensor? cu_seqlens_k"
@@ -59,8 +60,7 @@ def without_room(tensors: CallTensors, spec: CallSpec) -> CallTensors:
 
 
 def check_lists_of(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec) -> None:
-    packed = spec.lengths is not None
-    check_lists(block_indices, q, k.shape[-2], *spec.lists_and_blocks(q, k), packed=packed)
+    check_lists(block_indices, q, k.shape[-2], spec.num_lists(q), packed=spec.lengths is not None)
 
 
 def choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSAConfig) -> tuple[int, ...]:

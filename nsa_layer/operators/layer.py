@@ -72,7 +72,8 @@ def attend_on_kernels(
             choice = choice.narrow(-3, 0, rows)[..., :width]
     if tensors.gate == "none":
         g = equal_gates(q)
-    return made[0], Aux(choice, g, saved.lse_cmp, saved.lse_slc, saved.lse_swa)
+    lse_swa = saved.lse_swa if spec.config.window_size else torch.full_like(saved.lse_cmp, -torch.inf)
+    return made[0], Aux(choice, g, saved.lse_cmp, saved.lse_slc, lse_swa)
 
 
 def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
@@ -91,7 +92,7 @@ def _plan_of_graph(
     sizes |= dict(gate=tensors.gate, needs_grad=needs_grad, own_window=tensors.has_own_window)
     sizes |= dict(compress_stride=config.stride, q_tile=config.q_tile, block_size=config.block_size)
     sizes |= dict(deterministic=config.deterministic, listed=block_indices is not None)
-    sizes |= dict(list_width=config.list_width(LARGEST))
+    sizes |= dict(list_width=config.list_width(LARGEST), branches=config.branches)
     if block_indices is not None:
         sizes |= dict(list_width=block_indices.shape[-1], rows=tensors.q_heads_per_list)
     plans = plans_by_tokens(tuple(sizes.items()), memory.recompute, memory.budget, q.device.index)

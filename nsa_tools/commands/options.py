@@ -16,7 +16,7 @@ from nsa_layer.cute.memory_plan import RECOMPUTE, MemoryPolicy
 from nsa_tools.shape import DATA, DTYPES, Shape, long_tailed, usable_device
 
 DEFAULTS = NSAConfig()
-CONFIG_OPTIONS = ("block_size", "block_counts", "q_tile", "window_size")
+CONFIG_OPTIONS = ("block_size", "block_counts", "q_tile", "window_size", "init_blocks", "local_blocks")
 # (query heads, key/value heads) of the documented measurements.
 PRESETS = {"A": (32, 8), "B": (64, 4)}
 UNITS = {"K": 1 << 10, "M": 1 << 20}

@@ -62,7 +62,7 @@ def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
 def visible_pairs(shape: Shape) -> dict[str, int]:
     """Pairs of a query and a key that a query head computes in each branch, over all sequences."""
     lengths = [shape.T] * shape.B if shape.lengths is None else shape.lengths
-    branches = (("cmp", _compressed), ("slc", _selected), ("swa", _window))
+    branches = (("cmp", _compressed), ("slc", _selected), ("swa", _window))[: shape.config.branches]
     return {name: sum(count(length, shape) for length in lengths) for name, count in branches}
 
 
@@ -80,7 +80,7 @@ def _selected(T: int, shape: Shape) -> int:
     rows = (T - first).clamp(max=config.q_tile)
     own = (first + rows + l - 1) // l - first // l
     # Earlier blocks as far as there are such and the list has room, and what precedes the tile in its first block.
-    before = torch.minimum(first // l, config.list_width(T) - own) * l + first % l
+    before = torch.minimum(first // l, config.list_width(T) - own).clamp(min=0) * l + first % l
     return int((rows * before + rows * (rows + 1) // 2).sum())
 
 
@@ -114,8 +114,8 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
         ("choose", "forward"): Work(q + scored + lists, scores),
         ("lists", "forward"): Work(2 * lists),
         ("lists", "backward"): Work(2 * lists),
-        ("gate", "forward"): Work(4 * o + gated * q),
-        ("gate", "backward"): Work(4 * o + gated * 2 * q + 6 * rows),
+        ("gate", "forward"): Work((1 + config.branches) * o + gated * q),
+        ("gate", "backward"): Work((1 + config.branches) * o + gated * 2 * q + 2 * config.branches * rows),
         # dk and dv alone: the last call that adds to dq can round it.
         ("convert", "backward"): Work(kv / e * (FP32 + e)),
     }

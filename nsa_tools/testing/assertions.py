@@ -157,7 +157,7 @@ def _noise_of_stored_output(inputs: Inputs, block_indices: torch.Tensor) -> dict
     g = reference.gate_values(exact.q, exact.gate_weight, exact.gates).detach()
     generator = torch.Generator().manual_seed(case.seed)
     moved = torch.zeros((), dtype=torch.float64, device=exact.q.device)
-    for i, (o_i, lse) in enumerate(zip(branches, lses, strict=True)):
+    for i, (o_i, lse) in enumerate(zip(branches, lses)):
         size = (exact.do * g[..., i, None] * o_i.detach()).norm(dim=-1).mT
         sign = torch.randint(0, 2, size.shape, generator=generator).to(size) * 2 - 1
         moved = moved + (lse.masked_fill(lse == -torch.inf, 0) * size * sign).sum()

@@ -7,6 +7,15 @@ import torch
 from nsa_layer.config import NSAConfig
 
 
+def forced_blocks(own: range, blocks: int, config: NSAConfig, *, causal: bool) -> list[int]:
+    """Blocks that a tile lists in any case, the first to be listed first; own: blocks of its tokens."""
+    reach = range(own[0] - config.local_blocks + 1, own[-1] + 1) if config.local_blocks else ()
+    first = range(min(config.init_blocks, blocks))
+    before = {j for j in (*reach, *first) if 0 <= j <= own[-1]}
+    behind = [] if causal else [j for j in first if j > own[-1]]
+    return [*sorted(before, reverse=True), *behind][: config.block_counts]
+
+
 def random_choice(T: int, B: int, H: int, config: NSAConfig, generator: torch.Generator) -> torch.Tensor:
     """Lists int32 [B, H, M, n] of a causal choice: ascending, of any length, padded with -1."""
     M, n, N = config.num_tiles(T), config.list_width(T), config.num_blocks(T)

@@ -18,6 +18,7 @@ from nsa_layer import reference
 from nsa_layer.call_spec import accumulation_dtype
 from nsa_layer.config import NSAConfig
 from nsa_tools.testing.assertions import rounding_of_keys, rounding_of_scores
+from nsa_tools.testing.choices import forced_blocks
 
 ELEMENTS = 1 << 25  # of a chunk's largest matrix
 BRANCHES = ("cmp", "slc", "swa")
@@ -212,9 +213,11 @@ def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.Se
     first = tiles[:, None] * config.q_tile
     last = (first + config.q_tile - 1).clamp(max=T - 1)
     start = torch.arange(N, device=tiles.device) * l
-    candidates = start + l - 1 <= first
-    own = (start + l > first) & (start <= last)
-    forced = (own | (first // l - 1 == start // l) | (start == 0)) & config.force_blocks
+    complete = start + l - 1 <= first
+    candidates = start <= last if config.chooses_own else complete
+    forced = torch.zeros_like(complete)
+    for row, t0, end in zip(forced, first[:, 0].tolist(), last[:, 0].tolist()):
+        row[forced_blocks(range(t0 // l, end // l + 1), N, config, causal=True)] = True
     candidates, forced = candidates.unsqueeze(1), forced.unsqueeze(1)
     if config.by_token:
         values, allowed = _token_scores(s, tiles, N)
@@ -230,7 +233,8 @@ def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.Se
         score = torch.full((*mine.shape[:2], N), 0.0, dtype=torch.float64, device=keys.device)
         score[..., : len(keys)] = mine @ keys.mT * s.softmax_scale
         error = rounding_of_scores(mine, keys, s.softmax_scale, eps)
-        score = score.masked_fill(~candidates, -torch.inf).softmax(-1).sum(1)
+        hidden = ~complete.unsqueeze(1)
+        score = score.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0).sum(1)
         values.append(score.masked_fill(~candidates[:, 0], -torch.inf))
         allowed.append((2 * error + 8 * eps) * score + torch.finfo(torch.float32).tiny)
     return reference.SelectionScores(torch.stack(values, dim=1), candidates, forced), torch.stack(allowed, dim=1)

@@ -23,7 +23,7 @@ def test_a_graph_asserts_numbers() -> None:
     q, k = torch.zeros(40, 4, 8), torch.zeros(55, 2, 8)
     starts, of_keys = starts_of(0, 17, 23), starts_of(9, 11, 35)
     lists = torch.tensor([[[1]] * 2] * 5 + [[[4]] * 2] * 6, dtype=torch.int32)
-    plain = partial(assert_numbers, q_tile=4, block_size=8)
+    plain = partial(assert_numbers, q_tile=4)
     call = torch.compile(plain, fullgraph=True, backend="aot_eager")
     call(q, k, lists, starts, of_keys)
     plain(q[None], k[None], lists[None] + 2, None)
@@ -35,9 +35,6 @@ def test_a_graph_asserts_numbers() -> None:
         ],
         "cu_seqlens_k must start at 0": [(lists, starts, of_keys + 1)],
         "block_indices must have a list for each tile": [(lists[:-1], starts)],
-        "block_indices must be -1 or a block of the sequence": [
-            (lists.index_fill(0, torch.tensor(at), block), starts, of_keys) for at, block in ((4, 2), (5, 5), (0, -2))
-        ],
     }
     for match, arguments in wrong.items():
         for given in arguments:
@@ -48,25 +45,15 @@ def test_a_graph_asserts_numbers() -> None:
 
 
 ASSERTED = """
-import sys
 import torch
-from nsa_layer import nsa, selected_attention
+from nsa_layer import nsa
 q, k = (torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
-lists = torch.zeros(300, 2, 4, device="cuda", dtype=torch.int32)
-calls = dict(
-    starts=lambda q, k, lists, starts: nsa(q, k, k, cu_seqlens=starts, validate=True),
-    lists=lambda q, k, lists, starts: selected_attention(
-        q, k, k, lists, block_size=64, cu_seqlens=starts, cu_seqlens_k=starts, validate=True
-    ),
-)
-call = torch.compile(calls[sys.argv[1]], fullgraph=True)
+call = torch.compile(lambda q, k, starts: nsa(q, k, k, cu_seqlens=starts, validate=True), fullgraph=True)
 for turn, second in enumerate((100, 50, 301)):
     starts = torch.tensor([0, second, 300], dtype=torch.int32, device="cuda")
-    if sys.argv[1] == "lists" and second > 300:
-        starts[1], lists[100:] = 100, 4  # of 200 tokens, blocks 0 to 3
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error" if turn else "default")
-    call(q, k, lists, starts)
+    call(q, k, starts)
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     print("ran", second, flush=True)
@@ -74,19 +61,16 @@ for turn, second in enumerate((100, 50, 301)):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "wrong, words", [("starts", "cu_seqlens must start at 0"), ("lists", "block_indices must be -1 or a block")]
-)
-def test_the_gpu_asserts_numbers_of_a_graph(wrong: str, words: str) -> None:
-    done = subprocess.run([sys.executable, "-c", ASSERTED, wrong], capture_output=True, text=True, timeout=240)
+def test_the_gpu_asserts_numbers_of_a_graph() -> None:
+    done = subprocess.run([sys.executable, "-c", ASSERTED], capture_output=True, text=True, timeout=240)
     print(done.stderr[-3000:])
     assert done.stdout.splitlines() == ["ran 100", "ran 50"] and done.returncode != 0, done.stdout + done.stderr
-    assert words in done.stderr and "device-side assert" in done.stderr, done.stderr
+    assert "cu_seqlens must start at 0" in done.stderr and "device-side assert" in done.stderr, done.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["heads", "gather"])
-def test_numbers_of_ranks_are_looked_at_where_asked_for(mode: str) -> None:
+def test_lists_of_ranks_may_have_any_numbers(mode: str) -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     try:
         cp = ContextParallel(dist.group.WORLD, mode=mode)
@@ -94,10 +78,10 @@ def test_numbers_of_ranks_are_looked_at_where_asked_for(mode: str) -> None:
         lists = torch.zeros(300, 2, 1, dtype=torch.int32, device="cuda")
         packed = dict(cu_seqlens=starts_of(100, 200).cuda(), block_indices=lists, cp=cp)
         for call in (nsa, partial(selected_attention, block_size=64)):
-            lists[99] = 1
-            assert call(q, k, k, **packed, validate=True).isfinite().all()
-            lists[99] = 2
-            with pytest.raises(ValueError, match=r"block of the sequence, got 2 at \[99, 0, 0\]"):
-                call(q, k, k, **packed, validate=True)
+            lists[99] = -1
+            expected = call(q, k, k, **packed, validate=True)
+            for number in (2, 2**31 - 1):  # the first sequence has two blocks
+                lists[99] = number
+                assert call(q, k, k, **packed, validate=True).equal(expected)
     finally:
         dist.destroy_process_group()

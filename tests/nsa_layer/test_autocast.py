@@ -95,7 +95,7 @@ def test_kernels_are_launched_on_cast_inputs(case: Case) -> None:
 
 def test_the_choice_between_two_blocks() -> None:
     """Scores that are rounded to half precision name another block in many of these."""
-    config = NSAConfig(block_size=8, block_counts=1, q_tile=8, window_size=8, force_blocks=False)
+    config = NSAConfig(block_size=8, block_counts=1, q_tile=8, window_size=8, init_blocks=0, local_blocks=0)
     for seed in range(100):
         q, k, v = leaves(Case(T=17, config=config, gate="none", seed=seed), torch.float32)[0].values()
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, asdict
+import pickle
+import warnings
+from dataclasses import FrozenInstanceError, asdict, replace
 
 import pytest
 import torch
@@ -48,7 +50,7 @@ def test_defaults_that_follow_the_block_size() -> None:
     assert (NSAConfig(compress_stride=16).stride, NSAConfig(compress_offset=0).offset) == (16, 0)
     paper = NSAConfig.paper()
     assert (paper.span, paper.stride, paper.offset, paper.block_size, paper.by_token) == (32, 16, 31, 64, True)
-    assert (paper.block_counts, paper.window_size, paper.force_blocks) == (16, 512, True)
+    assert (paper.block_counts, paper.window_size, paper.init_blocks, paper.local_blocks) == (16, 512, 1, 2)
     assert NSAConfig(compress_size=32, q_tile=1).stride == 32 and not NSAConfig.seed(q_tile=1).by_token
 
 
@@ -61,6 +63,27 @@ def test_dictionaries_of_before_compression_had_a_size_are_read() -> None:
     del old["q_tile"]  # tiles of 128 were the default
     assert NSAConfig.from_dict(old) == config.replace(q_tile=128)
     assert NSAConfig.from_dict(dict(compress_size=None)) == NSAConfig() == NSAConfig(q_tile=1)
+
+
+def test_the_old_form_of_forced_blocks() -> None:
+    """An argument with a warning, a field of dictionaries without one; nothing prints, keeps or hands it on."""
+    forced, free = NSAConfig(), NSAConfig(init_blocks=0, local_blocks=0)
+    with pytest.warns(DeprecationWarning, match="force_blocks=False is deprecated, pass init_blocks=0, local_blocks=0"):
+        assert NSAConfig(force_blocks=False) == free
+    with pytest.warns(DeprecationWarning, match="force_blocks=True is deprecated, pass init_blocks=1, local_blocks=2"):
+        assert free.replace(force_blocks=True) == forced
+    with pytest.warns(DeprecationWarning):
+        assert NSAConfig.seed(force_blocks=False) == NSAConfig.seed()
+    with pytest.warns(DeprecationWarning):
+        assert NSAConfig.paper(force_blocks=False) == NSAConfig.paper(init_blocks=0, local_blocks=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for old, config in ((True, forced), (False, free)):
+            assert NSAConfig.from_dict(dict(compress_size=None, force_blocks=old)) == config
+            assert config.replace() == replace(config) == pickle.loads(pickle.dumps(config)) == config
+    assert "force_blocks" not in asdict(free) and "force_blocks" not in repr(free) and not hasattr(free, "force_blocks")
+    with pytest.raises(ValueError, match="got it beside local_blocks"):
+        NSAConfig.from_dict(dict(force_blocks=True, local_blocks=2))
 
 
 @pytest.mark.parametrize("size", [1, 4, 16])
@@ -78,6 +101,5 @@ def test_counts(size: int, stride: int) -> None:
         assert config.num_blocks(T) == len(range(0, T, size))
         assert config.num_tiles(T) == len(range(0, T, 4))
         assert config.list_width(T) <= config.num_blocks(T)
-    assert config.list_width(10**6) == max(2, max(1, 4 // size) + 2)
-    assert config.replace(force_blocks=False).list_width(10**6) == 2
-    assert apart.list_width(10**6) == 3
+    assert config.list_width(10**6) == apart.list_width(10**6) == 2
+    assert config.forces_too_many and not config.replace(block_counts=6, local_blocks=0).forces_too_many

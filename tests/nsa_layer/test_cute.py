@@ -111,6 +111,7 @@ def test_kernels_at_length(q_tile: int, T: int, G: int, D: int, dtype: torch.dty
 by_tile = partial(NSAConfig, q_tile=128)
 PACK, SIX = (300, 1, 0, 513, 64, 129), by_tile(block_counts=6)
 DETERMINISTIC = SIX.replace(deterministic=True)
+GATES = ("weight", "given", "none")
 OPTIONS = [
     dict(config=by_tile(block_size=16, block_counts=20)),
     dict(config=by_tile(block_size=32, compress_stride=16)),
@@ -120,7 +121,18 @@ OPTIONS = [
     dict(T=257, config=by_tile(block_size=512, block_counts=3)),
     dict(config=NSAConfig(q_tile=256, block_counts=8)),
     dict(config=by_tile(window_size=1)),
-    dict(config=by_tile(force_blocks=False, block_counts=3)),
+    dict(config=by_tile(init_blocks=0, local_blocks=0, block_counts=3)),
+    dict(config=by_tile(init_blocks=3, local_blocks=3)),
+    dict(config=by_tile(init_blocks=2, local_blocks=4, block_counts=3)),
+    dict(config=NSAConfig(init_blocks=0, local_blocks=0)),
+    dict(config=NSAConfig.paper(init_blocks=0, local_blocks=0, block_counts=4)),
+    dict(config=NSAConfig.paper(init_blocks=4, local_blocks=1)),
+    dict(config=NSAConfig(init_blocks=3, local_blocks=2, block_counts=4), causal=False),
+    *(dict(config=c, gate=g) for c in (by_tile(window_size=0), NSAConfig(window_size=0)) for g in GATES),
+    dict(config=NSAConfig(window_size=0), Hkv=4, lengths=(300, 1, 0, 513)),
+    dict(config=by_tile(window_size=0), causal=False, lengths=(300, 1, 0, 513)),
+    # No compressed key and no window: the selected branch alone.
+    *(dict(T=50, config=NSAConfig(window_size=0), Hkv=Hkv) for Hkv in (2, 4)),
     dict(causal=False),
     dict(causal=False, config=by_tile(block_size=256, block_counts=3)),
     dict(causal=False, lengths=(300, 0, 17, 700)),

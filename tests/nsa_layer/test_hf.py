@@ -371,6 +371,13 @@ def test_a_compiled_graph_says_that_positions_start_anew() -> None:
         compiled(torch.cat((torch.arange(4), torch.arange(5)))[None], 1, 9)
 
 
+def test_configurations_of_older_versions_are_read() -> None:
+    for old, sizes in ((False, (0, 0)), (True, (1, 2))):
+        config = NSALlamaConfig.from_dict(SIZES | dict(nsa=dict(block_size=8, q_tile=1, force_blocks=old)))
+        assert (config.nsa["init_blocks"], config.nsa["local_blocks"]) == sizes and "force_blocks" not in config.nsa
+        assert NSALlamaConfig.from_dict(config.to_dict()).nsa == config.nsa
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_trainer_learns_from_packed_sequences_in_bf16(tmp_path) -> None:
     model = NSALlamaForCausalLM(NSALlamaConfig(**SIZES, nsa=CONFIG))

@@ -57,7 +57,7 @@ def test_a_branch_reads_its_own_and_no_other(backend: str) -> None:
 @pytest.mark.parametrize("q_tile", [1, 8])
 def test_given_compressed_keys_choose(backend: str, q_tile: int) -> None:
     """The block whose given key is most like the query is listed, whatever k holds."""
-    config = SMALL.replace(q_tile=q_tile, force_blocks=False, block_counts=1)
+    config = SMALL.replace(q_tile=q_tile, init_blocks=0, local_blocks=0, block_counts=1)
     inputs = make_inputs(Case(T=64, Hq=1, Hkv=1, D=8, config=config, own_keys=OWN_KEYS))
     k_cmp = torch.zeros_like(inputs.k_cmp)
     k_cmp[:, 3] = 5.0

@@ -44,7 +44,7 @@ def literal_keys(case: Case, blocks: torch.Tensor, t: int) -> dict[str, list[int
         TINY.replace(q_tile=1),
         TINY.replace(q_tile=1, compress_size=6, compress_stride=2),
         NSAConfig.seed(block_size=4, block_counts=3, q_tile=8, window_size=5),
-        TINY.replace(compress_offset=-6, force_blocks=False),
+        TINY.replace(compress_offset=-6, init_blocks=0, local_blocks=0),
         TINY.replace(window_size=1),
     ],
 )
@@ -100,10 +100,11 @@ def test_gradcheck(case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_rows_that_see_nothing() -> None:
-    config = NSAConfig(block_size=8, q_tile=8, block_counts=1, force_blocks=False, window_size=2)
+    config = NSAConfig(block_size=8, q_tile=8, block_counts=1, init_blocks=0, local_blocks=0, window_size=2)
     for branch, lse in (("cmp", "lse_cmp"), ("slc", "lse_slc")):
-        # No block is complete in 7 tokens, and none is a candidate.
-        case = Case(T=7, D=4, dtype=torch.float64, config=config, gate=branch, compress_weights=True)
+        # No block is complete in 7 tokens, and none is a candidate: a causal tile would choose its own.
+        shape = dict(T=7, D=4, dtype=torch.float64, causal=branch == "cmp")
+        case = Case(**shape, config=config, gate=branch, compress_weights=True)
         with torch.autograd.detect_anomaly(check_nan=True):  # no NaN on the way either, that a mask then hides
             got = run("reference", make_inputs(case))
         assert (getattr(got.aux, lse) == -torch.inf).all()

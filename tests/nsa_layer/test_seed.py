@@ -35,7 +35,7 @@ def assert_the_seeds_choice(case: Case, backend: str) -> None:
 
 
 def test_what_it_says() -> None:
-    changed = dict(rule="seed", compress_offset=0, q_tile=256, force_blocks=False)
+    changed = dict(rule="seed", compress_offset=0, q_tile=256, init_blocks=0, local_blocks=0)
     assert asdict(NSAConfig.seed()) == asdict(NSAConfig()) | changed
 
 

@@ -12,6 +12,7 @@ import torch
 from nsa_layer import NSAConfig
 from nsa_tools.testing.assertions import assert_same_choice
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
+from nsa_tools.testing.choices import forced_blocks
 
 SMALL = NSAConfig(block_size=8, block_counts=5, q_tile=16, window_size=8)
 
@@ -43,14 +44,15 @@ def oracle_list(inputs: Inputs, kv: int, tile: int) -> list[int]:
     last = min(T, first + config.q_tile) - 1
     complete_at = first if case.causal else T - 1
     candidates = [j for j in range(T) if j * size + size - 1 <= complete_at]
-    forced = set()
-    if config.force_blocks:
-        forced = {0, *range(first // size, last // size + 1), max(0, first // size - 1)}
+    own = range(first // size, last // size + 1)
+    forced = set(forced_blocks(own, -(-T // size), config, causal=case.causal))
     heads = oracle_scores(inputs, kv, first, candidates)
     heads = [{j: math.exp(x) for j, x in head.items()} for head in heads]
     heads = [{j: x / math.fsum(head.values()) for j, x in head.items()} for head in heads]
     scores = {j: sum(head[j] for head in heads) for j in candidates}
-    best = sorted((j for j in candidates if j not in forced), key=lambda j: (-scores[j], j))
+    if case.causal and config.chooses_own:
+        scores = dict.fromkeys(own, 0.0) | scores
+    best = sorted((j for j in scores if j not in forced), key=lambda j: (-scores[j], j))
     return sorted(forced | set(best[: max(0, config.block_counts - len(forced))]))
 
 
@@ -76,7 +78,13 @@ EXACT = Case(T=150, Hq=2, Hkv=2, D=16, config=SMALL, integers=True)
         {"q_tile": 4},
         {"q_tile": 32, "block_counts": 2},
         {"compress_stride": 2},
-        {"force_blocks": False, "block_counts": 3},
+        {"init_blocks": 0, "local_blocks": 0, "block_counts": 3},
+        {"init_blocks": 0, "local_blocks": 0, "q_tile": 4},
+        {"init_blocks": 3, "local_blocks": 1, "block_counts": 6},
+        {"init_blocks": 0, "local_blocks": 3},
+        {"init_blocks": 2, "local_blocks": 0, "q_tile": 32},
+        {"init_blocks": 4, "local_blocks": 3, "block_counts": 5},
+        {"init_blocks": 4, "local_blocks": 3, "block_counts": 2, "q_tile": 4},
         {"block_counts": 1},
         {"block_counts": 1000},
     ],
@@ -91,7 +99,9 @@ def test_exact_scores(causal: bool, changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
-@pytest.mark.parametrize("changes", [{}, {"compress_stride": 4}, {"force_blocks": False, "block_counts": 18}], ids=repr)
+@pytest.mark.parametrize(
+    "changes", [{}, {"compress_stride": 4}, {"init_blocks": 0, "local_blocks": 0, "block_counts": 18}], ids=repr
+)
 def test_softmax_scores(backend: str, changes: dict[str, object]) -> None:
     """Real scores, no ties: heads of a group with very different softmaxes are summed after them.
 

@@ -15,7 +15,7 @@ from nsa_tools.testing.cases import Case, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
 OVERLAP = SMALL.replace(compress_size=4, compress_stride=2)  # the sizes of `NSAConfig.paper` over 8
-LONG = SMALL.replace(compress_size=16, compress_stride=4, force_blocks=False)
+LONG = SMALL.replace(compress_size=16, compress_stride=4, init_blocks=0, local_blocks=0)
 BACKENDS = ["eager", "reference"]
 
 
@@ -87,14 +87,14 @@ def test_hidden_keys_do_not_count(backend: str) -> None:
     """Keys visible only long after their block are of no weight before, however large."""
     T, k = 96, torch.randn(96, 1, 4, generator=torch.Generator().manual_seed(0))
     k[8:16] *= 1000  # block 1
-    late = SMALL.replace(compress_offset=50, block_counts=3, force_blocks=False)
+    late = SMALL.replace(compress_offset=50, block_counts=3, init_blocks=0, local_blocks=0)
     got = lists(backend, k.abs(), k.abs(), late)
     for t in range(T):
         seen = [j for j in range(T // 8) if j * 8 + 50 <= t]
-        assert (1 in got[t].tolist()) == (15 <= t) and (1 in seen) == (58 <= t)
-        if t < 50:  # nothing is visible: all are 0, the earliest complete ones are listed
-            complete = (t + 1) // 8
-            assert got[t].tolist() == [*range(min(3, complete)), *[-1] * max(0, 3 - complete)]
+        assert (1 in got[t].tolist()) == (8 <= t) and (1 in seen) == (58 <= t)
+        if t < 50:  # nothing is visible: all are 0, the earliest ones are listed, the own one included
+            begun = t // 8 + 1
+            assert got[t].tolist() == [*range(min(3, begun)), *[-1] * max(0, 3 - begun)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -173,7 +173,7 @@ def test_the_probabilities_are_the_branches_own() -> None:
     """A log-sum-exp that says twice as much halves the weight of its head in the sum over the group."""
     q = torch.tensor([[3.0, 0.0], [0.0, 1.0]]).expand(1, 32, 2, 2)  # head 0 asks for block 1, head 1 for block 2
     k_cmp = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])[None, :, None]
-    config = SMALL.replace(block_counts=1, force_blocks=False)
+    config = SMALL.replace(block_counts=1, init_blocks=0, local_blocks=0)
     static = dict(config=config, causal=False, softmax_scale=1.0)
     true = (q.movedim(1, 2) @ k_cmp[:, :, 0].mT).logsumexp(-1)
     for moved, expected in ((0.0, 1), (10.0, 2)):

@@ -67,6 +67,16 @@ def test_right_calls_pass(dtype: torch.dtype, gated: bool) -> None:
     assert list(outcome(backward=False)) == ["choice", "o", "lse"]
 
 
+FORCED = [dict(init_blocks=0, local_blocks=0), dict(init_blocks=2, local_blocks=4), dict(window_size=0)]
+
+
+@pytest.mark.parametrize("changes", FORCED, ids=str)
+@pytest.mark.parametrize("q_tile", [1, 16])
+def test_right_calls_of_other_options_pass(q_tile: int, changes: dict[str, int]) -> None:
+    found = outcome(config=CONFIG.replace(q_tile=q_tile, **changes))
+    assert all(verdict.ok for verdict in found.values()), found
+
+
 def test_sequences_of_a_batch_and_of_a_pack_are_told_apart() -> None:
     found = outcome(B=2, T=100)
     assert all(v.ok for v in found.values()) and {"o [0]", "dk [1]"} <= found.keys()

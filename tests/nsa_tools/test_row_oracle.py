@@ -22,6 +22,9 @@ CASES = {
     "offset": Case(T=64, config=NSAConfig(**SMALL, compress_offset=3), Hq=3, Hkv=3),
     "by token": Case(T=150, config=NSAConfig(**SMALL | dict(q_tile=1))),
     "by token, other sizes": Case(T=131, config=NSAConfig(**SMALL | BY_TOKEN), compress_weights=True),
+    "nothing forced": Case(T=150, config=NSAConfig(**SMALL, init_blocks=0, local_blocks=0)),
+    "more forced": Case(T=150, config=NSAConfig(**SMALL | dict(q_tile=1), init_blocks=3, local_blocks=2)),
+    "no window": Case(T=150, config=NSAConfig(**SMALL | dict(window_size=0))),
     "no block": Case(T=5, config=NSAConfig(**SMALL)),
     "one token": Case(T=1, config=NSAConfig(**SMALL), Hq=2, Hkv=1),
 }
@@ -40,6 +43,7 @@ def truth(case: Case) -> tuple[Inputs, Result, torch.Tensor]:
     inputs = make_inputs(replace(case, dtype=torch.float64))
     result = run("reference", inputs)
     outputs, _, _ = reference.attend_branches(CallTensors(**inputs.tensors()), spec=case.spec)
+    outputs += [torch.zeros_like(outputs[0])] * (3 - len(outputs))  # a window that is left out
     return inputs, result, torch.stack([(inputs.do * o).sum(-1)[0] for o in outputs])
 
 

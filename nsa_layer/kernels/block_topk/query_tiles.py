@@ -4,6 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from nsa_layer.kernels.block_topk.topk_spec import TopKSpec
+
 
 @cute.jit
 def tile_to_batch(cu_seqlens: cute.Tensor, size: Int32, group: cutlass.Constexpr[int], number: Int32):
@@ -46,16 +48,24 @@ def candidates_end(t0: Int32, T: Int32, block_size: Int32, causal: bool) -> Int3
     return (t0 + 1) // block_size if causal else T // block_size
 
 
-def forced_range(t0: Int32, T: Int32, block_size: Int32, q_tile: Int32) -> tuple[Int32, Int32]:
-    """First and last of the blocks of a tile's own tokens and the block before; block 0 is forced beside them."""
-    return cutlass.max(t0 // block_size - 1, 0), cutlass.min(t0 + q_tile - 1, T - 1) // block_size
+def local_range(t0: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> tuple[Int32, Int32]:
+    """First and last of the forced blocks up to a tile's own; where none is forced, of its own that it has room for."""
+    T, _, block_size, q_tile, block_counts = place
+    first = cutlass.max(t0 // block_size - (spec.local - 1), 0)
+    last = cutlass.min(t0 + q_tile - 1, T - 1) // block_size
+    if spec.local:
+        return first, last
+    if spec.init or not spec.causal:
+        return last + 1, last
+    first = candidates_end(t0, T, block_size, True)
+    return first, cutlass.min(last, cutlass.max(first, block_counts) - 1)
 
 
-def eligible(block: Int32, end: Int32, forced: tuple[Int32, Int32], causal: bool, force: bool) -> Boolean:
-    """True for a candidate block that is not forced."""
-    if const_expr(not force):
+def eligible(block: Int32, end: Int32, local: tuple[Int32, Int32], spec: TopKSpec) -> Boolean:
+    """True for a complete candidate block that is not forced."""
+    if const_expr(not spec.init and not spec.local):
         return block < end
-    first, last = forced
-    if const_expr(causal):  # no candidate lies behind the tile
-        return (block > 0) & (block < cutlass.min(end, first))
-    return (block > 0) & (block < end) & ((block < first) | (block > last))
+    first, last = local
+    if const_expr(spec.causal):  # no candidate lies behind the tile
+        return (block > spec.init - 1) & (block < cutlass.min(end, first))
+    return (block > spec.init - 1) & (block < end) & ((block < first) | (block > last))

@@ -7,21 +7,44 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from nsa_layer.kernels.block_topk.query_tiles import forced_range
+from nsa_layer.kernels.block_topk.query_tiles import local_range
 from nsa_layer.kernels.block_topk.register_topk import LAST_BLOCK, NO_BLOCK, unpack_block
+from nsa_layer.kernels.block_topk.topk_spec import TopKSpec
 
 
-def room_of(tile: Int32, place: tuple[Int32, ...], block_counts: Int32, force: bool) -> Int32:
+def room_of(tile: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
     """Entries of a tile's list that are left for candidates."""
-    T, _, block_size, q_tile = place
-    if not force:
+    _, _, _, q_tile, block_counts = place
+    if not (spec.init or spec.local):
         return block_counts
-    first, last = forced_range(tile * q_tile, T, block_size, q_tile)
-    return block_counts - forced_count(first, last)
+    return block_counts - forced_count(*local_range(tile * q_tile, place, spec), place, spec)
 
 
-def forced_count(first: Int32, last: Int32) -> Int32:
-    return last - first + 1 + cutlass.select_(first > 0, Int32(1), Int32(0))
+def forced_count(first: Int32, last: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
+    """Forced blocks of a tile, whether listed or not; first, last: `local_range`."""
+    count = last - first + 1 + first_blocks(first, spec)
+    if not spec.causal and spec.init > 1:  # there may be first blocks behind the tile
+        count += cutlass.max(cutlass.min(cute.ceil_div(place[0], place[2]), spec.init) - last - 1, 0)
+    return count
+
+
+def first_blocks(first: Int32, spec: TopKSpec) -> Int32:
+    """Of the sequence's first blocks that are forced those before block `first`."""
+    if spec.init > 1:
+        return cutlass.min(first, spec.init)
+    return cutlass.select_(first > 0, Int32(spec.init), Int32(0))
+
+
+def forced_block(i: Int32, first: Int32, last: Int32, place: tuple[Int32, ...], spec: TopKSpec) -> Int32:
+    """The i-th listed forced block: where they are too many, the first ones up to the tile's own are left out."""
+    if spec.crowded:
+        i += cutlass.max(last - first + 1 + first_blocks(first, spec) - place[-1], 0)
+    if spec.init == 0:
+        return first + i
+    if spec.init == 1:
+        return cutlass.select_(first > 0, cutlass.select_(i > 0, first + i - 1, Int32(0)), i)
+    before = first_blocks(first, spec)
+    return cutlass.select_(i < before, i, first + i - before)
 
 
 @cute.jit
@@ -33,10 +56,10 @@ def write_block_list(
     row: Int32,
     room: Int32,
     place: tuple[Int32, ...],
-    force: cutlass.Constexpr[bool],
+    spec: cutlass.Constexpr[TopKSpec],
 ):
     """Merge both warps' lists of a tile and the forced blocks, by one warp."""
-    T, _, block_size, q_tile = place
+    _, _, _, q_tile, block_counts = place
     lane = cute.arch.lane_idx()
     size = cute.size(entries)
     each = -(-size // 32)
@@ -55,16 +78,21 @@ def write_block_list(
             entries[lane + 32 * u] = Int64(blocks[u])
     cute.arch.sync_warp()
     forced, first, last = Int32(0), Int32(0), Int32(-1)
-    if const_expr(force):
-        first, last = forced_range(tile * q_tile, T, block_size, q_tile)
-        forced = forced_count(first, last)
+    if const_expr(spec.init or spec.local or spec.causal):
+        first, last = local_range(tile * q_tile, place, spec)
+        forced = forced_count(first, last, place, spec)
+    if const_expr(spec.crowded):
+        forced = cutlass.min(forced, block_counts)
     for u in cutlass.range_constexpr(each):
         if taken[u]:
             at = cutlass.max(cutlass.min(blocks[u] - first, last - first + 1), 0)
-            at += cutlass.select_((first > 0) & (blocks[u] > 0), Int32(1), Int32(0))
+            if const_expr(spec.init == 1):
+                at += cutlass.select_((first > 0) & (blocks[u] > 0), Int32(1), Int32(0))
+            elif const_expr(spec.init > 1):
+                at = cutlass.select_(blocks[u] > last, forced, Int32(spec.init))
             mList[at + count_below(entries, blocks[u])] = blocks[u]
     for f in cutlass.range(lane, forced, 32, unroll=1):
-        block = cutlass.select_(first > 0, cutlass.select_(f > 0, first + f - 1, Int32(0)), f)
+        block = forced_block(f, first, last, place, spec)
         mList[f + count_below(entries, block)] = block
     count = forced + chosen
     for x in cutlass.range(count + lane, mList.shape[0], 32, unroll=1):

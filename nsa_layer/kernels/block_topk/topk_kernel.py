@@ -18,7 +18,7 @@ from nsa_layer.config import NSAConfig
 from nsa_layer.kernels.block_topk import register_topk
 from nsa_layer.kernels.block_topk.online_softmax import exp2, finish_row_sums, row_shift, update_row_sums
 from nsa_layer.kernels.block_topk.pooled_queries import pooled_queries
-from nsa_layer.kernels.block_topk.query_tiles import candidates_end, eligible, forced_range, tile_to_batch
+from nsa_layer.kernels.block_topk.query_tiles import candidates_end, eligible, local_range, tile_to_batch
 from nsa_layer.kernels.block_topk.register_topk import RegisterTopK
 from nsa_layer.kernels.block_topk.split_fp16 import VECTOR
 from nsa_layer.kernels.block_topk.split_fp16_gemm import (
@@ -112,7 +112,7 @@ class BlockTopK:
             sequence, group = number % mIndices.shape[0], number // mIndices.shape[0]
             tiles_before, list_before, out = sequence * M, Int32(0), sequence
             keys_before = sequence * (mK.shape[0] // mIndices.shape[0])
-        place = (T, M, block_size, q_tile)
+        place = (T, M, block_size, q_tile, block_counts)
         first_tile = group * spec.tiles
         last_tile = cutlass.min(first_tile + spec.tiles, M) - 1
         end = candidates_end(last_tile * q_tile, T, block_size, spec.causal)
@@ -141,7 +141,7 @@ class BlockTopK:
             factors.append(factor * (softmax_scale * LOG2_E) if const_expr(spec.softmax) else factor)
         best = []
         for t in cutlass.range_constexpr(spec.lists):
-            room = room_of(tiles[t * (ROWS // spec.lists)], place, block_counts, spec.force)
+            room = room_of(tiles[t * (ROWS // spec.lists)], place, spec)
             best.append(register_topk.empty_topk(spec.share, room))
 
         steps = cute.ceil_div(end, TILE)
@@ -186,9 +186,9 @@ class BlockTopK:
         for t in cutlass.range(warp_id, spec.tiles, THREADS // 32, unroll=1):
             if first_tile + t < M:
                 row = list_before + first_tile + t
-                room = room_of(first_tile + t, place, block_counts, spec.force)
+                room = room_of(first_tile + t, place, spec)
                 lists = (mIndices[out, head, row, None], mCounts[out, head, None])
-                write_block_list(sLists[None, t], *lists, first_tile + t, row, room, place, spec.force)
+                write_block_list(sLists[None, t], *lists, first_tile + t, row, room, place, spec)
 
     def is_late(self, warp_n: Int32, i: Int32, turn: Int32) -> Boolean:
         """True for one of two warps on a scheduler: it reads its scores while the other multiplies for the next round.
@@ -278,13 +278,12 @@ class BlockTopK:
         place: tuple[Int32, ...],
     ):
         """Insert the importances of a tile of keys into the lists of a thread's query tiles."""
-        spec = self.spec
-        T, _, block_size, q_tile = place
+        spec, q_tile = self.spec, place[3]
         rows = ROWS // spec.lists
         shifts = [row_shift(highest[r], factors[r]) for r in range(ROWS)]
         for t in cutlass.range_constexpr(spec.lists):
             keys = cute.make_rmem_tensor((len(COLUMNS),), Int32)
-            forced = forced_range(tiles[t * rows] * q_tile, T, block_size, q_tile)
+            local = local_range(tiles[t * rows] * q_tile, place, spec)
             for i in cutlass.range_constexpr(len(COLUMNS)):
                 total = Float32(0.0)
                 for r in cutlass.range_constexpr(t * rows, (t + 1) * rows):
@@ -297,7 +296,7 @@ class BlockTopK:
                         total = score * scales[i] * factors[r]  # in this order, or it overflows: see `split_fp16`
                 for bit in cutlass.range_constexpr(spec.lane_bits):
                     total += cute.arch.shuffle_sync_bfly(total, 16 >> bit)
-                free = eligible(first + COLUMNS[i], ends[t * rows], forced, spec.causal, spec.force)
+                free = eligible(first + COLUMNS[i], ends[t * rows], local, spec)
                 keys[i] = cutlass.select_(free, register_topk.orderable_bits(total), Int32(register_topk.WORST_SCORE))
             register_topk.insert(best[t], keys, first)
 
@@ -347,7 +346,8 @@ def block_topk(
     """
     Hq, D, Hkv = q.shape[-2], q.shape[-1], k_mean.shape[-2]
     share, packed = -(-config.block_counts // register_topk.QUAD), lengths is not None
-    spec = TopKSpec(D, Hq // Hkv, share, causal, config.force_blocks, packed)
+    forced = (config.init_blocks, config.local_blocks, config.forces_too_many)
+    spec = TopKSpec(D, Hq // Hkv, share, causal, *forced, packed)
     B = 1 if packed else q.shape[0]
     M, groups, T = _extents(lengths if packed else (q.shape[1],), config.q_tile, spec.tiles)
     if tiles is not None:

@@ -16,13 +16,17 @@ class TopKSpec:
     Attributes:
         G: query heads whose scores are summed.
         share: entries of a list in one thread.
+        init, local: forced blocks at the sequence's begin, and up to a tile's own, of which the first counts as one.
+        crowded: they may be more than a list has entries.
     """
 
     D: int
     G: int
     share: int
     causal: bool
-    force: bool
+    init: int
+    local: int
+    crowded: bool
     packed: bool
 
     @property

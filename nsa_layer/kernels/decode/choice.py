@@ -246,7 +246,9 @@ def rank_of(entries: cute.Tensor, i: Int32, count: Int32) -> Int32:
 
 
 def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
-    """The complete blocks of token t that are not forced: the first, and one past the last."""
-    if const_expr(spec.force):
-        return Int32(1), cutlass.max(t // spec.block_size - 1, 1)
-    return Int32(0), (t + 1) // spec.block_size
+    """The blocks of token t that it may choose, beside those that are forced: the first, and one past the last."""
+    if const_expr(spec.local):
+        return Int32(spec.init), cutlass.max(t // spec.block_size - (spec.local - 1), spec.init)
+    if const_expr(spec.init):
+        return Int32(spec.init), cutlass.max((t + 1) // spec.block_size, spec.init)
+    return Int32(0), t // spec.block_size + 1

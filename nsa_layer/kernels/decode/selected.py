@@ -76,7 +76,7 @@ class SelectedDecode:
         mStats: cute.Tensor | None,
         mAcc: cute.Tensor | None,
         mValid: cute.Tensor,
-        mLists: cute.Tensor | None,  # int32 [B, T, Hkv, spec.list_width]
+        mLists: cute.Tensor | None,  # int32 [B, T, Hkv, spec.n]
         mW: cute.Tensor | None,
         mGates: cute.Tensor | None,
         mO: cute.Tensor,
@@ -122,7 +122,7 @@ class SelectedDecode:
         x, head, b = cute.arch.block_idx()
         smem = SmemAllocator()
         shared = shared_partial(smem, spec.D, self.warps)
-        sList = smem.allocate_tensor(Int32, cute.make_layout(spec.list_width), byte_alignment=16)
+        sList = smem.allocate_tensor(Int32, cute.make_layout(spec.n), byte_alignment=16)
         merged = Merged(
             smem.allocate_tensor(Float32, cute.make_layout((2, ROWS, 3)), byte_alignment=16),
             smem.allocate_tensor(Float32, cute.make_layout((spec.D, ROWS, 3)), byte_alignment=16),
@@ -138,8 +138,10 @@ class SelectedDecode:
         choice = Choice.of(smem, own, self.each, whole)
         share, rows = RowShare.of(own, whole), no_rows(spec.D, mQ.element_type, scale_log2)
         scores = mScores[b, head, None, None]
-        groups = cute.ceil_div(cutlass.min(own.t + 1, spec.window), KEYS)
-        groups = cutlass.select_(own.token < sequence.T, groups, Int32(0))
+        groups = Int32(0)
+        if const_expr(spec.window):
+            groups = cute.ceil_div(cutlass.min(own.t + 1, spec.window), KEYS)
+            groups = cutlass.select_(own.token < sequence.T, groups, Int32(0))
         if const_expr(whole):
             sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
             keys = RowTile.of(
@@ -209,10 +211,14 @@ class SelectedDecode:
         tidx, _, _ = cute.arch.thread_idx()
         begin, end = candidates(spec, t)
         own, forced = t // spec.block_size, Int32(0)
-        if const_expr(spec.force):
-            forced = cutlass.min(own, 2) + 1
-            if tidx < forced:
-                sList[tidx] = cutlass.select_(tidx == 2, Int32(0), own - tidx)
+        most = spec.init + spec.local
+        if const_expr(most):
+            forced = cutlass.min(own, min(most, spec.n) - 1) + 1
+            if tidx < forced:  # the own one, newer before older ones, then the first ones
+                first, block = tidx == spec.local, Int32(0)
+                if const_expr(spec.init > 1):
+                    first, block = tidx >= spec.local, cutlass.min(own, most - 1) - tidx
+                sList[tidx] = cutlass.select_(first, block, own - tidx)
         cute.arch.sync_threads()
         room = cutlass.max(spec.n - forced, 0)
         for i in cutlass.range(tidx, found, WARP * self.warps, unroll=1):

@@ -20,7 +20,8 @@ class DecodeSpec:
     Attributes:
         T: queries of a sequence, at most.
         appends: the queries' keys and values are not in the caches yet.
-        n: blocks that a token lists; forced ones are even if there are more.
+        n: blocks that a token lists.
+        init, local: forced blocks at the sequence's begin, and up to a token's own.
     """
 
     D: int
@@ -32,7 +33,8 @@ class DecodeSpec:
     block_size: int
     n: int
     window: int
-    force: bool
+    init: int
+    local: int
     appends: bool
 
     @property
@@ -42,9 +44,5 @@ class DecodeSpec:
 
     @property
     def chosen(self) -> int:
-        """Blocks that a token may list beside those that are forced; there are candidates where all three are."""
-        return max(1, self.n - 3) if self.force else self.n
-
-    @property
-    def list_width(self) -> int:
-        return max(self.n, 3) if self.force else self.n
+        """Blocks that a token may list beside those that are forced; there are candidates where all of these are."""
+        return max(1, self.n - self.init - self.local)

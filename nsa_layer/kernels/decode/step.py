@@ -140,7 +140,7 @@ def _spec(call: CachedCall, T: int) -> DecodeSpec:
     return DecodeSpec(
         D=call.q.shape[-1], G=call.q.shape[-2] // call.k_cache.shape[2], T=T, span=config.span, stride=config.stride,
         offset=config.offset, block_size=config.block_size, n=config.block_counts, window=config.window_size,
-        force=config.force_blocks, appends=call.k is not None,
+        init=config.init_blocks, local=config.local_blocks, appends=call.k is not None,
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class Rows:
 
 
 class GatedSum:
-    """The kernel of `gated_sum`; without mW and mGates all gates are 1/3."""
+    """The kernel of `gated_sum`; without mW and mGates all gates are 1/3, without mO_swa the last one is not read."""
 
     shapes = "B T H D", "H 3 D", "B T H 3 *", *["B T H D"] * 4, "B T H 3 *"
 
@@ -72,7 +72,7 @@ class GatedSum:
         mGates: cute.Tensor | None,  # [B, T, Hq, 3]
         mO_cmp: cute.Tensor,
         mO_slc: cute.Tensor,
-        mO_swa: cute.Tensor,
+        mO_swa: cute.Tensor | None,
         mO: cute.Tensor,
         mG: cute.Tensor | None,  # [B, T, Hq, 3]
         stream: cuda.CUstream,
@@ -82,7 +82,8 @@ class GatedSum:
         ]
         B, T, Hq, _ = mO.shape
         tiles = cute.ceil_div(T, self.rows.tile)
-        self.kernel((mQ, mW, mGates, (mO_cmp, mO_slc, mO_swa), mO, mG), tiles).launch(
+        branches = (mO_cmp, mO_slc, mO_swa) if const_expr(mO_swa is not None) else (mO_cmp, mO_slc)
+        self.kernel((mQ, mW, mGates, branches, mO, mG), tiles).launch(
             grid=[B * tiles * (Hq // self.rows.heads), 1, 1],
             block=[self.rows.threads, 1, 1],
             stream=stream,
@@ -196,7 +197,8 @@ def weighted(g: list[Float32], branches: list[cute.Tensor]) -> list[Float32]:
 
 
 def pick(i: Int32, of_three: list[Float32]) -> Float32:
-    first, second, third = of_three
+    """The i-th of three numbers, of which the last is 0 unless it is there."""
+    first, second, third = (*of_three, Float32(0.0))[:3]
     return Float32(cutlass.select_(i == 0, first, Float32(cutlass.select_(i == 1, second, third))))
 
 
@@ -204,7 +206,7 @@ def gated_sum(
     q: Tensor | None,
     o_cmp: Tensor,
     o_slc: Tensor,
-    o_swa: Tensor,
+    o_swa: Tensor | None,
     *,
     gate_weight: Tensor | None = None,
     gates: Tensor | None = None,
@@ -214,7 +216,7 @@ def gated_sum(
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; read with `gate_weight` only.
-        o_cmp, o_slc, o_swa: as q, in fp16 or bf16, D 64 or 128.
+        o_cmp, o_slc, o_swa: as q, in fp16 or bf16, D 64 or 128; the last may be None.
         gate_weight: [Hq, 3, D]: gates are ``sigmoid(q . gate_weight)``.
         gates: [B, T, Hq, 3]: the gates themselves. Neither: 1/3 each.
         out: written and returned as o, if given; heads and tokens may have any stride.

@@ -48,7 +48,7 @@ from nsa_layer.kernels.launch import DTYPES, launch
 LOG2_EQUAL_SHARE = math.log2(EQUAL_SHARE)
 
 Tensor = torch.Tensor
-Three = tuple[Tensor, Tensor, Tensor]
+Three = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class GatedSumBackward:
         mdO: cute.Tensor,  # [B, T, Hq, D], or [total, Hq, D]; as all tensors of rows
         mO_cmp: cute.Tensor,
         mO_slc: cute.Tensor,
-        mO_swa: cute.Tensor,
+        mO_swa: cute.Tensor | None,  # None, as all of the window, where there is none
         mLSE_cmp: cute.Tensor,  # [B, Hq, T], or [Hq, total]
         mLSE_slc: cute.Tensor,
-        mLSE_swa: cute.Tensor,
+        mLSE_swa: cute.Tensor | None,
         mStats_cmp: cute.Tensor,  # dpsum and lse_log2: [2, B, Hq, padded], or [2, Hq, padded]
         mStats_slc: cute.Tensor,
-        mStats_swa: cute.Tensor,
+        mStats_swa: cute.Tensor | None,
         mG: cute.Tensor | None,  # [B, T, Hq, 3]
         mQ: cute.Tensor | None,
         mW: cute.Tensor | None,  # [Hq, 3, D]
@@ -113,12 +113,14 @@ class GatedSumBackward:
         stream: cuda.CUstream,
     ):
         mdO, mG, mQ, mdQ, mdGates = [batched(t, 4) for t in (mdO, mG, mQ, mdQ, mdGates)]
-        branches = tuple(batched(t, 4) for t in (mO_cmp, mO_slc, mO_swa))
-        lses = tuple(batched(t, 3) for t in (mLSE_cmp, mLSE_slc, mLSE_swa))
-        mdOs = tuple(batched(t, 4) for t in (mdO_cmp, mdO_slc, mdO_swa)) if const_expr(mdO_cmp is not None) else None
+        branches = tuple(batched(t, 4) for t in (mO_cmp, mO_slc, mO_swa) if t is not None)
+        lses = tuple(batched(t, 3) for t in (mLSE_cmp, mLSE_slc, mLSE_swa) if t is not None)
+        mdOs = None
+        if const_expr(mdO_cmp is not None):
+            mdOs = tuple(batched(t, 4) for t in (mdO_cmp, mdO_slc, mdO_swa) if t is not None)
         # One layout for all of them leaves registers to others.
         rest = (None,) * (cute.rank(mStats_cmp) - 1)
-        stats = [[t[(n, *rest)] for t in (mStats_cmp, mStats_slc, mStats_swa)] for n in range(2)]
+        stats = [[t[(n, *rest)] for t in (mStats_cmp, mStats_slc, mStats_swa) if t is not None] for n in range(2)]
         dpsums, lse_log2s = (tuple(t.iterator for t in three) for three in stats)
         stat = batched(stats[0][0], 3)
         groups = mdO.shape[2] // self.rows.heads
@@ -134,7 +136,7 @@ class GatedSumBackward:
     @cute.kernel
     def kernel(self, tensors: tuple, ctas: Int32):
         mdO, branches, lses, stat, dpsums, lse_log2s, mG, mQ, mW, mdQ, mSums, mdGates, mdOs, mCuSeqlens = tensors
-        rows, dtype = self.rows, mdO.element_type
+        rows, dtype, count = self.rows, mdO.element_type, len(branches)
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         B, T, Hq, _ = mdO.shape
@@ -203,7 +205,7 @@ class GatedSumBackward:
 
                 place = step * rows.tokens + slot
                 token = tile * rows.tile + place
-                do, rO = numbers(loaded[0]), loaded[1:4]
+                do, rO = numbers(loaded[0]), loaded[1 : 1 + count]
                 deltas = [row_sum(dot(do, numbers(r)), rows) for r in rO]
                 sent = deltas
                 g = [sG[place, head, i, stage] for i in range(3)] if const_expr(mG is not None) else None
@@ -212,19 +214,19 @@ class GatedSumBackward:
                     d_logits = [
                         Float32(cutlass.select_(token < T, d * x * (1.0 - x), Float32(0.0))) for d, x in zip(deltas, g)
                     ]
-                    q, rW = numbers(loaded[4]), load_weight(sW, head, lane, rows)
+                    q, rW = numbers(loaded[1 + count]), load_weight(sW, head, lane, rows)
                     rdQ = cute.make_rmem_tensor((rows.vector,), dtype)
                     for c in cutlass.range_constexpr(rows.vector):
                         rdQ[c] = dot(d_logits, [w[c] for w in rW]).to(dtype)
-                        for i in cutlass.range_constexpr(3):
+                        for i in cutlass.range_constexpr(count):
                             rSums[c, i] = cute.math.fma(d_logits[i], q[c], rSums[c, i])
                     if token < T:
                         cute.autovec_copy(rdQ, vector_of(mdQ, b, token, h, lane, rows))
                 if const_expr(mdOs is not None):
-                    rdOs = [scaled(x, do, dtype) for x in g]
+                    rdOs = [scaled(x, do, dtype) for x in g[:count]]
                     sent = [row_sum(dot(numbers(d), numbers(r)), rows) for d, r in zip(rdOs, rO)]
                     if token < T:
-                        for i in cutlass.range_constexpr(3):
+                        for i in cutlass.range_constexpr(count):
                             cute.autovec_copy(rdOs[i], vector_of(mdOs[i], b, token, h, lane, rows))
                         if lane < 3:
                             mdGates[b, token, h, lane] = pick(lane, deltas).to(mdGates.element_type)
@@ -238,12 +240,12 @@ class GatedSumBackward:
             pairs = [n * rows.threads + tidx for n in range(rows.tile * rows.heads // rows.threads)]
             heads = [group * rows.heads + n // rows.tile for n in pairs]
             tokens = [tile * rows.tile + n % rows.tile for n in pairs]
-            lse = [[lses[i][b, hh, cutlass.min(t, T - 1)] for i in range(3)] for hh, t in zip(heads, tokens)]
+            lse = [[x[b, hh, cutlass.min(t, T - 1)] for x in lses] for hh, t in zip(heads, tokens)]
             for n in cutlass.range_constexpr(len(pairs)):
                 if tokens[n] < T:
                     place, in_group = pairs[n] % rows.tile, pairs[n] // rows.tile
                     position = sPosition[place] if const_expr(mCuSeqlens is not None) else tokens[n]
-                    for i in cutlass.range_constexpr(3):
+                    for i in cutlass.range_constexpr(count):
                         log2_g = LOG2_EQUAL_SHARE if const_expr(mdOs is None) else 0.0
                         if const_expr(mW is not None):
                             log2_g = cute.math.log2(sG[place, in_group, i, stage], fastmath=True)
@@ -296,8 +298,8 @@ class GatedSumBackward:
     @cute.jit
     def fill_padding(
         self,
-        dpsums: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        lse_log2s: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        dpsums: tuple[cute.Tensor, ...],
+        lse_log2s: tuple[cute.Tensor, ...],
         mCuSeqlens: cute.Tensor | None,
         B: Int32,
         T: Int32,
@@ -317,7 +319,7 @@ class GatedSumBackward:
             padding = (self.tile_m - length % self.tile_m) % self.tile_m
             for n in cutlass.range(tidx, padding * heads, self.rows.threads, unroll=1):
                 position, h = begin + length + n // heads, group * heads + n % heads
-                for i in cutlass.range_constexpr(3):
+                for i in cutlass.range_constexpr(len(dpsums)):
                     dpsums[i][b, h, position] = Float32(0.0)
                     lse_log2s[i][b, h, position] = Float32.inf
 
@@ -346,10 +348,10 @@ def gated_sum_backward(
     do: Tensor,
     o_cmp: Tensor,
     o_slc: Tensor,
-    o_swa: Tensor,
+    o_swa: Tensor | None,
     lse_cmp: Tensor,
     lse_slc: Tensor,
-    lse_swa: Tensor,
+    lse_swa: Tensor | None,
     *,
     g: Tensor | None,
     q: Tensor | None,
@@ -363,7 +365,8 @@ def gated_sum_backward(
 
     Args:
         do, o_cmp, o_slc, o_swa, q: [B, T, Hq, D], or packed [total, Hq, D]; q is read with `gate_weight` only.
-        lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key.
+        lse_cmp, lse_slc, lse_swa: fp32 [B, Hq, T], packed [Hq, total], natural, -inf where a row sees no key. Without
+            a window o_swa and lse_swa are None, and so is what is returned for it; its gates' gradients are 0.
         g: the gates that `gated_sum` returned.
         gate_weight, gates: as in `gated_sum`.
         tile_m: rows of a tile of attention's backward.
@@ -377,7 +380,8 @@ def gated_sum_backward(
 
     new = dict(device=do.device, dtype=do.dtype)
     fp32 = dict(device=do.device, dtype=torch.float32)
-    stats = tuple(torch.empty((2, *_padded_shape(do, tile_m, cu_seqlens)), **fp32) for _ in range(3))
+    padded, there = (2, *_padded_shape(do, tile_m, cu_seqlens)), (True, True, o_swa is not None)
+    stats = tuple(torch.empty(padded, **fp32) if branch else None for branch in there)
     q = q if weighed else None
     weight = readable_weight(gate_weight)
     dq = (torch.empty(q.shape, **new) if out is None else out) if weighed else None
@@ -385,7 +389,7 @@ def gated_sum_backward(
     d_gates = None
     if given:
         d_gates = torch.empty(gates.shape, device=do.device, dtype=gates.dtype if gates.dtype in DTYPES else g.dtype)
-    do_branches = tuple(torch.empty(do.shape, **new) for _ in range(3)) if given else None
+    do_branches = tuple(torch.empty(do.shape, **new) if branch else None for branch in there) if given else None
 
     g = g if weighed or given else None
     branches = (o_cmp, o_slc, o_swa, lse_cmp, lse_slc, lse_swa, *stats)
@@ -394,7 +398,7 @@ def gated_sum_backward(
     launch("gated_sum_backward", GatedSumBackward, (rows, tile_m), *tensors, ctas)
     d_weight = reduce_partials(sums, weight.dtype).to(gate_weight.dtype) if weighed else None
     d_gates = d_gates.to(gates.dtype) if given else None
-    dpsum, lse_log2 = zip(*(both.unbind(0) for both in stats))
+    dpsum, lse_log2 = zip(*((None, None) if both is None else both.unbind(0) for both in stats))
     return GateGradients(dq, d_weight, d_gates, dpsum, lse_log2, do_branches)
 
 

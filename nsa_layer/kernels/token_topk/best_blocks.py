@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from nsa_layer.kernels.token_topk import candidates
-from nsa_layer.kernels.token_topk.merged_list import forced_blocks, write_token_list
+from nsa_layer.kernels.token_topk.merged_list import write_token_list
 from nsa_layer.kernels.token_topk.place import Place, Places
 from nsa_layer.kernels.token_topk.spec import SCORES_READ, SCORES_WRITTEN, THREADS, WARPS, TokenTopKSpec
 from nsa_layer.kernels.token_topk.step_values import StepValues
@@ -48,8 +48,8 @@ class BestBlocks:
             t = place.first + cutlass.min(number, spec.tokens - 1)
             own = t // spec.block_size
             room = Int32(spec.n)
-            if const_expr(spec.force):
-                room = cutlass.max(spec.n - forced_blocks(own), 0)
+            if const_expr(spec.forced):
+                room = cutlass.max(spec.n - place.forced_blocks(own), 0)
             mine = candidates.no_candidates(spec, *columns, room, lane)
             values = StepValues(spec, scores, place, t, lane % spec.lanes)
             steps, kept = place.steps(), Int32(0)
@@ -61,7 +61,7 @@ class BestBlocks:
             if steps > 0:
                 kept = candidates.select(mine)
             written = kept_here & (t < place.end)
-            write_token_list(self.list_of(place, cutlass.min(t, place.end - 1)), mine, kept, own, written)
+            write_token_list(self.list_of(place, cutlass.min(t, place.end - 1)), mine, kept, own, place, written)
             cute.arch.sync_warp()
 
     def list_of(self, place: Place, t: Int32) -> cute.Tensor:

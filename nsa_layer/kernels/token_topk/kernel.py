@@ -156,8 +156,8 @@ def token_topk(
     Hq, D, Hkv = q.shape[-2], q.shape[-1], k_cmp.shape[-2]
     packed = lengths is not None
     spec = TokenTopKSpec(
-        D, Hq // Hkv, config.block_counts, causal, config.force_blocks, packed,
-        config.block_size, config.span, config.stride, config.offset, by_warp(device_arch(q.device.index)),
+        D, Hq // Hkv, config.block_counts, causal, config.init_blocks, config.local_blocks,
+        packed, config.block_size, config.span, config.stride, config.offset, by_warp(device_arch(q.device.index)),
     )  # fmt: skip
     S = max_seqlen_k if q_offset is not None else max(lengths, default=0) if packed else q.shape[1]
     indices = torch.empty(*q.shape[:-2], Hkv, config.list_width(S), dtype=torch.int32, device=q.device)

@@ -54,12 +54,21 @@ class Place:
         spec = self.spec
         if not spec.causal:
             return self.T // spec.block_size
+        if not spec.forced:
+            return t // spec.block_size + 1
         return (t + 1) // spec.block_size
+
+    def forced_blocks(self, own: Int32) -> Int32:
+        """Forced blocks of a token in block `own`, as far as they exist and differ, whether listed or not."""
+        spec, begun = self.spec, own
+        if not spec.causal and spec.init > 1:  # there may be first blocks behind
+            begun = cutlass.max(own, cutlass.min(cute.ceil_div(self.T, spec.block_size), spec.init) - 1)
+        return cutlass.min(begun, spec.forced - 1) + 1
 
     def candidates_end(self, t: Int32) -> Int32:
         """The same for causal lists without the forced blocks at their end."""
-        if self.spec.causal and self.spec.force:
-            return cutlass.max(t // self.spec.block_size - 1, 0)
+        if self.spec.causal and self.spec.local:
+            return cutlass.max(t // self.spec.block_size - (self.spec.local - 1), 0)
         return self.blocks_end(t)
 
     def steps(self) -> Int32:
@@ -75,10 +84,10 @@ class Place:
     def is_candidate(self, block: Int32, t: Int32) -> Boolean:
         spec, own = self.spec, t // self.spec.block_size
         found = block < self.candidates_end(t)
-        if const_expr(spec.force):
-            found = found & (block > 0)
-        if const_expr(spec.force and not spec.causal):
-            found = found & ((block < own - 1) | (block > own))
+        if const_expr(spec.init):
+            found = found & (block > spec.init - 1)
+        if const_expr(spec.local and not spec.causal):
+            found = found & ((block < own - (spec.local - 1)) | (block > own))
         return found
 
     def is_open(self, step: Int32) -> Boolean:
@@ -89,10 +98,11 @@ class Place:
         key = self.first_key(step)
         found = (key >= 0) & (key + keys_of_step(spec) <= self.keys_end(self.first))
         found = found & (end <= self.candidates_end(self.first))
-        if const_expr(spec.force):
-            found = found & (begin > 0)
-        if const_expr(spec.force and not spec.causal):
-            low, high = self.first // spec.block_size - 1, self.last_token() // spec.block_size
+        if const_expr(spec.init):
+            found = found & (begin > spec.init - 1)
+        if const_expr(spec.local and not spec.causal):
+            low = self.first // spec.block_size - (spec.local - 1)
+            high = self.last_token() // spec.block_size
             found = found & ((end <= low) | (begin > high))
         return found
 

@@ -22,6 +22,7 @@ class TokenTopKSpec:
 
     Attributes:
         n: blocks of a list, the forced ones included.
+        init, local: forced blocks at the sequence's begin, and up to a token's own.
         block_size, size, stride, offset: tokens of a block and of a compressed key, tokens between the starts of
             compressed keys, and the offset of their mask.
         by_warp: how products are made (`flash_attn.cute.multiply.product`).
@@ -31,7 +32,8 @@ class TokenTopKSpec:
     G: int
     n: int
     causal: bool
-    force: bool
+    init: int
+    local: int
     packed: bool
     block_size: int
     size: int
@@ -115,8 +117,13 @@ class TokenTopKSpec:
     @property
     def most_room(self) -> int:
         """The most entries of any list that are left for candidates, where there are candidates."""
-        forced = 0 if not self.force else 3 if self.causal else 1
-        return max(0, self.n - forced)
+        least = self.forced if self.causal else max(self.init, min(1, self.local))
+        return max(0, self.n - least)
+
+    @property
+    def forced(self) -> int:
+        """Blocks that are forced at most, whatever the list has room for."""
+        return self.init + self.local
 
     @property
     def depth(self) -> int:

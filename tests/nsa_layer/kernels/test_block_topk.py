@@ -34,8 +34,18 @@ VARIANTS = {
     "eight heads": replace(HALF, Hq=16),
     "32 heads": replace(HALF, Hq=32, Hkv=1),
     "not causal": replace(HALF, causal=False),
-    "not causal, unforced": replace(with_config(HALF, force_blocks=False), causal=False),
-    "unforced": with_config(HALF, force_blocks=False),
+    "not causal, unforced": replace(with_config(HALF, init_blocks=0, local_blocks=0), causal=False),
+    "unforced": with_config(HALF, init_blocks=0, local_blocks=0),
+    "first and local": with_config(HALF, init_blocks=3, local_blocks=4, block_counts=12),
+    "first alone": with_config(HALF, init_blocks=3, local_blocks=0),
+    "local alone": with_config(HALF, init_blocks=0, local_blocks=3),
+    "too many forced": with_config(HALF, init_blocks=4, local_blocks=3),
+    "first behind, not causal": replace(with_config(HALF, init_blocks=4, local_blocks=1), causal=False),
+    "too many, not causal": replace(with_config(HALF, init_blocks=5, local_blocks=2, block_counts=4), causal=False),
+    "wide tiles, unforced": with_config(HALF, init_blocks=0, local_blocks=0, q_tile=64, block_counts=16),
+    "packed, unforced": replace(
+        with_config(HALF, init_blocks=0, local_blocks=0), lengths=(1024, 0, 1, 16, 0, 688, 2304)
+    ),
     "stride": with_config(HALF, compress_stride=2),
     "small tiles": with_config(HALF, q_tile=4),
     "wide tiles": with_config(HALF, q_tile=64, block_counts=16),
@@ -47,6 +57,7 @@ VARIANTS = {
     "packed, not causal": replace(HALF, lengths=(512, 16, 2048), causal=False),
     "long": replace(HALF, T=20480, B=1, D=128),
 }
+FORCED = ["unforced", "first alone", "local alone", "too many, not causal"]
 BATCHES = {name: case if case.lengths or case.B > 1 else replace(case, B=2) for name, case in VARIANTS.items()}
 
 
@@ -64,7 +75,7 @@ def trace_case(case: Case) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in lists]
 
 
-@pytest.mark.parametrize("name", ["default", "64 blocks", "packed, stride, three heads"])
+@pytest.mark.parametrize("name", ["default", "64 blocks", "packed, stride, three heads", *FORCED])
 def test_kernels_are_traced(compiler: Worker, name: str) -> None:
     case = BATCHES[name]
     indices, counts = compiler.trace(trace_case, case)

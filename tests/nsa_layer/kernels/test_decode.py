@@ -124,15 +124,27 @@ CASES = {
     "draft": Case(T=5, G=3, page=128, config=NSAConfig.paper(), gate="given"),
     "narrow": Case(D=64, G=16, T=2, win=("k_win", "v_win"), gate="none", dtype=torch.float16),
     "one head": Case(G=1, Hkv=3, given=True, T=8, config=SMALL, lengths=(9, 129, 700)),
-    "wide group": Case(G=20, config=DEFAULT.replace(force_blocks=False), lengths=(640, 64, 1087), num_splits=7),
+    "wide group": Case(
+        G=20, config=DEFAULT.replace(init_blocks=0, local_blocks=0), lengths=(640, 64, 1087), num_splits=7
+    ),
     "few blocks": Case(
         config=SMALL.replace(block_counts=2, compress_size=32, compress_stride=8), lengths=(1, 40, 1088)
     ),
+    "first and local": Case(config=SMALL.replace(init_blocks=2, local_blocks=3, block_counts=8), T=3),
+    "first alone": Case(config=SMALL.replace(init_blocks=3, local_blocks=0), lengths=(1, 40, 1088)),
+    "local alone": Case(config=SMALL.replace(init_blocks=0, local_blocks=3), lengths=(16, 33, 1000), G=20),
+    "too many forced": Case(config=SMALL.replace(init_blocks=4, local_blocks=3), lengths=(1, 40, 1088), T=1),
+    "unforced": Case(config=NSAConfig.paper(init_blocks=0, local_blocks=0), lengths=(1, 63, 1000), G=16),
+    "no window": Case(config=DEFAULT.replace(window_size=0), T=2),
     "packed": Case(queries=(3, 0, 1, 8), lengths=(600, 5, 64, 8), page=64, config=SMALL, num_splits=3),
     "there": Case(new=False, T=2, lengths=(128, 2, 1000), win=("v_win",)),
     "long": Case(lengths=(70_001, 33_000), room=70_016, G=8, page=64, config=NSAConfig.paper(), Hkv=1),
     "very long": Case(lengths=(400_001,), room=400_064, G=16, Hkv=1),
 }
+
+
+FORCED = [(name, (0, 2, 8)) for name in ("first and local", "first alone", "too many forced", "unforced")]
+FORCED += [("no window", (0, 2, 8)), ("no window", (2, 3, 8))]
 
 
 def decode(call: CachedCall, case: Case) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
@@ -189,7 +201,7 @@ def faked(call: CachedCall) -> CachedCall:
     return replace(call, **{name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for name, x in given.items()})
 
 
-@pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8))])
+@pytest.mark.parametrize(("name", "splits"), [("pages", (0, 2, 8)), ("narrow", (2, 3, 8)), *FORCED])
 def test_builds_everywhere(compiler: Worker, name: str, splits: Splits) -> None:
     case = CASES[name]
     assert compiler.trace(fake_step, name, splits) == (len(case.lengths), case.T, case.Hkv * case.G, case.D)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any
 
@@ -33,6 +33,7 @@ class Case:
     lengths: tuple[int, ...] | None = None
     strided: bool = False
     saturated: bool = False  # some gates are 0, and of a weight some 1
+    window: bool = True
     tile_m: int = 64
     seed: int = 0
 
@@ -210,8 +211,8 @@ def trace_all() -> None:
         gate_dtype = case.gate_dtype or case.dtype
         x = Inputs(
             q=fake(*row),
-            outputs=tuple(fake(*row) for _ in range(3)),
-            lses=tuple(fake(*heads_first, dtype=torch.float32) for _ in range(3)),
+            outputs=(fake(*row), fake(*row), fake(*row) if case.window else None),
+            lses=tuple(fake(*heads_first, dtype=torch.float32) if branch else None for branch in (1, 1, case.window)),
             do=fake(*row),
             gate_weight=fake(case.Hq, 3, case.D, dtype=gate_dtype) if case.mode == "weight" else None,
             gates=fake(*lead, case.Hq, 3, dtype=gate_dtype) if case.mode == "gates" else None,
@@ -221,7 +222,10 @@ def trace_all() -> None:
         assert o.shape == row and o.dtype == case.dtype
         assert (g is None) == (case.mode == "equal") and (g is None or g.shape == (*lead, case.Hq, 3))
         got = backward(x, g, case.tile_m)
-        for stat in (*got.dpsum, *got.lse_log2):
+        if not case.window:
+            made = (got.dpsum, got.lse_log2, *([got.do_branches] if case.mode == "gates" else []))
+            assert all(x[2] is None for x in made)
+        for stat in (*got.dpsum[: 2 + case.window], *got.lse_log2[: 2 + case.window]):
             assert stat.dtype == torch.float32 and stat.is_contiguous()
             assert stat.shape == in_tiles(case, torch.zeros(heads_first), 0.0).shape
 
@@ -233,6 +237,7 @@ TRACED = [
     Case("weight", D=64, lengths=(100, 0, 200), Hq=64, dtype=torch.float16, gate_dtype=torch.float32, tile_m=128),
     Case("gates", lengths=(300,), Hq=6, dtype=torch.float16),
     Case("gates", D=64, gate_dtype=torch.float32, tile_m=128),
+    *(Case(mode, lengths=(300,), window=False) for mode in ("equal", "weight", "gates")),
 ]
 
 
@@ -314,3 +319,27 @@ def _cute_dtype(dtype: torch.dtype) -> Any:
     from nsa_layer.kernels.launch import DTYPES
 
     return DTYPES[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [None, (100, 0, 200)])
+@pytest.mark.parametrize("mode", ["equal", "weight", "gates"])
+def test_without_a_window(mode: str, lengths: tuple[int, ...] | None) -> None:
+    """The bits of a window whose outputs are 0 and whose rows see nothing, whatever its gates are."""
+    x = make_inputs(Case(mode, lengths=lengths))
+    nothing = torch.zeros_like(x.outputs[2]), torch.full_like(x.lses[2], -torch.inf)
+    zeros = replace(x, outputs=(*x.outputs[:2], nothing[0]), lses=(*x.lses[:2], nothing[1]))
+    without = replace(x, outputs=(*x.outputs[:2], None), lses=(*x.lses[:2], None))
+    with poisoned():
+        (o, g), (expected, expected_g) = forward(without), forward(zeros)
+        got, want = backward(without, g, 64), backward(zeros, expected_g, 64)
+    assert o.equal(expected) and (g is None or g.equal(expected_g))
+    for name in ("dq", "d_weight", "d_gates"):
+        if getattr(want, name) is not None:
+            assert getattr(got, name).equal(getattr(want, name)), name
+    for name in ("dpsum", "lse_log2", *(["do_branches"] if mode == "gates" else [])):
+        *pair, last = getattr(got, name)
+        assert last is None and all(a.equal(b) for a, b in zip(pair, getattr(want, name))), name
+    if mode == "weight":
+        x.gate_weight[:, 2] = torch.nan
+        assert forward(without)[0].equal(o)

@@ -11,6 +11,7 @@ import torch
 from fa_compile import Worker, shared_worker
 
 from nsa_layer import NSAConfig
+from nsa_tools.testing.choices import forced_blocks
 
 SMALL = NSAConfig(q_tile=1, block_size=8, block_counts=7, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=16, compress_stride=4)
@@ -77,12 +78,12 @@ def log_sum_exp(q: Tensor, k: Tensor, case: Case) -> Tensor:
 
 
 def importances(q: Tensor, k: Tensor, lse: Tensor, case: Case) -> Tensor:
-    """Importances of all complete blocks in fp64: [L, Hkv, blocks]."""
+    """Importances of all blocks in fp64: [L, Hkv, blocks]."""
     config, L = case.config, len(q)
     scores = scores_of(q, k, case)
     p = torch.where(scores > -torch.inf, (scores - lse.double().unflatten(0, scores.shape[:2])[..., None]).exp(), 0)
     p = p.sum(1).transpose(0, 1)
-    block = torch.arange(L // config.block_size, device=q.device)[:, None] * config.block_size
+    block = torch.arange(config.num_blocks(L), device=q.device)[:, None] * config.block_size
     key = torch.arange(len(k), device=q.device) * config.stride
     overlap = torch.minimum(key + config.span, block + config.block_size) - torch.maximum(key, block)
     return p @ (overlap.clamp(min=0) // config.stride).double().T
@@ -91,20 +92,19 @@ def importances(q: Tensor, k: Tensor, lse: Tensor, case: Case) -> Tensor:
 def exact_lists(q: Tensor, k: Tensor, lse: Tensor, case: Case, width: int) -> tuple[Tensor, Tensor]:
     """(lists [L, Hkv, n], importances [L, Hkv, blocks], those of forced blocks inf, of no candidates -inf)."""
     config, L = case.config, len(q)
-    value, n = importances(q, k, lse, case), config.block_counts
-    blocks = config.num_blocks(L)
-    padded = value.new_full((*value.shape[:2], blocks), -torch.inf)
-    padded[..., : value.shape[-1]] = value
+    padded, n, blocks = importances(q, k, lse, case), config.block_counts, config.num_blocks(L)
+    if not case.causal:
+        padded[..., L // config.block_size :] = -torch.inf
     t, block = torch.arange(L, device=q.device)[:, None], torch.arange(blocks, device=q.device)
     if case.causal:
-        padded.masked_fill_(((block + 1) * config.block_size > t + 1)[:, None], -torch.inf)
-    if config.force_blocks:
-        own = t // config.block_size
-        forced = (block == 0) | (block == own) | (block == own - 1)
-        padded.masked_fill_(forced[:, None], torch.inf)
-    room = torch.where(padded == torch.inf, 1, 0).sum(-1).clamp(min=n)
+        end = block * config.block_size if config.chooses_own else (block + 1) * config.block_size - 1
+        padded.masked_fill_((end > t)[:, None], -torch.inf)
+    forced = torch.zeros(blocks, blocks, dtype=torch.bool)
+    for own, row in enumerate(forced):
+        row[forced_blocks(range(own, own + 1), blocks, config, causal=case.causal)] = True
+    padded.masked_fill_(forced.to(q.device)[t[:, 0] // config.block_size][:, None], torch.inf)
     value, order = padded.sort(dim=-1, descending=True, stable=True)
-    taken = (value > -torch.inf) & (torch.arange(blocks, device=q.device) < room[..., None])
+    taken = (value > -torch.inf) & (torch.arange(blocks, device=q.device) < n)
     lists = torch.where(taken, order, blocks).sort(-1).values[..., :width]
     return lists.masked_fill(lists == blocks, -1).int(), padded
 
@@ -211,11 +211,24 @@ VARIANTS = {
     "early keys": Case(T=1000, config=SMALL.replace(compress_offset=0)),
     "late keys": Case(T=1000, config=SMALL.replace(compress_offset=40)),
     "not causal": Case(T=1000, causal=False),
-    "not causal, unforced": Case(T=1000, causal=False, config=SMALL.replace(force_blocks=False)),
+    "not causal, unforced": Case(T=1000, causal=False, config=SMALL.replace(init_blocks=0, local_blocks=0)),
     "paper, not causal": Case(T=2000, causal=False, config=PAPER),
-    "unforced": Case(T=1000, config=SMALL.replace(force_blocks=False)),
-    "unforced, overlapping": Case(T=1000, config=OVERLAPPING.replace(force_blocks=False)),
+    "unforced": Case(T=1000, config=SMALL.replace(init_blocks=0, local_blocks=0)),
+    "unforced, overlapping": Case(T=1000, config=OVERLAPPING.replace(init_blocks=0, local_blocks=0)),
     "forced only": Case(T=300, config=SMALL.replace(block_counts=2)),
+    "first and local": Case(T=1000, config=SMALL.replace(init_blocks=2, local_blocks=3, block_counts=9)),
+    "first alone": Case(T=1000, config=OVERLAPPING.replace(init_blocks=3, local_blocks=0)),
+    "local alone": Case(T=1000, config=SMALL.replace(init_blocks=0, local_blocks=4)),
+    "too many forced": Case(T=300, config=SMALL.replace(init_blocks=4, local_blocks=5)),
+    "first behind, not causal": Case(T=1000, causal=False, config=SMALL.replace(init_blocks=4, local_blocks=1)),
+    "too many, not causal": Case(
+        T=300, causal=False, config=SMALL.replace(init_blocks=4, local_blocks=3, block_counts=5)
+    ),
+    "packed, unforced": Case(
+        lengths=(1024, 0, 1, 16, 0, 688, 2304), config=SMALL.replace(init_blocks=0, local_blocks=0)
+    ),
+    "paper, unforced": Case(T=4000, D=128, config=PAPER.replace(init_blocks=0, local_blocks=0), G=16),
+    "paper, InfLLM's": Case(T=9000, D=128, config=PAPER.replace(local_blocks=8), G=16),
     "one candidate": Case(T=1000, config=SMALL.replace(block_counts=4)),
     "33 blocks": Case(T=1000, config=SMALL.replace(block_counts=33)),
     "64 blocks": Case(T=2000, config=SMALL.replace(block_counts=64), G=2),
@@ -239,9 +252,11 @@ STRETCHES = {  # of variants
     "keys of two blocks": [[(200, 300)]],
     "late keys": [[(7, 1000)]],
     "unforced": [[(130, 500)]],
+    "first and local": [[(3, 700)], [(999, 1000)]],
 }
 
 TRACED = ["default", "paper", "paper, two heads", "packed, overlapping, three heads", "not causal", "40 heads"]
+TRACED += ["unforced", "first alone", "local alone", "too many, not causal"]
 
 
 @pytest.mark.parametrize("name", TRACED)
