@@ -17,6 +17,7 @@ PATTERNS = (
 )  # fmt: skip
 LAUNCHES = ("left to right", "right to left", "longest first", "shuffled")
 FORMS = ("padded", "compact", "stacked", "ragged")
+KEPT = ("batch", "rows", "pages")  # ways to keep sequences in caches
 LAYOUTS = ("contiguous", "heads first", "fused", "every other batch")
 
 
@@ -113,10 +114,39 @@ class Texts(Pasteable):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Fields(Pasteable):
-    """Arguments of NSAConfig, good or bad."""
+class Words(Pasteable):
+    """Arguments of a command, FOLDER being one of its own."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Fields(Pasteable):
+    """Arguments of NSAConfig, or what is given in place of a dictionary of them; good or bad."""
+
+    values: Any = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Served(Pasteable):
+    """Calls on caches, one after the other.
+
+    Attributes:
+        kept: one of KEPT.
+        counts: new tokens of each sequence, call by call.
+        shared: pages of the first sequence's beginning, with which all others begin.
+        stride: between compressed keys of 8 tokens.
+        needs: arguments of the last call that need a gradient.
+        fault: what `fuzz.serving` does to the last call's caches, where a property asks for wrong ones.
+    """
+
+    kept: str = "pages"
+    counts: tuple[tuple[int, ...], ...] = ((20, 3), (1, 1))
+    shared: int = 0
+    stride: int = 8
+    needs: tuple[str, ...] = ()
+    fault: str = ""
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

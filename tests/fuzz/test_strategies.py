@@ -25,6 +25,8 @@ WAYS: dict[str, Callable] = {
     "windows": strategies.windows,
     "texts": strategies.texts,
     "fields": strategies.fields,
+    "served": strategies.served,
+    "faults of served": lambda: strategies.served(faults=True),
     "layer": strategies.layer_cases,
     "attention": lambda: strategies.attention(Kind(mask="causal", lists=True)),
 }
