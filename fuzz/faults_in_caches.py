@@ -103,7 +103,7 @@ def _long(original: Callable) -> Callable:
     return without("tokens, got", original)
 
 
-@fault("no dictionary taken", "nsa_layer.config:NSAConfig.from_dict", "options.dictionaries")
+@fault("no dictionary taken", "nsa_layer.config:NSAConfig.from_dict", "dictionaries")
 def _dictionary(original: Callable) -> Callable:
     """What is no dictionary of fields is one of none."""
     return lambda cls, values: original(cls, values if isinstance(values, dict) and 1 not in values else {})

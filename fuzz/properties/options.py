@@ -38,7 +38,7 @@ def good_or_named(case: Fields) -> None:
         assert config.compressed_length(T) * config.stride <= T + config.span
 
 
-@holds("options.dictionaries", strategies.dictionaries, pr=30)
+@holds("dictionaries.good or named", strategies.dictionaries, pr=30)
 def dictionaries(case: Fields) -> None:
     """A dictionary of fields gives a configuration; the error about anything else says what it is of, or the field."""
     try:
