@@ -298,11 +298,12 @@ class NSAttention(nn.Module):
         )
         if x.dim() != dims or x.shape[-1] != self.dim:
             raise ValueError(f"x must be {layout} with dim={self.dim}, got shape {tuple(x.shape)}")
-        weight = self.q_proj.weight
-        if x.device != weight.device:
-            raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
-        if autocast.dtype_in_force(x.device) is None and x.dtype != weight.dtype:
-            raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
+        if type(self.q_proj) is nn.Linear:  # the weights of others, quantized ones for instance, say nothing of x
+            weight = self.q_proj.weight
+            if x.device != weight.device:
+                raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
+            if autocast.dtype_in_force(x.device) is None and x.dtype != weight.dtype:
+                raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
         if cu_seqlens is not None:
             check_starts(cu_seqlens)
 
