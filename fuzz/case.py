@@ -114,6 +114,30 @@ class Texts(Pasteable):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
+class Prompt(Pasteable):
+    """A batch for a small model of transformers, and what is done to it.
+
+    Attributes:
+        T: columns; rows: padding of each in front and behind.
+        first: columns that are given to a cache before the others; 0: there is no cache.
+        ours: the cache is NSAModelCache, not DynamicCache.
+        gate, compression: of the model.
+        mask: "bool" or "int64", what it is of; or the way in which it is wrong, one of `fuzz.properties.models.MASKS`.
+        change: a field of the configuration that is set after the model is made, or an option of the call.
+    """
+
+    T: int = 20
+    rows: tuple[tuple[int, int], ...] = ((0, 0), (3, 2))
+    first: int = 0
+    ours: bool = True
+    gate: str = "input"
+    compression: str = "mean"
+    mask: str = "bool"
+    change: str = "nsa"
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Words(Pasteable):
     """Arguments of a command, FOLDER being one of its own."""
 

@@ -19,6 +19,7 @@ from fuzz.case import (
     Edge,
     Fields,
     Packed,
+    Prompt,
     Served,
     Texts,
     Window,
@@ -143,6 +144,18 @@ def _served(c: Served) -> Features:
     }
 
 
+def _prompt(c: Prompt) -> Features:
+    return {
+        "padding in front": any(left for left, _ in c.rows),
+        "padding behind": any(right for _, right in c.rows),
+        "padding on both sides": any(left and right for left, right in c.rows),
+        **_either("a cache", "no cache", c.first > 0),
+        "a cache of transformers": c.first > 0 and not c.ours,
+        **_one_of("gate", ("input", "query"), c.gate),
+        **_one_of("compression", ("mean", "linear"), c.compression),
+    }
+
+
 def _layer(c: Case) -> Features:
     config = c.config
     return _one_of("gate", GATES, c.gate) | _one_of("rule", ("nsa", "seed"), config.rule) | {
@@ -195,4 +208,5 @@ _of = {
     Blocks: _blocks, Packed: _packed, Edge: _edge, Window: _window, Texts: _texts, Fields: _fields, Case: _layer,
     Attention: _attention, Served: _served,
     Words: lambda c: {},
+    Prompt: _prompt,
 }  # fmt: skip

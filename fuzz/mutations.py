@@ -80,7 +80,7 @@ def wrong_result(name: str, target: str, *properties: str, **options: Any) -> Ca
 
 
 def all_mutations() -> dict[str, Mutation]:
-    names = ("lists", "layer", "kernels", "caches")
+    names = ("lists", "layer", "kernels", "caches", "models")
     for module in (f"fuzz.faults_in_{name}" for name in names):
         import_module(module)
     return MUTATIONS
