@@ -38,7 +38,7 @@ def _shape(original: Any) -> Any:
     return {**original, "nsa": wrong}
 
 
-@fault("options set later", f"{MODELS}:NSABranches.forward", "models.options")
+@fault("options set later", f"{MODELS}:NSABranches.forward", "models.settings")
 def _later(original: Callable) -> Callable:
     """What is set after a model is made changes nothing, without a word."""
 
@@ -49,7 +49,7 @@ def _later(original: Callable) -> Callable:
     return wrong
 
 
-@fault("option dropped", "nsa_layer.integrations.hf.attention:_check_options", "models.options")
+@fault("option dropped", "nsa_layer.integrations.hf.attention:_check_options", "models.settings")
 def _dropped(original: Callable) -> Callable:
     """Options that sparse attention lacks are dropped."""
     return lambda options: None

@@ -123,7 +123,7 @@ def wrong_masks_are_refused(case: Prompt) -> None:
 CHANGES = {"nsa": CONFIG.replace(window_size=3), "nsa_gate": None, "nsa_compression": None}
 
 
-@holds("models.options are those of the model", lambda: prompts(changes=(*CHANGES, *OPTIONS)), pr=10)
+@holds("models.settings are those of the model", lambda: prompts(changes=(*CHANGES, *OPTIONS)), pr=10)
 @torch.no_grad()
 def options_are_those_of_the_model(case: Prompt) -> None:
     """Fields that are set after a model is made, and options that sparse attention lacks, are refused by name."""
