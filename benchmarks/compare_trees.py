@@ -2,16 +2,17 @@
 
     python benchmarks/compare_trees.py --tree before=FOLDER [NAME=FOLDER ...] [--seqlen 8192 65536] [--json FILE]
     python benchmarks/compare_trees.py --tree before=FOLDER --only packed --seqlen 65536 --sequences 4 64
+    python benchmarks/compare_trees.py --tree before=FOLDER --only operator --seqlen 4096 65536
     python benchmarks/compare_trees.py --tree upstream=FOLDER --only lists
 
 A folder holds a tree's packages as files: `cp -rL .tree/flash_attn .tree/nsa_layer FOLDER`, from its checkout, or
 upstream's (`pip download --no-deps flash-attn-4==4.0.0b36`, unzipped). The tree that Python finds without one is "now".
 Each runs in a process of its own, one timing at a time, the others waiting. Shape: bf16, B 1, 32 query heads, 8
-key/value heads, D 128; the calls are those of tree_calls.py. Medians of CUDA-event timings, the host's part hidden;
-ratios are over the first folder; the largest difference of results, at every 61st token, is over the largest value.
-All trees hold their tensors at once: about 20 GiB each for the layer at 262,144 tokens. Two at 1,048,576 leave each
-other too little to keep what backward reads, and recompute it: run `bench` in one tree after the other there. Exits
-with 1 if a result is off by more than 2 %, or a process fails.
+key/value heads unless named, D 128; the calls are those of tree_calls.py. Medians of CUDA-event timings, the host's
+part hidden; ratios are over the first folder; the largest difference of results, at every 61st token, is over the
+largest value. All trees hold their tensors at once: about 20 GiB each for the layer at 262,144 tokens. Two at
+1,048,576 leave each other too little to keep what backward reads, and recompute it: run `bench` in one tree after the
+other there. Exits with 1 if a result is off by more than 2 %, or a process fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The calls that compare_trees.py times: the layer, its branches over packed sequences, lists that upstream takes too.
 
-"layer" is gated, with the default `NSAConfig`; "packed" has the branches' attention calls over equally long sequences
-(compressed keys are one for 64 tokens; selected blocks of 64 keys are 16 for 128 queries, which the layer selects);
-"lists" has dense and block-sparse calls that need nothing of the fork: one list of blocks of 128 for all heads, in
-which every block is a mask block, a full block, or both by turns, backward in one pass.
+"layer" is gated, with tiles of 128 queries; "operator" has it and the default `NSAConfig` with 32/8 and 64/4 heads, and
+steps of decoding; "packed" has the branches' attention calls over equally long sequences (compressed keys are one for
+64 tokens; selected blocks of 64 keys are 16 for 128 queries, which the layer selects); "lists" has dense and
+block-sparse calls that need nothing of the fork: one list of blocks of 128 for all heads, in which every block is a
+mask block, a full block, or both by turns, backward in one pass.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ HQ, HKV, D = 32, 8, 128
 SELECTED, LISTED, WINDOW = 64, 128, 512  # keys of a block that the layer selects, of a listed block; of a window
 GROUPS = {
     "layer": ("layer",),
+    "operator": ("layer", "layer, 64/4", "by token", "by token, 64/4", "decoding 1", "decoding 64"),
     "packed": ("causal", "window", "compressed", "selected, one pass", "selected, two passes", "layer"),
     "lists": ("dense", "random, mask", "random, full", "random, both", "all causal, both"),
 }
@@ -37,14 +39,16 @@ class Case:
 def calls(case: Case) -> dict[str, Call]:
     """Forward, and backward alone or with it, by whichever packages are imported."""
     torch.manual_seed(case.T)
-    if case.kind == "layer":
+    if case.kind.startswith("decoding"):
+        return decoding_calls(case)
+    if case.kind in GROUPS["operator"]:
         return layer_calls(case)
     return list_calls(case) if case.kind in GROUPS["lists"] else packed_calls(case)
 
 
-def tensors(*lead: int, keys: int) -> Inputs:
+def tensors(*lead: int, keys: int, heads: tuple[int, int] = (HQ, HKV)) -> Inputs:
     """q, k, v and the gradient of o."""
-    shapes = ((*lead, HQ), (*lead[:-1], keys, HKV), (*lead[:-1], keys, HKV), (*lead, HQ))
+    shapes = ((*lead, heads[0]), (*lead[:-1], keys, heads[1]), (*lead[:-1], keys, heads[1]), (*lead, heads[0]))
     return tuple(torch.randn(*shape, D, device="cuda", dtype=torch.bfloat16) for shape in shapes)
 
 
@@ -53,21 +57,41 @@ def layer_calls(case: Case) -> dict[str, Call]:
     from nsa_layer import NSAConfig, nsa
 
     lead = (1, case.T) if case.sequences == 1 else (case.T,)
-    q, k, v, do = tensors(*lead, keys=case.T)
-    gate_weight = torch.randn(HQ, 3, D, device="cuda", dtype=torch.bfloat16) * 0.1
+    heads = (64, 4) if case.kind.endswith("64/4") else (HQ, HKV)
+    q, k, v, do = tensors(*lead, keys=case.T, heads=heads)
+    config = NSAConfig() if case.kind.startswith("by token") else NSAConfig(q_tile=128)
+    gate_weight = torch.randn(heads[0], 3, D, device="cuda", dtype=torch.bfloat16) * 0.1
     leaves = [x.requires_grad_() for x in (q, k, v, gate_weight)]
     starts = None
     if case.sequences > 1:
         starts = torch.arange(case.sequences + 1, dtype=torch.int32) * (case.T // case.sequences)
 
     def attend() -> torch.Tensor:
-        return nsa(*leaves[:3], gate_weight=leaves[3], cu_seqlens=starts, config=NSAConfig(q_tile=128))
+        return nsa(*leaves[:3], gate_weight=leaves[3], cu_seqlens=starts, config=config)
 
     def forward() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             return (attend(),)
 
     return {"forward": forward, "forward+backward": lambda: torch.autograd.grad(attend(), leaves[:3], do)}
+
+
+def decoding_calls(case: Case) -> dict[str, Call]:
+    """As many steps as fill a block, each of one token for every sequence, in a CUDA graph."""
+    from nsa_layer import NSAConfig, nsa_with_kvcache
+    from nsa_tools.measure.decode_steps import captured, make_set
+    from nsa_tools.shape import Shape
+
+    config, batch = NSAConfig(), int(case.kind.rpartition(" ")[2])
+    shape = Shape(T=case.T, B=batch, Hq=HQ, Hkv=HKV, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", config=config)
+    caches = make_set(shape)
+    replay = captured(lambda given: nsa_with_kvcache(**given), [caches], config.block_size)
+
+    def steps() -> tuple[torch.Tensor, ...]:
+        replay()
+        return (caches["k_cmp_cache"],)
+
+    return {"steps": steps}
 
 
 def packed_calls(case: Case) -> dict[str, Call]:

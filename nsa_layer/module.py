@@ -23,8 +23,25 @@ from nsa_layer.cute.host_numbers import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.inputs import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested
 
-COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input")
+COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input", "linear")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class EqualGates(nn.Linear):
+    """Scores of the gates, which start at 1/2 each."""
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to 0."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+def gates_of_input(gate: str, dim: int, num_heads: int, **placed: Any) -> nn.Module | None:
+    """A network from x [.., dim] to scores of gates [.., 3 * Hq]; None where gates are of q."""
+    if gate != "input":
+        return EqualGates(dim, 3 * num_heads, **placed) if gate == "linear" else None
+    hidden = max(1, dim // 4)
+    return nn.Sequential(nn.Linear(dim, hidden, **placed), nn.GELU(), EqualGates(hidden, 3 * num_heads, **placed))
 
 
 class NSAttention(nn.Module):
@@ -43,8 +60,10 @@ class NSAttention(nn.Module):
         compression: what becomes of a block's keys and values: their "mean"; "linear", a matrix for each head after it,
             [Hkv, D, D] and [Hkv, Dv, Dv]; or "mlp", a network over all tokens of the block, see `BlockMLP`.
         kv_per_branch: project k and v anew for each branch; otherwise one k, v serves all three.
-        gate: "query", ``sigmoid(q . gate_weight)`` for each head; or "input", a network of two layers over x.
-        bias: give the four projections a bias.
+        gate: "query", ``sigmoid(q . gate_weight)`` for each head; "linear", the sigmoid of a linear layer of x; or
+            "input", of a network of two layers.
+        bias: give the projections a bias.
+        o_bias: give that of the output one; None: as ``bias``.
         rope: called as ``rope(q, k, positions)`` with q [.., T, Hq, D], k [.., T, Hkv, D], positions [T] or [B, T],
             int64; returns (q, k). `RotaryEmbedding` is one. None: no position embedding.
         backend, memory: as in `nsa`.
@@ -69,6 +88,7 @@ class NSAttention(nn.Module):
         kv_per_branch: bool = False,
         gate: str = "query",
         bias: bool = False,
+        o_bias: bool | None = None,
         rope: Rope | None = None,
         backend: str | None = None,
         memory: MemoryPolicy = MemoryPolicy(),
@@ -98,18 +118,14 @@ class NSAttention(nn.Module):
         self.q_proj = nn.Linear(dim, num_heads * D, **options)
         self.k_proj = nn.Linear(dim, num_kv_heads * D, **options)
         self.v_proj = nn.Linear(dim, num_kv_heads * Dv, **options)
-        self.o_proj = nn.Linear(num_heads * Dv, dim, **options)
+        self.o_proj = nn.Linear(num_heads * Dv, dim, **options | {"bias": bias if o_bias is None else o_bias})
         placed = {"device": device, "dtype": dtype}
         self.branch_proj = None
         if kv_per_branch:
             sizes = dict(k_cmp=D, v_cmp=Dv, k_win=D, v_win=Dv)
             each = {name: nn.Linear(dim, num_kv_heads * size, **options) for name, size in sizes.items()}
             self.branch_proj = nn.ModuleDict(each)
-        self.gate_mlp = None
-        if gate == "input":
-            hidden = max(1, dim // 4)
-            layers = nn.Linear(dim, hidden, **placed), nn.GELU(), nn.Linear(hidden, 3 * num_heads, **placed)
-            self.gate_mlp = nn.Sequential(*layers)
+        self.gate_mlp = gates_of_input(gate, dim, num_heads, **placed)
         weight = torch.empty(num_heads, 3, D, **placed) if gate == "query" else None
         self.register_parameter("gate_weight", None if weight is None else nn.Parameter(weight))
         for name, size in (("compress_k_weight", D), ("compress_v_weight", Dv)):
@@ -146,9 +162,8 @@ class NSAttention(nn.Module):
 
     @torch.no_grad()
     def _reset_own_parameters(self) -> None:
-        last = self.gate_weight if self.gate_mlp is None else self.gate_mlp[-1]
-        for parameter in (last,) if self.gate_mlp is None else last.parameters():
-            parameter.zero_()
+        if self.gate_weight is not None:
+            self.gate_weight.zero_()
         for weight in (self.compress_k_weight, self.compress_v_weight):
             if weight is not None:
                 weight.copy_(torch.eye(weight.shape[-1], device=weight.device, dtype=weight.dtype))

@@ -103,7 +103,7 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     for name, step in variants(shape, backend).items():
         us[name] = None
         try:
-            calls[name] = _captured(step, given, steps[name]) if on_gpu else lambda step=step: step(given[0])
+            calls[name] = captured(step, given, steps[name]) if on_gpu else lambda step=step: step(given[0])
             calls[name]()
         except Exception as error:  # its row says so, and the others go on
             calls.pop(name, None)
@@ -116,7 +116,7 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     return DecodeRow(**sizes, dtype=shape.dtype_name(), us=us, bytes=needed, sets=sets, failed=failed)
 
 
-def _captured(step: Step, given: list[dict], count: int) -> Callable[[], None]:
+def captured(step: Step, given: list[dict], count: int) -> Callable[[], None]:
     """A replay of so many steps, the last to all tokens of the caches, on each set of them in turn."""
     after = [given[0]["cache_seqlens"] - (count - 1 - i) for i in range(count)]
     stream = torch.cuda.Stream()

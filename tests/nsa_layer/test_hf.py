@@ -398,7 +398,7 @@ def test_what_it_does_not_do_is_an_error() -> None:
     dense = LlamaForCausalLM(LlamaConfig(**SIZES))
     with pytest.raises(NotImplementedError, match="MistralForCausalLM"):
         convert_to_nsa(MistralForCausalLM(MistralConfig(**SIZES)))
-    with pytest.raises(ValueError, match="nsa_gate must be one of 'query', 'input', got 'none'"):
+    with pytest.raises(ValueError, match="nsa_gate must be one of 'query', 'input', 'linear', got 'none'"):
         convert_to_nsa(dense, gate="none")
     with pytest.raises(TypeError, match="config must be an NSAConfig, got dict"):
         convert_to_nsa(dense, dict(block_size=16))

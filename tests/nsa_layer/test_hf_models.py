@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from nsa_layer import NSAConfig, NSAttention
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, convert_to_nsa
@@ -27,7 +34,7 @@ pytestmark = pytest.mark.xdist_group("hf")
 CONFIG = NSAConfig(block_size=8, block_counts=4, window_size=16)
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, bos_token_id=None, eos_token_id=None, pad_token_id=0)
-WAYS = [("input", "mean"), ("query", "linear"), ("input", "mlp")]
+WAYS = [("query", "linear"), ("input", "mlp"), ("linear", "mlp")]
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +70,7 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("start", ["scratch", "base", "dense folder", "linear folder", "part of a folder"])
-@pytest.mark.parametrize("gate", ["input", "query"])
+@pytest.mark.parametrize("gate", ["input", "linear", "query"])
 def test_all_parameters_start_as_they_should(start: str, gate: str, poisoned: None, tmp_path: Path) -> None:
     options = dict(nsa_gate=gate, nsa_compression="mlp", nsa=CONFIG)
     kept = {}
@@ -93,7 +100,7 @@ def test_all_parameters_start_as_they_should(start: str, gate: str, poisoned: No
         part = model.base_model.layers[1].self_attn.nsa
         scores = part.gate_weight if gate == "query" else part.gate_mlp(torch.randn(9, model.config.hidden_size))
         assert not scores.any()
-        assert gate == "query" or part.gate_mlp[0].weight.any()
+        assert gate != "input" or part.gate_mlp[0].weight.any()
 
 
 def test_a_folders_configuration_is_changed_by_name_and_checked(tmp_path: Path) -> None:
@@ -106,7 +113,7 @@ def test_a_folders_configuration_is_changed_by_name_and_checked(tmp_path: Path) 
     assert load(tmp_path, nsa=CONFIG).model.layers[0].self_attn.nsa.config == CONFIG
     assert load(tmp_path, nsa=None).config.nsa["compress_stride"] == 4
     for error, message, options in (
-        (ValueError, "nsa_gate must be one of 'query', 'input', got 'inputs'", dict(nsa_gate="inputs")),
+        (ValueError, "nsa_gate must be one of 'query', 'input', 'linear', got 'inputs'", dict(nsa_gate="inputs")),
         (ValueError, "nsa_compression must be one of .*, got 'MLP'", dict(nsa_compression="MLP")),
         (
             ValueError,
@@ -162,7 +169,7 @@ def test_an_edit_of_a_models_configuration_is_refused_and_a_backend_taken() -> N
             call(ids)
 
 
-@pytest.mark.parametrize("gate, compression", WAYS[1:])
+@pytest.mark.parametrize("gate, compression", WAYS)
 def test_parametrized_and_replaced_parameters_are_the_ones_used(gate: str, compression: str) -> None:
     model, ids = sparse(nsa_gate=gate, nsa_compression=compression), tokens(2, 60)
     expected = model(ids).logits
@@ -191,7 +198,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("gate, compression", WAYS[1:])
+@pytest.mark.parametrize("gate, compression", WAYS)
 def test_gates_and_compression_are_sharded_alone(gate: str, compression: str, one_rank: None) -> None:
     model, ids = sparse(nsa_gate=gate, nsa_compression=compression), tokens(2, 60)
     sharded, mesh = deepcopy(model), init_device_mesh("cpu", (1,))
@@ -232,6 +239,19 @@ def test_conversion_takes_a_model_that_accelerate_prepared() -> None:
     for model in (prepared, accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)):
         made = convert_to_nsa(model, CONFIG)
         assert "forward" not in vars(made) and made(ids).logits.dtype == torch.float32
+
+
+def test_conversion_leaves_what_belongs_to_the_dense_model(tmp_path: Path) -> None:
+    renamed = {f"of.{name}": x for name, x in dense().state_dict().items()}
+    dense().save_pretrained(tmp_path / "dense", state_dict=renamed)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "dense", key_mapping={r"^of\.": ""}).eval()
+    how = CompileConfig(backend="eager", mode=None)
+    loaded.get_compiled_call(how)
+    made, ids = convert_to_nsa(loaded, CONFIG), tokens(1, 60)
+    made.get_compiled_call(how)
+    assert made._compiled_call is not loaded._compiled_call
+    made.save_pretrained(tmp_path / "sparse")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")(ids).logits.equal(made(ids).logits)
 
 
 class Doubled(nn.Linear):
@@ -325,3 +345,101 @@ def test_max_length_q_is_any_integer(longest: object) -> None:
     torch.testing.assert_close(packed[:, 40:], model(ids[:, 40:]).logits)
     with pytest.raises(TypeError):
         model(ids, position_ids=places, cu_seq_lens_q=starts, max_length_q=50.5)
+
+
+@pytest.mark.parametrize("gate", ["linear", "input"])
+def test_gates_by_input_start_with_the_selected_branch(gate: str) -> None:
+    model, ids = dense().eval(), tokens(1, 60)
+    made = convert_to_nsa(model, CONFIG.replace(block_counts=8), gate=gate)
+    assert (made(ids).logits - model(ids).logits).norm() < 0.2 * model(ids).logits.norm()
+    for layer in made.model.layers:
+        *_, last = layer.self_attn.nsa.gate_mlp.modules()
+        last.bias.data.mul_(1e3)
+    torch.testing.assert_close(made(ids).logits, model(ids).logits)
+
+
+FLA = dict(vocab_size=64, hidden_size=48, num_hidden_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, norm_eps=1e-5)
+FLA |= dict(block_size=8, block_counts=4, window_size=12, rope_theta=5e3, max_position_embeddings=512, qkv_bias=False)
+FLA |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=None)
+D, WIDTH = 16, 40  # heads are not of head_dim, as the layers do not read it
+
+
+def fla_weights(bias: bool) -> dict[str, torch.Tensor]:
+    """Tensors of fla's names and shapes."""
+    dim, heads, kv_heads = FLA["hidden_size"], FLA["num_heads"], FLA["num_kv_heads"]
+    projections = dict(q_proj=(heads * D, dim), k_proj=(kv_heads * D, dim), v_proj=(kv_heads * D, dim))
+    parts = {f"attn.{name}.weight": shape for name, shape in projections.items()}
+    parts |= {f"attn.{name}.bias": shape[:1] for name, shape in projections.items() if bias}
+    parts |= {"attn.g_proj.weight": (3 * heads, dim), "attn.o_proj.weight": (dim, heads * D)}
+    parts |= {"attn_norm.weight": (dim,), "mlp_norm.weight": (dim,), "mlp.down_proj.weight": (dim, WIDTH)}
+    parts |= {"mlp.gate_proj.weight": (WIDTH, dim), "mlp.up_proj.weight": (WIDTH, dim)}
+    shapes = {
+        f"model.layers.{i}.{name}": shape for i in range(FLA["num_hidden_layers"]) for name, shape in parts.items()
+    }
+    shapes |= {"model.embeddings.weight": (64, dim), "model.norm.weight": (dim,), "lm_head.weight": (64, dim)}
+    return {name: torch.randn(shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 1) for name, shape in shapes.items()}
+
+
+def plain_logits(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """The logits of tokens [T] in fp64, query by query."""
+    weights = {name: x.double() for name, x in weights.items()}
+    x = weights["model.embeddings.weight"][ids]
+    for i in range(FLA["num_hidden_layers"]):
+        layer = {name.split(f"layers.{i}.")[1]: w for name, w in weights.items() if f"layers.{i}." in name}
+        x = x + plain_attention(normed(x, layer["attn_norm.weight"]), layer)
+        h = normed(x, layer["mlp_norm.weight"])
+        h = nn.functional.silu(h @ layer["mlp.gate_proj.weight"].T) * (h @ layer["mlp.up_proj.weight"].T)
+        x = x + h @ layer["mlp.down_proj.weight"].T
+    return normed(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * x * (x.square().mean(-1, keepdim=True) + FLA["norm_eps"]).rsqrt()
+
+
+def plain_attention(x: torch.Tensor, layer: dict[str, torch.Tensor]) -> torch.Tensor:
+    T, block, group = len(x), FLA["block_size"], FLA["num_heads"] // FLA["num_kv_heads"]
+    q, k, v = (
+        nn.functional.linear(x, layer[f"attn.{p}.weight"], layer.get(f"attn.{p}.bias")).view(T, -1, D)
+        for p in ("q_proj", "k_proj", "v_proj")
+    )
+    angles = torch.arange(T)[:, None, None] * FLA["rope_theta"] ** (-torch.arange(0, D, 2).double() / D)
+    q, k = (
+        torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1)
+        for a, b in (q.chunk(2, dim=-1), k.chunk(2, dim=-1))
+    )
+    gates = (x @ layer["attn.g_proj.weight"].T).sigmoid().view(T, -1, 3, 1)
+    o = torch.zeros(T, FLA["num_heads"], D, dtype=torch.float64)
+
+    def attend(rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        p = (rows @ keys.T * D**-0.5).softmax(-1)
+        return p @ values, p
+
+    for t in range(T):
+        for h in range(FLA["num_kv_heads"]):
+            rows, heads = q[t, h * group : (h + 1) * group], slice(h * group, (h + 1) * group)
+            complete, own = (t + 1) // block, t // block
+            means = [x[: complete * block, h].unflatten(0, (complete, block)).mean(1) for x in (k, v) if complete]
+            o_cmp, p = attend(rows, *means) if complete else (0, None)
+            forced = {j for j in (0, own - 1, own) if j >= 0}
+            others = sorted(set(range(complete)) - forced, key=lambda j: -p.sum(0)[j])
+            chosen = [*forced, *others[: FLA["block_counts"] - len(forced)]]
+            listed = [s for j in chosen for s in range(j * block, min((j + 1) * block, t + 1))]
+            o_slc, _ = attend(rows, k[listed, h], v[listed, h])
+            near = slice(max(0, t - FLA["window_size"] + 1), t + 1)
+            o_swa, _ = attend(rows, k[near, h], v[near, h])
+            g = gates[t, heads]
+            o[t, heads] = g[:, 0] * o_cmp + g[:, 1] * o_slc + g[:, 2] * o_swa
+    return o.flatten(1) @ layer["attn.o_proj.weight"].T
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_of_fla_give_the_logits_of_their_layout(bias: bool) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    names: dict[str, Callable] = {}
+    exec(page.split("## From fla")[1].split("```python")[1].split("```")[0], names)
+    weights, ids = fla_weights(bias), tokens(80)
+    model = names["from_fla"](weights, FLA | dict(qkv_bias=bias)).eval()
+    torch.testing.assert_close(model(ids[None]).logits[0].double(), plain_logits(weights, ids), rtol=0, atol=2e-5)
+    projections = model.model.layers[0].self_attn
+    assert (projections.q_proj.bias is not None) == bias and projections.o_proj.bias is None

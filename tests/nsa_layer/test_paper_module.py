@@ -15,6 +15,7 @@ SMALL = NSAConfig.paper(block_size=8, compress_size=4, compress_stride=2, block_
 DIM, HQ, HKV, D, DV = 24, 4, 2, 6, 4
 PAPER = dict(compression="mlp", kv_per_branch=True, gate="input")
 OPTIONS = [PAPER, *({name: value} for name, value in PAPER.items()), dict(compression="linear", kv_per_branch=True)]
+OPTIONS += [dict(gate="linear", bias=True, o_bias=False)]
 
 
 def make(**options: object) -> NSAttention:
@@ -55,6 +56,18 @@ def test_the_papers_module_is_its_parts_around_the_reference(T: int) -> None:
     gates = layer.gate_mlp(x).sigmoid().view(1, T, HQ, 3)
     o = nsa(**given, gates=gates, config=SMALL, backend="reference")
     torch.testing.assert_close(layer(x), layer.o_proj(o.flatten(-2)))
+
+
+def test_gates_are_a_linear_layer_of_the_input_and_the_bias_of_q_k_and_v() -> None:
+    layer, x = make(gate="linear", bias=True, o_bias=False, rope=None), tokens(2, 45)
+    assert layer.o_proj.bias is None and make(bias=True).o_proj.bias is not None
+    heads = dict(q=(layer.q_proj, HQ), k=(layer.k_proj, HKV), v=(layer.v_proj, HKV))
+    q, k, v = ((x @ p.weight.mT + p.bias).unflatten(-1, (H, -1)) for p, H in heads.values())
+    gates = (x @ layer.gate_mlp.weight.mT + layer.gate_mlp.bias).sigmoid().view(2, 45, HQ, 3)
+    o = nsa(q, k, v, gates=gates, config=SMALL, backend="reference")
+    torch.testing.assert_close(layer(x), o.flatten(-2) @ layer.o_proj.weight.mT)
+    layer.reset_parameters()
+    assert (layer(x, return_aux=True)[1].gates == 0.5).all()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

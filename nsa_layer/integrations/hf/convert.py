@@ -30,7 +30,9 @@ SPARSE = {
     Qwen3Model: models.NSAQwen3Model,
 }
 NOT_KEPT = ("model_type", "architectures", "transformers_version")
-NOT_SHARED = ("_modules", "config", "forward", "_original_forward")  # the last two are accelerate's, of mixed precision
+# Of the dense model alone: accelerate's forward of mixed precision, compiled steps, and names in the file it is of.
+NOT_SHARED = ("_modules", "config", "forward", "_original_forward")
+NOT_SHARED += ("_compiled_call", "_last_compile_config", "_weight_conversions")
 
 
 def convert_to_nsa(
@@ -38,7 +40,7 @@ def convert_to_nsa(
 ) -> PreTrainedModel:
     """A model with Native Sparse Attention that shares the modules of a dense one, but its attention's.
 
-    With ``gate="input"`` the gates start at nearly 1 for the selected branch and nearly 0 for the others: as long as
+    With a ``gate`` by input the gates start at nearly 1 for the selected branch and nearly 0 for the others: as long as
     a list holds all blocks, the model says about what the dense one does. Training makes use of the other branches.
 
     Args:
@@ -79,7 +81,7 @@ def convert_to_nsa(
         for part in branches.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
-        if gate == "input":
+        if branches.gate_mlp is not None:
             branches.start_selected()
     if model.can_generate():
         made.generation_config = deepcopy(model.generation_config)

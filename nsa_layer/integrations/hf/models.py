@@ -36,7 +36,7 @@ from nsa_layer.block_mlp import BlockMLP
 from nsa_layer.integrations.hf.attention import nsa_attention_forward, nsa_config
 from nsa_layer.integrations.hf.cache import NSAModelCache
 from nsa_layer.integrations.hf.ragged import Ragged
-from nsa_layer.module import COMPRESSIONS, GATES
+from nsa_layer.module import COMPRESSIONS, GATES, EqualGates, gates_of_input
 from nsa_layer.support import BACKENDS
 
 Tensor = torch.Tensor
@@ -44,15 +44,6 @@ START = 4.0  # sigmoid(4) = 0.982
 KNOWN = dict(nsa_gate=GATES, nsa_compression=COMPRESSIONS, nsa_backend=(None, *BACKENDS))
 # The cache among the arguments of models: "cache" since transformers 5.24.
 CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-
-
-class EqualGates(nn.Linear):
-    """Scores of gates, which start at 1/2 each."""
-
-    def reset_parameters(self) -> None:
-        """Set all parameters to 0."""
-        for parameter in self.parameters():
-            init.zeros_(parameter)
 
 
 class NSABranches(nn.Module):
@@ -63,10 +54,7 @@ class NSABranches(nn.Module):
         dim, Hq, Hkv, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim
         self.num_heads, self.config = Hq, nsa_config(config.nsa)
         self.fixed = {name: deepcopy(getattr(config, name)) for name in ("nsa", "nsa_gate", "nsa_compression")}
-        self.gate_mlp = None
-        if config.nsa_gate == "input":
-            hidden = max(1, dim // 4)
-            self.gate_mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), EqualGates(hidden, 3 * Hq))
+        self.gate_mlp = gates_of_input(config.nsa_gate, dim, Hq)
         weight = nn.Parameter(torch.empty(Hq, 3, D)) if config.nsa_gate == "query" else None
         self.register_parameter("gate_weight", weight)
         for name in ("compress_k_weight", "compress_v_weight"):
@@ -89,7 +77,8 @@ class NSABranches(nn.Module):
     def start_selected(self) -> None:
         """Set the gates by input to nearly 1 for the selected branch, and nearly 0 for the others."""
         start = torch.tensor([-START, START, -START]).repeat(self.num_heads)
-        self.gate_mlp[-1].bias.copy_(start)
+        *_, last = self.gate_mlp.modules()
+        last.bias.copy_(start)
 
     def forward(
         self, layer: nn.Module, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Ragged | None, **options: object
@@ -210,7 +199,7 @@ class _Fields:
 
     Attributes:
         nsa: fields of `NSAConfig`; a `NSAConfig` becomes them. Set again, fields change those that they name.
-        nsa_gate: "input", a network over a layer's input; or "query", ``sigmoid(q . gate_weight)``.
+        nsa_gate: "input", "linear" or "query", as in `NSAttention`.
         nsa_compression: "mean", "linear" or "mlp", as in `NSAttention`.
         nsa_backend: as in `nsa`. It is read in each call; the other three are those of a model when it is made.
     """
