@@ -17,6 +17,7 @@ PATTERNS = (
 )  # fmt: skip
 LAUNCHES = ("left to right", "right to left", "longest first", "shuffled")
 FORMS = ("padded", "compact", "stacked", "ragged")
+KEPT = ("batch", "rows", "pages")  # ways to keep sequences in caches
 LAYOUTS = ("contiguous", "heads first", "fused", "every other batch")
 
 
@@ -113,10 +114,63 @@ class Texts(Pasteable):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Fields(Pasteable):
-    """Arguments of NSAConfig, good or bad."""
+class Prompt(Pasteable):
+    """A batch for a small model of transformers, and what is done to it.
 
-    values: dict[str, Any] = field(default_factory=dict)
+    Attributes:
+        T: columns; rows: padding of each in front and behind.
+        first: columns that are given to a cache before the others; 0: there is no cache.
+        ours: the cache is NSAModelCache, not DynamicCache.
+        gate, compression: of the model.
+        mask: "bool" or "int64", what it is of; or the way in which it is wrong, one of `fuzz.properties.models.MASKS`.
+        change: a field of the configuration that is set after the model is made, or an option of the call.
+    """
+
+    T: int = 20
+    rows: tuple[tuple[int, int], ...] = ((0, 0), (3, 2))
+    first: int = 0
+    ours: bool = True
+    gate: str = "input"
+    compression: str = "mean"
+    mask: str = "bool"
+    change: str = "nsa"
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Words(Pasteable):
+    """Arguments of a command, FOLDER being one of its own."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Fields(Pasteable):
+    """Arguments of NSAConfig, or what is given in place of a dictionary of them; good or bad."""
+
+    values: Any = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Served(Pasteable):
+    """Calls on caches, one after the other.
+
+    Attributes:
+        kept: one of KEPT.
+        counts: new tokens of each sequence, call by call.
+        shared: pages of the first sequence's beginning, with which all others begin.
+        stride: between compressed keys of 8 tokens.
+        needs: arguments of the last call that need a gradient.
+        fault: what `fuzz.serving` does to the last call's caches, where a property asks for wrong ones.
+    """
+
+    kept: str = "pages"
+    counts: tuple[tuple[int, ...], ...] = ((20, 3), (1, 1))
+    shared: int = 0
+    stride: int = 8
+    needs: tuple[str, ...] = ()
+    fault: str = ""
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -8,9 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fuzz.attention import in_two_passes
-from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Packed, Texts, Window
+from fuzz.case import (
+    FORMS,
+    KEPT,
+    LAUNCHES,
+    LAYOUTS,
+    PATTERNS,
+    Attention,
+    Blocks,
+    Edge,
+    Fields,
+    Packed,
+    Prompt,
+    Served,
+    Texts,
+    Window,
+    Words,
+)
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.kinds import heads_of_a_cta
+from fuzz.serving import CACHE_FAULTS, NEEDS
 from nsa_tools.testing.cases import Case
 
 Features = dict[str, bool]
@@ -108,8 +125,35 @@ def _texts(c: Texts) -> Features:
 
 
 def _fields(c: Fields) -> Features:
+    if not isinstance(c.values, dict):
+        return {"no dictionary": True}
     given = {name: name in c.values for name in ("block_size", "compress_size", "compress_stride", "rule")}
     return given | _either("something given", "nothing given", bool(c.values))
+
+
+def _served(c: Served) -> Features:
+    own = _one_of("kept in", KEPT, c.kept) | _one_of("fault:", CACHE_FAULTS, c.fault)
+    own |= {f"a gradient of {name}": name in c.needs for name in NEEDS}
+    return own | {
+        "pages shared": c.shared > 0,
+        "overlapping blocks": c.stride < 8,
+        "a sequence without new tokens": any(0 in call for call in c.counts),
+        "one token each": any(set(call) == {1} for call in c.counts),
+        "one sequence": len(c.counts[0]) == 1,
+        "no gradient": not c.needs,
+    }
+
+
+def _prompt(c: Prompt) -> Features:
+    return {
+        "padding in front": any(left for left, _ in c.rows),
+        "padding behind": any(right for _, right in c.rows),
+        "padding on both sides": any(left and right for left, right in c.rows),
+        **_either("a cache", "no cache", c.first > 0),
+        "a cache of transformers": c.first > 0 and not c.ours,
+        **_one_of("gate", ("input", "query"), c.gate),
+        **_one_of("compression", ("mean", "linear"), c.compression),
+    }
 
 
 def _layer(c: Case) -> Features:
@@ -164,5 +208,7 @@ def _attention(c: Attention) -> Features:
 
 _of = {
     Blocks: _blocks, Packed: _packed, Edge: _edge, Window: _window, Texts: _texts, Fields: _fields, Case: _layer,
-    Attention: _attention,
+    Attention: _attention, Served: _served,
+    Words: lambda c: {},
+    Prompt: _prompt,
 }  # fmt: skip

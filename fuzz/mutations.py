@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from fuzz.case import Kind
 
-PACKAGES = ("fuzz", "nsa_layer", "flash_attn", "patches")
+PACKAGES = ("fuzz", "nsa_layer", "nsa_tools", "flash_attn", "patches")
 Change = Callable[[Callable], Callable]
 
 
@@ -80,7 +80,8 @@ def wrong_result(name: str, target: str, *properties: str, **options: Any) -> Ca
 
 
 def all_mutations() -> dict[str, Mutation]:
-    for module in ("fuzz.faults_in_lists", "fuzz.faults_in_layer", "fuzz.faults_in_kernels"):
+    names = ("lists", "layer", "kernels", "caches", "models")
+    for module in (f"fuzz.faults_in_{name}" for name in names):
         import_module(module)
     return MUTATIONS
 

@@ -7,9 +7,25 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Kind, Packed, Texts, Window
+from fuzz.case import (
+    FORMS,
+    KEPT,
+    LAUNCHES,
+    LAYOUTS,
+    PATTERNS,
+    Attention,
+    Blocks,
+    Edge,
+    Fields,
+    Kind,
+    Packed,
+    Served,
+    Texts,
+    Window,
+)
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.kinds import passes_by_room
+from fuzz.serving import CACHE_FAULTS, NEEDS, PAGE, ROOM
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import OWN_KEYS, Case
 
@@ -210,9 +226,38 @@ def with_keys_of_branches(case: Case) -> Case:
     return replace(case, own_keys=own)
 
 
+@st.composite
+def served(draw: st.DrawFn, faults: bool = False) -> Served:
+    """Calls on caches with room for all; with `faults`, the last one's are to be spoilt in one of all known ways."""
+    kept, B, stride = draw(st.sampled_from(KEPT)), draw(st.integers(1, 3)), draw(st.sampled_from((8, 4)))
+    shared = draw(st.integers(0, 2)) if kept == "pages" and stride == 8 and B > 1 else 0
+    left, counts = [ROOM - shared * PAGE] * B, []
+    for most in draw(st.lists(st.sampled_from((1, 4, 20, 40)), min_size=1, max_size=4)):
+        call = [draw(st.integers(0, min(most, n))) for n in left]
+        if any(call):
+            counts.append(tuple(call))
+            left = [n - own for n, own in zip(left, call)]
+    return Served(
+        kept=kept,
+        counts=tuple(counts) or ((1,) * B,),
+        shared=shared,
+        stride=stride,
+        needs=tuple(name for name in NEEDS if draw(st.integers(0, 3)) == 3),
+        fault=draw(st.sampled_from(CACHE_FAULTS)) if faults else "",
+        seed=draw(SEEDS),
+    )
+
+
+def dictionaries() -> st.SearchStrategy[Fields]:
+    """What may come in place of a dictionary of NSAConfig's fields."""
+    odd = st.sampled_from((None, 1, "block_size", [("q_tile", 1)], {1: 1}, {None: 64}, {"block_sizes": 64}))
+    return st.one_of(st.builds(Fields, values=odd), fields())
+
+
 def fields() -> st.SearchStrategy[Fields]:
     """Arguments of NSAConfig: mostly good ones, and anything else."""
-    sizes = st.one_of(st.sampled_from((1, 2, 16, 64, 128, 512)), st.integers(-2, 300))
+    long = st.sampled_from((1 << 20, 1 << 21, (1 << 31) - 1))
+    sizes = st.one_of(st.sampled_from((1, 2, 16, 64, 128, 512)), st.integers(-2, 300), long)
     odd = st.sampled_from((None, True, 1.0, "64", (), 0, -1, 1 << 40, float("nan")))
     good = {
         "block_size": sizes, "compress_size": st.none() | sizes, "compress_stride": st.none() | sizes,

@@ -165,8 +165,7 @@ def _selected_plan(
     q: torch.Tensor, S: int, width: int, heads: int, parts: int, spec: CallSpec, first: int
 ) -> ChunkPlan:
     """Tile by tile; the padding of a list reads the block of zeros behind the last one, which no query sees."""
-    T, config = q.shape[1], spec.config
-    size = min(config.block_size, S)
+    T, config, size = q.shape[1], spec.config, min(spec.config.block_size, S)
     step = rows_that_fit(q, width * size)
 
     def chunks(choice: torch.Tensor) -> Iterator[Chunk]:

@@ -25,6 +25,7 @@ def good_or_named(case: Fields) -> None:
     for name in ("block_size", "span", "stride", "block_counts", "q_tile", *may_be_none):
         value = getattr(config, name)
         assert type(value) is int and value >= (name not in may_be_none), f"{name}={value!r} was taken"
+    assert max(config.block_size, config.span) <= 1 << 20, "blocks of any length are taken"
     assert config.block_size % config.stride == config.span % config.stride == 0
     assert config.span == config.block_size or config.by_token
     assert config.q_tile in (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -36,6 +37,19 @@ def good_or_named(case: Fields) -> None:
     for T in (1, config.block_size, 1000):
         assert 0 <= config.list_width(T) <= config.num_blocks(T)
         assert config.compressed_length(T) * config.stride <= T + config.span
+
+
+@holds("dictionaries.good or named", strategies.dictionaries, pr=30)
+def dictionaries(case: Fields) -> None:
+    """A dictionary of fields gives a configuration; the error about anything else says what it is of, or the field."""
+    try:
+        config = NSAConfig.from_dict(case.values)
+    except (TypeError, ValueError) as error:
+        words = str(error).replace("=", " ").replace(",", " ").split()
+        assert "NSAConfig" in words or NAMES & {*words}, f"names nothing: {error}"
+        return
+    assert isinstance(case.values, dict) and all(name in NAMES for name in case.values), f"{case.values!r} was taken"
+    assert NSAConfig.from_dict(asdict(config)) == config
 
 
 @holds("patches.text comes back", strategies.texts, pr=200)

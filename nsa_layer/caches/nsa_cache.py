@@ -284,12 +284,9 @@ class NSACache(LastingTensors):
         if blocks:
             b, length, start, token = _sent(blocks, new[0].device).T.unsqueeze(-1)
             token = token + torch.arange(span, device=token.device)
-            old, row_of_new = token < length, (start + token - length).clamp(min=0)
+            old, row_of_new = (token < length)[..., None, None], (start + token - length).clamp(min=0)
             places = self._places(b.expand_as(token), token.minimum(length - 1).clamp(min=0))
-            tokens = (
-                torch.where(old[..., None, None], cache[places], x.to(cache.dtype)[row_of_new])
-                for cache, x in zip(kept, new)
-            )
+            tokens = (torch.where(old, cache[places], x.to(cache.dtype)[row_of_new]) for cache, x in zip(kept, new))
             for into, x in zip(made.values(), compress(*tokens), strict=True):
                 into.flatten(0, -3)[_sent(rows, into.device)] = x.to(into.dtype)
         if self.sources:

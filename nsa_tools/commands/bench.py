@@ -21,13 +21,27 @@ from nsa_tools.measure.crossover import crossovers
 from nsa_tools.measure.first_call import seconds
 from nsa_tools.measure.timed_calls import VARIANTS
 from nsa_tools.report import bench_tables
-from nsa_tools.report.results import FAILED, FROM_SHORTER, provenance, read_bench, write_bench
+from nsa_tools.report.results import CHART_SUFFIXES, FAILED, FROM_SHORTER, provenance, read_bench, write_bench
+
+# By option, those that are not read where it is given. Steps of decoding have no gradient, and on a GPU are in graphs.
+OF_ROWS = ("--chart", "--variants", "--graph", "--dense-limit-seconds", "--error-rows")
+UNREAD = {
+    "--first-call": (*OF_ROWS, "--decode", "--crossover", "--repeats"),
+    "--decode": (*OF_ROWS, "--crossover", "--packed", "--head-dim-v", "--data", "--budget", "--recompute"),
+    "--crossover": ("--chart", "--error-rows", "--seqlen"),
+}
 
 
 def main(argv: list[str]) -> int:
     """Run the command; 1 where something failed or is wrong."""
     parser = _parser()
     given = parser.parse_args(argv)
+    others = {flag for action in parser._actions for flag in action.option_strings} - {"--from", "--chart"}
+    parser.refuse_unread(argv, UNREAD | {"--from": tuple(others)})
+    if given.decode and given.mode == "both" and any(word.startswith("--mode") for word in argv):
+        parser.error("--decode has no backward, got --mode both")
+    if given.first_call and len(given.seqlen) > 1 and any(word.startswith("--seqlen") for word in argv):
+        parser.error(f"--first-call is of one length, got --seqlen {' '.join(map(str, given.seqlen))}")
     if given.chart:
         from nsa_tools.report import bench_chart  # noqa: F401  an extra that is not there should not end a long run
     if given.read:
@@ -40,8 +54,6 @@ def main(argv: list[str]) -> int:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(given, name)}")
         if given.graph and not cases[0].device.startswith("cuda"):
             raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
-        if given.decode and given.packed is not None:
-            raise ValueError("--decode is for a batch, got --packed")
         if given.crossover and "dense" not in given.variants:
             raise ValueError(f"--crossover needs dense attention among --variants, got {' '.join(given.variants)}")
     options = Options(
@@ -116,6 +128,14 @@ def _show_again(parser: CommandParser, given: argparse.Namespace) -> int:
     return 0
 
 
+def _chart_file(text: str) -> Path:
+    """A path of which both files of the chart can be written."""
+    path = output_file(text)
+    for suffix in CHART_SUFFIXES:
+        output_file(str(path.with_suffix(suffix)))
+    return path
+
+
 def _parser() -> CommandParser:
     parser = CommandParser("bench", __doc__)
     add_shape_options(parser, seqlen=[8192, 65536, 262144] if torch.cuda.is_available() else [2048])
@@ -149,6 +169,6 @@ def _parser() -> CommandParser:
         help="time one more token for each of --batch sequences of --seqlen tokens in caches; on a GPU replayed from "
         "CUDA graphs, beside the fork's FlashAttention and PyTorch's scaled_dot_product_attention",
     )
-    parser.add_argument("--chart", type=output_file, help="also draw this file, as PNG and as SVG")
+    parser.add_argument("--chart", type=_chart_file, help="also draw this file, as PNG and as SVG")
     parser.add_argument("--from", dest="read", type=Path, nargs="+", help="show these JSON files, measure nothing")
     return parser

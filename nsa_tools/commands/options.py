@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,14 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         self.exit(2, f"{self.command}: {message}\n")
 
+    def refuse_unread(self, argv: list[str], unread: dict[str, tuple[str, ...]]) -> None:
+        """An error for options that another one, by which they are listed, has the command not read."""
+        flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
+        for option, others in unread.items():
+            found = [flag for flag in flags if flag in others]
+            if option in flags and found:
+                self.error(f"{option} does not read {found[0]}: leave one of them out")
+
     @contextmanager
     def checks(self) -> Iterator[None]:
         """Errors of arguments that the body finds are errors of the command line."""
@@ -51,14 +58,20 @@ def tokens(text: str) -> int:
 
 
 def output_file(text: str) -> Path:
-    """A path that can be written, checked before minutes of work that would be lost."""
+    """A path that can be written, opened before minutes of work that would be lost; a new file is removed again."""
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder, expected a file")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {str(path.parent)!r}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: permission denied")
+    try:
+        if path.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is a folder, expected a file")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {str(path.parent)!r}")
+        is_new = not path.exists()
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
     return path
 
 

@@ -9,7 +9,7 @@ import torch
 from tqdm import tqdm
 
 L2_BYTES = 60 << 20  # Hopper's: inputs that rotate over twice as much are not found in it
-HOST_CYCLES = 2_000_000  # about a millisecond of a GPU's clock: longer than any call takes to launch
+HOST_CYCLES = 8_000_000  # some 4 milliseconds of a GPU's clock: longer than a call takes to launch on a slow host
 
 Call = Callable[[], object]
 

@@ -10,7 +10,7 @@ import matplotlib
 
 from nsa_tools.report.bench_tables import shape_key
 from nsa_tools.report.figures import GRID, INK, MUTED, clean_axes, new_figure
-from nsa_tools.report.results import FROM_SHORTER, MEASURED, Row
+from nsa_tools.report.results import CHART_SUFFIXES, FROM_SHORTER, MEASURED, Row
 
 COLOURS = {"dense": "#eb6834", "nsa": "#2a78d6", "gated": "#12a594"}
 NAMES = {"dense": "dense", "nsa": "NSA", "gated": "NSA, gated"}
@@ -40,7 +40,7 @@ def draw(rows: Sequence[Row], environment: dict, path: Path) -> tuple[Path, Path
     axes[1][0].set_ylabel("times faster than dense", color=MUTED)
     axes[0][0].legend(frameon=False, labelcolor=INK, fontsize=8)
     figure.supxlabel(footer(rows, environment), color=MUTED, fontsize=7)
-    files = path.with_suffix(".png"), path.with_suffix(".svg")
+    files = tuple(map(path.with_suffix, CHART_SUFFIXES))
     # The same rows give the same file: an SVG's names are random otherwise, and it holds the time of day.
     with matplotlib.rc_context({"svg.hashsalt": "nsa_layer", "svg.fonttype": "none"}):
         figure.savefig(files[0], format="png")

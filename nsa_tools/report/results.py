@@ -20,6 +20,7 @@ from nsa_tools.shape import Shape
 
 SCHEMA = 1
 MEASURED, FROM_SHORTER, NO_MEMORY, FAILED = "measured", "from shorter", "out of memory", "failed"
+CHART_SUFFIXES = (".png", ".svg")  # of the files of a chart
 PATHS = ("--json", "--chart", "--from")  # of the caller's machine: not kept in what is written
 PACKAGES = {"cutlass-dsl": "nvidia-cutlass-dsl", "quack": "quack-kernels", "tvm-ffi": "apache-tvm-ffi"}
 

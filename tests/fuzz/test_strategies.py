@@ -15,6 +15,7 @@ from fuzz import attention, strategies
 from fuzz.case import FORMS, Attention, Kind
 from fuzz.features import claims, faults, features
 from fuzz.kinds import FEW, KINDS, passes_by_room, two_passes
+from fuzz.properties.models import prompts
 
 WAYS: dict[str, Callable] = {
     "blocks": strategies.blocks,
@@ -25,6 +26,9 @@ WAYS: dict[str, Callable] = {
     "windows": strategies.windows,
     "texts": strategies.texts,
     "fields": strategies.fields,
+    "served": strategies.served,
+    "prompts": prompts,
+    "faults of served": lambda: strategies.served(faults=True),
     "layer": strategies.layer_cases,
     "attention": lambda: strategies.attention(Kind(mask="causal", lists=True)),
 }

@@ -138,6 +138,15 @@ UNFIT = {
         "--crossover --variants nsa": "--crossover needs dense",
         "--packed=2 --batch=2": "--packed is for sequences without a batch",
         "--packed=5000": "packed sequences must be",
+        "--decode --mode both": "--decode has no backward, got --mode both",
+        "--decode --mode=both": "--decode has no backward, got --mode both",
+        "--decode --packed=2": "--decode does not read --packed",
+        "--decode --chart=a.png": "--decode does not read --chart",
+        "--variants nsa --decode": "--decode does not read --variants",
+        "--crossover --seqlen 64": "--crossover does not read --seqlen",
+        "--first-call --decode": "--first-call does not read --decode",
+        "--first-call --seqlen 64 128": "--first-call is of one length, got --seqlen 64 128",
+        "--from a.json --seqlen 64": "--from does not read --device",
     },
     compile.main: {
         "--only D=77 causal=True": "no call for sm_90 has D=77 causal=True",
@@ -180,7 +189,23 @@ def test_unwritable_file_is_refused_before_anything_runs(
 ) -> None:
     for path, reason in [(tmp_path / "missing" / "file", "there is no folder"), (tmp_path, "is a folder")]:
         assert reason in refused(run, [option, str(path)], capsys)
+    assert "File name too long" in refused(run, [option, str(tmp_path / (300 * "a"))], capsys)
     assert not any(tmp_path.iterdir())
+
+
+def test_both_files_of_a_chart_are_tried_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for other in ("chart.svg", "chart.png"):
+        (tmp_path / other).mkdir()
+        for name in ("chart.png", "chart.svg", "chart.anything", "chart"):
+            assert f"{other}' is a folder" in refused(bench.main, [*TINY, f"--chart={tmp_path / name}"], capsys)
+        (tmp_path / other).rmdir()
+    kept = tmp_path / "chart.svg"
+    kept.write_text("as it was")
+    with pytest.raises(SystemExit):
+        bench.main(["--chart", str(kept), "--graph", "--device=cpu"])
+    assert [*tmp_path.iterdir()] == [kept] and kept.read_text() == "as it was"
 
 
 @pytest.mark.parametrize("name", ["lr", "warmup", "threads", "seed", "minutes"])

@@ -339,7 +339,9 @@ def test_without_a_window(mode: str, lengths: tuple[int, ...] | None) -> None:
             assert getattr(got, name).equal(getattr(want, name)), name
     for name in ("dpsum", "lse_log2", *(["do_branches"] if mode == "gates" else [])):
         *pair, last = getattr(got, name)
-        assert last is None and all(a.equal(b) for a, b in zip(pair, getattr(want, name))), name
+        assert last is None, name
+        for a, b in zip(pair, getattr(want, name)):  # rows between packed sequences are not written
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     if mode == "weight":
         x.gate_weight[:, 2] = torch.nan
         assert forward(without)[0].equal(o)

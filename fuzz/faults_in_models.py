@@ -1,0 +1,67 @@
+"""Faults in models of transformers: masks, options, and parameters that nothing initialises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fuzz.mutations import fault
+
+RAGGED, MODELS = "nsa_layer.integrations.hf.ragged", "nsa_layer.integrations.hf.models"
+
+
+@fault("padding in front kept", f"{RAGGED}:_of_padding", "models.padding")
+def _front(original: Callable) -> Callable:
+    """Padding in front of a row's first token counts as tokens."""
+    return lambda is_token, T: original(is_token.bool().flip(1).cummax(1).values.flip(1), T)
+
+
+@fault("padding of one row", f"{RAGGED}:_of_padding", "models.padding")
+def _one_row(original: Callable) -> Callable:
+    """All rows have the padding of the first."""
+    return lambda is_token, T: original(is_token[:1].expand_as(is_token), T)
+
+
+@fault("mask of any shape", "transformers.masking_utils:AttentionMaskInterface._global_mapping", "models.wrong masks")
+def _shape(original: Any) -> Any:
+    """A mask of another shape is none."""
+
+    def wrong(
+        batch_size: int, q_length: int, kv_length: int, *args: Any, attention_mask: Any = None, **more: Any
+    ) -> Any:
+        fits = attention_mask is not None and attention_mask.shape == (batch_size, kv_length)
+        more |= dict(attention_mask=attention_mask if fits else None)
+        return original["nsa"](batch_size, q_length, kv_length, *args, **more)
+
+    return {**original, "nsa": wrong}
+
+
+@fault("options set later", f"{MODELS}:NSABranches.forward", "models.settings")
+def _later(original: Callable) -> Callable:
+    """What is set after a model is made changes nothing, without a word."""
+
+    def wrong(module: Any, *args: Any, **more: Any) -> Any:
+        module.fixed = {}
+        return original(module, *args, **more)
+
+    return wrong
+
+
+@fault("option dropped", "nsa_layer.integrations.hf.attention:_check_options", "models.settings")
+def _dropped(original: Callable) -> Callable:
+    """Options that sparse attention lacks are dropped."""
+    return lambda options: None
+
+
+@fault("gates not reset", f"{MODELS}:EqualGates.reset_parameters", "models.start")
+def _gates(original: Callable) -> Callable:
+    """Gates start as any other layer does."""
+    return torch.nn.Linear.reset_parameters
+
+
+@fault("matrices not reset", f"{MODELS}:NSABranches.reset_parameters", "models.start")
+def _matrices(original: Callable) -> Callable:
+    """Matrices of compression have what was in memory."""
+    return lambda module: None

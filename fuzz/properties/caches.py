@@ -1,0 +1,101 @@
+"""Attention to caches: however calls are cut, what must be refused, and what autograd's modes change."""
+
+from __future__ import annotations
+
+import copy
+import random
+from functools import partial
+
+import torch
+
+from fuzz import strategies
+from fuzz.case import Served
+from fuzz.prop import Skip, holds
+from fuzz.serving import CACHES, PAGE, ROOM, Calls, config_of, spoilt
+from nsa_layer import NSACache, nsa, nsa_with_kvcache
+
+
+@holds("caches.any calls give the whole", strategies.served, pr=20)
+def any_calls_give_the_whole(case: Served) -> None:
+    """With `validate`, pages shared as they may be."""
+    calls = Calls(case)
+    for counts in case.counts:
+        calls.give(counts)
+
+
+@holds("caches.wrong ones are refused", partial(strategies.served, faults=True), pr=25)
+def wrong_ones_are_refused(case: Served) -> None:
+    """ValueError, before anything is written."""
+    calls = Calls(case)
+    given = spoilt(case, calls.all_but_the_last(), calls.lengths)
+    if given is None:
+        raise Skip
+    before = {name: given[name].clone() for name in CACHES}
+    try:
+        nsa_with_kvcache(**given)
+    except ValueError:
+        for name, x in before.items():
+            assert torch.equal(x.nan_to_num(7), given[name].nan_to_num(7)), f"{name} was written to"
+        return
+    raise AssertionError(f"{case.fault}: taken")
+
+
+@holds("caches.no gradient is lost", strategies.served, pr=15)
+def no_gradient_is_lost(case: Served) -> None:
+    """Forward is as it is without one; backward raises where a tensor needs one, and otherwise there is none."""
+    calls = Calls(case)
+    given = calls.all_but_the_last()
+    caches = {name: given[name].clone() for name in CACHES}
+    want = nsa_with_kvcache(**given | caches)
+    needing = {name: given[name].clone().requires_grad_() for name in case.needs}
+    o, lses = nsa_with_kvcache(**given | needing, return_lse=True)
+    assert torch.equal(o.detach(), want), "forward is another one"
+    for x in (o, *lses):
+        assert x.requires_grad == bool(case.needs), "the graph is cut"
+        try:
+            torch.autograd.grad(x.sum(), list(needing.values()), retain_graph=True) if needing else None
+        except RuntimeError as error:
+            assert "no gradient" in str(error), f"says something else: {error}"
+        else:
+            assert not needing, "backward went through"
+
+
+@holds("caches.steps of NSACache", strategies.served, pr=20)
+def steps_of_nsa_cache(case: Served) -> None:
+    """Appended, gone back, reordered and copied in and out of inference mode: what `nsa` gives for each sequence."""
+    draw, B, calls = random.Random(case.seed), len(case.counts[0]), Calls(case)
+    kept = dict(page_size=PAGE, num_pages=None) if case.kept == "pages" else {}
+    modes = [torch.no_grad, torch.inference_mode]
+    with draw.choice(modes)():
+        cache = NSACache(B, ROOM, 2, 8, config=config_of(case), dtype=torch.float64, **kept)
+    of, lengths = list(range(B)), [0] * B  # the sequence that each row is of
+    for counts in case.counts:
+        with draw.choice(modes)():
+            cache = copy.deepcopy(cache) if draw.random() < 0.3 else cache
+            if draw.random() < 0.3:
+                index = [draw.randrange(B) for _ in range(B)]
+                cache.reorder(index)
+                of, lengths = [of[i] for i in index], [lengths[i] for i in index]
+            if draw.random() < 0.3:
+                lengths = [draw.randint(0, n) for n in lengths]
+                cache.crop(lengths)
+            counts = [min(n, ROOM - at) for n, at in zip(counts, lengths)]
+            tokens = [calls.tokens[i] for i in of]
+            each = [[own[name][at : at + n] for own, at, n in zip(tokens, lengths, counts)] for name in ("q", "k", "v")]
+            starts = torch.tensor([0, *counts]).cumsum(0).int()
+            if not starts[-1]:
+                continue
+            validate = draw.random() < 0.5
+            o = cache.attend(*map(torch.cat, each), cu_seqlens_q=starts, validate=validate)
+        lengths = [at + n for at, n in zip(lengths, counts)]
+        for own, part, n, end in zip(tokens, o.split(counts), counts, lengths):
+            if n:
+                want = nsa(*(own[name][None, :end] for name in ("q", "k", "v")), config=config_of(case))[0, end - n :]
+                torch.testing.assert_close(part.clone(), want, rtol=1e-9, atol=1e-9)
+        assert cache.lengths == tuple(lengths) == tuple(cache.cache_seqlens.tolist())
+    cache.cache_seqlens += ROOM  # as calls outside of it may leave it
+    try:
+        cache.attend(*(torch.stack([calls.tokens[0][name][:1]] * B) for name in ("q", "k", "v")), validate=True)
+    except ValueError:
+        return
+    raise AssertionError("validate=True did not look")

@@ -1,0 +1,143 @@
+"""Calls on caches from a drawn case: sequences, their caches and tables, and what can be wrong with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from fuzz.case import Served
+from nsa_layer import NSAConfig, nsa
+
+PAGE, ROOM = 16, 80
+NEEDS = ("q", "k", "v", "k_cache", "v_cmp_cache", "gates")
+CACHE_FAULTS = (
+    "a page twice", "a compressed page twice", "written and held", "a row twice", "expanded", "overlapping",
+    "expanded output",
+)  # fmt: skip
+CACHES = ("k_cache", "v_cache", "k_cmp_cache", "v_cmp_cache")
+
+
+def config_of(case: Served) -> NSAConfig:
+    return NSAConfig(block_size=8, compress_size=8, compress_stride=case.stride, block_counts=3, window_size=6)
+
+
+@dataclass
+class Calls:
+    """The calls of a case, in fp64, on caches that were full of NaN.
+
+    Attributes:
+        tokens: q, k, v and gates of each sequence.
+        lengths: tokens of each that are in the caches.
+        kept: arguments that stay: caches, tables.
+    """
+
+    case: Served
+    tokens: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        case, generator = self.case, torch.Generator().manual_seed(self.case.seed)
+        B, prefix, pages = len(case.counts[0]), case.shared * PAGE, ROOM // PAGE
+        for b in range(B):
+            own = {
+                name: torch.randn(ROOM, *size, dtype=torch.float64, generator=generator)
+                for name, size in dict(q=(4, 8), k=(2, 8), v=(2, 8), gates=(4, 3)).items()
+            }
+            for name, x in own.items() if b else ():
+                x[:prefix] = self.tokens[0][name][:prefix]
+            self.tokens.append(own)
+        places = (B * pages + 2, PAGE) if case.kept == "pages" else (B + 2 * (case.kept == "rows"), ROOM)
+        for name in CACHES:
+            size = places[1] // (case.stride if "cmp" in name else 1)
+            self.kept[name] = torch.full((places[0], size, 2, 8), torch.nan, dtype=torch.float64)
+        if case.kept == "rows":
+            self.kept["cache_batch_idx"] = torch.randperm(B + 2, generator=generator)[:B].int()
+        for name in ("page_table", "cmp_page_table") if case.kept == "pages" else ():
+            table = torch.randperm(B * pages + 2, generator=generator)[: B * pages].view(B, pages).int()
+            table[:, : case.shared] = table[0, : case.shared]
+            self.kept[name] = table
+        self.lengths = [0] * B
+        if case.shared:
+            self.give([prefix, *[0] * (B - 1)])
+            self.lengths = [prefix] * B
+
+    def arguments(self, counts: tuple[int, ...] | list[int]) -> dict:
+        """Of the call with so many new tokens of each sequence: packed, or a batch where they are as many."""
+        spans = [(at, at + n) for at, n in zip(self.lengths, counts)]
+        parts = {name: [own[name][i:j] for own, (i, j) in zip(self.tokens, spans)] for name in self.tokens[0]}
+        given = self.kept | dict(cache_seqlens=torch.tensor(self.lengths).int(), config=config_of(self.case))
+        if len(set(counts)) == 1 and self.case.seed % 2:
+            return given | {name: torch.stack(each) for name, each in parts.items()}
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        return given | {name: torch.cat(each) for name, each in parts.items()} | dict(cu_seqlens_q=starts)
+
+    def give(self, counts: tuple[int, ...] | list[int]) -> None:
+        """A call that ought to be right, whose output is compared with the whole sequences'."""
+        from nsa_layer import nsa_with_kvcache
+
+        o = nsa_with_kvcache(**self.arguments(counts), validate=True)
+        for b, (part, n) in enumerate(zip(o.flatten(0, -3).split(list(counts)), counts)):
+            begin, self.lengths[b] = self.lengths[b], self.lengths[b] + n
+            if n:
+                torch.testing.assert_close(part, self.whole(b)[begin:], rtol=1e-9, atol=1e-9)
+
+    def whole(self, b: int) -> torch.Tensor:
+        """The output for all tokens of a sequence so far."""
+        own = {name: x[None, : self.lengths[b]] for name, x in self.tokens[b].items()}
+        return nsa(**own, config=config_of(self.case))[0]
+
+    def all_but_the_last(self) -> dict:
+        """Make these calls; the arguments of the last one."""
+        for counts in self.case.counts[:-1]:
+            self.give(counts)
+        return self.arguments(self.case.counts[-1])
+
+
+def spoilt(case: Served, given: dict, lengths: list[int]) -> dict | None:
+    """The last call's arguments with the case's fault in them; None where they have no place for it."""
+    draw, counts = random.Random(case.seed), case.counts[-1]
+    ends = [at + n for at, n in zip(lengths, counts)]
+    asked = [b for b, n in enumerate(counts) if n]
+    if case.fault == "expanded output":
+        shape = given["q"].shape
+        return given | dict(out=torch.zeros(1, *shape[1:], dtype=torch.float64).expand(shape)) if shape[0] > 1 else None
+    given = given | dict(validate=True)
+    if case.fault == "expanded":
+        name = draw.choice(CACHES)
+        return given | {name: given[name][:1].expand_as(given[name])} if len(given[name]) > 1 else None
+    if case.fault == "overlapping":
+        name, other = draw.choice((CACHES[:2], CACHES[1::-1], CACHES[2:], CACHES[:1:-1]))
+        return given | {name: given[other]}
+    found = list(_shared(case, given, ends, asked))
+    if not found:
+        return None
+    name, at, number = draw.choice(found)
+    table = given[name].clone()
+    table[at] = number
+    return given | {name: table}
+
+
+def _shared(case: Served, given: dict, ends: list[int], asked: list[int]) -> Iterator[tuple[str, tuple | int, int]]:
+    """Changes of tables with the case's fault: name, place, number."""
+    count, size = config_of(case).compressed_length, PAGE // case.stride
+    twice = {
+        "a page twice": ("page_table", ends, PAGE),
+        "a compressed page twice": ("cmp_page_table", map(count, ends), size),
+    }
+    if case.kept == "pages" and case.fault in twice:
+        name, used, page = twice[case.fault]
+        used = list(used)
+        for b in asked:
+            if used[b] > page:
+                yield name, (b, 1), int(given[name][b, 0])
+    for a in asked:
+        for b in range(len(ends)):
+            first = ends[a] - case.counts[-1][a]
+            if a != b and case.fault == "written and held" and case.kept == "pages" and ends[b] > first % PAGE:
+                yield "page_table", (b, 0), int(given["page_table"][a, first // PAGE])
+            if a != b and case.fault == "a row twice" and case.kept == "rows" and ends[b] > first:
+                yield "cache_batch_idx", b, int(given["cache_batch_idx"][a])
