@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.collectives import gather
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -49,15 +52,21 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
         [.., T, ..], in order.
 
     Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
+        TypeError, ValueError: an argument is bad, or the ranks' differ, as for `nsa`; the message names it.
     """
+    check = partial(_check_part, x, cp, dim)
+    agree(cp, [check], x=x, dim=dim)
+    check()
+    parts = x.movedim(dim, 0)
+    return gather(parts[None], Rows.of_tokens(cp, len(parts)), cp)[0].movedim(0, dim)
+
+
+def _check_part(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
     _check(x, cp, dim)
     if x.shape[dim] % len(cp.chunks):
         raise ValueError(
             f"x must have an even length in dimension {dim}, for load_balance='zigzag', got shape {tuple(x.shape)}"
         )
-    parts = x.movedim(dim, 0)
-    return gather(parts[None], Rows.of_tokens(cp, len(parts)), cp)[0].movedim(0, dim)
 
 
 def _check(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
