@@ -36,7 +36,7 @@ from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.config import WIDE_LIST
 from nsa_layer.context_parallel import gather, graph, heads, overlapped, stretches
 from nsa_layer.context_parallel.agreement import agree
-from nsa_layer.context_parallel.collectives import Collectives
+from nsa_layer.context_parallel.collectives import OPS, Collectives
 from nsa_layer.context_parallel.parts import NOTHING, Part
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
@@ -654,6 +654,7 @@ def exchange_in_graphs(group: Any, counts: tuple[int, ...]) -> None:
     x = torch.randn(2, sum(rows.of_rank(cp.rank)), 3)
     traced = make_fx(there_and_back)(x)
     assert_waits_for_collectives(traced.graph)
+    assert OPS.all_gather_into_tensor.default not in [node.target for node in traced.graph.nodes], "see send_to_all"
     assert torch.equal(traced(x), 2 * x)
 
 
@@ -711,7 +712,7 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
         dist.all_gather_object(of_ranks, calls, group=group)
         assert [len(each) for each in calls] == [1] and of_ranks[0] != of_ranks[1]
         first = graphs[0].index(getattr(torch.ops.nsa_layer, "selected" if alone else "stretch").default)
-        gathers = [n for n, x in enumerate(graphs[0]) if x is torch.ops._c10d_functional.all_gather_into_tensor.default]
+        gathers = [n for n, x in enumerate(graphs[0]) if x is OPS.all_to_all_single.default]  # on a CPU
         assert len(gathers) >= 4 and gathers[-1] < first
 
 
