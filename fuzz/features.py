@@ -8,7 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fuzz.attention import in_two_passes
-from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Packed, Texts, Window
+from fuzz.case import (
+    CALLS,
+    DIFFERENCES,
+    FORMS,
+    LAUNCHES,
+    LAYOUTS,
+    PATTERNS,
+    Attention,
+    Blocks,
+    Edge,
+    Fields,
+    Packed,
+    Ranks,
+    Texts,
+    Window,
+)
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.kinds import heads_of_a_cta
 from nsa_tools.testing.cases import Case
@@ -98,6 +113,17 @@ def _window(c: Window) -> Features:
     }
 
 
+def _ranks(c: Ranks) -> Features:
+    own = _one_of("call", CALLS, c.call) | _one_of("mode", ("heads", "gather"), c.mode)
+    own |= {f"differs in {name}" if name else "nothing differs": name == c.differs for name in DIFFERENCES}
+    return own | {
+        **_either("packed", "one sequence", c.lengths is not None),
+        "an empty sequence": c.lengths is not None and 0 in c.lengths,
+        **_either("zigzag", "in order", c.load_balance is not None),
+        "validate": c.validate,
+    }
+
+
 def _texts(c: Texts) -> Features:
     return {
         **_either("the same text", "another text", c.old == c.new),
@@ -162,5 +188,5 @@ def _attention(c: Attention) -> Features:
 
 _of = {
     Blocks: _blocks, Packed: _packed, Edge: _edge, Window: _window, Texts: _texts, Fields: _fields, Case: _layer,
-    Attention: _attention,
+    Attention: _attention, Ranks: _ranks,
 }  # fmt: skip

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import strategies as st
 
-from fuzz.case import FORMS, LAUNCHES, LAYOUTS, PATTERNS, Attention, Blocks, Edge, Fields, Kind, Packed, Texts, Window
+from fuzz.case import (
+    CALLS,
+    DIFFERENCES,
+    FORMS,
+    LAUNCHES,
+    LAYOUTS,
+    PATTERNS,
+    Attention,
+    Blocks,
+    Edge,
+    Fields,
+    Kind,
+    Packed,
+    Ranks,
+    Texts,
+    Window,
+)
 from fuzz.corrupt import FAULTS, PACKED_FAULTS
 from fuzz.kinds import passes_by_room
 from nsa_layer import NSAConfig
@@ -194,6 +212,38 @@ def layer_cases(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float6
         seed=draw(st.integers(0, 999)),
     )
     return Case(**(options | fixed))
+
+
+@st.composite
+def ranks(draw: st.DrawFn) -> Ranks:
+    """Calls that two ranks share, which are given the same, or differ in one thing: packings in half of these."""
+    call, tokens = draw(st.sampled_from(CALLS)), 4 * draw(st.integers(1, 6))
+    cuts = st.lists(st.integers(0, 2 * tokens), min_size=1, max_size=4).map(sorted)
+    first = draw(st.none() | cuts)
+    differs = draw(st.sampled_from(DIFFERENCES))
+    second = None
+    if call == "nsa" and differs == "tiles" or call == "unshard_sequence" and differs not in ("", "tokens"):
+        differs = ""
+    if call != "unshard_sequence" and draw(st.booleans()):
+        differs = "cu_seqlens"
+    if differs == "cu_seqlens":
+        first = draw(cuts) if first is None else first
+        second = draw(st.lists(st.integers(0, 2 * tokens), min_size=len(first), max_size=len(first)).map(sorted))
+        differs = "" if first == second else differs
+    lengths, others = (
+        None if each is None else tuple(end - begin for begin, end in itertools.pairwise((0, *each, 2 * tokens)))
+        for each in (first, second)
+    )
+    return Ranks(
+        call=call,
+        mode=draw(st.sampled_from(("heads", "gather"))),
+        load_balance=draw(st.sampled_from(("zigzag", None))),
+        tokens=tokens,
+        lengths=None if differs == "tiles" else lengths,
+        differs=differs,
+        others=others if differs == "cu_seqlens" else None,
+        validate=call != "unshard_sequence" and draw(st.booleans()),
+    )
 
 
 def fields() -> st.SearchStrategy[Fields]:

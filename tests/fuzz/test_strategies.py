@@ -25,6 +25,7 @@ WAYS: dict[str, Callable] = {
     "windows": strategies.windows,
     "texts": strategies.texts,
     "fields": strategies.fields,
+    "ranks": strategies.ranks,
     "layer": strategies.layer_cases,
     "attention": lambda: strategies.attention(Kind(mask="causal", lists=True)),
 }
