@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import tempfile
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fuzz import mutations, strategies
-from fuzz.case import Ranks
+from fuzz.case import CALLS, Ranks
 from fuzz.prop import holds
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, unshard_sequence
 from nsa_tools.testing.ranks import ranks
 
-SECONDS = 5.0  # for which a rank waits for the other one
+SECONDS = 8.0  # for which a rank waits for the other one, on a machine with other work to do
 CONFIG = NSAConfig(block_size=4, block_counts=3, window_size=4)
 
 
@@ -40,8 +40,9 @@ def agree_or_say_so(case: Ranks) -> None:
 
 def call(group: Any, case: Ranks, planted: list[str]) -> str | None:
     """A rank's call: None, or what its ValueError or TypeError says."""
+    group = _impatient(group.size())
     with mutations.planted(planted[-1], load=False) if planted else nullcontext():
-        cp = ContextParallel(_impatient(group.size()), mode=case.mode, load_balance=case.load_balance)
+        cp = ContextParallel(group, mode=case.mode, load_balance=case.load_balance)
         try:
             _call(cp, case)
         except (TypeError, ValueError) as error:
@@ -51,8 +52,13 @@ def call(group: Any, case: Ranks, planted: list[str]) -> str | None:
 
 @lru_cache(maxsize=1)
 def _impatient(size: int) -> Any:
-    """A group whose ranks do not wait long; the same at every call of a process."""
-    return dist.new_group(range(size), timeout=timedelta(seconds=SECONDS))
+    """A group whose ranks do not wait long for one another, after calls for which modules are imported; the same at
+    every call of a process."""
+    group = dist.new_group(range(size))
+    for name, mode in itertools.product(CALLS, ("heads", "gather")):
+        _call(ContextParallel(group, mode), Ranks(call=name))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SECONDS), group)
+    return group
 
 
 def _call(cp: ContextParallel, case: Ranks) -> None:
@@ -66,7 +72,7 @@ def _call(cp: ContextParallel, case: Ranks) -> None:
     if case.call == "unshard_sequence":
         unshard_sequence(q, cp, dim=0 if packed else 1)
         return
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) if packed else None
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32) if packed else None
     given = dict(q=q, k=k, v=k, cu_seqlens=starts, cp=cp)
     if case.validate:
         given["validate"] = True
