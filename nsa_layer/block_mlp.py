@@ -41,9 +41,9 @@ class BlockMLP(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw layers of deviation 1 / sqrt(fan in), and small embeddings."""
-        self.position.normal_(std=0.02)
+        nn.init.normal_(self.position, std=0.02)  # of torch.nn.init, which transformers keeps from what it has loaded
         for weight in (self.up, self.down):
-            weight.normal_(std=weight.shape[1] ** -0.5)
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, Hkv, D] -> [B, Tc, Hkv, D], one for each complete block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,14 @@ import torch
 
 from nsa_layer.call_spec import require_choice_by_token
 from nsa_layer.config import NSAConfig, require_int
+from nsa_layer.derivatives import is_transformed
 from nsa_layer.inputs import (
     DTYPES,
     check_lengths,
     check_lists,
     check_scale,
     check_starts,
+    check_weights,
     leaves_starts_on_gpu,
     refuse_nested,
 )
@@ -115,7 +118,10 @@ def check_call(
     _check_caches(call)
     _check_new(call)
     lengths = _check_lengths(call, backend, validate)
-    _check_weights(call)
+    check_weights(call, call.k_cache.shape[2], call.v_cache.shape[-1])
+    _check_tensor("out", call.out, (*call.q.shape[:-1], call.v_cache.shape[-1]), call.q)
+    if call.out is not None:
+        _refuse_overlap("out", call.out)
     if call.block_indices is not None:
         of = lengths if call.packed else call.q.shape[1:2]
         tiles = None if of is None else list(map(call.config.num_tiles, of))
@@ -167,27 +173,77 @@ def refuse_places(there: Sequence[bool], call: CachedCall, lengths: Sequence[int
 
 
 def refuse_shared(call: CachedCall, lengths: Sequence[int]) -> None:
-    """Raise ValueError where two sequences, whose places are in the caches, write to the same row or page."""
-    tokens = [end + (0 if call.k is None else T) for end, T in zip(call.cache_seqlens.tolist(), lengths)]
-    count, compressed = call.config.compressed_length, call.caches(COMPRESSED_CACHES)
-    written = [(end - T, end) for end, T in zip(tokens, lengths)]
+    """Raise ValueError where a sequence, whose places are in the caches, has a page twice or writes to another's."""
+    ends = [max(0, end + (0 if call.k is None else T)) for end, T in zip(call.cache_seqlens.tolist(), lengths)]
+    written, count = [(end - T, end) for end, T in zip(ends, lengths)], call.config.compressed_length
     made = [(count(first), count(end)) for first, end in written]
-    size = next((x.shape[1] for x in compressed.values()), 1)
-    for name, page, spans, used in (
+    blocks = next((x.shape[1] for x in call.caches(COMPRESSED_CACHES).values()), 1)
+    for name, size, spans, writes in (
         ("page_table", call.k_cache.shape[1], written, call.k is not None),
-        ("cmp_page_table", size, made, bool(compressed)),
-        ("cache_batch_idx", call.room, [(0, T) for T in lengths], True),
+        ("cmp_page_table", blocks, made, True),
+        ("cache_batch_idx", call.room, written, True),
     ):
-        table, users = getattr(call, name), {}
-        if table is None or not used:
+        if (table := getattr(call, name)) is None:
             continue
-        for b, (row, (first, end)) in enumerate(zip(table.view(len(lengths), -1).tolist(), spans)):
-            for page_or_row in row[first // page : -(-end // page) if end > first else 0]:
-                if users.setdefault(page_or_row, b) != b:
+        rows = [row[: -(-end // size)] for row, (_, end) in zip(table.view(len(lengths), -1).tolist(), spans)]
+        lowest: dict[int, tuple[int, int]] = {}  # place of a page that is written to, and the sequence
+        for b, (row, (first, end)) in enumerate(zip(rows, spans)):
+            if lengths[b] and len(set(row)) < len(row):
+                page = next(page for i, page in enumerate(row) if page in row[:i])
+                raise ValueError(f"{name} must name no page of a sequence twice, got {page} twice for sequence {b}")
+            for i in range(first // size, len(row)) if writes and end > first else ():
+                lowest[row[i]] = min(lowest.get(row[i], (size, b)), (max(0, first - i * size), b))
+        for b, (row, (_, end)) in enumerate(zip(rows, spans)):
+            for i, page in enumerate(row):
+                place, writer = lowest.get(page, (size, b))
+                if writer != b and end - i * size > place:
                     raise ValueError(
-                        f"{name} must let no two sequences write to the same place, got {page_or_row} for sequences "
-                        f"{users[page_or_row]} and {b}"
+                        f"{name} must let no two sequences write to the same place, or one where another has tokens, "
+                        f"got {page} for sequences {min(b, writer)} and {max(b, writer)}"
                     )
+
+
+def refuse_aliases(call: CachedCall) -> None:
+    """Raise ValueError where what the call writes to has two elements at one address, or one of another cache."""
+    caches = {f"{name}_cache": x for name, x in call.caches((*TOKEN_CACHES, *COMPRESSED_CACHES)).items()}
+    written = {name: x for name, x in caches.items() if call.k is not None or "cmp" in name}
+    for name, x in (written if call.out is None else written | {"out": call.out}).items():
+        _refuse_overlap(name, x)
+        for other, y in caches.items():
+            if name != other and _meet(x, y):
+                raise ValueError(f"{name} must have memory of its own, got a tensor that overlaps {other}")
+
+
+def _refuse_overlap(name: str, x: Tensor) -> None:
+    """Raise ValueError for a tensor with several elements at one address, which cannot be written to."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(x.stride(), x.shape) if size > 1):
+        if step <= reach:
+            raise ValueError(
+                f"{name} is written to, must not be expanded, nor overlap itself, got strides {x.stride()}"
+            )
+        reach += step * (size - 1)
+
+
+def _meet(x: Tensor, y: Tensor) -> bool:
+    """True if tensors of one dtype have an element at the same address; False where they have no addresses."""
+    if torch.compiler.is_compiling() or is_transformed() or {type(x), type(y)} != {Tensor} or not x.numel() * y.numel():
+        return False
+    high, low = Counter(), Counter()  # the most and, negated, the least of each step between an element of x and y
+    for bound, tensor in ((high, x), (low, y)):
+        for step, size in zip(tensor.stride(), tensor.shape):
+            bound[step] += size - 1
+
+    def is_sum(gap: int, steps: Sequence[int]) -> bool:
+        if not steps:
+            return gap == 0
+        step, *rest = steps
+        least, most = -sum(low[other] * other for other in rest), sum(high[other] * other for other in rest)
+        counts = range(max(-low[step], -((most - gap) // step)), min(high[step], (gap - least) // step) + 1)
+        return any(is_sum(gap - n * step, rest) for n in counts)
+
+    gap = (y.data_ptr() - x.data_ptr()) // x.element_size()
+    return is_sum(gap, sorted({*high, *low} - {0}, reverse=True))
 
 
 def _check_lengths(call: CachedCall, backend: str | None, validate: bool) -> tuple[int, ...] | None:
@@ -257,27 +313,6 @@ def _check_new(call: CachedCall) -> None:
             raise ValueError(f"{name} needs {name}_cache to be written to, got none")
         if "win" in name and cache is not None and (x is None) != (call.k is None):
             raise ValueError(f"{name} must be given where k is and {name}_cache is, and where neither is not")
-
-
-def _check_weights(call: CachedCall) -> None:
-    q, (Hkv, D), Dv = call.q, call.k_cache.shape[2:], call.v_cache.shape[-1]
-    if call.gates is not None and call.gate_weight is not None:
-        raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
-    shapes = {
-        "gate_weight": (q.shape[-2], 3, D),
-        "gates": (*q.shape[:-1], 3),
-        "compress_k_weight": (Hkv, D, D),
-        "compress_v_weight": (Hkv, Dv, Dv),
-    }
-    for name, shape in shapes.items():
-        x = getattr(call, name)
-        _check_tensor(name, x, shape, q, None)
-        if x is not None and not x.is_floating_point():
-            raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
-    for weight, key in (("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
-        if getattr(call, weight) is not None and getattr(call, key) is not None:
-            raise ValueError(f"{weight} and {key} exclude each other, got both; project before, or pass one")
-    _check_tensor("out", call.out, (*q.shape[:-1], Dv), q)
 
 
 def _check_tensor(

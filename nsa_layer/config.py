@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 RULES = ("nsa", "seed")
 UNION_ROWS = 128  # of a tile that reads the union of its queries' lists
 LARGEST = 2**31 - 1  # positions are int32
+LONGEST_BLOCK = 1 << 20  # tokens
 WIDEST_TILE = 256
 WIDE_LIST = 1024  # blocks
 RENAMED = {"block_stride": "compress_stride"}
@@ -18,7 +20,7 @@ class NSAConfig:
     """Static options of Native Sparse Attention (arXiv:2502.11089); the values are checked at once.
 
     Attributes:
-        block_size: tokens in a block of selection, ``l'``.
+        block_size: tokens in a block of selection, ``l'``; at most 2**20, as in one of compression.
         compress_size: tokens in a block of compression, ``l``. None: ``block_size``, which it is for every ``q_tile``
             above 1.
         compress_stride: tokens between the starts of compressed blocks, ``d``; a divisor of ``compress_size``, which is
@@ -56,6 +58,9 @@ class NSAConfig:
         for name in ("compress_size", "compress_stride"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), least=1)
+        for name, size in (("block_size", self.block_size), ("compress_size", self.span)):
+            if size > LONGEST_BLOCK:
+                raise ValueError(f"{name} must be at most {LONGEST_BLOCK} tokens, got {size}")
         if self.compress_offset is not None:
             require_int("compress_offset", self.compress_offset, least=-LARGEST)
         require_bools(force_blocks=self.force_blocks, deterministic=self.deterministic)
@@ -164,8 +169,10 @@ class NSAConfig:
 
         Raises:
             ValueError: a key is unknown, or a field is there under two names.
-            TypeError, ValueError: a value is bad, as for the class.
+            TypeError, ValueError: ``values`` is no dictionary of names, or a value is bad, as for the class.
         """
+        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+            raise TypeError(f"values must be a dict of NSAConfig fields by name, got {values!r}")
         for old in RENAMED.keys() & values.keys():
             if RENAMED[old] in values:
                 raise ValueError(f"{old} is the old name of {RENAMED[old]}, got both")

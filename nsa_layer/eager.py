@@ -133,7 +133,7 @@ def _attend_selected(
         return attend_lists(q, k, v, choice, limit.expand(len(q), T), **static)
     parts = choice.shape[1] // Hkv
     # The padding of a list names the block of zeros behind the last one, which no query sees.
-    spare = (config.num_blocks(S) + 1) * config.block_size - S
+    spare = (config.num_blocks(S) + 1) * min(config.block_size, S) - S
     k, v = (F.pad(x, (0, 0, 0, spare)) for x in (k, v))
     plan = _selected_plan(q, S, choice.shape[-1], Hq // (Hkv * parts), parts, spec, first)
     results = attention(ChunkAttention, _fold(q, Hkv, parts), k, v, choice, plan)
@@ -162,7 +162,8 @@ def _selected_plan(
 ) -> ChunkPlan:
     """Tile by tile; the padding of a list reads the block of zeros behind the last one, which no query sees."""
     T, config = q.shape[1], spec.config
-    step = rows_that_fit(q, width * config.block_size)
+    size = min(config.block_size, S)
+    step = rows_that_fit(q, width * size)
 
     def chunks(choice: torch.Tensor) -> Iterator[Chunk]:
         index = choice.long().remainder(config.num_blocks(S) + 1).unflatten(1, (-1, parts))
@@ -171,7 +172,7 @@ def _selected_plan(
             listed = index[:, :, :, tile]
             if spec.causal:  # a list is ascending, and none is longer than the blocks up to the tile's end
                 listed = listed[..., : config.num_blocks(first + last)]
-            keys = KeyBlocks(listed, config.block_size)
+            keys = KeyBlocks(listed, size)
             yield from ((begin, min(begin + step, last), keys) for begin in range(start, last, step))
 
     def visible(t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

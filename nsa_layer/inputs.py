@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,18 +62,8 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
     require_bools(causal=causal)
     check_qkv(q, k, v, packed=cu_seqlens is not None)
-    Hq, D, Hkv, Dv = q.shape[-2], q.shape[-1], k.shape[-2], v.shape[-1]
-    if tensors.gates is not None and tensors.gate_weight is not None:
-        raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
-    shapes = {
-        "gate_weight": (Hq, 3, D),
-        "gates": (*q.shape[:-1], 3),
-        "compress_k_weight": (Hkv, D, D),
-        "compress_v_weight": (Hkv, Dv, Dv),
-    }
-    for name, shape in shapes.items():
-        if (tensor := getattr(tensors, name)) is not None:
-            _check_weight(name, tensor, shape, q)
+    D, Hkv = k.shape[-1], k.shape[-2]
+    check_weights(tensors, Hkv, v.shape[-1])
     leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q, k, config, block_indices)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
@@ -133,9 +123,6 @@ def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int,
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension, got stride {x.stride(-1)}")
-    for weight, key in (("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
-        if getattr(tensors, weight) is not None and getattr(tensors, key) is not None:
-            raise ValueError(f"{weight} and {key} exclude each other, got both; project before, or pass one")
 
 
 def check_lists(
@@ -255,6 +242,21 @@ def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool
         raise ValueError(f"k must have q's head dimension {q.shape[-1]}, got {k.shape[-1]}")
     if q.shape[-2] % k.shape[-2]:
         raise ValueError(f"q's heads must be a multiple of k's, got {q.shape[-2]} and {k.shape[-2]}")
+
+
+def check_weights(given: Any, Hkv: int, Dv: int) -> None:
+    """Raise TypeError or ValueError unless gates and weights of compression are those of q [.., Hq, D], or None."""
+    q, D = given.q, given.q.shape[-1]
+    shapes = {"gate_weight": (q.shape[-2], 3, D), "gates": (*q.shape[:-1], 3)}
+    shapes |= {"compress_k_weight": (Hkv, D, D), "compress_v_weight": (Hkv, Dv, Dv)}
+    if given.gates is not None and given.gate_weight is not None:
+        raise ValueError("gate_weight and gates exclude each other, got both; pass one or neither")
+    for name, shape in shapes.items():
+        if (tensor := getattr(given, name)) is not None:
+            _check_weight(name, tensor, shape, q)
+    for weight, key in (("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
+        if getattr(given, weight) is not None and getattr(given, key) is not None:
+            raise ValueError(f"{weight} and {key} exclude each other, got both; project before, or pass one")
 
 
 def _check_weight(name: str, tensor: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:

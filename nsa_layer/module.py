@@ -185,7 +185,7 @@ class NSAttention(nn.Module):
             return_aux: also return `nsa`'s `Aux`: chosen blocks, gates, log-sum-exps.
             cache: this layer's, of its config, with ``own_window`` and ``own_sources`` for ``kv_per_branch``: x are the
                 next tokens of the cache's sequences, which are appended to it and attend to all that it holds;
-                positions count on. Carries no gradient.
+                positions count on. Backward raises RuntimeError.
 
         Returns:
             [B, T, dim] or [total, dim]; with ``return_aux`` a pair.
@@ -297,11 +297,12 @@ class NSAttention(nn.Module):
         )
         if x.dim() != dims or x.shape[-1] != self.dim:
             raise ValueError(f"x must be {layout} with dim={self.dim}, got shape {tuple(x.shape)}")
-        weight = self.q_proj.weight
-        if x.device != weight.device:
-            raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
-        if autocast.dtype_in_force(x.device) is None and x.dtype != weight.dtype:
-            raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
+        if type(self.q_proj) is nn.Linear:  # the weights of others, quantized ones for instance, say nothing of x
+            weight = self.q_proj.weight
+            if x.device != weight.device:
+                raise ValueError(f"x must be on the layer's device {weight.device}, got {x.device}")
+            if autocast.dtype_in_force(x.device) is None and x.dtype != weight.dtype:
+                raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
         if cu_seqlens is not None:
             check_starts(cu_seqlens)
         if positions is not None:

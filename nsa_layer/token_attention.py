@@ -102,7 +102,7 @@ def attend_lists(
         o [B, T, Hq, Dv] in q's dtype and the LSE [B, T, Hq]; a row that sees no key gives 0 and -inf.
     """
     (B, T), (Hkv, S), Hs = q.shape[:2], k.shape[1:3], choice.shape[1]
-    choice = choice.repeat_interleave(q_tile, dim=2)[:, :, :T]
+    choice, size = choice.repeat_interleave(q_tile, dim=2)[:, :, :T], min(size, S)
     # The padding of a list names the block of zeros behind the last one.
     spare = (-(-S // size) + 1) * size - S
     k, v = (F.pad(x, (0, 0, 0, spare)).unflatten(2, (-1, size)) for x in (k, v))

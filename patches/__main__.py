@@ -1,4 +1,4 @@
-"""The commands: python -m patches tree | save | check | rebase | export | status."""
+"""The commands: python -m patches tree | save | check | rebase | export | status | test-upstream."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from patches.overview import overview
 from patches.rebase import rebase_abort, rebase_continue, rebase_start
 from patches.save import save
 from patches.tree import DEFAULT, make_tree
+from patches.upstream_tests import FILES, test_upstream
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +66,25 @@ def _parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="print the table of patches")
     status.set_defaults(run=lambda root, args: print(overview(load_pin(root), load_queue(root)), end=""))
+
+    testing = commands.add_parser("test-upstream", help="run upstream's own tests on a GPU, beside what stock does")
+    testing.add_argument("checkout", type=Path, help="of upstream at the pin's tag, or the folder an earlier call made")
+    testing.add_argument("--stock", action="store_true", help="run the pinned wheel's package, and record what it does")
+    testing.add_argument("--any-commit", action="store_true", help="with --stock: take tests of another commit")
+    testing.add_argument("--shard", type=_part, default=(1, 1), metavar="K/N", help="the K-th of N parts")
+    testing.add_argument("--workers", type=int, metavar="N", help="processes (default: by the GPU's memory)")
+    testing.add_argument("--minutes", type=float, default=60, help="begin no case later than this (default 60)")
+    testing.add_argument("--only", choices=FILES, metavar="FILE", help="one of: " + ", ".join(FILES))
+    testing.add_argument("--kernels", type=Path, metavar="DIR", help="where compiled kernels are kept between parts")
+    testing.set_defaults(run=_test_upstream)
     return parser
+
+
+def _part(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part K/N with 1 <= K <= N")
+    return int(number), int(count)
 
 
 def _folder(root: Path, folder: Path | None, default: str = DEFAULT) -> Path:
@@ -74,6 +93,11 @@ def _folder(root: Path, folder: Path | None, default: str = DEFAULT) -> Path:
 
 def _check(root: Path, args: argparse.Namespace) -> int:
     return check(root) or (0 if args.bite is None else bite(root, args.bite))
+
+
+def _test_upstream(root: Path, args: argparse.Namespace) -> int:
+    names = ("stock", "any_commit", "shard", "workers", "minutes", "only", "kernels")
+    return test_upstream(root, args.checkout, **{name: getattr(args, name) for name in names})
 
 
 def _rebase(root: Path, args: argparse.Namespace) -> int:

@@ -56,6 +56,14 @@ def paged(device: str) -> dict[str, Any]:
     return cached(device) | {name: starts(0, 1).view(B, 1) for name in ("page_table", "cmp_page_table")}
 
 
+def two_pages(device: str) -> dict[str, Any]:
+    """Validated; each sequence's tokens are on two pages."""
+    pages = {name: torch.zeros(6, 16 if "cmp" not in name else 4, *x.shape[2:], device=device)
+             for name, x in cached(device).items() if name.endswith("_cache")}  # fmt: skip
+    tables = {name: starts(0, 1, 2, 3).view(B, 2) for name in ("page_table", "cmp_page_table")}
+    return cached(device) | pages | tables | dict(validate=True)
+
+
 def cache_arguments(device: str) -> dict[str, Any]:
     sizes = dict(batch=B, max_seqlen=32, num_kv_heads=HKV, head_dim=D, head_dim_v=DV, page_size=16, num_pages=9)
     return sizes | dict(config=CONFIG.replace(q_tile=1), own_window=False, dtype=torch.float32, device=device)
@@ -211,6 +219,8 @@ CACHED = (
     ("block_indices", ValueError, r"must have shape \(2, 20, 2 or 4, n\)", torch.zeros(B, 19, HKV, 2).int()),
     ("block_indices", ValueError, "must be -1 or a block of the sequence, got 8", torch.full((B, T, HKV, 2), 8).int()),
     ("out", ValueError, r"out must have shape \(2, 20, 4, 6\), got", torch.zeros(B, T, HQ, D)),
+    ("out", ValueError, "out is written to, must not be expanded, nor overlap itself",
+     torch.zeros(1, T, HQ, DV).expand(B, T, HQ, DV), torch.zeros(960).as_strided((B, T, HQ, DV), (T * HQ, HQ, DV, 1))),
     *not_a_size("num_splits", least=0),
     ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
     ("validate return_lse", *NOT_A_BOOL),
@@ -220,6 +230,20 @@ CACHED = (
 OUT_OF_CACHE = (
     ("cache_seqlens", ValueError, "cache_seqlens, .* must lead to places in the caches; sequence 1 has 20 queries and "
      "33 tokens", Together(cache_seqlens=starts(0, 13), validate=True)),
+    ("k_cache", ValueError, r"k_cache is written to, must not be expanded, .* got strides \(0, ",
+     Together(k_cache=torch.zeros(1, 32, HKV, D).expand(B, 32, HKV, D), validate=True)),
+    ("k_cmp_cache", ValueError, "v_cmp_cache must have memory of its own, got a tensor that overlaps k_cmp_cache|"
+     "k_cmp_cache must have memory of its own, got a tensor that overlaps v_cmp_cache",
+     Together(zip(("k_cmp_cache", "v_cmp_cache"), torch.zeros(B, 8, HKV, D + 1).unfold(3, D, 1).unbind(3)),
+              v_cache=torch.zeros(B, 32, HKV, D), v=torch.zeros(B, T, HKV, D), validate=True)),
+)  # fmt: skip
+PAGES = (
+    ("page_table", ValueError, "page_table must name no page of a sequence twice, got 3 twice for sequence 1",
+     torch.tensor([[0, 1], [3, 3]]).int()),
+    ("page_table", ValueError, "page_table must let no two sequences write to .*, got 0 for sequences 0 and 1",
+     torch.tensor([[0, 1], [0, 2]]).int()),
+    ("cmp_page_table", ValueError, "cmp_page_table must let no .*, or one where another has tokens, got 1 for",
+     torch.tensor([[0, 1], [1, 2]]).int()),
 )  # fmt: skip
 PAGED = (
     ("page_table cmp_page_table", TypeError, "{} must be int32, got", lambda x: x.long()),
@@ -244,6 +268,10 @@ CACHE = (
 OF_CACHE = (
     ("q k v", *NOT_A_TENSOR, None),
     ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:]),
+    ("validate return_lse", *NOT_A_BOOL),
+    ("page_table cache_batch_idx cache_seqlens k_cache config window", TypeError, "attend takes the options .*, got {}",
+     None, 1),
+    ("out", ValueError, "out is written to, must not be expanded", torch.zeros(1, T, HQ, DV).expand(B, T, HQ, DV)),
     ("q", ValueError, "q must have at most 32 tokens a sequence, the caches' room, got 40",
      Together(q=torch.zeros(B, 40, HQ, D), k=torch.zeros(B, 40, HKV, D), v=torch.zeros(B, 40, HKV, DV))),
 )  # fmt: skip
@@ -273,6 +301,7 @@ OF_CONFIG = (
         2**31,
         10**30,
     ),
+    ("block_size compress_size", ValueError, "{} must be at most 1048576 tokens, got", 2**31 - 1, 2**20 + 8),
     ("compress_stride", ValueError, "compress_stride must divide compress_size, got", 5, 32),
     ("compress_size", ValueError, "compress_stride must divide compress_size, got", 4, 12),
     ("compress_size", ValueError, "compress_size other than block_size needs q_tile=1 and rule='nsa', got", 8, 32, 24),
@@ -298,6 +327,7 @@ OF_CONFIG = (
 )
 OLD = {"tile_query": "before", "importance": "softmax", "per_head": False}
 FROM_DICT = (
+    ("values", TypeError, "values must be a dict of NSAConfig fields by name, got", None, {1: 1}, [("q_tile", 1)], "a"),
     ("values", ValueError, "unknown NSAConfig fields: a, block_sizes", {"block_sizes": 64, "a": 1, "q_tile": 64}),
     ("values", ValueError, "unknown NSAConfig fields: importance, per_head, tile_query", lambda x: x | OLD),
     ("values", ValueError, "block_size must be at least 1", {"block_size": 0}),
@@ -396,6 +426,7 @@ TABLES = (
     Table("nsa_with_kvcache", nsa_with_kvcache, cached, CACHED),
     Table("nsa_with_kvcache, validate", nsa_with_kvcache, cached, OUT_OF_CACHE, first=False),
     Table("nsa_with_kvcache, paged", nsa_with_kvcache, paged, PAGED),
+    Table("nsa_with_kvcache, pages", nsa_with_kvcache, two_pages, PAGES, first=False),
     Table("NSACache", NSACache, cache_arguments, CACHE),
     Table("NSACache.attend", lambda **given: empty_cache().attend(**given), appended, OF_CACHE, first=False),
     Table(

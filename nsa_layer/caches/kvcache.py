@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from nsa_layer import autocast, support
-from nsa_layer.cached_call import CachedCall, check_call
+from nsa_layer.cached_call import CachedCall, check_call, refuse_aliases
 from nsa_layer.caches import operator
 from nsa_layer.caches.operator import TENSORS, Lses
 from nsa_layer.config import NSAConfig, require_bools
@@ -56,7 +56,7 @@ def nsa_with_kvcache(
     """Native Sparse Attention of a sequence's last tokens to all of it, in the conventions of FlashAttention's caches.
 
     One token decodes, several prefill a chunk or verify a draft: together they give what `nsa` gives for the whole
-    sequence. Causal. Nothing carries a gradient.
+    sequence. Causal. Nothing carries a gradient: backward raises RuntimeError where a tensor of the call needs one.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens_q``: the last T tokens of each sequence.
@@ -88,11 +88,13 @@ def nsa_with_kvcache(
         block_indices: as in `nsa`; tiles of ``config.q_tile`` queries count from the call's first.
         num_splits: parts that the kernels of few queries divide a sequence's keys into, but at most 8, and 48 of
             compressed keys that have a launch of their own; 0: as they see fit. Others ignore it.
-        out: like the output, to be written to.
+        out: like the output, to be written to, with an address for each element. What is returned is this tensor, or
+            where a tensor of the call needs a gradient a copy, whose backward raises.
         return_lse: also return the branches' log-sum-exps.
         validate: look at ``cache_seqlens``, tables and indices before anything is written, which waits for a GPU: they
-            must lead to places in the caches, and no two sequences may write to the same. Without, a sequence that they
-            lead out of the caches writes nothing, and its rows are NaN.
+            must lead to places in the caches, name no page of a sequence twice, and let no sequence write where another
+            one writes or has tokens. Caches that are written to must not be expanded, nor overlap others. Without, a
+            sequence that numbers lead out of the caches writes nothing, and its rows are NaN.
         backend: "cute" (the kernels), "eager" or "reference". None: the kernels where the tensors are on a supported
             GPU, else eager.
 
@@ -106,38 +108,14 @@ def nsa_with_kvcache(
             queries may come in other calls); keys that are visible before their block is complete; what the kernels
             lack.
     """
-    call = CachedCall(
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
-        k=k,
-        v=v,
-        cache_seqlens=cache_seqlens,
-        page_table=page_table,
-        cache_batch_idx=cache_batch_idx,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        k_cmp_cache=k_cmp_cache,
-        v_cmp_cache=v_cmp_cache,
-        cmp_page_table=cmp_page_table,
-        k_cmp=k_cmp,
-        v_cmp=v_cmp,
-        k_win=k_win,
-        v_win=v_win,
-        k_win_cache=k_win_cache,
-        v_win_cache=v_win_cache,
-        gate_weight=gate_weight,
-        gates=gates,
-        compress_k_weight=compress_k_weight,
-        compress_v_weight=compress_v_weight,
-        config=config,
-        softmax_scale=softmax_scale,
-        block_indices=block_indices,
-        num_splits=num_splits,
-        out=out,
-    )
-    o, lses = checked_step(call, validate=validate, backend=backend, return_lse=return_lse)
-    return (o, lses) if return_lse else o
+    given = dict(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=cache_seqlens, page_table=page_table)
+    given |= dict(cache_batch_idx=cache_batch_idx, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+    given |= dict(k_cmp_cache=k_cmp_cache, v_cmp_cache=v_cmp_cache, cmp_page_table=cmp_page_table)
+    given |= dict(k_cmp=k_cmp, v_cmp=v_cmp, k_win=k_win, v_win=v_win, k_win_cache=k_win_cache, v_win_cache=v_win_cache)
+    given |= dict(compress_k_weight=compress_k_weight, compress_v_weight=compress_v_weight, gate_weight=gate_weight)
+    given |= dict(gates=gates, config=config, softmax_scale=softmax_scale, block_indices=block_indices)
+    call = CachedCall(**given, num_splits=num_splits, out=out)
+    return checked_step(call, validate=validate, backend=backend, return_lse=return_lse)
 
 
 def checked_step(
@@ -147,8 +125,8 @@ def checked_step(
     backend: str | None = None,
     return_lse: bool = False,
     reserve: Callable[[Sequence[int]], None] | None = None,
-) -> tuple[Tensor, Lses]:
-    """`nsa_with_kvcache` and its log-sum-exps.
+) -> Tensor | tuple[Tensor, Lses]:
+    """`nsa_with_kvcache`.
 
     Args:
         reserve: called with the number of each sequence's queries, when the call is known to be right.
@@ -157,6 +135,8 @@ def checked_step(
     call = cast_call(call)
     require_bools(validate=validate, return_lse=return_lse)
     lengths, softmax_scale = check_call(call, backend=backend, validate=validate or reserve is not None)
+    if validate:
+        refuse_aliases(call)
     q, Dv = call.q, call.v_cache.shape[-1]
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=Dv, config=call.config)
     lists, heads = None, call.k_cache.shape[2]
@@ -166,7 +146,9 @@ def checked_step(
     name = support.choose_backend(backend, **sizes, needs_grad=False, cached=True, **asked)
     if reserve is not None:
         reserve(lengths)
-    return operator.attend(call, lengths, softmax_scale, backend=name, validate=validate)
+    o, lses = operator.attend(call, lengths, softmax_scale, backend=name, validate=validate)
+    o, lses = operator.refuse_gradients(call, o, lses)
+    return (o, lses) if return_lse else o
 
 
 def cast_call(call: CachedCall) -> CachedCall:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from copy import copy, deepcopy
+from dataclasses import fields, replace
 from itertools import accumulate
 
 import torch
 
 from nsa_layer.cached_call import CachedCall, check_call
 from nsa_layer.caches.kvcache import cast_call, checked_step
-from nsa_layer.caches.operator import Lses
+from nsa_layer.caches.operator import CACHES, Lses
 from nsa_layer.config import NSAConfig, require_bools, require_int
 from nsa_layer.inputs import DTYPES
 
 Tensor = torch.Tensor
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 Spans = Sequence[tuple[int, int]]  # the places of each sequence that are to be written
+OF_THE_CACHE = ("config", "cache_seqlens", "page_table", "cmp_page_table", "cache_batch_idx", *CACHES, *"qkv")
+OPTIONS = {field.name for field in fields(CachedCall)}.difference(OF_THE_CACHE)
+
+
+class LastingTensors:
+    """Holds tensors that are written to, and whose copies can be written to outside of inference mode."""
+
+    def __deepcopy__(self, memo: dict) -> LastingTensors:
+        memo[id(self)] = copied = copy(self)
+        with torch.inference_mode(False):
+            copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
 
 class _Pages:
@@ -94,7 +107,7 @@ class _Pages:
             self.table.copy_(_sent(rows, self.table.device, torch.int32))
 
 
-class NSACache:
+class NSACache(LastingTensors):
     """Keys and values of one layer's sequences, and their compressed keys and values.
 
     Tensors keep their addresses, unless the cache is told to grow. In pages, sequences with the same beginning share
@@ -121,6 +134,7 @@ class NSACache:
         TypeError, ValueError: an argument is bad; the message names it.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         batch: int,
@@ -194,6 +208,7 @@ class NSACache:
         v: Tensor,
         *,
         return_lse: bool = False,
+        validate: bool = False,
         backend: str | None = None,
         compress: Compress | None = None,
         sources: tuple[Tensor, Tensor] | None = None,
@@ -204,7 +219,7 @@ class NSACache:
         Args:
             q: [batch, T, Hq, D], or packed [total, Hq, D] with ``cu_seqlens_q``; k: [batch, T, Hkv, D] or
                 [total, Hkv, D]; v: the same with Dv.
-            return_lse, backend, options: as in `nsa_with_kvcache`, but for the caches, their lengths and tables.
+            return_lse, validate, backend, options: as in `nsa_with_kvcache`, but for caches, their lengths and tables.
             compress: makes compressed keys [blocks, Hkv, D] and values [blocks, Hkv, Dv] of the tokens [blocks,
                 compress_size, Hkv, D] and [..., Dv] of the blocks that the call completes. None: means, or those given.
             sources: with ``own_sources`` these tokens' keys and values, shaped like k and v, which they are otherwise.
@@ -218,6 +233,8 @@ class NSACache:
         for name, x in (("k", k), ("v", v)):
             if x is None:
                 raise TypeError(f"{name} must be a torch.Tensor, got None")
+        if unknown := options.keys() - OPTIONS:
+            raise TypeError(f"attend takes the options {', '.join(sorted(OPTIONS))}, got {', '.join(sorted(unknown))}")
         tables = {name: pages.table for name, pages in self._pages.items()}
         given = dict(q=q, k=k, v=v, config=self.config, cache_seqlens=self.cache_seqlens)
         call = CachedCall(**given, **self.caches, **tables, **options)
@@ -236,12 +253,12 @@ class NSACache:
                 self._complete(compress, counts, (k, v) if sources is None else sources, made)
 
         try:
-            o, lses = checked_step(call, backend=backend, return_lse=return_lse, reserve=reserve)
+            found = checked_step(call, validate=validate, backend=backend, return_lse=return_lse, reserve=reserve)
         except BaseException:
             self._give_back(self._lengths)
             raise
         self._set(ends)
-        return (o, lses) if return_lse else o
+        return found
 
     def _room_of_blocks(self, name: str, call: CachedCall, lengths: Sequence[int]) -> Tensor:
         """Zeros for the compressed keys or values that a call may complete."""
@@ -267,13 +284,12 @@ class NSACache:
             token = token + torch.arange(span, device=token.device)
             old, row_of_new = token < length, (start + token - length).clamp(min=0)
             places = self._places(b.expand_as(token), token.minimum(length - 1).clamp(min=0))
-            with torch.no_grad():
-                tokens = (
-                    torch.where(old[..., None, None], cache[places], x.to(cache.dtype)[row_of_new])
-                    for cache, x in zip(kept, new)
-                )
-                for into, x in zip(made.values(), compress(*tokens), strict=True):
-                    into.flatten(0, -3)[_sent(rows, into.device)] = x.to(into.dtype)
+            tokens = (
+                torch.where(old[..., None, None], cache[places], x.to(cache.dtype)[row_of_new])
+                for cache, x in zip(kept, new)
+            )
+            for into, x in zip(made.values(), compress(*tokens), strict=True):
+                into.flatten(0, -3)[_sent(rows, into.device)] = x.to(into.dtype)
         if self.sources:
             spans = [(b, self._lengths[b] + i) for b, count in enumerate(counts) for i in range(count)]
             places = self._places(*_sent(spans, new[0].device).T)
@@ -311,6 +327,7 @@ class NSACache:
         for pages, ends in zip(self._pages.values(), (lengths, self._compressed(lengths))):
             pages.crop(ends)
 
+    @torch.inference_mode(False)
     def grow(self, max_seqlen: int) -> None:
         """Make room for longer sequences of a contiguous cache: its tensors are copied to larger ones.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from nsa_layer.cached_call import CachedCall, query_lengths
 from nsa_layer.call_spec import CallSpec, accumulation_dtype, lse_shape
 from nsa_layer.config import NSAConfig
 from nsa_layer.operators import CONFIG, static_arguments
-from nsa_layer.operators.registration import LIBRARY, OPS, needs_dispatcher, refuse_derivatives
+from nsa_layer.operators.registration import LIBRARY, OPS, needs_dispatcher, refuse_derivatives, register
 
 Tensor = torch.Tensor
 Lses = tuple[Tensor, Tensor, Tensor]
@@ -23,6 +24,10 @@ TENSORS = (
     *(*NEEDED, "k", "v", "page_table", "cache_batch_idx", "cu_seqlens_q", *CACHES[2:], "cmp_page_table"),
     *("k_cmp", "v_cmp", "k_win", "v_win", "gate_weight", "gates", "compress_k_weight", "compress_v_weight"),
     "block_indices",
+)
+NO_GRADIENT = (
+    "attention to cached tokens (nsa_with_kvcache, NSACache, models with a cache) has no gradient, since caches do not "
+    "keep what their keys and values come from: train on whole sequences without a cache, or call it under no_grad"
 )
 
 
@@ -52,6 +57,16 @@ def attend(
         o, *lses = OPS.with_kvcache(*(getattr(call, name) for name in TENSORS), **static)
     if call.out is not None:
         o = call.out.copy_(o)
+    return o, tuple(lses)
+
+
+def refuse_gradients(call: CachedCall, o: Tensor, lses: Lses) -> tuple[Tensor, Lses]:
+    """o and the log-sum-exps; copies whose backward raises, where a tensor of the call needs a gradient."""
+    tensors = [getattr(call, name) for name in TENSORS] if torch.is_grad_enabled() else ()
+    needing = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
+    if needing:  # gradients would pass one number on their way to all of them, so that graphs keep what raises
+        passed = sum(x[:0].sum() for x in needing)
+        o, *lses = _copy_without_gradient(passed, passed, o, *lses, NO_GRADIENT)
     return o, tuple(lses)
 
 
@@ -98,3 +113,17 @@ LIBRARY.define(_schema(), tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.impl("with_kvcache", _compute, "CompositeExplicitAutograd")
 torch.library.register_fake("nsa_layer::with_kvcache", _fake, lib=LIBRARY)
 refuse_derivatives(OPS.with_kvcache.default, _compute)
+
+
+def _copy(passed: Tensor, again: Tensor, *outputs: Tensor, error: str) -> tuple[Tensor, ...]:
+    return tuple(x.clone() for x in outputs)
+
+
+def _raise(*_: Any, error: str, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    raise RuntimeError(error)
+
+
+_how = dict(compute=_copy, fake=_copy, outputs=4, gradients=_raise, saved="Tensor saved", differentiable=2)
+_schema_of_copy = "Tensor passed, Tensor again, Tensor o, Tensor lse_cmp, Tensor lse_slc, Tensor lse_swa, *, str error"
+_how |= dict(schema=_schema_of_copy, keep=lambda inputs, _: (*inputs[:2], inputs[0]), differentiated=4)
+_copy_without_gradient = register("copy_without_gradient", "eager", **_how)

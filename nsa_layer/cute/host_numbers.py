@@ -15,7 +15,7 @@ P, R = ParamSpec("P"), TypeVar("R")
 def cached(make: Callable[P, R]) -> Callable[P, R]:
     """`make`, whose results are kept where they may serve later calls: the same packing is seen layer after layer, and
     by every call that a CUDA graph captures."""
-    kept = lru_cache(maxsize=64)(make)
+    kept = lru_cache(maxsize=64)(torch.inference_mode(False)(make))  # a later call may have a backward
 
     @wraps(make)
     def find(*args: P.args) -> R:

@@ -14,8 +14,8 @@ DTYPES = ("float32", "bfloat16")
 
 # A step takes about a second of one core for each model, so that both learn visibly within the budget.
 CPU = dict(
-    dtype="float32", seqlen=4096, batch=1, steps=300, minutes=3.5, dim=128, layers=2, heads=4, kv_heads=2,
-    block_size=32, block_counts=16, q_tile=1, window_size=128, eval_every=25, eval_windows=4, sample_bytes=160,
+    dtype="float32", seqlen=4096, batch=1, steps=300, minutes=2.5, dim=128, layers=2, heads=4, kv_heads=2,
+    block_size=32, block_counts=8, q_tile=1, window_size=128, eval_every=25, eval_windows=4, sample_bytes=160,
     lr=3e-3,
 )  # fmt: skip
 # The kernels take bf16 and a head dimension of 64; 32,768 tokens is where dense attention costs several times more.

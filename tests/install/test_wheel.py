@@ -43,7 +43,7 @@ def test_the_metadata_is_that_of_a_build_of_the_pin(built_wheel):
     required = metadata.get_all("Requires-Dist")
     assert 'nvidia-cutlass-dsl[cu13]==4.8.1; sys_platform == "linux"' in required
     assert 'quack-kernels==0.6.5; sys_platform == "linux"' in required
-    assert 'tqdm; extra == "tools"' in required and 'accelerate>=1.15; extra == "hf"' in required
+    assert 'tqdm>=4.67; extra == "tools"' in required and 'accelerate>=1.15; extra == "hf"' in required
     assert {f'flash-attn-4[{extra}]; extra == "test"' for extra in ("tools", "hf")} <= set(required)
 
 

@@ -198,8 +198,7 @@ def test_a_call_finds_what_was_compiled_for_it(tmp_path: Path) -> None:
     kernels = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.o")}
     compiled = [line.split("|")[3:5] for line in said.splitlines() if line.startswith("| sm_90a ")]
     assert len(kernels) == sum(int(count) for count, _ in compiled) >= 6
-    said = [line for line in run(["-c", OWN + CALLED], tmp_path, **ENVIRONMENT[90]).splitlines() if "Warn" not in line]
-    assert said == [""], "the call compiles nothing"
+    assert run(["-c", OWN + CALLED], tmp_path, **ENVIRONMENT[90]) == "\n", "it compiles and warns of nothing"
     cached = [line.split("|")[4] for line in run(command, tmp_path).splitlines() if line.startswith("| sm_90a ")]
     assert sum(map(int, cached)) == len(kernels)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.o")} == kernels
@@ -210,6 +209,7 @@ def test_a_call_finds_what_was_compiled_for_it(tmp_path: Path) -> None:
 def test_a_step_whose_kernels_are_missing_compiles_them_side_by_side(tmp_path: Path) -> None:
     said = run(["-c", OWN + BESIDE], tmp_path, NSA_COMPILE_WORKERS="2", **ENVIRONMENT[90])
     assert re.search(r"nsa_layer: compiling \d+ of \d+ kernels, once per configuration", said)
+    assert "data pointer" not in said  # PyTorch's warning about fake tensors
 
 
 @pytest.mark.sweep

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.config import LARGEST
+from nsa_layer.config import LARGEST, LONGEST_BLOCK
 
 
 @pytest.mark.parametrize("backend", ["eager", "reference"])
@@ -17,6 +17,20 @@ def test_the_largest_integers_are_no_limit(field: str, backend: str) -> None:
     q, few = torch.randn(1, 40, 2, 8), dict(block_size=4, q_tile=4, block_counts=2, window_size=4)
     largest, all_of_it = (nsa(q, q, q, config=NSAConfig(**few | {field: n}), backend=backend) for n in (LARGEST, 40))
     torch.testing.assert_close(largest, all_of_it)
+
+
+@pytest.mark.parametrize("q_tile", [1, 64])
+def test_blocks_longer_than_the_sequence_take_no_more_memory_than_it(q_tile: int) -> None:
+    """2**20 tokens of each head in fp64 would be 2 GiB and more."""
+    q, k = (torch.randn(1, 40, H, 64, dtype=torch.float64) for H in (4, 2))
+    found = []
+    for backend, size in (("eager", LONGEST_BLOCK), ("reference", LONGEST_BLOCK), ("eager", 64)):
+        config = NSAConfig(block_size=size, compress_size=64 if q_tile == 1 else None, q_tile=q_tile, window_size=4)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            found.append(nsa(q, k, k, config=config, backend=backend))
+        assert max(event.cpu_memory_usage for event in profile.key_averages()) < 1 << 26
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2])
 
 
 def test_frozen_hashable_and_round_trip() -> None:

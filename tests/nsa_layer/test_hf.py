@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -29,10 +31,13 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.cache_utils import Cache, DynamicLayer
 
 from nsa_layer import NSAConfig
 from nsa_layer.caches import eager_step
 from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM, NSALlamaModel, NSAModelCache, convert_to_nsa
+from nsa_layer.integrations.hf.cache import NSACacheLayer
+from nsa_layer.integrations.hf.models import CACHE
 from nsa_layer.integrations.hf.ragged import of_positions
 
 pytestmark = pytest.mark.xdist_group("hf")
@@ -168,7 +173,7 @@ def test_generation_with_a_cache_is_that_without(way: str) -> None:
     if way in ("assisted", "lookup"):
         batch = {name: x[:1] for name, x in batch.items()}
     made = []
-    for cache in (dict(), *[dict(past_key_values=DynamicCache())] * (way == "greedy"), dict(use_cache=False)):
+    for cache in (dict(), *[{CACHE: DynamicCache()}] * (way == "greedy"), dict(use_cache=False)):
         if "use_cache" in cache:
             options = {name: x for name, x in options.items() if name in ("do_sample", "top_k", "num_beams")}
         torch.manual_seed(1)
@@ -187,7 +192,7 @@ def test_steps_on_a_cache_give_the_logits_of_the_whole(gate: str, compression: s
     def step_to(end: int, ids: torch.Tensor = ids) -> torch.Tensor:
         begin = cache.get_seq_length()
         options = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end])
-        return model(ids[:, begin:end], past_key_values=cache, **options).logits
+        return model(ids[:, begin:end], **{CACHE: cache}, **options).logits
 
     with torch.no_grad():
         whole = model(**batch, position_ids=places).logits
@@ -202,6 +207,26 @@ def test_steps_on_a_cache_give_the_logits_of_the_whole(gate: str, compression: s
         step = step_to(75)
     torch.testing.assert_close(step, whole[:, 50:], **CLOSE)
     assert cache.nbytes == sum(layer.cache.nbytes for layer in cache.layers)
+
+
+def test_a_cache_is_taken_by_its_older_name_too_and_has_the_methods_of_transformers() -> None:
+    model, ids = sparse(), tokens(1, 30)
+    with torch.no_grad():
+        whole, cache = model(ids).logits, NSAModelCache(model.config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            steps = [model(part, past_key_values=cache).logits for part in ids.split(17, dim=1)]
+        torch.testing.assert_close(torch.cat(steps, dim=1), whole, **CLOSE)
+        cache.reset()
+        hidden, places = model.model.embed_tokens(ids), torch.arange(30)[None]
+        angles = model.model.rotary_emb(hidden, position_ids=places)
+        model.model.layers[0].self_attn(hidden, position_embeddings=angles, past_key_values=cache)
+    assert cache.get_seq_length() == 30
+    for kind, base in ((NSACacheLayer, DynamicLayer), (NSAModelCache, Cache)):
+        for name in {name for name in vars(kind) if not name.startswith("_")} & set(dir(base)):
+            if callable(getattr(base, name)):
+                ours, theirs = (list(signature(getattr(of, name)).parameters) for of in (kind, base))
+                assert ours[: len(theirs)] == theirs, name
 
 
 @pytest.fixture
@@ -273,7 +298,7 @@ def test_a_static_cache_goes_on_back_and_anew(compression: str) -> None:
             for end in ends:
                 begin = cache.get_seq_length()
                 options = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end])
-                step = model(batch["input_ids"][:, begin:end], past_key_values=cache, **options).logits
+                step = model(batch["input_ids"][:, begin:end], **{CACHE: cache}, **options).logits
                 real = mask[:, begin:end].bool()
                 torch.testing.assert_close(step[real], whole[:, begin:end][real], **CLOSE)
             assert cache.layers[1].cache.read_lengths() is None and cache.layers[1].cache.lengths == (end, end - 13)
@@ -282,7 +307,7 @@ def test_a_static_cache_goes_on_back_and_anew(compression: str) -> None:
             elif end == 42:
                 cache.reset()
     with pytest.raises(ValueError, match="room for 60"):
-        model(tokens(2, 2), past_key_values=cache, attention_mask=torch.cat((mask, mask[:, -2:]), dim=1))
+        model(tokens(2, 2), **{CACHE: cache}, attention_mask=torch.cat((mask, mask[:, -2:]), dim=1))
     beams = model.generate(**batch, max_new_tokens=5, num_beams=3)
     assert model.generate(**batch, max_new_tokens=5, num_beams=3, cache_implementation="static").equal(beams)
 
@@ -380,31 +405,31 @@ def test_what_it_does_not_do_is_an_error() -> None:
     with pytest.raises(TypeError, match="nsa must be an NSAConfig, its fields or None, got int"):
         NSALlamaConfig(**SIZES, nsa=16)
     with pytest.raises(NotImplementedError, match="fixed length"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=40))
+        model(ids, **{CACHE: StaticCache(config=model.config, max_cache_len=40)})
     with pytest.raises(NotImplementedError, match="use DynamicCache"):
-        dense(ids, past_key_values=NSAModelCache(dense.config))
+        dense(ids, **{CACHE: NSAModelCache(dense.config)})
     with pytest.raises(NotImplementedError, match="network"):
-        sparse(nsa_compression="mlp").generate(ids, past_key_values=DynamicCache(), max_new_tokens=4)
+        sparse(nsa_compression="mlp").generate(ids, **{CACHE: DynamicCache()}, max_new_tokens=4)
     with pytest.raises(NotImplementedError, match="shape"):
         model(ids, attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool))
     with pytest.raises(ValueError, match="attn_implementation must be 'nsa', got 'eager'"):
         NSALlamaModel(NSALlamaConfig(**SIZES, attn_implementation="eager"))
     sliding = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    with pytest.raises(NotImplementedError, match="mask other than|sliding_window"):
+    with pytest.raises(NotImplementedError, match="layers of sliding_attention"):
         convert_to_nsa(Qwen2ForCausalLM(sliding))(ids)
     with pytest.raises(NotImplementedError, match="dropout"):
         sparse(attention_dropout=0.1).train()(ids)
     cache = NSAModelCache(model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE: cache})
     tiles = sparse(nsa=CONFIG.replace(q_tile=8))
     with pytest.raises(NotImplementedError, match="q_tile=8"):
         tiles.generate(ids, max_new_tokens=4)
     with pytest.raises(ValueError, match="tokens_to_remove"):
         cache.crop(5)
     with pytest.raises(ValueError, match="cu_seq_lens_q"):
-        model(ids, past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 20], dtype=torch.int32))
+        model(ids, **{CACHE: cache}, cu_seq_lens_q=torch.tensor([0, 20], dtype=torch.int32))
     with pytest.raises(ValueError, match="attention_mask must be that of the cached"):
-        model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))
+        model(ids[:, :1], **{CACHE: cache}, attention_mask=torch.tensor([[0] * 3 + [1] * 18]))
     assert cache.get_seq_length() == 20 == cache.layers[0].cache.lengths[0]
 
 
@@ -453,12 +478,12 @@ def test_generation_on_a_gpu_is_that_without_a_cache(kind: type) -> None:
         whole = model(**batch, position_ids=places, use_cache=False).logits
         steps = []
         for begin, end in ((0, 300), (300, 301), (301, 302), (302, 400)):
-            given = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end], past_key_values=cache)
+            given = dict(attention_mask=mask[:, :end], position_ids=places[:, begin:end]) | {CACHE: cache}
             steps.append(model(batch["input_ids"][:, begin:end], **given).logits)
     real = mask.bool()
     error = (torch.cat(steps, dim=1)[real] - whole[real]).float().norm()
     assert error < 0.05 * whole[real].float().norm()  # a block may differ where two score alike
-    made = model.generate(**batch, max_new_tokens=8, past_key_values=kind(config=model.config))
+    made = model.generate(**batch, max_new_tokens=8, **{CACHE: kind(config=model.config)})
     assert made.shape == (2, 408)
 
 
@@ -473,10 +498,10 @@ def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(graphs: dict[str, int],
     with torch.no_grad():
         whole = model(**batch, position_ids=places, use_cache=False).logits
         given = dict(attention_mask=mask[:, :330], position_ids=places[:, :330])
-        steps, step = [model(ids[:, :330], past_key_values=cache, **given).logits], model.get_compiled_call(None)
+        steps, step = [model(ids[:, :330], **{CACHE: cache}, **given).logits], model.get_compiled_call(None)
         for at in range(330, 400):
             new = dict(input_ids=ids[:, at : at + 1].clone(), position_ids=places[:, at : at + 1].clone())
-            steps.append(step(**new, past_key_values=cache).logits.clone())
+            steps.append(step(**new, **{CACHE: cache}).logits.clone())
     assert [layer.get_seq_length() for layer in cache.layers] == [400, 400]
     assert cache.layers[1].cache.lengths == (400, 267)
     real = mask.bool()
@@ -485,7 +510,7 @@ def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(graphs: dict[str, int],
     made = [model.generate(**batch, max_new_tokens=10, cache_implementation="static")]
     for _ in range(2):
         cache.reset()
-        made.append(model.generate(**batch, max_new_tokens=10, past_key_values=cache))
+        made.append(model.generate(**batch, max_new_tokens=10, **{CACHE: cache}))
     assert made[0].equal(made[1]) and made[0].equal(made[2]) and made[0].shape == (2, 410)
     assert graphs["unique_graphs"] <= 2
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]

@@ -332,6 +332,118 @@ def test_two_sequences_that_write_to_one_place_are_refused(name: str) -> None:
         nsa_with_kvcache(**given | compressed | alone | dict(cache_seqlens=20), validate=True)
 
 
+def in_pages(lengths: tuple[int, ...], pages: list[list[int]], **more: object) -> dict:
+    """Arguments of a packed call on 10 pages of 8 tokens, of each sequence's next tokens."""
+    case = Case(lengths=lengths, D=8, dtype=torch.float64, config=SMALL)
+    inputs = make_inputs(case)
+    given = {name: getattr(inputs, name) for name in "qkv"} | dict(cu_seqlens_q=inputs.cu_seqlens, config=SMALL)
+    given |= {f"{name}_cache": torch.zeros(10, 8, 2, 8).double() for name in "kv"}
+    given |= {f"{name}_cmp_cache": torch.zeros(20, 1, 2, 8).double() for name in "kv"}
+    own = torch.arange(20).view(len(lengths), -1)[:, : len(pages[0])].int()
+    return given | dict(page_table=torch.tensor(pages).int(), cmp_page_table=own) | more
+
+
+SEQLENS = torch.tensor([10, 10]).int()
+HELD = {  # lengths, pages, cached tokens: the message, or None where numbers are right
+    "a page twice": ((3, 3), [[0, 0], [2, 3]], SEQLENS, "name no page of a sequence twice, got 0 twice for sequence 0"),
+    "twice behind the last token": ((3, 3), [[0, 1, 1], [2, 3, 3]], SEQLENS, None),
+    "twice where nothing is asked": ((3, 0), [[0, 1], [2, 2]], SEQLENS, None),
+    "shared and whole": ((3, 3), [[0, 1], [0, 3]], SEQLENS, None),
+    "written and read": (
+        (3, 3),
+        [[0, 1], [1, 3]],
+        SEQLENS,
+        "where another has tokens, got 1 for sequences 0 and 1",
+    ),
+    "written and held": ((3, 0), [[0, 1], [0, 1]], torch.tensor([10, 11]).int(), "got 1 for sequences 0 and 1"),
+    "written behind what is held": ((3, 0), [[0, 1], [0, 1]], SEQLENS, None),
+    "given up": ((3, 0), [[0, 1], [1, 0]], torch.tensor([10, 0]).int(), None),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_pages_are_each_sequences_own_where_they_are_written(name: str) -> None:
+    """Whole pages may be shared; one that is written to is copied before. Numbers are those of pages of their own."""
+    lengths, pages, seqlens, message = HELD[name]
+    given = in_pages(lengths, pages, cache_seqlens=seqlens)
+    if message is None:
+        want = nsa_with_kvcache(**in_pages(lengths, [[0, 1, 6], [2, 3, 7]], cache_seqlens=seqlens))
+        torch.testing.assert_close(nsa_with_kvcache(**given, validate=True), want)
+        return
+    with pytest.raises(ValueError, match=f"^page_table must .*{message}"):
+        nsa_with_kvcache(**given, validate=True)
+    assert not given["k_cache"].any()
+
+
+def test_compressed_pages_are_each_sequences_own_where_they_are_written() -> None:
+    own = dict(page_table=torch.arange(6).view(2, 3).int())
+    wrong = {"twice, got 4 twice for sequence 1": [[0, 1], [4, 4]], "got 1 for sequences 0 and 1": [[0, 1], [1, 3]]}
+    for message, pages in wrong.items():
+        given = in_pages((13, 13), [[0, 1], [2, 3]], cache_seqlens=0 * SEQLENS + 4) | own
+        with pytest.raises(ValueError, match=f"^cmp_page_table must .* {message}"):
+            nsa_with_kvcache(**given | dict(cmp_page_table=torch.tensor(pages).int()), validate=True)
+
+
+def test_rows_are_each_sequences_own_where_they_are_written() -> None:
+    given = in_pages((3, 0), [[0, 1], [2, 3]], cache_seqlens=torch.tensor([1, 3]).int())
+    given |= dict(page_table=None, cmp_page_table=None, cache_batch_idx=torch.tensor([4, 4]).int())
+    given |= {name: x[:10] for name, x in given.items() if name.endswith("cmp_cache")}
+    with pytest.raises(ValueError, match="^cache_batch_idx must .* another has tokens, got 4 for sequences 0 and 1"):
+        nsa_with_kvcache(**given, validate=True)
+    nsa_with_kvcache(**given | dict(cache_seqlens=torch.tensor([3, 2]).int()), validate=True)
+
+
+CACHES_OF = ("k_cache", "v_cache", "k_cmp_cache", "v_cmp_cache")
+
+
+@pytest.mark.parametrize("name", CACHES_OF)
+def test_caches_that_are_written_are_not_expanded(name: str) -> None:
+    given = contiguous()
+    given[name] = given[name][:1].expand(2, -1, -1, -1)
+    with pytest.raises(ValueError, match=rf"^{name} is written to, must not be expanded, .* got strides \(0, "):
+        nsa_with_kvcache(**given, validate=True)
+    assert is_blank(given)
+    rows = contiguous()
+    rows[name] = rows[name].new_full((2, 40, 2, 8), torch.nan).as_strided(rows[name].shape, (8, 16, 8, 1))
+    with pytest.raises(ValueError, match=f"^{name} is written to, must not be .* overlap itself"):
+        nsa_with_kvcache(**rows, validate=True)
+
+
+def test_what_is_only_read_may_be_expanded() -> None:
+    given = contiguous() | dict(k_cmp_cache=None, v_cmp_cache=None, k=None, v=None, cache_seqlens=20)
+    for name in CACHES_OF[:2]:
+        given[name] = torch.randn_like(given[name])[:1].expand(2, -1, -1, -1)
+    want = nsa_with_kvcache(**given | {name: given[name].contiguous() for name in CACHES_OF[:2]})
+    assert torch.equal(nsa_with_kvcache(**given, validate=True), want)
+    given["v_cache"] = given["k_cache"]
+    nsa_with_kvcache(**given, validate=True)
+
+
+@pytest.mark.parametrize("name, other", [("v_cache", "k_cache"), ("k_cmp_cache", "v_cache"), ("out", "v_cache")])
+def test_caches_do_not_overlap(name: str, other: str) -> None:
+    """But keys may lie beside values."""
+    given = contiguous() | dict(out=torch.empty(2, 20, 4, 8).double())
+    both = torch.full((2, 70, 2, 8), torch.nan, dtype=torch.float64)
+    given |= dict(k_cache=both[:, 0:64:2], v_cache=both[:, 1:64:2])
+    want = nsa(**{name: given[name] for name in "qkv"}, config=SMALL)
+    torch.testing.assert_close(nsa_with_kvcache(**given, validate=True), want)
+    both.fill_(torch.nan)
+    size = given[name].shape[1]
+    given |= {name: given[other] if name[0] == "v" else given[other][:, -size:]}
+    if name == "out":
+        given |= dict(q=given["q"][:, :, :2], out=given["out"])
+    with pytest.raises(ValueError, match=f"^({name}|{other}) must have memory of its own, got .* overlaps"):
+        nsa_with_kvcache(**given, validate=True)
+    assert both.isnan().all()
+
+
+def test_an_expanded_output_is_refused_before_the_caches_are_written() -> None:
+    given = contiguous()
+    with pytest.raises(ValueError, match="^out is written to, must not be expanded"):
+        nsa_with_kvcache(**given, out=torch.empty(1, 20, 4, 8).double().expand(2, -1, -1, -1))
+    assert is_blank(given)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_pytorch_finds_nothing_wrong_with_the_operator(packed: bool) -> None:
     given = contiguous()

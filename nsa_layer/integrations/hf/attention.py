@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from functools import cache
+from operator import index
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.utils import TransformersKwargs
 
 from nsa_layer import autocast
 from nsa_layer.api import nsa
@@ -14,10 +18,14 @@ from nsa_layer.block_mlp import BlockMLP, compressed
 from nsa_layer.caches.kvcache import nsa_with_kvcache
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.cache import NSACacheLayer
-from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged, of_positions
+from nsa_layer.integrations.hf.ragged import Ragged, of_positions
+from nsa_layer.selected import selected_attention
 
 Tensor = torch.Tensor
 Networks = Mapping[str, BlockMLP]
+CHANGES_RESULT = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "attention_bias", "alibi", "indices")
+CHANGES_RESULT += ("head_mask", "score_mod", "block_table", "output_attentions", "dropout", "is_causal=False")
+OF_FORWARD = {*TransformersKwargs.__annotations__, "use_cache", "cache_position"}  # of the model, no matter here
 
 
 def nsa_attention_forward(
@@ -34,6 +42,7 @@ def nsa_attention_forward(
     nsa_cache: NSACacheLayer | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    block_indices: Tensor | None = None,
     position_ids: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
@@ -47,48 +56,87 @@ def nsa_attention_forward(
         attention_mask: from `nsa_mask`.
         scaling: factor of q . k.
         nsa_options: config, gates and weights by their names in `nsa`. None: branches count 1/3 each, and config has
-            the fields that are in ``module.config.nsa``, if that is there.
+            the fields that are in ``module.config.nsa``, if that is there; backend is ``module.config.nsa_backend``.
         nsa_networks: "k_cmp" and "v_cmp", which compress blocks in place of means.
         nsa_cache: this layer's, to which key and value, of S = T tokens, are appended.
         cu_seq_lens_q: int32 [sequences + 1], starts of the sequences among the B * T tokens, and the total.
-        max_length_q: an upper bound of their lengths.
+        max_length_q: an upper bound of their lengths, an integer of Python, NumPy or PyTorch.
+        block_indices: [B, Hkv or Hq, T, n], the blocks of ``module.indexer.block_size`` keys that each query attends
+            to, and to no others, counted with padding; -1 for none.
         position_ids: [B or 1, T]; those of packed sequences start anew in each, which is looked at where there is no
             padding, no ``cu_seq_lens_q`` and no cached token. A graph being compiled asserts that they do not.
 
     Returns:
-        [B, T, Hq, Dv], and no attention weights. It carries no gradient where there are cached tokens.
+        [B, T, Hq, Dv], and no attention weights. With cached tokens, or ``nsa_cache``, backward raises RuntimeError.
 
     Raises:
-        NotImplementedError: an option of the layer that sparse attention does not have.
+        NotImplementedError: an option of the layer that sparse attention does not have. It warns once of those that it
+            does not know.
         ValueError: rows with cached tokens that hold several sequences, or are not those of the cache.
     """
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise NotImplementedError(f'attention "nsa" with {name}')
-    if dropout or options.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise NotImplementedError('attention "nsa" with dropout, or without a causal mask')
+    causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
+    _check_options(options | {"dropout": dropout or None, "is_causal=False": not causal})
     ragged, networks = attention_mask, nsa_networks or {}
     if ragged is not None and not isinstance(ragged, Ragged):
         raise NotImplementedError(f'attention "nsa" with a mask of shape {tuple(ragged.shape)}, not [B, T]')
     q, k, v = autocast.cast(*(x.transpose(1, 2) for x in (query, key, value)))
-    if cu_seq_lens_q is not None and (nsa_cache is not None or k.shape[1] > q.shape[1]):
-        raise ValueError("cu_seq_lens_q is for sequences without a cache")
-    given = {"config": config_of(module.config)} if nsa_options is None else dict(nsa_options)
-    given["softmax_scale"] = scaling
+    if cu_seq_lens_q is not None:
+        if nsa_cache is not None or k.shape[1] > q.shape[1] or ragged is not None:
+            raise ValueError("cu_seq_lens_q is for sequences without a cache or padding")
+        ragged = Ragged(None, cu_seq_lens_q)
+    elif ragged is None and nsa_cache is None and k.shape[1] == q.shape[1]:
+        ragged = of_positions(position_ids, *q.shape[:2])
+    how = dict(softmax_scale=scaling, backend=getattr(module.config, "nsa_backend", None))
+    if block_indices is not None:
+        if nsa_options is not None or not hasattr(module, "indexer"):
+            raise NotImplementedError("block_indices of a model with gates, or without module.indexer.block_size")
+        if ragged is not None and (ragged.is_token is None or (ragged.is_token.int().diff(dim=1) > 0).any()):
+            raise NotImplementedError("block_indices of packed sequences, or with padding in front of tokens")
+        lists, block_size = block_indices.transpose(1, 2).int(), module.indexer.block_size
+        return selected_attention(q, k, v, lists, block_size=block_size, **how), None
+    given = {"config": nsa_config(getattr(module.config, "nsa", None))} if nsa_options is None else dict(nsa_options)
+    given |= how
     if nsa_cache is not None:
         return nsa_cache.attend(q, k, v, ragged, networks=networks, **given), None
     if k.shape[1] > q.shape[1]:
         return _attend_to_cached(q, k, v, ragged, networks, given), None
-    if ragged is None and cu_seq_lens_q is None:
-        ragged = of_positions(position_ids, *q.shape[:2])
     if cu_seq_lens_q is not None:
-        ragged, given["max_seqlen"] = Ragged(None, cu_seq_lens_q), max_length_q
+        given["max_seqlen"] = None if max_length_q is None else index(max_length_q)
     return _attend(q, k, v, ragged, networks, given), None
 
 
-def config_of(config: object) -> NSAConfig:
-    """The operator's options in a configuration of transformers, the default ones where it has none."""
-    return NSAConfig(**(getattr(config, "nsa", None) or {}))
+def nsa_config(value: object, base: Mapping[str, object] | None = None) -> NSAConfig:
+    """The operator's options that ``config.nsa`` stands for.
+
+    Args:
+        value: an NSAConfig, fields of one, or None.
+        base: the fields that ``value`` does not name.
+
+    Raises:
+        TypeError: value is something else.
+        TypeError, ValueError: a field is unknown or bad.
+    """
+    if isinstance(value, NSAConfig):
+        return value
+    if not isinstance(value, (Mapping, type(None))):
+        raise TypeError(f"nsa must be an NSAConfig, its fields or None, got {type(value).__name__}")
+    # Without compress_size it would be of a version with another default.
+    return NSAConfig.from_dict({"compress_size": None, **(base or {}), **(value or {})})
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    """Raise NotImplementedError for options that change the result, and warn of those that are not known."""
+    is_set = [name for name, value in options.items() if value is not None and value is not False]
+    if changed := [name for name in is_set if name in CHANGES_RESULT]:
+        raise NotImplementedError(f'attention "nsa" with {", ".join(changed)}')
+    if not torch.compiler.is_compiling():
+        for name in set(is_set) - OF_FORWARD:
+            _warn_of(name)
+
+
+@cache
+def _warn_of(name: str) -> None:
+    warnings.warn(f'attention "nsa" ignores the option {name}', stacklevel=2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None, networks: Networks, given: dict) -> Tensor:
@@ -99,6 +147,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged | None, networks: Ne
         q, k, v = map(ragged.pack, (q, k, v))
         if "gates" in given:
             given["gates"] = ragged.pack(given["gates"])
+        if not len(q):  # nothing but padding: zeros with a gradient of all parameters, which other ranks wait for
+            used = [q, k, v, *given.values(), *(x for network in networks.values() for x in network.parameters())]
+            zero = sum(x.flatten()[:0].sum() for x in used if isinstance(x, Tensor))
+            return q.new_zeros(B, T, q.shape[1], v.shape[-1]) + zero
         starts = given["cu_seqlens"] = ragged.cu_seqlens
         if networks and not torch.compiler.is_compiling():
             lengths = tuple(starts.diff().tolist())
@@ -118,8 +170,6 @@ def _attend_to_cached(
     (B, T), S, device = q.shape[:2], k.shape[1], q.device
     lengths = torch.full((B,), S, dtype=torch.int32, device=device)
     if ragged is not None:
-        if ragged.is_token is None:
-            raise ValueError(NOT_THE_CACHED)
         is_token = ragged.is_token.to(device)
         lengths, tokens_first = is_token.sum(1).int(), is_token.logical_not().argsort(dim=1, stable=True)
         k, v = (x[torch.arange(B, device=device)[:, None], tokens_first] for x in (k, v))

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nsa_layer.block_mlp import BlockMLP
 from nsa_layer.caches.kvcache import nsa_with_kvcache
-from nsa_layer.caches.nsa_cache import NSACache
+from nsa_layer.caches.nsa_cache import LastingTensors, NSACache
 from nsa_layer.config import NSAConfig
 from nsa_layer.integrations.hf.ragged import NOT_THE_CACHED, Ragged
 
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 ROOM = 256  # tokens, where nobody says how many there will be
 
 
-class NSACacheLayer(CacheLayerMixin):
+class NSACacheLayer(LastingTensors, CacheLayerMixin):
     """One layer's sequences, without their padding.
 
     Args:
@@ -65,13 +65,17 @@ class NSACacheLayer(CacheLayerMixin):
             [B, T, Hq, Dv], 0 at padding.
 
         Raises:
-            ValueError: rows hold several sequences, or are not those of the calls before.
+            ValueError: rows hold several sequences, or they or config are not those of the calls before.
         """
         B, T = q.shape[:2]
-        if self.is_compileable and T == 1 and self.is_initialized and (ragged is None or ragged.places is None):
-            return self._step(q, k, v, networks, config=config, gates=gates, **options)
-        self._prepare(k, v, ragged, config)
+        if self.cache is not None and (B, config) != (rows := len(self.cache.cache_seqlens), self.cache.config):
+            raise ValueError(f"the cache is of {rows} rows and {self.cache.config}, got {B} and {config}: make another")
+        is_step = self.is_compileable and T == 1 and self.is_initialized
+        if not is_step or ragged is not None:
+            self._prepare(k, v, ragged, config)
         packed = ragged is not None and ragged.places is not None
+        if is_step and not packed:
+            return self._step(q, k, v, networks, config=config, gates=gates, **options)
         if packed:
             q, k, v = map(ragged.pack, (q, k, v))
             gates = None if gates is None else ragged.pack(gates)
@@ -109,18 +113,24 @@ class NSACacheLayer(CacheLayerMixin):
             self._columns, self._is_counted = self.cache.lengths[0] + int(self._padding), True
 
     def _prepare(self, k: Tensor, v: Tensor, ragged: Ragged | None, config: NSAConfig) -> None:
-        """Make room for the tokens of k [B, T, Hkv, D], and look at their padding."""
+        """Make room for the tokens of k [B, T, Hkv, D], and take the mask; cached ones that it hides are removed."""
         B, T, Hkv, D = k.shape
         if self.cache is None:
             room, sizes = max(self.max_cache_len, T), dict(head_dim_v=v.shape[-1], dtype=k.dtype, device=k.device)
             self.cache, self.is_initialized = NSACache(B, room, Hkv, D, config=config, **sizes), True
             if self.is_compileable:
-                self._padding = torch.zeros(1, dtype=torch.int32, device=k.device)
+                with torch.inference_mode(False):
+                    self._padding = torch.zeros(1, dtype=torch.int32, device=k.device)
                 for x in (*self.cache.caches.values(), self.cache.cache_seqlens, self._padding):
                     torch._dynamo.mark_static_address(x)  # a CUDA graph writes to them in place
         self._count()
-        if self.cache.lengths != ((self._columns,) * B if ragged is None else ragged.cached):
-            raise ValueError(NOT_THE_CACHED)
+        kept = (self._columns,) * B if ragged is None else ragged.kept(self._is_token, self._columns)
+        if kept != self.cache.lengths:
+            if ragged is None:
+                raise ValueError(NOT_THE_CACHED)
+            self.cache.crop(kept)
+            if self.is_compileable:
+                self._padding.fill_(self._columns - kept[0])
         self._is_token = None if ragged is None else ragged.is_token
         if self._columns + T > self.cache.max_seqlen and not self.is_compileable:
             self.cache.grow(max(self._columns + T, 2 * self.cache.max_seqlen))
@@ -141,10 +151,19 @@ class NSACacheLayer(CacheLayerMixin):
         return self._columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Places that a mask is asked for, and the first of them."""
+        """Places that a mask is asked for, and the first of them; ValueError where a static cache has too few."""
+        columns = self.get_seq_length() + query_length
         if self.is_compileable and torch.compiler.is_compiling():
+            if self.is_initialized:
+                torch._assert_async((columns <= self.max_cache_len).all(), "a static cache has no room for a token")
             return query_length, 0
-        return self.get_seq_length() + query_length, 0
+        self.require_room(columns)
+        return columns, 0
+
+    def require_room(self, columns: int) -> None:
+        """Raise ValueError unless rows may have so many tokens, their padding included."""
+        if self.is_compileable and columns > self.max_cache_len:
+            raise ValueError(f"rows would have {columns} tokens, a static cache has room for {self.max_cache_len}")
 
     def get_max_length(self) -> int:
         """Tokens of a row, at most; -1: it grows."""
@@ -191,8 +210,8 @@ class NSAModelCache(Cache):
     Args:
         config: the model's.
         max_cache_len: tokens of a row, padding included, to make room for at once; with more of them it grows.
-        static: it does not grow, and `generate` on a GPU compiles the steps of a token. Rows that a step finds no room
-            for are NaN.
+        static: it does not grow, and `generate` on a GPU compiles the steps of a token. Steps without room are errors,
+            in a compiled graph assertions.
     """
 
     def __init__(self, config: PreTrainedConfig, max_cache_len: int = ROOM, *, static: bool = False) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import asdict
+from inspect import unwrap
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ SPARSE = {
     Qwen3Model: models.NSAQwen3Model,
 }
 NOT_KEPT = ("model_type", "architectures", "transformers_version")
+NOT_SHARED = ("_modules", "config", "forward", "_original_forward")  # the last two are accelerate's, of mixed precision
 
 
 def convert_to_nsa(
@@ -48,7 +50,8 @@ def convert_to_nsa(
         The model of this package; `save_pretrained`, `AutoConfig` and `AutoModelForCausalLM` know it by its own type.
 
     Raises:
-        NotImplementedError: a model of another class.
+        NotImplementedError: a model of another class, or one that has what the new one could not keep or save: layers
+            with windows, quantized weights, adapters, offloading, wrapped or compiled parts.
         TypeError: ``config`` is not an NSAConfig.
         ValueError: ``gate`` or ``compression`` is unknown.
     """
@@ -58,26 +61,47 @@ def convert_to_nsa(
     sparse = SPARSE[type(model)]
     if not isinstance(config, NSAConfig):
         raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise NotImplementedError("convert_to_nsa of a quantized model: convert it first")
+    if any(hasattr(part, "_hf_hook") for part in model.modules()):
+        raise NotImplementedError("convert_to_nsa of a model that accelerate offloads or dispatches: convert it first")
     values = {name: value for name, value in model.config.to_dict().items() if name not in NOT_KEPT}
     values |= dict(nsa=asdict(config), nsa_gate=gate, nsa_compression=compression)
     with torch.device("meta"):
         made = sparse(sparse.config_class.from_dict(values))
-    _share(made, model)
+    saved = made.state_dict().keys()
+    _share(made, model, type(model).__name__)
+    if others := sorted(saved ^ made.state_dict().keys()):
+        raise NotImplementedError(f"convert_to_nsa of a model with adapters or changed layers: {others[0]!r}")
     for layer in made.base_model.layers:
-        branches, like = layer.self_attn.nsa, layer.self_attn.q_proj.weight
-        branches.to_empty(device=like.device).to(model.dtype).reset_parameters()
+        branches, device = layer.self_attn.nsa, next(layer.parameters()).device
+        branches.to_empty(device=device).to(model.dtype).train(layer.training)
+        for part in branches.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
         if gate == "input":
             branches.start_selected()
     if model.can_generate():
         made.generation_config = deepcopy(model.generation_config)
-    return made.train(model.training)
+    return made
 
 
-def _share(sparse: nn.Module, dense: nn.Module) -> None:
-    """Give a sparse model the dense one's modules, but for those with gates and compression inside."""
-    for name, child in dense.named_children():
-        own = getattr(sparse, name)
-        if any(isinstance(part, models.NSABranches) for part in own.modules()):
-            _share(own, child)
+def _share(sparse: nn.Module, dense: nn.Module, name: str) -> None:
+    """Give a sparse model the dense one's modules, but for those with gates and compression inside.
+
+    These take over the attributes of the dense model's: hooks, flags, how to checkpoint.
+    """
+    set_here = vars(dense).get("forward", type(dense).forward)
+    is_its_own = getattr(unwrap(set_here), "__func__", unwrap(set_here)) is unwrap(type(dense).forward)
+    is_compiled = "_compiled_call_impl" in vars(dense) or hasattr(set_here, "_torchdynamo_orig_callable")
+    if is_compiled or not is_its_own or not isinstance(sparse, type(dense)):
+        raise NotImplementedError(f"convert_to_nsa of a model whose {name} is wrapped or compiled: convert it first")
+    for key, value in vars(dense).items():
+        if key not in NOT_SHARED:
+            vars(sparse)[key] = copy(value) if isinstance(value, dict) else value
+    for key, child in dense.named_children():
+        part = getattr(sparse, key)
+        if any(isinstance(inner, models.NSABranches) for inner in part.modules()):
+            _share(part, child, f"{name}.{key}")
         else:
-            setattr(sparse, name, child)
+            setattr(sparse, key, child)

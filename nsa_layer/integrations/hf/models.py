@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass
+from inspect import signature
 
 import torch
 from torch import nn
@@ -26,19 +28,31 @@ from transformers import (
 from transformers import (
     initialization as init,
 )
-from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from nsa_layer.block_mlp import BlockMLP
-from nsa_layer.config import NSAConfig
-from nsa_layer.integrations.hf.attention import config_of
+from nsa_layer.integrations.hf.attention import nsa_attention_forward, nsa_config
 from nsa_layer.integrations.hf.cache import NSAModelCache
+from nsa_layer.integrations.hf.ragged import Ragged
 from nsa_layer.module import COMPRESSIONS, GATES
+from nsa_layer.support import BACKENDS
 
 Tensor = torch.Tensor
 START = 4.0  # sigmoid(4) = 0.982
+KNOWN = dict(nsa_gate=GATES, nsa_compression=COMPRESSIONS, nsa_backend=(None, *BACKENDS))
+# The cache among the arguments of models: "cache" since transformers 5.24.
+CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+
+
+class EqualGates(nn.Linear):
+    """Scores of gates, which start at 1/2 each."""
+
+    def reset_parameters(self) -> None:
+        """Set all parameters to 0."""
+        for parameter in self.parameters():
+            init.zeros_(parameter)
 
 
 class NSABranches(nn.Module):
@@ -47,11 +61,12 @@ class NSABranches(nn.Module):
     def __init__(self, config: PreTrainedConfig, head_dim: int) -> None:
         super().__init__()
         dim, Hq, Hkv, D = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_dim
-        self.num_heads, self.config = Hq, config_of(config)
+        self.num_heads, self.config = Hq, nsa_config(config.nsa)
+        self.fixed = {name: deepcopy(getattr(config, name)) for name in ("nsa", "nsa_gate", "nsa_compression")}
         self.gate_mlp = None
         if config.nsa_gate == "input":
             hidden = max(1, dim // 4)
-            self.gate_mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, 3 * Hq))
+            self.gate_mlp = nn.Sequential(nn.Linear(dim, hidden), nn.GELU(), EqualGates(hidden, 3 * Hq))
         weight = nn.Parameter(torch.empty(Hq, 3, D)) if config.nsa_gate == "query" else None
         self.register_parameter("gate_weight", weight)
         for name in ("compress_k_weight", "compress_v_weight"):
@@ -62,14 +77,10 @@ class NSABranches(nn.Module):
             made = {name: BlockMLP(Hkv, D, config=self.config) for name in ("k_cmp", "v_cmp")}
             self.networks = nn.ModuleDict(made)
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw networks anew, set the gates to 1/2 and matrices to the identity."""
-        for part in self.modules():
-            if isinstance(part, (nn.Linear, BlockMLP)):
-                part.reset_parameters()
-        for parameter in (self.gate_weight,) if self.gate_mlp is None else self.gate_mlp[-1].parameters():
-            init.zeros_(parameter)
+        """Set a weight of gates to 0 and matrices of compression to the identity; parts have functions of their own."""
+        if self.gate_weight is not None:
+            init.zeros_(self.gate_weight)
         for weight in (self.compress_k_weight, self.compress_v_weight):
             if weight is not None:
                 init.copy_(weight, torch.eye(weight.shape[-1]).to(weight).expand_as(weight))
@@ -80,12 +91,23 @@ class NSABranches(nn.Module):
         start = torch.tensor([-START, START, -START]).repeat(self.num_heads)
         self.gate_mlp[-1].bias.copy_(start)
 
-    def forward(self, x: Tensor) -> dict[str, object]:
-        """x [B, T, dim] -> options of `nsa`: config, gates or a weight for them, weights of compression."""
-        named = dict(self.named_parameters(recurse=False), config=self.config)
+    def forward(
+        self, layer: nn.Module, x: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Ragged | None, **options: object
+    ) -> Tensor:
+        """`nsa_attention_forward` of a layer with input x [B, T, dim], with gates and compression of this module.
+
+        It is called in here, and with all tensors, so that whatever gathers a module's parameters for its forward and
+        backward, as FSDP does, gathers them for the attention.
+        """
+        for name, value in self.fixed.items():
+            if (now := getattr(layer.config, name)) != value:
+                raise ValueError(f"config.{name} must be that of the model when it was made, {value!r}, got {now!r}")
+        names = ("gate_weight", "compress_k_weight", "compress_v_weight")
+        given = {"config": self.config} | {name: getattr(self, name) for name in names}
         if self.gate_mlp is not None:
-            named["gates"] = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
-        return named
+            given["gates"] = self.gate_mlp(x).sigmoid().unflatten(-1, (self.num_heads, 3))
+        options |= dict(nsa_options=given, nsa_networks=dict(self.networks.items()))
+        return nsa_attention_forward(layer, q, k, v, mask, **options)[0]
 
 
 class _Attention:
@@ -95,13 +117,30 @@ class _Attention:
         super().__init__(config, layer_idx)
         self.nsa = NSABranches(config, self.head_dim)
 
-    def forward(self, hidden_states: Tensor, *, past_key_values: Cache | None = None, **options: object) -> tuple:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Ragged | None = None,
+        **options: object,
+    ) -> tuple[Tensor, None]:
         if self.config._attn_implementation != "nsa":
             raise ValueError(f"attn_implementation must be 'nsa', got {self.config._attn_implementation!r}")
-        if isinstance(past_key_values, NSAModelCache):
-            options["nsa_cache"], past_key_values = past_key_values.layers[self.layer_idx], None
-        options |= dict(nsa_options=self.nsa(hidden_states), nsa_networks=dict(self.nsa.networks.items()))
-        return super().forward(hidden_states, past_key_values=past_key_values, **options)
+        cache = options.pop(CACHE, options.pop("past_key_values", None))
+        q, k, v = (f(hidden_states).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        if isinstance(cache, NSAModelCache):
+            if self.layer_idx >= len(cache):
+                raise ValueError(f"the cache has {len(cache)} layers, fewer than the model: make one of its config")
+            options["nsa_cache"] = cache.layers[self.layer_idx]
+        elif cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        options |= dict(scaling=self.scaling, dropout=self.attention_dropout if self.training else 0.0)
+        o = self.nsa(self, hidden_states, q, k, v, attention_mask, **options)
+        return self.o_proj(o.flatten(-2)), None
 
 
 class _Model:
@@ -116,7 +155,7 @@ class _Model:
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, NSABranches):
+        if isinstance(module, (NSABranches, EqualGates, BlockMLP)):  # each draws its own, and nothing that was loaded
             module.reset_parameters()
 
 
@@ -130,26 +169,28 @@ class _CausalLM:
         self.post_init()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, batch_size, max_cache_length):
-        asked, kind = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+        asked, kind = model_kwargs.get(CACHE), generation_config.cache_implementation
         if asked is None and kind in (None, "static") and generation_config.use_cache is not False:
             room = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
-            model_kwargs["past_key_values"] = NSAModelCache(self.config, room, static=kind == "static")
+            model_kwargs[CACHE] = NSAModelCache(self.config, room, static=kind == "static")
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
     def create_masks_for_generate(
-        self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values: Cache, **_: object
+        self, *, inputs_embeds: Tensor, attention_mask: Tensor | None, **options: object
     ) -> Tensor | None:
-        """The mask for a static cache: none for a step of a token in each row, whose shape would change in each."""
-        is_step = inputs_embeds.shape[1] == 1 and past_key_values.is_initialized
-        return None if is_step else attention_mask
+        """The mask for a static cache: none for a step behind a call's first one, whose shape would change in each."""
+        is_step = inputs_embeds.shape[1] == 1 and options[CACHE].is_initialized
+        if attention_mask is not None:
+            options[CACHE].layers[0].require_room(attention_mask.shape[1])
+        return None if is_step and not options.get("is_first_iteration") else attention_mask
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable:
         """The model, compiled for a token in each row; chunks of a prompt are not compiled."""
         compiled = super().get_compiled_call(compile_config)
 
         def call(input_ids: Tensor | None = None, **inputs: object) -> object:
-            is_step = input_ids is not None and input_ids.shape[1] == 1 and inputs["past_key_values"].is_initialized
+            is_step = input_ids is not None and input_ids.shape[1] == 1 and inputs[CACHE].is_initialized
             return (compiled if is_step else self)(input_ids=input_ids, **inputs)
 
         return call
@@ -159,6 +200,8 @@ def _use_nsa(config: PreTrainedConfig) -> None:
     if config._attn_implementation not in (None, "nsa"):
         raise ValueError(f"attn_implementation must be 'nsa', got {config._attn_implementation!r}")
     config._attn_implementation = "nsa"
+    if windows := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"}):
+        raise NotImplementedError(f"sparse attention for layers of {', '.join(windows)}: config.layer_types")
 
 
 @dataclass(kw_only=True)
@@ -166,26 +209,25 @@ class _Fields:
     """The fields of a configuration beside those of the dense model.
 
     Attributes:
-        nsa: fields of `NSAConfig`; a `NSAConfig` becomes them.
+        nsa: fields of `NSAConfig`; a `NSAConfig` becomes them. Set again, fields change those that they name.
         nsa_gate: "input", a network over a layer's input; or "query", ``sigmoid(q . gate_weight)``.
         nsa_compression: "mean", "linear" or "mlp", as in `NSAttention`.
+        nsa_backend: as in `nsa`. It is read in each call; the other three are those of a model when it is made.
     """
 
     nsa: dict | None = None
     nsa_gate: str = "input"
     nsa_compression: str = "mean"
+    nsa_backend: str | None = None
 
-    def __post_init__(self, **options: object) -> None:
-        if not isinstance(self.nsa, (NSAConfig, dict, type(None))):
-            raise TypeError(f"nsa must be an NSAConfig, its fields or None, got {type(self.nsa).__name__}")
-        if not isinstance(self.nsa, NSAConfig):
-            # Without compress_size it would be of a version with another default.
-            self.nsa = NSAConfig.from_dict({"compress_size": None} | (self.nsa or {}))
-        self.nsa = asdict(self.nsa)
-        for name, known in (("nsa_gate", GATES), ("nsa_compression", COMPRESSIONS)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-        super().__post_init__(**options)
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "nsa":
+            value = asdict(nsa_config(value, vars(self).get("nsa")))
+        elif name.startswith("nsa_") and name not in KNOWN:
+            raise AttributeError(f"a configuration has nsa, {', '.join(KNOWN)}, and no {name}")
+        elif name in KNOWN and value not in KNOWN[name]:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, KNOWN[name]))}, got {value!r}")
+        super().__setattr__(name, value)
 
 
 class NSALlamaConfig(_Fields, LlamaConfig):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function
 from nsa_layer.inputs import starts_of_lengths
 
 Tensor = torch.Tensor
-NOT_THE_CACHED = "attention_mask must be that of the cached tokens and the new ones, a sequence in each row"
+NOT_THE_CACHED = "attention_mask must be that of the cached tokens, of which it may hide a row's last, and the new ones"
 NOT_COMPILED = "position_ids start anew, and a compiled graph takes packed sequences by cu_seq_lens_q alone: give it"
 
 # What `of_positions` found, for all layers of a forward pass.
@@ -29,13 +29,12 @@ class Ragged:
         cu_seqlens: int32 [sequences + 1] on the CPU: starts of the sequences among these tokens, and the total.
         is_token: bool [B, S] on the CPU, of the cached places and the T of the queries; None: rows hold several
             sequences.
-        cached: tokens among the cached places of each row.
     """
 
     places: Tensor | None
     cu_seqlens: Tensor
     is_token: Tensor | None = None
-    cached: tuple[int, ...] = ()
+    _kept: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [total, ...]"""
@@ -47,6 +46,27 @@ class Ragged:
         if self.places is not None:
             x = x.new_zeros(B * T, *x.shape[1:]).index_copy(0, self.places.to(x.device), x)
         return x.unflatten(0, (B, T))
+
+    def kept(self, before: Tensor | None, columns: int) -> tuple[int, ...]:
+        """Tokens of each row among the first columns, all of them in front of those that are no tokens any more.
+
+        A row that ended early has padding behind its last token, which `generate` shows until the next turn.
+
+        Args:
+            before: is_token as it was, with tokens in all further columns; None: in all.
+
+        Raises:
+            ValueError: others are no tokens any more, or some are that were none.
+        """
+        if (key := (id(before), columns)) not in self._kept:  # once for all layers
+            now = self.is_token[:, :columns]
+            was = torch.ones_like(now)
+            if before is not None:
+                was[:, : before.shape[1]] = before[:, :columns]
+            if (now & (~was | ((was & ~now).cumsum(1) > 0))).any():
+                raise ValueError(NOT_THE_CACHED)
+            self._kept[key] = tuple(now.sum(1).tolist())
+        return self._kept[key]
 
 
 def nsa_mask(
@@ -74,21 +94,25 @@ def nsa_mask(
 
     Raises:
         NotImplementedError: the mask is not that of whole causal sequences, or the cache has a fixed length.
+        ValueError: attention_mask has another shape.
     """
     if isinstance(q_offset, Tensor) and kv_length == q_length == 1:
         return None  # a step on a static `NSAModelCache`, which knows its lengths
-    if isinstance(q_offset, Tensor) or kv_offset or kv_length != q_offset + q_length:
+    fixed, columns = isinstance(q_offset, Tensor) or kv_offset, q_offset + q_length
+    if not fixed and attention_mask is not None:
+        shape = tuple(attention_mask.shape)
+        if len(shape) != 2 or shape[0] != batch_size or shape[1] < columns or shape[1] == kv_length != columns:
+            raise ValueError(f"attention_mask must be [B, cached and new tokens], {(batch_size, columns)}, got {shape}")
+    if fixed or kv_length != columns:
         raise NotImplementedError('attention "nsa" with a cache of a fixed length or a window: use NSAModelCache')
     if use_vmap or options.get("local_size") is not None:
         raise NotImplementedError('attention "nsa" with a mask other than the causal one of whole sequences')
-    if attention_mask is not None:
-        return _of_padding(attention_mask[:, :kv_length], q_length)
     if mask_function is not causal_mask_function and q_length > 1 and not torch.compiler.is_compiling():
         row, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
-        later = torch.arange(1, q_length, device=device)[None]
+        later = torch.arange(q_offset + 1, columns, device=device)[None]
         if mask_function(row, head, later - 1, later).any():
             raise NotImplementedError('attention "nsa" with a mask that shows later tokens')
-    return None
+    return None if attention_mask is None else _of_padding(attention_mask[:, :columns], q_length)
 
 
 def _of_padding(is_token: Tensor, T: int) -> Ragged | None:
@@ -98,12 +122,14 @@ def _of_padding(is_token: Tensor, T: int) -> Ragged | None:
         return None
     queries = on_host[:, -T:]
     places = None if queries.all() else queries.flatten().nonzero()[:, 0].to(is_token.device)
-    starts = starts_of_lengths(queries.sum(1).tolist())
-    return Ragged(places, starts, on_host, tuple(on_host[:, :-T].sum(1).tolist()))
+    return Ragged(places, starts_of_lengths(queries.sum(1).tolist()), on_host)
 
 
 def of_positions(position_ids: Tensor | None, B: int, T: int) -> Ragged | None:
-    """The sequences of rows without padding, which start where positions do not go on; None: each row is one.
+    """The sequences of rows without padding; None: each row is one.
+
+    One starts where positions fall, or where 0 follows 0, which ends a sequence of one token. Positions that jump
+    forward, or repeat another number, start none.
 
     Reads positions on the host, which waits for a GPU once a forward pass. A graph that is being compiled holds rows of
     one sequence, and an assertion that they are.
@@ -114,19 +140,25 @@ def of_positions(position_ids: Tensor | None, B: int, T: int) -> Ragged | None:
     if position_ids is None or position_ids.dim() != 2 or T == 1:
         return None
     if torch.compiler.is_compiling():
-        torch._assert_async((position_ids.diff(dim=1) == 1).all(), NOT_COMPILED)
+        torch._assert_async(_starts(position_ids).logical_not().all(), NOT_COMPILED)
         return None
     state = None if position_ids.is_inference() else (position_ids._version, B)
     seen = _of_positions.get(position_ids)
     if state is None or seen is None or seen[0] != state:
         starts = torch.ones(B, T, dtype=torch.bool)
-        starts[:, 1:] = (position_ids.diff(dim=1) != 1).cpu()
+        starts[:, 1:] = _starts(position_ids).cpu()
         ragged = None
         if starts[:, 1:].any():
             at = starts.flatten().nonzero()[:, 0]
             ragged = Ragged(None, torch.cat((at, torch.tensor([B * T]))).int())
         seen = _of_positions[position_ids] = state, ragged
     return seen[1]
+
+
+def _starts(position_ids: Tensor) -> Tensor:
+    """bool [B, T - 1], True where another sequence starts than that of the position before."""
+    before, after = position_ids[:, :-1], position_ids[:, 1:]
+    return (after < before) | ((before == 0) & (after == 0))
 
 
 AttentionMaskInterface.register("nsa", nsa_mask)

@@ -1,0 +1,29 @@
+"""DLPack exchange of tensors for which kernels are compiled: those without memory go without a warning.
+
+PyTorch warns, once a process, of each read of a FakeTensor's address, and its DLPack exchange reads the address. The
+compiler needs sizes, strides, dtype and device alone.
+"""
+
+from typing import Any
+
+import torch
+from cutlass import cute
+from cutlass.cute import runtime
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class _NullTensor(torch.Tensor):
+    """A tensor at address 0, on any device, that no operator takes."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a tensor without memory")
+
+
+def from_dlpack(x: torch.Tensor, **options: Any) -> cute.Tensor:
+    """The DSL's `from_dlpack`, also of fake tensors."""
+    if isinstance(x, FakeTensor):
+        x = torch.Tensor._make_wrapper_subclass(
+            _NullTensor, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device
+        )
+    return runtime.from_dlpack(x, **options)
