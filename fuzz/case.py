@@ -18,6 +18,9 @@ PATTERNS = (
 LAUNCHES = ("left to right", "right to left", "longest first", "shuffled")
 FORMS = ("padded", "compact", "stacked", "ragged")
 KEPT = ("batch", "rows", "pages")  # ways to keep sequences in caches
+CALLS = ("nsa", "selected_attention", "unshard_sequence")  # that ranks share
+# What rank 1 of two gives otherwise, for each of these calls.
+DIFFERENCES = ("", "cu_seqlens", "tokens", "class", "option", "tiles")
 LAYOUTS = ("contiguous", "heads first", "fused", "every other batch")
 
 
@@ -111,6 +114,28 @@ class Texts(Pasteable):
     old: str = ""
     new: str = ""
     other: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Ranks(Pasteable):
+    """A call that two ranks share.
+
+    Attributes:
+        call: one of CALLS.
+        tokens: of each rank.
+        lengths: of the packed sequences; None: one sequence.
+        differs: what rank 1 gives otherwise, one of DIFFERENCES.
+        others: lengths that rank 1 gives, of as many sequences and tokens.
+    """
+
+    call: str = "nsa"
+    mode: str = "heads"
+    load_balance: str | None = "zigzag"
+    tokens: int = 8
+    lengths: tuple[int, ...] | None = None
+    differs: str = ""
+    others: tuple[int, ...] | None = None
+    validate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -208,3 +208,49 @@ def _bit(original: Callable) -> Callable:
 def _zero(original: Callable) -> Callable:
     """Sizes of 0 pass."""
     return lambda name, value, *, least=None: original(name, value, least=None if least is None else least - 1)
+
+
+@fault("packings not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+def _packings(original: Callable) -> Callable:
+    """Of the ranks' cu_seqlens only shapes are compared."""
+
+    def wrong(cp: Any, checks: Any, **more: Any) -> None:
+        more = {"starts" if name == "cu_seqlens" else name: value for name, value in more.items()}
+        original(cp, checks, **more)
+
+    return wrong
+
+
+@fault("tiles not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+def _tiles(original: Callable) -> Callable:
+    """Ranks may have lists of tiles of other sizes."""
+    return lambda cp, checks, **more: original(cp, checks, **(more | {"ragged": ("block_indices",)}))
+
+
+@fault("classes not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+def _classes(original: Callable) -> Callable:
+    """Modes are compared, and not the classes of tensors."""
+
+    def wrong(cp: Any, checks: Any, **more: Any) -> None:
+        plain = {name: x.as_subclass(torch.Tensor) for name, x in more.items() if name == "q"}
+        original(cp, checks, **(more | plain))
+
+    return wrong
+
+
+@fault("options refused alone", "nsa_layer.context_parallel.agreement:agree", "ranks")
+def _alone(original: Callable) -> Callable:
+    """A rank raises what is wrong with its options before the others can hear of it."""
+
+    def wrong(cp: Any, checks: Any, **more: Any) -> None:
+        for check in checks[:-1]:
+            check()
+        original(cp, checks, **more)
+
+    return wrong
+
+
+@fault("parts not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+def _parts(original: Callable) -> Callable:
+    """Parts of other shapes are put together."""
+    return lambda cp, checks, *, x, **more: None if "dim" in more else original(cp, checks, x=x, **more)

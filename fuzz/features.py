@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 from fuzz.attention import in_two_passes
 from fuzz.case import (
+    CALLS,
+    DIFFERENCES,
     FORMS,
     KEPT,
     LAUNCHES,
@@ -20,6 +22,7 @@ from fuzz.case import (
     Fields,
     Packed,
     Prompt,
+    Ranks,
     Served,
     Texts,
     Window,
@@ -112,6 +115,17 @@ def _window(c: Window) -> Features:
         **_either("a limit to the right", "no limit to the right", right),
         "causal": c.causal,
         **_either("fewer keys", "as many keys, or more", c.seqlen_k < c.seqlen_q),
+    }
+
+
+def _ranks(c: Ranks) -> Features:
+    own = _one_of("call", CALLS, c.call) | _one_of("mode", ("heads", "gather"), c.mode)
+    own |= {f"differs in {name}" if name else "nothing differs": name == c.differs for name in DIFFERENCES}
+    return own | {
+        **_either("packed", "one sequence", c.lengths is not None),
+        "an empty sequence": c.lengths is not None and 0 in c.lengths,
+        **_either("zigzag", "in order", c.load_balance is not None),
+        "validate": c.validate,
     }
 
 
@@ -208,7 +222,7 @@ def _attention(c: Attention) -> Features:
 
 _of = {
     Blocks: _blocks, Packed: _packed, Edge: _edge, Window: _window, Texts: _texts, Fields: _fields, Case: _layer,
-    Attention: _attention, Served: _served,
+    Attention: _attention, Served: _served, Ranks: _ranks,
     Words: lambda c: {},
     Prompt: _prompt,
 }  # fmt: skip

@@ -52,6 +52,7 @@ class Mutation:
 
 
 MUTATIONS: dict[str, Mutation] = {}
+PLANTED: list[str] = []  # names of those that are there, for other processes to plant them too
 
 
 def fault(name: str, target: str, *properties: str, **options: Any) -> Callable[[Change], Change]:
@@ -87,15 +88,21 @@ def all_mutations() -> dict[str, Mutation]:
 
 
 @contextmanager
-def planted(name: str) -> Iterator[Mutation]:
-    """Within, the fault is there, in every module that has the function."""
+def planted(name: str, *, load: bool = True) -> Iterator[Mutation]:
+    """Within, the fault is there, in every module that has the function.
+
+    Args:
+        load: import all modules that may have it, which takes seconds; else those that are loaded have to be all.
+    """
     from fuzz.prop import properties
 
-    properties()  # they import what they check by name
+    if load:
+        properties()  # they import what they check by name
     mutation = all_mutations()[name]
     path, _, attribute = mutation.target.partition(":")
     owner: Any = import_module(path)
-    _import_kernels()
+    if load:
+        _import_kernels()
     *outer, last = attribute.split(".")
     for part in outer:
         owner = getattr(owner, part)
@@ -110,10 +117,12 @@ def planted(name: str) -> Iterator[Mutation]:
     replacement = type(original)(wrong) if isinstance(original, (staticmethod, classmethod)) else wrong
     for place, attribute, _ in places:
         setattr(place, attribute, replacement)
+    PLANTED.append(name)
     try:
         with _nothing_on_disk():
             yield mutation
     finally:
+        PLANTED.remove(name)
         for place, attribute, before in places:
             setattr(place, attribute, before)
 

@@ -113,7 +113,8 @@ class _Worker:
         self.at, self._since = SPAWN.RawArray("c", LONGEST), SPAWN.RawValue("d")
         self.pipe, theirs = SPAWN.Pipe()
         given = (theirs, self.at, self._since, self.log, mutation)
-        self.process, self.started = SPAWN.Process(target=_work, args=given, daemon=True), time.monotonic()
+        # Not a daemon, which may have no processes of its own: `end` is always called.
+        self.process, self.started = SPAWN.Process(target=_work, args=given), time.monotonic()
         with patch.dict(os.environ, own | _one_gpu(number) | ENVIRONMENTS.get(need, {}) | {"OMP_NUM_THREADS": "1"}):
             self.process.start()
         theirs.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
 from hypothesis import strategies as st
 
 from fuzz.case import (
+    CALLS,
+    DIFFERENCES,
     FORMS,
     KEPT,
     LAUNCHES,
@@ -19,6 +22,7 @@ from fuzz.case import (
     Fields,
     Kind,
     Packed,
+    Ranks,
     Served,
     Texts,
     Window,
@@ -252,6 +256,38 @@ def dictionaries() -> st.SearchStrategy[Fields]:
     """What may come in place of a dictionary of NSAConfig's fields."""
     odd = st.sampled_from((None, 1, "block_size", [("q_tile", 1)], {1: 1}, {None: 64}, {"block_sizes": 64}))
     return st.one_of(st.builds(Fields, values=odd), fields())
+
+
+@st.composite
+def ranks(draw: st.DrawFn) -> Ranks:
+    """Calls that two ranks share, which are given the same, or differ in one thing: packings in half of these."""
+    call, tokens = draw(st.sampled_from(CALLS)), 4 * draw(st.integers(1, 6))
+    cuts = st.lists(st.integers(0, 2 * tokens), min_size=1, max_size=4).map(sorted)
+    first = draw(st.none() | cuts)
+    differs = draw(st.sampled_from(DIFFERENCES))
+    second = None
+    if call == "nsa" and differs == "tiles" or call == "unshard_sequence" and differs not in ("", "tokens"):
+        differs = ""
+    if call != "unshard_sequence" and draw(st.booleans()):
+        differs = "cu_seqlens"
+    if differs == "cu_seqlens":
+        first = draw(cuts) if first is None else first
+        second = draw(st.lists(st.integers(0, 2 * tokens), min_size=len(first), max_size=len(first)).map(sorted))
+        differs = "" if first == second else differs
+    lengths, others = (
+        None if each is None else tuple(end - begin for begin, end in itertools.pairwise((0, *each, 2 * tokens)))
+        for each in (first, second)
+    )
+    return Ranks(
+        call=call,
+        mode=draw(st.sampled_from(("heads", "gather"))),
+        load_balance=draw(st.sampled_from(("zigzag", None))),
+        tokens=tokens,
+        lengths=None if differs == "tiles" else lengths,
+        differs=differs,
+        others=others if differs == "cu_seqlens" else None,
+        validate=call != "unshard_sequence" and draw(st.booleans()),
+    )
 
 
 def fields() -> st.SearchStrategy[Fields]:

@@ -19,6 +19,8 @@ from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import Arguments, check_inputs, lists_in_int32
 
+RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks have the rows whose first tokens they have
+
 
 def nsa(
     q: torch.Tensor,
@@ -98,21 +100,19 @@ def nsa(
 
     Source: arXiv:2502.11089; for differences see the README.
     """
-    if not isinstance(memory, MemoryPolicy):
-        raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
-    require_bools(return_aux=return_aux, validate=validate)
     own = (k_cmp, v_cmp, k_win, v_win)
     weights = (gate_weight, gates, compress_k_weight, compress_v_weight)
     tensors = CallTensors(q, k, v, *weights, *own, cu_seqlens, block_indices)
-    if backend != "reference":
-        refuse_transforms(*tensors)
     tensors = CallTensors(*autocast.cast(*tensors.differentiable), cu_seqlens, lists_in_int32(block_indices))
     (q, k, v), block_indices = tensors[:3], tensors.block_indices
     given = Arguments(tensors, config, softmax_scale, max_seqlen, causal)
+    options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
     if cp is not None:
-        options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
         named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
-        agree(cp, partial(check_whole, given, cp), **named, **options)
+        checks = partial(_check_options, tensors, **options), partial(check_whole, given, cp)
+        agree(cp, checks, ragged=RAGGED, **named, **options)
+    _check_options(tensors, **options)
+    if cp is not None:
         better = backend != "reference" and gather.is_better(cp, tensors, config)
         if cp.mode_of(k.shape[-2], gather=better) == "heads":
             return heads.attend(nsa, cp, given, **options)
@@ -142,6 +142,16 @@ def nsa(
     with autocast.off(q.device):
         o, aux = attend(tensors, spec=spec, **more)
     return (o, aux) if return_aux else o
+
+
+def _check_options(
+    tensors: CallTensors, *, backend: str | None, memory: MemoryPolicy, return_aux: bool, validate: bool
+) -> None:
+    if not isinstance(memory, MemoryPolicy):
+        raise TypeError(f"memory must be a MemoryPolicy, got {type(memory).__name__}")
+    require_bools(return_aux=return_aux, validate=validate)
+    if backend != "reference":
+        refuse_transforms(*tensors)
 
 
 def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]:

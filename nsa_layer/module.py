@@ -209,15 +209,14 @@ class NSAttention(nn.Module):
             TypeError, ValueError: an argument is bad; the message names it. What `nsa` raises besides, and with a
                 cache `NSACache.attend`.
         """
+        check = partial(self._check_input, x, cu_seqlens, positions)
         if self.cp is not None:
-            agree(self.cp, partial(self._check_input, x, cu_seqlens), x=x, cu_seqlens=cu_seqlens, config=self.config)
-        self._check_input(x, cu_seqlens)
+            agree(self.cp, [check], x=x, cu_seqlens=cu_seqlens, config=self.config, cache=cache is not None)
+        check()
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens, causal, return_aux)
         if positions is not None:
-            if self.rope is None:
-                raise ValueError("positions are for rope, got positions on a layer without rope")
-            positions = _check_positions(positions, x)
+            positions = positions.to(x.device, torch.int64)
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim_v))
@@ -306,7 +305,7 @@ class NSAttention(nn.Module):
         static = [dict(network=f, weight=weight, config=self.config) for f, weight in zip(networks, weights)]
         return tuple(compressed(x, None, **how).squeeze(1) for x, how in zip((k, v), static))
 
-    def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+    def _check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, positions: torch.Tensor | None) -> None:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         refuse_nested("x", x)
@@ -323,6 +322,10 @@ class NSAttention(nn.Module):
                 raise TypeError(f"x must have the layer's dtype {weight.dtype}, got {x.dtype}")
         if cu_seqlens is not None:
             check_starts(cu_seqlens)
+        if positions is not None:
+            if self.rope is None:
+                raise ValueError("positions are for rope, got positions on a layer without rope")
+            _check_positions(positions, x)
 
     def _check_cache(
         self, cache: NSACache, x: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool, return_aux: bool
@@ -392,7 +395,7 @@ def _count_positions(
     return index - starts[sequence] + (0 if before is None else before.long()[sequence])
 
 
-def _check_positions(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _check_positions(positions: torch.Tensor, x: torch.Tensor) -> None:
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"positions must be a torch.Tensor or None, got {type(positions).__name__}")
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
@@ -401,4 +404,3 @@ def _check_positions(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if tuple(positions.shape) not in allowed:
         expected = " or ".join(str(shape) for shape in sorted(allowed))
         raise ValueError(f"positions must have shape {expected}, got {tuple(positions.shape)}")
-    return positions.to(x.device, torch.int64)

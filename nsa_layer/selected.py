@@ -85,18 +85,23 @@ def selected_attention(
         NotImplementedError: the backend does not do this on this architecture; or vmap or forward mode.
         RuntimeError: a second derivative is asked for.
     """
-    if backend != "reference":
-        refuse_transforms(q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_offset)
+    transformed = () if backend == "reference" else (q, k, v, block_indices, cu_seqlens, cu_seqlens_k, q_offset)
+    flags = dict(causal=causal, deterministic=deterministic, return_lse=return_lse, validate=validate)
+    checks = (
+        partial(refuse_transforms, *transformed),
+        partial(require_bools, **flags),
+        partial(require_int, "block_size", block_size, least=1),
+    )
     q, k, v = autocast.cast(q, k, v)
     block_indices = lists_in_int32(block_indices)
-    require_bools(causal=causal, deterministic=deterministic, return_lse=return_lse, validate=validate)
-    require_int("block_size", block_size, least=1)
     if cp is not None:
-        static = dict(block_size=block_size, softmax_scale=softmax_scale, causal=causal, deterministic=deterministic)
-        static |= dict(return_lse=return_lse, backend=backend, validate=validate)
+        static = dict(block_size=block_size, softmax_scale=softmax_scale, backend=backend) | flags
         apart = cu_seqlens_k is not None or q_offset is not None
         named = dict(q=q, k=k, v=v, block_indices=block_indices, cu_seqlens=cu_seqlens)
-        agree(cp, partial(context_parallel.check, cp, **named, apart=apart), **named, **static)
+        agree(cp, (*checks, partial(context_parallel.check, cp, **named, apart=apart)), **named, **static)
+    for check in checks:
+        check()
+    if cp is not None:
         name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
         return context_parallel.attend(selected_attention, cp, **named, **static, name=name)
     if cu_seqlens is None and cu_seqlens_k is not None:

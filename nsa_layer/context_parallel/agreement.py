@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -11,26 +12,29 @@ from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
 from nsa_layer.operators.registration import is_recorded
 
 CAPACITY = 1024
-RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks may have different numbers of rows
 # Descriptions that all ranks of a group have had; an equal call of tensors on a GPU exchanges nothing, or validates.
 _agreed: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
 
 
-def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object) -> None:
+def agree(
+    cp: ContextParallel, checks: Sequence[Callable[[], object]], *, ragged: Sequence[str] = (), **arguments: object
+) -> None:
     """Compare a call's arguments with those of the other ranks, on GPUs at the first call like it; in a graph never.
 
     Every call is compared on a CPU, where gloo ends the process if a peer sends more than is expected, and on a GPU
-    with ``validate``, outside graphs: numbers may be wrong on one rank alone.
+    with ``validate``, outside graphs: numbers may be wrong on one rank alone. Where calls are compared, so are the
+    numbers of ``cu_seqlens`` on a CPU, and with ``validate`` those on a GPU, which waits for it.
 
     Args:
-        check: raises what is wrong with this rank's arguments, where calls are compared.
+        checks: raise what is wrong with this rank's arguments, where calls are compared.
+        ragged: names of the arguments of which ranks may have different numbers of rows.
         arguments: of the call, by name.
 
     Raises:
         TypeError: cp is no ContextParallel.
         RuntimeError: torch.distributed is not initialised; or the first call like it is captured in a CUDA graph.
-        ValueError: the ranks' shapes, dtypes, options or need of gradients differ, not all are in a mode of PyTorch's
-            dispatcher, or some rank's arguments are bad: on every rank.
+        ValueError: the ranks' shapes, dtypes, options, packed sequences or need of gradients differ, not all are in a
+            mode of PyTorch's dispatcher, or some rank's arguments are bad: on every rank.
     """
     if not isinstance(cp, ContextParallel):
         raise TypeError(f"cp must be a ContextParallel or None, got {type(cp).__name__}")
@@ -39,8 +43,9 @@ def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object)
     require_initialized()
     recorded = torch.is_grad_enabled()
     arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance")}
-    arguments["being in a mode of PyTorch's dispatcher"] = is_recorded()  # those exchange by collectives
-    described = tuple((name, _described(name, value, recorded)) for name, value in arguments.items())
+    # Those in a mode exchange by collectives, and so do tensors of classes of their own.
+    arguments["being in a mode of PyTorch's dispatcher"] = is_recorded(arguments.get("q"))
+    described = tuple((name, _described(value, recorded, ragged=name in ragged)) for name, value in arguments.items())
     key = (cp.group_name, described)
     known = key in _agreed and any(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments.values())
     if known and not arguments.get("validate"):
@@ -49,10 +54,14 @@ def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object)
         if known:
             return
         raise RuntimeError("a call with these shapes is captured in a CUDA graph before it was made once")
-    wrong = None
+    wrong, starts = None, arguments.get("cu_seqlens")
     try:
-        check()
-    except (NotImplementedError, TypeError, ValueError) as error:
+        for check in checks:
+            check()
+        if starts is not None and (starts.is_cpu or arguments.get("validate")):
+            sequences = enumerate(pairwise(starts.tolist()))
+            described = *described, *((f"the tokens of sequence {i} in cu_seqlens", pair) for i, pair in sequences)
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
         wrong = error
     answers: list = [None] * cp.size
     dist.all_gather_object(answers, (described, wrong and str(wrong)), group=cp.group)
@@ -70,9 +79,11 @@ def agree(cp: ContextParallel, check: Callable[[], object], **arguments: object)
     _agreed.add(key)
 
 
-def _described(name: str, value: object, recorded: bool) -> str:
+def _described(value: object, recorded: bool, *, ragged: bool) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value)
+    if value.is_nested:
+        return "a nested tensor"  # whose shape cannot be asked for
     gradient = " with a gradient" if recorded and value.requires_grad else ""
-    shape = f"(.., {', '.join(map(str, value.shape[-2:]))})" if name in RAGGED else str(tuple(value.shape))
+    shape = f"(.., {', '.join(map(str, value.shape[-2:]))})" if ragged else str(tuple(value.shape))
     return f"{value.dtype} {shape} on {value.device.type}{gradient}"

@@ -40,7 +40,12 @@ class Collectives(NamedTuple):
 
     def send_to_all(self, x: Tensor, rows: Rows) -> Tensor:
         """This rank's rows [B, n, ...] to all ranks."""
-        return OPS.all_gather_into_tensor(rows.padded(x).contiguous()[None], self.cp.size, self.cp.group_name)
+        x = rows.padded(x).contiguous()[None]
+        # A gloo group's two threads assign the name of what they did last to one string, which is freed twice where it
+        # is longer than 15 characters (PyTorch 2.13): of these collectives the all-gather's is.
+        if x.device.type == "cpu":
+            return self._by_rank(x.expand(self.cp.size, *x.shape[1:]))
+        return OPS.all_gather_into_tensor(x, self.cp.size, self.cp.group_name)
 
     def send_to_heads(self, x: Tensor, rows: Rows) -> Tensor:
         """This rank's rows x [B, n, R, h, ...], those of part r to rank r."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.collectives import gather
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
@@ -49,18 +52,16 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
         [.., T, ..], in order.
 
     Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
+        TypeError, ValueError: an argument is bad, or the ranks' differ, as for `nsa`; the message names it.
     """
-    _check(x, cp, dim)
-    if x.shape[dim] % len(cp.chunks):
-        raise ValueError(
-            f"x must have an even length in dimension {dim}, for load_balance='zigzag', got shape {tuple(x.shape)}"
-        )
+    check = partial(_check, x, cp, dim, part=True)
+    agree(cp, [check], x=x, dim=dim)
+    check()
     parts = x.movedim(dim, 0)
     return gather(parts[None], Rows.of_tokens(cp, len(parts)), cp)[0].movedim(0, dim)
 
 
-def _check(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
+def _check(x: torch.Tensor, cp: ContextParallel, dim: int, *, part: bool = False) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not isinstance(cp, ContextParallel):
@@ -69,3 +70,7 @@ def _check(x: torch.Tensor, cp: ContextParallel, dim: int) -> None:
         raise TypeError(f"dim must be an int, got {dim!r}")
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim must be a dimension of x, got {dim} for shape {tuple(x.shape)}")
+    if part and x.shape[dim] % len(cp.chunks):
+        raise ValueError(
+            f"x must have an even length in dimension {dim}, for load_balance='zigzag', got shape {tuple(x.shape)}"
+        )

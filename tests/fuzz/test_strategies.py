@@ -26,6 +26,7 @@ WAYS: dict[str, Callable] = {
     "windows": strategies.windows,
     "texts": strategies.texts,
     "fields": strategies.fields,
+    "ranks": strategies.ranks,
     "served": strategies.served,
     "prompts": prompts,
     "faults of served": lambda: strategies.served(faults=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,7 +36,7 @@ from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.config import WIDE_LIST
 from nsa_layer.context_parallel import gather, graph, heads, overlapped, stretches
 from nsa_layer.context_parallel.agreement import agree
-from nsa_layer.context_parallel.collectives import Collectives
+from nsa_layer.context_parallel.collectives import OPS, Collectives
 from nsa_layer.context_parallel.parts import NOTHING, Part
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
@@ -359,6 +360,92 @@ def test_lists_of_ranks_are_padded_with_any_numbers(mode: str, on_ranks: Ranks) 
     on_ranks(2, pad_with_numbers, mode)
 
 
+STARTS = torch.tensor([0, 5, 20, 32], dtype=torch.int32)
+OTHER_STARTS = torch.tensor([0, 5, 16, 32], dtype=torch.int32)
+SEQUENCES = "the tokens of sequence 1 in cu_seqlens: rank 0 has (5, 20), rank 1 has (5, 16)"
+
+
+class Special(torch.Tensor):
+    """A class of its own, whose tensors are exchanged by collectives."""
+
+
+def disagree(group: Any, mode: str) -> None:
+    """What one rank gives differs from what the other one does: both say so at once, and go on."""
+    cp = ContextParallel(group, mode=mode)
+    q, k, lists = torch.randn(16, 4, 8), torch.randn(16, 2, 8), torch.zeros(16, 2, 1, dtype=torch.int32)
+    common, batch = dict(q=q, k=k, v=k, cu_seqlens=STARTS), dict(q=q[None], k=k[None], v=k[None], cu_seqlens=None)
+    nested = torch.nested.nested_tensor([k])
+    sequences = dict(cu_seqlens=OTHER_STARTS), SEQUENCES
+    by_tile = batch | dict(block_indices=lists[None, ::2])
+    of_layer = [
+        sequences,
+        (dict(cu_seqlens=STARTS[[0, 1, 3]]), "cu_seqlens: rank 0 has torch.int32 (4,)"),
+        (batch, "q"),
+        (dict(q=q[:8], k=k[:8], v=k[:8]), "q"),
+        (dict(q=q.double(), k=k.double(), v=k.double()), "q"),
+        (dict(q=q.as_subclass(Special)), "being in a mode of PyTorch's dispatcher"),
+        (dict(v=nested), "v"),
+        (dict(k_win=k), "k_win"),
+        (dict(k_cmp=torch.randn(2, 2, 8)), "k_cmp"),
+        (dict(block_indices=lists), "block_indices"),
+        (dict(max_seqlen=32), "max_seqlen"),
+        (dict(max_seqlen=3), "max_seqlen"),
+        (dict(config=SMALL.replace(block_counts=3)), "config"),
+        (dict(softmax_scale=0.25), "softmax_scale"),
+        (dict(memory="little"), "memory"),
+        (dict(validate=1), "validate"),
+        (dict(return_aux=True), "return_aux"),
+        (dict(backend="reference"), "backend"),
+    ]
+    of_lists = [
+        sequences,
+        (dict(block_indices=lists.expand(-1, -1, 3)), "block_indices"),
+        (by_tile, "block_indices", by_tile | dict(block_indices=lists[None])),
+        (dict(block_size=16), "block_size"),
+        (dict(block_size=0), "block_size"),
+        (dict(causal=False), "causal"),
+        (dict(causal=None), "causal"),
+        (dict(deterministic=True), "deterministic"),
+    ]
+    for function, cases, more in (
+        (nsa, of_layer, dict(config=SMALL)),
+        (selected_attention, of_lists, dict(block_size=8, block_indices=lists)),
+    ):
+        for of_last, said, *of_first in cases:
+            of_rank = of_last if group.rank() else next(iter(of_first), {})
+            with pytest.raises(ValueError, match=f"^ranks disagree on {re.escape(said)}"):
+                function(**common | more | of_rank, cp=cp)
+        function(**common, **more, cp=cp)
+    for of_last, said in ((q[:8], "x"), (q.double(), "x"), (None, "x"), (q.transpose(0, 1)[:, :3], "x")):
+        with pytest.raises(ValueError, match=f"^ranks disagree on {said}"):
+            unshard_sequence(of_last if group.rank() else q, cp, dim=0)
+    assert len(unshard_sequence(q, cp, dim=0)) == 32
+
+
+@pytest.mark.parametrize("mode", BOTH)
+def test_ranks_that_disagree_say_so(mode: str, on_ranks: Ranks) -> None:
+    on_ranks(2, disagree, mode)
+
+
+def disagree_in_a_layer(group: Any) -> None:
+    layer = NSAttention(16, num_heads=4, num_kv_heads=2, config=OVERLAPPING, compression="mlp", rope=RotaryEmbedding(4))
+    layer.set_context_parallel(group)
+    x, rank = torch.randn(16, 16), group.rank()
+    for of_last, error, said in (
+        (dict(cu_seqlens=OTHER_STARTS), ValueError, re.escape(SEQUENCES)),
+        (dict(positions=torch.zeros(3).long()), ValueError, "positions must have shape"),
+        (dict(cache="none"), ValueError, "ranks disagree on cache"),
+        (dict(max_seqlen=40), ValueError, "ranks disagree on max_seqlen"),
+    ):
+        with pytest.raises(error, match=said):
+            layer(x, **dict(cu_seqlens=STARTS) | (of_last if rank else {}))
+    layer(x, cu_seqlens=STARTS)
+
+
+def test_ranks_that_disagree_in_a_layer_say_so(on_ranks: Ranks) -> None:
+    on_ranks(2, disagree_in_a_layer)
+
+
 class OnGpu(torch.Tensor):
     is_cuda = True
 
@@ -372,16 +459,16 @@ def compare_known_calls(group: Any) -> None:
             raise ValueError("no such block")
 
     for validate in (False, True):
-        agree(cp, lambda: None, x=x, validate=validate)
-    agree(cp, wrong, x=x, validate=False)
+        agree(cp, [], x=x, validate=validate)
+    agree(cp, [wrong], x=x, validate=False)
     with pytest.raises(ValueError, match="no such block"):
-        agree(cp, wrong, x=x, validate=True)
+        agree(cp, [wrong], x=x, validate=True)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("is_available", "is_current_stream_capturing"):
             patch.setattr(torch.cuda, name, lambda: True)
-        agree(cp, wrong, x=x, validate=True)
+        agree(cp, [wrong], x=x, validate=True)
         with pytest.raises(RuntimeError, match="captured in a CUDA graph before"):
-            agree(cp, wrong, x=x[:1], validate=True)
+            agree(cp, [wrong], x=x[:1], validate=True)
 
 
 def test_known_calls_are_compared_to_validate_them(on_ranks: Ranks) -> None:
@@ -567,6 +654,7 @@ def exchange_in_graphs(group: Any, counts: tuple[int, ...]) -> None:
     x = torch.randn(2, sum(rows.of_rank(cp.rank)), 3)
     traced = make_fx(there_and_back)(x)
     assert_waits_for_collectives(traced.graph)
+    assert OPS.all_gather_into_tensor.default not in [node.target for node in traced.graph.nodes], "see send_to_all"
     assert torch.equal(traced(x), 2 * x)
 
 
@@ -624,7 +712,7 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
         dist.all_gather_object(of_ranks, calls, group=group)
         assert [len(each) for each in calls] == [1] and of_ranks[0] != of_ranks[1]
         first = graphs[0].index(getattr(torch.ops.nsa_layer, "selected" if alone else "stretch").default)
-        gathers = [n for n, x in enumerate(graphs[0]) if x is torch.ops._c10d_functional.all_gather_into_tensor.default]
+        gathers = [n for n, x in enumerate(graphs[0]) if x is OPS.all_to_all_single.default]  # on a CPU
         assert len(gathers) >= 4 and gathers[-1] < first
 
 
@@ -661,7 +749,8 @@ LEFT_ALONE = "[Tt]ime|[Cc]onnection (closed|reset) by peer"
 
 
 def come_alone(group: Any) -> None:
-    soon, q = dist.new_group(range(2), timeout=timedelta(seconds=0.5)), torch.randn(1, 16, 2, 8)
+    soon, q = dist.new_group(range(2)), torch.randn(1, 16, 2, 8)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), soon)  # making a group may take longer under load
     if not soon.rank():
         with pytest.raises(RuntimeError, match=LEFT_ALONE):
             nsa(q, q, q, config=SMALL, cp=ContextParallel(soon))
