@@ -143,15 +143,18 @@ LINES = st.one_of(
 
 @st.composite
 def texts(draw: st.DrawFn) -> Texts:
-    """Two versions of a file: often the second is the first, with lines changed, moved, indented or dropped."""
+    """Two versions of a file: often the second is the first, with lines changed, moved, copied or dropped."""
     text = st.lists(LINES, max_size=15)
     old = draw(text)
     new = list(old) if draw(st.booleans()) else draw(text)
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(new)))
-        edit = draw(st.sampled_from(("add", "drop", "move", "indent", "word")))
+        edit = draw(st.sampled_from(("add", "drop", "move", "copy", "indent", "word")))
         if edit == "add":
             new.insert(at, draw(LINES))
+        elif edit == "copy":
+            begin = draw(st.integers(0, len(new)))
+            new[at:at] = new[begin : begin + draw(st.integers(1, 6))]
         elif at < len(new):
             line = new.pop(at)
             if edit == "move":

@@ -205,7 +205,8 @@ def _take(root: Path, checkout: Path, folder: Path, *, any_commit: bool) -> dict
 
 def _pytest(part: Part, files: tuple[str, ...], *, folder: Path, workers: int, kernels: Path) -> None:
     """Run pytest in a process of its own on `files`, with the plugin and the build that `part` asks for."""
-    environment = os.environ | {
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = outer | {
         PART_VARIABLE: json.dumps(asdict(part)),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(kernels),

@@ -365,7 +365,7 @@ MODULE = (
     ("num_kv_heads", ValueError, "num_kv_heads must divide num_heads, got 3 and 4", 3),
     ("config", TypeError, "config must be an NSAConfig, got", {}, None),
     ("compression", ValueError, "compression must be one of 'mean', 'linear', 'mlp', got", "max", None, True),
-    ("gate", ValueError, "gate must be one of 'query', 'input', got", "none", None, 1),
+    ("gate", ValueError, "gate must be one of 'query', 'input', 'linear', got", "none", None, 1),
     ("kv_per_branch", *NOT_A_BOOL),
     ("rope", TypeError, "rope must be callable or None, got", 3, "rope"),
     ("backend", TypeError, "backend must be a string or None, got", 3, []),

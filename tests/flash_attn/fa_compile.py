@@ -280,7 +280,10 @@ def _serve() -> None:
     from torch._functorch import config
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    config.fake_tensor_allow_unsafe_data_ptr_access = False  # reading one's address raises; otherwise it warns
+    from nsa_layer.fork import fork_status
+
+    # Reading a fake tensor's address raises, where it otherwise warns; stock upstream reads it.
+    config.fake_tensor_allow_unsafe_data_ptr_access = fork_status().kind == "stock"
     while True:
         try:
             path, name, args, traced = pickle.load(sys.stdin.buffer)
