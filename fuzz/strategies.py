@@ -141,11 +141,14 @@ LINES = st.one_of(
 )
 
 
+BLOCK = [f"    sums[{name}] = add(values, {name}, start)" for name in ("rows", "columns", "heads", "tiles", "pages")]
+
+
 @st.composite
 def texts(draw: st.DrawFn) -> Texts:
     """Two versions of a file: often the second is the first, with lines changed, moved, copied or dropped."""
-    text = st.lists(LINES, max_size=15)
-    old = draw(text)
+    text, block = st.lists(LINES, max_size=15), draw(st.permutations(BLOCK))[: draw(st.integers(1, len(BLOCK)))]
+    old = draw(text) + (block if draw(st.booleans()) else [])
     new = list(old) if draw(st.booleans()) else draw(text)
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(new)))
@@ -153,8 +156,7 @@ def texts(draw: st.DrawFn) -> Texts:
         if edit == "add":
             new.insert(at, draw(LINES))
         elif edit == "copy":
-            begin = draw(st.integers(0, len(new)))
-            new[at:at] = new[begin : begin + draw(st.integers(1, 6))]
+            new[at:at] = block
         elif at < len(new):
             line = new.pop(at)
             if edit == "move":
