@@ -65,3 +65,49 @@ def _gates(original: Callable) -> Callable:
 def _matrices(original: Callable) -> Callable:
     """Matrices of compression have what was in memory."""
     return lambda module: None
+
+
+@fault("jumps start sequences", f"{RAGGED}:_starts", "models.positions")
+def _jumps(original: Callable) -> Callable:
+    """A sequence starts where a position does not follow the one before."""
+    return lambda position_ids: position_ids.diff(dim=1) != 1
+
+
+@fault("one sequence of single tokens", f"{RAGGED}:_starts", "models.positions")
+def _singles(original: Callable) -> Callable:
+    """A sequence starts only where positions fall, not where 0 follows 0."""
+    return lambda position_ids: position_ids.diff(dim=1) < 0
+
+
+@fault("parametrized ignored", f"{MODELS}:nsa_attention_forward", "models.parametrized")
+def _parametrized(original: Callable) -> Callable:
+    """Of gates and matrices only those that are parameters of the module itself are used."""
+
+    def wrong(layer: Any, *args: Any, nsa_options: dict, **more: Any) -> Any:
+        own = dict(layer.nsa.named_parameters(recurse=False))
+        kept = {name: value for name, value in nsa_options.items() if not name.endswith("weight") or name in own}
+        return original(layer, *args, nsa_options=kept, **more)
+
+    return wrong
+
+
+@fault("other options reset", f"{MODELS}:nsa_config", "models.options")
+def _reset(original: Callable) -> Callable:
+    """Fields that a dictionary does not name have their defaults."""
+    return lambda value, base=None: original(value)
+
+
+@fault("static cache too small", "nsa_layer.integrations.hf.cache:NSACacheLayer.require_room", "models.caches")
+def _room(original: Callable) -> Callable:
+    """A static cache takes more tokens than it has places."""
+    return lambda layer, columns: None
+
+
+@fault("cache of another model", "nsa_layer.integrations.hf.cache:NSACacheLayer.attend", "models.caches")
+def _other(original: Callable) -> Callable:
+    """A cache goes on with the options that it was filled with."""
+
+    def wrong(layer: Any, *args: Any, config: Any, **more: Any) -> Any:
+        return original(layer, *args, config=layer.cache.config if layer.cache is not None else config, **more)
+
+    return wrong

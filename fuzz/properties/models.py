@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrize
 
 from fuzz.case import Prompt
 from fuzz.prop import holds
@@ -165,3 +168,80 @@ def start_in_any_memory(case: Prompt) -> None:
             assert parameter.equal(torch.eye(parameter.shape[-1]).expand_as(parameter)), f"{name} is another matrix"
         if "gate_weight" in name or name.endswith(("gate_mlp.2.weight", "gate_mlp.2.bias")):
             assert not parameter.any(), f"{name} starts elsewhere"
+
+
+def packed_positions(case: Prompt) -> tuple[list[int], list[int]]:
+    """Positions of T tokens of packed sequences, with jumps and repeats inside, and where sequences start."""
+    draw, positions, starts = random.Random(case.seed), [], []
+    while len(positions) < case.T:
+        starts.append(len(positions))
+        at = 0
+        for _ in range(draw.randint(1, 8)):
+            positions.append(at)
+            at += draw.choice((1, 1, 1, 5, 0)) if at else draw.choice((1, 7))
+    return positions[: case.T], starts
+
+
+@holds("models.positions say where sequences start", prompts, pr=6)
+@torch.no_grad()
+def positions_say_where_sequences_start(case: Prompt) -> None:
+    """Where positions fall, or 0 follows 0: packed sequences have the logits that each has in a cache of its own."""
+    from nsa_layer.integrations.hf import NSAModelCache
+
+    model, (ids, _, _) = make_model(case), inputs_of(Prompt(T=case.T, rows=((0, 0),), seed=case.seed))
+    positions, starts = packed_positions(case)
+    places = torch.tensor([positions])
+    logits = model(ids, position_ids=places, use_cache=False).logits
+    for begin, end in zip(starts, [*starts[1:], case.T]):
+        own = dict(position_ids=places[:, begin:end], past_key_values=NSAModelCache(model.config))
+        alone = model(ids[:, begin:end], **own).logits
+        torch.testing.assert_close(logits[:, begin:end], alone, rtol=1e-9, atol=1e-9)
+
+
+@holds("models.parametrized parameters are used", prompts, pr=6)
+@torch.no_grad()
+def parametrized_parameters_are_used(case: Prompt) -> None:
+    """Gates and matrices behind `torch.nn.utils.parametrize` give the same logits."""
+    model, (ids, mask, positions) = make_model(case), inputs_of(case)
+    options = dict(attention_mask=mask, position_ids=positions, use_cache=False)
+    before = model(ids, **options).logits
+    branches = model.model.layers[0].self_attn.nsa
+    for name in [name for name, _ in branches.named_parameters(recurse=False)]:
+        parametrize.register_parametrization(branches, name, nn.Identity())
+    torch.testing.assert_close(model(ids, **options).logits, before, rtol=1e-12, atol=1e-12)
+
+
+FIELDS = {"block_counts": 5, "window_size": 7, "block_size": 8, "init_blocks": 2, "deterministic": True}
+
+
+@holds("models.options set in part", lambda: prompts(changes=tuple(FIELDS)), pr=6)
+def options_set_in_part(case: Prompt) -> None:
+    """A dictionary of some fields changes these and keeps the others of the configuration."""
+    from nsa_layer.integrations.hf import NSALlamaConfig
+
+    config = NSALlamaConfig(**SIZES, nsa=CONFIG)
+    change = {case.change: FIELDS[case.change]}
+    config.nsa = change
+    assert NSAConfig.from_dict(config.nsa) == CONFIG.replace(**change), f"{change} changes others"
+
+
+@holds("models.caches fit their model", lambda: prompts(changes=("room", "config")), pr=6)
+@torch.no_grad()
+def caches_fit_their_model(case: Prompt) -> None:
+    """A static cache with a place too few, and one that a model with other options has filled, are refused."""
+    from nsa_layer.integrations.hf import NSAModelCache
+
+    model, (ids, _, _) = make_model(case), inputs_of(case)
+    if case.change == "room":
+        cache, said = NSAModelCache(model.config, case.T - 1, static=True), "has room for"
+    else:
+        cache, said = NSAModelCache(model.config), "make another"
+        model(ids, past_key_values=cache)
+        other = model.config.to_dict() | {"nsa": CONFIG.replace(window_size=3)}
+        model = type(model)(type(model.config).from_dict(other)).double()
+    try:
+        model(ids, past_key_values=cache)
+    except ValueError as error:
+        assert said in str(error), f"says nothing of it: {error}"
+        return
+    raise AssertionError(f"a cache with another {case.change} was taken")
