@@ -91,7 +91,7 @@ def _parametrized(original: Callable) -> Callable:
     return wrong
 
 
-@fault("other options reset", f"{MODELS}:nsa_config", "models.options")
+@fault("other options reset", f"{MODELS}:nsa_config", "models.part")
 def _reset(original: Callable) -> Callable:
     """Fields that a dictionary does not name have their defaults."""
     return lambda value, base=None: original(value)

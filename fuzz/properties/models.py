@@ -214,8 +214,8 @@ def parametrized_parameters_are_used(case: Prompt) -> None:
 FIELDS = {"block_counts": 5, "window_size": 7, "block_size": 8, "init_blocks": 2, "deterministic": True}
 
 
-@holds("models.options set in part", lambda: prompts(changes=tuple(FIELDS)), pr=6)
-def options_set_in_part(case: Prompt) -> None:
+@holds("models.part of the fields is set", lambda: prompts(changes=tuple(FIELDS)), pr=6)
+def part_of_the_fields_is_set(case: Prompt) -> None:
     """A dictionary of some fields changes these and keeps the others of the configuration."""
     from nsa_layer.integrations.hf import NSALlamaConfig
 
