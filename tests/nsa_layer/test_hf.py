@@ -513,8 +513,7 @@ def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(graphs: dict[str, int],
     assert cache.layers[1].cache.lengths == (400, 267)
     real = mask.bool()
     error = (torch.cat(steps, dim=1)[real] - whole[real]).float().norm(dim=-1) / whole[real].float().norm(dim=-1)
-    # A block may differ where two score alike, of few rows.
-    assert error.mean() < 0.05 and (error > 0.1).float().mean() < 0.05
+    assert error.mean() < 0.05 and error.max() < 0.5  # a block may differ where two score alike
     made = [model.generate(**batch, max_new_tokens=10, cache_implementation="static")]
     for _ in range(2):
         cache.reset()
