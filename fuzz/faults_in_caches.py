@@ -105,7 +105,7 @@ def _long(original: Callable) -> Callable:
 
 @fault("no dictionary taken", "nsa_layer.config:NSAConfig.from_dict", "dictionaries")
 def _dictionary(original: Callable) -> Callable:
-    """What is no dictionary of fields is one of none."""
+    """`from_dict` takes what is no dictionary as one without fields."""
     return lambda cls, values: original(cls, values if isinstance(values, dict) and 1 not in values else {})
 
 

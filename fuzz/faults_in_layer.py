@@ -28,7 +28,7 @@ def _leaking(original: Callable) -> Callable:
 
 @fault("one first block", "nsa_layer.choose:block_roles", "layer.is its")
 def _first_blocks(original: Callable) -> Callable:
-    """Of several first blocks one is forced."""
+    """One first block is forced where there should be several."""
 
     def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
         fewer = config.replace(init_blocks=min(1, config.init_blocks)) if config.local_blocks else config
@@ -50,14 +50,14 @@ def _local_blocks(original: Callable) -> Callable:
 
 @wrong_result("own block never chosen", "nsa_layer.choose:block_roles", "layer.is its")
 def _own_block(roles: Any) -> Any:
-    """Where no block is forced a token's own is left out until it is complete."""
+    """A token's own block is left out until it is complete, where no block is forced."""
     forced, complete, _ = roles
     return forced, complete, complete
 
 
 @fault("first blocks first", "nsa_layer.choose:block_roles", "layer.is its")
 def _first_first(original: Callable) -> Callable:
-    """Where forced blocks exceed the list its first entries are listed, not the tile's own."""
+    """A list too short for the forced blocks has the first of them, not the tile's own."""
 
     def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
         roomy = config.replace(block_counts=T + config.init_blocks + config.local_blocks + config.q_tile)
@@ -212,7 +212,7 @@ def _zero(original: Callable) -> Callable:
 
 @fault("packings not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
 def _packings(original: Callable) -> Callable:
-    """Of the ranks' cu_seqlens only shapes are compared."""
+    """Ranks compare only the shapes of cu_seqlens."""
 
     def wrong(cp: Any, checks: Any, **more: Any) -> None:
         more = {"starts" if name == "cu_seqlens" else name: value for name, value in more.items()}

@@ -46,6 +46,7 @@ LIFTED = ("deterministic bwd only", r"padded Q \+ packed K")
 KINDS = ("passed", "failed", "skipped")
 GPU_MEMORY_OF_ONE = 8 << 30  # bytes of the largest cases
 PART_VARIABLE = "UPSTREAM_TESTS"
+NO_RECORD = {"tests": None, "files": {}, "cards": {}, "failed": []}
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,10 @@ def test_upstream(
     run = dict(folder=folder, kernels=kernels or folder / f"kernels-{name}")
     _pytest(part, files, workers=workers, **run)
     # So many processes share one GPU's memory: what failed runs once more with few of them.
-    if any(outcome == "failed" and case not in record["failed"] for case, (outcome, _) in outcomes(results).items()):
+    if set(_failed(_of_files(outcomes(results), files))) - set(record["failed"]):
         _pytest(replace(part, again=("failed",)), files, workers=max(1, workers // 8), **run)
     ended = outcomes(results)
-    unfinished = len(left.read_text(encoding="utf-8").splitlines()) if left.is_file() else 0
+    unfinished = len(set(left.read_text(encoding="utf-8").splitlines())) if left.is_file() else 0
     if stock:
         print(table(counts(ended), {}))
         if unfinished or shard[0] < shard[1]:
@@ -147,6 +148,15 @@ def outcomes(path: Path) -> dict[str, tuple[str, str]]:
         name, outcome, reason = json.loads(line)
         ended[name] = outcome, reason
     return ended
+
+
+def _failed(ended: dict[str, tuple[str, str]]) -> list[str]:
+    return [case for case, (outcome, _) in ended.items() if outcome == "failed"]
+
+
+def _of_files(ended: dict[str, tuple[str, str]], files: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+    """The outcomes of cases in these files."""
+    return {case: said for case, said in ended.items() if case.partition(".py::")[0] in files}
 
 
 def counts(ended: dict[str, tuple[str, str]]) -> dict[str, dict[str, int]]:
@@ -236,11 +246,9 @@ def _compare(ended: dict, unskipped: dict, record: dict, unfinished: int) -> int
     print(table(counts(ended), record["files"]))
     if unskipped:
         print("\nSkipped by upstream on this GPU, run here:\n\n" + table(counts(unskipped), {}))
-    known = set(record["failed"])
-    new = [(name, reason) for name, (outcome, reason) in ended.items() if outcome == "failed" and name not in known]
-    new += [(name, reason) for name, (outcome, reason) in unskipped.items() if outcome == "failed"]
-    for name, reason in new:
-        print(f"FAILED {name}: {reason}")
+    new = [name for name in _failed(ended) if name not in set(record["failed"])] + _failed(unskipped)
+    for name in new:
+        print(f"FAILED {name}: {(ended | unskipped)[name][1]}")
     print(f"{len(new)} failures that stock does not have; {unfinished} cases of this part are left")
     return int(bool(new or unfinished))
 
@@ -259,23 +267,19 @@ def _workers() -> int:
 
 def _record(root: Path) -> dict:
     path = root / RECORD
-    return (
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"tests": None, "files": {}, "failed": []}
-    )
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else NO_RECORD
 
 
 def _write_record(root: Path, source: dict, ended: dict, files: tuple[str, ...]) -> None:
     """Put the outcomes of `files` into the record; those of other tests than `source` are dropped."""
-    record = _record(root)
-    before = record if record["tests"] == source["tests"] else {"files": {}, "cards": {}, "failed": []}
-    of_files = tuple(f"{file}.py::" for file in files)
-    failed = {case for case in before["failed"] if not case.startswith(of_files)}
-    failed |= {case for case, (outcome, _) in ended.items() if outcome == "failed" and case.startswith(of_files)}
-    made = counts({case: said for case, said in ended.items() if case.startswith(of_files)})
-    card = {file: _card() for file in made}
+    before = _record(root)
+    before = before if before["tests"] == source["tests"] else NO_RECORD
+    ended = _of_files(ended, files)
+    failed = {case for case in before["failed"] if case.partition(".py::")[0] not in files}.union(_failed(ended))
+    found = counts(ended)
     record = source | {
-        "files": before["files"] | made,
-        "cards": before.get("cards", {}) | card,
+        "files": before["files"] | found,
+        "cards": before["cards"] | dict.fromkeys(found, _card()),
         "failed": sorted(failed),
     }
     (root / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
