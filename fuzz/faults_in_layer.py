@@ -100,10 +100,10 @@ def _forced(original: Callable) -> Callable:
 def _shares(original: Callable) -> Callable:
     """Without a window the other branches count 1/2 each, not 1/3."""
 
-    def wrong(tensors: Any, made: Any) -> Any:
-        if len(made.outputs) == 2 and tensors.gate == "none":
-            made = made._replace(outputs=[1.5 * o for o in made.outputs])
-        return original(tensors, made)
+    def wrong(tensors: Any, outputs: Any) -> Any:
+        if len(outputs) == 2 and tensors.gate == "none":
+            outputs = [1.5 * o for o in outputs]
+        return original(tensors, outputs)
 
     return wrong
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -135,11 +134,16 @@ def nsa(
         rows=tensors.q_heads_per_list,
     )
     support.refuse_packed_graph(name, packed=cu_seqlens is not None)
-    # What only the kernels have a choice in.
-    more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
-    attend = _implementation(name) if cp is None else partial(gather.attend, cp, name)
+    how = dict(spec=spec, memory=memory, needs_grad=needs_grad, return_aux=return_aux)
     with autocast.off(q.device):
-        o, aux = attend(tensors, spec=spec, **more)
+        if cp is not None:
+            o, aux = gather.attend(cp, name, tensors, **how)
+        elif name == "reference":
+            from nsa_layer import reference
+
+            o, aux = reference.attend(tensors, spec=spec)
+        else:
+            o, aux = operators.attend(tensors, backend=name, **how)
     return (o, aux) if return_aux else o
 
 
@@ -151,14 +155,3 @@ def _check_options(
     require_bools(return_aux=return_aux, validate=validate)
     if backend != "reference":
         refuse_transforms(*tensors)
-
-
-def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]:
-    """Imported where it is asked for, by statements that graphs can be made of."""
-    if name == "eager":
-        return operators.attend
-    if name == "reference":
-        from nsa_layer import reference
-
-        return reference.attend
-    return operators.attend_on_kernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -144,7 +144,7 @@ def check_lists(
         raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
 
 
-def check_positions(q_offset: torch.Tensor | int | None, pairs: Sequence[tuple[int, int]], *, causal: bool) -> None:
+def check_positions(q_offset: torch.Tensor | int | None, pairs: Iterable[tuple[int, int]], *, causal: bool) -> None:
     """Raise ValueError for queries before the first key of their sequence.
 
     The numbers of a tensor are read on a CPU only, and not in a graph.
@@ -155,8 +155,7 @@ def check_positions(q_offset: torch.Tensor | int | None, pairs: Sequence[tuple[i
     if isinstance(q_offset, torch.Tensor):
         if q_offset.device.type == "cpu" and not torch.compiler.is_compiling() and q_offset.min() < 0:
             raise ValueError(f"q_offset must be at least 0, got {int(q_offset.min())}")
-    elif q_offset is None and causal and min(S - T for T, S in pairs) < 0:
-        fewer = max(T - S for T, S in pairs)
+    elif q_offset is None and causal and (fewer := max(T - S for T, S in pairs)) > 0:
         raise ValueError(f"k must have at least as many tokens as q where q_offset is None, got {fewer} fewer")
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.block_mlp import compressed
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, require_choice_by_token
+from nsa_layer.call_spec import Aux, CallSpec, CallTensors, Saved, require_choice_by_token
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import graph
 from nsa_layer.context_parallel.blocks import compress_own, pooled
@@ -26,7 +26,6 @@ from nsa_layer.context_parallel.rows import of_blocks
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import Window, stretches_of_ranks
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
-from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.gate import equal_gates
 from nsa_layer.operators.registration import is_recorded
 
@@ -199,7 +198,7 @@ class LayerCall(Call):
     ) -> tuple[Tensor | None, ...]:
         part = self._part(part, number)
         if not self.recorded:
-            return part.gradients(do, SavedForBackward(*left), dq)
+            return part.gradients(do, Saved(*left), dq)
         found = graph.gradients(do, part, self.total, left)
         dq.copy_(found[0])
         return found

@@ -9,31 +9,30 @@ they are an argument, and so is `EDITION`, which goes up where a change makes ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors, accumulation_dtype
+from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors, Saved
 from nsa_layer.context_parallel import overlapped, stretches
 from nsa_layer.context_parallel.overlapped import Left
-from nsa_layer.context_parallel.parts import NOTHING, Part
+from nsa_layer.context_parallel.parts import Part
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretch_at
 from nsa_layer.context_parallel.whole import whole_lengths
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.saved import SavedForBackward, first_of, saved_shapes, with_room
 from nsa_layer.inputs import check_lengths
 from nsa_layer.operators.arguments import CONFIG, NAMES, OF_LAYER, apart, schema_of, spec_of, static_arguments
 from nsa_layer.operators.registration import LIBRARY, OPS, define, is_recorded, refuse_derivatives
+from nsa_layer.saved import first_of, saved_shapes, with_room
 
 Tensor = torch.Tensor
 MORE = "int first, int total, int[] window, str backend, bool[] kept"
 RANKS = "str group, str place, str? load_balance, str numbers"
 HOW = f"str backend, {RANKS}, str recompute, int? budget, bool needs_grad, bool return_aux"
 LAYER, TENSORS = schema_of(OF_LAYER), len(OF_LAYER)
-MADE = len(SavedForBackward._fields)
+MADE = len(Saved._fields)
 OF_TOKENS = ("k", "v", "k_win", "v_win")
 EDITION = 2
 
@@ -84,10 +83,10 @@ def _gathered(*args: Any) -> list[Tensor]:
     from nsa_layer.context_parallel import gather
 
     given = CallTensors(*map(of_one_shape, args[:TENSORS]))
-    *static, softmax_scale = args[TENSORS : TENSORS + len(NAMES)]
-    static = dict(zip(NAMES, (*static, float(softmax_scale)), strict=True))
+    *static, softmax_scale, branches = args[TENSORS : TENSORS + len(NAMES)]
+    static = dict(zip(NAMES, (*static, float(softmax_scale), branches), strict=True))
     backend, *ranks, recompute, budget, needs_grad, return_aux = args[TENSORS + len(NAMES) :]
-    spec = spec_of(static, None, listed=given.block_indices is not None)
+    spec = spec_of(static, given)
     cp = ranks_of(*ranks)
     if given.cu_seqlens is not None:
         given = given._replace(cu_seqlens=given.cu_seqlens.cpu())
@@ -98,10 +97,10 @@ def _gathered(*args: Any) -> list[Tensor]:
     return [o] if aux is None else [o, *vars(aux).values()]
 
 
-def forward(part: Part, total: int, *, backward: bool) -> tuple[Tensor, SavedForBackward]:
+def forward(part: Part, total: int, *, backward: bool) -> tuple[Tensor, Saved]:
     """The output, and what there is of it for its backward; of a part of so many tokens in all."""
     o, *left = OPS.stretch.default(*part.tensors[:TENSORS], *_static(part, total), backward)
-    return o, SavedForBackward(*(x if x.dim() > 1 else None for x in left))
+    return o, Saved(*(x if x.dim() > 1 else None for x in left))
 
 
 def gradients(do: Tensor, part: Part, total: int, left: Left) -> tuple[Tensor | None, ...]:
@@ -123,7 +122,7 @@ def _part(
 
         tensors = tensors.map(readable)
     q, cu_seqlens, listed = tensors.q, tensors.cu_seqlens, tensors.block_indices is not None
-    spec, how = spec_of(static, None, listed=listed), (backend, tuple(kept))
+    spec, how = spec_of(static, tensors), (backend, tuple(kept))
     if cu_seqlens is None:
         return Part(tensors, replace(spec, window=(tuple(window),) if window else None), (first,), *how), None
     lengths = check_lengths(cu_seqlens, q.new_empty(total, 0), "cu_seqlens", "the ranks")
@@ -142,36 +141,23 @@ def _stretch(*given: Tensor | None, backward: bool, **static: Any) -> tuple[Tens
     o = tensors.q.new_empty((*tensors.q.shape[:-1], tensors.v.shape[-1]))
     with torch.cuda.device_of(o):
         left = part.forward(o, backward=backward)
-    shapes = _shapes(tensors, part.spec, part.backend, part.kept)
-    return o, *(None if of is None else next(apart([with_room(x, of[0])])) for x, of in zip(left, shapes, strict=True))
+    shapes = saved_shapes(tensors, spec=part.spec, kept=part.kept, backend=part.backend)
+    return o, *(None if of is None else next(apart([with_room(x, of)])) for x, of in zip(left, shapes, strict=True))
 
 
 def _stretch_fake(*given: Tensor | None, backend: str, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
     tensors = CallTensors(*given)
-    q, listed = tensors.q, tensors.block_indices is not None
-    made = _shapes(tensors, spec_of(static, None, listed=listed), backend, kept)
+    q = tensors.q
+    made = saved_shapes(tensors, spec=spec_of(static, tensors), kept=kept, backend=backend)
     left = (q.new_empty(0) if of is None else q.new_empty(of[0], dtype=of[1]) for of in made)
     return q.new_empty((*q.shape[:-1], tensors.v.shape[-1])), *left
-
-
-def _shapes(
-    tensors: CallTensors, spec: CallSpec, backend: str, kept: Sequence[bool], *, exact: bool = False
-) -> SavedForBackward:
-    """`saved_shapes` of what a part leaves."""
-    found = saved_shapes(tensors, spec=spec, kept=kept, exact=exact)
-    if backend == "cute":
-        return found
-    q, exactly = tensors.q, accumulation_dtype(tensors.q.dtype)
-    rows = (found.lse_cmp[0], exactly)
-    lses = dict(lse_cmp=rows, lse_slc=rows, lse_swa=rows)
-    return NOTHING._replace(block_indices=found.block_indices, g=((*q.shape[:-1], 3), exactly), **lses)
 
 
 def _stretch_backward(do: Tensor, *given: Tensor | None, **static: Any) -> tuple[Tensor | None, ...]:
     tensors, left = CallTensors(*given[:TENSORS]), given[TENSORS:]
     part, keys = _part(tensors, **static)
-    shapes = _shapes(part.tensors, part.spec, part.backend, part.kept, exact=True)
-    left = SavedForBackward(*(None if of is None else first_of(x, of[0]) for x, of in zip(left, shapes, strict=True)))
+    shapes = saved_shapes(part.tensors, spec=part.spec, kept=part.kept, backend=part.backend, exact=True)
+    left = Saved(*(None if of is None else first_of(x, of[0]) for x, of in zip(left, shapes, strict=True)))
     if tensors.block_indices is not None:
         left = left._replace(block_indices=tensors.block_indices)
     with torch.cuda.device_of(do):

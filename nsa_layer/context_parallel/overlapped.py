@@ -211,7 +211,7 @@ class _Attend(ReverseMode):
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
-        found = first_derivatives(ctx.call.backend, partial(_gradients, ctx.call), do, *ctx.saved_tensors)
+        found = first_derivatives(partial(_gradients, ctx.call), do, *ctx.saved_tensors)
         return None, None, *found
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from nsa_layer import support
-from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.saved import SavedForBackward
-from nsa_layer.operators.recorded import gradients_of, leaves_of, recording
 
 Tensor = torch.Tensor
-NOTHING = SavedForBackward(*[None] * len(SavedForBackward._fields))
 
 
 class Part(NamedTuple):
@@ -38,27 +33,30 @@ class Part(NamedTuple):
     backend: str
     kept: tuple[bool, bool, bool]
 
-    def forward(self, o: Tensor, *, backward: bool) -> SavedForBackward:
+    def forward(self, o: Tensor, *, backward: bool) -> Saved:
         """Write the output, and return what there is of it for its backward: in PyTorch lists, LSEs and gates alone."""
         if self.backend == "cute":
             from nsa_layer.cute import head_groups
 
             return head_groups.forward_groups(*self._on_kernels(), backward=backward, o=o)[1][0]
-        made, aux = self._attend(self.tensors)
-        o.copy_(made)
-        lses = dict(lse_cmp=aux.lse_cmp, lse_slc=aux.lse_slc, lse_swa=aux.lse_swa)
-        return NOTHING._replace(block_indices=aux.block_indices, g=aux.gates, **lses)
+        from nsa_layer import eager
 
-    def gradients(self, do: Tensor, left: SavedForBackward, dq: Tensor) -> tuple[Tensor | None, ...]:
+        made, saved = eager.forward(self._in_pytorch(), spec=self.spec)
+        o.copy_(made)
+        return saved
+
+    def gradients(self, do: Tensor, left: Saved, dq: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the differentiable tensors; that of q is written to dq."""
         if self.backend == "cute":
             from nsa_layer.cute import head_groups
 
             return head_groups.gradients(do, *self._on_kernels(), [left], dq=dq, window=self.window)
-        leaves = leaves_of(self.tensors.differentiable, [True] * len(DIFFERENTIABLE))
-        with recording():
-            o, _ = self._attend(CallTensors(*leaves, block_indices=left.block_indices))
-        found = gradients_of(leaves, [o], [do])
+        from nsa_layer import eager
+
+        found = list(eager.backward(self._in_pytorch(), left, do, spec=self.spec))
+        if self.spec.window and self.tensors.has_own_window:
+            for at in (-2, -1):
+                found[at] = self._among_zeros(found[at], take=True)
         dq.copy_(found[0])
         return dq, *found[1:]
 
@@ -83,16 +81,17 @@ class Part(NamedTuple):
             tensors = tensors._replace(k_win=k[..., self.window, :, :], v_win=v[..., self.window, :, :])
         return self._placed(tensors), packing, self.spec, MemoryPlan(((0, k.shape[-2]),), self.kept)
 
-    def _attend(self, tensors: CallTensors) -> tuple[Tensor, Aux]:
+    def _in_pytorch(self) -> CallTensors:
+        tensors = self.tensors
         if self.spec.window and tensors.has_own_window:
             tensors = tensors._replace(k_win=self._among_zeros(tensors.k_win), v_win=self._among_zeros(tensors.v_win))
-        attend = import_module(support.BACKENDS[self.backend]).attend
-        return attend(self._placed(tensors), spec=self.spec)
+        return self._placed(tensors)
 
-    def _among_zeros(self, x: Tensor) -> Tensor:
-        """Keys of the window alone, where other backends look for them: among those of all tokens."""
-        parts, window = x.split([count for count, _ in self.spec.window], dim=-3), self.spec.window
-        keys = self.spec.key_lengths or self.tensors.k.shape[1:2]
-        before = [at - first for at, (_, first) in zip(self.first, window, strict=True)]
-        sides = ((at, S - at - part.shape[-3]) for S, at, part in zip(keys, before, parts, strict=True))
-        return torch.cat([F.pad(part, (0, 0, 0, 0, *each)) for part, each in zip(parts, sides)], dim=-3)
+    def _among_zeros(self, x: Tensor, *, take: bool = False) -> Tensor:
+        """Keys of the window alone, where other backends look for them: among those of all tokens; or taken there."""
+        window, keys = self.spec.window, self.spec.key_lengths or self.tensors.k.shape[1:2]
+        counts, before = [count for count, _ in window], [at - first for at, (_, first) in zip(self.first, window)]
+        parts, made = x.split(list(keys) if take else counts, dim=-3), []
+        for part, S, at, count in zip(parts, keys, before, counts, strict=True):
+            made.append(part.narrow(-3, at, count) if take else F.pad(part, (0, 0, 0, 0, at, S - at - count)))
+        return torch.cat(made, dim=-3)

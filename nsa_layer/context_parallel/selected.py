@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nsa_layer import autocast
-from nsa_layer.call_spec import CallTensors, ListSpec
-from nsa_layer.config import WIDEST_TILE
+from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, CallSpec, CallTensors, Saved
+from nsa_layer.config import WIDEST_TILE, ListConfig
 from nsa_layer.context_parallel import graph, overlapped
 from nsa_layer.context_parallel.heads import Tokens, over_heads
 from nsa_layer.context_parallel.overlapped import Call, Left, Places
@@ -19,10 +19,12 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretches_of_ranks
 from nsa_layer.context_parallel.whole import check_tokens, whole_lengths
 from nsa_layer.inputs import check_lists, check_qkv, check_scale
-from nsa_layer.operators.arguments import LIST_CONFIG, schema_of
+from nsa_layer.operators.arguments import schema_of, static_arguments
+from nsa_layer.operators.layer import NOTHING
 from nsa_layer.operators.registration import LIBRARY, OPS, is_recorded
 
 Tensor = torch.Tensor
+CONFIG = "int block_size, int q_tile, bool causal, float softmax_scale"
 
 
 def check(
@@ -104,7 +106,7 @@ def attend(
         parts["block_indices"] = Tokens(block_indices, lists)
         o, *lses = over_heads(call, cp, parts, {}, packed=packed, heads=k.shape[-2])
         return (o, lses[0].mT.contiguous()) if return_lse else o
-    spec = ListSpec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]))
+    spec = _spec(block_size, q_tile, causal, check_scale(softmax_scale, q.shape[-1]))
     given = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
     if name == "reference":
         raise NotImplementedError("cp: mode='gather' with backend='reference'")
@@ -113,20 +115,21 @@ def attend(
     return (o, lse) if return_lse else o
 
 
-def _attend_in_graph(cp: ContextParallel, backend: str, given: CallTensors, spec: ListSpec) -> tuple[Tensor, Tensor]:
+def _attend_in_graph(cp: ContextParallel, backend: str, given: CallTensors, spec: CallSpec) -> tuple[Tensor, Tensor]:
     tensors = (given.q, given.k, given.v, given.block_indices, given.cu_seqlens)
-    return OPS.gathered_lists.default(*tensors, *_static(spec), backend, *graph.names_of(cp))
+    static = (spec.config.block_size, spec.q_tile, spec.causal, spec.softmax_scale)
+    return OPS.gathered_lists.default(*tensors, *static, backend, *graph.names_of(cp))
 
 
 def _gathered_lists(*args: Any) -> tuple[Tensor, Tensor]:
     *tensors, block_size, q_tile, causal, softmax_scale, backend = args[:-4]
     q, k, v, block_indices, cu_seqlens = map(graph.of_one_shape, tensors)
     given = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
-    spec = ListSpec(int(block_size), int(q_tile), causal, float(softmax_scale))
+    spec = _spec(int(block_size), int(q_tile), causal, float(softmax_scale))
     return _attend_here(graph.ranks_of(*args[-4:]), backend, given, spec)
 
 
-def _attend_here(cp: ContextParallel, backend: str, given: CallTensors, spec: ListSpec) -> tuple[Tensor, Tensor]:
+def _attend_here(cp: ContextParallel, backend: str, given: CallTensors, spec: CallSpec) -> tuple[Tensor, Tensor]:
     """o and the LSE of a rank's queries, in a graph as it is made of exchanges and of attention."""
     stretches = stretches_of_ranks(cp, given.q.shape[-3], None, cut=False)
     call = ListCall(**Call.common(cp, backend, given, stretches, blocks=None, of_keys=("k", "v")), spec=spec)
@@ -134,15 +137,16 @@ def _attend_here(cp: ContextParallel, backend: str, given: CallTensors, spec: Li
     return o, torch.cat([lse for (lse,) in lses], -1)
 
 
-def _static(spec: ListSpec) -> tuple[Any, ...]:
-    return spec.block_size, spec.q_tile, spec.causal, spec.softmax_scale
+def _spec(block_size: int, q_tile: int, causal: bool, softmax_scale: float) -> CallSpec:
+    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0)
+    return CallSpec(config, causal, softmax_scale, listed=True, branches=SELECTED_ALONE)
 
 
 @dataclass(frozen=True)
 class ListCall(Call):
     """A call of `selected_attention`, to which lengths of packed sequences are not known: they are one to stretches."""
 
-    spec: ListSpec
+    spec: CallSpec
 
     def places(self, given: CallTensors, step: int, number: int) -> Places:
         (_, of_q, of_lists), queries, tile = self.rows(given, step), self.stretches[number].queries, self.spec.q_tile
@@ -150,41 +154,40 @@ class ListCall(Call):
         return dict(q=(slice(None), queries, of_q), block_indices=(slice(None), lists, of_lists))
 
     def forward(self, part: CallTensors, number: int, o: Tensor, *, backward: bool) -> Left:
-        op, arguments = self._operator(part, number)
-        made, *left = op(*arguments, *_static(self.spec))
+        made, *left = OPS.attend.default(*self._placed(part, number), *self._static(backward))
         o.copy_(made)
-        return None if self.backend == "eager" else made, *left
+        return made if self.backend == "cute" else None, *left
 
     def gradients(
         self, part: CallTensors, number: int, do: Tensor, left: Left, dq: Tensor
     ) -> tuple[Tensor | None, ...]:
-        op, arguments = self._operator(part, number, "_backward")
-        saved = left[2:] if self.backend == "eager" else left
-        found = op(do, *arguments[:5], *saved, *_static(self.spec), [True] * 3)
+        placed, count = self._placed(part, number), len(DIFFERENTIABLE)
+        given = (*placed[:count], placed.block_indices, placed.q_offset, *left, *self._static(True))
+        found = OPS.attend_backward.default(do, *given, [x is not None for x in placed[:count]])
         dq.copy_(found[0])
         return found
 
     def joined(self, left: Sequence[Left], q: Tensor) -> tuple[Tensor, ...]:
         """The LSE."""
-        return (torch.cat([lse for _, lse, *_ in left], -2),)
+        at = 1 + Saved._fields.index("lse_slc")
+        return (torch.cat([each[at] for each in left], -2),)
 
-    def _operator(
-        self, part: CallTensors, number: int, kind: str = ""
-    ) -> tuple[torch._ops.OpOverload, tuple[Tensor | None, ...]]:
-        """The operator of a part, and its tensors."""
+    def _static(self, backward: bool) -> tuple[Any, ...]:
+        return *static_arguments(self.spec).values(), self.backend, None, None, NOTHING, None, backward
+
+    def _placed(self, part: CallTensors, number: int) -> CallTensors:
+        """The part's tensors as the operator takes them, with positions of the first queries."""
         q, begin, starts = part.q, self.stretches[number].lengths[0][2], part.cu_seqlens
-        of_queries = None
         if starts is None:
             first = torch.full((len(q),), begin, dtype=torch.int32, device=q.device)
-        else:
-            of_queries = starts.clamp(begin, begin + len(q)) - begin
-            first = (begin - starts[:-1]).clamp(min=0).to(q.device)
-        op = getattr(OPS, ("selected" if self.backend == "eager" else "selected_on_kernels") + kind)
-        return op.default, (q, part.k, part.v, part.block_indices, first, of_queries, starts)
+            return part._replace(q_offset=first)
+        of_queries = starts.clamp(begin, begin + len(q)) - begin
+        first = (begin - starts[:-1]).clamp(min=0).to(q.device)
+        return part._replace(q_offset=first, cu_seqlens=of_queries, cu_seqlens_k=starts)
 
 
 LIBRARY.define(
-    f"gathered_lists({schema_of('qkv')}, Tensor block_indices, Tensor? cu_seqlens, {LIST_CONFIG}, str backend, "
+    f"gathered_lists({schema_of('qkv')}, Tensor block_indices, Tensor? cu_seqlens, {CONFIG}, str backend, "
     f"{graph.RANKS}) -> (Tensor, Tensor)"
 )
 LIBRARY.impl("gathered_lists", _gathered_lists, "CompositeImplicitAutograd")
