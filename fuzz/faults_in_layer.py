@@ -108,7 +108,7 @@ def _shares(original: Callable) -> Callable:
     return wrong
 
 
-@fault("int64 wraps", "nsa_layer.inputs:lists_in_int32", "layer.lists of")
+@fault("int64 wraps", "nsa_layer.checks:lists_in_int32", "layer.lists of")
 def _wraps(original: Callable) -> Callable:
     """Numbers that int32 has no room for become others."""
     return lambda lists: lists.int() if isinstance(lists, torch.Tensor) else lists

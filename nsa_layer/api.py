@@ -9,6 +9,7 @@ import torch
 from nsa_layer import autocast, determinism, operators, support
 from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import Aux, CallTensors
+from nsa_layer.checks import Arguments, check_inputs, lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
 from nsa_layer.context_parallel.agreement import agree
@@ -16,7 +17,6 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import check_whole
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
-from nsa_layer.inputs import Arguments, check_inputs, lists_in_int32
 
 RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks have the rows whose first tokens they have
 

@@ -10,22 +10,22 @@ import torch
 from nsa_layer import autocast, operators, support
 from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors
-from nsa_layer.config import WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
-from nsa_layer.context_parallel import selected as context_parallel
-from nsa_layer.context_parallel.agreement import agree
-from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.derivatives import refuse_transforms
-from nsa_layer.inputs import (
+from nsa_layer.checks import (
     check_lengths,
     check_lists,
     check_positions,
     check_qkv,
     check_scale,
     check_starts,
+    check_tensor,
     leaves_starts_on_gpu,
     lists_in_int32,
-    refuse_nested,
 )
+from nsa_layer.config import WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
+from nsa_layer.context_parallel import selected as context_parallel
+from nsa_layer.context_parallel.agreement import agree
+from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.derivatives import refuse_transforms
 
 Tensor = torch.Tensor
 TILES = tuple(1 << i for i in range(WIDEST_TILE.bit_length()))  # queries that may share a list
@@ -108,7 +108,7 @@ def selected_attention(
     if cu_seqlens is None and cu_seqlens_k is not None:
         raise ValueError("cu_seqlens_k is for packed input, got it without cu_seqlens")
     packed, apart = cu_seqlens is not None, cu_seqlens is None or cu_seqlens_k is not None
-    check_qkv(q, k, v, packed=packed, same_length=not apart)
+    _, layout = check_qkv(q, k, v, packed=packed, same_length=not apart)
     of_q = of_k = bound = q_tile = None
     if packed:
         check_starts(cu_seqlens)
@@ -132,7 +132,10 @@ def selected_attention(
     if validate and q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(q, k, block_indices, cu_seqlens, cu_seqlens_k, q_tile=q_tile)
     sequences = cu_seqlens.shape[0] - 1 if packed else q.shape[0]
-    _check_offset(q_offset, q, sequences)
+    if q_offset is None or isinstance(q_offset, Tensor):
+        check_tensor("q_offset", q_offset, q, dict(sequences=sequences), layout)
+    else:
+        require_int("q_offset", q_offset, least=0)
     if backend == "reference" or q_offset is None:  # operators of other backends read it
         check_positions(q_offset, zip(of_q or q.shape[-3:-2], of_k or k.shape[-3:-2]), causal=causal)
     name = _backend_of(backend, q, k, v, block_indices, block_size, deterministic)
@@ -187,16 +190,3 @@ def _lists_of(block_indices: Tensor, packed: bool) -> int | None:
     if not isinstance(block_indices, Tensor) or block_indices.is_nested or block_indices.dim() < 2 + (not packed):
         return None
     return block_indices.shape[0 if packed else 1]
-
-
-def _check_offset(q_offset: Tensor | int | None, q: Tensor, count: int) -> None:
-    if isinstance(q_offset, Tensor):
-        refuse_nested("q_offset", q_offset)
-        if q_offset.dtype != torch.int32:
-            raise TypeError(f"q_offset must be int32, got {q_offset.dtype}")
-        if tuple(q_offset.shape) != (count,):
-            raise ValueError(f"q_offset must have shape ({count},), got {tuple(q_offset.shape)}")
-        if q_offset.device != q.device:
-            raise ValueError(f"q_offset must be on q's device {q.device}, got {q_offset.device}")
-    elif q_offset is not None:
-        require_int("q_offset", q_offset, least=0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors, Saved
+from nsa_layer.checks import check_lengths
 from nsa_layer.context_parallel import overlapped, stretches
 from nsa_layer.context_parallel.overlapped import Left
 from nsa_layer.context_parallel.parts import Part
@@ -22,7 +23,6 @@ from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretch_at
 from nsa_layer.context_parallel.whole import whole_lengths
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.inputs import check_lengths
 from nsa_layer.operators.arguments import CONFIG, NAMES, OF_LAYER, apart, schema_of, spec_of, static_arguments
 from nsa_layer.operators.registration import LIBRARY, OPS, define, is_recorded, refuse_derivatives
 from nsa_layer.saved import first_of, saved_shapes, with_room

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.checks import Arguments, starts_of_lengths
 from nsa_layer.context_parallel.collectives import divided, exchange_for, joined, receive, send
 from nsa_layer.context_parallel.overlapped import steps_of
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, WEIGHTS, check_whole
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
-from nsa_layer.inputs import Arguments, starts_of_lengths
 
 Tensor = torch.Tensor
 OF_TOKENS = ("q", "k", "v", "gates", "k_win", "v_win")

@@ -10,6 +10,7 @@ import torch
 
 from nsa_layer import autocast
 from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, CallSpec, CallTensors, Saved
+from nsa_layer.checks import check_lists, check_qkv, check_scale
 from nsa_layer.config import WIDEST_TILE, ListConfig
 from nsa_layer.context_parallel import graph, overlapped
 from nsa_layer.context_parallel.heads import Tokens, over_heads
@@ -18,7 +19,6 @@ from nsa_layer.context_parallel.rows import Rows, of_tiles
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.stretches import stretches_of_ranks
 from nsa_layer.context_parallel.whole import check_tokens, whole_lengths
-from nsa_layer.inputs import check_lists, check_qkv, check_scale
 from nsa_layer.operators.arguments import schema_of, static_arguments
 from nsa_layer.operators.layer import NOTHING
 from nsa_layer.operators.registration import LIBRARY, OPS, is_recorded

@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import NSAConfig
+from nsa_layer.checks import (
+    Arguments,
+    check_inputs,
+    check_lengths,
+    check_qkv,
+    check_scale,
+    check_starts,
+    require_config,
+)
 from nsa_layer.context_parallel import rows
 from nsa_layer.context_parallel.rows import Rows
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.inputs import Arguments, check_inputs, check_lengths, check_qkv, check_scale, check_starts
 
 Tensor = torch.Tensor
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
@@ -34,8 +41,7 @@ def check_whole(given: Arguments, cp: ContextParallel, *, read: bool = True) -> 
     (q, k, v), cu_seqlens, packed = tensors[:3], tensors.cu_seqlens, tensors.cu_seqlens is not None
     check_qkv(q, k, v, packed=packed)
     cp.mode_of(k.shape[-2])
-    if not isinstance(config, NSAConfig):
-        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+    require_config(config)
     local = q.shape[-3]
     held = {TOKENS: check_tokens(local, cp)}
     total, chunk = local * cp.size, local // len(cp.chunks)

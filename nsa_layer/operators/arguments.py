@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nsa_layer.call_spec import SELECTED_ALONE, CallSpec, CallTensors
+from nsa_layer.checks import check_list_count, check_lists
 from nsa_layer.config import ListConfig, NSAConfig
-from nsa_layer.inputs import check_list_count, check_lists
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]

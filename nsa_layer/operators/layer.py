@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import pad
 
 from nsa_layer.call_spec import DIFFERENTIABLE, SELECTED_ALONE, Aux, CallSpec, CallTensors, Saved
+from nsa_layer.checks import check_lengths, check_positions, starts_of_lengths
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
-from nsa_layer.inputs import check_lengths, check_positions, starts_of_lengths
 from nsa_layer.operators.arguments import (
     CONFIG,
     NAMES,

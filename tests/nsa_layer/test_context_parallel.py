@@ -32,12 +32,13 @@ from nsa_layer import (
     shard_sequence,
     unshard_sequence,
 )
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
+from nsa_layer.checks import Arguments
 from nsa_layer.config import WIDE_LIST
 from nsa_layer.context_parallel import gather, graph, heads, overlapped, stretches
 from nsa_layer.context_parallel.agreement import agree
 from nsa_layer.context_parallel.collectives import OPS, Collectives
-from nsa_layer.context_parallel.parts import NOTHING, Part
+from nsa_layer.context_parallel.parts import Part
 from nsa_layer.context_parallel.rows import Rows, of_blocks
 from nsa_layer.context_parallel.spec import chunks_of
 from nsa_layer.context_parallel.stretches import Stretch, Window, stretches_of_ranks
@@ -45,7 +46,6 @@ from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
 from nsa_layer.cute.packing import Packing
-from nsa_layer.inputs import Arguments
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import LSES, Case, make_inputs, run
 from nsa_tools.testing.ranks import ranks
@@ -314,7 +314,7 @@ def refuse(group: Any, wrong: dict[int, dict[str, Any]], error: type[Exception],
         ({1: dict(config="small")}, ValueError, "ranks disagree on config"),
         ({-1: dict(T=15)}, ValueError, "even number of tokens"),
         ({-1: dict(heads=1, cp=dict(mode="heads"))}, ValueError, "mode='heads' needs ranks that divide the 1"),
-        ({-1: dict(cu_seqlens=torch.tensor([0, 32], dtype=torch.int32))}, ValueError, "q must be packed"),
+        ({-1: dict(cu_seqlens=torch.tensor([0, 32], dtype=torch.int32))}, ValueError, "q must have shape"),
         ({-1: dict(cp="ranks")}, TypeError, "cp must be a ContextParallel"),
         ({-1: dict(config=SMALL.replace(q_tile=4), cp=dict(mode="gather"))}, NotImplementedError, "q_tile=4"),
         ({1: dict(k_cmp=torch.rand(1, 3, 2, 8)), 0: dict(k_cmp=torch.rand(1, 2, 2, 8))}, ValueError, "k_cmp must"),
@@ -564,7 +564,7 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
         q, k = torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
         spec = CallSpec(SMALL, True, 1.0, window=((192, 128),))
         part = Part(CallTensors(q, k, k), spec, (236,), "cute", (True,) * 3)
-        dq, dk, dv, *_, dk_win, dv_win = part.gradients(q, NOTHING, torch.empty_like(q))
+        dq, dk, dv, *_, dk_win, dv_win = part.gradients(q, Saved(), torch.empty_like(q))
         ((given, _, *grads, adds),) = called
     assert (dk_win, dv_win) == (None, None) and adds
     for x, rows in ((k, given.k_win), (k, given.v_win), (dk, grads[2]), (dv, grads[3])):

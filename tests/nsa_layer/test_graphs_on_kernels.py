@@ -66,10 +66,10 @@ def test_starts_made_on_the_gpu_are_those_that_the_host_makes(config: NSAConfig)
 @pytest.mark.parametrize("way", ["operator", "call"])
 def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a look would wait for it; here it is an error."""
-    from nsa_layer import inputs, selected
+    from nsa_layer import checks, selected
     from nsa_layer.operators import arguments, layer
 
-    for module in (inputs, selected):
+    for module in (checks, selected):
         monkeypatch.setattr(module, "leaves_starts_on_gpu", lambda *_: True)
         monkeypatch.setattr(module, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
     for module in (arguments, layer):
@@ -107,10 +107,10 @@ def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(
     q_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call whose lengths the host does not know keeps nothing that another number of sequences does not fit."""
-    from nsa_layer import inputs
+    from nsa_layer import checks
     from nsa_layer.operators import arguments, layer
 
-    monkeypatch.setattr(inputs, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
     for module in (arguments, layer):
         monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
@@ -121,10 +121,10 @@ def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(
 
 
 def test_lists_that_are_returned_have_room_for_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa_layer import inputs
+    from nsa_layer import checks
     from nsa_layer.operators import layer
 
-    monkeypatch.setattr(inputs, "leaves_starts_on_gpu", lambda *_: True)
+    monkeypatch.setattr(checks, "leaves_starts_on_gpu", lambda *_: True)
     monkeypatch.setattr(layer, "stay_on_gpu", lambda starts: starts is not None)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16) for h in (4, 2, 2))
     options = dict(cu_seqlens=starts_of(LENGTHS, "cpu"), config=NSAConfig(q_tile=32), backend="cute")
