@@ -38,7 +38,7 @@ class Part(NamedTuple):
         if self.backend == "cute":
             from nsa_layer.cute import head_groups
 
-            return head_groups.forward_groups(*self._on_kernels(), backward=backward, o=o)[1][0]
+            return head_groups.forward_groups(*self._on_kernels(), backward=backward, o=o)[1]
         from nsa_layer import eager
 
         made, saved = eager.forward(self._in_pytorch(), spec=self.spec)
@@ -50,7 +50,7 @@ class Part(NamedTuple):
         if self.backend == "cute":
             from nsa_layer.cute import head_groups
 
-            return head_groups.gradients(do, *self._on_kernels(), [left], dq=dq, window=self.window)
+            return head_groups.gradients(do, *self._on_kernels(), left, dq=dq, window=self.window)
         from nsa_layer import eager
 
         found = list(eager.backward(self._in_pytorch(), left, do, spec=self.spec))

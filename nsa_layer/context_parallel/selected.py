@@ -173,7 +173,7 @@ class ListCall(Call):
         return (torch.cat([each[at] for each in left], -2),)
 
     def _static(self, backward: bool) -> tuple[Any, ...]:
-        return *static_arguments(self.spec).values(), self.backend, None, None, NOTHING, None, backward
+        return *static_arguments(self.spec).values(), self.backend, 1, None, NOTHING, None, backward
 
     def _placed(self, part: CallTensors, number: int) -> CallTensors:
         """The part's tensors as the operator takes them, with positions of the first queries."""

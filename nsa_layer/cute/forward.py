@@ -13,6 +13,7 @@ from flash_attn.cute.runtime import repeated_calls
 from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
+from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
 from nsa_layer.cute.side_stream import SideStream
@@ -138,6 +139,29 @@ def _compressed(
     if v is not None:
         v_cmp = project(v_mean, w_v).to(dtype)
     return k_scored, k_cmp, v_cmp, None if w_k is None else k_mean, None if w_v is None else v_mean
+
+
+def forward_selected(tensors: CallTensors, packing: Packing | None, spec: CallSpec) -> tuple[Tensor, Tensor]:
+    """o and the log-sum-exp of the selected branch alone, over lists of the caller's."""
+    (q, k, v), lists = tensors[:3], tensors.block_indices
+    where = dict(S=k.shape[-3], spec=spec, packing=packing, q_offset=first_positions(tensors, packing, spec))
+    with component("lists"):
+        sparsity = selected_sparsity(lists, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **where)
+    with component("slc"):
+        return attend_selected(q, k, v, spec, sparsity, packing)
+
+
+def first_positions(tensors: CallTensors, packing: Packing | None, spec: CallSpec) -> Tensor | None:
+    """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
+    (q, k), q_offset = tensors[:2], tensors.q_offset
+    if not spec.causal:
+        return None
+    if q_offset is not None:
+        return q_offset.contiguous()
+    if packing is not None and packing.bounded:
+        return None if tensors.cu_seqlens_k is None else packing.cu_seqlens_k.diff() - packing.cu_seqlens.diff()
+    of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
+    return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
 
 
 def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from flash_attn.cute.bwd_sm90 import two_pass
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import position_options, token_options
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists
+from nsa_layer.cute.token_unions import query_lists
 from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
 from nsa_layer.kernels.launch import are_aligned
 from nsa_layer.kernels.token_lists.sizes import KEYS
@@ -73,7 +72,7 @@ def selected_sparsity(
 
     Args:
         block_indices: int32 [B, Hkv, M, n]; packed [Hkv, tiles of all sequences, n]. Where unions are read
-            [B, M, Hkv, n], packed [tiles, Hkv, n], which have no lists by key tile: `token_pairs`.
+            [B, M, Hkv, n], packed [tiles, Hkv, n], which have no lists by key tile: `key_pairs`.
         T: tokens of a sequence, packed of all.
         heads: (Hq, Hkv).
         backward: lists by key tile, not by query tile.
@@ -86,10 +85,11 @@ def selected_sparsity(
         NotImplementedError: q_offset where unions are not read.
     """
     config, causal = spec.config, spec.causal
-    if reads_unions(spec.config, listed=spec.listed):
-        Hs, extents = block_indices.shape[-2], Extents.of_layer(T, T if S is None else S, spec, packing, q_offset)
-        lists = query_lists(block_indices, heads[0] // Hs, extents)
-        return Sparsity(lists, causal, pack_gqa=Hs == heads[1], q_offset=extents.q_offset)
+    if reads_unions(config, listed=spec.listed):
+        Hs, q_offset = block_indices.shape[-2], q_offset if causal else None
+        where = dict(spec=spec, packing=packing, q_offset=q_offset)
+        lists = query_lists(block_indices, heads[0] // Hs, T, T if S is None else S, **where)
+        return Sparsity(lists, causal, pack_gqa=Hs == heads[1], q_offset=q_offset)
     if q_offset is not None:
         raise NotImplementedError(f"q_offset with q_tile={config.q_tile} on the kernels: tiles below 128 queries alone")
     size = config.block_size
@@ -100,20 +100,6 @@ def selected_sparsity(
         return Sparsity(list_kernels.forward_lists(block_indices, block_counts, T, **static), causal)
     rows = None if packing is None else packing.total_kv_tiles
     return Sparsity(list_kernels.backward_lists(block_indices, T, heads, rows=rows, **static), causal)
-
-
-def token_pairs(
-    block_indices: torch.Tensor,
-    T: int,
-    heads: tuple[int, int],
-    *,
-    S: int,
-    spec: CallSpec,
-    packing: Packing | None,
-    q_offset: torch.Tensor | None,
-) -> KeyPairs:
-    """The tokens that list each block, for the kernel of dk and dv; arguments as for `selected_sparsity`."""
-    return key_pairs(block_indices, heads, Extents.of_layer(T, S, spec, packing, q_offset))
 
 
 def selected_options(sparsity: Sparsity, packing: Packing | None) -> dict:
