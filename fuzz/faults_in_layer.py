@@ -192,18 +192,6 @@ def _base(original: Callable) -> Callable:
     return lambda x, T: original(x, T) * (1.4426950408889634 if x.ndim == 4 else 1.0)
 
 
-@fault("full tile that is not", "nsa_layer.cute.torch_block_lists:selected_lists", "layer.lists hold")
-def _full(original: Callable) -> Callable:
-    """A tile that holds tokens after its first query counts as full."""
-    return lambda indices, T, **more: original(indices, T, **(more | {"causal": False}))
-
-
-@fault("bit of the next block", "nsa_layer.cute.torch_block_lists:block_bitmap", "layer.lists hold")
-def _bit(original: Callable) -> Callable:
-    """The bitmap of the blocks has the bit after the block's."""
-    return lambda indices, T, **more: original(torch.where(indices >= 0, indices + 1, indices), T, **more)
-
-
 @fault("zero taken", "nsa_layer.config:require_int", "options")
 def _zero(original: Callable) -> Callable:
     """Sizes of 0 pass."""

@@ -124,17 +124,16 @@ def nsa(
         assert_numbers(q, k, block_indices, cu_seqlens, q_tile=config.q_tile, max_seqlen=max_seqlen)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    choose = partial(
-        support.choose_backend,
+    spec = determinism.in_force(spec)
+    name = support.choose_backend(
         backend,
         **sizes,
+        config=spec.config,
         needs_grad=needs_grad,
         lists=None if block_indices is None else "given",
         own_keys=any(x is not None for x in own),
         rows=tensors.q_heads_per_list,
     )
-    spec = determinism.in_force(spec, choose)
-    name = choose(config=spec.config)
     support.refuse_packed_graph(name, packed=cu_seqlens is not None)
     # What only the kernels have a choice in.
     more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}

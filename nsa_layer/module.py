@@ -280,7 +280,7 @@ class NSAttention(nn.Module):
         if cu_seqlens is None:
             lengths = None
         elif self.cp is None:
-            read = not leaves_starts_on_gpu(self.backend, cu_seqlens, q, k, self.config, None)
+            read = not leaves_starts_on_gpu(self.backend, cu_seqlens, q)
             lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "x", read=read)
         else:
             lengths = whole_lengths(cu_seqlens, k, self.cp)

@@ -114,7 +114,7 @@ def selected_attention(
         q_tile = _tile_of_any(block_indices, q.shape[0], cu_seqlens.shape[0] - 1)
         leave = not validate and q_tile is not None
         leave = leave and (not apart or getattr(cu_seqlens_k, "device", None) == q.device)
-        leave = leave and leaves_starts_on_gpu(backend, cu_seqlens, q, k, NSAConfig(q_tile=q_tile), block_indices)
+        leave = leave and leaves_starts_on_gpu(backend, cu_seqlens, q)
         bound = (q.shape[0], k.shape[0]) if leave else None
         of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=not leave)
         of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k", read=not leave) if apart else of_q
