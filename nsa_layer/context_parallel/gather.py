@@ -21,9 +21,9 @@ from nsa_layer.block_mlp import compressed
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors, ListSpec, require_choice_by_token
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel.checks import whole_lengths
-from nsa_layer.context_parallel.gather_loop import WINDOW, attend_in_steps
+from nsa_layer.context_parallel.gather_loop import WINDOW, GatherCall, attend_in_steps
 from nsa_layer.context_parallel.halo import compress_shard, mean_pool_on_kernels, with_halo
-from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, query_shards
+from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, head_steps, query_shards
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
 from nsa_layer.operators.arguments import CONFIG, LIST_CONFIG, NAMES, OF_LAYER, schema_of, spec_of, static_arguments
@@ -56,69 +56,46 @@ def attend(
     memory: MemoryPolicy = MemoryPolicy(),
     needs_grad: bool = True,
     return_aux: bool = True,
+    in_operator: bool = False,
 ) -> tuple[Tensor, Aux | None]:
     """`nsa` on a rank's queries; arguments as `nsa` has checked them, ``spec`` of the whole call.
+
+    Args:
+        in_operator: take the operator of a graph apart. Packed sequences have no lengths then, and ``cu_seqlens`` are
+            on the CPU.
 
     Raises:
         NotImplementedError: queries choose by tile, or have lists of tiles that chunks cut; or a graph would have to
             know lengths.
     """
-    packed, local, config = tensors.cu_seqlens is not None, tensors.q.shape[-3], spec.config
-    if tensors.block_indices is None:
+    packed, config, listed = tensors.cu_seqlens is not None, spec.config, tensors.block_indices is not None
+    local, in_graph, gathered = tensors.q.shape[-3], is_recorded(tensors.q), ("k", "v")
+    chunk, lengths, kept = local // len(cp.chunks), spec.lengths or (local * cp.size,), (False,) * 3
+    if not listed:
         require_choice_by_token(config, "cp with mode='gather'")
-    elif config.q_tile > 1 and (packed or local // len(cp.chunks) % config.q_tile):
+    elif config.q_tile > 1 and (packed or chunk % config.q_tile):
         raise NotImplementedError(
             f"cp: mode='gather' with lists for tiles of {config.q_tile} queries needs chunks of whole tiles, not packed"
         )
-    if not is_recorded(tensors.q):
-        how = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux)
-        return _attend(cp, backend, tensors, spec=spec, **how)
-    if packed and (tensors.k_cmp is not None or tensors.v_cmp is not None):
+    if in_graph and packed and (tensors.k_cmp is not None or tensors.v_cmp is not None):
         raise NotImplementedError("cp in a graph, with cu_seqlens and rows of blocks")
-    static = (*static_arguments(spec).values(), backend, *_ranks(cp))
-    how = (memory.recompute, memory.budget, needs_grad, return_aux)
-    o, *aux = OPS.gathered.default(*tensors[: len(OF_LAYER)], *static, *how)
-    return o, Aux(*aux) if return_aux else None
-
-
-def attend_to_lists(
-    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: ListSpec
-) -> tuple[Tensor, Tensor]:
-    """`selected_attention` on a rank's queries: o and the LSE."""
-    if not is_recorded(tensors.q):
-        return _attend_to_lists(cp, backend, tensors, spec=spec)
-    static = (spec.block_size, spec.q_tile, spec.causal, spec.softmax_scale, backend)
-    lists = (*tensors[:3], tensors.block_indices, tensors.cu_seqlens)
-    return OPS.gathered_lists.default(*lists, *static, *_ranks(cp))
-
-
-def _attend(
-    cp: ContextParallel,
-    backend: str,
-    tensors: CallTensors,
-    *,
-    spec: CallSpec,
-    memory: MemoryPolicy,
-    needs_grad: bool,
-    return_aux: bool,
-) -> tuple[Tensor, Aux | None]:
-    """`attend`, in a graph too, where packed sequences have no lengths and ``cu_seqlens`` are on the CPU."""
-    packed, config, listed = tensors.cu_seqlens is not None, spec.config, tensors.block_indices is not None
-    local, in_graph = tensors.q.shape[-3], is_recorded(tensors.q)
-    lengths, gathered = spec.lengths or (local * cp.size,), ("k", "v")
+    if in_graph and not in_operator:
+        how = (backend, *_ranks(cp), memory.recompute, memory.budget, needs_grad, return_aux)
+        o, *aux = OPS.gathered.default(*tensors[: len(OF_LAYER)], *static_arguments(spec).values(), *how)
+        return o, Aux(*aux) if return_aux else None
     shards = query_shards(cp, local, spec.lengths, cut=spec.causal and not listed)
-    kept = (False,) * 3
     if backend == "cute":
         kept = _kept(tensors, sum(lengths), memory, spec=spec, needs_grad=needs_grad)
     if spec.lengths is not None or not packed:
         pool = mean_pool_on_kernels if backend == "cute" and not in_graph else partial(compressed, network=None)
-        tensors = _compress(cp, tensors, spec, pool)
-        tensors = _with_window_halo(cp, tensors, shards[cp.rank], spec)._replace(cu_seqlens=None)
+        tensors = _with_window_halo(cp, _compress(cp, tensors, spec, pool), shards[cp.rank], spec)
+        tensors = tensors._replace(cu_seqlens=None)
     elif tensors.has_own_window:
         tensors, gathered = tensors._replace(**dict(zip(WINDOW, tensors.of_window))), gathered + WINDOW
-    blocks = ShardLayout.of_blocks(cp, lengths, local // len(cp.chunks), config.span, config.stride)
-    how = dict(kept=kept, gathered=gathered, blocks=blocks, return_more=return_aux)
-    o, by_shard = attend_in_steps(cp, backend, tensors, spec, shards, **how)
+    blocks = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
+    static = (in_graph, packed, *_tokens_and_steps(cp, tensors), shards)
+    call = GatherCall(cp, backend, spec, *static, blocks=blocks, kept=kept, gathered=gathered)
+    o, by_shard = attend_in_steps(call, tensors, return_more=return_aux)
     if not return_aux:
         return o, None
     lists, gates, *lses = zip(*by_shard)
@@ -129,13 +106,24 @@ def _attend(
     return o, Aux(block_indices, torch.cat(gates, dim), *(torch.cat(x, -1) for x in lses))
 
 
-def _attend_to_lists(
-    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: ListSpec
+def attend_to_lists(
+    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: ListSpec, in_operator: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`attend_to_lists`, in a graph too."""
+    """`selected_attention` on a rank's queries: o and the LSE. `in_operator` as for `attend`."""
+    if is_recorded(tensors.q) and not in_operator:
+        static = (spec.block_size, spec.q_tile, spec.causal, spec.softmax_scale, backend, *_ranks(cp))
+        return OPS.gathered_lists.default(*tensors[:3], tensors.block_indices, tensors.cu_seqlens, *static)
     shards = query_shards(cp, tensors.q.shape[-3], None, cut=False)
-    o, by_shard = attend_in_steps(cp, backend, tensors, spec, shards, return_more=True)
+    packed = tensors.cu_seqlens is not None
+    call = GatherCall(cp, backend, spec, is_recorded(tensors.q), packed, *_tokens_and_steps(cp, tensors), shards)
+    o, by_shard = attend_in_steps(call, tensors, return_more=True)
     return o, torch.cat([lse for (lse,) in by_shard], -1)
+
+
+def _tokens_and_steps(cp: ContextParallel, tensors: CallTensors) -> tuple[ShardLayout, tuple[tuple[int, int], ...]]:
+    """The layout of tokens, and the heads of each step: the same on every rank, unlike the groups of a memory plan."""
+    tokens = ShardLayout.of_tokens(cp, tensors.q.shape[-3])
+    return tokens, head_steps(tensors.k.shape[-2], tokens.total)
 
 
 def _kept(
@@ -203,20 +191,17 @@ def hash_of_sources(folder: Path) -> str:
 
 
 def _gathered(*args: Any) -> list[Tensor]:
-    tensors, static = args[: len(OF_LAYER)], args[len(OF_LAYER) :]
-    tensors, names, (backend, *ranks, recompute, budget, needs_grad, return_aux) = (
-        CallTensors(*map(_with_known_sizes, tensors)),
-        dict(zip(NAMES, static)),
-        static[len(NAMES) :],
-    )
-    cp, names["softmax_scale"] = _ranks_of(*ranks), float(names["softmax_scale"])
-    spec = spec_of(names, None, listed=tensors.block_indices is not None)
+    args, tensors = args[len(OF_LAYER) :], CallTensors(*map(_with_known_sizes, args[: len(OF_LAYER)]))
+    backend, *ranks, recompute, budget, needs_grad, return_aux = args[len(NAMES) :]
+    static, cp = dict(zip(NAMES, args)), _ranks_of(*ranks)
+    static["softmax_scale"] = float(static["softmax_scale"])
+    spec = spec_of(static, None, listed=tensors.block_indices is not None)
     if tensors.cu_seqlens is not None:
         tensors = tensors._replace(cu_seqlens=tensors.cu_seqlens.cpu())
         if not is_recorded(tensors.q):  # torch.compile(backend="eager") runs it as it is
             spec = replace(spec, lengths=whole_lengths(tensors.cu_seqlens, tensors.q, cp))
     how = dict(memory=MemoryPolicy(budget=budget, recompute=recompute), needs_grad=needs_grad, return_aux=return_aux)
-    o, aux = _attend(cp, backend, tensors, spec=spec, **how)
+    o, aux = attend(cp, backend, tensors, spec=spec, **how, in_operator=True)
     return [o] if aux is None else [o, *vars(aux).values()]
 
 
@@ -225,7 +210,7 @@ def _gathered_lists(*args: Any) -> tuple[Tensor, Tensor]:
     q, k, v, block_indices, cu_seqlens = map(_with_known_sizes, tensors)
     tensors = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
     spec = ListSpec(int(block_size), int(q_tile), causal, float(softmax_scale))
-    return _attend_to_lists(_ranks_of(*args[-4:]), backend, tensors, spec=spec)
+    return attend_to_lists(_ranks_of(*args[-4:]), backend, tensors, spec=spec, in_operator=True)
 
 
 def _with_known_sizes(x: Tensor | None) -> Tensor | None:

@@ -15,53 +15,56 @@ import torch
 
 from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors, ListSpec, accumulation_dtype
 from nsa_layer.context_parallel import shard_call
-from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, head_steps
+from nsa_layer.context_parallel.checks import WEIGHTS
+from nsa_layer.context_parallel.layout import QueryShard, ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Addends, Collectives, Messages
 from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.derivatives import ReverseMode, first_derivatives
 from nsa_layer.gate import equal_gates
 from nsa_layer.operators.arguments import OF_LAYER, static_arguments
-from nsa_layer.operators.registration import OPS, is_recorded
+from nsa_layer.operators.registration import OPS
 
 Tensor = torch.Tensor
 Fields = tuple[Tensor | None, ...]
 # Tokens for each other rank from which on exchanges are 1 % of the attention: they then alternate, which saves memory.
 OVERLAP_BELOW = 1 << 22
-WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 BLOCKS, WINDOW = ("k_cmp", "v_cmp"), ("k_win", "v_win")
+SUMMED = WEIGHTS + BLOCKS  # gradients to which each shard adds
 # An exchange under way: K and V of a step by name; sums of gradients by name, and their step.
 Exchange = tuple[Collectives | Messages, dict[str, Tensor], dict[str, Any], int]
 
 
 class GatherCall(NamedTuple):
-    """The static side of a rank's call. Its tensors are a batch, of one where sequences are packed.
+    """The static side of a rank's call.
 
     Attributes:
-        cp, backend: of the call.
-        spec: of the whole call of `nsa`, or of `selected_attention`, whose packed sequences are one to shards.
-        kept: branches' outputs that the kernels save.
+        spec: of the whole call of `nsa`; or of `selected_attention`, whose packed sequences are one to shards.
         in_graph: exchanges are collectives and attention is operators.
-        packed: sequences are, whether the host knows their lengths or not.
-        gathered: names of the tensors that are gathered a step at a time.
+        packed: sequences are, whether the host knows their lengths or not. Tensors are a batch of one then.
         tokens, blocks: layouts of tokens and of compressed keys.
-        shards: of this rank.
-        key_ranges: the keys of each rank's shards.
         steps: (first, end) of each step's key/value heads.
+        shards: of each rank.
+        kept: branches' outputs that the kernels save.
+        gathered: names of the tensors that are gathered a step at a time.
     """
 
     cp: ContextParallel
     backend: str
     spec: CallSpec | ListSpec
-    kept: tuple[bool, ...]
     in_graph: bool
     packed: bool
-    gathered: tuple[str, ...]
     tokens: ShardLayout
-    blocks: ShardLayout | None
-    shards: tuple[QueryShard, ...]
-    key_ranges: tuple[tuple[slice, ...], ...]
     steps: tuple[tuple[int, int], ...]
+    shards: Sequence[Sequence[QueryShard]]
+    blocks: ShardLayout | None = None
+    kept: tuple[bool, ...] = ()
+    gathered: tuple[str, ...] = ("k", "v")
+
+    @property
+    def own_shards(self) -> Sequence[QueryShard]:
+        """This rank's."""
+        return self.shards[self.cp.rank]
 
     @property
     def overlaps(self) -> bool:
@@ -69,45 +72,23 @@ class GatherCall(NamedTuple):
         return self.tokens.total < OVERLAP_BELOW * (self.cp.size - 1)
 
 
-def attend_in_steps(
-    cp: ContextParallel,
-    backend: str,
-    tensors: CallTensors,
-    spec: CallSpec | ListSpec,
-    shards: Sequence[Sequence[QueryShard]],
-    *,
-    return_more: bool,
-    kept: tuple[bool, ...] = (),
-    gathered: tuple[str, ...] = ("k", "v"),
-    blocks: ShardLayout | None = None,
-) -> tuple[Tensor, list[Fields]]:
-    """Attend with a rank's queries; `GatherCall` has the arguments.
+def attend_in_steps(call: GatherCall, tensors: CallTensors, *, return_more: bool) -> tuple[Tensor, list[Fields]]:
+    """o of a rank's queries, and with `return_more` for each shard the fields of `Aux`, or the LSE of a `ListSpec`.
 
     Args:
-        tensors: this rank's. Of compressed keys it has the blocks that start here; of ``k_win`` and ``v_win``, unless
-            they are gathered, what each shard's window sees, one shard after the other.
-        shards: of each rank.
-
-    Returns:
-        o, and with `return_more` for each shard the fields of `Aux`, or of `selected_attention` the LSE.
+        tensors: this rank's: compressed keys of the blocks that start here; of ``k_win`` and ``v_win``, unless they are
+            gathered, what each shard's window sees, one shard after the other.
     """
-    q, packed, in_graph = tensors.q, tensors.q.dim() == 3, is_recorded(tensors.q)
-    tokens = ShardLayout.of_tokens(cp, q.shape[-3])
-    # Not a memory plan's groups, which follow from what is free: ranks exchange the same heads.
-    steps = head_steps(tensors.k.shape[-2], tokens.total)
-    key_ranges = tuple(tuple(shard.keys for shard in of_rank) for of_rank in shards)
-    shards = tuple(shards[cp.rank])
-    call = GatherCall(cp, backend, spec, kept, in_graph, packed, gathered, tokens, blocks, shards, key_ranges, steps)
-    if packed:
+    if call.packed:
         tensors = tensors.as_batch()
-    if backend == "cute" and not in_graph:
+    if call.backend == "cute" and not call.in_graph:
         from nsa_layer.kernels.launch import readable
 
         tensors = tensors.map(readable)
     o, *more = _Gather.apply(call, return_more, *tensors)
-    count = len(more) // len(shards)
+    count = len(more) // len(call.own_shards)
     by_shard = [tuple(more[i : i + count]) for i in range(0, len(more), count)] if count else []
-    return o[0] if packed else o, by_shard
+    return o[0] if call.packed else o, by_shard
 
 
 class _Gather(ReverseMode):
@@ -123,9 +104,9 @@ class _Gather(ReverseMode):
             if call.overlaps:
                 exchanges.append(_start(call, local, step + 1))
             keys = _finish(call, exchanges.popleft(), {})
-            for i, shard in enumerate(call.shards):
-                part, o_part = _part(call, whole, keys, step, i), o_step[:, shard.queries]
-                saved.append(_forward(call, part, shard, o_part[0] if call.packed else o_part, backward=backward))
+            for i, shard in enumerate(call.own_shards):
+                part = _part(call, whole, keys, _index(call, whole, step, i), shard)
+                saved.append(_forward(call, part, shard, _row(call, o_step[:, shard.queries]), backward=backward))
             del keys, part
             if not call.overlaps:
                 exchanges.append(_start(call, local, step + 1))
@@ -136,9 +117,8 @@ class _Gather(ReverseMode):
         if not return_more:
             return (o,)
         more = []
-        for i, shard in enumerate(call.shards):
-            q = local.q[:, shard.queries]
-            more += _more(call, saved[i :: len(call.shards)], q[0] if call.packed else q)
+        for i, shard in enumerate(call.own_shards):
+            more += _more(call, saved[i :: len(call.own_shards)], _row(call, local.q[:, shard.queries]))
         ctx.mark_non_differentiable(*more)
         return o, *more
 
@@ -151,35 +131,35 @@ class _Gather(ReverseMode):
 
 def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Gradients of `CallTensors`, from what forward saved; those of weights are this rank's part."""
-    count, shards = len(CallTensors._fields), len(call.shards)
+    count, shards = len(CallTensors._fields), call.own_shards
     whole, saved = CallTensors(*tensors[:count]), tensors[count:]
-    fields, exactly = len(saved) // (len(call.steps) * shards), accumulation_dtype(whole.q.dtype)
+    fields, exactly = len(saved) // (len(call.steps) * len(shards)), accumulation_dtype(whole.q.dtype)
     grads, by_step, d_keys = {}, {}, {}
     for name in DIFFERENTIABLE:
         if (x := getattr(whole, name)) is not None:
-            summed = name in WEIGHTS + BLOCKS
-            grads[name] = torch.zeros_like(x, dtype=exactly) if summed else torch.empty_like(x)
-            by_step[name] = _by_step(call, grads[name], name, whole, zeros=summed)
+            grads[name] = torch.zeros_like(x, dtype=exactly) if name in SUMMED else torch.empty_like(x)
+            by_step[name] = _by_step(call, grads[name], name, whole)
     exchanges = deque([_start(call, whole, 0)])
     for step in range(len(call.steps)):
         if call.overlaps:
             exchanges.append(_start(call, whole, step + 1, d_keys, step - 1))
-        d_keys = {name: [None] * shards for name in call.gathered}
+        d_keys = {name: [None] * len(shards) for name in call.gathered}
         keys = _finish(call, exchanges.popleft(), by_step)
-        for i in reversed(range(shards)):
-            part, rows, at = _part(call, whole, keys, step, i), _rows(call, i), (step * shards + i) * fields
-            do_part, dq_part = (x[:, rows["q"]] for x in (do[:, :, _heads(call, whole, step)["q"]], by_step["q"][step]))
-            if call.packed:
-                do_part, dq_part = do_part[0], dq_part[0]
-            results = _backward(call, part, call.shards[i], do_part, saved[at : at + fields], dq_part)
+        for i, shard in reversed([*enumerate(shards)]):
+            at, first = _index(call, whole, step, i), (step * len(shards) + i) * fields
+            part = _part(call, whole, keys, at, shard)
+            do_part, dq_part = _row(call, do[at["q"]]), _row(call, by_step["q"][step][at["q"][:-1]])
+            results = _backward(call, part, shard, do_part, saved[first : first + fields], dq_part)
             for name, d in zip(DIFFERENTIABLE[1:], results[1:]):
                 if getattr(part, name) is None:
                     continue
-                d = d if name in WEIGHTS or not call.packed else d[None]
+                d = d[None] if call.packed and name not in WEIGHTS else d
                 if name in keys:
-                    d_keys[name][i] = call.shards[i].keys, d
+                    d_keys[name][i] = shard.keys, d
+                elif name in SUMMED:
+                    by_step[name][step][at[name][:-1]] += d
                 else:
-                    _write(by_step[name][step], d, name, rows)
+                    by_step[name][step][at[name][:-1]] = d
             del results, d
         del keys, part
         if not call.overlaps:
@@ -196,20 +176,16 @@ def _gradients(call: GatherCall, do: Tensor, *tensors: Tensor | None) -> tuple[T
 
 
 def _start(
-    call: GatherCall,
-    local: CallTensors,
-    step: int,
-    d_keys: dict[str, Addends] | None = None,
-    d_step: int = 0,
+    call: GatherCall, local: CallTensors, step: int, d_keys: dict[str, Addends] | None = None, d_step: int = 0
 ) -> Exchange:
     """Start to gather K and V of a step, if there is such a step, and to sum gradients of those of step `d_step`."""
     transport = Collectives(call.cp) if call.in_graph else Messages(call.cp, kernels=call.backend == "cute")
-    keys = {}
-    if step < len(call.steps):
-        heads = slice(*call.steps[step])
-        keys = {name: transport.all_gather(getattr(local, name)[:, :, heads], call.tokens) for name in call.gathered}
-    d_keys = d_keys or {}
-    sums = {name: transport.reduce_scatter(each, call.tokens, call.key_ranges) for name, each in d_keys.items()}
+    heads = [slice(*each) for each in call.steps[step : step + 1]]
+    keys = {
+        name: transport.all_gather(getattr(local, name)[:, :, h], call.tokens) for h in heads for name in call.gathered
+    }
+    ranges = [[shard.keys for shard in of_rank] for of_rank in call.shards]
+    sums = {name: transport.reduce_scatter(d, call.tokens, ranges) for name, d in (d_keys or {}).items()}
     transport.start()
     return transport, keys, sums, d_step
 
@@ -224,10 +200,8 @@ def _finish(call: GatherCall, exchange: Exchange, by_step: dict[str, Sequence[Te
 
 def _gather_blocks(call: GatherCall, local: CallTensors) -> CallTensors:
     """With compressed keys and values of all ranks."""
-    if local.k_cmp is None:
-        return local
-    transport = Collectives(call.cp)
-    buffers = {name: transport.all_gather(getattr(local, name), call.blocks) for name in BLOCKS}
+    transport, names = Collectives(call.cp), () if local.k_cmp is None else BLOCKS
+    buffers = {name: transport.all_gather(getattr(local, name), call.blocks) for name in names}
     return local._replace(**{name: transport.gathered(x, call.blocks) for name, x in buffers.items()})
 
 
@@ -238,80 +212,69 @@ def _scatter_blocks(call: GatherCall, grads: dict[str, Tensor]) -> dict[str, Ten
     return {name: transport.sum(buffer, call.blocks) for name, buffer in buffers.items()}
 
 
-def _heads(call: GatherCall, tensors: CallTensors, step: int) -> dict[str, slice]:
-    """A step's heads in each tensor."""
-    (first, end), Hq = call.steps[step], tensors.q.shape[2]
-    G, lists = Hq // tensors.k.shape[2], tensors.block_indices
-    heads = dict.fromkeys(CallTensors._fields, slice(first, end))
-    of_query = ("q", "gates", "gate_weight") + (
-        ("block_indices",) if lists is not None and lists.shape[2] == Hq else ()
+def _index(call: GatherCall, tensors: CallTensors, step: int, i: int) -> dict[str, tuple[slice, ...]]:
+    """What a shard and a step read of each tensor that is not gathered: of this rank's, and of all compressed keys."""
+    (first, end), Hq, Hkv, lists = call.steps[step], tensors.q.shape[2], tensors.k.shape[2], tensors.block_indices
+    heads, of_query, every = slice(first, end), slice(first * Hq // Hkv, end * Hq // Hkv), slice(None)
+    shard, alone = call.own_shards[i], isinstance(call.spec, ListSpec)
+    tile = call.spec.q_tile if alone else call.spec.config.q_tile
+    tiles = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
+    of_lists = of_query if lists is not None and lists.shape[2] == Hq else heads
+    index = dict.fromkeys(("q", "gates"), (every, shard.queries, of_query)) | dict(
+        block_indices=(every, tiles, of_lists)
     )
-    return heads | dict.fromkeys(of_query, slice(first * G, end * G))
-
-
-def _rows(call: GatherCall, i: int) -> dict[str, slice]:
-    """A shard's rows in each tensor that is not gathered: among this rank's tokens or lists, and all ranks' blocks."""
-    shard, spec, alone = call.shards[i], call.spec, isinstance(call.spec, ListSpec)
-    queries, tile = shard.queries, spec.q_tile if alone else spec.config.q_tile
-    rows = dict(q=queries, gates=queries, block_indices=slice(queries.start // tile, -(-queries.stop // tile)))
     if not alone:
-        rows |= dict.fromkeys(BLOCKS, shard.blocks(spec))
-        windows = (each.window(spec)[0] for each in call.shards)
-        ends = list(accumulate((window.stop - window.start for window in windows), initial=0))
-        rows |= dict.fromkeys(WINDOW, slice(ends[i], ends[i + 1]))
-    return rows
+        windows = (each.window(call.spec)[0] for each in call.own_shards)
+        ends = list(accumulate((rows.stop - rows.start for rows in windows), initial=0))
+        index |= dict.fromkeys(WINDOW, (every, slice(*ends[i : i + 2]), heads))
+        index |= dict.fromkeys(BLOCKS, (every, shard.blocks(call.spec), heads))
+        index |= dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
+    return index | dict.fromkeys(call.gathered, (every, every, heads))
 
 
-def _part(call: GatherCall, whole: CallTensors, keys: dict[str, Tensor], step: int, i: int) -> CallTensors:
-    """The tensors of a shard and a step. `whole` has all ranks' compressed keys, `keys` what is gathered."""
-    heads, rows, shard = _heads(call, whole, step), _rows(call, i), call.shards[i]
-    part = {name: x[:, shard.keys] for name, x in keys.items()}
-    part |= {
-        name: x[:, at, heads[name]]
-        for name, at in rows.items()
-        if name not in keys and (x := getattr(whole, name)) is not None
-    }
-    if call.packed:
-        part = {name: x[0] for name, x in part.items()}
-    weights = {name: x[heads[name]] for name in WEIGHTS if (x := getattr(whole, name)) is not None}
-    return CallTensors(**part, **weights, cu_seqlens=whole.cu_seqlens)
+def _part(
+    call: GatherCall,
+    whole: CallTensors,
+    keys: dict[str, Tensor],
+    index: dict[str, tuple[slice, ...]],
+    shard: QueryShard,
+) -> CallTensors:
+    """A shard's tensors of a step. `whole` has all ranks' compressed keys, `keys` those that are gathered."""
+    part = {name: x[at] for name, at in index.items() if (x := getattr(whole, name)) is not None}
+    part |= {name: x[:, shard.keys] for name, x in keys.items()}
+    part = {name: x if name in WEIGHTS else _row(call, x) for name, x in part.items()}
+    return CallTensors(**part, cu_seqlens=whole.cu_seqlens)
 
 
-def _by_step(call: GatherCall, x: Tensor, name: str, tensors: CallTensors, *, zeros: bool = False) -> Sequence[Tensor]:
+def _row(call: GatherCall, x: Tensor) -> Tensor:
+    """Packed sequences without the dimension of a batch of one."""
+    return x[0] if call.packed else x
+
+
+def _by_step(call: GatherCall, x: Tensor, name: str, tensors: CallTensors) -> Sequence[Tensor]:
     """Each step's heads of a tensor like the one of this name, to be written.
 
     Views; in a graph tensors of their own, to be joined: Inductor's expressions double with each write to a slice.
     """
-    heads = [_heads(call, tensors, step)[name] for step in range(len(call.steps))]
+    heads = [_index(call, tensors, step, 0)[name][-1] for step in range(len(call.steps))]
     views = x.split([each.stop - each.start for each in heads], 0 if name in WEIGHTS else 2)
-    if not call.in_graph:
-        return views
-    return [torch.zeros_like(view) if zeros else torch.empty_like(view) for view in views]
-
-
-def _write(out: Tensor, d: Tensor, name: str, rows: dict[str, slice]) -> None:
-    """Write a shard's gradient to its rows of a step's, or add it where shards have rows in common."""
-    if name not in WEIGHTS:
-        out = out[:, rows[name]]
-    if name in WEIGHTS + BLOCKS:
-        out += d
-    else:
-        out.copy_(d)
+    like = torch.zeros_like if name in SUMMED else torch.empty_like
+    return [like(view) for view in views] if call.in_graph else views
 
 
 def _forward(call: GatherCall, part: CallTensors, shard: QueryShard, o: Tensor, *, backward: bool) -> Fields:
     """Write a shard's output on a step's heads, and return what backward needs."""
-    how = dict(backend=call.backend, kept=call.kept, backward=backward)
     if isinstance(call.spec, ListSpec):
         operator, tensors = shard_call.list_operator(part, shard, call.backend)
         output, *fields = operator(*tensors, *_static(call, shard))
-        o.copy_(output)
-        return None if call.backend == "eager" else output, *fields
-    if not call.in_graph:
-        return shard_call.forward(part, shard, call.spec, o, **how)
-    output, *fields = OPS.shard.default(*part[: len(OF_LAYER)], *_static(call, shard), backward)
+        fields = (None if call.backend == "eager" else output, *fields)
+    elif call.in_graph:
+        output, *fields = OPS.shard.default(*part[: len(OF_LAYER)], *_static(call, shard), backward)
+        fields = tuple(x if x.dim() > 1 else None for x in fields)
+    else:
+        return shard_call.forward(part, shard, call.spec, call.backend, call.kept, o, backward=backward)
     o.copy_(output)
-    return tuple(x if x.dim() > 1 else None for x in fields)
+    return fields
 
 
 def _backward(
@@ -322,11 +285,11 @@ def _backward(
         operator, tensors = shard_call.list_operator(part, shard, call.backend, "_backward")
         saved = saved[2:] if call.backend == "eager" else saved
         grads = operator(do, *tensors[:5], *saved, *_static(call, shard), [True] * 3)
-    elif not call.in_graph:
-        how = dict(backend=call.backend, kept=call.kept)
-        return shard_call.gradients(do, part, SavedForBackward(*saved), shard, call.spec, dq, **how)
-    else:
+    elif call.in_graph:
         grads = OPS.shard_backward.default(do, *part[: len(OF_LAYER)], *saved, *_static(call, shard))
+    else:
+        saved = SavedForBackward(*saved)
+        return shard_call.backward(part, shard, call.spec, call.backend, call.kept, do, saved, dq)
     dq.copy_(grads[0])
     return grads
 

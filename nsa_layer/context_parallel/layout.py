@@ -59,11 +59,6 @@ class ShardLayout(NamedTuple):
         """Rows of the rank that holds most: what each rank sends in a collective."""
         return max(sum(self.rank_counts(rank)) for rank in range(self.size))
 
-    @property
-    def in_order(self) -> bool:
-        """True if the ranks' rows, one rank after the other, are those of the sequence."""
-        return self.load_balance is None and len(set(self.counts)) == 1
-
     def rank_counts(self, rank: int) -> list[int]:
         """Rows of each of a rank's chunks."""
         return [self.counts[chunk] for chunk in rank_chunks(rank, self.size, self.load_balance)]
@@ -80,15 +75,11 @@ class ShardLayout(NamedTuple):
 
     def merge(self, x: Tensor) -> Tensor:
         """[R, B, most, ...], each rank's rows -> [B, all rows, ...], in order."""
-        if self.in_order:
-            return x.movedim(0, 1).flatten(1, 2)
         parts = {chunk: x[rank, :, local] for chunk, rank, _, local in self.chunks()}
         return torch.cat([parts[chunk] for chunk in range(len(self.counts))], dim=1)
 
     def split(self, x: Tensor) -> Tensor:
         """The inverse of `merge`, contiguous, padded with 0."""
-        if self.in_order:
-            return x.unflatten(1, (self.size, -1)).movedim(1, 0).contiguous()
         shards: list[list[Tensor]] = [[] for _ in range(self.size)]
         for _, rank, rows, _ in self.chunks():
             shards[rank].append(x[:, rows])

@@ -27,19 +27,13 @@ from nsa_layer.operators.recorded import gradients_of, leaves_of, recording
 from nsa_layer.operators.registration import OPS, define, refuse_derivatives
 
 Tensor = torch.Tensor
+Kept = Sequence[bool]
 FIELDS = len(SavedForBackward._fields)
 NOTHING = SavedForBackward(*[None] * FIELDS)
 
 
 def forward(
-    tensors: CallTensors,
-    shard: QueryShard,
-    spec: CallSpec,
-    o: Tensor,
-    *,
-    backend: str,
-    kept: Sequence[bool],
-    backward: bool,
+    tensors: CallTensors, shard: QueryShard, spec: CallSpec, backend: str, kept: Kept, o: Tensor, *, backward: bool
 ) -> SavedForBackward:
     """Write the output to o, and return what backward needs: in PyTorch lists, gates and LSEs alone.
 
@@ -59,24 +53,22 @@ def forward(
     return NOTHING._replace(block_indices=aux.block_indices, g=aux.gates, **lses)
 
 
-def gradients(
-    do: Tensor,
+def backward(
     tensors: CallTensors,
-    saved: SavedForBackward,
     shard: QueryShard,
     spec: CallSpec,
-    dq: Tensor,
-    *,
     backend: str,
-    kept: Sequence[bool],
+    kept: Kept,
+    do: Tensor,
+    saved: SavedForBackward,
+    dq: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the differentiable tensors; q's is written to dq. Arguments as for `forward`."""
     if backend == "cute":
         from nsa_layer.cute import head_groups
 
-        rows, _ = _window(tensors, shard, spec)
-        call = _on_kernels(tensors, shard, spec, kept)
-        return head_groups.gradients(do, *call, [saved], dq=dq, window=None if tensors.has_own_window else rows)
+        rows = None if tensors.has_own_window else _window(tensors, shard, spec)[0]
+        return head_groups.gradients(do, *_on_kernels(tensors, shard, spec, kept), [saved], dq=dq, window=rows)
     leaves = leaves_of(tensors.differentiable, [True] * len(DIFFERENTIABLE))
     with recording():
         o, _ = _in_pytorch(CallTensors(*leaves, block_indices=saved.block_indices), shard, spec, backend)
@@ -85,17 +77,15 @@ def gradients(
     return dq, *grads[1:]
 
 
-def _window(
-    tensors: CallTensors, shard: QueryShard, spec: CallSpec
-) -> tuple[slice | None, tuple[tuple[int, int], ...] | None]:
-    """`QueryShard.window`: of keys of its own, or from a whole tile of k and v on; None without a window."""
+def _window(tensors: CallTensors, shard: QueryShard, spec: CallSpec) -> tuple[Any, Any]:
+    """`QueryShard.window`, of k and v from a whole tile on; (None, None) without a window."""
     if not spec.config.window_size:
         return None, None
     return shard.window(spec, tile=1 if tensors.has_own_window else TILE)
 
 
 def _on_kernels(
-    tensors: CallTensors, shard: QueryShard, spec: CallSpec, kept: Sequence[bool]
+    tensors: CallTensors, shard: QueryShard, spec: CallSpec, kept: Kept
 ) -> tuple[CallTensors, Packing | None, CallSpec, MemoryPlan]:
     """The call as the kernels take it. Windows without keys of their own read rows of k and v."""
     (q, k, v), (rows, window) = tensors[:3], _window(tensors, shard, spec)
@@ -107,19 +97,19 @@ def _on_kernels(
 
 
 def _in_pytorch(tensors: CallTensors, shard: QueryShard, spec: CallSpec, backend: str) -> tuple[Tensor, Aux]:
-    """The call as other backends take it. Their ``k_win`` has rows for all keys: those outside of the window are 0."""
+    """The call as other backends take it, whose ``k_win`` has rows for all keys: 0 outside of the window."""
     if tensors.has_own_window:
-        _, window = _window(tensors, shard, spec)
+        window = shard.window(spec)[1]
+        before = [offset - first for offset, (_, first) in zip(shard.offsets, window)]
+        sides = [(at, S - at - n) for (_, S, _), at, (n, _) in zip(shard.lengths, before, window)]
 
         def among_zeros(x: Tensor) -> Tensor:
-            parts = x.split([count for count, _ in window], dim=-3)
-            before = [offset - first for offset, (_, first) in zip(shard.offsets, window, strict=True)]
-            sides = [(at, S - at - x_i.shape[-3]) for (_, S, _), at, x_i in zip(shard.lengths, before, parts)]
-            return torch.cat([F.pad(x_i, (0, 0, 0, 0, *each)) for x_i, each in zip(parts, sides)], dim=-3)
+            parts = x.split([n for n, _ in window], dim=-3)
+            return torch.cat([F.pad(part, (0, 0, 0, 0, *each)) for part, each in zip(parts, sides)], dim=-3)
 
         tensors = tensors.map(among_zeros, ("k_win", "v_win"))
-    spec = shard.spec(spec)
-    return import_module(support.BACKENDS[backend]).attend(_with_offset(tensors, shard, spec), spec=spec)
+    attend = import_module(support.BACKENDS[backend]).attend
+    return attend(_with_offset(tensors, shard, spec), spec=shard.spec(spec))
 
 
 def _with_offset(tensors: CallTensors, shard: QueryShard, spec: CallSpec) -> CallTensors:
@@ -128,18 +118,18 @@ def _with_offset(tensors: CallTensors, shard: QueryShard, spec: CallSpec) -> Cal
 
 
 def _shard(
-    *tensors: Tensor | None, first: int, total: int, backend: str, kept: list[bool], backward: bool, **static: Any
+    *tensors: Tensor | None, first: int, total: int, backend: str, kept: Kept, backward: bool, **static: Any
 ) -> tuple[Tensor | None, ...]:
     whole = CallTensors(*tensors)
     here, shard, spec, _ = _shard_of(whole, first, total, backend, static)
     o = whole.q.new_empty((*whole.q.shape[:-1], whole.v.shape[-1]))
     with torch.cuda.device_of(o):
-        saved = forward(here, shard, spec, o, backend=backend, kept=kept, backward=backward)
+        saved = forward(here, shard, spec, backend, kept, o, backward=backward)
     shapes = _saved_shapes(whole, spec, backend, kept)
     return o, *(None if of is None else next(apart([with_room(x, of[0])])) for x, of in zip(saved, shapes, strict=True))
 
 
-def _shard_fake(*tensors: Tensor | None, backend: str, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
+def _shard_fake(*tensors: Tensor | None, backend: str, kept: Kept, **static: Any) -> tuple[Tensor, ...]:
     call = CallTensors(*tensors)
     shapes = _saved_shapes(call, spec_of(static, None, listed=call.block_indices is not None), backend, kept)
     saved = (call.q.new_empty(0) if of is None else call.q.new_empty(of[0], dtype=of[1]) for of in shapes)
@@ -147,9 +137,9 @@ def _shard_fake(*tensors: Tensor | None, backend: str, kept: list[bool], **stati
 
 
 def _shard_backward(
-    do: Tensor, *given: Tensor | None, first: int, total: int, backend: str, kept: list[bool], **static: Any
+    do: Tensor, *tensors: Tensor | None, first: int, total: int, backend: str, kept: Kept, **static: Any
 ) -> tuple[Tensor | None, ...]:
-    whole, saved = CallTensors(*given[: len(OF_LAYER)]), given[len(OF_LAYER) :]
+    whole, saved = CallTensors(*tensors[: len(OF_LAYER)]), tensors[len(OF_LAYER) :]
     here, shard, spec, rows = _shard_of(whole, first, total, backend, static)
     shapes = _saved_shapes(here, shard.spec(spec), backend, kept, exact=True)
     saved = SavedForBackward(*(None if of is None else first_of(x, of[0]) for x, of in zip(saved, shapes, strict=True)))
@@ -157,12 +147,10 @@ def _shard_backward(
         saved = saved._replace(block_indices=whole.block_indices)
     with torch.cuda.device_of(do):
         dq = torch.empty_like(whole.q, memory_format=torch.contiguous_format)
-        grads = gradients(do, here, saved, shard, spec, dq, backend=backend, kept=kept)
-    grads = dict(zip(DIFFERENTIABLE, grads))
+        grads = dict(zip(DIFFERENTIABLE, backward(here, shard, spec, backend, kept, do, saved, dq)))
     for name, at in rows.items():
-        if grads[name] is not None:
-            d = torch.zeros_like(getattr(whole, name), memory_format=torch.contiguous_format)
-            d[at], grads[name] = grads[name], d
+        d = torch.zeros_like(getattr(whole, name), memory_format=torch.contiguous_format)
+        d[at], grads[name] = grads[name], d
     return tuple(None if d is None or x is None else next(apart([d])) for d, x in zip(grads.values(), whole))
 
 
@@ -194,7 +182,7 @@ def _shard_of(
 
 
 def _saved_shapes(
-    tensors: CallTensors, spec: CallSpec, backend: str, kept: Sequence[bool], *, exact: bool = False
+    tensors: CallTensors, spec: CallSpec, backend: str, kept: Kept, *, exact: bool = False
 ) -> SavedForBackward:
     """(shape, dtype) of what `forward` returns, None in place of nothing."""
     shapes = saved_shapes(tensors, spec=spec, kept=kept, exact=exact)

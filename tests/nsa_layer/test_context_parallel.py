@@ -144,8 +144,7 @@ def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, l
 def compare_recorded(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
     """By the operators of graphs, which know no lengths of packed sequences."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gather, gather_loop):
-            patch.setattr(module, "is_recorded", lambda *_: True)
+        patch.setattr(gather, "is_recorded", lambda *_: True)
         patch.setattr(layout, "STEPS_FROM", 1)
         compare(group, case, "gather", load_balance, listed)
 
@@ -551,8 +550,7 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
         q, k = torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
         shard, spec = QueryShard(slice(0, 64), slice(0, 300), ((64, 300, 236),), 0), CallSpec(SMALL, True, 1.0)
         tensors, dq = CallTensors(q, k, k), torch.empty_like(q)
-        how = dict(backend="cute", kept=(True,) * 3)
-        grads = shard_call.gradients(q, tensors, shard_call.NOTHING, shard, spec, dq, **how)
+        grads = shard_call.backward(tensors, shard, spec, "cute", (True,) * 3, q, shard_call.NOTHING, dq)
         _, dk, dv, *_, dk_win, dv_win = grads
         ((given, _, *grads, adds),) = called
     assert (dk_win, dv_win) == (None, None) and adds
