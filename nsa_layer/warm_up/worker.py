@@ -1,4 +1,4 @@
-"""`python -m nsa_layer.compiling.worker`: compiles the kernels of calls, several at once; started by `side_by_side`.
+"""`python -m nsa_layer.warm_up.worker`: compiles the kernels of calls, several at once; started by `api`.
 
 Reads an `Order` from its standard input and forks: what the compiler imports is imported once. Writes, where outcomes
 are asked for, their number and then each `Outcome`, or the error that prevents all. It ends, with everything that it
@@ -18,7 +18,7 @@ import warnings
 from functools import partial
 from typing import BinaryIO
 
-from nsa_layer.compiling.ahead import Order, Outcome, Wanted, attempt, kernel_files
+from nsa_layer.warm_up.lookup import Order, Outcome, Wanted, attempt, kernel_files
 
 PATIENCE = 2.0  # seconds before a line says what is waited for
 # Those that take longest come first: a step waits for the last one.

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from nsa_layer.cached_call import CachedCall
 from nsa_layer.call_spec import CallTensors
-from nsa_layer.compiling.shapes import CachedShape, CallShape, ListsShape
 from nsa_layer.cute.memory_plan import MemoryPolicy, plan_memory
+from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
 
 # The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
 ENVIRONMENT = {

@@ -23,10 +23,10 @@ from typing import NoReturn
 
 import torch
 
-from nsa_layer.compiling.ahead import ENVIRONMENT, Order, Outcome
-from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.config import NSAConfig
 from nsa_layer.support import device_arch, kernel_family
+from nsa_layer.warm_up.lookup import ENVIRONMENT, Order, Outcome
+from nsa_layer.warm_up.shapes import CallShape
 
 WORKERS, PROGRESS = "NSA_COMPILE_WORKERS", "NSA_COMPILE_PROGRESS"
 
@@ -46,7 +46,7 @@ def compile_calls(calls: Iterable[CallShape], *, target: dict[str, str], jobs: i
     """Compile each kernel of the calls once; yields their number, then outcomes as they come.
 
     Args:
-        target: variables of the architecture that is compiled for, see `ahead.ENVIRONMENT`.
+        target: variables of the architecture that is compiled for, see `lookup.ENVIRONMENT`.
         jobs: processes at once.
 
     Raises:
@@ -114,7 +114,7 @@ def warm_up(
     return time.perf_counter() - begin
 
 
-def of_call(shape: Callable[[], CallShape]) -> AbstractContextManager[None]:
+def compile_missing(shape: Callable[[], CallShape]) -> AbstractContextManager[None]:
     """Within, the first kernel that is not in the cache makes another process compile all that the call will launch."""
     from flash_attn.cute.runtime import kernel_cache
 
@@ -165,7 +165,7 @@ def _has_ended(process: int) -> bool:
 
 def _compile_and_end(order: Order, target: dict[str, str], source: int, held: int) -> NoReturn:
     """In a fork."""
-    from nsa_layer.compiling import worker
+    from nsa_layer.warm_up import worker
 
     status = 1
     try:
@@ -184,7 +184,7 @@ def _start(order: Order, target: dict[str, str], **pipes: int) -> subprocess.Pop
     """The worker, at work. It finds modules where this process does, and sees no GPU."""
     folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     beside = {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "nsa_layer.compiling.worker"]
+    command = [sys.executable, "-m", "nsa_layer.warm_up.worker"]
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | target | beside, **pipes)
     pickle.dump(order, worker.stdin)
     worker.stdin.flush()

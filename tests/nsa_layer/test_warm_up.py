@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig
-from nsa_layer.compiling import ahead, side_by_side
-from nsa_layer.compiling.ahead import ENVIRONMENT
-from nsa_layer.compiling.shapes import CallShape
+from nsa_layer.warm_up import api, lookup
+from nsa_layer.warm_up.lookup import ENVIRONMENT
+from nsa_layer.warm_up.shapes import CallShape
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
 OWN = """
@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nsa_layer import NSAConfig, MemoryPolicy
 from nsa_layer.call_spec import OWN_KEYS, CallTensors, ListSpec
 from nsa_layer.cached_call import CachedCall
-from nsa_layer.compiling import ahead
-from nsa_layer.compiling.ahead import kernel_files
-from nsa_layer.compiling.shapes import CachedShape, CallShape, ListsShape
+from nsa_layer.warm_up import lookup
+from nsa_layer.warm_up.lookup import kernel_files
+from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
 from nsa_layer.cute import cached, head_groups, selected_alone
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.memory_plan import plan_memory
@@ -81,8 +81,8 @@ def own_cached(call):
 
 def asked(call, **how):
     names = {}
-    with ahead._lookups(lambda cache, key, name: names.setdefault(name, True)):
-        with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
+    with lookup._lookups(lambda cache, key, name: names.setdefault(name, True)):
+        with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
             own_call(call, **how)
     return list(names)
 """
@@ -140,22 +140,22 @@ for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
     assert list(kernel_files(call)) == asked(call) and len(asked(call)) == 11, (call, asked(call))
 """
 CALLED = """
-from nsa_layer.compiling import side_by_side
-side_by_side._begin = None  # nothing has to be compiled
-with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
+from nsa_layer.warm_up import api
+api._begin = None  # nothing has to be compiled
+with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
 print(*sorted({"quack", "flash_attn.cute.flash_fwd_sm90"} & set(sys.modules)))
 """
 
 # The call compiles what it needs, forward alone, while a worker compiles all of the step.
 BESIDE = """
-with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
+with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
     own_call(shape(gate="none", backward=False))
 from nsa_layer import NSAConfig
-from nsa_layer.compiling import side_by_side
-from nsa_layer.compiling.ahead import kernel_files
-((call, (worker, _)),) = side_by_side._begun.items()
+from nsa_layer.warm_up import api
+from nsa_layer.warm_up.lookup import kernel_files
+((call, (worker, _)),) = api._begun.items()
 assert call.backward and os.waitpid(worker, 0)[1] == 0
 files = kernel_files(call)
 assert len(files) > 10 and all(file.exists() for file in files.values()), files
@@ -177,7 +177,7 @@ def test_named_kernels_are_those_that_the_layer_asks_for(tmp_path: Path) -> None
 
 
 def test_names_are_found_in_a_fork_of_a_process_that_uses_a_gpu() -> None:
-    """Operators that look for the GPU raise in a fork; `ahead` runs them on meta tensors."""
+    """Operators that look for the GPU raise in a fork; `lookup` runs them on meta tensors."""
 
     def look(x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cuda":
@@ -185,7 +185,7 @@ def test_names_are_found_in_a_fork_of_a_process_that_uses_a_gpu() -> None:
         return x.mT.contiguous()
 
     with FakeTensorMode():
-        found = ahead._Unlinked().__torch_function__(look, (), (torch.empty(3, 5, device="cuda"),))
+        found = lookup._Unlinked().__torch_function__(look, (), (torch.empty(3, 5, device="cuda"),))
     assert (found.device.type, found.shape, found.stride()) == ("cuda", (5, 3), (3, 1))
 
 
@@ -218,12 +218,12 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
 import os, torch
 import flash_attn.cute.interface
 from nsa_layer import NSAConfig
-from nsa_layer.compiling import side_by_side
-from nsa_layer.compiling.shapes import CallShape
+from nsa_layer.warm_up import api
+from nsa_layer.warm_up.shapes import CallShape
 call = CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
-side_by_side._begin(call)
-side_by_side._begin(call)
-((worker, _),) = side_by_side._begun.values()
+api._begin(call)
+api._begin(call)
+((worker, _),) = api._begun.values()
 print(worker, flush=True)
 os._exit(0)
 """
@@ -238,15 +238,15 @@ os._exit(0)
 def test_a_worker_that_others_waited_for_has_ended() -> None:
     """As all have where SIGCHLD is ignored."""
     worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert not side_by_side._has_ended(worker.pid)
+    assert not api._has_ended(worker.pid)
     worker.communicate()
-    assert side_by_side._has_ended(worker.pid)
+    assert api._has_ended(worker.pid)
 
 
 def test_a_number_of_processes_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_COMPILE_WORKERS", "many")
     with pytest.raises(ValueError, match="NSA_COMPILE_WORKERS must be a number of processes, got 'many'"):
-        side_by_side.processes()
+        api.processes()
 
 
 def test_a_call_goes_on_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,14 +257,14 @@ def test_a_call_goes_on_where_no_process_can_be_started(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fork", fork)
     monkeypatch.setattr(lazy_imports, "import_compiler", lambda: None)
-    monkeypatch.setattr(side_by_side, "_own_target", lambda: ENVIRONMENT[90])
-    monkeypatch.setattr(side_by_side, "_begun", begun := {})
-    monkeypatch.setattr(side_by_side, "Order", lambda *_, progress, **__: lines.append(progress))
+    monkeypatch.setattr(api, "_own_target", lambda: ENVIRONMENT[90])
+    monkeypatch.setattr(api, "_begun", begun := {})
+    monkeypatch.setattr(api, "Order", lambda *_, progress, **__: lines.append(progress))
     monkeypatch.setenv("NSA_COMPILE_WORKERS", "2")
     files, lines = len(os.listdir("/proc/self/fd")), []
-    side_by_side._begin("a call")
+    api._begin("a call")
     monkeypatch.setenv("NSA_COMPILE_PROGRESS", "0")
-    side_by_side._begin("another")
+    api._begin("another")
     assert begun == {"a call": None, "another": None}
     assert len(os.listdir("/proc/self/fd")) == files
     assert lines == [True, False], "the line that says what is compiled"
@@ -272,16 +272,16 @@ def test_a_call_goes_on_where_no_process_can_be_started(monkeypatch: pytest.Monk
 
 def test_packed_calls_are_warm_wherever_their_starts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[CallShape] = []
-    monkeypatch.setattr(side_by_side, "compile_calls", lambda calls, **_: asked.extend(calls) or [])
-    monkeypatch.setattr(side_by_side, "_own_target", dict)
+    monkeypatch.setattr(api, "compile_calls", lambda calls, **_: asked.extend(calls) or [])
+    monkeypatch.setattr(api, "_own_target", dict)
     config = NSAConfig()
-    side_by_side.warm_up(config, [(8, 512, 4, 2, 64)], packed=True)
+    api.warm_up(config, [(8, 512, 4, 2, 64)], packed=True)
     assert [config.list_width(max(call.lengths)) for call in asked] == [8, 16]
     assert all(len(call.lengths) == 8 and sum(call.lengths) == call.T == 4096 for call in asked)
 
 
 @pytest.mark.parametrize("arch, found", [(0, "no GPU"), (80, "no kernels for sm_80")])
 def test_warming_up_without_kernels_says_what_to_set(arch: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "device_arch", lambda: arch)
+    monkeypatch.setattr(api, "device_arch", lambda: arch)
     with pytest.raises(NotImplementedError, match=f"^{found}: set FLASH_ATTENTION_ARCH to the architecture"):
-        side_by_side.warm_up(NSAConfig(), [(1, 512, 4, 2, 64)])
+        api.warm_up(NSAConfig(), [(1, 512, 4, 2, 64)])
