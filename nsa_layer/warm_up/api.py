@@ -1,71 +1,107 @@
-"""Compiles the kernels of calls side by side: ahead of them, or all at once when a call finds one of its own missing.
+"""Compiles the kernels of calls in a helper process: ahead of them, or all of a call at once when it misses one.
 
-Kernels are compiled by a process of its own, `worker`, and those that it forks. They share nothing with this
-one but the cache on disk, where a process that wants a kernel waits for whoever compiles it. So a call whose kernels
-are missing goes on as it would alone, and finds most of them made.
+The helper, `worker`, shares nothing with this process but the kernel cache on disk, where a process that misses a
+kernel waits for the one that compiles it. So a call whose kernels are missing goes on as it would alone, and finds most
+of them compiled.
 
-``NSA_COMPILE_WORKERS`` is the number of processes, one a core unless given; with 0 a call compiles its kernels one
-after the other. ``NSA_COMPILE_PROGRESS=0`` leaves out the line that says what a call waits for.
+``NSA_COMPILE_WORKERS`` is the number of kernels compiled at once, one a core unless given; with 0 a call compiles its
+kernels one after the other. ``NSA_COMPILE_PROGRESS=0`` leaves out the line that says what a call waits for.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
+import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import torch
 
 from nsa_layer.config import NSAConfig
 from nsa_layer.support import device_arch, kernel_family
-from nsa_layer.warm_up.lookup import ENVIRONMENT, Order, Outcome
+from nsa_layer.warm_up.lookup import ENVIRONMENT, AnyShape, Order, Outcome
 from nsa_layer.warm_up.shapes import CallShape
 
 WORKERS, PROGRESS = "NSA_COMPILE_WORKERS", "NSA_COMPILE_PROGRESS"
 
-# Processes that compile, and the ends of pipes that keep them alive; None where they are done.
-_begun: dict[CallShape, tuple[int, int] | None] = {}
+
+class Helper:
+    """The process that compiles what calls of this one miss, started by the first; it ends with it, or when idle."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ordered: set[AnyShape] = set()
+        self.environment: dict[str, str] = {}
+        self.process: subprocess.Popen | None = None
+        self.connection: Connection | None = None
+
+    def order(self, call: AnyShape) -> None:
+        """Have a call's kernels compiled, at its first miss. The call compiles them itself if no process can be."""
+        jobs = processes()
+        if jobs < 2:
+            return
+        progress = os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
+        environment = _environment(_own_target())
+        with self.lock:
+            if call in self.ordered:
+                return
+            self.ordered.add(call)
+            try:
+                if self.process is None or self.process.poll() is not None or self.environment != environment:
+                    self.process, self.connection = _start(environment)
+                    self.environment = environment
+                self.connection.send(Order((call,), jobs, ahead=False, progress=progress))
+            except OSError:  # too many processes, too little memory, or it has just ended
+                return
+
+
+_helper = Helper()
+os.register_at_fork(after_in_child=_helper.__init__)  # closes the fork's copy of the connection, which would keep it
+
+
+def compile_missing(shape: Callable[[], AnyShape]) -> AbstractContextManager[None]:
+    """Context manager: on the first kernel-cache miss inside it, start compiling every kernel of this call in the
+    helper process."""
+    from flash_attn.cute.runtime import kernel_cache
+
+    return kernel_cache.at_first_miss(lambda: _helper.order(shape()))
 
 
 def processes() -> int:
-    """Processes that compile at once; ValueError where the variable is no number."""
-    given = os.environ.get(WORKERS) or str(len(os.sched_getaffinity(0)))
-    if not given.isdecimal():
-        raise ValueError(f"{WORKERS} must be a number of processes, got {given!r}")
-    return int(given)
+    """Kernels that are compiled at once; ValueError where the variable is no number."""
+    workers = os.environ.get(WORKERS) or str(len(os.sched_getaffinity(0)))
+    if not workers.isdecimal():
+        raise ValueError(f"{WORKERS} must be a number of processes, got {workers!r}")
+    return int(workers)
 
 
-def compile_calls(calls: Iterable[CallShape], *, target: dict[str, str], jobs: int) -> Iterator[int | Outcome]:
+def compile_calls(calls: Iterable[AnyShape], *, target: dict[str, str], jobs: int) -> Iterator[int | Outcome]:
     """Compile each kernel of the calls once; yields their number, then outcomes as they come.
 
     Args:
         target: variables of the architecture that is compiled for, see `lookup.ENVIRONMENT`.
-        jobs: processes at once.
+        jobs: kernels at once.
 
     Raises:
         RuntimeError: kernels are not kept on disk, or the process that compiles them has ended.
     """
-    with _start(Order(tuple(calls), jobs), target, stdout=subprocess.PIPE) as worker:
+    process, connection = _start(_environment(target))
+    with process, connection:
         try:
-            left = 1
-            while left:
-                said = pickle.load(worker.stdout)
-                if isinstance(said, Exception):
-                    raise said
-                yield said
-                left = said if isinstance(said, int) else left - 1
-            worker.wait()
-        except EOFError:
-            raise RuntimeError(f"the process that compiles has ended with status {worker.wait()}") from None
-        finally:
-            worker.stdin.close()
+            connection.send(Order(tuple(calls), jobs))
+            count = message = connection.recv()
+            if isinstance(message, Exception):
+                raise message
+            yield count
+            for _ in range(count):
+                yield connection.recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"the process that compiles has ended with status {process.wait()}") from None
 
 
 def warm_up(
@@ -114,81 +150,20 @@ def warm_up(
     return time.perf_counter() - begin
 
 
-def compile_missing(shape: Callable[[], CallShape]) -> AbstractContextManager[None]:
-    """Within, the first kernel that is not in the cache makes another process compile all that the call will launch."""
-    from flash_attn.cute.runtime import kernel_cache
-
-    return kernel_cache.at_first_miss(lambda: _begin(shape()))
-
-
-def _begin(call: CallShape) -> None:
-    """Fork a process that compiles what the call will launch.
-
-    A fork has what this process has imported, which takes longer than most kernels. As a data loader's, it leaves the
-    GPU alone; it ends when this process does.
-    """
-    jobs = processes()
-    if jobs < 2 or call in _begun:
-        return
-    from flash_attn.cute.runtime import kernel_cache, lazy_imports
-
-    for past, running in _begun.items():
-        if running is not None and _has_ended(running[0]):
-            os.close(running[1])
-            _begun[past] = None
-    lazy_imports.import_compiler()
-    kernel_cache.TURNS.end()
-    progress = os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
-    order, target = Order((call,), jobs, wait=False, progress=progress), _own_target()
-    source, held = os.pipe()
-    with warnings.catch_warnings():  # Python warns of threads, which the fork will not have
-        warnings.simplefilter("ignore")
-        try:
-            forked = os.fork()
-        except OSError:  # too many processes, or too little memory: the call compiles one kernel after the other
-            os.close(source)
-            os.close(held)
-            _begun[call] = None
-            return
-    if not forked:
-        _compile_and_end(order, target, source, held)
-    os.close(source)
-    _begun[call] = forked, held
-
-
-def _has_ended(process: int) -> bool:
-    try:
-        return os.waitpid(process, os.WNOHANG)[0] != 0
-    except ChildProcessError:  # waited for by others: who ignores SIGCHLD leaves that to the system
-        return True
-
-
-def _compile_and_end(order: Order, target: dict[str, str], source: int, held: int) -> NoReturn:
-    """In a fork."""
-    from nsa_layer.warm_up import worker
-
-    status = 1
-    try:
-        os.close(held)
-        os.environ |= target
-        torch.cuda.is_available = lambda: False
-        multiprocessing.current_process()._config["daemon"] = False  # a data loader's process forks too
-        with open(os.devnull, "wb") as nobody:
-            worker.compile_all(order, source, nobody)
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _start(order: Order, target: dict[str, str], **pipes: int) -> subprocess.Popen:
-    """The worker, at work. It finds modules where this process does, and sees no GPU."""
+def _environment(target: dict[str, str]) -> dict[str, str]:
+    """That of a helper, which finds modules where this process does, and sees no GPU."""
     folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    beside = {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "nsa_layer.warm_up.worker"]
-    worker = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | target | beside, **pipes)
-    pickle.dump(order, worker.stdin)
-    worker.stdin.flush()
-    return worker
+    return os.environ | target | {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _start(environment: dict[str, str]) -> tuple[subprocess.Popen, Connection]:
+    """A helper, in a session of its own: an interrupt is for this process."""
+    ours, theirs = Pipe()
+    with theirs:
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", "nsa_layer.warm_up.worker", str(fd)]
+        options = dict(stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
+        return subprocess.Popen(command, env=environment, **options), ours
 
 
 def _own_target() -> dict[str, str]:

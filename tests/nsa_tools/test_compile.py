@@ -54,7 +54,7 @@ def test_calls_are_distinct_and_kernels_take_them() -> None:
 
 def test_failure_is_an_outcome_and_not_the_end(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("fwd/no-such-kernel", "bwd/neither")
-    outcomes = [lookup.attempt(lookup.Wanted(name, cache / "none.o", CALL)) for name in names]
+    outcomes = [lookup.compile_kernel(lookup.Wanted(name, cache / "none.o", CALL)) for name in names]
     assert all(outcome.seconds is None and outcome.error for outcome in outcomes)
     compiled, cached = (outcomes[0]._replace(error=None, seconds=seconds) for seconds in (1.25, None))
     line = compile.summary({90: [*outcomes, compiled, cached]}).splitlines()[-1]
