@@ -180,10 +180,10 @@ def _start(
 ) -> Exchange:
     """Start to gather K and V of a step, if there is such a step, and to sum gradients of those of step `d_step`."""
     transport = Collectives(call.cp) if call.in_graph else Messages(call.cp, kernels=call.backend == "cute")
-    heads = [slice(*each) for each in call.steps[step : step + 1]]
-    keys = {
-        name: transport.all_gather(getattr(local, name)[:, :, h], call.tokens) for h in heads for name in call.gathered
-    }
+    keys = {}
+    if step < len(call.steps):
+        heads, _ = _heads(call, local, step)
+        keys = {name: transport.all_gather(getattr(local, name)[:, :, heads], call.tokens) for name in call.gathered}
     ranges = [[shard.keys for shard in of_rank] for of_rank in call.shards]
     sums = {name: transport.reduce_scatter(d, call.tokens, ranges) for name, d in (d_keys or {}).items()}
     transport.start()
@@ -212,24 +212,30 @@ def _scatter_blocks(call: GatherCall, grads: dict[str, Tensor]) -> dict[str, Ten
     return {name: transport.sum(buffer, call.blocks) for name, buffer in buffers.items()}
 
 
+def _heads(call: GatherCall, tensors: CallTensors, step: int) -> tuple[slice, slice]:
+    """A step's key/value heads and query heads."""
+    (first, end), G = call.steps[step], tensors.q.shape[2] // tensors.k.shape[2]
+    return slice(first, end), slice(first * G, end * G)
+
+
 def _index(call: GatherCall, tensors: CallTensors, step: int, i: int) -> dict[str, tuple[slice, ...]]:
     """What a shard and a step read of each tensor that is not gathered: of this rank's, and of all compressed keys."""
-    (first, end), Hq, Hkv, lists = call.steps[step], tensors.q.shape[2], tensors.k.shape[2], tensors.block_indices
-    heads, of_query, every = slice(first, end), slice(first * Hq // Hkv, end * Hq // Hkv), slice(None)
+    (heads, of_query), every, lists = _heads(call, tensors, step), slice(None), tensors.block_indices
     shard, alone = call.own_shards[i], isinstance(call.spec, ListSpec)
-    tile = call.spec.q_tile if alone else call.spec.config.q_tile
-    tiles = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
-    of_lists = of_query if lists is not None and lists.shape[2] == Hq else heads
-    index = dict.fromkeys(("q", "gates"), (every, shard.queries, of_query)) | dict(
-        block_indices=(every, tiles, of_lists)
-    )
-    if not alone:
+    index = dict.fromkeys(("q", "gates"), (every, shard.queries, of_query))
+    if lists is not None:
+        tile = call.spec.q_tile if alone else call.spec.config.q_tile
+        rows = slice(shard.queries.start // tile, -(-shard.queries.stop // tile))
+        index["block_indices"] = every, rows, of_query if lists.shape[2] == tensors.q.shape[2] else heads
+    if alone:
+        return index
+    if tensors.k_cmp is not None:
+        index |= dict.fromkeys(BLOCKS, (every, shard.blocks(call.spec), heads))
+    if tensors.has_own_window and "k_win" not in call.gathered:
         windows = (each.window(call.spec)[0] for each in call.own_shards)
         ends = list(accumulate((rows.stop - rows.start for rows in windows), initial=0))
         index |= dict.fromkeys(WINDOW, (every, slice(*ends[i : i + 2]), heads))
-        index |= dict.fromkeys(BLOCKS, (every, shard.blocks(call.spec), heads))
-        index |= dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
-    return index | dict.fromkeys(call.gathered, (every, every, heads))
+    return index | dict(zip(WEIGHTS, ((of_query,), (heads,), (heads,))))
 
 
 def _part(
@@ -256,7 +262,8 @@ def _by_step(call: GatherCall, x: Tensor, name: str, tensors: CallTensors) -> Se
 
     Views; in a graph tensors of their own, to be joined: Inductor's expressions double with each write to a slice.
     """
-    heads = [_index(call, tensors, step, 0)[name][-1] for step in range(len(call.steps))]
+    of_query = name in ("q", "gates", "gate_weight")
+    heads = [_heads(call, tensors, step)[of_query] for step in range(len(call.steps))]
     views = x.split([each.stop - each.start for each in heads], 0 if name in WEIGHTS else 2)
     like = torch.zeros_like if name in SUMMED else torch.empty_like
     return [like(view) for view in views] if call.in_graph else views
