@@ -17,7 +17,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa_layer.context_parallel.overlapped import LONGEST
+from nsa_layer.context_parallel.gather_loop import OVERLAP_BELOW
 from nsa_tools.report.tables import markdown
 
 MEASURED = Path(__file__).parent / "results" / "context_parallel" / "two_h200.json"
@@ -76,7 +76,7 @@ def step(mode: str, T: int, ranks: int, measured: Measured, network: float) -> d
     attention = measured.attention(T) / ranks * (measured.beside[mode] if turns > 1 else 1.0)
     outside = exchanged / turns
     beside = attention * (turns - 1) / turns
-    if mode == "gather" and T >= LONGEST * (ranks - 1):
+    if mode == "gather" and T >= OVERLAP_BELOW * (ranks - 1):
         beside = 0.0
     exposed = outside + max(0.0, exchanged - outside - beside)
     return dict(bytes=size, attention=attention, exchanged=exchanged, exposed=exposed)

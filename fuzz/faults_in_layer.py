@@ -198,7 +198,7 @@ def _zero(original: Callable) -> Callable:
     return lambda name, value, *, least=None: original(name, value, least=None if least is None else least - 1)
 
 
-@fault("packings not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("packings not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _packings(original: Callable) -> Callable:
     """Ranks compare only the shapes of cu_seqlens."""
 
@@ -209,13 +209,13 @@ def _packings(original: Callable) -> Callable:
     return wrong
 
 
-@fault("tiles not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("tiles not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _tiles(original: Callable) -> Callable:
     """Ranks may have lists of tiles of other sizes."""
     return lambda cp, checks, **more: original(cp, checks, **(more | {"ragged": ("block_indices",)}))
 
 
-@fault("classes not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("classes not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _classes(original: Callable) -> Callable:
     """Modes are compared, and not the classes of tensors."""
 
@@ -226,7 +226,7 @@ def _classes(original: Callable) -> Callable:
     return wrong
 
 
-@fault("options refused alone", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("options refused alone", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _alone(original: Callable) -> Callable:
     """A rank raises what is wrong with its options before the others can hear of it."""
 
@@ -238,7 +238,7 @@ def _alone(original: Callable) -> Callable:
     return wrong
 
 
-@fault("parts not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("parts not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _parts(original: Callable) -> Callable:
     """Parts of other shapes are put together."""
     return lambda cp, checks, *, x, **more: None if "dim" in more else original(cp, checks, x=x, **more)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from fuzz.mutations import fault
 
-RAGGED, MODELS = "nsa_layer.integrations.hf.ragged", "nsa_layer.integrations.hf.models"
+HF = "nsa_layer.integrations.hf"
+RAGGED, MODELS, ATTENTION, CONVERT = f"{HF}.ragged", f"{HF}.models", f"{HF}.attention", f"{HF}.convert"
 
 
 @fault("padding in front kept", f"{RAGGED}:_of_padding", "models.padding")
@@ -49,7 +53,7 @@ def _later(original: Callable) -> Callable:
     return wrong
 
 
-@fault("option dropped", "nsa_layer.integrations.hf.attention:_check_options", "models.settings")
+@fault("option dropped", f"{ATTENTION}:_check_options", "models.settings")
 def _dropped(original: Callable) -> Callable:
     """Options that sparse attention lacks are dropped."""
     return lambda options: None
@@ -97,13 +101,13 @@ def _reset(original: Callable) -> Callable:
     return lambda value, base=None: original(value)
 
 
-@fault("static cache too small", "nsa_layer.integrations.hf.cache:NSACacheLayer.require_room", "models.caches")
+@fault("static cache too small", f"{HF}.cache:NSACacheLayer.require_room", "models.caches")
 def _room(original: Callable) -> Callable:
     """A static cache takes more tokens than it has places."""
     return lambda layer, columns: None
 
 
-@fault("cache of another model", "nsa_layer.integrations.hf.cache:NSACacheLayer.attend", "models.caches")
+@fault("cache of another model", f"{HF}.cache:NSACacheLayer.attend", "models.caches")
 def _other(original: Callable) -> Callable:
     """A cache goes on with the options that it was filled with."""
 
@@ -111,3 +115,223 @@ def _other(original: Callable) -> Callable:
         return original(layer, *args, config=layer.cache.config if layer.cache is not None else config, **more)
 
     return wrong
+
+
+@fault("padding is not a number", f"{RAGGED}:Ragged.unpack", "models.padding")
+def _not_a_number(original: Callable) -> Callable:
+    """Rows without tokens have the softmax of nothing."""
+
+    def wrong(ragged: Any, x: torch.Tensor, B: int, T: int) -> torch.Tensor:
+        o = original(ragged, x, B, T)
+        return o if len(x) else torch.full_like(o, float("nan"))
+
+    return wrong
+
+
+@fault("no gradient of padding alone", f"{ATTENTION}:_attend", "models.padding alone")
+def _no_gradient(original: Callable) -> Callable:
+    """A batch without tokens is not connected to any parameter."""
+
+    def wrong(q: Any, k: Any, v: Any, ragged: Any, *args: Any) -> Any:
+        o = original(q, k, v, ragged, *args)
+        return o if ragged is None or ragged.cu_seqlens[-1] else o.detach()
+
+    return wrong
+
+
+@fault("ended turn kept", f"{RAGGED}:Ragged.kept", "models.padding anywhere")
+def _ended(original: Callable) -> Callable:
+    """The cache keeps what the mask of a next turn hides behind a row's last token."""
+
+    def wrong(ragged: Any, before: Any, columns: int) -> tuple[int, ...]:
+        original(ragged, before, columns)
+        hidden = 0 if before is None else before[:, :columns].logical_not().sum(1)
+        return tuple((torch.full((len(ragged.is_token),), columns) - hidden).tolist())
+
+    return wrong
+
+
+@fault("ended turn refused", f"{RAGGED}:Ragged.kept", "models.padding anywhere")
+def _refused(original: Callable) -> Callable:
+    """A mask that hides any cached token is an error."""
+
+    def wrong(ragged: Any, before: Any, columns: int) -> tuple[int, ...]:
+        shown = ragged.is_token[:, :columns]
+        if before is not None and not shown[:, : before.shape[1]].equal(before[:, :columns]):
+            raise ValueError("attention_mask must be that of the cached tokens")
+        return original(ragged, before, columns)
+
+    return wrong
+
+
+@fault("padding counted in front", f"{ATTENTION}:_attend_to_cached", "models.padding anywhere")
+def _in_front(original: Callable) -> Callable:
+    """All padding among cached tokens counts as if it stood in front of them."""
+
+    def wrong(q: Any, k: Any, v: Any, ragged: Any, *args: Any) -> Any:
+        if ragged is not None:
+            ragged = replace(ragged, is_token=ragged.is_token.int().sort(dim=1).values.bool())
+        return original(q, k, v, ragged, *args)
+
+    return wrong
+
+
+@fault("cache of another batch", f"{HF}.cache:NSACacheLayer.attend", "models.caches")
+def _another_batch(original: Callable) -> Callable:
+    """A cache that is reset goes on with as many rows as it had."""
+
+    def wrong(layer: Any, *args: Any, gates: Any = None, **more: Any) -> Any:
+        rows = len(layer.cache.cache_seqlens) if layer.cache is not None else len(args[0])
+        args = [x[:rows] if isinstance(x, torch.Tensor) else x for x in args]
+        return original(layer, *args, gates=None if gates is None else gates[:rows], **more)
+
+    return wrong
+
+
+@fault("cache of fewer layers", f"{MODELS}:_Attention.forward", "models.caches")
+def _fewer_layers(original: Callable) -> Callable:
+    """Layers that a cache does not have share its last one."""
+
+    def wrong(layer: Any, *args: Any, **more: Any) -> Any:
+        cache, own = more.get("cache", more.get("past_key_values")), layer.layer_idx
+        layer.layer_idx = own if cache is None else min(own, len(cache) - 1)
+        try:
+            return original(layer, *args, **more)
+        finally:
+            layer.layer_idx = own
+
+    return wrong
+
+
+@fault("projection's weight asked for", f"{MODELS}:_Attention.forward", "models.projections")
+def _weight(original: Callable) -> Callable:
+    """A layer asks its projections' weights for their dtype."""
+
+    def wrong(layer: Any, x: torch.Tensor, *args: Any, **more: Any) -> Any:
+        weights = [part.weight for part in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)]
+        return original(layer, x.to(weights[0].dtype), *args, **more)
+
+    return wrong
+
+
+def _left_behind(name: str, *words: str) -> None:
+    """Register the fault of a conversion that leaves attributes behind whose names hold a word."""
+
+    class Left(tuple):
+        def __contains__(self, key: object) -> bool:
+            return tuple.__contains__(self, key) or any(word in str(key) for word in words)
+
+    def change(original: Any) -> Any:
+        return Left(original)
+
+    change.__doc__ = f"A converted model lacks the dense one's {' and '.join(words)}."
+    fault(name, f"{CONVERT}:NOT_SHARED", "models.conversion keeps")(change)
+
+
+_left_behind("checkpointing lost", "gradient_checkpointing")
+_left_behind("hooks lost", "hooks")
+_left_behind("map of devices lost", "hf_device_map")
+_left_behind("flags lost", "training")
+
+
+def _taken(name: str, what: str, attribute: str) -> None:
+    """Register the fault of a conversion that does not look for what an attribute of a part says."""
+
+    def change(original: Callable) -> Callable:
+        def wrong(model: Any, *args: Any, **more: Any) -> Any:
+            for part in model.modules():
+                vars(part).pop(attribute, None)
+            return original(model, *args, **more)
+
+        return wrong
+
+    change.__doc__ = f"{what} is converted without a word."
+    fault(name, f"{CONVERT}:convert_to_nsa", "models.conversion refuses")(change)
+
+
+_taken("quantized taken", "A quantized model", "hf_quantizer")
+_taken("offloaded taken", "A model that accelerate offloads", "_hf_hook")
+_taken("wrapped taken", "A model with another forward of a part", "forward")
+
+
+@fault("adapter without a name", f"{CONVERT}:convert_to_nsa", "models.conversion refuses")
+def _adapter(original: Callable) -> Callable:
+    """A model with adapters fails where the weight of a projection is asked for."""
+
+    def wrong(model: Any, *args: Any, **more: Any) -> Any:
+        device = model.base_model.layers[0].self_attn.q_proj.weight.device
+        return original(model, *args, **more).to(device)
+
+    return wrong
+
+
+@fault("windows converted", f"{MODELS}:_use_nsa", "models.conversion refuses")
+def _windows(original: Callable) -> Callable:
+    """Layers with a sliding window become sparse ones, which have none of its width."""
+
+    def wrong(config: Any) -> None:
+        types = getattr(config, "layer_types", None)
+        config.layer_types = None
+        original(config)
+        config.layer_types = types
+
+    return wrong
+
+
+def _forward_without(name: str, what: str, *properties: str) -> Callable:
+    """Register the fault of an attention function that a change of its keywords makes."""
+
+    def register(drop: Callable[[Any, dict], None]) -> Callable:
+        def change(original: Callable) -> Callable:
+            def wrong(module: Any, *args: Any, **options: Any) -> Any:
+                drop(module, options)
+                return original(module, *args, **options)
+
+            return wrong
+
+        change.__doc__ = what
+        fault(name, f"{ATTENTION}:nsa_attention_forward", *properties)(change)
+        return drop
+
+    return register
+
+
+@_forward_without("lists ignored", "Lists that a model gives are ignored: blocks are selected anew.", "models.lists")
+def _lists(module: Any, options: dict) -> None:
+    options.pop("block_indices", None)
+
+
+@_forward_without("lengths of Python alone", "The longest length has to be an int of Python.", "models.packed")
+def _integers(module: Any, options: dict) -> None:
+    if not isinstance(longest := options.get("max_length_q"), (int, type(None))):
+        raise TypeError(f"max_length_q must be an int, got {longest!r}")
+
+
+@fault("backend ignored", f"{ATTENTION}:nsa_attention_forward", "models.backend")
+def _backend(original: Callable) -> Callable:
+    """The backend that a configuration names is not passed on."""
+
+    def wrong(module: Any, *args: Any, **options: Any) -> Any:
+        with patch.object(module, "config", copy(module.config)):
+            module.config.nsa_backend = None
+            return original(module, *args, **options)
+
+    return wrong
+
+
+@fault("unsupported not looked for", "nsa_layer.support:missing_feature", "models.backend")
+def _unsupported(original: Callable) -> Callable:
+    """Kernels take every dtype and head size."""
+    return lambda request: None
+
+
+@fault("keyword swallowed", f"{ATTENTION}:CHANGES_RESULT", "models.settings are")
+def _swallowed(original: Any) -> Any:
+    """Of options that change the result, some are only warned of."""
+    return tuple(name for name in original if name not in ("sinks", "position_bias", "head_mask"))
+
+
+@fault("unknown options unsaid", f"{ATTENTION}:_warn_of", "models.settings that")
+def _unsaid(original: Callable) -> Callable:
+    """Options that nobody knows are dropped without a warning."""
+    return lambda name: None

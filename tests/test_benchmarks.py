@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fuzz.case import PATTERNS
 from nsa_layer import ContextParallel, api, nsa
-from nsa_layer.context_parallel import messages
+from nsa_layer.context_parallel import transport
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside them
@@ -211,14 +211,14 @@ def sent_in_a_step(T: int, mode: str) -> int:
     cp, heads = ContextParallel(dist.group.WORLD, mode=mode), (parallel.HQ, parallel.HKV, parallel.HKV)
     q, k, v = (torch.randn(1, T // 2, H, parallel.D, dtype=torch.bfloat16, requires_grad=True) for H in heads)
     launched: list[dist.P2POp] = []
-    with mock.patch.object(messages, "launch", lambda ops: launched.extend(ops) or []):
+    with mock.patch.object(transport, "launch", lambda ops: launched.extend(ops) or []):
         torch.autograd.grad(nsa(q, k, v, cp=cp), (q, k, v), torch.ones_like(q))
     return sum(each.tensor.nbytes for each in launched if each.op is dist.isend)
 
 
 def test_the_model_counts_what_ranks_send(monkeypatch: pytest.MonkeyPatch) -> None:
     T = 256  # chunks of whole blocks
-    monkeypatch.setattr(api, "agree", lambda *_, **__: None)
+    monkeypatch.setattr(api, "check_same_on_all_ranks", lambda *_, **__: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # what is sent goes nowhere
     try:
         for mode in ("heads", "gather"):

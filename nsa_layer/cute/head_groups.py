@@ -15,13 +15,13 @@ import torch
 
 from nsa_layer import determinism
 from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors
-from nsa_layer.compiling import side_by_side
-from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.fork import require_patched
 from nsa_layer.gate import equal_gates
 from nsa_layer.support import reads_unions
+from nsa_layer.warm_up.api import compile_missing
+from nsa_layer.warm_up.shapes import CallShape
 
 require_patched()
 
@@ -138,7 +138,7 @@ def _compiled_together(
     tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled side by side, before the first is launched."""
-    return side_by_side.of_call(partial(_shape, tensors, spec, plan, backward=backward))
+    return compile_missing(partial(_shape, tensors, spec, plan, backward=backward))
 
 
 def _shape(tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> CallShape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,14 +35,11 @@ from nsa_layer import (
 )
 from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.config import WIDE_LIST
-from nsa_layer.context_parallel import gather, graph, heads, overlapped, stretches
-from nsa_layer.context_parallel.agreement import agree
-from nsa_layer.context_parallel.collectives import OPS, Collectives
-from nsa_layer.context_parallel.parts import NOTHING, Part
-from nsa_layer.context_parallel.rows import Rows, of_blocks
-from nsa_layer.context_parallel.spec import chunks_of
-from nsa_layer.context_parallel.stretches import Stretch, Window, stretches_of_ranks
-from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, check_whole
+from nsa_layer.context_parallel import gather, gather_loop, heads, layout, shard_call
+from nsa_layer.context_parallel.checks import BLOCKS, TILES, TOKENS, check_same_on_all_ranks, check_shard
+from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, query_shards
+from nsa_layer.context_parallel.spec import rank_chunks
+from nsa_layer.context_parallel.transport import OPS, Collectives
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
 from nsa_layer.cute.packing import Packing
@@ -51,7 +49,6 @@ from nsa_tools.testing.cases import LSES, Case, make_inputs, run
 from nsa_tools.testing.ranks import ranks
 
 Ranks = Callable[..., list[Any]]
-NO_TENSORS = CallTensors(*[None] * 3)
 WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
@@ -101,9 +98,9 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None, listed:
     total = inputs.q.shape[dim]
     stand_in = inputs.q.narrow(dim, 0, total // cp.size)
     tensors = CallTensors(*[stand_in] * 3, cu_seqlens=inputs.cu_seqlens)
-    rows = check_whole(Arguments(tensors, case.config, None, None, case.causal), cp)[1]
+    rows = check_shard(Arguments(tensors, case.config, None, None, case.causal), cp)[1]
     chunk = rows[TOKENS].counts[0]
-    rows[BLOCKS] = of_blocks(cp, case.lengths or (total,), chunk, case.config.span, case.config.stride)
+    rows[BLOCKS] = ShardLayout.of_blocks(cp, case.lengths or (total,), chunk, case.config.span, case.config.stride)
     given = inputs.tensors()
     local = {name: held(x, rows[kinds[name]], cp, dim) if name in kinds else x for name, x in given.items()}
     leaves = {name: x.detach().clone().requires_grad_() for name, x in local.items()}
@@ -136,20 +133,19 @@ def compare_steps(group: Any, case: Case, mode: str, load_balance: str | None, l
     """As long calls on a GPU: some heads at a time, exchanges of the next ones launched before attention; or after it,
     as in the longest ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heads, "heads_of_steps", lambda x, rows, cp, n: [1, n // cp.size - 1][: n // cp.size])
-        for name in ("LONG", "STEP"):
-            patch.setattr(overlapped, name, 1)
+        patch.setattr(heads, "step_sizes", lambda x, rows, cp, n: [1, n // cp.size - 1][: n // cp.size])
+        for name in ("STEPS_FROM", "STEP_TOKENS"):
+            patch.setattr(layout, name, 1)
         if load_balance is None:
-            patch.setattr(overlapped, "LONGEST", 1)
+            patch.setattr(gather_loop, "OVERLAP_BELOW", 1)
         compare(group, case, mode, load_balance, listed)
 
 
 def compare_recorded(group: Any, case: Case, load_balance: str | None, listed: bool) -> None:
     """By the operators of graphs, which know no lengths of packed sequences."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gather, graph, overlapped):
-            patch.setattr(module, "is_recorded", lambda *_: True)
-        patch.setattr(overlapped, "LONG", 1)
+        patch.setattr(gather, "is_recorded", lambda *_: True)
+        patch.setattr(layout, "STEPS_FROM", 1)
         compare(group, case, "gather", load_balance, listed)
 
 
@@ -190,8 +186,8 @@ def attend_to_lists(group: Any, case: Case, mode: str, load_balance: str | None,
     draw = torch.Generator().manual_seed(1)
     shape = (*([case.B] if dim else []), -(-T // q_tile), heads, 3)
     lists = torch.randint(-1, min(case.lengths or (T,)) // 8, shape, generator=draw, dtype=torch.int32)
-    tokens = Rows.of_tokens(cp, T // cp.size)
-    of_lists = Rows(tuple(count // q_tile for count in tokens.counts), cp.size, load_balance)
+    tokens = ShardLayout.of_tokens(cp, T // cp.size)
+    of_lists = ShardLayout(tuple(count // q_tile for count in tokens.counts), cp.size, load_balance)
     static = dict(block_size=8, causal=case.causal, cu_seqlens=inputs.cu_seqlens, return_lse=True)
 
     def step(q: Any, k: Any, v: Any, lists: Any, do: Any, **more: Any) -> tuple[torch.Tensor, ...]:
@@ -240,7 +236,7 @@ def train_a_layer(group: Any, mode: str, packed: bool, **options: Any) -> None:
     whole, dx, of_parameters = step(x, do)
     cp = ContextParallel(group, mode=mode)
     layer.set_context_parallel(cp)
-    tokens = Rows.of_tokens(cp, 80 // cp.size)
+    tokens = ShardLayout.of_tokens(cp, 80 // cp.size)
     o, dx_here, grads = step(held(x, tokens, cp, dim), held(do, tokens, cp, dim))
     for d in grads:
         dist.all_reduce(d, group=group)
@@ -265,7 +261,7 @@ def cut_and_join(group: Any, load_balance: str | None) -> None:
     for dim, dtype in ((1, torch.float64), (0, torch.bfloat16), (-1, torch.int64)):
         x = torch.arange(16 * 16 * 3).view(16, 16, 3).movedim(1, dim).to(dtype)
         part = shard_sequence(x, cp, dim=dim)
-        assert part.equal(x.index_select(dim, cp.places(16 // cp.size, x.device)))
+        assert part.equal(x.index_select(dim, cp.positions(16 // cp.size, x.device)))
         whole = unshard_sequence(part.clone().requires_grad_(dtype.is_floating_point), cp, dim=dim)
         assert whole.equal(x)
     leaf = torch.ones(2, 16 // cp.size, 3).requires_grad_()
@@ -459,16 +455,16 @@ def compare_known_calls(group: Any) -> None:
             raise ValueError("no such block")
 
     for validate in (False, True):
-        agree(cp, [], x=x, validate=validate)
-    agree(cp, [wrong], x=x, validate=False)
+        check_same_on_all_ranks(cp, [], x=x, validate=validate)
+    check_same_on_all_ranks(cp, [wrong], x=x, validate=False)
     with pytest.raises(ValueError, match="no such block"):
-        agree(cp, [wrong], x=x, validate=True)
+        check_same_on_all_ranks(cp, [wrong], x=x, validate=True)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("is_available", "is_current_stream_capturing"):
             patch.setattr(torch.cuda, name, lambda: True)
-        agree(cp, [wrong], x=x, validate=True)
+        check_same_on_all_ranks(cp, [wrong], x=x, validate=True)
         with pytest.raises(RuntimeError, match="captured in a CUDA graph before"):
-            agree(cp, [wrong], x=x[:1], validate=True)
+            check_same_on_all_ranks(cp, [wrong], x=x[:1], validate=True)
 
 
 def test_known_calls_are_compared_to_validate_them(on_ranks: Ranks) -> None:
@@ -502,42 +498,32 @@ def test_groups_that_do_not_fit_are_refused(on_ranks: Ranks) -> None:
     on_ranks(4, refuse_groups)
 
 
-@pytest.mark.parametrize("tile", [None, 16])
+@pytest.mark.parametrize("tile", [1, 16])
 @pytest.mark.parametrize("reach", [0, 3, 30])
 @pytest.mark.parametrize("lengths", [None, (40, 0, 3, 53)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_of_a_rank_see_what_those_of_one_see(
-    causal: bool, lengths: tuple[int, ...] | None, reach: int, tile: int | None, monkeypatch: pytest.MonkeyPatch
+    causal: bool, lengths: tuple[int, ...] | None, reach: int, tile: int
 ) -> None:
     """The window's keys as the kernels' options give them: each query's first and last, as tokens of the whole.
 
     Args:
-        tile: of gathered keys that the window reads, from a whole tile on; None: its own keys.
+        tile: of gathered keys that the window reads, from a whole tile on; 1: its own keys.
     """
     call, T = CallSpec(SMALL.replace(window_size=reach + 1), causal, 1.0, lengths), 96
-    monkeypatch.setattr(stretches, "TILE", tile)
-
-    def of_stretch(stretch: Stretch) -> Window:
-        return stretch.window(reach, causal=causal) if tile is None else stretch.window_of_keys(call)
-
     ends = list(accumulate(lengths or (T,)))
     for (size, load_balance), rank in ((kind, rank) for kind in RANKS for rank in range(kind[0])):
-        chunks = chunks_of(rank, size, load_balance)
+        chunks = rank_chunks(rank, size, load_balance)
         cp = SimpleNamespace(chunks=chunks, size=size, load_balance=load_balance)
-        for stretch, chunk in zip(stretches_of_ranks(cp, T // size, lengths, cut=causal)[rank], chunks, strict=True):
-            window, here = of_stretch(stretch), stretch.spec(call)
-            count, begin = stretch.queries.stop - stretch.queries.start, chunk * T // size // len(chunks)
-            first = stretch.keys.start + window.keys.start
-            assert (first, window.keys.stop - window.keys.start) == (
-                begin - window.before,
-                window.before + count + window.after,
-            )
-            packing, positions = Packing.of(here, torch.device("cpu")), tuple(each[-1] for each in stretch.lengths)
-            here = replace(here, window=window.lengths)
-            assert Part(NO_TENSORS, here, positions, "cute", (True,) * 3).window == window.keys
-            given = window_options(here, packing, torch.tensor(positions, dtype=torch.int32))
+        for shard, chunk in zip(query_shards(cp, T // size, lengths, cut=causal)[rank], chunks, strict=True):
+            rows, window = shard.window(call, tile=tile)
+            count, begin = shard.queries.stop - shard.queries.start, chunk * T // size // len(chunks)
+            first = shard.keys.start + rows.start
+            here = replace(shard.spec(call), window=window)
+            packing = Packing.of(here, torch.device("cpu"))
+            given = window_options(here, packing, torch.tensor(shard.offsets, dtype=torch.int32))
             starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()
-            of_keys = given.get("cu_seqlens_k", torch.tensor([0, window.keys.stop - window.keys.start])).tolist()
+            of_keys = given.get("cu_seqlens_k", torch.tensor([0, rows.stop - rows.start])).tolist()
             for s, offset in enumerate(given["q_offset"].tolist()):
                 for i in range(starts[s], starts[s + 1]):
                     token, at = begin + i, offset + i - starts[s]
@@ -562,9 +548,10 @@ def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: py
 
         monkeypatch.setattr(head_groups, "backward", backward)
         q, k = torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
-        spec = CallSpec(SMALL, True, 1.0, window=((192, 128),))
-        part = Part(CallTensors(q, k, k), spec, (236,), "cute", (True,) * 3)
-        dq, dk, dv, *_, dk_win, dv_win = part.gradients(q, NOTHING, torch.empty_like(q))
+        shard, spec = QueryShard(slice(0, 64), slice(0, 300), ((64, 300, 236),), 0), CallSpec(SMALL, True, 1.0)
+        tensors, dq = CallTensors(q, k, k), torch.empty_like(q)
+        grads = shard_call.backward(tensors, shard, spec, "cute", (True,) * 3, q, shard_call.NOTHING, dq)
+        _, dk, dv, *_, dk_win, dv_win = grads
         ((given, _, *grads, adds),) = called
     assert (dk_win, dv_win) == (None, None) and adds
     for x, rows in ((k, given.k_win), (k, given.v_win), (dk, grads[2]), (dv, grads[3])):
@@ -615,7 +602,7 @@ def test_memory_is_planned_for_lists_of_the_heads_of_a_rank(list_heads: int, mon
     monkeypatch.setattr(heads, "plan_memory", lambda sizes, *_: planned.append(sizes) or SimpleNamespace(kept=[True]))
     q, k, v, lists = (torch.empty(1, 64, count, 4, device="meta") for count in (32, 8, 8, list_heads))
     given = Arguments(CallTensors(q, k, v, block_indices=lists), SMALL, None, None, True)
-    heads._policy(given, Rows((32,) * 4, 2, "zigzag"), SimpleNamespace(size=2), MemoryPolicy())
+    heads._policy(given, ShardLayout((32,) * 4, 2, "zigzag"), SimpleNamespace(size=2), MemoryPolicy())
     (sizes,) = planned
     assert (sizes.tokens, sizes.Hq, sizes.Hkv, sizes.rows, sizes.list_width) == (128, 16, 4, 32 // list_heads, 4)
     assert predict(sizes, 1, (True,) * 3)["forward"] > 0
@@ -642,19 +629,19 @@ def writes_in_a_row(graph: torch.fx.Graph) -> int:
 
 
 def exchange_in_graphs(group: Any, counts: tuple[int, ...]) -> None:
-    cp, rows = ContextParallel(group), Rows(counts, 2, "zigzag")
+    cp, rows = ContextParallel(group), ShardLayout(counts, 2, "zigzag")
     exchange = Collectives(cp)
 
     def there_and_back(x: torch.Tensor) -> torch.Tensor:
-        whole = exchange.whole(exchange.send_to_all(x, rows), rows)
-        exchange.whole(exchange.send_to_heads(x[:, :, None].expand(-1, -1, 2, -1), rows), rows)
-        exchange.by_rank(exchange.send_to_tokens(whole, rows), rows)
-        return exchange.sums(exchange.send_sums([(slice(0, sum(counts)), whole)], rows, ()), rows)
+        whole = exchange.gathered(exchange.all_gather(x, rows), rows)
+        exchange.gathered(exchange.to_heads(x[:, :, None].expand(-1, -1, 2, -1), rows), rows)
+        exchange.by_head(exchange.to_tokens(whole, rows), rows)
+        return exchange.sum(exchange.reduce_scatter([(slice(0, sum(counts)), whole)], rows), rows)
 
-    x = torch.randn(2, sum(rows.of_rank(cp.rank)), 3)
+    x = torch.randn(2, sum(rows.rank_counts(cp.rank)), 3)
     traced = make_fx(there_and_back)(x)
     assert_waits_for_collectives(traced.graph)
-    assert OPS.all_gather_into_tensor.default not in [node.target for node in traced.graph.nodes], "see send_to_all"
+    assert OPS.all_gather_into_tensor.default not in [node.target for node in traced.graph.nodes], "see all_gather"
     assert torch.equal(traced(x), 2 * x)
 
 
@@ -688,7 +675,7 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
     for T in (32, 48)[: 1 if mode == "gather" else 2]:
         lengths = (T - 20, 0, 20) if packed else None
         inputs = make_inputs(Case(T=T, lengths=lengths, Hq=4, Hkv=2, D=8, config=SMALL, gate="given"))
-        tokens, dim = Rows.of_tokens(cp, T // 2), 0 if packed else 1
+        tokens, dim = ShardLayout.of_tokens(cp, T // 2), 0 if packed else 1
         parts = [held(getattr(inputs, name), tokens, cp, dim) for name in ("q", "k", "v", "do", "gates")]
         lists = torch.zeros(*parts[0].shape[:-2], 2, 1, dtype=torch.int32)
         given = dict(block_indices=lists, block_size=8) if alone else dict(config=SMALL, gates=parts[4])
@@ -711,7 +698,7 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
         of_ranks: list[Any] = [None] * cp.size  # which PyTorch's cache has by what is said there
         dist.all_gather_object(of_ranks, calls, group=group)
         assert [len(each) for each in calls] == [1] and of_ranks[0] != of_ranks[1]
-        first = graphs[0].index(getattr(torch.ops.nsa_layer, "selected" if alone else "stretch").default)
+        first = graphs[0].index(getattr(torch.ops.nsa_layer, "selected" if alone else "shard").default)
         gathers = [n for n, x in enumerate(graphs[0]) if x is OPS.all_to_all_single.default]  # on a CPU
         assert len(gathers) >= 4 and gathers[-1] < first
 
@@ -723,24 +710,20 @@ def test_a_call_compiles(mode: str, alone: bool, packed: bool, on_ranks: Ranks) 
     on_ranks(2, partial(in_steps, compile_a_call), mode, alone, packed)
 
 
-def name_the_numbers_of_graphs(group: Any) -> None:
-    cp, numbers = ContextParallel(group), dict.fromkeys(("LONG", "STEP", "LONGEST"), overlapped) | dict(TILE=stretches)
-    found = {graph.names_of(cp)}
-    for name, module in numbers.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, name, 3)
-            found.add(graph.names_of(cp))
-    assert len(found) == 5
-
-
-def test_graphs_of_other_steps_are_others_in_the_cache(on_ranks: Ranks) -> None:
-    on_ranks(2, name_the_numbers_of_graphs)
+def test_graphs_of_other_sources_are_others_in_the_cache(tmp_path: Path) -> None:
+    package = Path(gather.__file__).parents[1]
+    copy = tmp_path / "copy"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert gather.hash_of_sources(copy) == gather.sources_key()
+    gather.hash_of_sources.cache_clear()
+    (copy / "context_parallel" / "layout.py").open("a").write("TILE = 256\n")
+    assert gather.hash_of_sources(copy) != gather.sources_key()
 
 
 def in_steps(work: Callable[..., None], group: Any, *given: Any) -> None:
     """Heads come a few at a time, however short calls are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped, "LONG", 1)
+        patch.setattr(layout, "STEPS_FROM", 1)
         work(group, *given)
 
 

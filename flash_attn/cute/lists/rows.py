@@ -33,41 +33,12 @@ from flash_attn.cute.block_sparsity import BlockSparseTensors, BlockSparseTensor
 from flash_attn.cute.lists.entries import LISTS, ORDERS, STARTS
 
 
-class HalfLists(BlockSparseTensors):
-    """Lists whose entries say which halves of a tile of queries list them (`query_halves`): 4 * block + halves."""
-
-    __slots__ = ()
-
-    def __new_from_mlir_values__(self, values):
-        return HalfLists(*super().__new_from_mlir_values__(values))
-
-
-@dataclass(frozen=True)
-class HalfEntries:
-    """A row of `HalfLists`: its items are the blocks."""
-
-    entries: cute.Tensor
-
-    def __getitem__(self, place: Int32) -> Int32:
-        return self.entries[place] >> 2
-
-    def halves(self, place: Int32) -> Int32:
-        """Bit 0: the tile's first half lists the block. Bit 1: the second does."""
-        return self.entries[place] & 3
-
-
-def with_halves(tensors: BlockSparseTensors | None, halves: bool) -> BlockSparseTensors | None:
-    """The lists that a kernel was given, as `HalfLists` if they are."""
-    return HalfLists(*tensors) if halves else tensors
-
-
 @dataclass(frozen=True)
 class ListRow:
     """The place of a row's counts, and where its mask and its full entries start (None: at the same place)."""
 
     place: tuple
     starts: tuple[Int64 | None, Int64 | None]
-    has_halves: bool = False
 
     def count(self, counts: cute.Tensor) -> Int32:
         return counts[self.place]
@@ -81,11 +52,6 @@ class ListRow:
         """The row of mask_block_bits, [entries, words]."""
         start = self.starts[0]
         return tensor[(*self.place, None, None)] if start is None else cute.domain_offset((start, 0), tensor)
-
-    def blocks(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor | HalfEntries:
-        """The row of mask_block_idx or full_block_idx; its items are blocks."""
-        entries = self.entries(tensor, full)
-        return HalfEntries(entries) if self.has_halves else entries
 
 
 def find_row(
@@ -106,7 +72,7 @@ def find_row(
     row, of_full = Int32(rows_before[batch]) + block, tensors.cu_full_block_idx_offsets
     start = Int64(tensors.cu_block_idx_offsets[head, row]) if start is None else start
     full_start = start if of_full is None else Int64(of_full[head, row])
-    return ListRow((head, row), (start, full_start), isinstance(tensors, HalfLists))
+    return ListRow((head, row), (start, full_start))
 
 
 @cute.jit

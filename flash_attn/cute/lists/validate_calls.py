@@ -77,7 +77,8 @@ def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = F
         forward: the lists of the forward pass, in a backward call that has them.
 
     Raises:
-        NotImplementedError: another architecture than SM90, SM100 and SM110, or `qv`, or bits that are not read.
+        NotImplementedError: another architecture than SM90, SM100 and SM110, `qv`, bits that are not read, or blocks of
+            an odd number of 64 queries for tiles of 128.
     """
     if backward:
         refuse_bits("backward", lists, forward)
@@ -93,6 +94,11 @@ def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = F
     if qv:
         raise NotImplementedError(
             f"block sparsity is not supported with qv: its kernels for sm_{arch} read no block_sparse_tensors"
+        )
+    if arch // 10 != 9 and lists.block_size is not None and lists.block_size[0] % 128 == 64:
+        raise NotImplementedError(
+            f"block_size {lists.block_size} on sm_{arch}: tiles of SM100 have 128 queries; list blocks of a multiple "
+            f"of 128 queries (a pair of blocks lists what either does, the rest is left to a mask_mod)"
         )
 
 

@@ -10,8 +10,8 @@ import torch
 from fa_compile import Worker
 
 from fuzz.blocks import each_tensor
-from nsa_layer.compiling.ahead import _Unlinked
 from nsa_layer.config import NSAConfig
+from nsa_layer.warm_up.lookup import _Unlinked
 from nsa_tools.testing.choices import random_choice
 
 

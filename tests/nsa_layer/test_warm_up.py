@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,9 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa_layer import NSAConfig
-from nsa_layer.compiling import ahead, side_by_side
-from nsa_layer.compiling.ahead import ENVIRONMENT
-from nsa_layer.compiling.shapes import CallShape
+from nsa_layer.warm_up import api, lookup
+from nsa_layer.warm_up.lookup import ENVIRONMENT, Order
+from nsa_layer.warm_up.shapes import CallShape
 
 # The layer's own way through a call, with fake tensors: autograd does not take those on a GPU that is not there.
 OWN = """
@@ -31,9 +36,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nsa_layer import NSAConfig, MemoryPolicy
 from nsa_layer.call_spec import OWN_KEYS, CallTensors, ListSpec
 from nsa_layer.cached_call import CachedCall
-from nsa_layer.compiling import ahead
-from nsa_layer.compiling.ahead import kernel_files
-from nsa_layer.compiling.shapes import CachedShape, CallShape, ListsShape
+from nsa_layer.warm_up import lookup
+from nsa_layer.warm_up.lookup import kernel_files
+from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
 from nsa_layer.cute import cached, head_groups, selected_alone
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.memory_plan import plan_memory
@@ -81,8 +86,8 @@ def own_cached(call):
 
 def asked(call, **how):
     names = {}
-    with ahead._lookups(lambda cache, key, name: names.setdefault(name, True)):
-        with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
+    with lookup._lookups(lambda cache, key, name: names.setdefault(name, True)):
+        with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
             own_call(call, **how)
     return list(names)
 """
@@ -140,25 +145,29 @@ for lengths, lead in (((30, 30), (2, 30)), ((7, 53), (60,)), (None, (60,))):
     assert list(kernel_files(call)) == asked(call) and len(asked(call)) == 11, (call, asked(call))
 """
 CALLED = """
-from nsa_layer.compiling import side_by_side
-side_by_side._begin = None  # nothing has to be compiled
-with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
+from nsa_layer.warm_up import api
+api._helper.order = None  # nothing has to be compiled
+with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
 print(*sorted({"quack", "flash_attn.cute.flash_fwd_sm90"} & set(sys.modules)))
 """
 
-# The call compiles what it needs, forward alone, while a worker compiles all of the step.
+# The call compiles what it needs, forward alone, while the helper compiles all of the step.
 BESIDE = """
-with FakeTensorMode(), ahead._Unlinked(), torch.no_grad():
+import time
+with FakeTensorMode(), lookup._Unlinked(), torch.no_grad():
     own_call(shape(gate="none", backward=False))
     own_call(shape(gate="none", backward=False))
 from nsa_layer import NSAConfig
-from nsa_layer.compiling import side_by_side
-from nsa_layer.compiling.ahead import kernel_files
-((call, (worker, _)),) = side_by_side._begun.items()
-assert call.backward and os.waitpid(worker, 0)[1] == 0
-files = kernel_files(call)
-assert len(files) > 10 and all(file.exists() for file in files.values()), files
+from nsa_layer.warm_up import api
+from nsa_layer.warm_up.lookup import kernel_files
+(call,) = api._helper.ordered
+assert call.backward
+files, deadline = kernel_files(call), time.monotonic() + 300
+while not all(file.exists() for file in files.values()):
+    assert time.monotonic() < deadline and api._helper.process.poll() is None, files
+    time.sleep(0.1)
+assert len(files) > 10
 """
 
 
@@ -176,16 +185,16 @@ def test_named_kernels_are_those_that_the_layer_asks_for(tmp_path: Path) -> None
     assert not [*tmp_path.rglob("*.o")], "nothing is compiled to find names"
 
 
-def test_names_are_found_in_a_fork_of_a_process_that_uses_a_gpu() -> None:
-    """Operators that look for the GPU raise in a fork; `ahead` runs them on meta tensors."""
+def test_names_are_found_where_pytorch_with_cuda_sees_no_gpu() -> None:
+    """Operators that look for the GPU raise there; `lookup` runs them on meta tensors."""
 
     def look(x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cuda":
-            raise RuntimeError("CUDA error: initialization error")
+            raise RuntimeError("No CUDA GPUs are available")
         return x.mT.contiguous()
 
     with FakeTensorMode():
-        found = ahead._Unlinked().__torch_function__(look, (), (torch.empty(3, 5, device="cuda"),))
+        found = lookup._Unlinked().__torch_function__(look, (), (torch.empty(3, 5, device="cuda"),))
     assert (found.device.type, found.shape, found.stride()) == ("cuda", (5, 3), (3, 1))
 
 
@@ -212,76 +221,124 @@ def test_a_step_whose_kernels_are_missing_compiles_them_side_by_side(tmp_path: P
     assert "data pointer" not in said  # PyTorch's warning about fake tensors
 
 
-@pytest.mark.sweep
-def test_a_worker_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    program = """
-import os, torch
-import flash_attn.cute.interface
+# Ends as a process that is killed, and leaves a fork that sleeps, as a data loader's might.
+KILLED = """
+import os, signal, threading, time
+import torch
 from nsa_layer import NSAConfig
-from nsa_layer.compiling import side_by_side
-from nsa_layer.compiling.shapes import CallShape
+from nsa_layer.warm_up import api
+from nsa_layer.warm_up.shapes import CallShape
 call = CallShape(B=1, T=300, Hq=4, Hkv=2, D=64, Dv=64, dtype=torch.bfloat16, config=NSAConfig())
-side_by_side._begin(call)
-side_by_side._begin(call)
-((worker, _),) = side_by_side._begun.values()
-print(worker, flush=True)
-os._exit(0)
+api._own_target = dict
+thread = threading.Thread(target=api._helper.order, args=(call,))
+thread.start()
+thread.join()
+if not os.fork():
+    os.closerange(1, 3)
+    time.sleep(90)
+print(api._helper.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
-    said = run(["-c", program], tmp_path, NSA_COMPILE_WORKERS="2", **ENVIRONMENT[90])
-    folder, deadline = Path("/proc") / said.split()[0], time.monotonic() + 60
+
+
+def test_a_helper_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    environment = os.environ | ENVIRONMENT[90] | {"NSA_COMPILE_WORKERS": "2", "CUDA_VISIBLE_DEVICES": ""}
+    environment["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    folder, deadline = Path("/proc") / done.stdout.strip(), time.monotonic() + 45
     while folder.exists() and "Z" not in (folder / "stat").read_text().split()[2]:
         assert time.monotonic() < deadline
-        time.sleep(0.2)
+        time.sleep(0.1)
     assert not [*tmp_path.rglob("*.o")]
 
 
-def test_a_worker_that_others_waited_for_has_ended() -> None:
-    """As all have where SIGCHLD is ignored."""
-    worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert not side_by_side._has_ended(worker.pid)
-    worker.communicate()
-    assert side_by_side._has_ended(worker.pid)
+class Started:
+    """In place of `api._start`: processes that do nothing, and the connections' other ends."""
+
+    def __init__(self) -> None:
+        self.processes, self.theirs, self.fails = [], [], False
+
+    def __call__(self, environment: dict[str, str]) -> tuple[subprocess.Popen, Connection]:
+        if self.fails:
+            raise BlockingIOError
+        ours, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-S", "-c", "import sys; sys.stdin.read(); sys.exit(3)"]
+        self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE))
+        self.theirs.append(theirs)
+        return self.processes[-1], ours
+
+    def end(self) -> None:
+        self.processes[-1].communicate()
+        self.theirs[-1].close()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    started = Started()
+    monkeypatch.setattr(api, "_start", started)
+    monkeypatch.setattr(api, "_own_target", lambda: ENVIRONMENT[90])
+    monkeypatch.setenv("NSA_COMPILE_WORKERS", "2")
+    yield started
+    for process in started.processes:
+        process.communicate()
+
+
+def test_one_helper_compiles_for_all_calls_until_it_ends(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = api.Helper()
+    for call in ("one", "two", "one"):
+        helper.order(call)
+    first = started.theirs[0]
+    assert [first.recv() for _ in range(2)] == [Order((call,), 2, False, True) for call in ("one", "two")]
+    assert not first.poll() and len(started.processes) == 1
+    started.end()
+    helper.order("three")
+    monkeypatch.setenv("NSA_COMPILE_PROGRESS", "0")  # another environment
+    helper.order("four")
+    assert [theirs.recv() for theirs in started.theirs[1:]] == [
+        Order((call,), 2, False, progress) for call, progress in (("three", True), ("four", False))
+    ]
+
+
+def test_a_call_goes_on_where_no_process_can_be_started(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper, started.fails = api.Helper(), True
+    helper.order("one")
+    started.fails = False
+    helper.order("one")
+    assert not started.processes, "asked once for each call"
+    helper.order("two")
+    started.theirs[0].close()  # but the process has not ended yet
+    helper.order("three")
+    monkeypatch.setenv("NSA_COMPILE_WORKERS", "1")
+    helper.order("four")
+    assert len(started.processes) == 1 and helper.ordered == {"one", "two", "three"}
+
+
+def test_a_process_that_ends_while_it_compiles_ahead_is_an_error(started: Started) -> None:
+    outcomes = api.compile_calls([], target={}, jobs=1)
+    threading.Timer(0.2, started.end).start()
+    with pytest.raises(RuntimeError, match="the process that compiles has ended with status 3"):
+        next(outcomes)
 
 
 def test_a_number_of_processes_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_COMPILE_WORKERS", "many")
     with pytest.raises(ValueError, match="NSA_COMPILE_WORKERS must be a number of processes, got 'many'"):
-        side_by_side.processes()
-
-
-def test_a_call_goes_on_where_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flash_attn.cute.runtime import lazy_imports
-
-    def fork() -> int:
-        raise BlockingIOError
-
-    monkeypatch.setattr(os, "fork", fork)
-    monkeypatch.setattr(lazy_imports, "import_compiler", lambda: None)
-    monkeypatch.setattr(side_by_side, "_own_target", lambda: ENVIRONMENT[90])
-    monkeypatch.setattr(side_by_side, "_begun", begun := {})
-    monkeypatch.setattr(side_by_side, "Order", lambda *_, progress, **__: lines.append(progress))
-    monkeypatch.setenv("NSA_COMPILE_WORKERS", "2")
-    files, lines = len(os.listdir("/proc/self/fd")), []
-    side_by_side._begin("a call")
-    monkeypatch.setenv("NSA_COMPILE_PROGRESS", "0")
-    side_by_side._begin("another")
-    assert begun == {"a call": None, "another": None}
-    assert len(os.listdir("/proc/self/fd")) == files
-    assert lines == [True, False], "the line that says what is compiled"
+        api.processes()
 
 
 def test_packed_calls_are_warm_wherever_their_starts_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[CallShape] = []
-    monkeypatch.setattr(side_by_side, "compile_calls", lambda calls, **_: asked.extend(calls) or [])
-    monkeypatch.setattr(side_by_side, "_own_target", dict)
+    monkeypatch.setattr(api, "compile_calls", lambda calls, **_: asked.extend(calls) or [])
+    monkeypatch.setattr(api, "_own_target", dict)
     config = NSAConfig()
-    side_by_side.warm_up(config, [(8, 512, 4, 2, 64)], packed=True)
+    api.warm_up(config, [(8, 512, 4, 2, 64)], packed=True)
     assert [config.list_width(max(call.lengths)) for call in asked] == [8, 16]
     assert all(len(call.lengths) == 8 and sum(call.lengths) == call.T == 4096 for call in asked)
 
 
 @pytest.mark.parametrize("arch, found", [(0, "no GPU"), (80, "no kernels for sm_80")])
 def test_warming_up_without_kernels_says_what_to_set(arch: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "device_arch", lambda: arch)
+    monkeypatch.setattr(api, "device_arch", lambda: arch)
     with pytest.raises(NotImplementedError, match=f"^{found}: set FLASH_ATTENTION_ARCH to the architecture"):
-        side_by_side.warm_up(NSAConfig(), [(1, 512, 4, 2, 64)])
+        api.warm_up(NSAConfig(), [(1, 512, 4, 2, 64)])

@@ -3,7 +3,7 @@ shapes alone and without a GPU.
 
 The call is made with fake tensors, which launch nothing. For the names, every lookup in the kernel cache finds a
 stand-in, so that takes a second. Each kernel is then compiled by the same call, in which all other lookups find one;
-any process can do that for any of them.
+any process can do that for any kernel.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from nsa_layer.cached_call import CachedCall
 from nsa_layer.call_spec import CallTensors
-from nsa_layer.compiling.shapes import CachedShape, CallShape, ListsShape
 from nsa_layer.cute.memory_plan import MemoryPolicy, plan_memory
+from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
 
 # The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
 ENVIRONMENT = {
@@ -31,7 +31,8 @@ ENVIRONMENT = {
     100: {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"},
 }
 
-Found = Callable[[object, object, str], bool]
+AnyShape = CallShape | ListsShape | CachedShape
+Finds = Callable[[object, object, str], bool]
 
 
 class Wanted(NamedTuple):
@@ -39,34 +40,34 @@ class Wanted(NamedTuple):
 
     name: str
     file: Path
-    call: CallShape
+    call: AnyShape
 
 
 class Outcome(NamedTuple):
     """A kernel of a call, with the seconds it took, None where the cache had it, or the error."""
 
     kernel: str
-    call: CallShape
+    call: AnyShape
     seconds: float | None = None
     error: str | None = None
 
 
 class Order(NamedTuple):
-    """Calls whose kernels a process is to compile.
+    """Calls whose kernels a helper process is to compile.
 
     Attributes:
-        jobs: processes that it forks for that.
-        wait: for kernels that others are compiling; otherwise those are left to them.
+        jobs: processes that it forks.
+        ahead: of the calls: outcomes are sent, and kernels that another process compiles are waited for.
         progress: a line on standard error says, after two seconds, how many kernels are compiled.
     """
 
-    calls: tuple[CallShape, ...]
+    calls: tuple[AnyShape, ...]
     jobs: int
-    wait: bool = True
+    ahead: bool = True
     progress: bool = False
 
 
-def kernel_files(call: CallShape) -> dict[str, Path]:
+def kernel_files(call: AnyShape) -> dict[str, Path]:
     """The call's kernels, each as folder and file in the cache, in the order of their launches, and their paths.
 
     The process must have a target's `ENVIRONMENT`, for `compile_kernel` too.
@@ -76,58 +77,34 @@ def kernel_files(call: CallShape) -> dict[str, Path]:
     """
     files: dict[str, Path] = {}
 
-    def found(cache: object, key: object, name: str) -> bool:
-        files[name] = _file(cache, name)
+    def note(cache: object, key: object, name: str) -> bool:
+        files[name] = cache.cache_path / f"{name.split('/')[1]}.o"
         return True
 
-    with _lookups(found):
+    with _lookups(note):
         make_call(call)
     return files
 
 
-def attempt(kernel: Wanted, *, wait: bool = True) -> Outcome:
-    """Compile a kernel; any error of the compiler is its outcome.
+def compile_kernel(kernel: Wanted, *, wait: bool = True) -> Outcome:
+    """Compile a kernel unless the cache has it; any error of the compiler is its outcome.
 
     Args:
         wait: for a process that is compiling it; otherwise it is left to that one.
     """
     from flash_attn.cute.runtime import kernel_cache
 
+    outcome, begin = Outcome(kernel.name, kernel.call), time.perf_counter()
     if kernel.file.exists() or not wait and kernel_cache.TURNS.is_taken(kernel.file.with_suffix(".turn")):
-        return Outcome(kernel.name, kernel.call)
+        return outcome
     try:
-        return Outcome(kernel.name, kernel.call, compile_kernel(kernel.call, kernel.name))
+        with _lookups(lambda cache, key, name: name != kernel.name):
+            make_call(kernel.call)
     except Exception as error:  # the compiler raises many kinds
-        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        return Outcome(kernel.name, kernel.call, error=said)
-
-
-def compile_kernel(call: CallShape, name: str) -> float | None:
-    """Compile one of the call's kernels unless the cache has it, and return the seconds it took, or None.
-
-    Raises:
-        RuntimeError: the call has no such kernel, or it could not be written.
-    """
-    files = []
-
-    def found(cache: object, key: object, asked: str) -> bool:
-        if asked == name and not files:
-            files.append(_file(cache, name))
-            files.append(files[0].exists())
-        return asked != name
-
-    begin = time.perf_counter()
-    with _lookups(found):
-        make_call(call)
-    if not files:
-        raise RuntimeError(f"the call asks for no kernel {name}")
-    if not files[0].exists():
-        raise RuntimeError(f"compiled, but not written to {files[0].parent}")
-    return None if files[1] else time.perf_counter() - begin
-
-
-def _file(cache: object, name: str) -> Path:
-    return cache.cache_path / f"{name.split('/')[1]}.o"
+        return outcome._replace(error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    if not kernel.file.exists():
+        return outcome._replace(error=f"the call asks for no such kernel, or none could be written to {kernel.file}")
+    return outcome._replace(seconds=time.perf_counter() - begin)
 
 
 def _stand_in(*arguments: object, **named: object) -> None:
@@ -136,7 +113,7 @@ def _stand_in(*arguments: object, **named: object) -> None:
 
 
 @contextmanager
-def _lookups(found: Found) -> Iterator[None]:
+def _lookups(found: Finds) -> Iterator[None]:
     """While entered, the cache holds a stand-in for every kernel for which ``found(cache, key, name)`` is true."""
     from flash_attn.cute import cache_utils
     from nsa_layer.kernels import launch
@@ -166,8 +143,8 @@ def _lookups(found: Found) -> Iterator[None]:
 
 
 class _Unlinked(TorchFunctionMode):
-    """Lets PyTorch without CUDA, or in a fork of a process that uses it, run operators on fake GPU tensors: those that
-    look for the GPU run on meta tensors."""
+    """Lets PyTorch without CUDA or a GPU run operators on fake GPU tensors: those that look for one run on meta
+    tensors."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -188,7 +165,7 @@ def _like(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
-def make_call(call: CallShape | ListsShape | CachedShape) -> None:
+def make_call(call: AnyShape) -> None:
     """Make the call with fake tensors: kernels that no cache has are compiled, and nothing is launched.
 
     Of groups of heads of one size, which ask for the same kernels, one is made.
