@@ -41,7 +41,7 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
     "backward" and "deterministic" are calls as a user makes them, who gives lists of both directions, without a plan;
     "planned" and "deterministic, planned" the same with one. The others say how many passes they take.
     """
-    from flash_attn.cute.fwd_sm90.persistence import room
+    from flash_attn.cute.fwd_sm90.persistence import capacity
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
     from flash_attn.cute.lists.backward_plan import plan_backward
 
@@ -66,7 +66,7 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
         "deterministic, one pass": lambda: back(ordered_plan(backward, case.T), 1, deterministic=True),
         "one pass": lambda: back(backward, 1),
         "one pass, locks": lambda: back(_with_locks(forward, backward), 1, deterministic=True),
-        "plan": lambda: lambda: plan_backward(backward, listed=M * room(forward), **options),
+        "plan": lambda: lambda: plan_backward(backward, listed=M * capacity(forward), **options),
     }
     return {way: makers[way]() for way in (*ways, "plan")}
 
@@ -84,7 +84,7 @@ class Setup:
 
     Attributes:
         wide: rows of forward lists have room for more than `WIDE` blocks.
-        groups: without a plan, a CTA of backward walks a list for all query heads of a key/value head.
+        groups: without a plan, a CTA of backward loops over a list for all query heads of a key/value head.
     """
 
     case: Case
@@ -94,12 +94,12 @@ class Setup:
     @classmethod
     def of(cls, case: Case) -> Setup:
         """As the case's own lists have it."""
-        from flash_attn.cute.bwd_sm90.two_pass import walks_group
-        from flash_attn.cute.fwd_sm90.persistence import room
+        from flash_attn.cute.bwd_sm90.two_pass import loops_over_group
+        from flash_attn.cute.fwd_sm90.persistence import capacity
 
         forward, backward = case.lists()
         q, v = (torch.empty(1, case.T, H, case.head_dim, device="meta") for H in (HQ, HKV))
-        return cls(case, room(forward) >= WIDE, walks_group(forward, backward, q, v))
+        return cls(case, capacity(forward) >= WIDE, loops_over_group(forward, backward, q, v))
 
 
 def check(setup: Setup, way: str) -> float | str:
@@ -144,7 +144,7 @@ def _kernels_of(setup: Setup) -> Iterator[None]:
     from flash_attn.cute.fwd_sm90 import persistence
 
     with ExitStack() as undo:
-        undo.enter_context(patch.object(two_pass, "WALKS_GROUP", setup.groups))
+        undo.enter_context(patch.object(two_pass, "LOOPS_OVER_GROUP", setup.groups))
         if setup.wide:
             undo.enter_context(patch.object(persistence, "MOST_ENTRIES", 0))
         yield

@@ -1,6 +1,6 @@
-"""Rows of block lists as kernels read them: their place in memory, the heads that share them, turns at dk and dv.
+"""Rows of block lists as kernels read them: their place in memory, the heads that share them, semaphores of dk and dv.
 
-A row is what one CTA walks: the key blocks of a query block in forward, the query blocks of a key
+A row is what one CTA loops: the key blocks of a query block in forward, the query blocks of a key
 block in backward. Its lists come in one of two forms, told apart by the ranks of the tensors, so
 that a compiled kernel knows one of them only:
 
@@ -16,8 +16,8 @@ heads) with a stride of zero over the group: an index among the query heads then
 nothing is repeated in memory.
 
 The query heads of a group add to the same dk and dv in their order in deterministic backward on SM100: at a key tile
-each waits for as many turns as there are heads before it. With lists for each query head some of them may list nothing
-there. They add nothing, but the head after them counts their turn, so `pass_turn` passes it on.
+each waits until the semaphore has counted the heads before it. With lists for each query head some of them may list
+nothing there. They add nothing, but the head after them counts them, so `pass_semaphore` counts up for them.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ WARPGROUP = 128  # threads
 
 
 @cute.jit
-def pass_turn(
+def pass_semaphore(
     semaphore: cute.Tensor,
     thread: Int32,
     tile: Int32,
@@ -163,16 +163,16 @@ def pass_turn(
     group: Constexpr[int],
     flags: Constexpr[int],
 ) -> None:
-    """Wait for a query head's turn at a key tile, and give it to the next head.
+    """Wait until the query heads before have added to a key tile, and count up.
 
     semaphore: int32 [key tiles, 2, key/value heads, B]. thread: of those that compute. group: query heads of a
     key/value head. flags: how many of a tile's two are in use, each by a warpgroup.
     """
     warpgroup = thread // WARPGROUP
     if warpgroup < flags:
-        turns = semaphore[tile, None, head // group, batch].iterator
-        barrier.wait_eq(turns, thread % WARPGROUP, warpgroup, head % group)
-        barrier.arrive_inc(turns, thread % WARPGROUP, warpgroup, 1)
+        count = semaphore[tile, None, head // group, batch].iterator
+        barrier.wait_eq(count, thread % WARPGROUP, warpgroup, head % group)
+        barrier.arrive_inc(count, thread % WARPGROUP, warpgroup, 1)
 
 
 @cute.jit

@@ -1,7 +1,7 @@
-"""Items of work: what they are, and how the warpgroups of all CTAs get them.
+"""Work tiles of work: what they are, and how the warpgroups of all CTAs get them.
 
-Items are dealt from a counter in memory, to each warpgroup as it comes free. Who takes an item changes nothing in what
-becomes of it. A warpgroup's load warp draws, and tells the other warps that work for it.
+Work tiles are dealt from a counter in memory, to each warpgroup as it comes free. Who takes a work tile changes nothing
+in what becomes of it. A warpgroup's load warp draws, and tells the other warps that work for it.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ DRAWS = 2  # that a load warp is ahead at most
 
 
 @dataclass(frozen=True)
-class Item:
-    """64 keys, or the first of 64 that are a block, and the pairs to walk for them."""
+class WorkTile:
+    """64 keys, or the first of 64 that are a block, and the pairs to loop for them."""
 
     batch: Int32
     head: Int32  # of keys and values
@@ -37,10 +37,10 @@ class Item:
 
 
 @dataclass(frozen=True)
-class ItemList:
-    """All items of a call, by number."""
+class WorkTiles:
+    """All work tiles of a call, by number."""
 
-    items: cute.Tensor
+    work_tiles: cute.Tensor
     tokens: cute.Tensor
     row_items: cute.Tensor
     cu_blocks: Optional[cute.Tensor]
@@ -50,14 +50,14 @@ class ItemList:
     spec: cutlass.Constexpr[DkdvSpec]
 
     @staticmethod
-    def create(pairs: tuple, lengths: tuple, spec: DkdvSpec) -> "ItemList":
+    def create(pairs: tuple, lengths: tuple, spec: DkdvSpec) -> "WorkTiles":
         """pairs: all but the last two. lengths: static ones of queries and keys, and cu_seqlens of both."""
         names = ("seqlen_q_static", "seqlen_k_static", "mCuSeqlensQ", "mCuSeqlensK")
         create = partial(SeqlenInfoQK.create, **dict(zip(names, lengths)), tile_m=spec.start)
-        return ItemList(*pairs, create, spec)
+        return WorkTiles(*pairs, create, spec)
 
     def count(self) -> Int32:
-        """Items, of 64 keys each."""
+        """Work tiles, of 64 keys each."""
         return self.row_items[self.row_items.shape[0] - 1] * self.spec.parts
 
     def place(self, row: Int32, part: Int32) -> tuple[Int32, Int32, Int32]:
@@ -77,9 +77,9 @@ class ItemList:
             return seqlen.seqlen_k
         return cutlass.min(seqlen.seqlen_k, first_key + self.spec.keys)
 
-    def item(self, index: Int32) -> Item:
+    def work_tile(self, index: Int32) -> WorkTile:
         spec = self.spec
-        row, begin, behind, number = [self.items[index // spec.parts, i] for i in range(4)]
+        row, begin, behind, number = [self.work_tiles[index // spec.parts, i] for i in range(4)]
         part = index % spec.parts
         batch, head, first_key = self.place(row, part)
         seqlen = self.lengths(batch)
@@ -87,25 +87,25 @@ class ItemList:
         loads = Int32(cutlass.select_(first_key < seqlen.seqlen_k, loads, Int32(0)))
         tiles = (loads + (spec.slots - 1)) // spec.slots
         end = self.end(first_key, seqlen)
-        return Item(batch, head, first_key, end, begin, loads - 1, tiles, number * spec.parts + part, seqlen)
+        return WorkTile(batch, head, first_key, end, begin, loads - 1, tiles, number * spec.parts + part, seqlen)
 
-    def token(self, item: Item, load: Int32) -> tuple[Int32, Int32]:
-        """A load's token, and which of the token's loads it is; past the item's end the last one's."""
+    def token(self, work_tile: WorkTile, load: Int32) -> tuple[Int32, Int32]:
+        """A load's token, and which of the token's loads it is; past the work tile's end the last one's."""
         spec = self.spec
-        load = cutlass.min(load, item.last)
-        token = self.tokens[cutlass.max(item.begin + load // spec.loads, 0)]
+        load = cutlass.min(load, work_tile.last)
+        token = self.tokens[cutlass.max(work_tile.begin + load // spec.loads, 0)]
         if spec.by_head:
             return token // spec.group, token % spec.group
         return token, load % spec.slices
 
 
 @dataclass(frozen=True)
-class Dealer:
-    """The items of one warpgroup.
+class Scheduler:
+    """The work tiles of one warpgroup.
 
     Attributes:
         counter: int32 [1], 0 when the kernel starts.
-        drawn: int32 [DRAWS * WARPGROUPS] in shared memory, items that were drawn.
+        drawn: int32 [DRAWS * WARPGROUPS] in shared memory, work tiles that were drawn.
         slots: of them.
         group: the warpgroup in its CTA.
     """
@@ -116,13 +116,13 @@ class Dealer:
     group: Int32
 
     def first(self) -> Int32:
-        """The first item, which need not be drawn."""
+        """The first work tile, which need not be drawn."""
         cta, _, _ = cute.arch.block_idx()
         return cta * WARPGROUPS + self.group
 
     @cute.jit
     def draw(self, index: Int32, phase: Int32) -> Int32:
-        """The next item, by the load warp."""
+        """The next work tile, by the load warp."""
         slot = self.group * DRAWS + index
         self.slots.producer_acquire_w_index_phase(slot, phase)
         if cute.arch.lane_idx() == 0:
@@ -133,9 +133,9 @@ class Dealer:
 
     @cute.jit
     def follow(self, index: Int32, phase: Int32) -> Int32:
-        """The next item, by the other warps."""
+        """The next work tile, by the other warps."""
         slot = self.group * DRAWS + index
         self.slots.consumer_wait_w_index_phase(slot, phase)
-        item = self.drawn[slot]
+        work_tile = self.drawn[slot]
         self.slots.consumer_release_w_index(slot)
-        return item
+        return work_tile

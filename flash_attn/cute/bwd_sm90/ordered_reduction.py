@@ -3,7 +3,7 @@
 A counter for each query tile and head, and one for each key tile, says how many have added. Whoever adds waits for the
 counter, lets its copies arrive in memory, and counts up: 2 us from one to the next, which is what the products of a
 query tile take. Two warps therefore add every other query tile's dq of a CTA: while one waits for its copies to arrive,
-the other has its turn at the next tile. The tile in shared memory is free as soon as copies have read it, as without an
+the other adds the next tile. The tile in shared memory is free as soon as copies have read it, as without an
 order.
 
 A third warp adds dk and dv, which the warpgroups leave where q, v, k and do were. Counting up in the warpgroups' own
@@ -30,7 +30,7 @@ DKV_WARP = 3
 
 
 @cute.jit
-def turn_of(
+def rank_of(
     block_info: BlockInfo,
     seqlen: SeqlenInfoQK,
     last_keys_first: cutlass.Constexpr[bool],
@@ -39,10 +39,10 @@ def turn_of(
 ) -> Int32:
     """The number of key tiles that add to the dq of query tile m_block before n_block does."""
     begin, end = block_info.get_n_block_min_max(seqlen, m_block)
-    turn = n_block - begin
+    rank = n_block - begin
     if const_expr(last_keys_first):
-        turn = end - 1 - n_block
-    return turn
+        rank = end - 1 - n_block
+    return rank
 
 
 def own_place() -> Int32:
@@ -65,7 +65,7 @@ def free_first(parts: cutlass.Constexpr[int], threads_per_part: cutlass.Constexp
 
 
 @cute.jit
-def add_in_turn(
+def add_in_order(
     staged: cute.Tensor,
     parts: cutlass.Constexpr[int],
     threads_per_part: cutlass.Constexpr[int],
@@ -75,16 +75,16 @@ def add_in_turn(
     accumulator: cute.Tensor,
     counters: cute.Tensor,
     m_block: Int32,
-    turn: Int32,
+    rank: Int32,
 ) -> None:
-    """Add a CTA's number-th tile, the dq of query tile m_block, to the accumulator once `turn` others have.
+    """Add a CTA's number-th tile, the dq of query tile m_block, to the accumulator once `rank` others have.
 
     staged: [part size, parts] in shared memory. accumulator: [(part size, parts), query tiles]. counters: [query
     tiles, 1], zero at launch. first_stores: what adds first stores instead.
     """
     if number % 2 == own_place():
         counter = counters[(m_block, None)].iterator
-        _wait(counter, turn)
+        _wait(counter, rank)
         for part in cutlass.range_constexpr(parts):
             cute.arch.barrier(
                 barrier_id=full_barrier(part, number % 2), number_of_threads=threads_per_part + cute.arch.WARP_SIZE
@@ -92,7 +92,7 @@ def add_in_turn(
             with cute.arch.elect_one():
                 source, target = staged[None, part].iterator, accumulator[(None, part), m_block].iterator
                 if const_expr(first_stores):
-                    accumulators.store_or_add(turn == 0, source, target, part_bytes)
+                    accumulators.store_or_add(rank == 0, source, target, part_bytes)
                 else:
                     copy_utils.cpasync_reduce_bulk_add_f32(source, target, part_bytes)
             cute.arch.cp_async_bulk_commit_group()
@@ -126,16 +126,16 @@ def staged_all(threads: int) -> None:
 
 
 @cute.jit
-def add_dkv_in_turn(
+def add_dkv_in_order(
     staged: tuple[cute.Tensor, cute.Tensor],
     targets: list[cute.Tensor],
     threads: cutlass.Constexpr[int],
     counter: cute.Pointer,
-    turn: Int32,
+    rank: Int32,
 ) -> None:
-    """Add dk and dv of a key tile to their accumulators once `turn` others have; `threads` stage them."""
+    """Add dk and dv of a key tile to their accumulators once `rank` others have; `threads` stage them."""
     cute.arch.barrier(barrier_id=int(NamedBarrierBwd.dKVFull), number_of_threads=threads + cute.arch.WARP_SIZE)
-    _wait(counter, turn)
+    _wait(counter, rank)
     with cute.arch.elect_one():
         for source, target in zip(staged, targets):
             for part in cutlass.range_constexpr(cute.size(source, mode=[1])):
@@ -148,8 +148,8 @@ def add_dkv_in_turn(
 
 
 @cute.jit
-def _wait(counter: cute.Pointer, turn: Int32) -> None:
+def _wait(counter: cute.Pointer, rank: Int32) -> None:
     added = barrier.ld_acquire(counter)
-    while added != turn:
+    while added != rank:
         added = barrier.ld_acquire(counter)
     cute.arch.fence_proxy("async.global")
