@@ -19,14 +19,15 @@ from fuzz import strategies
 from fuzz.attention import laid_out
 from fuzz.blocks import tiles_of
 from fuzz.case import LAYOUTS
+from fuzz.causality import assert_backward_causal, assert_forward_causal
 from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
+from fuzz.stretches import in_stretches
 from nsa_layer import NSAConfig, reference
 from nsa_layer.cute.torch_block_lists import KV_TILE, block_bitmap, selected_lists
 from nsa_layer.support import BACKENDS
-from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
+from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
-from nsa_tools.testing.stretches import in_stretches
 
 NO_BLOCKS = (-7, 99_999_999, 2**40)
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
@@ -152,7 +153,7 @@ def stretches(case: Case, backend: str, device: str) -> None:
     cut = [stretch for stretch in cut if any(end > first for first, end in stretch)]
     if case.lengths is None:  # offsets differ between the sequences of a batch
         cut = [[(first, end)] + [(case.T - end, case.T - first)] * (case.B - 1) for ((first, end),) in cut]
-    attend = import_module("nsa_tools.testing.kernel_stretches" if backend == "cute" else BACKENDS[backend]).attend
+    attend = import_module("fuzz.kernel_stretches" if backend == "cute" else BACKENDS[backend]).attend
     assert_close_to_reference(case, in_stretches(attend, cut), device)
 
 

@@ -8,27 +8,22 @@ medians, and beside them the host's time for one call, peak memory, and the erro
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from nsa_tools.commands.options import CommandParser, add_shape_options, backend_of, output_file, shapes, tokens
+from nsa_tools.commands.options import CommandParser, add_shape_options, backend_of, output_file, shapes
 from nsa_tools.measure import decode_steps
 from nsa_tools.measure.bench_run import Bench, Options
-from nsa_tools.measure.crossover import crossovers
-from nsa_tools.measure.first_call import seconds
 from nsa_tools.measure.timed_calls import VARIANTS
 from nsa_tools.report import bench_tables
-from nsa_tools.report.results import CHART_SUFFIXES, FAILED, FROM_SHORTER, provenance, read_bench, write_bench
+from nsa_tools.report.results import CHART_SUFFIXES, FAILED, provenance, read_bench, write_bench
 
 # By option, those that are not read where it is given. Steps of decoding have no gradient, and on a GPU are in graphs.
 OF_ROWS = ("--chart", "--variants", "--graph", "--dense-limit-seconds", "--error-rows")
 UNREAD = {
-    "--first-call": (*OF_ROWS, "--decode", "--crossover", "--repeats"),
-    "--decode": (*OF_ROWS, "--crossover", "--packed", "--head-dim-v", "--data", "--budget", "--recompute"),
-    "--crossover": ("--chart", "--error-rows", "--seqlen"),
+    "--decode": (*OF_ROWS, "--packed", "--head-dim-v", "--data", "--budget", "--recompute"),
 }
 
 
@@ -40,8 +35,6 @@ def main(argv: list[str]) -> int:
     parser.refuse_unread(argv, UNREAD | {"--from": tuple(others)})
     if given.decode and given.mode == "both" and any(word.startswith("--mode") for word in argv):
         parser.error("--decode has no backward, got --mode both")
-    if given.first_call and len(given.seqlen) > 1 and any(word.startswith("--seqlen") for word in argv):
-        parser.error(f"--first-call is of one length, got --seqlen {' '.join(map(str, given.seqlen))}")
     if given.chart:
         from nsa_tools.report import bench_chart  # noqa: F401  an extra that is not there should not end a long run
     if given.read:
@@ -54,8 +47,6 @@ def main(argv: list[str]) -> int:
                 raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(given, name)}")
         if given.graph and not cases[0].device.startswith("cuda"):
             raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
-        if given.crossover and "dense" not in given.variants:
-            raise ValueError(f"--crossover needs dense attention among --variants, got {' '.join(given.variants)}")
     options = Options(
         backend,
         variants=tuple(name for name in VARIANTS if name in given.variants),
@@ -70,16 +61,6 @@ def main(argv: list[str]) -> int:
         if given.json:
             write_bench(given.json, found, rows, **more)
 
-    if given.first_call:
-        try:
-            first = seconds(cases[0], backend)
-        except RuntimeError as error:
-            print(f"bench: {error}", file=sys.stderr)
-            return 1
-        write([], first_call=first)
-        shown = ", ".join(f"{taken:.2f}" for taken in first)
-        print(f"first call of a process, {cases[0].describe()}: {shown} s in one process after the other")
-        return 0
     if given.decode:
         steps = []
         for shape in cases:
@@ -89,27 +70,18 @@ def main(argv: list[str]) -> int:
         print(f"{gpu}: one token for each sequence, {cases[0].dtype_name()}, D {cases[0].D}, {cases[0].config}\n")
         print(decode_steps.table(steps))
         return 1 if any(step.failed for step in steps) else 0
-    bench, crossing = Bench(options), []
-    for shape in () if given.crossover else cases:
+    bench = Bench(options)
+    for shape in cases:
         bench.run(shape)
         write(bench.rows)
-    if given.crossover:
-        crossing = crossovers(cases[0], options, high=given.crossover)
-        write([], crossovers=crossing)
-    _show(bench.rows, crossing, found["environment"], given.chart, f"{backend}, {cases[0].config}")
+    _show(bench.rows, found["environment"], given.chart, f"{backend}, {cases[0].config}")
     bad = [row for row in bench.rows if row.status == FAILED or (row.detail or "").startswith("WRONG")]
     return 1 if bad else 0
 
 
-def _show(rows: list, crossing: list, environment: dict, chart: Path | None, title: str) -> None:
+def _show(rows: list, environment: dict, chart: Path | None, title: str) -> None:
     """Print the tables and draw the chart."""
-    scaled = "(from T=...): not measured; the time at that length times the ratio of query-key pairs. *: against it."
-    tables = [
-        bench_tables.times(rows) if rows else "",
-        scaled if any(row.status == FROM_SHORTER for row in rows) else "",
-        bench_tables.notes(rows),
-        bench_tables.crossovers(crossing),
-    ]
+    tables = [bench_tables.times(rows) if rows else "", bench_tables.notes(rows)]
     print("\n\n".join([f"{environment.get('gpu') or 'CPU'}: {title}", *filter(None, tables)]))
     if chart and rows:
         from nsa_tools.report.bench_chart import draw
@@ -122,9 +94,9 @@ def _show_again(parser: CommandParser, given: argparse.Namespace) -> int:
         found = [read_bench(path) for path in given.read]
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    rows, crossing = ([one for file in found for one in file[part]] for part in (1, 2))
-    title = "; ".join(document["command"] for document, _, _ in found)
-    _show(rows, crossing, found[0][0]["environment"], given.chart, title)
+    rows = [row for _, of_file in found for row in of_file]
+    title = "; ".join(document["command"] for document, _ in found)
+    _show(rows, found[0][0]["environment"], given.chart, title)
     return 0
 
 
@@ -146,22 +118,10 @@ def _parser() -> CommandParser:
         "--dense-limit-seconds",
         type=float,
         default=120.0,
-        help="where one timing of dense attention would take longer, a shorter length is measured, and its time, "
-        "scaled and marked, is shown (default: %(default)s)",
+        help="dense attention is skipped where one timing of it would take longer (default: %(default)s)",
     )
     parser.add_argument(
         "--error-rows", type=int, default=32, help="queries whose output is compared with fp64 (default: 32; 0: none)"
-    )
-    parser.add_argument(
-        "--crossover",
-        type=tokens,
-        nargs="?",
-        const=65536,
-        metavar="T",
-        help="find the length up to T tokens (default: 65536) from which on the layer is no slower than dense",
-    )
-    parser.add_argument(
-        "--first-call", action="store_true", help="time the first call of a process, in processes of their own"
     )
     parser.add_argument(
         "--decode",

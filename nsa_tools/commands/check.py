@@ -46,12 +46,6 @@ def as_text(report: Report) -> str:
     header = ["tensor", "sampled", "max error", "eager's", "of its limit", "at token", ""]
     lines = [f"{report.backend}, {report.shape}", "", markdown(header, rows, left=2), ""]
     if report.peak_bytes is not None:
-        peaks = {
-            "forward": report.forward_peak_bytes,
-            "whole call": report.peak_bytes,
-            "reserved": report.reserved_bytes,
-        }
-        shown = ", ".join(f"{name} {gib(peak, '.2f')} GiB" for name, peak in peaks.items())
-        lines.append(f"peak, inputs included: {shown}")
+        lines.append(f"peak, inputs included: {gib(report.peak_bytes, '.2f')} GiB")
     lines += [f"{v.name}: {v.note}" for v in report.verdicts if v.note]
     return "\n".join([*lines, "passed" if report.ok else "FAILED", ""])

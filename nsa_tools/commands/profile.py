@@ -8,7 +8,7 @@ time that the bytes or the arithmetic that the component cannot do without take.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -33,10 +33,6 @@ def main(argv: list[str]) -> int:
         if given.repeats < 1:
             raise ValueError(f"--repeats must be at least 1, got {given.repeats}")
     at = ceilings(cases[0].device, cases[0].dtype)
-    if given.terabytes:
-        at = replace(at, bytes_a_second=given.terabytes * 1e12)
-    if given.tflops:
-        at = replace(at, forward_flops=given.tflops[0] * 1e12, backward_flops=given.tflops[1] * 1e12)
     rates = (rate / 1e12 for rate in asdict(at).values())
     print("floors: {:.3g} TB/s, {:.3g} and {:.3g} TFLOP/s forward and backward\n".format(*rates))
     document = provenance("profile", argv, cases[0].device) | dict(ceilings=asdict(at), calls=[])
@@ -122,6 +118,4 @@ def _parser() -> CommandParser:
     add_ungated(parser)
     parser.add_argument("--repeats", type=int, default=5, help="calls whose median is shown (default: 5)")
     parser.add_argument("--rows", type=int, default=15, help="kernels (operators, on a CPU) shown (default: 15)")
-    parser.add_argument("--terabytes", type=float, help="TB/s that a floor counts with (default: 4.2 on an H200)")
-    parser.add_argument("--tflops", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"), help="on an H200: 660 614")
     return parser

@@ -26,15 +26,9 @@ Step = Callable[[dict], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeRow:
-    """Microseconds of one step.
+    """Microseconds of one step by variant, None where it failed; bytes that the layer's step has to read.
 
-    Attributes:
-        T: tokens of each of B sequences, the new one included.
-        us: by variant: medians; "dense" is the fork's FlashAttention, which has no splits on Hopper, "sdpa" PyTorch's
-            `scaled_dot_product_attention`. None: it failed.
-        bytes: that the layer's step has to read.
-        sets: of caches.
-        failed: reasons, by variant.
+    "dense" is the fork's FlashAttention, which has no splits on Hopper, "sdpa" PyTorch's.
     """
 
     T: int

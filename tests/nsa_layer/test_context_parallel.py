@@ -23,6 +23,7 @@ from stub_kernels import stubbed_layer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fuzz.rank_processes import ranks
 from nsa_layer import (
     ContextParallel,
     NSAConfig,
@@ -48,7 +49,6 @@ from nsa_layer.cute.packing import Packing
 from nsa_layer.inputs import Arguments
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import LSES, Case, make_inputs, run
-from nsa_tools.testing.ranks import ranks
 
 Ranks = Callable[..., list[Any]]
 NO_TENSORS = CallTensors(*[None] * 3)
