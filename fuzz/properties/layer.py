@@ -133,8 +133,8 @@ def lists_of_the_caller(case: Case, backend: str, device: str) -> None:
     alike = lists.where((lists >= 0) & (lists < most), -1).int()
     if case.lengths is None:
         lists, narrow, alike = (x.expand(case.B, *x.shape) for x in (lists, narrow, alike))
-    given = [lists if case.seed % 3 else narrow, alike]
-    once, other = (run(backend, make_inputs(case, device), block_indices=x.to(device)) for x in given)
+    arguments = [lists if case.seed % 3 else narrow, alike]
+    once, other = (run(backend, make_inputs(case, device), block_indices=x.to(device)) for x in arguments)
     assert once.o.equal(other.o), "padding of other numbers makes another output"
     assert_close_to_reference(case, backend, device, block_indices=narrow)
 
@@ -164,7 +164,7 @@ def neighbours(case: Case, backend: str, device: str) -> None:
         case = replace(case, lengths=(case.T, 1 + case.seed % 30, case.T))
     inputs, mine = make_inputs(case, device), case.seed % len(case.lengths)
     value = (math.nan, math.inf, torch.finfo(case.dtype).max)[case.seed % 3]
-    once, other = (run(backend, given) for given in (inputs, spoilt(inputs, value, {mine})))
+    once, other = (run(backend, arguments) for arguments in (inputs, spoilt(inputs, value, {mine})))
     clean, beside = (result.o.split(case.lengths)[mine] for result in (once, other))
     assert beside.equal(clean), f"o of sequence {mine} has {int((beside != clean).sum())} other numbers"
     for name in ("q", "k", "v"):
@@ -191,10 +191,10 @@ def lists_hold_the_choice(case: Case) -> None:
     """Tiles, bitmap and full tiles made of a choice of blocks let through what the definition lets through."""
     case = replace(case, lengths=None)
     config, T = case.config, case.T
-    given = run("eager", make_inputs(case)).aux.block_indices
-    choice = given.transpose(1, 2).contiguous()
+    arguments = run("eager", make_inputs(case)).aux.block_indices
+    choice = arguments.transpose(1, 2).contiguous()
     tile_q, kv = config.q_tile * (1 + case.seed % 2), config.block_size * (1 + case.seed % 3)
-    visible = torch.stack([reference.selected_mask(own, T, config=config, causal=case.causal) for own in given])
+    visible = torch.stack([reference.selected_mask(own, T, config=config, causal=case.causal) for own in arguments])
     some, everything = tiles_of(visible, (tile_q, kv))
     M, N = some.shape[-2:]
     static = dict(config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
@@ -254,8 +254,8 @@ def kernels_give_the_same_bits(case: Case) -> None:
         with torch.cuda.stream(other):
             for _ in range((case.seed + 7 * turn) % 20):
                 square @ square
-        given = replace(strided(inputs, LAYOUTS[turn % len(LAYOUTS)]), cu_seqlens=starts[turn // len(LAYOUTS)])
-        again = run("cute", given).tensors()
+        arguments = replace(strided(inputs, LAYOUTS[turn % len(LAYOUTS)]), cu_seqlens=starts[turn // len(LAYOUTS)])
+        again = run("cute", arguments).tensors()
         for name, x in again.items():
             if case.config.deterministic or name in ("o", *LSES):
                 assert x.equal(once[name]), f"{name} has {int((x != once[name]).sum())} other numbers in round {turn}"

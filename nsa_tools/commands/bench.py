@@ -30,43 +30,43 @@ UNREAD = {
 def main(argv: list[str]) -> int:
     """Run the command; 1 where something failed or is wrong."""
     parser = _parser()
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     others = {flag for action in parser._actions for flag in action.option_strings} - {"--from", "--chart"}
     parser.refuse_unread(argv, UNREAD | {"--from": tuple(others)})
-    if given.decode and given.mode == "both" and any(word.startswith("--mode") for word in argv):
+    if args.decode and args.mode == "both" and any(word.startswith("--mode") for word in argv):
         parser.error("--decode has no backward, got --mode both")
-    if given.chart:
+    if args.chart:
         from nsa_tools.report import bench_chart  # noqa: F401  an extra that is not there should not end a long run
-    if given.read:
-        return _show_again(parser, given)
+    if args.read:
+        return _show_again(parser, args)
     with parser.checks():
-        cases = shapes(given)
-        backend = [backend_of(shape, given.backend) for shape in cases][0]
+        cases = shapes(args)
+        backend = [backend_of(shape, args.backend) for shape in cases][0]
         for name in ("repeats", "dense_limit_seconds"):
-            if getattr(given, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(given, name)}")
-        if given.graph and not cases[0].device.startswith("cuda"):
+            if getattr(args, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
+        if args.graph and not cases[0].device.startswith("cuda"):
             raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
     options = Options(
         backend,
-        variants=tuple(name for name in VARIANTS if name in given.variants),
-        graph=given.graph,
-        repeats=given.repeats,
-        dense_limit=given.dense_limit_seconds,
-        error_rows=given.error_rows,
+        variants=tuple(name for name in VARIANTS if name in args.variants),
+        graph=args.graph,
+        repeats=args.repeats,
+        dense_limit=args.dense_limit_seconds,
+        error_rows=args.error_rows,
     )
-    found = provenance("bench", argv, cases[0].device) | dict(backend=backend, config=asdict(cases[0].config))
+    document = provenance("bench", argv, cases[0].device) | dict(backend=backend, config=asdict(cases[0].config))
 
     def write(rows: list, **more: list) -> None:
-        if given.json:
-            write_bench(given.json, found, rows, **more)
+        if args.json:
+            write_bench(args.json, document, rows, **more)
 
-    if given.decode:
+    if args.decode:
         steps = []
         for shape in cases:
-            steps.append(decode_steps.measure(shape, given.backend, repeats=given.repeats))
+            steps.append(decode_steps.measure(shape, args.backend, repeats=args.repeats))
             write([], decode=steps)
-        gpu = found["environment"].get("gpu") or "CPU"
+        gpu = document["environment"].get("gpu") or "CPU"
         print(f"{gpu}: one token for each sequence, {cases[0].dtype_name()}, D {cases[0].D}, {cases[0].config}\n")
         print(decode_steps.table(steps))
         return 1 if any(step.failed for step in steps) else 0
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     for shape in cases:
         bench.run(shape)
         write(bench.rows)
-    _show(bench.rows, found["environment"], given.chart, f"{backend}, {cases[0].config}")
+    _show(bench.rows, document["environment"], args.chart, f"{backend}, {cases[0].config}")
     bad = [row for row in bench.rows if row.status == FAILED or (row.detail or "").startswith("WRONG")]
     return 1 if bad else 0
 
@@ -89,14 +89,14 @@ def _show(rows: list, environment: dict, chart: Path | None, title: str) -> None
         print("\n" + "\n".join(str(path) for path in draw(rows, environment, chart)))
 
 
-def _show_again(parser: CommandParser, given: argparse.Namespace) -> int:
+def _show_again(parser: CommandParser, args: argparse.Namespace) -> int:
     try:
-        found = [read_bench(path) for path in given.read]
+        files = [read_bench(path) for path in args.read]
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    rows = [row for _, of_file in found for row in of_file]
-    title = "; ".join(document["command"] for document, _ in found)
-    _show(rows, found[0][0]["environment"], given.chart, title)
+    rows = [row for _, of_file in files for row in of_file]
+    title = "; ".join(document["command"] for document, _ in files)
+    _show(rows, files[0][0]["environment"], args.chart, title)
     return 0
 
 

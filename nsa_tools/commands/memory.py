@@ -18,36 +18,36 @@ from nsa_tools.report.tables import gib, markdown
 def main(argv: list[str]) -> int:
     """Run the command."""
     parser = _parser()
-    given = parser.parse_args(argv)
-    if given.no_measure and given.dtype is None:
-        given.dtype = "bf16"  # predictions are of the kernels, which take no fp32
+    args = parser.parse_args(argv)
+    if args.no_measure and args.dtype is None:
+        args.dtype = "bf16"  # predictions are of the kernels, which take no fp32
     with parser.checks():
-        cases = shapes(given)
-        backend = None if given.no_measure else backend_of(cases[0], given.backend)
+        cases = shapes(args)
+        backend = None if args.no_measure else backend_of(cases[0], args.backend)
         gpu = cases[0].device.startswith("cuda")
-        if given.longest and not gpu and given.total is None:
+        if args.longest and not gpu and args.total is None:
             raise ValueError("--longest without a GPU needs --total, the GiB of one")
-        if given.longest and not gpu and backend is not None:
+        if args.longest and not gpu and backend is not None:
             raise ValueError("--longest without a GPU needs --no-measure")
-    total = int(given.total * 2**30) if given.total else torch.cuda.mem_get_info()[1] if gpu else None
+    total = int(args.total * 2**30) if args.total else torch.cuda.mem_get_info()[1] if gpu else None
     what = dict(gated=cases[0].gate != "none", backward=cases[0].backward, shape=cases[-1].describe())
     document = provenance("memory", argv, cases[0].device) | what
-    if given.longest:
-        found = document["longest"] = find_longest(cases[0], backend, total)
-        print(longest_text(found))
+    if args.longest:
+        result = document["longest"] = find_longest(cases[0], backend, total)
+        print(longest_text(result))
     else:
-        found = document["rows"] = [measurement(shape, backend, total) for shape in cases]
-        print(table(found))
-    if given.json:
-        write_json(given.json, document)
+        result = document["rows"] = [measurement(shape, backend, total) for shape in cases]
+        print(table(result))
+    if args.json:
+        write_json(args.json, document)
     return 0
 
 
-def table(found: list[dict]) -> str:
+def table(result: list[dict]) -> str:
     """Each of `measurement` in GiB, below a line that says so."""
     parts = ("outputs", "gradients", "saved", "forward", "backward", "peak")
-    measured, rows = any(one["status"] != "not measured" for one in found), []
-    for one in found:
+    measured, rows = any(one["status"] != "not measured" for one in result), []
+    for one in result:
         groups = f"{one['groups']}" + ("" if one["kept"] is None else f", {one['kept']} of 3")
         expected = one["predicted"]
         row = [f"{one['T']:,}", groups, gib(one["inputs"]), *(gib(expected[name]) for name in parts)]
@@ -62,15 +62,15 @@ def table(found: list[dict]) -> str:
     return f"{title}\n\n" + markdown(header + (["measured peak", "measured / predicted"] if measured else []), rows)
 
 
-def longest_text(found: dict) -> str:
+def longest_text(result: dict) -> str:
     """`find_longest` in a line or two."""
-    kept = "" if found["kept"] is None else f", {found['kept']} of 3 outputs kept"
-    kind = "forward" if found["kept"] is None else "forward and backward"
+    kept = "" if result["kept"] is None else f", {result['kept']} of 3 outputs kept"
+    kind = "forward" if result["kept"] is None else "forward and backward"
     text = (
-        f"longest {kind} in {found['total'] / 2**30:.1f} GiB, in steps of {STEP:,} tokens: "
-        f"predicted {found['predicted']:,} ({found['groups']} groups of heads{kept})"
+        f"longest {kind} in {result['total'] / 2**30:.1f} GiB, in steps of {STEP:,} tokens: "
+        f"predicted {result['predicted']:,} ({result['groups']} groups of heads{kept})"
     )
-    return text if found["measured"] is None else f"{text}\nmeasured: {found['measured']:,}"
+    return text if result["measured"] is None else f"{text}\nmeasured: {result['measured']:,}"
 
 
 def _parser() -> CommandParser:

@@ -68,17 +68,17 @@ def measurement(shape: Shape, backend: str | None, total: int | None = None) -> 
         with "peak"), "peak" (None: not measured, or out of memory) and "status".
     """
     plan = planned(shape, total)
-    found = dict(T=shape.T, groups=len(plan.groups), kept=sum(plan.kept) if shape.backward else None)
-    found |= dict(inputs=input_bytes(shape), predicted=predicted(shape, plan))
+    result = dict(T=shape.T, groups=len(plan.groups), kept=sum(plan.kept) if shape.backward else None)
+    result |= dict(inputs=input_bytes(shape), predicted=predicted(shape, plan))
     if backend is None:
-        return found | dict(peak=None, status="not measured")
+        return result | dict(peak=None, status="not measured")
     try:
         peak = RepeatedCall(shape, backend).peak()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return found | dict(peak=None, status=NO_MEMORY)
-    return found | dict(peak=peak, status=MEASURED)
+        return result | dict(peak=None, status=NO_MEMORY)
+    return result | dict(peak=peak, status=MEASURED)
 
 
 def find_longest(shape: Shape, backend: str | None, total: int) -> dict:

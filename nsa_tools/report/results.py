@@ -106,10 +106,10 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def write_bench(path: Path, found: dict, rows: list[Row], decode: list | None = None) -> None:
+def write_bench(path: Path, document: dict, rows: list[Row], decode: list | None = None) -> None:
     """Write what `bench` found: `provenance`, backend and config, rows, and steps of decoding where they were timed."""
     steps = {} if decode is None else dict(decode=list(map(asdict, decode)))
-    write_json(path, found | dict(rows=list(map(asdict, rows))) | steps)
+    write_json(path, document | dict(rows=list(map(asdict, rows))) | steps)
 
 
 def read_bench(path: Path) -> tuple[dict, list[Row]]:
@@ -119,14 +119,14 @@ def read_bench(path: Path) -> tuple[dict, list[Row]]:
         ValueError: it is not such a file; the message says what is wrong.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"{path} has no schema {SCHEMA}: it is not a result of `python -m nsa_layer bench`")
     names = {field.name for field in fields(Row)}
-    for values in found["rows"]:
+    for values in document["rows"]:
         if missing := names - {"union"} - set(values):  # files of earlier versions have no union, and keys that went
             raise ValueError(f"{path}: a row has no {', '.join(map(repr, sorted(missing)))}")
-    rows = [{name: value for name, value in values.items() if name in names} for values in found["rows"]]
-    return found, [Row(**row | dict(timings_ms=tuple(row["timings_ms"]))) for row in rows]
+    rows = [{name: value for name, value in values.items() if name in names} for values in document["rows"]]
+    return document, [Row(**row | dict(timings_ms=tuple(row["timings_ms"]))) for row in rows]

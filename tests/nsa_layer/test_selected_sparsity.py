@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fuzz.choices import random_choice, visible_tokens
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.packing import Packing
-from nsa_tools.testing.choices import random_choice, visible_tokens
 
 LENGTHS = (300, 0, 1, 128, 700)
 HEADS = (6, 2)

@@ -10,10 +10,10 @@ import torch
 from fa_compile import Worker
 
 from fuzz.blocks import each_tensor
+from fuzz.choices import random_choice
 from nsa_layer.compiling.ahead import _Unlinked
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.torch_block_lists import selected_lists
-from nsa_tools.testing.choices import random_choice
 
 
 @dataclass(frozen=True)
