@@ -36,7 +36,7 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
     "backward" and "deterministic" are calls as a user makes them, who gives lists of both directions, without a plan;
     "planned" and "deterministic, planned" the same with one. The others say how many passes they take.
     """
-    from flash_attn.cute.fwd_sm90.persistence import room
+    from flash_attn.cute.fwd_sm90.persistence import capacity
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
     from flash_attn.cute.lists.backward_plan import plan_backward
 
@@ -59,7 +59,7 @@ def variants(case: Case, lists: tuple[Any, Any], tensors: Inputs, ways: Iterable
         "deterministic": lambda: back(backward, None, deterministic=True),
         "deterministic, planned": lambda: back(planned, None, deterministic=True),
         "deterministic, one pass": lambda: back(ordered_plan(backward, case.T), 1, deterministic=True),
-        "plan": lambda: lambda: plan_backward(backward, listed=M * room(forward), **options),
+        "plan": lambda: lambda: plan_backward(backward, listed=M * capacity(forward), **options),
     }
     return {way: makers[way]() for way in (*ways, "plan")}
 

@@ -130,11 +130,11 @@ def in_two_passes(case: Attention) -> bool:
     kind = case.kind
     if not passes_by_room(kind):
         return two_passes(kind)
-    from flash_attn.cute.fwd_sm90.persistence import room
+    from flash_attn.cute.fwd_sm90.persistence import capacity
 
     nothing = torch.empty(0)
     call = Call(case, nothing, nothing, nothing, nothing, None, block_tables(case))
-    return two_passes(kind, room(lists_for(call, False)))
+    return two_passes(kind, capacity(lists_for(call, False)))
 
 
 def _spare(case: Attention, listed: Table) -> int:

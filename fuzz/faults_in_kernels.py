@@ -43,7 +43,7 @@ def _seen(original: Callable) -> Callable:
 
 @result_in_kernels(
     "kernel: dropped entry",
-    "flash_attn.cute.bwd_sm90.query_loop:QueryWalk.create",
+    "flash_attn.cute.bwd_sm90.query_loop:QueryLoop.create",
     "attention.is",
     shows=lambda kind: kind.lists,
 )
@@ -85,7 +85,7 @@ def _past_the_end(original: Callable) -> Callable:
 
 @result_in_kernels(
     "kernel: dq loses its last step",
-    "flash_attn.cute.fwd_sm90.loads:KeyWalk.create",
+    "flash_attn.cute.fwd_sm90.loads:KeyLoop.create",
     "attention.is",
     shows=two_passes,
 )

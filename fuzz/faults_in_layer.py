@@ -148,45 +148,33 @@ def _base(original: Callable) -> Callable:
     return lambda x, T: original(x, T) * (1.4426950408889634 if x.ndim == 4 else 1.0)
 
 
-@fault("full tile that is not", "nsa_layer.cute.torch_block_lists:selected_lists", "layer.lists hold")
-def _full(original: Callable) -> Callable:
-    """A tile that holds tokens after its first query counts as full."""
-    return lambda indices, T, **more: original(indices, T, **(more | {"causal": False}))
-
-
-@fault("bit of the next block", "nsa_layer.cute.torch_block_lists:block_bitmap", "layer.lists hold")
-def _bit(original: Callable) -> Callable:
-    """The bitmap of the blocks has the bit after the block's."""
-    return lambda indices, T, **more: original(torch.where(indices >= 0, indices + 1, indices), T, **more)
-
-
 @fault("zero taken", "nsa_layer.config:require_int", "options")
 def _zero(original: Callable) -> Callable:
     """Sizes of 0 pass."""
     return lambda name, value, *, least=None: original(name, value, least=None if least is None else least - 1)
 
 
-@instead("packings not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@instead("packings not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _packings(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     """Ranks compare only the shapes of cu_seqlens."""
     more = {"starts" if name == "cu_seqlens" else name: value for name, value in more.items()}
     original(cp, checks, **more)
 
 
-@fault("tiles not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("tiles not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _tiles(original: Callable) -> Callable:
     """Ranks may have lists of tiles of other sizes."""
     return lambda cp, checks, **more: original(cp, checks, **(more | {"ragged": ("block_indices",)}))
 
 
-@instead("classes not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@instead("classes not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _classes(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     """Modes are compared, and not the classes of tensors."""
     plain = {name: x.as_subclass(torch.Tensor) for name, x in more.items() if name == "q"}
     original(cp, checks, **(more | plain))
 
 
-@instead("options refused alone", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@instead("options refused alone", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _alone(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     """A rank raises what is wrong with its options before the others can hear of it."""
     for check in checks[:-1]:
@@ -194,7 +182,7 @@ def _alone(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     original(cp, checks, **more)
 
 
-@fault("parts not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("parts not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _parts(original: Callable) -> Callable:
     """Parts of other shapes are put together."""
     return lambda cp, checks, *, x, **more: None if "dim" in more else original(cp, checks, x=x, **more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,13 +49,13 @@ def _ignored(order: Any) -> None:
     """Semaphore values follow the key blocks' numbers whatever their launch is: the GPU would hang."""
 
 
-@fault("walk by block", "flash_attn.cute.lists.write_order:sorted_walk", "lists.walk")
+@fault("walk by block", "flash_attn.cute.lists.write_order:sorted_entries", "lists.walk")
 def _by_block(original: Callable) -> Callable:
     """Among equal semaphore values the walk goes the other way."""
     return lambda entries, locks, descending, M: original(entries, locks, not descending, M)
 
 
-@instead("plan loses the remainder", "flash_attn.cute.lists.backward_plan:_items", "lists.plan", "schedule.plans")
+@instead("plan loses the remainder", "flash_attn.cute.lists.backward_plan:_work_tiles", "lists.plan", "schedule.plans")
 def _remainder(original: Callable, counts: Any, pieces: Any, *args: Any) -> Any:
     """The last entry of the last item of a walk that is cut is not dealt out."""
     plan = original(counts, pieces, *args).clone()
@@ -66,7 +65,7 @@ def _remainder(original: Callable, counts: Any, pieces: Any, *args: Any) -> Any:
     return plan
 
 
-@wrong_result("turns forgotten", "flash_attn.cute.lists.backward_plan:_items", "schedule.plans", "lists.plan")
+@wrong_result("turns forgotten", "flash_attn.cute.lists.backward_plan:_work_tiles", "schedule.plans", "lists.plan")
 def _turns(plan: torch.Tensor) -> torch.Tensor:
     """All items that add to the same dk and dv believe to be first."""
     return plan.index_fill(1, torch.tensor([5]), 0)
@@ -87,16 +86,16 @@ def _across(original: Callable, listed: Any, full: Any = None, **more: Any) -> A
     return original(listed, full, **more)
 
 
-@wrong_result("blind to duplicates", "flash_attn.cute.lists.validate:_indices", "lists.wrong", "packed.wrong")
-def _blind(checks: Any) -> Any:
+@fault("blind to duplicates", "flash_attn.cute.lists.validate:_check_duplicates", "lists.wrong", "packed.wrong")
+def _blind(original: Callable) -> Callable:
     """The check of lists overlooks a block that is listed twice."""
-    return (check for number, check in enumerate(checks) if number != 1)
+    return lambda *_: None
 
 
-@wrong_result("blind to semaphore values", "flash_attn.cute.lists.validate:_locks", "lists.wrong")
-def _blind_locks(check: Any) -> Any:
+@fault("blind to semaphore values", "flash_attn.cute.lists.validate:_check_locks", "lists.wrong")
+def _blind_locks(original: Callable) -> Callable:
     """The check of lists takes any semaphore values."""
-    return replace(check, found=torch.full_like(check.found, -1))
+    return lambda *_: None
 
 
 @fault("tails cut off", "flash_attn.cute.lists.formats:cu_total_blocks", "packed")

@@ -13,6 +13,7 @@ from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.whole_call import READ
 from nsa_layer.derivatives import first_derivatives
 from nsa_layer.kernels.launch import readable
+from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 
@@ -36,7 +37,7 @@ class _Attend(torch.autograd.Function):
         ctx.static = packing, spec, MemoryPlan(((0, tensors.k.shape[-2]),), (True,) * 3)
         o, parts = forward_groups(tensors, *ctx.static, backward=any(ctx.needs_input_grad))
         ctx.save_for_backward(*tensors, *parts[0])
-        aux = joined_aux(parts, tensors.q, unions=spec.by_union)
+        aux = joined_aux(parts, tensors.q, unions=reads_unions(spec.config, listed=spec.listed))
         ctx.mark_non_differentiable(*aux)
         return o, *aux
 

@@ -188,10 +188,10 @@ def zeroed(*wanted: AccumLayout | tuple[int, ...], device: torch.device) -> list
     """Zeros for all of them in one allocation and one launch: fp32 for a layout, int32 for the shape of flags."""
     shapes = [each.shape if isinstance(each, AccumLayout) else each for each in wanted]
     sizes = [math.prod(shape) for shape in shapes]
-    room = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-    whole = torch.zeros(sum(room), dtype=torch.float32, device=device)
+    capacity = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+    whole = torch.zeros(sum(capacity), dtype=torch.float32, device=device)
     parts = []
-    for each, shape, size, part in zip(wanted, shapes, sizes, whole.split_with_sizes(room)):
+    for each, shape, size, part in zip(wanted, shapes, sizes, whole.split_with_sizes(capacity)):
         part = part if part.shape[0] == size else part.narrow(0, 0, size)
         parts.append((part if isinstance(each, AccumLayout) else part.view(torch.int32)).view(shape))
     return parts

@@ -139,7 +139,8 @@ FORWARD = (
      lambda lists: Together(qkv("cuda", D=256), block_sparse_tensors=lists)),
 )  # fmt: skip
 FORWARD_SM100 = (
-    (BOTH[0], ValueError, "block size 96.*multiple of 64", changed(block_size=(96, 128))),
+    (BOTH[0], NotImplementedError, "block_size .64, 128. on sm_100", changed(block_size=(64, 128))),
+    (BOTH[0], ValueError, "block size 96.*multiple of 128", changed(block_size=(96, 128))),
     (BOTH[0], ValueError, r"sparse_block_size\[1\].*tile_n=128", changed(block_size=(128, 64))),
     ("qv", NotImplementedError, "block sparsity is not supported with qv",
      lambda _: Together(qkv("cuda", Dv=512), qv=torch.empty(B, TQ, HQ, 512, dtype=torch.bfloat16, device="cuda"))),
@@ -322,7 +323,7 @@ PLAN_FORMS = (
     lambda t: torch.cat([t, t[:, :2]], 1), lambda t: t.t().contiguous().t(), lambda t: t.to("meta"),
 )  # fmt: skip
 PLAN = (
-    ("lists", ValueError, r"plan is torch.* expected torch.int32 \[items, 6\] on cpu",
+    ("lists", ValueError, r"plan is torch.* expected torch.int32 \[work tiles, 6\] on cpu",
      *(changed(plan=form) for form in PLAN_FORMS)),
     ("arch", NotImplementedError, "plan on sm_1[012]0: only backward on SM90 follows a plan", 100, 110, 120),
     ("packed_k", NotImplementedError, "a plan of padded lists for packed sequences", True),

@@ -44,7 +44,7 @@ ALONE = "{} cannot be given together with passes=2"
 BWD, FWD = "block_sparse_tensors", "block_sparse_tensors_fwd"
 TWO = (
     ("passes", ValueError, "passes is .*, expected 1, 2 or None", 0, 3, 2.0, "2", True),
-    (f"{BWD} {FWD}", NotImplementedError, "passes=2: two passes walk block lists of both directions", None),
+    (f"{BWD} {FWD}", NotImplementedError, "passes=2: two passes loop over block lists of both directions", None),
     (BWD, NotImplementedError, "passes=2: no tile for backward lists of blocks", changed(block_size=(128, 96))),
     (FWD, NotImplementedError, f"passes=2: {NO_BLOCKS}", *BAD_BLOCKS),
     *shapes(FWD),
@@ -62,7 +62,7 @@ WITHOUT = (
     ("without_dq", *NOT_A_BOOL, 0),
     (BWD, ValueError, "lists for each of 4 query heads",
      lambda lists: moved(SIDES[1]._replace(plan=OF_GROUPS.plan, plan_per_group=True), "cuda")),
-    (BWD, NotImplementedError, "one pass walks query heads one by one",
+    (BWD, NotImplementedError, "one pass loops over query heads one by one",
      lambda lists: Together(block_sparse_tensors=moved(OF_GROUPS, "cuda"), without_dq=False)),
 )  # fmt: skip
 TABLES = (

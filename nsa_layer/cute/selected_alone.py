@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 
 from nsa_layer.call_spec import ListSpec
-from nsa_layer.compiling import side_by_side
-from nsa_layer.compiling.shapes import ListsShape
 from nsa_layer.fork import require_patched
+from nsa_layer.warm_up.api import compile_missing
+from nsa_layer.warm_up.shapes import ListsShape
 
 require_patched()
 
@@ -54,7 +54,7 @@ def compiled_together(
     shapes = (tuple(x.shape) for x in (q, k, block_indices))
     if spec.bound is not None:  # kernels for others of these bounds are the same
         spec = replace(spec, lengths=(spec.bound, (len(q) - spec.bound[0], len(k) - spec.bound[1])), bound=None)
-    return side_by_side.of_call(lambda: ListsShape(*shapes, q.dtype, spec, extents.q_offset is not None, backward))
+    return compile_missing(lambda: ListsShape(*shapes, q.dtype, spec, extents.q_offset is not None, backward))
 
 
 def forward(

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from nsa_layer.compiling.ahead import ENVIRONMENT, Outcome
-from nsa_layer.compiling.side_by_side import compile_calls
 from nsa_layer.fork import fork_status
 from nsa_layer.support import Request, missing_feature
+from nsa_layer.warm_up.api import compile_calls
+from nsa_layer.warm_up.lookup import ENVIRONMENT, Outcome
 from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, shapes
 from nsa_tools.report.tables import markdown
 from nsa_tools.shape import Shape

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from nsa_layer.api import nsa
 from nsa_layer.call_spec import Aux
-from nsa_layer.config import takes_unions
 from nsa_layer.kernels.token_lists.sizes import ROWS
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.measure.timed_calls import (
@@ -176,7 +175,7 @@ class Bench:
         worst = max((v for v in verdicts if v.name.split()[0] == "o"), key=lambda v: v.of_limit)
         wrong = [v.name for v in verdicts if not v.ok]
         found = dict(error=worst.error, eager_error=worst.eager_error, of_limit=worst.of_limit)
-        if takes_unions(shape.config):
+        if shape.config.q_tile < ROWS:
             found |= dict(union=union(made[0][1].block_indices, shape))
         return replace(row, **found, detail=f"WRONG: {', '.join(wrong)}" if wrong else None)
 

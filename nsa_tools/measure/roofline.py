@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_layer.config import takes_unions
 from nsa_layer.kernels.token_lists.sizes import ROWS, words_of_entry
+from nsa_layer.support import reads_unions
 from nsa_tools.measure.timing import milliseconds
 from nsa_tools.shape import Shape
 
@@ -62,7 +62,7 @@ def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
 def visible_pairs(shape: Shape) -> dict[str, int]:
     """Pairs of a query and a key that a query head computes in each branch, over all sequences."""
     lengths = [shape.T] * shape.B if shape.lengths is None else shape.lengths
-    branches = (("cmp", _compressed), ("slc", _selected), ("swa", _window))[: shape.config.branches]
+    branches = (("cmp", _compressed), ("slc", _selected), ("swa", _window))[: shape.config.num_branches]
     return {name: sum(count(length, shape) for length in lengths) for name, count in branches}
 
 
@@ -114,15 +114,15 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
         ("choose", "forward"): Work(q + scored + lists, scores),
         ("lists", "forward"): Work(2 * lists),
         ("lists", "backward"): Work(2 * lists),
-        ("gate", "forward"): Work((1 + config.branches) * o + gated * q),
-        ("gate", "backward"): Work((1 + config.branches) * o + gated * 2 * q + 2 * config.branches * rows),
+        ("gate", "forward"): Work((1 + config.num_branches) * o + gated * q),
+        ("gate", "backward"): Work((1 + config.num_branches) * o + gated * 2 * q + 2 * config.num_branches * rows),
         # dk and dv alone: the last call that adds to dq can round it.
         ("convert", "backward"): Work(kv / e * (FP32 + e)),
     }
     for name, count in pairs.items():
         floors[name, "forward"] = Work(q + o + keys[name] + rows, 2 * count * s.Hq * (s.D + s.Dv))
         floors[name, "backward"] = Work(2 * q + o + 2 * keys[name] + 2 * rows, 2 * count * s.Hq * (3 * s.D + 2 * s.Dv))
-    if takes_unions(config) and backend == "cute":
+    if reads_unions(config, listed=False) and backend == "cute":
         # Unions cannot be shorter than one token's list; pairs are read from the lists, and written once.
         G = s.Hq // s.Hkv
         entries = sum(-(-length * G // ROWS) for length in lengths) * s.Hkv * config.list_width(max(lengths))

@@ -38,8 +38,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
+def pytest_collection_modifyitems(items: list[pytest.PlanTile]) -> None:
+    for plan_tile in items:
         for fixture, arch in (("compiler_sm90", "sm_90"), ("compiler_sm100", "sm_100")):
-            if fixture in getattr(item, "fixturenames", ()):
-                item.add_marker(pytest.mark.xdist_group(arch))
+            if fixture in getattr(plan_tile, "fixturenames", ()):
+                plan_tile.add_marker(pytest.mark.xdist_group(arch))

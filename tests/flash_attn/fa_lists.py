@@ -46,9 +46,9 @@ def tables(case: Case) -> Tables:
     found = []
     for b, (M, N) in enumerate(zip(blocks(case, 0), blocks(case, 1))):
         h, m, n = torch.meshgrid(*map(torch.arange, (case.list_heads, M, N)), indexing="ij")
-        turn = (0 if case.form == "shared" else b) + 2 * h + m + n
-        listed = (turn % 4 != 3) | (n == N - 1)
-        full = {"both": (turn + h) % 2 == 0, "full": listed}.get(case.lists, torch.zeros_like(listed))
+        rank = (0 if case.form == "shared" else b) + 2 * h + m + n
+        listed = (rank % 4 != 3) | (n == N - 1)
+        full = {"both": (rank + h) % 2 == 0, "full": listed}.get(case.lists, torch.zeros_like(listed))
         found.append((listed, listed & full))
     return found
 

@@ -1,4 +1,4 @@
-"""SM90 forward whose CTAs walk many tiles: which calls have it, and that no bit of a result depends on it."""
+"""SM90 forward whose CTAs loop over many tiles: which calls have it, and that no bit of a result depends on it."""
 
 from __future__ import annotations
 

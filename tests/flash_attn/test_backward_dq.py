@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_cases import Case, in_turn, make_inputs
+from fa_cases import Case, in_order, make_inputs
 from fa_dq import HALVES, LENGTHS, LISTS, as_rows, call, layout, queries, rounded_sums, row_sums
 from fa_lists import forward_lists
 from fa_reference import assert_close, attention
@@ -105,7 +105,7 @@ def test_numbers(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "start"), in_turn(PACKED, 64, 128), ids=str)
+@pytest.mark.parametrize(("case", "start"), in_order(PACKED, 64, 128), ids=str)
 def test_numbers_of_packed_sequences(case: Case, start: int) -> None:
     assert_dq(case, start)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, forward, in_turn, make_inputs
+from fa_cases import Case, _masks, backward, forward, in_order, make_inputs
 from fa_compile import Worker, noted
 from fa_lists import backward_lists, ordered_backward_lists
 from fa_reference import assert_alike, assert_bits_repeat
@@ -39,7 +39,7 @@ ORDERED = [
 
 
 def compile_ordered(case: Case, in_use: bool) -> set[int]:
-    """Deterministic backward in one pass; dimensions of the index lists that the kernel walks.
+    """Deterministic backward in one pass; dimensions of the index lists that the kernel loops.
 
     in_use: not all queries that sequences have room for are there.
     """
@@ -51,7 +51,7 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     lists = ordered_backward_lists(case, spt=True)
     seqused_q = torch.empty_like(lists.cu_total_n_blocks.narrow(0, 1, len(case.packed))) if in_use else None
     with (
-        noted(ListRow, "entries", dimensions) as walked,
+        noted(ListRow, "entries", dimensions) as m_block_at,
         noted(deterministic_lists, "blocks_before", lambda lengths, *args, **options: lengths) as asked,
     ):
         _flash_attn_bwd(
@@ -61,17 +61,17 @@ def compile_ordered(case: Case, in_use: bool) -> set[int]:
     if case.form == "stacked":
         lengths = asked[-1]
         assert lengths.starts[0] is x.cu_seqlens[0] and lengths.used[0] is seqused_q
-    return set(walked)
+    return set(m_block_at)
 
 
 @pytest.mark.parametrize("case", ORDERED[1:], ids=str)
 def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
-    """The kernel walks one ragged list for every form."""
+    """The kernel loops over one ragged list for every form."""
     assert compiler_sm90.trace(compile_ordered, case, case is ORDERED[-1]) == {1}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "plan"), in_turn(ORDERED[3:], 0, 2), ids=str)
+@pytest.mark.parametrize(("case", "plan"), in_order(ORDERED[3:], 0, 2), ids=str)
 def test_stacked_lists_give_the_bits_of_ragged_ones(case: Case, plan: int) -> None:
     case = replace(case, deterministic=True, plan=plan, launch="right to left")
     x = make_inputs(case)
@@ -89,7 +89,7 @@ def test_bits_repeat_beside_other_work(case: Case) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "spt"), in_turn(ORDERED, False, True), ids=str)
+@pytest.mark.parametrize(("case", "spt"), in_order(ORDERED, False, True), ids=str)
 def test_semaphore_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
     """In one pass without a plan: the default's gradients up to the order of the adds, and the same bits each time."""
     case = replace(case, plan=0, deterministic=False)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fa_cases import OPTIONS, Case, attend, in_turn, make_inputs
+from fa_cases import OPTIONS, Case, attend, in_order, make_inputs
 from fa_compress import FIXED, KINDS, at_most_seen, with_edges
 from fa_reference import assert_bits_repeat, assert_case, assert_close, reference, results
 
@@ -27,7 +27,7 @@ def test_numbers(kind: Case) -> None:
 MORE = [dict(option=option) for option in OPTIONS] + [dict(mask_mod="thirds"), dict(lists="both")]
 
 
-@pytest.mark.parametrize(("more", "D"), in_turn(MORE, 64, 128, 128, 64), ids=str)
+@pytest.mark.parametrize(("more", "D"), in_order(MORE, 64, 128, 128, 64), ids=str)
 def test_numbers_with_options(more: dict[str, str], D: int) -> None:
     for case in with_edges(replace(FIXED, D=D, **more))[::5]:
         assert_case(case)

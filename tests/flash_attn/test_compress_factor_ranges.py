@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from fa_cases import in_turn
+from fa_cases import in_order
 from fa_compile import Worker
 
 from flash_attn.cute.compressed_causal.mask import CompressArgs
@@ -84,7 +84,7 @@ def large_cases(tile_m: int, tile_n: int, group: int) -> Iterator[tuple[int, ...
 
 @pytest.mark.parametrize(
     "tile_m,tile_n,group,cases",
-    [(*tiles, group, small_cases) for tiles, group in in_turn(TILES, *GROUPS)] + [(128, 128, 8, large_cases)],
+    [(*tiles, group, small_cases) for tiles, group in in_order(TILES, *GROUPS)] + [(128, 128, 8, large_cases)],
 )
 def test_kernels_visit_these_ranges(
     compiler_sm90: Worker, tile_m: int, tile_n: int, group: int, cases: Callable

@@ -10,6 +10,8 @@ from fa_compile import Worker, built_kernels
 from fa_lists import backward_lists
 from fa_reference import assert_bits_repeat
 
+from flash_attn.cute.lists.deterministic_lists import prepare, require_write_order
+from flash_attn.cute.lists.write_order import merged_lists
 from fuzz.blocks import packed_lists
 from fuzz.case import Packed
 
@@ -45,8 +47,6 @@ def cpu_lists(**changes: object):
 
 
 def test_order_may_be_broadcast() -> None:
-    from flash_attn.cute.lists.deterministic_lists import require_write_order
-
     one = torch.arange(15, dtype=torch.int32).view(1, 1, 5, 3)
     assert require_write_order(cpu_lists(dq_write_order=one)).dq_write_order.equal(one.expand(2, 1, 5, 3))
     every_row = one[:, :, :1]
@@ -55,27 +55,21 @@ def test_order_may_be_broadcast() -> None:
 
 def test_lists_may_be_broadcast_to_the_order() -> None:
     """One list for all heads, and semaphore values for each of them."""
-    from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
-
     of_heads = torch.arange(3, dtype=torch.int32).expand(2, 4, 5, 3).contiguous()
     lists = require_write_order(cpu_lists(dq_write_order=of_heads))
     assert lists.dq_write_order is of_heads or lists.dq_write_order.equal(of_heads)
     assert lists.mask_block_idx.equal(cpu_lists().mask_block_idx.expand(2, 4, 5, 3))
-    walk = one_walk(lists, num_q_blocks=3)
-    assert walk.mask_block_cnt.shape == (2, 4, 5) and walk.dq_write_order[..., 0].eq(0).all()
+    loop = merged_lists(lists, num_q_blocks=3)
+    assert loop.mask_block_cnt.shape == (2, 4, 5) and loop.dq_write_order[..., 0].eq(0).all()
 
 
 def test_an_order_of_full_blocks_that_are_not_there_is_dropped() -> None:
     """Upstream's kernels want one to compile."""
-    from flash_attn.cute.lists.deterministic_lists import require_write_order
-
     order = torch.zeros(2, 1, 5, 3, dtype=torch.int32)
     assert require_write_order(cpu_lists(dq_write_order_full=order)).dq_write_order_full is None
 
 
-def test_one_walk_holds_both_kinds_by_semaphore_value() -> None:
-    from flash_attn.cute.lists.deterministic_lists import one_walk, require_write_order
-
+def test_one_list_holds_both_kinds_by_semaphore_value() -> None:
     def row(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32).expand(1, 1, 5, -1)
 
@@ -87,10 +81,10 @@ def test_one_walk_holds_both_kinds_by_semaphore_value() -> None:
         dq_write_order=row(3, 0, 4),
         dq_write_order_full=row(1, 0),
     )
-    walk = one_walk(require_write_order(lists), num_q_blocks=12)
-    assert walk.mask_block_cnt[0, 0, 0] == 4 and walk.full_block_cnt is None
-    assert walk.mask_block_idx[0, 0, 0, :4].tolist() == [2 * 2 + 1, 1 * 2, 0 * 2 + 1, 4 * 2]
-    assert walk.dq_write_order[0, 0, 0, :4].tolist() == [0, 0, 1, 3]
+    loop = merged_lists(require_write_order(lists), num_q_blocks=12)
+    assert loop.mask_block_cnt[0, 0, 0] == 4 and loop.full_block_cnt is None
+    assert loop.mask_block_idx[0, 0, 0, :4].tolist() == [2 * 2 + 1, 1 * 2, 0 * 2 + 1, 4 * 2]
+    assert loop.dq_write_order[0, 0, 0, :4].tolist() == [0, 0, 1, 3]
 
 
 # Query and key blocks of each sequence: no keys, no queries, more of either, as many.
@@ -114,8 +108,8 @@ def assert_same_walk(mine: Any, other: Any) -> None:
     for head, row in ((h, r) for h, own in enumerate(counts) for r in range(len(own))):
         for name in ("mask_block_idx", "dq_write_order"):
             start, theirs = (int(lists.cu_block_idx_offsets[head, row]) for lists in (mine, other))
-            walk = getattr(mine, name)[start : start + counts[head][row]]
-            assert walk.equal(getattr(other, name)[theirs : theirs + counts[head][row]]), (name, head, row)
+            loop = getattr(mine, name)[start : start + counts[head][row]]
+            assert loop.equal(getattr(other, name)[theirs : theirs + counts[head][row]]), (name, head, row)
 
 
 @pytest.mark.parametrize("spt", [False, True])
@@ -123,8 +117,6 @@ def assert_same_walk(mine: Any, other: Any) -> None:
 @pytest.mark.parametrize("heads", [1, 3])
 def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt: bool) -> None:
     """By where the queries start, how many are in use, or the one length that all sequences have."""
-    from flash_attn.cute.lists.deterministic_lists import prepare
-
     shapes = tuple((4, N) for _, N in SHAPES) if lengths == "one" else SHAPES
     stacked, ragged = (formed(heads, form, shapes)._replace(spt=spt) for form in ("stacked", "ragged"))
     queries = torch.tensor([max(0, M * 128 - at) for at, (M, _) in enumerate(shapes)]).int()
@@ -144,11 +136,9 @@ def test_stacked_lists_are_walked_like_ragged_ones(heads: int, lengths: str, spt
 
 
 def test_stacked_lists_need_the_queries_of_their_sequences() -> None:
-    from flash_attn.cute.lists.deterministic_lists import one_walk, prepare
-
     lists = formed(1, "stacked", SHAPES)
     with pytest.raises(ValueError, match="cu_total_m_blocks is None: rows of stacked lists"):
-        one_walk(lists, num_q_blocks=4)
+        merged_lists(lists, num_q_blocks=4)
     with pytest.raises(ValueError, match=r"cu_total_m_blocks has shape \(3,\), cu_total_n_blocks \(6,\)"):
         prepare(lists, 90, True, seqlen_q=512, block_q=128, cu_seqlens_q=torch.tensor([0, 4, 9]).int())
 

@@ -1,7 +1,7 @@
 """The order of the adds to dq, dk and dv in dense deterministic backward on SM90.
 
-Key blocks add from the left, and walk queries from the far end; under the compressed-causal mask from the right,
-walking upwards, in shares of the queries. Nobody waits for a CTA that is launched later.
+Key blocks add from the left, and loop queries from the far end; under the compressed-causal mask from the right,
+looping over upwards, in shares of the queries. Nobody waits for a CTA that is launched later.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ TILE_M, TILE_N = 4, 8
 WINDOW = 17
 
 
-def turns(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
+def ordered_reduction(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
     """turn_of of (seqlen_q, seqlen_k, factor, offset, key tile, query tile), -1 where they do not meet; in a worker."""
     import cutlass.cute as cute
     from cutlass import Int32, const_expr
@@ -73,7 +73,7 @@ def turns(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     from flash_attn.cute.block_info import BlockInfo
-    from flash_attn.cute.bwd_sm90.turns import turn_of
+    from flash_attn.cute.bwd_sm90.ordered_reduction import rank_of
     from flash_attn.cute.compressed_causal.mask import CompressArgs, CompressedCausal
     from flash_attn.cute.seqlen_info import SeqlenInfoQK
 
@@ -88,7 +88,7 @@ def turns(cases: torch.Tensor, compressed: bool) -> torch.Tensor:
                 blocks = BlockInfo(TILE_M, TILE_N, False, True, False, Int32(WINDOW), Int32(0))
             begin, end = blocks.get_m_block_min_max(info, n)
             if begin <= m and m < end:
-                out[i] = turn_of(blocks, info, compressed, n, m)
+                out[i] = rank_of(blocks, info, compressed, n, m)
 
     with unset_fake_temporarily():
         out = torch.full((len(cases),), -1, dtype=torch.int32)
@@ -106,11 +106,11 @@ def test_turns_are_in_the_order_of_the_launch(compiler_sm90: Worker, compressed:
         n_blocks = range(-(-seqlen_k // TILE_N))
         for n, m in product(reversed(n_blocks) if compressed else n_blocks, range(-(-seqlen_q // TILE_M))):
             cases.append((seqlen_q, seqlen_k, *pair, n, m))
-    found = compiler_sm90.run(turns, torch.tensor(cases, dtype=torch.int32), compressed)
+    found = compiler_sm90.run(ordered_reduction, torch.tensor(cases, dtype=torch.int32), compressed)
     added: Counter[tuple[int, ...]] = Counter()
-    for (*call, _, m), turn in zip(cases, found.tolist()):
-        if turn >= 0:
-            assert turn == added[(*call, m)], (call, m)
+    for (*call, _, m), rank in zip(cases, found.tolist()):
+        if rank >= 0:
+            assert rank == added[(*call, m)], (call, m)
             added[(*call, m)] += 1
     assert added
 

@@ -98,7 +98,7 @@ def launched(shares: int, heads: int = HEADS, name: str = "LastKeysFirstSchedule
     Scheduler = getattr(accumulators, name)
 
     @cute.jit
-    def walk(out: cute.Tensor, num_shares: Int32):
+    def loop(out: cute.Tensor, num_shares: Int32):
         counts, unread = (Int32(BLOCKS), Int32(heads), Int32(2), num_shares), (Int32(0),) * 4
         args = TileSchedulerArguments(*counts, *unread, tile_shape_mn=(64, 128), is_split_kv=shares > 1)
         params = Scheduler.to_underlying_arguments(args)
@@ -109,7 +109,7 @@ def launched(shares: int, heads: int = HEADS, name: str = "LastKeysFirstSchedule
     with unset_fake_temporarily():
         out = torch.full((BLOCKS * heads * shares * 2, 4), -1, dtype=torch.int32)
         arg = from_dlpack(out).mark_layout_dynamic()
-        cute.compile(walk, arg, Int32(shares), options="--enable-tvm-ffi")(out, shares)
+        cute.compile(loop, arg, Int32(shares), options="--enable-tvm-ffi")(out, shares)
         return [tuple(row) for row in out.tolist()]
 
 
@@ -126,7 +126,7 @@ def key_turns(ctas: list[tuple[int, ...]], shares: int, group: int) -> list[int]
     kernel = FlashAttentionBackwardSm90(None, 128, qhead_per_kvhead=group, deterministic=True)
     kernel.planned, kernel.splits_queries = False, True
     where = SimpleNamespace(compress=SimpleNamespace(shares=compress_schedule.QueryShares(shares, 1)))
-    return [kernel.dkv_turn(where, head, share) for _, head, _, share in ctas]
+    return [kernel.dkv_rank(where, head, share) for _, head, _, share in ctas]
 
 
 @pytest.mark.parametrize("heads,group,name", [(3, 3, "LastKeysFirstScheduler"), (12, 3, "PairedHeadsScheduler")])
@@ -135,9 +135,9 @@ def test_deterministic_adds_are_in_the_order_of_the_launch(
 ) -> None:
     ctas, added = compiler_sm90.run(launched, SHARES, heads, name), Counter[tuple[int, ...]]()
     assert len(set(ctas)) == len(ctas)
-    for (n, head, batch, share), turn in zip(ctas, compiler_sm90.run(key_turns, ctas, SHARES, group), strict=True):
+    for (n, head, batch, share), rank in zip(ctas, compiler_sm90.run(key_turns, ctas, SHARES, group), strict=True):
         keys, queries = (n, head // group, batch), (head, batch, share, "dq")
-        assert (turn, BLOCKS - 1 - n) == (added[keys], added[queries])
+        assert (rank, BLOCKS - 1 - n) == (added[keys], added[queries])
         added.update([keys, queries])
 
 
@@ -197,14 +197,14 @@ def test_results_do_not_change_under_load(Hkv: int, deterministic: bool, monkeyp
         patch.setattr(compress_schedule, "last_keys_first", lambda *_, **__: False)
         expected = results(case, x)
     first = None
-    for turn in range(20):
+    for rank in range(20):
         with torch.cuda.stream(other):
-            for _ in range(turn % 5):
+            for _ in range(rank % 5):
                 busy @ busy
         with Guarded("cuda"):
             got = results(case, x)
         first = first or got
         for name in ("dq", "dk", "dv"):
             scale = float(expected[name].abs().max())
-            torch.testing.assert_close(got[name], expected[name], rtol=1e-2, atol=1e-2 * scale, msg=f"{name}, {turn}")
-            assert not deterministic or got[name].equal(first[name]), (name, turn)
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-2, atol=1e-2 * scale, msg=f"{name}, {rank}")
+            assert not deterministic or got[name].equal(first[name]), (name, rank)

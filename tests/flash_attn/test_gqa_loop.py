@@ -1,4 +1,4 @@
-"""SM90 backward under a window: how many query heads a CTA walks, and that the numbers hold."""
+"""SM90 backward under a window: how many query heads a CTA loops, and that the numbers hold."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from fa_reference import assert_bits_repeat, assert_case
 
 from flash_attn.cute.bwd_sm90 import two_pass
 
-# A case on one multiprocessor, and how many heads a CTA walks.
+# A case on one multiprocessor, and how many heads a CTA loops.
 CASES = [
     (Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(511, 0)), 4),
     (Case(D=128, T_q=1000, T_k=1000, Hq=8, window=(511, 0), deterministic=True), 4),
@@ -38,7 +38,7 @@ def one_multiprocessor() -> Iterator[None]:
 
 
 def compiled_heads(case: Case) -> int:
-    """The number of heads that a CTA of the backward kernel walks; in a worker."""
+    """The number of heads that a CTA of the backward kernel loops; in a worker."""
     with one_multiprocessor(), built_kernels("FlashAttentionBackwardSm90") as kernels:
         compile_case(case)
     return kernels[0].heads_per_cta
@@ -59,7 +59,7 @@ def test_what_is_compiled(case: Case, heads: int, compiler_sm90: Worker) -> None
         # Half of the multiprocessors would have nothing to do.
         (1024, (511, 0), (32, 8), 2),
         (128, (511, 0), (32, 8), 1),
-        # Nothing to save in a long walk, ...
+        # Nothing to save in a long loop, ...
         (65536, (32767, 0), (32, 8), 1),
         (65536, (511, None), (32, 8), 1),
         # ... unless the sequence is short.

@@ -140,16 +140,16 @@ def test_a_plan_knows_where_ragged_rows_start(plain: None, monkeypatch: pytest.M
     start = (3 << 32) + (1 << 31) + 2
     plan = Held(torch.tensor([[0] * 8, [5, 6, 7, 8, 9, 10, 2 - (1 << 31), 3]]))
     ragged, padded = (SimpleNamespace(plan=plan, mask_block_idx=SimpleNamespace(shape=s)) for s in ((9,), (1, 1, 3, 3)))
-    item = query_loop.Item.read(ragged, 1)
-    assert item == query_loop.Item(5, 6, 7, 8, 9, 10, start)
-    assert query_loop.Item.read(padded, 1).start is None
+    plan_tile = query_loop.PlanTile.read(ragged, 1)
+    assert plan_tile == query_loop.PlanTile(5, 6, 7, 8, 9, 10, start)
+    assert query_loop.PlanTile.read(padded, 1).start is None
     tensors = SimpleNamespace(
         mask_block_cnt=SimpleNamespace(shape=(1, 3)),
         mask_block_idx=SimpleNamespace(shape=(9,)),
         cu_block_idx_offsets=None,  # not looked at
         cu_full_block_idx_offsets=None,
     )
-    row = list_rows.find_row(tensors, [0, Int32(3)], 0, 0, Int32(1), item.start)
+    row = list_rows.find_row(tensors, [0, Int32(3)], 0, 0, Int32(1), plan_tile.start)
     assert row.starts == (start, start)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fa_cases import Case, compile_case
-from fa_compile import Worker, only_hosts
+from fa_cases import Case, backward, compile_case, forward, make_inputs, outputs
+from fa_compile import Worker, WorkerError, only_hosts
 
 
 def list_layouts(case: Case) -> dict[str, set[tuple]]:
@@ -39,3 +39,18 @@ def test_heads_of_a_group_find_their_list_without_copies(compiler: Worker, pack_
     shared = {((None, (3, None), None), (None, (0, None), 1))}
     plain = {((None, None, None), (None, None, 1))}
     assert compiler.trace(list_layouts, case) == {"fwd": plain if pack_gqa else shared, "bwd": shared}
+
+
+def one_direction(case: Case, direction: str) -> None:
+    x = make_inputs(case)
+    with only_hosts():
+        forward(case, x) if direction == "forward" else backward(case, x, *outputs(case, x))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("queries", [64, 192])
+def test_tiles_of_128_queries_refuse_halves_of_them(compiler_sm100: Worker, queries: int, direction: str) -> None:
+    case = Case(D=128, T_q=700, T_k=700, lists="both", block=(queries, 128))
+    with pytest.raises(WorkerError, match="list blocks of a multiple of 128 queries") as error:
+        compiler_sm100.trace(one_direction, case, direction)
+    assert error.value.kind == "NotImplementedError"

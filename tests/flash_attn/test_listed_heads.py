@@ -1,4 +1,4 @@
-"""A CTA that walks block lists for all query heads of a key/value head: which do, their plans, and dk and dv."""
+"""A CTA that loops over block lists for all query heads of a key/value head: which do, their plans, and dk and dv."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, forward, in_turn, make_inputs, outputs
+from fa_cases import Case, forward, in_order, make_inputs, outputs
 from fa_compile import Worker, built_kernels, only_hosts
 from fa_dq import as_rows, queries
 from fa_lists import backward_lists
@@ -43,7 +43,7 @@ ALONE = [
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls without a plan walk groups where they can."""
+    """Calls without a plan loop groups where they can."""
     from flash_attn.cute.bwd_sm90 import two_pass
 
     monkeypatch.setattr(two_pass, "WALKS_GROUP", True)
@@ -64,13 +64,13 @@ def compiled_kernel(case: Case, deterministic: bool) -> tuple[int, bool, bool]:
 
 
 @pytest.mark.parametrize(
-    ("case", "deterministic"), in_turn([CASES[1], CASES[6], PLANNED[3], PLANNED[0], *ALONE], True, False), ids=str
+    ("case", "deterministic"), in_order([CASES[1], CASES[6], PLANNED[3], PLANNED[0], *ALONE], True, False), ids=str
 )
 def test_what_is_compiled(case: Case, deterministic: bool, compiler_sm90: Worker) -> None:
     group = case.Hq // case.Hkv
-    walked = 1 if case in ALONE else group
+    m_block_at = 1 if case in ALONE else group
     stores = group == 1 or (case in CASES)
-    expected = (walked, stores, deterministic and not stores)
+    expected = (m_block_at, stores, deterministic and not stores)
     assert compiler_sm90.trace(compiled_kernel, case, deterministic) == expected
 
 
@@ -85,7 +85,7 @@ def test_a_plan_for_groups_takes_two_passes() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "deterministic"), in_turn(CASES + PLANNED, False, True), ids=str)
+@pytest.mark.parametrize(("case", "deterministic"), in_order(CASES + PLANNED, False, True), ids=str)
 def test_dk_and_dv_of_heads_one_by_one(
     case: Case, deterministic: bool, groups: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,20 +152,20 @@ def test_groups_are_walked_where_no_list_is_long(
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flash_attn.cute.bwd_sm90.two_pass import takes, walks_group
+    from flash_attn.cute.bwd_sm90.two_pass import loops_over_group, takes
 
     monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "132")
     rows, (Hq, Hkv, of_lists) = tokens // 128, heads
     q, v = (torch.empty(1, tokens, H, 128, dtype=torch.bfloat16, device="meta") for H in (Hq, Hkv))
     forward, backward = (shapes(rows, width, of_lists) for width in (forward_width, backward_width))
-    assert walks_group(forward, backward, q, v) is expected
+    assert loops_over_group(forward, backward, q, v) is expected
     call = dict(arch=90, q=q, v=v, deterministic=False)
     assert takes(None, forward=forward, backward=backward, **call) is expected  # else one pass is faster
     wide = forward._replace(full_block_cnt=forward.mask_block_cnt, full_block_idx=shapes(rows, 17, of_lists)[1])
     assert not takes(None, forward=wide, backward=backward, **call)  # it has less to wait for
     planned = backward._replace(plan=torch.empty(1, 6, device="meta"))
-    assert not walks_group(forward, planned, q, v)
+    assert not loops_over_group(forward, planned, q, v)
     assert not takes(None, forward=forward, backward=planned, **call)
-    assert not walks_group(None, backward, q, v)
+    assert not loops_over_group(None, backward, q, v)
     ragged = backward._replace(mask_block_idx=torch.empty(1, dtype=torch.int32, device="meta"))
-    assert not walks_group(forward, ragged, q, v)
+    assert not loops_over_group(forward, ragged, q, v)

@@ -10,7 +10,7 @@ import torch
 
 from flash_attn.cute.block_lists import transpose_lists
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
+from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_lists
 from fuzz.blocks import both_directions
 from fuzz.case import Blocks
 
@@ -26,11 +26,11 @@ def results(case: Blocks, forward: BlockSparseTensorsTorch, backward: BlockSpars
         ordered = backward._replace(dq_write_order=order[0], dq_write_order_full=order[1])
         launch = torch.arange(case.N, device=order[0].device)
         launch = launch.flip(0) if spt else launch
-        for walk in (
-            merged_walk(ordered, descending=not spt),
-            merged_walk(backward, order=launch, num_q_blocks=case.M),
+        for loop in (
+            merged_lists(ordered, descending=not spt),
+            merged_lists(backward, order=launch, num_q_blocks=case.M),
         ):
-            yield walk.mask_block_cnt, walk.mask_block_idx, walk.dq_write_order
+            yield loop.mask_block_cnt, loop.mask_block_idx, loop.dq_write_order
     yield transpose_lists(forward, case.N, width=case.M)[:4]
 
 

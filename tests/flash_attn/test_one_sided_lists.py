@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, Inputs, attend, in_turn, make_inputs, swept
+from fa_cases import Case, Inputs, attend, in_order, make_inputs, swept
 from fa_compile import Worker
 from fa_lists import block, blocks, lists_of, on_gpu
 from fa_reference import assert_close, attention, visible
@@ -32,7 +32,7 @@ CASES = [
     Case(D=128, window=(200, 0), form="ragged", deterministic=True, **PACK),
 ]
 # Deterministic backward in one pass wants an order with its lists.
-EACH = pytest.mark.parametrize(("case", "side"), in_turn(CASES, "backward", "forward"), ids=str)
+EACH = pytest.mark.parametrize(("case", "side"), in_order(CASES, "backward", "forward"), ids=str)
 
 
 def lists_of_the_mask(case: Case, x: Inputs, side: str) -> Any:
@@ -61,7 +61,7 @@ def compiled(case: Case, side: str) -> list[tuple[int, ...]]:
     return [tuple(t.shape) for t in derive(torch.empty_like(o), None)[:3]]
 
 
-@pytest.mark.parametrize("of", swept(in_turn(CASES, "backward", "forward"), 2), ids=str)
+@pytest.mark.parametrize("of", swept(in_order(CASES, "backward", "forward"), 2), ids=str)
 def test_they_are_taken_and_compile(compiler: Worker, of: tuple[Case, str]) -> None:
     case, side = of
     q, k, v = compiler.trace(compiled, case, side)

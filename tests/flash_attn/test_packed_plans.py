@@ -31,7 +31,7 @@ def test_semaphore_values_where_one_kind_has_a_list_for_all_heads() -> None:
     for name in (*own, "dq_write_order", "dq_write_order_full"):
         assert getattr(mine, name).equal(getattr(other, name))
     ragged = backward("ragged", heads=3)
-    with pytest.raises(ValueError, match="cannot share places"):
+    with pytest.raises(ValueError, match="cannot share entries"):
         packed_write_order(ragged._replace(cu_block_idx_offsets=ragged.cu_block_idx_offsets[:1]), num_q_blocks=4)
 
 

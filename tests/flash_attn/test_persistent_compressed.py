@@ -1,4 +1,4 @@
-"""SM90 forward of compressed-causal calls, whose CTAs walk many tiles: when they do, and that no bit depends on it."""
+"""SM90 forward of compressed-causal calls with CTAs of many tiles: when they have them, and that bits stay the same."""
 
 from __future__ import annotations
 

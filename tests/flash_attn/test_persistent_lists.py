@@ -1,4 +1,4 @@
-"""SM90 forward with short block lists, whose CTAs walk many tiles: when they do, and that no bit depends on it."""
+"""SM90 forward with short block lists, whose CTAs loop over many tiles: when they do, and that no bit depends on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, forward, in_turn, make_inputs
+from fa_cases import Case, forward, in_order, make_inputs
 from fa_compile import Worker
 from fa_lists import forward_lists
 from fa_persistent import assert_same_bits, stages
@@ -86,35 +86,35 @@ WALKS = [
 ]
 
 
-def random_call(walk: Walk, pack_gqa: bool) -> tuple[Case, Any, torch.Tensor]:
+def random_call(loop: Walk, pack_gqa: bool) -> tuple[Case, Any, torch.Tensor]:
     """A case, lists for each key/value head, and which query blocks have none: [B, Hkv, M]."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    torch.manual_seed(walk.T)
-    sizes = dict(D=walk.D, T_q=walk.T, T_k=walk.T, B=walk.B, Hq=walk.Hq, Hkv=walk.Hkv)
-    M = -(-walk.T // 128)
-    shape = (walk.B, walk.Hkv, M)
-    empty = torch.rand(shape, device="cuda") < walk.empty
+    torch.manual_seed(loop.T)
+    sizes = dict(D=loop.D, T_q=loop.T, T_k=loop.T, B=loop.B, Hq=loop.Hq, Hkv=loop.Hkv)
+    M = -(-loop.T // 128)
+    shape = (loop.B, loop.Hkv, M)
+    empty = torch.rand(shape, device="cuda") < loop.empty
 
     def lists() -> tuple[torch.Tensor, torch.Tensor]:
-        counts = torch.randint(0, min(walk.width, M) + 1, shape, device="cuda").masked_fill(empty, 0)
-        blocks = torch.rand((*shape, M), device="cuda").topk(min(walk.width, M)).indices
+        counts = torch.randint(0, min(loop.width, M) + 1, shape, device="cuda").masked_fill(empty, 0)
+        blocks = torch.rand((*shape, M), device="cuda").topk(min(loop.width, M)).indices
         return counts.int(), blocks.int()
 
     lists_ = BlockSparseTensorsTorch(*lists(), *lists(), block_size=(128, 128))
-    case = Case(**sizes, causal=walk.causal, pack_gqa=pack_gqa)
+    case = Case(**sizes, causal=loop.causal, pack_gqa=pack_gqa)
     return case, lists_, (lists_.mask_block_cnt + lists_.full_block_cnt) == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("walk", "pack_gqa"), in_turn(WALKS, True, False), ids=str)
-def test_not_a_bit_depends_on_it(walk: Walk, pack_gqa: bool) -> None:
+@pytest.mark.parametrize(("walk", "pack_gqa"), in_order(WALKS, True, False), ids=str)
+def test_not_a_bit_depends_on_it(loop: Walk, pack_gqa: bool) -> None:
     """Fewer tiles than multiprocessors and many rounds of them, rows without blocks, every place written."""
-    case, lists, empty = random_call(walk, pack_gqa)
+    case, lists, empty = random_call(loop, pack_gqa)
     x = make_inputs(case)
     o, lse = assert_same_bits(lambda: forward(case, x, lists))
-    group = walk.Hq // walk.Hkv
-    unseen = empty.repeat_interleave(group, 1).repeat_interleave(128, 2)[..., : walk.T]
+    group = loop.Hq // loop.Hkv
+    unseen = empty.repeat_interleave(group, 1).repeat_interleave(128, 2)[..., : loop.T]
     assert not o[unseen.transpose(1, 2)].any() and lse[unseen].isneginf().all()
 
 

@@ -1,4 +1,4 @@
-"""SM90 forward in short sliding windows, whose CTAs walk many tiles: when they do, and that no bit depends on it."""
+"""SM90 forward in short sliding windows with CTAs of many tiles: when they have them, and that no bit depends on it."""
 
 from __future__ import annotations
 

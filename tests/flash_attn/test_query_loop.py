@@ -1,4 +1,4 @@
-"""Block-sparse backward on SM90 walks mask and full blocks in one loop, and masks only where something hides."""
+"""Block-sparse backward on SM90 loops mask and full blocks in one loop, and masks only where something hides."""
 
 import pytest
 from fa_cases import Case, backward, make_inputs

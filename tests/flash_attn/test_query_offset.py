@@ -1,4 +1,4 @@
-"""q_offset: queries that are a stretch of a longer context, under the compressed-causal mask, windows and plain causal.
+"""q_offset: queries that are a range of a longer context, under the compressed-causal mask, windows and plain causal.
 
 A call knows of each sequence's offset on the device alone.
 """

@@ -14,7 +14,7 @@ SHORT = Case(D=64, T_q=100, T_k=700, lists="both", list_heads=4, deterministic=T
 CASE = Case(D=64, T_q=700, T_k=700, lists="both", list_heads=4, deterministic=True)
 
 
-def turns(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
+def ordered_reduction(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
     """For each turn the compiled kernel may pass on: heads of a group, flags in use, and the branches around it."""
     from flash_attn.cute import flash_bwd_sm100
 
@@ -26,13 +26,13 @@ def turns(case: Case) -> list[tuple[int, int, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("case", [CASE, replace(CASE, D=128, Hkv=1, block=(256, 256))], ids=str)
 def test_both_gradients_have_a_turn_of_nothing(compiler_sm100: Worker, case: Case) -> None:
-    """Only where a CTA has nothing to walk, and for the flags of both warpgroups."""
-    assert compiler_sm100.trace(turns, case) == [(case.Hq // case.Hkv, 2, ("scf.if",))] * 2
+    """Only where a CTA has nothing to loop, and for the flags of both warpgroups."""
+    assert compiler_sm100.trace(ordered_reduction, case) == [(case.Hq // case.Hkv, 2, ("scf.if",))] * 2
 
 
 @pytest.mark.parametrize("change", [{"deterministic": False}, {"Hkv": 4}], ids=str)
 def test_no_turns_where_nothing_is_added_in_order(compiler_sm100: Worker, change: dict) -> None:
-    assert compiler_sm100.trace(turns, replace(CASE, **change)) == []
+    assert compiler_sm100.trace(ordered_reduction, replace(CASE, **change)) == []
 
 
 def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
@@ -46,8 +46,8 @@ def passed(head: int, group: int, flags: int, before: int) -> list[list[int]]:
     with unset_fake_temporarily(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(list_rows, "barrier", Flags)
         of = torch.full((2, 3, 4, 2), before, dtype=torch.int32)  # as the interface makes it: [B, Hkv, tiles, 2]
-        turn = from_dlpack(of.permute(2, 3, 1, 0)), Int32(3), Int32(head), Int32(1)
-        cute.compile(pass_turns, *turn, group, flags)(*turn)
+        rank = from_dlpack(of.permute(2, 3, 1, 0)), Int32(3), Int32(head), Int32(1)
+        cute.compile(pass_turns, *rank, group, flags)(*rank)
         return of.flatten(0, 2).tolist()
 
 

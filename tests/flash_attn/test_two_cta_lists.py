@@ -1,8 +1,8 @@
 """Block-sparse backward on SM100 uses pairs of CTAs where a block of keys is an even number of tiles, nowhere else.
 
-Pairs of CTAs share the tensor core's work on two key tiles, so both have to walk one list: upstream could not (pull
-request 2433 turned pairs off where there are lists), and does since 2661 where a block of keys is an even number of
-tiles; issue 2011, which asks for this backward, is open.
+Pairs of CTAs share the tensor core's work on two key tiles, so both have to loop over one list: upstream could not
+(pull request 2433 turned pairs off where there are lists), and does since 2661 where a block of keys is an even number
+of tiles; issue 2011, which asks for this backward, is open.
 """
 
 from __future__ import annotations

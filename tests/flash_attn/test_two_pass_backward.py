@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fa_cases import Case, _masks, backward, forward, in_turn, make_inputs, outputs, swept
+from fa_cases import Case, _masks, backward, forward, in_order, make_inputs, outputs, swept
 from fa_compile import Worker
 from fa_lists import backward_lists
 from fa_reference import assert_alike, assert_call_repeats
@@ -66,7 +66,7 @@ def compiled_roles(case: Case, deterministic: bool) -> tuple[set[str], int]:
     return roles, sizes[0]
 
 
-@pytest.mark.parametrize("of", swept(in_turn(CASES, False, True)), ids=str)
+@pytest.mark.parametrize("of", swept(in_order(CASES, False, True)), ids=str)
 def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, of: tuple[Case, bool]) -> None:
     case, deterministic = of
     roles, size = compiler_sm90.trace(compiled_roles, case, deterministic)
@@ -77,7 +77,7 @@ def test_nothing_of_dq_is_compiled(compiler_sm90: Worker, of: tuple[Case, bool])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "deterministic"), in_turn(CASES, False, True), ids=str)
+@pytest.mark.parametrize(("case", "deterministic"), in_order(CASES, False, True), ids=str)
 def test_dk_and_dv_of_one_pass(case: Case, deterministic: bool) -> None:
     """The kernel with dq adds the same products, in an order of its own."""
     x = make_inputs(case)

@@ -47,10 +47,10 @@ def masks(case: Case) -> Counter[str]:
 
 
 def test_a_length_of_whole_blocks_needs_no_mask(compiler_sm90: Worker) -> None:
-    """The walk is there twice; in the first one nothing is masked but by a mask_mod."""
+    """The loop is there twice; in the first one nothing is masked but by a mask_mod."""
     case = Case(**LISTED)
     found = compiler_sm90.trace(masks, case)
-    # A walk has two first steps, the first full block after mask ones, and the steps of either list.
+    # A loop has two first steps, the first full block after mask ones, and the steps of either list.
     assert found == {OPEN: 5, EDGES: 5}
     found = compiler_sm90.trace(masks, replace(case, mask_mod="thirds"))
     assert found == {OPEN: 3, MOD: 2, EDGES: 3, MOD_AND_EDGES: 2}

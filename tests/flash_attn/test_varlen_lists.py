@@ -64,7 +64,7 @@ def derive(case: Case, ordered: bool, block_k: int) -> None:
     [("compact", True, 128), ("stacked", False, 256), pytest.param("stacked", True, 128, marks=pytest.mark.sweep)],
 )
 def test_more_of_backward_compiles(compiler_sm100: Worker, form: str, ordered: bool, block_k: int) -> None:
-    """Two CTAs walk one row where a block of keys is two tiles."""
+    """Two CTAs loop over one row where a block of keys is two tiles."""
     compiler_sm100.trace(derive, replace(CASES[1], form=form, mask_mod=None), ordered, block_k)
 
 
@@ -191,6 +191,6 @@ def _far(lists: BlockSparseTensorsTorch) -> BlockSparseTensorsTorch:
     near = lists.mask_block_idx
     (heads, rows, n), apart = near.shape, 2**31 // (near.shape[1] - 1) + 1
     assert heads == 1 and (rows - 1) * apart >= 2**31
-    room = torch.empty((rows - 1) * apart + n, dtype=torch.int32, device=near.device)
-    far = room.as_strided((1, rows, n), (room.numel(), apart, 1))
+    capacity = torch.empty((rows - 1) * apart + n, dtype=torch.int32, device=near.device)
+    far = capacity.as_strided((1, rows, n), (capacity.numel(), apart, 1))
     return lists._replace(mask_block_idx=far.copy_(near))

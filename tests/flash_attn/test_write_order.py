@@ -1,6 +1,6 @@
-"""Semaphore values and merged walks: how they are called, what memory they take, and where numbers are large.
+"""Semaphore values and merged loops: how they are called, what memory they take, and where numbers are large.
 
-That they are right is a property of the fuzzer ("lists.write order", "lists.walk").
+That they are right is a property of the fuzzer ("lists.write order", "lists.loop").
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from flash_attn.cute import block_sparsity
 from flash_attn.cute.block_lists import lists_from_blocks
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
+from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_lists
 from fuzz.blocks import both_directions, table_of
 from fuzz.case import Blocks
 
@@ -80,15 +80,15 @@ def test_where_upstream_has_it(spt: bool) -> None:
     assert_equal(block_sparsity.compute_dq_write_order(**named, spt=spt), expected)
 
 
-def walked(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) -> tuple[torch.Tensor, ...]:
-    """Counts, entries and semaphore values of `merged_walk`; without these or an order, of a launch in order."""
+def m_block_at(lists: BlockSparseTensorsTorch, locks: Any = None, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Counts, entries and semaphore values of `merged_lists`; without these or an order, of a launch in order."""
     if locks is not None:
         lists = lists._replace(dq_write_order=locks[0], dq_write_order_full=locks[1])
     elif "order" not in options:
         options["order"] = torch.arange(lists.mask_block_cnt.shape[2])
-    walk = merged_walk(lists, **options)
-    assert walk.full_block_cnt is walk.full_block_idx is walk.dq_write_order_full is None
-    return walk.mask_block_cnt, walk.mask_block_idx, walk.dq_write_order
+    loop = merged_lists(lists, **options)
+    assert loop.full_block_cnt is loop.full_block_idx is loop.dq_write_order_full is None
+    return loop.mask_block_cnt, loop.mask_block_idx, loop.dq_write_order
 
 
 @pytest.mark.parametrize("batch,head", [(2, 3), (1, 3), (2, 1)])
@@ -98,9 +98,9 @@ def test_repeated_lists_are_computed_once(batch: int, head: int) -> None:
     alone = compute_dq_write_order(*arguments(forward, backward))
     wide = [t.expand(batch, head, *t.shape[2:]) for t in backward[:4]]
     locks = compute_dq_write_order(*arguments(forward, BlockSparseTensorsTorch(*wide)))
-    walk = walked(BlockSparseTensorsTorch(*wide), locks)
-    alone_walk = walked(backward, alone)
-    for mine, other in zip((*locks, *walk), (*alone, *alone_walk), strict=True):
+    loop = m_block_at(BlockSparseTensorsTorch(*wide), locks)
+    alone_walk = m_block_at(backward, alone)
+    for mine, other in zip((*locks, *loop), (*alone, *alone_walk), strict=True):
         torch.testing.assert_close(mine, other.expand_as(mine), rtol=0, atol=0)
         assert mine.shape[:2] == (batch, head)
         assert all(mine.stride(d) == 0 for d in (0, 1) if mine.shape[d] > 1)
@@ -113,17 +113,17 @@ def test_mask_lists_for_every_head_and_full_lists_for_one() -> None:
     full_cnt, full_idx = free[:2]
     mixed = BlockSparseTensorsTorch(*many[:2], full_cnt, full_idx)
     repeated = BlockSparseTensorsTorch(*many[:2], full_cnt.expand(1, 3, -1), full_idx.expand(1, 3, -1, -1))
-    for mine, other in zip(walked(mixed), walked(repeated), strict=True):
+    for mine, other in zip(m_block_at(mixed), m_block_at(repeated), strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
-def band(heads: int, blocks: int, listed: int, room: int) -> tuple[torch.Tensor, ...]:
+def band(heads: int, blocks: int, listed: int, capacity: int) -> tuple[torch.Tensor, ...]:
     """Arguments of compute_dq_write_order: a band of mask blocks, in rows with room for more, and for full blocks."""
-    row, at = torch.arange(blocks).view(blocks, 1), torch.arange(room)
+    row, at = torch.arange(blocks).view(blocks, 1), torch.arange(capacity)
     count = torch.full((1, heads, blocks), listed, dtype=torch.int32)
     sides = []
     for index in (row - at, row + at):
-        idx = (index % blocks).int().expand(1, heads, blocks, room).contiguous()
+        idx = (index % blocks).int().expand(1, heads, blocks, capacity).contiguous()
         sides += [count, idx, torch.zeros_like(count), torch.zeros_like(idx)]
     return tuple(sides)
 
@@ -137,9 +137,9 @@ def peak_bytes(function: Any, *args: Any, **options: Any) -> int:
 @pytest.mark.parametrize("blocks", [512, 4096])
 def test_narrow_rows_take_memory_by_the_block(blocks: int) -> None:
     """No table of all pairs of blocks, from lists or, as upstream has it too, from a BlockMask."""
-    heads, listed, room = 2, 5, 8
-    lists = band(heads, blocks, listed, room)
-    places = 2 * heads * blocks * room
+    heads, listed, capacity = 2, 5, 8
+    lists = band(heads, blocks, listed, capacity)
+    places = 2 * heads * blocks * capacity
     assert peak_bytes(compute_dq_write_order, *lists) <= 80 * places
     bounded = peak_bytes(compute_dq_write_order, *lists, listed=heads * blocks * listed)
     assert bounded <= 80 * heads * blocks * listed + 8 * places
@@ -153,7 +153,7 @@ def test_width_and_bound() -> None:
     forward, backward = both_directions(Blocks(M=9, N=8, spare=4, seed=7))
     count = backward.mask_block_cnt + backward.full_block_cnt
     tight, total = int(count.max()), int(count.sum())
-    wide, narrow = walked(backward), walked(backward, width=tight, listed=total)
+    wide, narrow = m_block_at(backward), m_block_at(backward, width=tight, listed=total)
     assert narrow[1].shape[3] == tight < wide[1].shape[3]
     for mine, other in zip(narrow[1:], wide[1:], strict=True):
         torch.testing.assert_close(mine, other[..., :tight], rtol=0, atol=0)
@@ -164,7 +164,7 @@ def test_width_and_bound() -> None:
 
 def test_more_query_blocks_than_an_int_counts() -> None:
     _, backward = both_directions(Blocks(H=8, seed=8))
-    assert_equal(walked(backward, num_q_blocks=1 << 30), walked(backward))
+    assert_equal(m_block_at(backward, num_q_blocks=1 << 30), m_block_at(backward))
 
 
 def test_large_numbers() -> None:
@@ -172,7 +172,7 @@ def test_large_numbers() -> None:
     N, last = 3000, (1 << 20) - 1
     idx = torch.tensor([0, last]).expand(1, 1, N, 2).int().contiguous()
     cnt = torch.full((1, 1, N), 2, dtype=torch.int32)
-    _, entries, locks = walked(BlockSparseTensorsTorch(cnt, idx))
+    _, entries, locks = m_block_at(BlockSparseTensorsTorch(cnt, idx))
     assert locks[0, 0].tolist() == [[n, n] for n in range(N)]
     assert (entries[..., 0] == last * 2).all() and not entries[..., 1].any()
 
@@ -182,11 +182,11 @@ def test_orders_that_are_repeated_over_heads_like_the_lists(repeated: bool) -> N
     """Both with stride 0 over heads: they are computed once."""
     _, backward = both_directions(Blocks(B=1, H=1, M=4, N=3, density=1.0))
     order = torch.tensor([2, 0, 1])
-    expected = walked(backward, order=order)
+    expected = m_block_at(backward, order=order)
     lists = backward._replace(
         **{n: t.expand(-1, 2, *t.shape[2:]) for n, t in backward._asdict().items() if torch.is_tensor(t)}
     )
     given = order.expand(1, 2, 3) if repeated else order.repeat(1, 2, 1)
-    walk = walked(lists, order=given)
-    for own, once in zip(walk, expected, strict=True):
+    loop = m_block_at(lists, order=given)
+    for own, once in zip(loop, expected, strict=True):
         assert own.equal(once.expand(own.shape))

@@ -42,4 +42,4 @@ def pass_turns(
     flags: cutlass.Constexpr[int],
 ) -> None:
     for thread in cutlass.range(256):
-        list_rows.pass_turn(semaphore, thread, tile, head, batch, group, flags)
+        list_rows.pass_semaphore(semaphore, thread, tile, head, batch, group, flags)

@@ -149,7 +149,7 @@ UNFIT = {
         "--shape=B": "--shape needs --seqlen",
         "--seqlen=1K --all": "--all is for calls that cover the options",
         "--seqlen=1K --head-dim=96": "the kernels do not support head dimension (96, 96)",
-        "--seqlen=1K --q-tile=128 --deterministic": "sm_100: the kernels do not support deterministic backward",
+        "--seqlen=1K --q-tile=128 --block-counts=65": "the kernels do not support block_counts above 64",
         "--seqlen=1K --kv-heads=3": "--kv-heads must divide --heads",
     },
     memory.main: {

@@ -14,7 +14,7 @@ from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.tiling import ROWS
 
 VECTOR = 8  # elements of 16 bytes
-ROWS_LOADED = 3  # the first warpgroup's named barrier of `load_rows`, after those of the turns
+ROWS_LOADED = 3  # the first warpgroup's named barrier of `load_rows`, after the scheduler's
 
 
 def tma_of_rows(

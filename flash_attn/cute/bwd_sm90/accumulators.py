@@ -3,7 +3,7 @@
 **First writer.** The first CTA to reach a query tile stores, the others add. SM90 backward has a CTA per key tile, and
 each adds what it has for a query tile to an fp32 accumulator that a kernel before it has set to zero: as many bytes as
 reading o and do takes. Under compressed-causal masking it is known beforehand who may come first: the last key tile
-that sees anything of the query tile. Key tiles whose edge lies further up start further up, so where all walk upwards
+that sees anything of the query tile. Key tiles whose edge lies further up start further up, so where all loop upwards
 at one pace that one arrives no later than any other. It stores its tile and raises a flag, and whoever adds waits for
 the flag. A query tile that no key tile sees is left for the kernel before to clear.
 
@@ -69,9 +69,9 @@ class LastKeysFirstScheduler(SingleTileScheduler):
 
 
 class PairedHeadsScheduler(LastKeysFirstScheduler):
-    """The same for an even number of heads: two, one of each half of them, take turns key tile by key tile.
+    """The same for an even number of heads: two, one of each half of them, alternate key tile by key tile.
 
-    A key tile that waits for the one after it (`turns`) is then launched a CTA later.
+    A key tile that waits for the one after it (`ordered_reduction`) is then launched a CTA later.
     """
 
     paired = True

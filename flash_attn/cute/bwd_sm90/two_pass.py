@@ -1,7 +1,7 @@
 """Rules for SM90 backward: query heads of a CTA under a window, and one pass or two over block lists.
 
-Under a window (`gqa_loop`) a CTA that walks more heads pays less often for what stands around a walk, but there are
-fewer CTAs, and the last of them leave multiprocessors idle for longer.
+Under a window (`gqa_loop`) a CTA that loops over more heads pays less often for what stands around a loop, but there
+are fewer CTAs, and the last of them leave multiprocessors idle for longer.
 
 Block-sparse backward in two passes: dk and dv over the lists of the keys, dq over those of the queries.
 
@@ -21,15 +21,15 @@ import torch
 
 from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
 from flash_attn.cute.bwd_dq_sm90.interface import ACCUM_TILE, backward_dq, lists_of_queries  # noqa: F401 - callers'
-from flash_attn.cute.fwd_sm90.persistence import room
+from flash_attn.cute.fwd_sm90.persistence import capacity
 from flash_attn.cute.lists import tiling
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.shared_backward import BackwardLayout
 
-# What stands around a CTA's walk costs, in query tiles: k and v before, the sums of dk and dv after.
+# What stands around a CTA's loop costs, in query tiles: k and v before, the sums of dk and dv after.
 AROUND_TILES = 2.9
-# Of the time, that walking several heads has to save.
+# Of the time, that looping over several heads has to save.
 LEAST_SAVING = 0.02
 
 
@@ -56,28 +56,28 @@ def window_heads_per_cta(
         return 1
     (tile_m, tile_n), (Hq, Hkv) = tile, heads
     reached = tokens[0] if None in window else max(1, min(tokens[0], tile_n + sum(window)))
-    walks = -(-tokens[1] // tile_n) * Hq * batch
+    ctas = -(-tokens[1] // tile_n) * Hq * batch
     group = Hq // Hkv
-    times = {n: window_time(walks // n, n * -(-reached // tile_m), sms) for n in range(1, group + 1) if group % n == 0}
+    times = {n: window_time(ctas // n, n * -(-reached // tile_m), sms) for n in range(1, group + 1) if group % n == 0}
     best = min(times, key=lambda n: (times[n], n))
     return best if times[best] <= (1 - LEAST_SAVING) * times[1] else 1
 
 
 def window_time(ctas: int, tiles: int, sms: int) -> float:
-    """Time of so many CTAs that walk so many query tiles each, in query tiles."""
+    """Time of so many CTAs that loop so many query tiles each, in query tiles."""
     return -(-ctas // sms) * (AROUND_TILES + tiles)
 
 
 SM90 = 9  # arch // 10
 OTHER_TILES = 96  # up to this head dimension forward may choose tiles of 192 queries by itself
-WALKS_GROUP: Optional[bool] = None  # what `walks_group` says; None: by its rule. For tests and measurements
+LOOPS_OVER_GROUP: Optional[bool] = None  # what `loops_over_group` says; None: by its rule. For tests and measurements
 MOST_BLOCKS = 24  # that a row of forward lists has room for, up to which two passes by groups are faster than one
 FEW_BLOCKS = 8  # the same, up to which they are faster head by head too: with a plan, or with lists per query head
-LEAST_WALKS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
+LEAST_LOOPS = 3  # of the longest list by all heads of a group, in a multiprocessor's share of the work
 
 
-def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if a CTA walks a key block's list for all query heads of a key/value head, in a call without a plan.
+def loops_over_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -> bool:
+    """True if a CTA loops over a key block's list for all query heads of a key/value head, in a call without a plan.
 
     k and v are then loaded once, and dk and dv stored without accumulators. But the longest list is one CTA's for the
     whole group, and everybody may wait for it. How long it is, and how much work there is, is known by the shapes of
@@ -89,14 +89,14 @@ def walks_group(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor) -
         return False
     if backward.plan is not None or Hq == Hkv or not ListHeads.of(backward, Hq, Hkv).packable:
         return False
-    if WALKS_GROUP is not None:
-        return WALKS_GROUP
-    if forward is None or room(forward) == math.inf:
+    if LOOPS_OVER_GROUP is not None:
+        return LOOPS_OVER_GROUP
+    if forward is None or capacity(forward) == math.inf:
         return False
     counts = forward.mask_block_cnt
     sequences = q.shape[0] if q.ndim == 4 else counts.shape[0] if counts.ndim == 3 else 1
-    all_heads = counts.shape[-1] * room(forward) * Hq * sequences
-    return LEAST_WALKS * room(backward) * (Hq // Hkv) * target_sm_count() <= all_heads
+    all_heads = counts.shape[-1] * capacity(forward) * Hq * sequences
+    return LEAST_LOOPS * capacity(backward) * (Hq // Hkv) * target_sm_count() <= all_heads
 
 
 def takes(
@@ -135,8 +135,8 @@ def takes(
             return False
         if deterministic or backward.plan_per_group or (backward.block_size or tiling.DENSE_BLOCK)[1] == 64:
             return True
-        rows = room(forward)
-        return rows <= FEW_BLOCKS or (rows <= MOST_BLOCKS and walks_group(forward, backward, q, v))
+        rows = capacity(forward)
+        return rows <= FEW_BLOCKS or (rows <= MOST_BLOCKS and loops_over_group(forward, backward, q, v))
     if given:
         raise ValueError(f"{given[0]} cannot be given together with passes=2")
     if reason is not None:
@@ -147,7 +147,7 @@ def takes(
 def _unsupported(arch: int, q: torch.Tensor, v: torch.Tensor, forward: Any, backward: Any) -> Optional[str]:
     """Why the kernels of the two passes cannot do a call, or None."""
     if forward is None or backward is None:
-        return "two passes walk block lists of both directions"
+        return "two passes loop over block lists of both directions"
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     reason = dq_spec.unsupported(arch, q.dtype, head_dim, head_dim_v, forward)
     if reason is not None:
@@ -191,9 +191,9 @@ def heads_per_cta(forward: Any, backward: Any, q: torch.Tensor, v: torch.Tensor,
     """
     Hq, Hkv = q.shape[-2], v.shape[-2]
     if not backward.plan_per_group:
-        return Hq // Hkv if without_dq and walks_group(forward, backward, q, v) else 1
+        return Hq // Hkv if without_dq and loops_over_group(forward, backward, q, v) else 1
     if not without_dq:
-        raise NotImplementedError("a plan made with per_group=True: one pass walks query heads one by one")
+        raise NotImplementedError("a plan made with per_group=True: one pass loops over query heads one by one")
     if not ListHeads.of(backward, Hq, Hkv).packable and Hq > Hkv:
         raise ValueError(f"plan_per_group with lists for each of {Hq} query heads")
     return Hq // Hkv

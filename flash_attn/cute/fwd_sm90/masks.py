@@ -13,10 +13,10 @@ only the one a kernel visits first. Which one it is shows in the block's number 
 and a block inside the sequence pays for nothing else.
 
 A branch inside a step, around its mask, stands between the products in flight and the softmax, and costs as much as
-masking every block: 6 to 10 % of the time, whether it is ever taken. So Hopper's `walk_list` has the code twice, and
-the branch where nothing is in flight:
+masking every block: 6 to 10 % of the time, whether it is ever taken. So Hopper's `loop_over_list` has the code twice,
+and the branch where nothing is in flight:
 
-- around the walk, where only the end of the keys could hide some of them (and a mask_mod): if all sequences are of one
+- around the loop, where only the end of the keys could hide some of them (and a mask_mod): if all sequences are of one
   length, and it ends with a block, none is hidden;
 - around a step (`OpenStep`), where every block may have an edge: with causal, or a window.
 """
@@ -45,7 +45,7 @@ class KeyMask:
     """The edges of a warpgroup's rows; `first` is the first of them in the sequence.
 
     left, right: how many keys before and after its own one a query sees; None for all. Causal is right = 0.
-    packed: how many query heads' rows take turns, a token's one after the other; `head` is then their key/value head.
+    packed: how many query heads' rows alternate, a token's one after the other; `head` is then their key/value head.
     """
 
     seqlen: SeqlenInfoQK
@@ -296,11 +296,11 @@ class OpenStep:
         return _step(inside, step, state, unmasked, masked)
 
 
-def walk_list(walk: Callable, step: Callable, state: Any, tail: TailMask, edges: Optional[KeyMask]) -> Any:
-    """A kernel's walk over the blocks of a row, 128 keys at a step.
+def loop_over_list(loop: Callable, step: Callable, state: Any, tail: TailMask, edges: Optional[KeyMask]) -> Any:
+    """A kernel's loop over the blocks of a row, 128 keys at a step.
 
     Args:
-        walk: of the kernel: takes ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``.
+        loop: of the kernel: takes ``mma_one_n_block=``, ``kv_consumer_state=`` and ``mask_fn=``.
         step: of the kernel, over one block.
         edges: of the warpgroup's rows; None for edges that a `KeyMask` does not know.
 
@@ -311,19 +311,19 @@ def walk_list(walk: Callable, step: Callable, state: Any, tail: TailMask, edges:
         step = OpenStep(step, edges, tail.mask.tile_n)
     elif edges is not None and not (edges.seqlen.has_cu_seqlens_k or edges.seqlen.has_seqused_k):
         # All sequences are of one length: no list has blocks past this one's end that are for others.
-        whole, walk = edges.seqlen.seqlen_k % tail.mask.tile_n == 0, partial(walk, mma_one_n_block=step)
-        return _walk_of_two(whole, walk, state, replace(tail, hides_end=False), replace(tail, hides_end=True))
-    state, _, found = walk(mma_one_n_block=step, kv_consumer_state=state, mask_fn=tail)
+        whole, loop = edges.seqlen.seqlen_k % tail.mask.tile_n == 0, partial(loop, mma_one_n_block=step)
+        return _one_of_two_loops(whole, loop, state, replace(tail, hides_end=False), replace(tail, hides_end=True))
+    state, _, found = loop(mma_one_n_block=step, kv_consumer_state=state, mask_fn=tail)
     return state, found
 
 
 @cute.jit
-def _walk_of_two(whole: Boolean, walk: Callable, state: Any, open_mask: TailMask, mask: TailMask):
+def _one_of_two_loops(whole: Boolean, loop: Callable, state: Any, open_mask: TailMask, mask: TailMask):
     found = Boolean(False)
     if whole:
-        state, _, found = walk(kv_consumer_state=state, mask_fn=open_mask)
+        state, _, found = loop(kv_consumer_state=state, mask_fn=open_mask)
     else:
-        state, _, found = walk(kv_consumer_state=state, mask_fn=mask)
+        state, _, found = loop(kv_consumer_state=state, mask_fn=mask)
     return state, found
 
 

@@ -243,8 +243,8 @@ def _stacked_starts(tensors: BlockSparseTensorsTorch, rows_before: str, across: 
     before = getattr(tensors, rows_before).long().narrow(0, 0, sequences)
     offsets = tensors.cu_block_idx_offsets
     if offsets is None:  # one sequence's rows follow the other's
-        room = before.diff() * widths.narrow(0, 0, sequences - 1)
-        offsets = torch.nn.functional.pad(room.cumsum(0), (1, 0))
+        capacity = before.diff() * widths.narrow(0, 0, sequences - 1)
+        offsets = torch.nn.functional.pad(capacity.cumsum(0), (1, 0))
     sequence = sequence_of_row(before, row)
     first, start, width = (t.long().index_select(0, sequence) for t in (before, offsets, widths))
     return start + (row - first) * width

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn.cute.lists.backward_plan import check_items
+from flash_attn.cute.lists.backward_plan import check_work_tiles
 from flash_attn.cute.lists.csr import is_packed, packed_rows, starts_of
-from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, Rows, distinct_lists, fields, narrow
+from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, padded_rows
 from flash_attn.cute.lists.formats import BACKWARD, FORWARD, Direction, Packing, fit
 from flash_attn.cute.lists.query_bits import has_bits, refuse_bits
 from flash_attn.cute.lists.rows import ListHeads
@@ -31,7 +31,7 @@ def _gradient_needed(tensors) -> bool:
 
 
 def require_lists_for_gradient(forward, backward, *inputs, mask_mod, causal, window_size):
-    """Refuse a gradient whose backward cannot walk the blocks that forward walked.
+    """Refuse a gradient whose backward cannot loop the blocks that forward looped over.
 
     A direction without lists runs dense, under the call's mask. Lists of the other direction may say the same as a
     mask_mod, causal or a window, and are taken at their word. Without any of them the gradient would be one of another
@@ -77,7 +77,8 @@ def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = F
         forward: the lists of the forward pass, in a backward call that has them.
 
     Raises:
-        NotImplementedError: another architecture than SM90, SM100 and SM110, or `qv`, or bits that are not read.
+        NotImplementedError: another architecture than SM90, SM100 and SM110, `qv`, bits that are not read, or blocks of
+            an odd number of 64 queries for tiles of 128.
     """
     if backward:
         refuse_bits("backward", lists, forward)
@@ -93,6 +94,11 @@ def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = F
     if qv:
         raise NotImplementedError(
             f"block sparsity is not supported with qv: its kernels for sm_{arch} read no block_sparse_tensors"
+        )
+    if arch // 10 != 9 and lists.block_size is not None and lists.block_size[0] % 128 == 64:
+        raise NotImplementedError(
+            f"block_size {lists.block_size} on sm_{arch}: tiles of SM100 have 128 queries; list blocks of a multiple "
+            f"of 128 queries (a pair of blocks lists what either does, the rest is left to a mask_mod)"
         )
 
 
@@ -133,7 +139,7 @@ def validate_call(
         return
     heads = q.shape[-2], k.shape[-2]
     if backward is not None and backward.plan is not None:
-        check_items(backward, *heads)
+        check_work_tiles(backward, *heads)
     known = Packing((cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), (None, None))
     packed = None if cu_seqlens_q is None and cu_seqlens_k is None else known
     lengths = _lengths(known, q, k)
@@ -157,7 +163,7 @@ def validate_call(
         both = ((FORWARD, forward), (BACKWARD, backward))
         sides = [_packed_side(d, lists, packed, lengths, heads) for d, lists in both if lists is not None]
         most = max(side.rows.heads for side in sides)
-        sides = [_spread(side, (1, most)) for side in sides]
+        sides = [side.spread((1, most)) for side in sides]
     check_sides(sides, window=window, lengths=lengths)
 
 
@@ -222,30 +228,14 @@ def _padded_sides(
         if size is None:
             raise ValueError(f"{name} block_size is None: give block_size=(queries, keys)")
         N, columns = _check_shapes(name, lists, lengths, heads, batch_size, size)
-        orders = [t for t in (getattr(lists, o, None) for o in ORDERS if name == "backward") if t is not None]
-        own = distinct_lists(fields(lists), None, orders)
-        lead = tuple(own.mask_cnt.shape[:2])
-        block = torch.arange(N, device=own.mask_cnt.device)
-        locks = tuple(narrow(t, lead).flatten() for t in orders) or None
-        of_rows = dict(sequence=torch.zeros_like(block), block=block, across=torch.full_like(block, columns))
-        sides.append(Side(name, lists, own.rows(), lead, locks, **of_rows, columns=columns, block_size=tuple(size)))
-        leads.append(lead)
+        rows = padded_rows(lists, locks=name == "backward")
+        across = torch.full((N,), columns, device=rows.block.device)
+        sides.append(Side(name, lists, rows, rows.lead, across, columns, tuple(size)))
+        leads.append(rows.lead)
     if order is not None and backward is not None:
         leads.append(tuple(as_launch_order(False, order, sides[-1].rows.N, order.device).shape[:2]))
     common = tuple(map(max, zip(*leads)))
-    return [_spread(side, common) for side in sides]
-
-
-def _spread(side: Side, heads: tuple[int, int]) -> Side:
-    """The side with the rows of so many batches and heads, which may share entries."""
-
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.view(*own, -1).repeat_interleave(heads[1] // own[1], dim=1)
-        return tensor.expand(heads[0], -1, -1).flatten(0, 1)
-
-    own = (1, side.rows.heads) if side.packed else side.heads
-    counts, starts = (tuple(map(wide, tensors)) for tensors in (side.rows.counts, side.rows.starts))
-    return replace(side, rows=Rows(counts, starts, side.rows.indices), heads=side.heads if side.packed else heads)
+    return [side.spread(common) for side in sides]
 
 
 def _check_shapes(
@@ -318,16 +308,12 @@ def _packed_side(
         block_size=lists.block_size, across=lengths[0][1 - own], on_gpu=False,
     )  # fmt: skip
     blocks = [[-(-length[side] // lists.block_size[side]) for length in lengths] for side in (own, 1 - own)]
-    _check_room(direction, fitted, blocks[0])
+    _check_capacity(direction, fitted, blocks[0])
     rows, device = packed_rows(fitted, rows_before=field), fitted.mask_block_cnt.device
     needed, across = (torch.tensor(of, device=device).index_select(0, rows.sequence) for of in blocks)
-    counts = tuple(torch.where(rows.block < needed, counts, 0) for counts in rows.rows.counts)
-    return Side(
-        "forward" if direction is FORWARD else "backward", lists, replace(rows.rows, counts=counts),
-        (1, rows.rows.heads), rows.locks, rows.sequence, rows.block, across, columns=max(blocks[1]),
-        block_size=tuple(lists.block_size), sequences=len(lengths),
-        starts=tuple(starts_of(lists, kind) for kind in KINDS),
-    )  # fmt: skip
+    rows = replace(rows, counts=tuple(torch.where(rows.block < needed, counts, 0) for counts in rows.counts))
+    name, starts = "forward" if direction is FORWARD else "backward", tuple(starts_of(lists, kind) for kind in KINDS)
+    return Side(name, lists, rows, rows.lead, across, max(blocks[1]), tuple(lists.block_size), starts)
 
 
 def _compact(direction: Direction, lists: Any, batch: int) -> Any:
@@ -339,7 +325,7 @@ def _compact(direction: Direction, lists: Any, batch: int) -> Any:
     return lists._replace(**flat, **{direction.rows_before: before})
 
 
-def _check_room(direction: Direction, lists: Any, needed: list[int]) -> None:
+def _check_capacity(direction: Direction, lists: Any, needed: list[int]) -> None:
     """There are rows for the blocks of every sequence."""
     name, rows = f"{direction.argument}.{direction.rows_before}", lists.mask_block_cnt.shape[-1]
     starts = getattr(lists, direction.rows_before).tolist()

@@ -26,10 +26,10 @@ from nsa_layer.kernels.decode.spec import (
 )
 from nsa_layer.kernels.gating.gated_sum import readable_gates, readable_weight
 from nsa_layer.kernels.launch import launch
-from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
+from nsa_layer.support import KERNEL_DTYPES, MOST_BLOCKS, ROW_LENGTHS
 
 Tensor = torch.Tensor
-MOST_SPLITS, MOST_BLOCKS = 48, 64
+MOST_SPLITS = 48
 EACH = (1, 2, 4)  # blocks in one thread
 APART = 2  # times as many warps for compressed keys are worth a launch
 OVERHEAD = 3  # steps that would take as long as a thread block's begin and end

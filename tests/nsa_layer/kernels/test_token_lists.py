@@ -10,11 +10,11 @@ import pytest
 import torch
 from fa_compile import Worker
 
-from nsa_layer.compiling.ahead import _Unlinked
 from nsa_layer.kernels.token_lists import pairs_by_block as pairs_module
 from nsa_layer.kernels.token_lists.pairs_by_block import pairs_by_block
 from nsa_layer.kernels.token_lists.sizes import most_partials, tokens_of_tile, words_of_entry
 from nsa_layer.kernels.token_lists.union_lists import union_lists
+from nsa_layer.warm_up.lookup import _Unlinked
 from nsa_tools.testing.pasteable import Pasteable
 
 
