@@ -18,19 +18,20 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.block_mlp import compressed
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, ListSpec, require_choice_by_token
-from nsa_layer.config import NSAConfig
+from nsa_layer.call_spec import SELECTED_ALONE, Aux, CallSpec, CallTensors, require_choice_by_token
+from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.context_parallel.checks import whole_lengths
 from nsa_layer.context_parallel.gather_loop import WINDOW, GatherCall, attend_in_steps
 from nsa_layer.context_parallel.halo import compress_shard, mean_pool_on_kernels, with_halo
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, head_steps, query_shards
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
-from nsa_layer.operators.arguments import CONFIG, LIST_CONFIG, NAMES, OF_LAYER, schema_of, spec_of, static_arguments
+from nsa_layer.operators.arguments import CONFIG, NAMES, OF_LAYER, schema_of, spec_of, static_arguments
 from nsa_layer.operators.registration import LIBRARY, OPS, is_recorded
 
 Tensor = torch.Tensor
 LONG = 1 << 18  # tokens of all ranks from which on this mode was measured to be faster than "heads"
+LIST_CONFIG = "int block_size, int q_tile, bool causal, float softmax_scale"
 RANKS = "str group, str rank_and_size, str? load_balance, str sources"
 
 
@@ -107,17 +108,23 @@ def attend(
 
 
 def attend_to_lists(
-    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: ListSpec, in_operator: bool = False
+    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: CallSpec, in_operator: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`selected_attention` on a rank's queries: o and the LSE. `in_operator` as for `attend`."""
     if is_recorded(tensors.q) and not in_operator:
-        static = (spec.block_size, spec.q_tile, spec.causal, spec.softmax_scale, backend, *_ranks(cp))
+        static = (spec.config.block_size, spec.q_tile, spec.causal, spec.softmax_scale, backend, *_ranks(cp))
         return OPS.gathered_lists.default(*tensors[:3], tensors.block_indices, tensors.cu_seqlens, *static)
     shards = query_shards(cp, tensors.q.shape[-3], None, cut=False)
     packed = tensors.cu_seqlens is not None
     call = GatherCall(cp, backend, spec, is_recorded(tensors.q), packed, *_tokens_and_steps(cp, tensors), shards)
     o, by_shard = attend_in_steps(call, tensors, return_more=True)
     return o, torch.cat([lse for (lse,) in by_shard], -1)
+
+
+def list_spec(block_size: int, q_tile: int, causal: bool, softmax_scale: float) -> CallSpec:
+    """The static side of a call of `selected_attention`."""
+    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0)
+    return CallSpec(config, causal, softmax_scale, listed=True, branches=SELECTED_ALONE)
 
 
 def _tokens_and_steps(cp: ContextParallel, tensors: CallTensors) -> tuple[ShardLayout, tuple[tuple[int, int], ...]]:
@@ -195,7 +202,7 @@ def _gathered(*args: Any) -> list[Tensor]:
     backend, *ranks, recompute, budget, needs_grad, return_aux = args[len(NAMES) :]
     static, cp = dict(zip(NAMES, args)), _ranks_of(*ranks)
     static["softmax_scale"] = float(static["softmax_scale"])
-    spec = spec_of(static, None, listed=tensors.block_indices is not None)
+    spec = spec_of(static, tensors)
     if tensors.cu_seqlens is not None:
         tensors = tensors._replace(cu_seqlens=tensors.cu_seqlens.cpu())
         if not is_recorded(tensors.q):  # torch.compile(backend="eager") runs it as it is
@@ -209,7 +216,7 @@ def _gathered_lists(*args: Any) -> tuple[Tensor, Tensor]:
     *tensors, block_size, q_tile, causal, softmax_scale, backend = args[:-4]
     q, k, v, block_indices, cu_seqlens = map(_with_known_sizes, tensors)
     tensors = CallTensors(q, k, v, cu_seqlens=cu_seqlens, block_indices=block_indices)
-    spec = ListSpec(int(block_size), int(q_tile), causal, float(softmax_scale))
+    spec = list_spec(int(block_size), int(q_tile), causal, float(softmax_scale))
     return attend_to_lists(_ranks_of(*args[-4:]), backend, tensors, spec=spec, in_operator=True)
 
 
