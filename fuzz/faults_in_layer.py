@@ -92,7 +92,7 @@ def _padded(original: Callable) -> Callable:
     return lambda index, N, end=None: original(index.clamp(max=N - 1), N, end)
 
 
-@instead("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its")
+@instead("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its", seconds=120.0)
 def _overlap(original: Callable, p: Any, T: int, config: Any) -> Any:
     """A compressed key counts only for the block in which it starts."""
     return original(p, T, config.replace(compress_size=config.stride))
