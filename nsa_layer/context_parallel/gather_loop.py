@@ -27,7 +27,7 @@ from nsa_layer.context_parallel.checks import WEIGHTS
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.context_parallel.transport import Addends, Collectives, Messages
-from nsa_layer.derivatives import ReverseMode, first_derivatives
+from nsa_layer.derivatives import first_derivatives
 from nsa_layer.operators.arguments import OF_LAYER, static_arguments
 from nsa_layer.operators.layer import NOTHING
 from nsa_layer.operators.registration import OPS
@@ -103,7 +103,7 @@ def attend_in_steps(call: GatherCall, tensors: CallTensors, *, return_more: bool
     return o[0] if call.packed else o, by_shard
 
 
-class _Gather(ReverseMode):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: GatherCall, return_more: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """tensors: of `CallTensors`."""
@@ -138,6 +138,8 @@ class _Gather(ReverseMode):
     def backward(ctx: Any, do: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if do is None:
             return (None,) * len(ctx.needs_input_grad)
+        if torch.compiler.is_compiling():
+            return None, None, *_gradients(ctx.call, do, *ctx.saved_tensors)
         return None, None, *first_derivatives(partial(_gradients, ctx.call), do, *ctx.saved_tensors)
 
 
