@@ -53,7 +53,7 @@ class _Pooled(ReverseMode):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, options: dict[str, Any], total: int | None) -> Tensor:
-        from nsa_layer.kernels.mean_pool.pool import pool
+        from nsa_layer.kernels.pooling.mean_pool import pool
 
         ctx.options, ctx.like = options, (x.shape, x.dtype)
         more = dict(total_blocks=total) if total is not None else {}
@@ -61,7 +61,7 @@ class _Pooled(ReverseMode):
 
     @staticmethod
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None, None]:
-        from nsa_layer.kernels.mean_pool.pool import unpool
+        from nsa_layer.kernels.pooling.mean_pool import unpool
 
         dx = d.new_empty(ctx.like[0], dtype=ctx.like[1])
         unpool(d.contiguous(), None, dx, None, **ctx.options)

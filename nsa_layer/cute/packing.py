@@ -13,7 +13,7 @@ import torch
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig, takes_unions
 from nsa_layer.cute.host_numbers import HostCopy, aligned, cached, copied_rows, moved, numbers_on
-from nsa_layer.kernels.token_lists.sizes import ROWS
+from nsa_layer.kernels.union_lists.sizes import ROWS
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
 
 
@@ -124,8 +124,8 @@ def kernels_read_starts(
     if block_indices is not None:
         lists = getattr(block_indices, "shape", None) or (0,)
         return config.q_tile > 1 or lists[0] == q.shape[0]
-    from nsa_layer.kernels.block_topk import topk_kernel
-    from nsa_layer.kernels.token_topk import kernel
+    from nsa_layer.kernels.select_by_tile import kernel as topk_kernel
+    from nsa_layer.kernels.select_by_token import kernel
 
     G, size = q.shape[-2] // k.shape[-2], config.block_size
     if config.by_token:

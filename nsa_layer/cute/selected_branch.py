@@ -27,9 +27,9 @@ from nsa_layer.cute.torch_block_lists import (
     joined_rows,
     selected_lists,
 )
-from nsa_layer.kernels.k2q_csr import make_lists as list_kernels
+from nsa_layer.kernels.block_lists import make as list_kernels
 from nsa_layer.kernels.launch import are_aligned
-from nsa_layer.kernels.token_lists.sizes import KEYS
+from nsa_layer.kernels.union_lists.sizes import KEYS
 from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
 
 

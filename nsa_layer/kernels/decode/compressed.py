@@ -15,11 +15,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from nsa_layer.kernels.decode.fill import complete_keys, write_valid
-from nsa_layer.kernels.decode.parts import shared_partial, write_nothing, write_partial
+from nsa_layer.kernels.decode.append import complete_keys, write_valid
+from nsa_layer.kernels.decode.cache_rows import Caches, Stored, new_row
+from nsa_layer.kernels.decode.partial_sums import shared_partial, write_nothing, write_partial
 from nsa_layer.kernels.decode.places import Lengths, Sequence, Table
 from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, ROWS, WARP, WARPS, DecodeSpec
-from nsa_layer.kernels.decode.stored import Caches, Stored, new_row
 from nsa_layer.kernels.decode.warp_rows import WarpRows, no_rows, own_keys, set_queries
 
 LOG2_E = 1.4426950408889634

@@ -18,18 +18,26 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from nsa_layer.kernels.block_topk.online_softmax import exp2
-from nsa_layer.kernels.block_topk.register_topk import unpack_block
-from nsa_layer.kernels.decode.choice import Choice, candidates, rank_of
+from nsa_layer.kernels.decode.append import append, complete_keys, write_valid
+from nsa_layer.kernels.decode.attention import TokenTile, num_tiles
+from nsa_layer.kernels.decode.cache_rows import Caches, new_row
 from nsa_layer.kernels.decode.compressed import LOG2_E, CompressedDecode, RowTile
-from nsa_layer.kernels.decode.fill import append, complete_keys, write_valid
-from nsa_layer.kernels.decode.parts import AT_ONCE, COLUMNS, Part, finite, fragment, shared_partial, write_partial
+from nsa_layer.kernels.decode.partial_sums import (
+    AT_ONCE,
+    COLUMNS,
+    Part,
+    finite,
+    fragment,
+    shared_partial,
+    write_partial,
+)
 from nsa_layer.kernels.decode.places import Lengths
 from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, RESIDENT, ROWS, WARP, WARPS, DecodeSpec
-from nsa_layer.kernels.decode.stored import Caches, new_row
-from nsa_layer.kernels.decode.tokens import TokenTile, num_tiles
+from nsa_layer.kernels.decode.topk import Choice, candidates, rank_of
 from nsa_layer.kernels.decode.warp_rows import no_rows
-from nsa_layer.kernels.gating.gated_sum import EQUAL_SHARE
+from nsa_layer.kernels.gating.forward import EQUAL_SHARE
+from nsa_layer.kernels.select_by_tile.online_softmax import exp2
+from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
 
 LOG_2 = math.log(2.0)
 CMP, SLC, SWA = range(3)

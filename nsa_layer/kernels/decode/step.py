@@ -24,7 +24,7 @@ from nsa_layer.kernels.decode.spec import (
     WARPS,
     DecodeSpec,
 )
-from nsa_layer.kernels.gating.gated_sum import readable_gates, readable_weight
+from nsa_layer.kernels.gating.forward import readable_gates, readable_weight
 from nsa_layer.kernels.launch import launch
 from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
 

@@ -19,9 +19,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp
 
-from nsa_layer.kernels.block_topk.online_softmax import exp2
-from nsa_layer.kernels.decode.parts import finite
+from nsa_layer.kernels.decode.partial_sums import finite
 from nsa_layer.kernels.decode.spec import KEYS, VECTOR
+from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,351 @@
+"""Rows of keys and values between caches and dense tensors, whose places are known on the GPU alone.
+
+A thread block moves `TILE` tokens of keys, or of values, 16 bytes a thread; those past a sequence's number of rows
+have nothing to do. Behind the last row that is read, and in caches that attention reads in place, a few rows are
+cleared: attention multiplies what lies there in its last tile by 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Int32, const_expr
+
+from flash_attn.cute.lists.rows import sequence_at
+from nsa_layer.kernels.cache_rows.locate import Field
+from nsa_layer.kernels.launch import are_aligned, launch
+
+Tensor = torch.Tensor
+THREADS = 256
+TILE = 32  # tokens of a thread block
+AT_ONCE = 4  # loads of a thread in flight
+BEHIND = 512  # cleared rows: more than tiles of queries and of keys reach together
+KEYS = 64  # of a block that attention reads at a time
+VECTOR = 8  # 16 bytes of a 16-bit dtype
+
+
+@dataclass(frozen=True)
+class Move:
+    """Static options.
+
+    Attributes:
+        to: "cache", "dense", or "nothing": rows of the cache are cleared.
+        vector: elements of a load.
+        behind: cleared behind what is appended: `BEHIND` "rows", those up to the end of their "block", or "".
+    """
+
+    to: str
+    vector: int = VECTOR
+    behind: str = ""
+
+
+class _Rows:
+    """Tiles of rows between a cache and a dense tensor."""
+
+    def __init__(self, move: Move, *_: int) -> None:
+        self.move = move
+
+    @cute.jit
+    def move_tile(self, cache: cute.Tensor, dense: cute.Tensor | None, table: cute.Tensor | None, place: tuple):
+        """Rows from ``begin`` on: up to ``count`` are moved, those up to ``rows`` are cleared."""
+        move = self.move
+        s, start, first, begin, count, rows = place
+        H, D = cache.shape[cute.rank(cache) - 2], cache.shape[cute.rank(cache) - 1]
+        lanes = D // move.vector
+        vectors = H * lanes
+        tidx = cute.arch.thread_idx()[0]
+        held = cute.make_rmem_tensor((move.vector, AT_ONCE), cache.element_type)
+        for batch in cutlass.range(cute.ceil_div(TILE * vectors, THREADS * AT_ONCE), unroll=1):
+            for u in cutlass.range_constexpr(AT_ONCE):
+                n = (batch * AT_ONCE + u) * THREADS + tidx
+                i, head, lane = begin + n // vectors, n % vectors // lanes, n % lanes
+                held[None, u].fill(0.0)
+                if const_expr(dense is not None):
+                    if n < TILE * vectors and i < count:
+                        if const_expr(move.to == "dense"):
+                            cute.autovec_copy(self.of_cache(cache, table, s, 0, first + i, head, lane), held[None, u])
+                        else:
+                            cute.autovec_copy(self.of_dense(dense, s, start + i, head, lane), held[None, u])
+            for u in cutlass.range_constexpr(AT_ONCE):
+                n = (batch * AT_ONCE + u) * THREADS + tidx
+                i, head, lane = begin + n // vectors, n % vectors // lanes, n % lanes
+                if n < TILE * vectors and i < rows:
+                    if const_expr(move.to == "dense"):
+                        cute.autovec_copy(held[None, u], self.of_dense(dense, s, start + i, head, lane))
+                    else:
+                        cute.autovec_copy(held[None, u], self.of_cache(cache, table, s, start, first + i, head, lane))
+
+    @cute.jit
+    def of_cache(
+        self, cache: cute.Tensor, table: cute.Tensor | None, s: Int32, start: Int32, at: Int32, head: Int32, lane: Int32
+    ) -> cute.Tensor:
+        if const_expr(cute.rank(cache) == 3):
+            return cute.local_tile(cache[start + at, head, None], (self.move.vector,), (lane,))
+        row = s
+        if const_expr(table is not None):
+            page = cache.shape[1]
+            row, at = table[s, at // page], at % page
+        return cute.local_tile(cache[row, at, head, None], (self.move.vector,), (lane,))
+
+    @cute.jit
+    def of_dense(self, dense: cute.Tensor, s: Int32, at: Int32, head: Int32, lane: Int32) -> cute.Tensor:
+        if const_expr(cute.rank(dense) == 3):
+            return cute.local_tile(dense[at, head, None], (self.move.vector,), (lane,))
+        return cute.local_tile(dense[s, at, head, None], (self.move.vector,), (lane,))
+
+
+class AppendRows(_Rows):
+    """One launch of `append`; a thread block has a tile of one of up to six caches."""
+
+    def __init__(self, move: Move, *dims: int) -> None:
+        super().__init__(move, *dims)
+        aligned = "" if move.vector == VECTOR else "@2"
+        caches = [f"{kind}pages {kind}page H D{aligned}" for kind in ("", "", "", "", "k_", "v_")]
+        new = ["B T H D"] * 4 + ["B filled H D"] * 2
+        tables = "sequences width *", "sequences cmp_width *"
+        self.shapes = (*caches, *new, *tables, "fields sequences", "starts *", "starts *")
+
+    @cute.jit
+    def __call__(
+        self,
+        mK: cute.Tensor | None,  # [rows, S, H, D] or [pages, page, H, D]
+        mV: cute.Tensor | None,
+        mK_win: cute.Tensor | None,
+        mV_win: cute.Tensor | None,
+        mK_cmp: cute.Tensor | None,
+        mV_cmp: cute.Tensor | None,
+        xK: cute.Tensor | None,  # [B, N, H, D] or [total, H, D]
+        xV: cute.Tensor | None,
+        xK_win: cute.Tensor | None,
+        xV_win: cute.Tensor | None,
+        xK_cmp: cute.Tensor | None,
+        xV_cmp: cute.Tensor | None,
+        mTable: cute.Tensor | None,  # int32 [B, n]
+        mCmp_table: cute.Tensor | None,
+        mPlaces: cute.Tensor,  # int32 [fields, B]
+        mCu: cute.Tensor | None,  # int32 [B + 1], starts of packed rows
+        mCu_blocks: cute.Tensor | None,
+        stream: cuda.CUstream,
+    ):
+        of_tokens, of_blocks = (mTable, mCu), (mCmp_table, mCu_blocks)
+        caches, new = (mK, mV, mK_win, mV_win, mK_cmp, mV_cmp), (xK, xV, xK_win, xV_win, xK_cmp, xV_cmp)
+        jobs, compressed = self.jobs(caches, new, (of_tokens,) * 4 + (of_blocks,) * 2)
+        units = Int32(0)
+        for _, x, _, cu in jobs:
+            units = cutlass.max(units, self.tiles(x, cu, mPlaces))
+        units += self.tiles_behind * mPlaces.shape[1]
+        self.kernel(jobs, mPlaces, compressed).launch(grid=[units, len(jobs), 1], block=[THREADS, 1, 1], stream=stream)
+
+    def jobs(self, caches: tuple, new: tuple, places: tuple) -> tuple[tuple, tuple[bool, ...]]:
+        """(cache, new rows, table, starts) of each cache that there is something to do for, and if it is compressed."""
+        every = enumerate(zip(caches, new, places))
+        jobs = [
+            ((cache, x, *place), i >= 4)
+            for i, (cache, x, place) in every
+            if cache is not None and (x is not None or self.tiles_behind > 0)
+        ]
+        return tuple(zip(*jobs))
+
+    @property
+    def tiles_behind(self) -> int:
+        """Tiles of a sequence's rows that are cleared."""
+        return {"": 0, "rows": -(-BEHIND // TILE), "block": KEYS // TILE}[self.move.behind]
+
+    def tiles(self, x: cute.Tensor | None, cu: cute.Tensor | None, mPlaces: cute.Tensor) -> Int32:
+        """Tiles of new rows, of all sequences."""
+        if const_expr(x is None):
+            return Int32(0)
+        sequences = mPlaces.shape[1]
+        if const_expr(cu is not None):
+            return Int32(x.shape[0] // TILE + sequences)
+        return Int32(sequences * cute.ceil_div(x.shape[1], TILE))
+
+    @cute.kernel
+    def kernel(self, jobs: tuple, mPlaces: cute.Tensor, compressed: cutlass.Constexpr[tuple]):
+        unit, job, _ = cute.arch.block_idx()
+        for i in cutlass.range_constexpr(len(jobs)):
+            if job == i:
+                fields = (Field.FIRST, Field.NEW, Field.END)
+                if const_expr(compressed[i]):
+                    fields = (Field.CMP_FIRST, Field.CMP_NEW, Field.CMP_END)
+                cache, x, table, cu = jobs[i]
+                self.run(cache, x, table, cu, mPlaces, fields, unit)
+
+    @cute.jit
+    def run(
+        self,
+        cache: cute.Tensor,
+        x: cute.Tensor | None,
+        table: cute.Tensor | None,
+        cu: cute.Tensor | None,
+        mPlaces: cute.Tensor,
+        fields: cutlass.Constexpr[tuple],
+        unit: Int32,
+    ):
+        first, new, end = fields
+        sequences, moved = mPlaces.shape[1], self.tiles(x, cu, mPlaces)
+        if const_expr(x is not None):
+            if unit < moved:
+                tiles = moved // sequences
+                s, tile, start, length = unit // tiles, unit % tiles, Int32(0), Int32(0)
+                if const_expr(cu is not None):
+                    s = sequence_at(cu, unit, TILE)
+                    start, length = cu[s], cu[s + 1] - cu[s]
+                    tile = unit - (start // TILE + s)
+                else:
+                    length = Int32(x.shape[1])
+                count = cutlass.min(mPlaces[new, s], length)
+                if tile * TILE < count:
+                    self.move_tile(cache, x, table, (s, start, mPlaces[first, s], tile * TILE, count, count))
+        if const_expr(self.tiles_behind > 0):
+            s, tile = (unit - moved) // self.tiles_behind, (unit - moved) % self.tiles_behind
+            if unit >= moved and s < sequences:
+                at, there = mPlaces[end, s], Int32(mPlaces[Field.NEW, s] > 0)
+                if const_expr(self.move.behind == "rows"):
+                    rows = cutlass.min(BEHIND, cache.shape[1] - at) * there
+                else:
+                    rows = (KEYS - at % KEYS) % KEYS * there
+                if tile * TILE < rows:
+                    self.move_tile(cache, None, table, (s, Int32(0), at, tile * TILE, Int32(0), rows))
+
+
+class MoveRows(_Rows):
+    """One launch of `gather` or `clear`; the second of each pair may be missing."""
+
+    def __init__(self, move: Move, *dims: int) -> None:
+        super().__init__(move, *dims)
+        cache = "pages page H D" if move.vector == VECTOR else "pages page H D@2"
+        # A packed target of `clear` has no pages.
+        cache = cache.replace("pages", "B") if move.to == "nothing" else cache
+        self.shapes = (cache, cache, "B T H D", "B T H D", "sequences width *", "fields sequences", "starts *")
+
+    @cute.jit
+    def __call__(
+        self,
+        mK: cute.Tensor,  # [rows, S, H, D] or [pages, page, H, D]
+        mV: cute.Tensor | None,
+        mX: cute.Tensor | None,  # [B, N, H, D] or [total, H, D]
+        mY: cute.Tensor | None,
+        mTable: cute.Tensor | None,  # int32 [B, n]
+        mPlaces: cute.Tensor,  # int32 [fields, B]
+        mCu: cute.Tensor | None,  # int32 [B + 1], starts in a packed dense tensor
+        first: Int32,  # `Field` of the first place in the cache
+        count: Int32,  # `Field` of the number of rows; none are cleared
+        stream: cuda.CUstream,
+    ):
+        sequences = mPlaces.shape[1]
+        if const_expr(self.move.to == "nothing"):
+            units = sequences * cute.ceil_div(BEHIND, TILE)
+        elif const_expr(mCu is not None):
+            units = mX.shape[0] // TILE + sequences
+        else:
+            units = sequences * cute.ceil_div(mX.shape[1], TILE)
+        self.kernel((mK, mV, mX, mY, mTable, mPlaces, mCu), (first, count), units // sequences).launch(
+            grid=[units, 1 if const_expr(mV is None) else 2, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, tensors: tuple, fields: tuple[Int32, Int32], tiles: Int32):
+        mK, mV, mX, mY, mTable, mPlaces, mCu = tensors
+        move = self.move
+        unit, is_value, _ = cute.arch.block_idx()
+        s, tile, start = unit // tiles, unit % tiles, Int32(0)
+        if const_expr(mCu is not None and move.to != "nothing"):
+            s = sequence_at(mCu, unit, TILE)
+            tile = unit - (mCu[s] // TILE + s)
+        if const_expr(mCu is not None):
+            start, length = mCu[s], mCu[s + 1] - mCu[s]
+        elif const_expr(move.to == "nothing"):
+            length = Int32(mK.shape[1])
+        else:
+            length = Int32(mX.shape[1])
+        first, count = mPlaces[fields[0], s], Int32(0)
+        if const_expr(move.to == "nothing"):
+            rows = cutlass.min(BEHIND, length - first) * Int32(mPlaces[Field.NEW, s] > 0)
+        else:
+            count = cutlass.min(mPlaces[fields[1], s], length)
+            rows = count
+            if const_expr(move.to == "dense"):
+                rows = cutlass.min(count + BEHIND, length)
+        place = (s, start, first, tile * TILE, count, rows)
+        if tile * TILE < rows:
+            if is_value == 0:
+                self.move_tile(mK, mX, mTable, place)
+            elif const_expr(mV is not None):
+                self.move_tile(mV, mY, mTable, place)
+
+
+Pair = tuple[Optional[Tensor], Optional[Tensor]]
+Six = Sequence[Optional[Tensor]]
+
+
+def append(
+    x: Six,
+    caches: Six,
+    tables: Pair,
+    places: Tensor,
+    starts: Pair = (None, None),
+    *,
+    behind: str = "",
+) -> None:
+    """Write the first rows of dense keys and values [B, N, H, D], packed [total, H, D], to their places in the caches.
+
+    Args:
+        x, caches: k and v, the window's own, and the compressed, of which any may be missing; [rows, S, H, D], or
+            [pages, page, H, D] with a table.
+        tables: int32 [B, n], pages of each sequence, of tokens and of compressed keys; None: row b.
+        places: of `find_places`.
+        starts: int32 [B + 1] of packed tokens and of packed compressed keys.
+        behind: clear behind the last row of each cache, also where nothing is written: "rows", `BEHIND` of them, in
+            caches without a table; "block", those up to a multiple of `KEYS`.
+    """
+    caches = [None if cache is None or 0 in cache.shape else cache for cache in caches]
+    present = [cache for cache, new in zip(caches, x) if cache is not None and (new is not None or behind)]
+    if not present:
+        return
+    vector = VECTOR if all(map(are_aligned, present)) else 1
+    dims = tuple(None if cache is None else cache.shape[-1] for cache in caches)
+    launch("append_rows", AppendRows, (Move("cache", vector, behind), *dims), *caches, *x, *tables, places, *starts)
+
+
+def gather(
+    caches: Pair,
+    x: Pair,
+    table: Tensor | None,
+    places: Tensor,
+    fields: tuple[Field, Field],
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Read rows of two caches into dense tensors, and clear `BEHIND` rows behind them.
+
+    Args:
+        table: of both; fields: of the first place, and of the number of rows; the rest as for `append`.
+    """
+    _launch("dense", caches, x, table, places, fields, cu_seqlens)
+
+
+def clear(x: Pair, places: Tensor, first: Field, cu_seqlens: Tensor | None = None) -> None:
+    """Clear `BEHIND` rows of [B, S, H, D], packed [total, H, D], from the place on of each sequence with queries."""
+    _launch("nothing", x, (None, None), None, places, (first, first), cu_seqlens)
+
+
+def _launch(
+    to: str,
+    caches: Pair,
+    dense: Pair,
+    table: Tensor | None,
+    places: Tensor,
+    fields: tuple[Field, Field],
+    cu_seqlens: Tensor | None,
+) -> None:
+    pairs = [(cache, x) for cache, x in zip(caches, dense, strict=True) if cache is not None]
+    if not pairs or any(0 in x.shape for pair in pairs for x in pair if x is not None):
+        return
+    (k, x), (v, y) = (pairs + [(None, None)])[:2]
+    move = Move(to, VECTOR if all(are_aligned(cache) for cache, _ in pairs) else 1)
+    dims = tuple(cache.shape[-1] for cache, _ in pairs)
+    launch("move_rows", MoveRows, (move, *dims), k, v, x, y, table, places, cu_seqlens, *map(int, fields))
