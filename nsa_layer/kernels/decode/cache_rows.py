@@ -9,8 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from nsa_layer.kernels.decode.places import LARGEST, Sequence, Table
-
-Pair = tuple[cute.Tensor | None, cute.Tensor | None]
+from nsa_layer.kernels.decode.spec import StepTensors
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,13 @@ class Caches:
     weights: tuple[cute.Tensor | None, cute.Tensor | None]
 
     @classmethod
-    def of(
-        cls, tokens: tuple[Pair, Pair], window: tuple[Pair, Pair], keys: tuple[Pair, Pair], pages: Pair, weights: Pair
-    ) -> Caches:
-        """tokens, window, keys: caches and what is new; pages: of tokens and of compressed keys."""
-        own = None if const_expr(window[0][0] is None and window[0][1] is None) else Stored(*window, pages[0])
-        compressed = None if const_expr(keys[0][0] is None) else Stored(*keys, pages[1])
-        return cls(Stored(*tokens, pages[0]), own, compressed, weights)
+    def of(cls, step: StepTensors) -> Caches:
+        tokens = Stored((step.k_cache, step.v_cache), (step.k, step.v), step.page_table)
+        window = Stored((step.k_win_cache, step.v_win_cache), (step.k_win, step.v_win), step.page_table)
+        keys = Stored((step.k_cmp_cache, step.v_cmp_cache), (step.k_cmp, step.v_cmp), step.cmp_page_table)
+        window = None if const_expr(step.k_win_cache is None and step.v_win_cache is None) else window
+        keys = None if const_expr(step.k_cmp_cache is None) else keys
+        return cls(tokens, window, keys, (step.compress_k_weight, step.compress_v_weight))
 
     @property
     def rows(self) -> Int32 | int:

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from nsa_layer.kernels.decode.spec import DecodeSpec
+from nsa_layer.kernels.decode.spec import DecodeSpec, StepTensors
 
 LARGEST = 2**31 - 1
 
@@ -21,8 +21,7 @@ class Lengths:
         cache_seqlens: int32 [B].
         cu_seqlens_q: int32 [B + 1], or None: every sequence has `spec.T` queries.
         cache_batch_idx: int32 [B], or None.
-        room: tokens that a sequence may have.
-        compressed_room: compressed keys.
+        capacity, compressed_capacity: tokens and compressed keys that a sequence may have.
         total: rows of packed queries.
     """
 
@@ -30,27 +29,32 @@ class Lengths:
     cache_seqlens: cute.Tensor
     cu_seqlens_q: cute.Tensor | None
     cache_batch_idx: cute.Tensor | None
-    room: Int32
-    compressed_room: Int32
+    capacity: Int32
+    compressed_capacity: Int32
     total: Int32
 
-    def of(self, b: Int32, rows: Int32 | int = LARGEST) -> Sequence:
+    @classmethod
+    def of(cls, spec: DecodeSpec, step: StepTensors, capacity: Int32, compressed_capacity: Int32) -> Lengths:
+        tensors = (step.cache_seqlens, step.cu_seqlens_q, step.cache_batch_idx)
+        return cls(spec, *tensors, capacity, compressed_capacity, Int32(step.q.shape[1]))
+
+    def sequence(self, b: Int32, rows: Int32 | int = LARGEST) -> Sequence:
         """rows: of contiguous caches."""
         spec, (first_row, T) = self.spec, self.queries(b)
         length = self.cache_seqlens[b]
         row = b if const_expr(self.cache_batch_idx is None) else self.cache_batch_idx[b]
         if const_expr(spec.appends):
-            inside = (length >= 0) & (length <= self.room - T)
+            inside = (length >= 0) & (length <= self.capacity - T)
             S = length + T
         else:
-            inside = (length >= T) & (length <= self.room)
+            inside = (length >= T) & (length <= self.capacity)
             S = length
         inside = inside & (row >= 0) & (row < rows) & (T > 0) & (T <= spec.T)
         if const_expr(self.cu_seqlens_q is not None):
             inside = inside & (first_row >= 0) & (first_row + T <= self.total)
         T = cutlass.select_(inside, T, Int32(0))
         S = cutlass.select_(inside, S, Int32(0))
-        inside = inside & (compressed_length(spec, S) <= self.compressed_room)
+        inside = inside & (compressed_length(spec, S) <= self.compressed_capacity)
         return Sequence(spec, b, cutlass.select_(inside, row, Int32(0)), first_row, T, S, inside)
 
     def queries(self, b: Int32) -> tuple[Int32, Int32]:
