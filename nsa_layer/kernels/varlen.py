@@ -8,7 +8,9 @@ import math
 from typing import Optional
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
+
+from flash_attn.cute.lists.rows import sequence_at
 
 
 def tiles_and_batch(x: cute.Tensor, starts: Optional[cute.Tensor], size: int):
@@ -25,6 +27,19 @@ def place_of_cta(tiles: Int32, H: Int32) -> tuple[Int32, Int32, Int32, Int32]:
     return row // tiles, row % tiles, unit % H, y
 
 
+@cute.jit
+def sequence_tile(unit: Int32, tiles: Int32, x: cute.Tensor, starts: Optional[cute.Tensor], size: int):
+    """(sequence, tile of it, its first row in packed x, its rows) of the unit-th of `tiles_and_batch`."""
+    s, tile, start, rows = unit // tiles, unit % tiles, Int32(0), Int32(0)
+    if const_expr(starts is not None):
+        s = sequence_at(starts, unit, size)
+        start, rows = starts[s], starts[s + 1] - starts[s]
+        tile = unit - (start // size + s)
+    else:
+        rows = Int32(x.shape[1])
+    return s, tile, start, rows
+
+
 def head_rows(x: cute.Tensor, batch: Int32, head: Int32) -> cute.Tensor:
     """[rows, D] of [B, rows, H, D], or of packed [rows, H, D]."""
     return x[batch, None, head, None] if cute.rank(x) == 4 else x[None, head, None]
@@ -33,6 +48,14 @@ def head_rows(x: cute.Tensor, batch: Int32, head: Int32) -> cute.Tensor:
 def vector(x: cute.Tensor, row: Int32, lane: Int32, size: int) -> cute.Tensor:
     """Elements ``lane * size`` and on of a row of [rows, D]."""
     return cute.local_tile(x[row, None], (size,), (lane,))
+
+
+def load_once(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Load 16 bytes that nobody reads again, so not kept in L1. Not marked invariant: the compiler would move loads
+    behind stores."""
+    no_l1 = cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE
+    op, dtype = cute.nvgpu.CopyG2ROp(), source.element_type
+    cute.copy(cute.make_copy_atom(op, dtype, num_bits_per_copy=128, l1c_evict_priority=no_l1), source, target)
 
 
 def divided(total: cute.Tensor, by: float) -> cute.TensorSSA:

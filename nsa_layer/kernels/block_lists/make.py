@@ -108,13 +108,9 @@ def backward_lists(
     static = (room, causal, q_tile, kv_tile, parts, quads, q_heads_per_list, longest)
     launch("build_k2q_csr", BuildK2qCsr, static, *read, *(None,) * 4, *sizes)
     filled = None if packed else cu_rows
-    launch("row_starts", RowStarts, (longest,), counts, starts, items_before, filled, rows // B)
+    flat = counts.view(-1), starts.view(-1)
+    launch("row_starts", RowStarts, (longest,), *flat, items_before, None, filled, rows // B)
     launch("build_k2q_csr", BuildK2qCsr, static, *read, starts, items_before, entries, plan, *sizes)
     return BlockSparseTensorsTorch(
-        counts,
-        entries,
-        block_size=(q_tile, kv_tile),
-        cu_total_n_blocks=cu_rows,
-        cu_block_idx_offsets=starts,
-        plan=plan,
+        counts, entries, block_size=(q_tile, kv_tile), cu_total_n_blocks=cu_rows, cu_block_idx_offsets=starts, plan=plan
     )

@@ -53,26 +53,14 @@ class BuildK2qCsr:
         self.shapes = lists, "starts", "starts", "H rows", "H rows", "items", "nnz", "plan 8 @32"
 
     @cute.jit
-    def __call__(
-        self,
-        lists: cute.Tensor,  # [B, H, M, n]: blocks, -1 for none; packed [1, H, all M, n]
-        cu_tiles: cute.Tensor | None,  # [sequences + 1]: query tiles before each packed sequence
-        cu_rows: cute.Tensor | None,  # the same of key tiles
-        counts: cute.Tensor,  # [H, B * N]; packed [H, all N]
-        starts: cute.Tensor | None,  # like counts
-        items_before: cute.Tensor | None,  # [H * B * N + 1]
-        entries: cute.Tensor | None,  # [nnz]
-        plan: cute.Tensor | None,  # [items, ITEM]
-        rows_a_cta: Int32,
-        words_a_row: Int32,
-        stream,
-    ):
-        batch, heads = lists.shape[0], lists.shape[1]
+    def __call__(self, *arguments):
+        """Lists [B, H, M, n] of blocks, -1 for none, packed [1, H, all M, n]; query tiles and key tiles before each
+        packed sequence; counts and starts [H, B * N], packed [H, all N]; items before each row [H * B * N + 1]; entries
+        [nnz]; plan [items, ITEM]; rows of a CTA, words of a row, stream. From starts on tensors may be None."""
+        tensors, (rows_a_cta, words_a_row, stream) = arguments[:8], arguments[8:]
+        (batch, heads, _, _), counts = tensors[0].shape, tensors[3]
         grid = [cute.ceil_div(counts.shape[1] // batch, rows_a_cta) * heads * batch, 1, 1]
-        written = (counts, starts, items_before, entries, plan)
-        self.kernel((lists, cu_tiles, cu_rows, *written), rows_a_cta, words_a_row).launch(
-            grid=grid, block=[THREADS, 1, 1], stream=stream
-        )
+        self.kernel(tensors, rows_a_cta, words_a_row).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, tensors: tuple, rows_a_cta: Int32, words_a_row: Int32):

@@ -1,14 +1,15 @@
-"""NaN in the rows of sequences that have no place in the caches; those of all others are left alone."""
+"""NaN in the rows of sequences that have no slots in the caches; those of all others are left alone."""
 
-import cuda.bindings.driver as cuda
+import math
+
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, const_expr
+from cutlass import const_expr
 
-from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.kernels.cache_rows.locate import Field
 from nsa_layer.kernels.launch import launch
+from nsa_layer.kernels.varlen import sequence_tile, tiles_and_batch
 
 Tensor = torch.Tensor
 THREADS = 256
@@ -16,7 +17,7 @@ TILE = 64  # tokens of a thread block
 
 
 class BlankRows:
-    """One launch of `blank_rows`."""
+    """One launch of `blank_rows`, with its arguments and a stream."""
 
     shapes = "B T Hq D", *["B Hq T"] * 3, "fields sequences", "starts *"
 
@@ -24,48 +25,27 @@ class BlankRows:
         self.D = D
 
     @cute.jit
-    def __call__(
-        self,
-        mO: cute.Tensor,  # [B, T, Hq, D], packed [total, Hq, D]
-        mLSE_cmp: cute.Tensor,  # fp32 [B, Hq, T], packed [Hq, total]
-        mLSE_slc: cute.Tensor,
-        mLSE_swa: cute.Tensor,
-        mPlaces: cute.Tensor,  # int32 [fields, B]
-        mCu: cute.Tensor | None,  # int32 [B + 1]
-        stream: cuda.CUstream,
-    ):
-        sequences = mPlaces.shape[1]
-        if const_expr(mCu is not None):
-            units = mO.shape[0] // TILE + sequences
-        else:
-            units = sequences * cute.ceil_div(mO.shape[1], TILE)
-        self.kernel(mO, (mLSE_cmp, mLSE_slc, mLSE_swa), mPlaces, mCu, units // sequences).launch(
+    def __call__(self, *arguments):
+        o, *lses, places, cu, stream = arguments
+        units = math.prod(tiles_and_batch(o, cu, TILE))
+        self.kernel(o, tuple(lses), places, cu, units // places.shape[1]).launch(
             grid=[units, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, mO: cute.Tensor, lses: tuple, mPlaces: cute.Tensor, mCu: cute.Tensor | None, tiles: Int32):
-        unit = cute.arch.block_idx()[0]
-        s, tile, start = unit // tiles, unit % tiles, Int32(0)
-        if const_expr(mCu is not None):
-            s = sequence_at(mCu, unit, TILE)
-            start = mCu[s]
-            tile, length = unit - (start // TILE + s), mCu[s + 1] - start
-        else:
-            length = Int32(mO.shape[1])
-        count = cutlass.min(length - tile * TILE, TILE)
-        if mPlaces[Field.BLANK, s] > 0 and count > 0:
-            first = start + tile * TILE
-            o, rows = (mO, lses) if const_expr(mCu is not None) else (mO[s, None, None, None], None)
-            if const_expr(mCu is None):
-                rows = tuple(lse[s, None, None] for lse in lses)
+    def kernel(self, o: cute.Tensor, lses: tuple, places: cute.Tensor, cu: cute.Tensor | None, tiles: cutlass.Int32):
+        s, tile, start, length = sequence_tile(cute.arch.block_idx()[0], tiles, o, cu, TILE)
+        count, first = cutlass.min(length - tile * TILE, TILE), start + tile * TILE
+        if const_expr(cu is None):
+            o, lses = o[s, None, None, None], tuple(lse[s, None, None] for lse in lses)
+        if places[Field.BLANK, s] > 0 and count > 0:
             H = o.shape[1]
             for n in cutlass.range(cute.arch.thread_idx()[0], count * H, THREADS):
                 i, head = first + n // H, n % H
                 for d in cutlass.range(self.D):
                     o[i, head, d] = o.element_type(float("nan"))
                 for lse in cutlass.range_constexpr(3):
-                    rows[lse][head, i] = cutlass.Float32(float("nan"))
+                    lses[lse][head, i] = cutlass.Float32(float("nan"))
 
 
 def blank_rows(o: Tensor, lses: tuple[Tensor, Tensor, Tensor], places: Tensor, cu_seqlens: Tensor | None) -> None:

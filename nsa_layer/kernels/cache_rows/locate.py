@@ -7,11 +7,10 @@ Lengths, pages and rows are only known there. A sequence that they lead out of t
 from dataclasses import dataclass
 from enum import IntEnum
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 
 from nsa_layer.kernels.launch import launch
 
@@ -58,23 +57,11 @@ class FindPlaces:
         self.blocks = blocks
 
     @cute.jit
-    def __call__(
-        self,
-        mSeqlens: cute.Tensor,  # int32 [B]
-        mCu: cute.Tensor | None,  # int32 [B + 1]
-        mTable: cute.Tensor | None,  # int32 [B, n]: pages, or the one row of a sequence
-        mCmp_table: cute.Tensor | None,
-        mPlaces: cute.Tensor,  # int32 [fields, B]
-        T: Int32,
-        pages: Int32,
-        page: Int32,
-        cmp_pages: Int32,
-        cmp_page: Int32,
-        stream: cuda.CUstream,
-    ):
-        sizes = (T, pages, page, cmp_pages, cmp_page)
-        self.kernel((mSeqlens, mCu, mTable, mCmp_table, mPlaces), sizes).launch(
-            grid=[mPlaces.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
+    def __call__(self, *arguments):
+        """As `find_places` has them: cache_seqlens, cu_seqlens, tables [B, n], numbers [fields, B]; sizes; stream."""
+        tensors, (*sizes, stream) = arguments[:5], arguments[5:]
+        self.kernel(tensors, tuple(sizes)).launch(
+            grid=[tensors[4].shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -83,7 +70,7 @@ class FindPlaces:
         T, pages, page, cmp_pages, cmp_page = sizes
         s, tidx = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         smem = cutlass.utils.SmemAllocator()
-        lost = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        sBad = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
         most = T
         if const_expr(mCu is not None):
             T = mCu[s + 1] - mCu[s]
@@ -94,20 +81,17 @@ class FindPlaces:
         if const_expr(self.blocks.adds):
             end = room + 1 if end < 0 else end + T
         count = self.compressed(end)
-        if tidx == 0:
-            lost[0] = Int32(0)
-        cute.arch.sync_threads()
         inside = end >= T and end <= room and T <= most
-        if inside:
-            if const_expr(mTable is not None):
-                self.look(mTable, s, cute.ceil_div(end, page), pages, lost)
-            if const_expr(mCmp_table is not None):
-                self.look(mCmp_table, s, cute.ceil_div(count, cmp_page), cmp_pages, lost)
-        cute.arch.sync_threads()
+        tables = [
+            (table, s, cutlass.min(cute.ceil_div(tokens, size), table.shape[1]), number)
+            for table, tokens, size, number in ((mTable, end, page, pages), (mCmp_table, count, cmp_page, cmp_pages))
+            if table is not None
+        ]
+        exist = pages_exist(inside, tables, sBad, THREADS)
         if tidx == 0:
             if const_expr(mCmp_table is not None):
-                inside = inside and count <= cmp_page * mCmp_table.shape[1]
-            there = Int32(inside and lost[0] == 0 and T > 0)
+                exist = exist and count <= cmp_page * mCmp_table.shape[1]
+            there = Int32(exist and T > 0)
             before = self.compressed(end - T)
             made = count - before
             mPlaces[Field.FIRST, s] = (end - T) * there
@@ -127,17 +111,36 @@ class FindPlaces:
             mPlaces[Field.IN_WINDOW, s] = (end - T - window) * there
 
     def compressed(self, tokens: Int32) -> Int32:
-        """Complete blocks of so many tokens."""
-        return cutlass.max(tokens - self.blocks.span + self.blocks.stride, 0) // self.blocks.stride
+        return compressed_length(tokens, self.blocks.span, self.blocks.stride)
 
-    @cute.jit
-    def look(self, table: cute.Tensor, s: Int32, used: Int32, pages: Int32, lost: cute.Tensor):
-        """Set `lost` if one of the first entries is no page."""
-        used = cutlass.min(used, table.shape[1])
-        for i in cutlass.range(cute.arch.thread_idx()[0], used, THREADS, unroll=4):
-            entry = table[s, i]
-            if entry < 0 or entry >= pages:
-                lost[0] = Int32(1)
+
+def compressed_length(tokens: Int32, span: int, stride: int) -> Int32:
+    """Compressed keys of so many tokens."""
+    return cutlass.max(tokens - span + stride, 0) // stride
+
+
+@cute.jit
+def pages_exist(
+    inside: Boolean, tables: cutlass.Constexpr[list], sBad: cute.Tensor, threads: cutlass.Constexpr[int]
+) -> Boolean:
+    """True if `inside` and every page that a sequence uses is one of the caches'; of all threads together.
+
+    tables: (int32 [B, n], a row of it, pages used, pages of the cache) each.
+    """
+    tidx, _, _ = cute.arch.thread_idx()
+    if tidx == 0:
+        sBad[0] = Int32(0)
+    cute.arch.sync_threads()
+    if inside:
+        bad = Boolean(False)
+        for n in cutlass.range_constexpr(len(tables)):
+            table, s, used, pages = tables[n]
+            for i in cutlass.range(tidx, used, threads, unroll=4):
+                bad = bad | (table[s, i] < 0) | (table[s, i] >= pages)
+        if bad:
+            sBad[0] = Int32(1)
+    cute.arch.sync_threads()
+    return inside & (sBad[0] == 0)
 
 
 def find_places(

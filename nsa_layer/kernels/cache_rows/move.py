@@ -5,19 +5,19 @@ have nothing to do. Behind the last row that is read, and in caches that attenti
 cleared: attention multiplies what lies there in its last tile by 0.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Int32, const_expr
 
-from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.kernels.cache_rows.locate import Field
 from nsa_layer.kernels.launch import are_aligned, launch
+from nsa_layer.kernels.varlen import sequence_tile, tiles_and_batch
 
 Tensor = torch.Tensor
 THREADS = 256
@@ -26,6 +26,7 @@ AT_ONCE = 4  # loads of a thread in flight
 BEHIND = 512  # cleared rows: more than tiles of queries and of keys reach together
 KEYS = 64  # of a block that attention reads at a time
 VECTOR = 8  # 16 bytes of a 16-bit dtype
+TOKEN_ROWS, CMP_ROWS = (Field.FIRST, Field.NEW, Field.END), (Field.CMP_FIRST, Field.CMP_NEW, Field.CMP_END)
 
 
 @dataclass(frozen=True)
@@ -110,35 +111,15 @@ class AppendRows(_Rows):
         self.shapes = (*caches, *new, *tables, "fields sequences", "starts *", "starts *")
 
     @cute.jit
-    def __call__(
-        self,
-        mK: cute.Tensor | None,  # [rows, S, H, D] or [pages, page, H, D]
-        mV: cute.Tensor | None,
-        mK_win: cute.Tensor | None,
-        mV_win: cute.Tensor | None,
-        mK_cmp: cute.Tensor | None,
-        mV_cmp: cute.Tensor | None,
-        xK: cute.Tensor | None,  # [B, N, H, D] or [total, H, D]
-        xV: cute.Tensor | None,
-        xK_win: cute.Tensor | None,
-        xV_win: cute.Tensor | None,
-        xK_cmp: cute.Tensor | None,
-        xV_cmp: cute.Tensor | None,
-        mTable: cute.Tensor | None,  # int32 [B, n]
-        mCmp_table: cute.Tensor | None,
-        mPlaces: cute.Tensor,  # int32 [fields, B]
-        mCu: cute.Tensor | None,  # int32 [B + 1], starts of packed rows
-        mCu_blocks: cute.Tensor | None,
-        stream: cuda.CUstream,
-    ):
-        of_tokens, of_blocks = (mTable, mCu), (mCmp_table, mCu_blocks)
-        caches, new = (mK, mV, mK_win, mV_win, mK_cmp, mV_cmp), (xK, xV, xK_win, xV_win, xK_cmp, xV_cmp)
-        jobs, compressed = self.jobs(caches, new, (of_tokens,) * 4 + (of_blocks,) * 2)
+    def __call__(self, *arguments):
+        """Six caches and their new rows, both tables, the numbers of `Field`, both starts, see `append`; stream."""
+        *rows, table, cmp_table, numbers, cu_seqlens, cu_blocks, stream = arguments
+        jobs, compressed = self.jobs(rows[:6], rows[6:], ((table, cu_seqlens),) * 4 + ((cmp_table, cu_blocks),) * 2)
         units = Int32(0)
         for _, x, _, cu in jobs:
-            units = cutlass.max(units, self.tiles(x, cu, mPlaces))
-        units += self.tiles_behind * mPlaces.shape[1]
-        self.kernel(jobs, mPlaces, compressed).launch(grid=[units, len(jobs), 1], block=[THREADS, 1, 1], stream=stream)
+            units = cutlass.max(units, self.tiles(x, cu))
+        units += self.tiles_behind * numbers.shape[1]
+        self.kernel(jobs, numbers, compressed).launch(grid=[units, len(jobs), 1], block=[THREADS, 1, 1], stream=stream)
 
     def jobs(self, caches: tuple, new: tuple, places: tuple) -> tuple[tuple, tuple[bool, ...]]:
         """(cache, new rows, table, starts) of each cache that there is something to do for, and if it is compressed."""
@@ -155,56 +136,32 @@ class AppendRows(_Rows):
         """Tiles of a sequence's rows that are cleared."""
         return {"": 0, "rows": -(-BEHIND // TILE), "block": KEYS // TILE}[self.move.behind]
 
-    def tiles(self, x: cute.Tensor | None, cu: cute.Tensor | None, mPlaces: cute.Tensor) -> Int32:
-        """Tiles of new rows, of all sequences."""
-        if const_expr(x is None):
-            return Int32(0)
-        sequences = mPlaces.shape[1]
-        if const_expr(cu is not None):
-            return Int32(x.shape[0] // TILE + sequences)
-        return Int32(sequences * cute.ceil_div(x.shape[1], TILE))
+    def tiles(self, x: cute.Tensor | None, cu: cute.Tensor | None) -> Int32:
+        """Tiles of all new rows."""
+        return Int32(0) if const_expr(x is None) else Int32(math.prod(tiles_and_batch(x, cu, TILE)))
 
     @cute.kernel
-    def kernel(self, jobs: tuple, mPlaces: cute.Tensor, compressed: cutlass.Constexpr[tuple]):
+    def kernel(self, jobs: tuple, numbers: cute.Tensor, compressed: cutlass.Constexpr[tuple]):
         unit, job, _ = cute.arch.block_idx()
         for i in cutlass.range_constexpr(len(jobs)):
             if job == i:
-                fields = (Field.FIRST, Field.NEW, Field.END)
-                if const_expr(compressed[i]):
-                    fields = (Field.CMP_FIRST, Field.CMP_NEW, Field.CMP_END)
-                cache, x, table, cu = jobs[i]
-                self.run(cache, x, table, cu, mPlaces, fields, unit)
+                self.run(jobs[i], numbers, compressed[i], unit)
 
     @cute.jit
-    def run(
-        self,
-        cache: cute.Tensor,
-        x: cute.Tensor | None,
-        table: cute.Tensor | None,
-        cu: cute.Tensor | None,
-        mPlaces: cute.Tensor,
-        fields: cutlass.Constexpr[tuple],
-        unit: Int32,
-    ):
-        first, new, end = fields
-        sequences, moved = mPlaces.shape[1], self.tiles(x, cu, mPlaces)
+    def run(self, job: tuple, numbers: cute.Tensor, compressed: cutlass.Constexpr[bool], unit: Int32):
+        cache, x, table, cu = job
+        first, new, end = CMP_ROWS if compressed else TOKEN_ROWS
+        sequences, moved = numbers.shape[1], self.tiles(x, cu)
         if const_expr(x is not None):
             if unit < moved:
-                tiles = moved // sequences
-                s, tile, start, length = unit // tiles, unit % tiles, Int32(0), Int32(0)
-                if const_expr(cu is not None):
-                    s = sequence_at(cu, unit, TILE)
-                    start, length = cu[s], cu[s + 1] - cu[s]
-                    tile = unit - (start // TILE + s)
-                else:
-                    length = Int32(x.shape[1])
-                count = cutlass.min(mPlaces[new, s], length)
+                s, tile, start, length = sequence_tile(unit, moved // sequences, x, cu, TILE)
+                count = cutlass.min(numbers[new, s], length)
                 if tile * TILE < count:
-                    self.move_tile(cache, x, table, (s, start, mPlaces[first, s], tile * TILE, count, count))
+                    self.move_tile(cache, x, table, (s, start, numbers[first, s], tile * TILE, count, count))
         if const_expr(self.tiles_behind > 0):
             s, tile = (unit - moved) // self.tiles_behind, (unit - moved) % self.tiles_behind
             if unit >= moved and s < sequences:
-                at, there = mPlaces[end, s], Int32(mPlaces[Field.NEW, s] > 0)
+                at, there = numbers[end, s], Int32(numbers[Field.NEW, s] > 0)
                 if const_expr(self.move.behind == "rows"):
                     rows = cutlass.min(BEHIND, cache.shape[1] - at) * there
                 else:
@@ -224,74 +181,50 @@ class MoveRows(_Rows):
         self.shapes = (cache, cache, "B T H D", "B T H D", "sequences width *", "fields sequences", "starts *")
 
     @cute.jit
-    def __call__(
-        self,
-        mK: cute.Tensor,  # [rows, S, H, D] or [pages, page, H, D]
-        mV: cute.Tensor | None,
-        mX: cute.Tensor | None,  # [B, N, H, D] or [total, H, D]
-        mY: cute.Tensor | None,
-        mTable: cute.Tensor | None,  # int32 [B, n]
-        mPlaces: cute.Tensor,  # int32 [fields, B]
-        mCu: cute.Tensor | None,  # int32 [B + 1], starts in a packed dense tensor
-        first: Int32,  # `Field` of the first place in the cache
-        count: Int32,  # `Field` of the number of rows; none are cleared
-        stream: cuda.CUstream,
-    ):
-        sequences = mPlaces.shape[1]
+    def __call__(self, *arguments):
+        """k and v in caches, and dense; page table, numbers of `Field`, starts of packed rows; which of the numbers are
+        the first row in the cache and the number of rows; stream."""
+        *tensors, first, count, stream = arguments
+        mK, mV, mX, _, _, numbers, cu = tensors
+        sequences = numbers.shape[1]
         if const_expr(self.move.to == "nothing"):
-            units = sequences * cute.ceil_div(BEHIND, TILE)
-        elif const_expr(mCu is not None):
-            units = mX.shape[0] // TILE + sequences
+            tiles = Int32(cute.ceil_div(BEHIND, TILE))
         else:
-            units = sequences * cute.ceil_div(mX.shape[1], TILE)
-        self.kernel((mK, mV, mX, mY, mTable, mPlaces, mCu), (first, count), units // sequences).launch(
+            tiles = Int32(math.prod(tiles_and_batch(mX, cu, TILE))) // sequences
+        units = tiles * sequences
+        self.kernel(tuple(tensors), (first, count), tiles).launch(
             grid=[units, 1 if const_expr(mV is None) else 2, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(self, tensors: tuple, fields: tuple[Int32, Int32], tiles: Int32):
-        mK, mV, mX, mY, mTable, mPlaces, mCu = tensors
-        move = self.move
+        mK, mV, mX, mY, table, numbers, cu = tensors
         unit, is_value, _ = cute.arch.block_idx()
-        s, tile, start = unit // tiles, unit % tiles, Int32(0)
-        if const_expr(mCu is not None and move.to != "nothing"):
-            s = sequence_at(mCu, unit, TILE)
-            tile = unit - (mCu[s] // TILE + s)
-        if const_expr(mCu is not None):
-            start, length = mCu[s], mCu[s + 1] - mCu[s]
-        elif const_expr(move.to == "nothing"):
-            length = Int32(mK.shape[1])
+        if const_expr(self.move.to == "nothing"):
+            s, tile, start, length = unit // tiles, unit % tiles, Int32(0), Int32(mK.shape[1])
+            if const_expr(cu is not None):
+                start, length = cu[s], cu[s + 1] - cu[s]
         else:
-            length = Int32(mX.shape[1])
-        first, count = mPlaces[fields[0], s], Int32(0)
-        if const_expr(move.to == "nothing"):
-            rows = cutlass.min(BEHIND, length - first) * Int32(mPlaces[Field.NEW, s] > 0)
+            s, tile, start, length = sequence_tile(unit, tiles, mX, cu, TILE)
+        first, count = numbers[fields[0], s], Int32(0)
+        if const_expr(self.move.to == "nothing"):
+            rows = cutlass.min(BEHIND, length - first) * Int32(numbers[Field.NEW, s] > 0)
         else:
-            count = cutlass.min(mPlaces[fields[1], s], length)
-            rows = count
-            if const_expr(move.to == "dense"):
-                rows = cutlass.min(count + BEHIND, length)
+            count = cutlass.min(numbers[fields[1], s], length)
+            rows = cutlass.min(count + BEHIND, length)
         place = (s, start, first, tile * TILE, count, rows)
         if tile * TILE < rows:
             if is_value == 0:
-                self.move_tile(mK, mX, mTable, place)
+                self.move_tile(mK, mX, table, place)
             elif const_expr(mV is not None):
-                self.move_tile(mV, mY, mTable, place)
+                self.move_tile(mV, mY, table, place)
 
 
 Pair = tuple[Optional[Tensor], Optional[Tensor]]
 Six = Sequence[Optional[Tensor]]
 
 
-def append(
-    x: Six,
-    caches: Six,
-    tables: Pair,
-    places: Tensor,
-    starts: Pair = (None, None),
-    *,
-    behind: str = "",
-) -> None:
+def append(x: Six, caches: Six, tables: Pair, places: Tensor, starts: Pair = (None, None), *, behind: str = "") -> None:
     """Write the first rows of dense keys and values [B, N, H, D], packed [total, H, D], to their places in the caches.
 
     Args:
@@ -313,12 +246,7 @@ def append(
 
 
 def gather(
-    caches: Pair,
-    x: Pair,
-    table: Tensor | None,
-    places: Tensor,
-    fields: tuple[Field, Field],
-    cu_seqlens: Tensor | None,
+    caches: Pair, x: Pair, table: Tensor | None, places: Tensor, fields: tuple[Field, Field], cu_seqlens: Tensor | None
 ) -> None:
     """Read rows of two caches into dense tensors, and clear `BEHIND` rows behind them.
 

@@ -6,28 +6,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from nsa_layer.kernels.decode.cache_rows import Caches, Stored, new_row
+from nsa_layer.kernels.cache_rows.locate import pages_exist
+from nsa_layer.kernels.decode.cache_rows import Caches, Sequence, Stored, new_row
 from nsa_layer.kernels.decode.partial_sums import fragment
-from nsa_layer.kernels.decode.places import Sequence
 from nsa_layer.kernels.decode.spec import VECTOR, DecodeSpec
 
 
-@cute.jit
-def is_inside(sequence: Sequence, caches: Caches, threads: cutlass.Constexpr[int], sBad: cute.Tensor) -> Boolean:
-    """True if all the sequence's places are there; of all threads together."""
-    tidx, _, _ = cute.arch.thread_idx()
-    if const_expr(caches.tokens.pages is not None or caches.keys.pages is not None):
-        if tidx == 0:
-            sBad[0] = Int32(0)
-        cute.arch.sync_threads()
-        if sequence.inside:
-            bad = caches.tokens.table(sequence).lacks(sequence.S, tidx, threads)
-            bad = bad | caches.keys.table(sequence).lacks(sequence.completed()[1], tidx, threads)
-            if bad:
-                sBad[0] = Int32(1)
-        cute.arch.sync_threads()
-        return sequence.inside & (sBad[0] == 0)
-    return sequence.inside
+def is_inside(sequence: Sequence, caches: Caches, threads: int, sBad: cute.Tensor) -> Boolean:
+    """True if all the sequence's slots are in the caches; of all threads together."""
+    used = [(caches.tokens, sequence.S), (caches.keys, sequence.completed()[1])]
+    tables = [stored.table(sequence).used(slots) for stored, slots in used if stored.pages is not None]
+    return pages_exist(sequence.inside, tables, sBad, threads) if tables else sequence.inside
 
 
 @cute.jit
@@ -39,7 +28,7 @@ def write_valid(
     threads: cutlass.Constexpr[int],
     sBad: cute.Tensor,
 ):
-    """mValid: int32 [B, Hkv]: 1 where all the sequence's places are there."""
+    """mValid: int32 [B, Hkv]: 1 where all the sequence's slots are in the caches."""
     tidx, _, _ = cute.arch.thread_idx()
     valid = is_inside(sequence, caches, threads, sBad)
     if tidx == 0:

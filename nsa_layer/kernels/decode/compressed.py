@@ -16,11 +16,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from nsa_layer.kernels.decode.append import complete_keys, write_valid
-from nsa_layer.kernels.decode.cache_rows import Caches, Stored, new_row
-from nsa_layer.kernels.decode.partial_sums import shared_partial, write_nothing, write_partial
-from nsa_layer.kernels.decode.places import Lengths, Sequence, Table
+from nsa_layer.kernels.decode.attention import WarpRows, no_rows, own_keys, set_queries, write_partial
+from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, Sequence, Stored, Table, new_row
+from nsa_layer.kernels.decode.partial_sums import shared_partial, write_nothing
 from nsa_layer.kernels.decode.spec import KEYS, LAUNCH, ROWS, WARP, WARPS, DecodeSpec, StepTensors
-from nsa_layer.kernels.decode.warp_rows import WarpRows, no_rows, own_keys, set_queries
 
 LOG2_E = 1.4426950408889634
 
@@ -42,20 +41,11 @@ class CompressedDecode:
         B, Hkv, _, _ = step.scores.shape
         partial = (step.scores, step.stats, step.acc, step.valid)
         self.kernel(step.q, caches, lengths, partial, softmax_scale * LOG2_E).launch(
-            grid=[step.stats.shape[3] * -(-self.spec.rows // ROWS), Hkv, B],
-            stream=stream,
-            **LAUNCH,
+            grid=[step.stats.shape[3] * -(-self.spec.rows // ROWS), Hkv, B], stream=stream, **LAUNCH
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mQ: cute.Tensor,
-        caches: Caches,
-        lengths: Lengths,
-        out: tuple,
-        scale_log2: Float32,
-    ):
+    def kernel(self, mQ: cute.Tensor, caches: Caches, lengths: Lengths, out: tuple, scale_log2: Float32):
         spec, (mScores, mStats, mAcc, mValid) = self.spec, out
         x, head, b = cute.arch.block_idx()
         smem = SmemAllocator()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from nsa_layer.kernels.decode.spec import ROWS, WARP, WARPS
+from nsa_layer.kernels.decode.spec import ROWS, WARPS
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
-
-if TYPE_CHECKING:
-    from nsa_layer.kernels.decode.warp_rows import WarpRows
 
 COLUMNS = 4  # of a row in one thread
 AT_ONCE = 4  # parts that a thread loads before it adds the first
@@ -81,48 +77,6 @@ def fragment(row: cute.Tensor, lane: Int32, columns: int = COLUMNS) -> cute.Tens
     part = cute.make_rmem_tensor((columns,), row.element_type)
     cute.autovec_copy(cute.local_tile(row, (columns,), (lane,)), part)
     return part
-
-
-@cute.jit
-def write_partial(
-    rows: WarpRows,
-    sStats: cute.Tensor,
-    sAcc: cute.Tensor,
-    stats: cute.Tensor,
-    acc: cute.Tensor,
-    first: Int32,
-    count: Int32,
-    piece: Int32,
-):
-    """Add up what a thread block's warps have, and write it.
-
-    Args:
-        sStats, sAcc: fp32 [2, ROWS, warps] and [D, ROWS, warps] in shared memory, of `shared_partial`.
-        stats, acc: fp32 [R, pieces, 2] and [R, pieces, D].
-        first, count: the rows, as they lie in these.
-    """
-    tidx, _, _ = cute.arch.thread_idx()
-    lane, own = cute.arch.lane_idx(), cute.arch.warp_idx()
-    g, c = lane // 4, lane % 4
-    for r in cutlass.range_constexpr(2):
-        total = cute.arch.warp_reduction_sum(rows.total[r], threads_in_group=4)
-        if c == 0:
-            sStats[0, g + 8 * r, own] = rows.top[r]
-            sStats[1, g + 8 * r, own] = total
-        if g + 8 * r < count:
-            for j in cutlass.range_constexpr(rows.D // 64):
-                for i in cutlass.range_constexpr(4):  # 16 columns, four at a time
-                    part = cute.make_rmem_tensor((4,), Float32)
-                    for x in cutlass.range_constexpr(4):
-                        at = 4 * i + x
-                        part[x] = rows.acc[2 * r + at // 8, 8 * j + at % 8]
-                    cute.autovec_copy(part, cute.local_tile(sAcc[None, g + 8 * r, own], (4,), (16 * j + 4 * c + i,)))
-    cute.arch.sync_threads()
-    lanes, warps = rows.D // COLUMNS, sStats.shape[2]
-    for row in cutlass.range(tidx // lanes, count, WARP * warps // lanes, unroll=1):
-        part = Part.nothing()
-        part.add_all([(sStats[None, row, w], sAcc[None, row, w]) for w in range(warps)], None, tidx % lanes)
-        part.write(stats[first + row, piece, None], acc[first + row, piece, None], tidx % lanes)
 
 
 @cute.jit

@@ -19,19 +19,10 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from nsa_layer.kernels.decode.append import append, complete_keys, write_valid
-from nsa_layer.kernels.decode.attention import TokenTile, num_tiles
-from nsa_layer.kernels.decode.cache_rows import Caches, new_row
+from nsa_layer.kernels.decode.attention import TokenTile, no_rows, num_tiles, write_partial
+from nsa_layer.kernels.decode.cache_rows import Caches, Lengths, new_row
 from nsa_layer.kernels.decode.compressed import LOG2_E, RowTile
-from nsa_layer.kernels.decode.partial_sums import (
-    AT_ONCE,
-    COLUMNS,
-    Part,
-    finite,
-    fragment,
-    shared_partial,
-    write_partial,
-)
-from nsa_layer.kernels.decode.places import Lengths
+from nsa_layer.kernels.decode.partial_sums import AT_ONCE, COLUMNS, Part, finite, fragment, shared_partial
 from nsa_layer.kernels.decode.spec import (
     KEYS,
     LAUNCH,
@@ -44,7 +35,6 @@ from nsa_layer.kernels.decode.spec import (
     StepTensors,
 )
 from nsa_layer.kernels.decode.topk import Choice, candidates, rank_of
-from nsa_layer.kernels.decode.warp_rows import no_rows
 from nsa_layer.kernels.gating.forward import EQUAL_SHARE
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 from nsa_layer.kernels.select_by_tile.register_topk import unpack_block

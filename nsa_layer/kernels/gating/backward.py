@@ -19,7 +19,6 @@ small launch adds the CTAs' sums in a fixed order.
 import math
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -31,7 +30,7 @@ from flash_attn.cute.runtime.own_device import target_sm_count
 from nsa_layer.kernels.gating.forward import (
     EQUAL_SHARE,
     LOG2_E,
-    Rows,
+    Layout,
     batched,
     dot,
     heads_of_cta,
@@ -80,47 +79,29 @@ class GatedSumBackward:
         *(["B T H D"] * 3 + ["starts"]),
     )
 
-    def __init__(self, rows: Rows, tile_m: int) -> None:
+    def __init__(self, rows: Layout, tile_m: int) -> None:
         self.rows, self.tile_m = rows, tile_m
         # A tile's numbers in shared memory, by token, head, branch and stage: padded, or a warp's meet in one bank.
         branch = (rows.tile + 1) * rows.heads + 7
         self.strides = (1, rows.tile + 1, branch, 3 * branch)
 
     @cute.jit
-    def __call__(
-        self,
-        mdO: cute.Tensor,  # [B, T, Hq, D], or [total, Hq, D]; as all tensors of rows
-        mO_cmp: cute.Tensor,
-        mO_slc: cute.Tensor,
-        mO_swa: cute.Tensor | None,  # None, as all of the window, where there is none
-        mLSE_cmp: cute.Tensor,  # [B, Hq, T], or [Hq, total]
-        mLSE_slc: cute.Tensor,
-        mLSE_swa: cute.Tensor | None,
-        mStats_cmp: cute.Tensor,  # dpsum and lse_log2: [2, B, Hq, padded], or [2, Hq, padded]
-        mStats_slc: cute.Tensor,
-        mStats_swa: cute.Tensor | None,
-        mG: cute.Tensor | None,  # [B, T, Hq, 3]
-        mQ: cute.Tensor | None,
-        mW: cute.Tensor | None,  # [Hq, 3, D]
-        mdQ: cute.Tensor | None,
-        mSums: cute.Tensor | None,  # [ctas * tokens of a step, Hq, 3, D]
-        mdGates: cute.Tensor | None,  # [B, T, Hq, 3]
-        mdO_cmp: cute.Tensor | None,
-        mdO_slc: cute.Tensor | None,
-        mdO_swa: cute.Tensor | None,
-        mCuSeqlens: cute.Tensor | None,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments):
+        """do, outputs, lses, dpsum and lse_log2 [2, B, Hq, padded] of the branches, gates, q, weight, dq, partial sums
+        [ctas * tokens of a step, Hq, 3, D], gradients of gates, do of the branches, starts; CTAs of a group, stream.
+
+        Packed rows have no B, and without a window the last of each three is None.
+        """
+        mdO, *threes, mG, mQ, mW, mdQ, mSums, mdGates, mdO_cmp, mdO_slc, mdO_swa, mCuSeqlens, ctas, stream = arguments
+        outputs, lses, three_stats = ([t for t in threes[i : i + 3] if t is not None] for i in (0, 3, 6))
         mdO, mG, mQ, mdQ, mdGates = [batched(t, 4) for t in (mdO, mG, mQ, mdQ, mdGates)]
-        branches = tuple(batched(t, 4) for t in (mO_cmp, mO_slc, mO_swa) if t is not None)
-        lses = tuple(batched(t, 3) for t in (mLSE_cmp, mLSE_slc, mLSE_swa) if t is not None)
+        branches, lses = tuple(batched(t, 4) for t in outputs), tuple(batched(t, 3) for t in lses)
         mdOs = None
         if const_expr(mdO_cmp is not None):
             mdOs = tuple(batched(t, 4) for t in (mdO_cmp, mdO_slc, mdO_swa) if t is not None)
         # One layout for all of them leaves registers to others.
-        rest = (None,) * (cute.rank(mStats_cmp) - 1)
-        stats = [[t[(n, *rest)] for t in (mStats_cmp, mStats_slc, mStats_swa) if t is not None] for n in range(2)]
+        rest = (None,) * (cute.rank(three_stats[0]) - 1)
+        stats = [[t[(n, *rest)] for t in three_stats] for n in range(2)]
         dpsums, lse_log2s = (tuple(t.iterator for t in three) for three in stats)
         stat = batched(stats[0][0], 3)
         groups = mdO.shape[2] // self.rows.heads
@@ -150,7 +131,7 @@ class GatedSumBackward:
 
         read = (mdO, *branches, mQ) if const_expr(mW is not None) else (mdO, *branches)
         smem = cutlass.utils.SmemAllocator()
-        # Rows on their way: a thread's own share of some steps, which no other thread reads.
+        # Layout on their way: a thread's own share of some steps, which no other thread reads.
         in_ring = cute.make_layout((rows.vector, rows.threads, len(read), rows.at_once))
         sRing = smem.allocate_tensor(dtype, in_ring, byte_alignment=128)
         in_tile = cute.make_layout((rows.tile, rows.heads, 3, 2), stride=self.strides)
@@ -402,11 +383,11 @@ def gated_sum_backward(
     return GateGradients(dq, d_weight, d_gates, dpsum, lse_log2, do_branches)
 
 
-def backward_rows(D: int, Hq: int) -> Rows:
-    return Rows(D, heads_of_cta(Hq), at_once=3, steps=D // 4)
+def backward_rows(D: int, Hq: int) -> Layout:
+    return Layout(D, heads_of_cta(Hq), at_once=3, steps=D // 4)
 
 
-def _ctas_a_group(do: Tensor, rows: Rows, weighed: bool) -> int:
+def _ctas_a_group(do: Tensor, rows: Layout, weighed: bool) -> int:
     """CTAs of each group of heads, which share the tiles of tokens."""
     tiles = do.shape[:-3].numel() * -(-do.shape[-3] // rows.tile)
     if not weighed:

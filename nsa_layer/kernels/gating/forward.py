@@ -14,6 +14,7 @@ import torch
 from cutlass import Float32, Int32, const_expr
 
 from nsa_layer.kernels.launch import DTYPES, launch
+from nsa_layer.kernels.varlen import load_once
 
 LOG2_E = 1.4426950408889634
 EQUAL_SHARE = 1.0 / 3.0
@@ -22,7 +23,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class Layout:
     """The layout of a CTA's threads over rows: the lanes of a row, then the heads of a token, then tokens.
 
     Attributes:
@@ -61,7 +62,7 @@ class GatedSum:
 
     shapes = "B T H D", "H 3 D", "B T H 3 *", *["B T H D"] * 4, "B T H 3 *"
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Layout) -> None:
         self.rows = rows
 
     @cute.jit
@@ -138,25 +139,18 @@ def batched(t: cute.Tensor | None, rank: int) -> cute.Tensor | None:
     return cute.make_tensor(t.iterator, cute.make_layout((1, *t.shape), stride=(0, *t.stride)))
 
 
-def vector_of(t: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32, rows: Rows) -> cute.Tensor:
+def vector_of(t: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32, rows: Layout) -> cute.Tensor:
     """A thread's share of a row of [B, T, H, D]."""
     return cute.local_tile(t[b, token, h, None], (rows.vector,), (lane,))
 
 
-def load_vector(t: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32, rows: Rows) -> cute.Tensor:
-    # Nothing is read twice, so not kept in L1. Not marked invariant: the compiler would move loads behind stores.
-    atom = cute.make_copy_atom(
-        cute.nvgpu.CopyG2ROp(),
-        t.element_type,
-        num_bits_per_copy=128,
-        l1c_evict_priority=cute.nvgpu.CacheEvictionPriority.NO_ALLOCATE,
-    )
+def load_vector(t: cute.Tensor, b: Int32, token: Int32, h: Int32, lane: Int32, rows: Layout) -> cute.Tensor:
     loaded = cute.make_rmem_tensor((rows.vector,), t.element_type)
-    cute.copy(atom, vector_of(t, b, token, h, lane, rows), loaded)
+    load_once(vector_of(t, b, token, h, lane, rows), loaded)
     return loaded
 
 
-def load_weight(mW: cute.Tensor, h: Int32, lane: Int32, rows: Rows) -> list[list[Float32]]:
+def load_weight(mW: cute.Tensor, h: Int32, lane: Int32, rows: Layout) -> list[list[Float32]]:
     """A thread's share of W[h], in fp32."""
     loaded = []
     for i in range(3):
@@ -178,12 +172,12 @@ def dot(a: list[Float32], b: list[Float32]) -> Float32:
     return total
 
 
-def row_sum(share: Float32, rows: Rows) -> Float32:
+def row_sum(share: Float32, rows: Layout) -> Float32:
     """The sum over a row's lanes, in each of them."""
     return cute.arch.warp_reduction_sum(share, threads_in_group=rows.lanes)
 
 
-def sigmoids(rQ: cute.Tensor, rW: list[list[Float32]], rows: Rows) -> list[Float32]:
+def sigmoids(rQ: cute.Tensor, rW: list[list[Float32]], rows: Layout) -> list[Float32]:
     q = numbers(rQ)
     logits = [row_sum(dot(q, w), rows) for w in rW]
     return [cute.arch.rcp_approx(1.0 + cute.math.exp2(-LOG2_E * x, fastmath=True)) for x in logits]
@@ -235,8 +229,8 @@ def gated_sum(
     return o, g
 
 
-def forward_rows(D: int, Hq: int, *, weighed: bool) -> Rows:
-    return Rows(D, heads_of_cta(Hq), at_once=4, steps=16, resident=1 if weighed else 2)
+def forward_rows(D: int, Hq: int, *, weighed: bool) -> Layout:
+    return Layout(D, heads_of_cta(Hq), at_once=4, steps=16, resident=1 if weighed else 2)
 
 
 def heads_of_cta(Hq: int) -> int:

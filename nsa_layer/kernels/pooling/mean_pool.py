@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, const_expr
 
 from flash_attn.cute.lists.rows import sequence_at
 from nsa_layer.call_spec import mean_scale
+from nsa_layer.kernels.cache_rows.locate import Field
 from nsa_layer.kernels.launch import launch
 from nsa_layer.kernels.pooling.tiling import (
     IN_FLIGHT,
@@ -29,44 +30,48 @@ from nsa_layer.kernels.pooling.tiling import (
     plan_blocks,
     plan_segments,
 )
-from nsa_layer.kernels.varlen import (
-    divided,
-    head_rows,
-    place_of_cta,
-    round_to,
-    tiles_and_batch,
-    vector,
-)
+from nsa_layer.kernels.varlen import divided, head_rows, place_of_cta, round_to, tiles_and_batch, vector
 
 Tensor = torch.Tensor
 
 
 class PoolKernel:
-    """Means of blocks; ``key`` and ``value`` have one plan each, since D and Dv may differ; Dv 0: of keys alone."""
+    """Means of blocks; ``key`` and ``value`` have one plan each, since D and Dv may differ; Dv 0: of keys alone.
 
-    shapes = "B T H D", "B T H D", *["B blocks H D"] * 3, "starts", "starts"
+    With ``numbers``, those of `Field`, tokens and means lie in caches, and the blocks are those that a call completes.
+    A segment of tokens lies on one page: pages are multiples of the block, and segments divide the stride.
+    """
 
-    def __init__(self, pooling: Pooling, D: int, Dv: int):
+    def __init__(self, pooling: Pooling, D: int, Dv: int, cached: bool = False):
         self.pooling = pooling
         self.blocks = plan_blocks(pooling, max(D, Dv))
         self.key = plan_segments(pooling, self.blocks, D)
         self.value = plan_segments(pooling, self.blocks, Dv) if Dv else None
         self.smem_floats = max(self.key.count * D, self.value.count * Dv if Dv else 0)
+        self.shapes = *["B T H D"] * 2, *["B blocks H D"] * 3, "starts", "starts"
+        if cached:
+            caches = *["pages page H D"] * 2, "k_pages k_page H D", "", "v_pages v_page H D"
+            self.shapes = *caches, "sequences width *", "sequences cmp_width *", "fields sequences"
 
     @cute.jit
     def __call__(
         self,
-        mK: cute.Tensor,  # [B, T, H, D] or [total, H, D]
+        mK: cute.Tensor,  # [B, T, H, D] or [total, H, D]; cached: [rows, S, H, D] or [pages, page, H, D]
         mV: Optional[cute.Tensor],
-        mKMean: cute.Tensor,  # [B, Tc, H, D] or [total_blocks, H, D]
+        mKMean: cute.Tensor,  # [B, Tc, H, D] or [total_blocks, H, D]; cached: like mK
         mKMeanToo: Optional[cute.Tensor],  # the same in another dtype
         mVMean: Optional[cute.Tensor],
-        mCuSeqlens: Optional[cute.Tensor],
-        mCuBlocks: Optional[cute.Tensor],
+        starts: Optional[cute.Tensor],  # of packed tokens; cached: int32 [B, n], their page table
+        cmp_starts: Optional[cute.Tensor],  # of packed blocks, or the page table of means
+        numbers: Optional[cute.Tensor],  # int32 [fields, B]
+        most: Int32,  # cached: blocks of a sequence
         stream: cuda.CUstream,
     ):
-        tiles, batch = tiles_and_batch(mKMean, mCuBlocks, self.blocks)
-        self.kernel((mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks), tiles).launch(
+        if const_expr(numbers is None):
+            tiles, batch = tiles_and_batch(mKMean, cmp_starts, self.blocks)
+        else:
+            tiles, batch = cute.ceil_div(most, self.blocks), numbers.shape[1]
+        self.kernel((mK, mV, mKMean, mKMeanToo, mVMean), (starts, cmp_starts), numbers, tiles).launch(
             grid=[batch * tiles * mK.shape[cute.rank(mK) - 2], 1 if const_expr(mV is None) else 2, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -75,41 +80,59 @@ class PoolKernel:
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple, tiles: Int32):
-        mK, mV, mKMean, mKMeanToo, mVMean, mCuSeqlens, mCuBlocks = tensors
+    def kernel(self, tensors: tuple, places: tuple, numbers: Optional[cute.Tensor], tiles: Int32):
+        mK, mV, mKMean, mKMeanToo, mVMean = tensors
         batch, tile, head, is_value = place_of_cta(tiles, mK.shape[cute.rank(mK) - 2])
         token, row, rows = Int32(0), Int32(0), Int32(mKMean.shape[cute.rank(mKMean) - 3])
-        if const_expr(mCuBlocks is not None):
-            s = sequence_at(mCuBlocks, tile, self.blocks)
-            token, row = mCuSeqlens[s], mCuBlocks[s]
-            rows = mCuBlocks[s + 1] - row
+        tables = (None, None)
+        if const_expr(numbers is not None):
+            tables = places
+            token, row, rows = (numbers[of, batch] for of in (Field.SOURCE, Field.CMP_FIRST, Field.CMP_NEW))
+        elif const_expr(places[1] is not None):
+            cu_seqlens, cu_blocks = places
+            s = sequence_at(cu_blocks, tile, self.blocks)
+            token, row = cu_seqlens[s], cu_blocks[s]
+            rows = cu_blocks[s + 1] - row
             tile -= row // self.blocks + s
         first = tile * self.blocks
         count = cutlass.min(rows - first, self.blocks)
-        token, row = token + first * self.pooling.d, row + first
+        place = (token + first * self.pooling.d, row + first, count)
         smem = cutlass.utils.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout(self.smem_floats), byte_alignment=16)
         if count > 0:
             if is_value == 0:
-                self.sum_segments(head_rows(mK, batch, head), token, count, sums, self.key)
-                cute.arch.sync_threads()
-                mean, mean_too = head_rows(mKMean, batch, head), None
-                if const_expr(mKMeanToo is not None):
-                    mean_too = head_rows(mKMeanToo, batch, head)
-                self.write_means(sums, mean, mean_too, row, count, self.key)
+                self.pool_tile((mK, mKMean, mKMeanToo), tables, (batch, head), place, sums, self.key)
             elif const_expr(mV is not None):
-                self.sum_segments(head_rows(mV, batch, head), token, count, sums, self.value)
-                cute.arch.sync_threads()
-                self.write_means(sums, head_rows(mVMean, batch, head), None, row, count, self.value)
-
-    def rows(self, x: cute.Tensor, first: Int32) -> cute.Tensor:
-        """Rows of [T, D] from the first on."""
-        return cute.domain_offset((first, 0), x)
+                self.pool_tile((mV, mVMean, None), tables, (batch, head), place, sums, self.value)
 
     @cute.jit
-    def sum_segments(
-        self, x: cute.Tensor, token: Int32, count: Int32, sums: cute.Tensor, plan: cutlass.Constexpr[Segments]
+    def pool_tile(
+        self,
+        tensors: tuple,
+        tables: tuple,
+        where: tuple,
+        place: tuple,
+        sums: cute.Tensor,
+        plan: cutlass.Constexpr[Segments],
     ):
+        """tensors: tokens, their means, and these in another dtype; where: sequence and head; place: first token, first
+        mean, and number of means."""
+        x, mean, mean_too = tensors
+        token, row, count = place
+        self.sum_segments((x, tables[0], *where), token, count, sums, plan)
+        cute.arch.sync_threads()
+        self.write_means(sums, (mean, tables[1], *where), (mean_too, None, *where), row, count, plan)
+
+    def rows(self, x: tuple, first: Int32) -> cute.Tensor:
+        """[rows, D] of a sequence's head from the first on; of a cache with a page table up to the end of the page."""
+        x, table, batch, head = x
+        if const_expr(table is not None):
+            page = x.shape[1]
+            batch, first = table[batch, first // page], first % page
+        return cute.domain_offset((first, 0), head_rows(x, batch, head))
+
+    @cute.jit
+    def sum_segments(self, x: tuple, token: Int32, count: Int32, sums: cute.Tensor, plan: cutlass.Constexpr[Segments]):
         """x: rows of `D`, see `rows`; segment i of the tile goes to the i-th D elements of `sums`."""
         D = plan.D
         lanes = D // VECTOR
@@ -137,8 +160,8 @@ class PoolKernel:
     def write_means(
         self,
         sums: cute.Tensor,
-        mean: cute.Tensor,
-        mean_too: Optional[cute.Tensor],
+        mean: tuple,
+        mean_too: tuple,
         row: Int32,
         count: Int32,
         plan: cutlass.Constexpr[Segments],
@@ -156,7 +179,7 @@ class PoolKernel:
                     part = cute.local_tile(sums, (2,), ((first + j) * pairs + pair,))
                     total.store(total.load() + part.load())
                 round_to(divided(total, unscaled), vector(self.rows(mean, row + block), 0, pair, 2))
-                if const_expr(mean_too is not None):
+                if const_expr(mean_too[0] is not None):
                     round_to(divided(total, unscaled), vector(self.rows(mean_too, row + block), 0, pair, 2))
 
 
@@ -274,7 +297,7 @@ def pool(
         return k_means, v_mean
     too = k_means[1] if len(k_means) == 2 else None
     static = (Pooling(block_size, stride), D, Dv)
-    launch("pool", PoolKernel, static, k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks)
+    launch("pool", PoolKernel, static, k, v, k_means[0], too, v_mean, cu_seqlens, cu_blocks, None, 0)
     return k_means, v_mean
 
 

@@ -7,7 +7,6 @@ docstring gives the algorithm.
 
 from functools import lru_cache
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -23,10 +22,10 @@ from nsa_layer.kernels.select_by_tile.pooled_queries import pooled_queries
 from nsa_layer.kernels.select_by_tile.query_tiles import candidates_end, eligible, local_range, tile_to_batch
 from nsa_layer.kernels.select_by_tile.register_topk import RegisterTopK
 from nsa_layer.kernels.select_by_tile.spec import ROWS, TopKSpec
-from nsa_layer.kernels.select_by_tile.split_fp16 import VECTOR
-from nsa_layer.kernels.select_by_tile.split_fp16_gemm import (
+from nsa_layer.kernels.select_by_tile.split_fp16 import (
     THREADS,
     TILE,
+    VECTOR,
     WARPS_M,
     WARPS_N,
     copy_row,
@@ -58,33 +57,18 @@ class BlockTopK:
         self.spec = spec
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # split fp16 [tiles, Hq, 2 D], as mK
-        mQ_scale: cute.Tensor,
-        mK: cute.Tensor,
-        mK_scale: cute.Tensor,
-        mCu: cute.Tensor | None,
-        mCu_blocks: cute.Tensor | None,
-        mIndices: cute.Tensor,  # [B, Hkv, tiles of a sequence, n]; packed: [1, Hkv, all tiles, n]
-        mCounts: cute.Tensor,
-        groups: Int32,  # of tiles, one a CTA, over all sequences
-        T: Int32,
-        block_size: Int32,
-        q_tile: Int32,
-        block_counts: Int32,
-        keys_a_block: Int32,
-        softmax_scale: Float32,
-        heads_first: Int32,
-        stream: cuda.CUstream,
-    ):
-        numbers = (groups, T, block_size, q_tile, block_counts, keys_a_block, softmax_scale, heads_first)
-        self.kernel((mQ, mQ_scale, mK, mK_scale, mCu, mCu_blocks, mIndices, mCounts), numbers).launch(
-            grid=[groups * mIndices.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
+    def __call__(self, *arguments):
+        """Split fp16 rows [tiles, Hq, 2 D] and scales of queries, those of keys, starts of tokens and of keys, lists
+        [B, Hkv, tiles of a sequence, n], packed [1, Hkv, all tiles, n], their counts; numbers of `kernel`; stream."""
+        tensors, (*numbers, stream) = arguments[:8], arguments[8:]
+        groups, indices = numbers[0], tensors[6]
+        self.kernel(tensors, tuple(numbers)).launch(
+            grid=[groups * indices.shape[1], 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(self, tensors: tuple, numbers: tuple):
+        """numbers: groups of tiles, one a CTA, over all sequences, T, and so on."""
         mQ, mQ_scale, mK, mK_scale, mCu, mCu_blocks, mIndices, mCounts = tensors
         groups, T, block_size, q_tile, block_counts, keys_a_block, softmax_scale, heads_first = numbers
         spec = self.spec

@@ -6,7 +6,6 @@ rows of threads share the tokens, with the loads of eight tokens in flight. The 
 
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -53,18 +52,10 @@ class PooledQueries:
         self.heads = ROW // self.lanes
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # [B, T, Hq, D], or [total, Hq, D]
-        mK: cute.Tensor,  # fp32 [B, Tc, Hkv, D], or [total, Hkv, D]
-        mCu: cute.Tensor | None,
-        mQ_rows: cute.Tensor,  # fp16 [tiles, Hq, 2 D]
-        mQ_scale: cute.Tensor,  # fp32 [tiles, Hq]
-        mK_rows: cute.Tensor,
-        mK_scale: cute.Tensor,
-        q_tile: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments):
+        """q [B, T, Hq, D], fp32 keys [B, Tc, Hkv, D], starts of packed queries; fp16 rows and fp32 scales of tiles, and of
+        keys; tokens of a tile; stream."""
+        mQ, mK, mCu, mQ_rows, mQ_scale, mK_rows, mK_scale, q_tile, stream = arguments
         if const_expr(mCu is not None):
             mQ, mK = [cute.make_tensor(t.iterator, cute.prepend(t.layout, cute.make_layout(1))) for t in (mQ, mK)]
         head_groups = cute.ceil_div(mQ.shape[2], self.heads)
@@ -72,9 +63,7 @@ class PooledQueries:
         of_tiles = mQ_rows.shape[0] * head_groups
         tensors = (mQ, mK, mCu, mQ_rows, mQ_scale, mK_rows, mK_scale)
         self.kernel(tensors, q_tile, head_groups, of_tiles).launch(
-            grid=[of_tiles + cute.ceil_div(key_rows, THREADS // self.lanes), 1, 1],
-            block=[THREADS, 1, 1],
-            stream=stream,
+            grid=[of_tiles + cute.ceil_div(key_rows, THREADS // self.lanes), 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel

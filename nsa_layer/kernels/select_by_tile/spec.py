@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from nsa_layer.kernels.select_by_tile.split_fp16_gemm import TILE
+from nsa_layer.kernels.select_by_tile.split_fp16 import TILE
 
 ROWS = 4  # of a thread: two of each of its two fragments
 

@@ -66,24 +66,13 @@ class UnionLists:
         self.shapes = f"B L H {n} *", *starts, "sequences", "B H M", "B H M R", f"B H M R {self.words}"
 
     @cute.jit
-    def __call__(
-        self,
-        lists: cute.Tensor,  # [B, lists, H, n]; packed [1, all lists, H, n]
-        cu_seqlens: cute.Tensor | None,  # [sequences + 1]
-        cu_seqlens_k: cute.Tensor | None,  # the same of keys
-        cu_lists: cute.Tensor | None,  # of lists
-        cu_tiles: cute.Tensor | None,  # of tiles of rows
-        q_offset: cute.Tensor | None,  # [B], packed [sequences]
-        counts: cute.Tensor,  # [B, H, M]; packed [1, H, all M]
-        blocks: cute.Tensor,  # [B, H, M, R]
-        bits: cute.Tensor,  # [B, H, M, R, words]
-        queries: Int32,  # of a sequence; these two are not read where sequences are packed
-        keys: Int32,
-        stream,
-    ):
-        tensors = (lists, cu_seqlens, cu_seqlens_k, cu_lists, cu_tiles, q_offset, counts, blocks, bits)
+    def __call__(self, *arguments):
+        """Lists [B, lists, H, n], packed [1, all lists, H, n]; starts of packed queries, keys, lists and tiles;
+        positions of first queries; counts [B, H, M], packed [1, H, all M], blocks and bits of `Unions`; queries and
+        keys of a sequence, not read where packed; stream."""
+        tensors, (queries, keys, stream) = arguments[:9], arguments[9:]
         self.kernel(tensors, queries, keys).launch(
-            grid=[cute.size(counts.shape), 1, 1], block=[self.threads, 1, 1], stream=stream
+            grid=[cute.size(tensors[6].shape), 1, 1], block=[self.threads, 1, 1], stream=stream
         )
 
     @cute.kernel
