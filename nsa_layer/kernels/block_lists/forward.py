@@ -22,19 +22,13 @@ class BlocksToTiles:
         self.causal, self.q_tile, self.kv_tile, self.parts = causal, q_tile, kv_tile, parts
 
     @cute.jit
-    def __call__(
-        self,
-        lists: cute.Tensor,  # [B, H, M, n]; packed [1, H, all M, n]
-        cu_tiles: cute.Tensor | None,  # [sequences + 1]: query tiles before each packed sequence
-        cu_rows: cute.Tensor | None,  # the same of key tiles
-        counts: cute.Tensor,  # [B, H, M]
-        tiles: cute.Tensor,  # [B, H, M, as many as a list can hold]
-        rows: Int32,  # key tiles of a sequence, unless packed
-        stream,
-    ):
-        grid = [cute.ceil_div(lists.shape[2], WARPS) * lists.shape[1] * lists.shape[0], 1, 1]
-        tensors = (lists, cu_tiles, cu_rows, counts, tiles)
-        self.kernel(tensors, rows).launch(grid=grid, block=[32 * WARPS, 1, 1], stream=stream)
+    def __call__(self, *arguments):
+        """Lists [B, H, M, n], packed [1, H, all M, n]; query tiles and key tiles before each packed sequence; counts
+        [B, H, M] and key tiles [B, H, M, width]; key tiles of a sequence unless packed; stream."""
+        *tensors, rows, stream = arguments
+        B, H, M, _ = tensors[0].shape
+        grid = [cute.ceil_div(M, WARPS) * H * B, 1, 1]
+        self.kernel(tuple(tensors), rows).launch(grid=grid, block=[32 * WARPS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, tensors: tuple, rows: Int32):

@@ -1,7 +1,7 @@
 """The compressed branch over pieces of its keys, and the launch of its own that it has where they are many.
 
 A thread block has up to 16 rows of a key/value head and a piece of the compressed keys. Scores go to memory for the
-choice. The last piece has the keys that this call completes, too; its thread blocks look at all the sequence's pages
+selection. The last piece has the keys that this call completes, too; its thread blocks look at all the sequence's pages
 first, since a sequence that is led out of the caches writes nothing. Those of a further 16 rows write the same again,
 rather than wait for one another.
 """

@@ -1,11 +1,11 @@
-"""The step's only launch, or its second one: window, choice, selected branch, and the gated sum of all branches.
+"""The step's only launch, or its second one: window, selection, selected branch, and the gated sum of all branches.
 
-The thread blocks of a cluster share the keys of up to 16 query heads of one token and key/value head, and the choice of
-blocks. They begin with the compressed branch, unless that has a launch of its own, beside which they attend to the
-window: of what the step appends, it reads what is given. In one launch the choice takes long and reads little, so the
-window's keys are on the way meanwhile. Then each thread block makes the token's list of the cluster's candidates. At
-last it adds up its share of the rows, of which each of the cluster's thread blocks has a part in shared memory, while
-one of them appends.
+The thread blocks of a cluster share the keys of up to 16 query heads of one token and key/value head, and the
+selection of blocks. They begin with the compressed branch, unless that has a launch of its own, beside which they
+attend to the window; rows that the step appends are read from the call's tensors. In one launch the selection takes
+long and reads little, so the window's keys are on the way meanwhile. Then each thread block makes the token's list of
+the cluster's candidates. At last it adds up its share of the rows, of which each of the cluster's thread blocks has a
+part in shared memory, while one of them appends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nsa_layer.kernels.decode.spec import (
     OutputTensors,
     StepTensors,
 )
-from nsa_layer.kernels.decode.topk import Choice, candidates, rank_of
+from nsa_layer.kernels.decode.topk import Selection, candidates, rank_of
 from nsa_layer.kernels.gating.forward import EQUAL_SHARE
 from nsa_layer.kernels.select_by_tile.online_softmax import exp2
 from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
@@ -49,7 +49,7 @@ class SelectedDecode:
     shapes = (*StepTensors(), *OutputTensors())
 
     def __init__(self, spec: DecodeSpec, warps: int, each: int) -> None:
-        """warps: of a thread block; each: blocks in one thread, of those that choose."""
+        """warps: of a thread block; each: blocks in one thread, of those that select."""
         self.spec = spec
         self.warps = warps
         self.each = each
@@ -99,12 +99,12 @@ class SelectedDecode:
         )
         whole, window = caches.keys is not None, caches.read_window()
         if const_expr(whole):
-            assert num_tiles(spec) == 1  # the choice reads what the cluster wrote, of all heads
+            assert num_tiles(spec) == 1  # the selection reads what the cluster wrote, of all heads
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         sequence = lengths.sequence(b, caches.rows)
         own = TokenTile.of(spec, self.warps, sequence, head, x, slc)
-        choice = Choice.of(smem, own, self.each, whole)
+        selection = Selection.of(smem, own, self.each, whole)
         share, rows = RowShare.of(own, whole), no_rows(spec.D, mQ.element_type, scale_log2)
         scores = mScores[b, head, None, None]
         groups = Int32(0)
@@ -141,13 +141,13 @@ class SelectedDecode:
             cute.arch.griddepcontrol_launch_dependents()
             stats, acc = mStats[b, head, None, None, None], mAcc[b, head, None, None, None]
         valid = mValid[b, head] != 0
-        choice.choose(merged.of_rows(CMP) if whole else stats, scores, valid, window, groups)
+        selection.select(merged.of_rows(CMP) if whole else stats, scores, valid, window, groups)
         cute.arch.cluster_arrive()
         if const_expr(whole):
             own.attend(rows, window, None, groups)
             write_partial(rows, *shared, merged.of_rows(SWA), merged.sums_of_rows(SWA), Int32(0), own.count, Int32(0))
         cute.arch.cluster_wait()
-        listed = self.make_list(own.t, choice.gather(), choice.found, sList)
+        listed = self.make_list(own.t, selection.gather(), selection.found, sList)
         if const_expr(mLists is not None):
             if valid & (own.token < sequence.T) & (own.share == 0) & (own.first == 0):
                 write_list(mLists[b, own.token, head, None], sList, listed)

@@ -127,7 +127,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _each(call: CachedCall, warps: int) -> int:
-    """Blocks in one thread of these warps that choose, in each of their rounds."""
+    """Blocks in one thread of these warps that select, in each of their rounds."""
     blocks = call.config.num_blocks(call.room)
     return next((each for each in EACH if blocks <= warps * WARP * each), EACH[-1])
 
@@ -150,7 +150,7 @@ def _splits(call: CachedCall, T: int) -> tuple[int, int, int]:
     cmp = _num_splits(call, length, rows, WARPS, MOST_SPLITS, clusters=False)
     warps = WARPS if units > _slots() // RESIDENT else RESIDENT * WARPS
     slc = _num_splits(call, listed, units, warps, MOST_OF_CLUSTER, clusters=True)
-    # A token's choice needs the compressed branch of all heads of its group, in one cluster or of an earlier launch.
+    # A token's selection needs the compressed branch of all heads of its group, in one cluster or of an earlier launch.
     if G > ROWS or rows != units or cmp * WARPS > APART * slc * warps:
         return cmp, slc, warps
     few = _num_splits(call, listed, units, WARPS, MOST_OF_CLUSTER, clusters=True)

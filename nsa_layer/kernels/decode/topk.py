@@ -30,8 +30,8 @@ MOST_LOADED = 64  # scores that a thread loads before it knows what they count
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A thread block's part of a token's choice, round after round of `each` blocks in a thread.
+class Selection:
+    """A thread block's part of a token's selection, round after round of `each` blocks in a thread.
 
     Attributes:
         whole: the cluster's thread blocks have the pieces of the compressed branch, each one.
@@ -54,7 +54,7 @@ class Choice:
     found: cute.Tensor
 
     @classmethod
-    def of(cls, smem: SmemAllocator, tile: TokenTile, each: int, whole: bool) -> Choice:
+    def of(cls, smem: SmemAllocator, tile: TokenTile, each: int, whole: bool) -> Selection:
         def shared(dtype: type[cutlass.Numeric], count: int) -> cute.Tensor:
             return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
@@ -74,7 +74,7 @@ class Choice:
         return (turn * tile.shares * tile.warps + tile.group) * (WARP * self.each) + cute.arch.lane_idx()
 
     @cute.jit
-    def choose(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean, window: Stored, groups: Int32):
+    def select(self, stats: cute.Tensor, scores: cute.Tensor, valid: Boolean, window: Stored, groups: Int32):
         """Find this thread block's best; all threads together. Scores are loaded whether they count or not.
 
         stats: fp32 [R, pieces, 2] of the key/value head's rows, or [ROWS, 1, 2] in the cluster's shared memory.
@@ -246,7 +246,7 @@ def rank_of(entries: cute.Tensor, i: Int32, count: Int32) -> Int32:
 
 
 def candidates(spec: DecodeSpec, t: Int32) -> tuple[Int32, Int32]:
-    """The blocks of token t that it may choose, beside those that are forced: the first, and one past the last."""
+    """The blocks of token t that it may select, beside those that are forced: the first, and one past the last."""
     if const_expr(spec.local):
         return Int32(spec.init), cutlass.max(t // spec.block_size - (spec.local - 1), spec.init)
     if const_expr(spec.init):

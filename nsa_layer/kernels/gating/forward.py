@@ -7,7 +7,6 @@ tokens are in flight before the first is used.
 
 from dataclasses import dataclass
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
@@ -66,21 +65,10 @@ class GatedSum:
         self.rows = rows
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor | None,  # [B, T, Hq, D], or [total, Hq, D]; as all tensors of rows
-        mW: cute.Tensor | None,  # [Hq, 3, D]
-        mGates: cute.Tensor | None,  # [B, T, Hq, 3]
-        mO_cmp: cute.Tensor,
-        mO_slc: cute.Tensor,
-        mO_swa: cute.Tensor | None,
-        mO: cute.Tensor,
-        mG: cute.Tensor | None,  # [B, T, Hq, 3]
-        stream: cuda.CUstream,
-    ):
-        mQ, mGates, mO_cmp, mO_slc, mO_swa, mO, mG = [
-            batched(t, 4) for t in (mQ, mGates, mO_cmp, mO_slc, mO_swa, mO, mG)
-        ]
+    def __call__(self, *arguments):
+        """q, weight, gates, outputs of the branches, o, the gates in fp32, stream; packed rows have no B."""
+        mQ, mW, *rows, stream = arguments
+        mQ, mGates, mO_cmp, mO_slc, mO_swa, mO, mG = [batched(t, 4) for t in (mQ, *rows)]
         B, T, Hq, _ = mO.shape
         tiles = cute.ceil_div(T, self.rows.tile)
         branches = (mO_cmp, mO_slc, mO_swa) if const_expr(mO_swa is not None) else (mO_cmp, mO_slc)

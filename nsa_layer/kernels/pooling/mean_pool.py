@@ -195,18 +195,12 @@ class UnpoolKernel:
         self.tokens = self.size * max(1, RUN // self.size) * (THREADS // (64 // VECTOR))
 
     @cute.jit
-    def __call__(
-        self,
-        mdKMean: cute.Tensor,  # [B, Tc, H, D] or [total_blocks, H, D]
-        mdVMean: Optional[cute.Tensor],
-        mdK: cute.Tensor,  # [B, T, H, D] or [total, H, D]
-        mdV: Optional[cute.Tensor],
-        mCuSeqlens: Optional[cute.Tensor],
-        mCuBlocks: Optional[cute.Tensor],
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments):
+        """Gradients of means and of tokens, of k and of v, starts of packed tokens and blocks, stream."""
+        *tensors, stream = arguments
+        mdK, mdV, mCuSeqlens = tensors[2:5]
         tiles, batch = tiles_and_batch(mdK, mCuSeqlens, self.tokens)
-        self.kernel((mdKMean, mdVMean, mdK, mdV, mCuSeqlens, mCuBlocks), tiles).launch(
+        self.kernel(tuple(tensors), tiles).launch(
             grid=[batch * tiles * mdK.shape[cute.rank(mdK) - 2], 1 if const_expr(mdV is None) else 2, 1],
             block=[THREADS, 1, 1],
             stream=stream,

@@ -141,8 +141,8 @@ class BlockTopK:
         first_column = 8 * warp_n + 2 * (lane % 4)
         if rounds > 0:
             self.load_queries(mQ, sA, head, first_tile, tiles_before, M)
-        self.load_round(*load, Int32(0), rounds, steps, turn)
-        self.load_round(*load, Int32(1), rounds, steps, turn)
+        self.load_round(load, Int32(0), rounds, steps, turn)
+        self.load_round(load, Int32(1), rounds, steps, turn)
         cute.arch.cp_async_wait_group(1)
         cute.arch.sync_threads()
         for i in cutlass.range(rounds, unroll=1):
@@ -151,7 +151,7 @@ class BlockTopK:
             first = self.step_of(i, steps, turn) * TILE + first_column
             late = self.is_late(warp_n, i, turn)
             if late:
-                self.next_round(*load, i, rounds, steps, turn)
+                self.next_round(load, i, rounds, steps, turn)
             if const_expr(spec.softmax):
                 if i < whole:
                     update_row_sums(acc, scales, factors, COLUMNS, first, None, highest, sums)
@@ -162,7 +162,7 @@ class BlockTopK:
             if i >= turn:
                 self.insert_all(best, acc, scales, factors, highest, sums, first, tiles, ends, place)
             if not late:
-                self.next_round(*load, i, rounds, steps, turn)
+                self.next_round(load, i, rounds, steps, turn)
 
         cute.arch.sync_threads()
         self.store_lists(best, sLists, warp_m, warp_n, lane)
@@ -184,18 +184,16 @@ class BlockTopK:
         return warp_n == 1
 
     @cute.jit
-    def next_round(self, *load_and_round):
+    def next_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, turn: Int32):
         """Wait for all warps' products and for the next round's keys; load the round after that into the free stage."""
-        *load, i, rounds, steps, turn = load_and_round
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
-        self.load_round(*load, i + STAGES, rounds, steps, turn)
+        self.load_round(load, i + STAGES, rounds, steps, turn)
 
     @cute.jit
-    def load_round(self, *load_and_round):
-        *load, i, rounds, steps, turn = load_and_round
+    def load_round(self, load: tuple, i: Int32, rounds: Int32, steps: Int32, turn: Int32):
         if i < rounds:
-            self.load_keys(*load, self.step_of(i, steps, turn), i % STAGES)
+            self.load_keys(load, self.step_of(i, steps, turn), i % STAGES)
         cute.arch.cp_async_commit_group()
 
     def step_of(self, i: Int32, steps: Int32, turn: Int32) -> Int32:
@@ -221,19 +219,8 @@ class BlockTopK:
             copy_row(copy, source, tAsA, tidx % lanes, i, 0)
 
     @cute.jit
-    def load_keys(
-        self,
-        mK: cute.Tensor,
-        mK_scale: cute.Tensor,
-        sB: cute.Tensor,
-        sScale: cute.Tensor,
-        head: Int32,
-        keys_before: Int32,
-        keys_a_block: Int32,
-        end: Int32,
-        step: Int32,
-        stage: Int32,
-    ):
+    def load_keys(self, load: tuple, step: Int32, stage: Int32):
+        mK, mK_scale, sB, sScale, head, keys_before, keys_a_block, end = load
         copy = row_copy(self.spec.D)
         tidx, _, _ = cute.arch.thread_idx()
         lanes = self.spec.D // VECTOR

@@ -53,8 +53,8 @@ class PooledQueries:
 
     @cute.jit
     def __call__(self, *arguments):
-        """q [B, T, Hq, D], fp32 keys [B, Tc, Hkv, D], starts of packed queries; fp16 rows and fp32 scales of tiles, and of
-        keys; tokens of a tile; stream."""
+        """q [B, T, Hq, D], fp32 keys [B, Tc, Hkv, D], starts of packed queries; fp16 rows and fp32 scales of tiles and
+        of keys; tokens of a tile, stream."""
         mQ, mK, mCu, mQ_rows, mQ_scale, mK_rows, mK_scale, q_tile, stream = arguments
         if const_expr(mCu is not None):
             mQ, mK = [cute.make_tensor(t.iterator, cute.prepend(t.layout, cute.make_layout(1))) for t in (mQ, mK)]

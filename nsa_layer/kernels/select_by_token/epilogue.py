@@ -7,7 +7,7 @@ from cutlass import Boolean, Int32, const_expr
 from nsa_layer.kernels.select_by_tile.register_topk import unpack_block
 from nsa_layer.kernels.select_by_token.candidates import Candidates
 from nsa_layer.kernels.select_by_token.spec import TokenTopKSpec
-from nsa_layer.kernels.select_by_token.tiles import Place
+from nsa_layer.kernels.select_by_token.tiles import Tile
 
 
 def forced_block(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> Int32:
@@ -20,7 +20,7 @@ def forced_block(spec: TokenTopKSpec, i: Int32, own: Int32, forced: Int32) -> In
 
 
 @cute.jit
-def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int32, place: Place, written: Boolean):
+def write_token_list(mList: cute.Tensor, mine: Candidates, kept: Int32, own: Int32, place: Tile, written: Boolean):
     """Write [n] where `written`; own: the block of the token itself."""
     spec, lanes, width = mine.spec, mine.spec.lanes, cute.size(mList)
     forced = Int32(0)

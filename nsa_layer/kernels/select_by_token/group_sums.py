@@ -26,7 +26,7 @@ from nsa_layer.kernels.select_by_token.spec import (
     THREADS,
     TokenTopKSpec,
 )
-from nsa_layer.kernels.select_by_token.tiles import Place, Places
+from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
 
 LOG2_E = math.log2(math.e)
 VECTOR = 8  # elements of q in one copy
@@ -44,7 +44,7 @@ class GroupSums:
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
-    places: Places
+    places: Tiles
     tma: cute.CopyAtom
     mK: cute.Tensor
     mLSE: cute.Tensor
@@ -100,14 +100,14 @@ class GroupSums:
         products.start(turn % STAGES)
 
     @cute.jit
-    def reload(self, place: Place, step: Int32, steps: Int32, before: Int32):
+    def reload(self, place: Tile, step: Int32, steps: Int32, before: Int32):
         """Load a step's keys in place of those whose products this warp has waited for."""
         cute.arch.barrier(barrier_id=PRODUCTS_DONE, number_of_threads=THREADS)
         if (cute.arch.warp_idx() == 0) & (step < steps):
             self.load_keys(place, step, (before + step) % STAGES)
 
     @cute.jit
-    def load(self, place: Place, steps: Int32, before: Int32):
+    def load(self, place: Tile, steps: Int32, before: Int32):
         """Load a tile's queries and its first keys, if it has any."""
         if cute.arch.warp_idx() == 0:
             for step in cutlass.range_constexpr(STAGES):
@@ -119,7 +119,7 @@ class GroupSums:
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def load_keys(self, place: Place, step: Int32, stage: Int32):
+    def load_keys(self, place: Tile, step: Int32, stage: Int32):
         """Load a step's keys, by one warp; rows before the first and past the last key of the tensor are 0."""
         spec, barrier = self.spec, self.barriers + stage
         batch = () if const_expr(spec.packed) else (place.batch,)
@@ -133,7 +133,7 @@ class GroupSums:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, KEYS * spec.D * 2)
         cute.copy(self.tma, gX, sX[None, stage], tma_bar_ptr=barrier)
 
-    def column_place(self, place: Place, column: Int32) -> tuple[Int32, Int32]:
+    def column_place(self, place: Tile, column: Int32) -> tuple[Int32, Int32]:
         """(token, head) of a column of the product; clamped to what there is."""
         spec = self.spec
         x, c = column // 2 % QUAD, column // 8 * 2 + column % 2
@@ -143,7 +143,7 @@ class GroupSums:
         return place.rows_before + t, place.head * spec.G + cutlass.min(head, spec.G - 1)
 
     @cute.jit
-    def load_queries(self, place: Place):
+    def load_queries(self, place: Tile):
         spec, mQ = self.spec, self.places.mQ
         tidx, _, _ = cute.arch.thread_idx()
         lanes = spec.D // VECTOR
@@ -161,7 +161,7 @@ class GroupSums:
             cute.copy(copy, cute.make_tensor(source.iterator, target.layout), target)
 
     @cute.jit
-    def load_lse(self, place: Place):
+    def load_lse(self, place: Tile):
         tidx, _, _ = cute.arch.thread_idx()
         if tidx < self.spec.columns:
             row, head = self.column_place(place, tidx)

@@ -1,10 +1,9 @@
 """The kernel of `token_topk`: persistent CTAs of two warpgroups; the package's docstring gives the algorithm."""
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -24,7 +23,7 @@ from nsa_layer.kernels.select_by_token.spec import (
     WARPS,
     TokenTopKSpec,
 )
-from nsa_layer.kernels.select_by_token.tiles import Places
+from nsa_layer.kernels.select_by_token.tiles import Tiles
 from nsa_layer.kernels.select_by_token.topk import BestBlocks
 from nsa_layer.support import device_arch
 
@@ -40,21 +39,11 @@ class TokenTopK:
         self.spec = spec
 
     @cute.jit
-    def __call__(
-        self,
-        mQ: cute.Tensor,  # [B, T, Hq, D], packed [total, Hq, D]
-        mK: cute.Tensor,  # [B, Tc, Hkv, D], packed [all, Hkv, D]
-        mLSE: cute.Tensor,  # fp32 [B, Hq, T], packed [Hq, total]
-        mCu: cute.Tensor | None,
-        mCu_blocks: cute.Tensor | None,
-        mIndices: cute.Tensor,  # int32 [B, T, Hkv, n], packed [total, Hkv, n]
-        mCu_keys: cute.Tensor | None,  # starts of tokens of keys, where these are others than the queries'
-        mOffset: cute.Tensor | None,  # int32 [B], packed [sequences]
-        S: Int32,
-        multiprocessors: Int32,
-        softmax_scale: Float32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments):
+        """q, compressed keys, their LSE, starts of queries and of these, lists; starts of tokens and positions of first
+        queries, None where keys are of the queries' tokens; keys of a sequence, multiprocessors, scale, stream."""
+        *tensors, S, multiprocessors, softmax_scale, stream = arguments
+        mQ, mK, mLSE, mCu, mCu_blocks, mIndices, mCu_keys, mOffset = tensors
         spec, dtype = self.spec, mQ.element_type
         by_key = [0, 2, 1] if const_expr(spec.packed) else [1, 3, 2, 0]
         mK = cute.make_tensor(mK.iterator, cute.select(mK.layout, mode=by_key))
@@ -62,7 +51,7 @@ class TokenTopK:
         sQ_layout, sK_layout = operand_layout(dtype, spec.columns, spec.D, 1), operand_layout(dtype, *box, STAGES)
         one = cute.select(sK_layout, mode=[0, 1])
         tma = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), mK, one, box)
-        places = Places(spec, mQ, mIndices, (mCu, mCu_blocks, mCu_keys, mOffset), S)
+        places = Tiles(spec, mQ, mIndices, (mCu, mCu_blocks, mCu_keys, mOffset), S)
         self.kernel(places, tma, mLSE, softmax_scale * LOG2_E, (sQ_layout, sK_layout)).launch(
             grid=[cutlass.min(places.tiles(), multiprocessors * spec.resident), 1, 1],
             block=[2 * THREADS, 1, 1],
@@ -74,7 +63,7 @@ class TokenTopK:
     @cute.kernel
     def kernel(
         self,
-        places: Places,
+        places: Tiles,
         tma: tuple[cute.CopyAtom, cute.Tensor],
         mLSE: cute.Tensor,
         scale_log2: Float32,

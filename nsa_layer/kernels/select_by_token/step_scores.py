@@ -10,7 +10,7 @@ from nsa_layer.kernels.select_by_tile.split_fp16 import bits_of
 from nsa_layer.kernels.select_by_token import candidates
 from nsa_layer.kernels.select_by_token.candidates import Candidates
 from nsa_layer.kernels.select_by_token.spec import CHUNK, FOUR, TokenTopKSpec
-from nsa_layer.kernels.select_by_token.tiles import Place
+from nsa_layer.kernels.select_by_token.tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepValues:
 
     spec: cutlass.Constexpr[TokenTopKSpec]
     scores: cute.Tensor
-    place: Place
+    place: Tile
     t: Int32
     member: Int32
 

@@ -12,7 +12,7 @@ from nsa_layer.kernels.varlen import tiles_and_batch
 
 
 @dataclass(frozen=True)
-class Place:
+class Tile:
     """A tile's tokens, ``first .. first + tokens - 1``, by their positions among the keys of their sequence.
 
     Past the end of a packed sequence there may be places without tokens.
@@ -108,7 +108,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Places:
+class Tiles:
     """All tiles of a call: a sequence's last tokens first, since they have most keys; key/value heads side by side.
 
     Attributes:
@@ -135,7 +135,7 @@ class Places:
         return self.groups() * self.heads()
 
     @cute.jit
-    def of(self, tile: Int32) -> Place:
+    def of(self, tile: Int32) -> Tile:
         spec, S, (mCu, mCu_blocks, mCu_keys, mOffset) = self.spec, self.S, self.starts
         Hkv = self.heads()
         head, number = tile % Hkv, self.groups() - 1 - tile // Hkv
@@ -155,7 +155,7 @@ class Places:
         else:
             offset = mOffset[sequence]
             first, end, rows_before = first + offset, end + offset, rows_before - offset
-        return Place(spec, batch, head, first, end, S, rows_before, keys_before)
+        return Tile(spec, batch, head, first, end, S, rows_before, keys_before)
 
 
 def keys_of_step(spec: TokenTopKSpec) -> int:

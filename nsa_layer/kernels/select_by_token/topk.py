@@ -10,7 +10,7 @@ from nsa_layer.kernels.select_by_token import candidates
 from nsa_layer.kernels.select_by_token.epilogue import write_token_list
 from nsa_layer.kernels.select_by_token.spec import SCORES_READ, SCORES_WRITTEN, THREADS, WARPS, TokenTopKSpec
 from nsa_layer.kernels.select_by_token.step_scores import StepValues
-from nsa_layer.kernels.select_by_token.tiles import Place, Places
+from nsa_layer.kernels.select_by_token.tiles import Tile, Tiles
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BestBlocks:
     """
 
     spec: cutlass.Constexpr[TokenTopKSpec]
-    places: Places
+    places: Tiles
     sScores: cute.Tensor
     sColumns: cute.Tensor
     sSelected: cute.Tensor
@@ -64,7 +64,7 @@ class BestBlocks:
             write_token_list(self.list_of(place, cutlass.min(t, place.end - 1)), mine, kept, own, place, written)
             cute.arch.sync_warp()
 
-    def list_of(self, place: Place, t: Int32) -> cute.Tensor:
+    def list_of(self, place: Tile, t: Int32) -> cute.Tensor:
         """[n]"""
         batch = () if self.spec.packed else (place.batch,)
         return self.places.mIndices[(*batch, place.rows_before + t, place.head, None)]
