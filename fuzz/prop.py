@@ -13,7 +13,7 @@ from fuzz.case import Kind
 from nsa_layer.fork import fork_status
 
 MODULES = ("lists", "packed", "token_lists", "schedule", "masks", "layer", "options", "kernels", "relations")
-MODULES += ("compiling", "faults", "caches", "commands", "models", "ranks")
+MODULES += ("compiling", "faults", "caches", "commands", "models", "conversion", "ranks")
 STOCK_MODULES = ("kernels", "relations")  # the others ask for modules of the fork
 GPU, SM90, SM100 = "gpu", "sm_90", "sm_100"  # what a property may need; the latter two compile without a GPU
 

@@ -151,8 +151,7 @@ def query_lengths(call: CachedCall, *, backend: str | None, validate: bool) -> t
     """
     if not call.packed:
         return (call.q.shape[1],) * call.q.shape[0]
-    given = (call.cu_seqlens_q, call.q, call.k_cache, call.config, call.block_indices)
-    leave = not validate and leaves_starts_on_gpu(backend, *given)
+    leave = not validate and leaves_starts_on_gpu(backend, call.cu_seqlens_q, call.q)
     if leave:
         from nsa_layer.cute.cached import goes_in_parts
 

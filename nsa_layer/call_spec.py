@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_layer.config import NSAConfig, takes_unions
+from nsa_layer.config import NSAConfig
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class CallSpec:
         return self.lengths if self.lengths_k is None else self.lengths_k
 
     @property
-    def by_union(self) -> bool:
-        """True if a kernel's tile reads the union of several lists, see `takes_unions`."""
-        return takes_unions(self.config, listed=self.listed)
+    def q_tile(self) -> int:
+        """Queries that share a list."""
+        return self.config.q_tile
 
     def num_lists(self, q: torch.Tensor) -> list[int]:
         """Lists of each packed sequence; of a batch those of one sequence."""

@@ -64,7 +64,7 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
     check_qkv(q, k, v, packed=cu_seqlens is not None)
     D, Hkv = k.shape[-1], k.shape[-2]
     check_weights(tensors, Hkv, v.shape[-1])
-    leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q, k, config, block_indices)
+    leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q)
     lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
     bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
     if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
@@ -74,36 +74,24 @@ def _check(given: Arguments, backend: str | None = "reference", validate: bool =
         of = lengths if cu_seqlens is not None else q.shape[1:2]
         tiles = None if of is None else list(map(config.num_tiles, of))
         check_lists(block_indices, q, Hkv, tiles, packed=cu_seqlens is not None)
-        if leave:
-            _check_rows(block_indices, config.num_tiles(q.shape[0]), cu_seqlens.shape[0] - 1)
     scale, listed = check_scale(softmax_scale, D), block_indices is not None
     return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)
 
 
-def _check_rows(block_indices: torch.Tensor, least: int, sequences: int) -> None:
-    """Raise ValueError for as many lists as sequences of no lengths have."""
-    if not least <= len(block_indices) < least + sequences:
-        most = least + sequences - 1
-        raise ValueError(f"block_indices must have {least} to {most} lists, got {len(block_indices)}")
+def check_list_count(block_indices: torch.Tensor, q: torch.Tensor, cu_seqlens: torch.Tensor, q_tile: int) -> None:
+    """Raise ValueError for as many lists as packed sequences of q [total, Hq, D] have by no lengths."""
+    least = -(-q.shape[0] // q_tile)
+    most = least if q_tile == 1 else least + cu_seqlens.shape[0] - 2
+    if not least <= block_indices.shape[0] <= most:
+        raise ValueError(f"block_indices must have {least} to {most} lists, got {block_indices.shape[0]}")
 
 
-def leaves_starts_on_gpu(
-    backend: str | None,
-    cu_seqlens: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    config: NSAConfig,
-    block_indices: torch.Tensor | None,
-) -> bool:
+def leaves_starts_on_gpu(backend: str | None, cu_seqlens: torch.Tensor | None, q: torch.Tensor) -> bool:
     """True if the host does not read starts that are on a GPU, since the kernels that run do; False in a graph, whose
     operators decide."""
-    if cu_seqlens is None or torch.compiler.is_compiling():
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type != "cuda" or torch.compiler.is_compiling():
         return False
-    if backend not in (None, "cute") or not support.has_kernels(q):
-        return False
-    from nsa_layer.cute.packing import kernels_read_starts
-
-    return kernels_read_starts(cu_seqlens, q, k, config, block_indices)
+    return backend in (None, "cute") and support.has_kernels(q)
 
 
 def _check_own_keys(tensors: CallTensors, config: NSAConfig, lengths: tuple[int, ...] | None) -> None:

@@ -293,7 +293,7 @@ def _attend_sequence(
         lse = q.new_empty((q.shape[1], 0), dtype=accumulation_dtype(q.dtype))
         nothing = q.new_empty((0, q.shape[1], v.shape[2]))
         none = q.new_empty((0, heads, width), dtype=torch.int32)
-        return [nothing] * config.branches, [lse] * 3, none if block_indices is None else block_indices
+        return [nothing] * config.num_branches, [lse] * 3, none if block_indices is None else block_indices
     k_cmp = compress(k, tensors.compress_k_weight, config=config) if k_cmp is None else k_cmp
     v_cmp = compress(v, tensors.compress_v_weight, config=config) if v_cmp is None else v_cmp
     static = dict(config=config, causal=causal, q_offset=q_offset)
@@ -308,7 +308,7 @@ def _attend_sequence(
     )
     results = [attention(q, keys, values, mask, softmax_scale=spec.softmax_scale) for keys, values, mask in masked]
     # A window of 0 tokens shows nothing: its log-sum-exp is that of such rows, and its output is left out.
-    return [o for o, _ in results[: config.branches]], [lse for _, lse in results], block_indices
+    return [o for o, _ in results[: config.num_branches]], [lse for _, lse in results], block_indices
 
 
 def attend_selected(

@@ -11,7 +11,7 @@ from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import ListSpec
 from nsa_layer.config import WIDEST_TILE, NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel import selected as context_parallel
-from nsa_layer.context_parallel.agreement import agree
+from nsa_layer.context_parallel.checks import check_list_shard, check_same_on_all_ranks
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.derivatives import refuse_transforms
 from nsa_layer.inputs import (
@@ -98,7 +98,7 @@ def selected_attention(
         static = dict(block_size=block_size, softmax_scale=softmax_scale, backend=backend) | flags
         apart = cu_seqlens_k is not None or q_offset is not None
         named = dict(q=q, k=k, v=v, block_indices=block_indices, cu_seqlens=cu_seqlens)
-        agree(cp, (*checks, partial(context_parallel.check, cp, **named, apart=apart)), **named, **static)
+        check_same_on_all_ranks(cp, (*checks, partial(check_list_shard, cp, **named, apart=apart)), **named, **static)
     for check in checks:
         check()
     if cp is not None:
@@ -114,7 +114,7 @@ def selected_attention(
         q_tile = _tile_of_any(block_indices, q.shape[0], cu_seqlens.shape[0] - 1)
         leave = not validate and q_tile is not None
         leave = leave and (not apart or getattr(cu_seqlens_k, "device", None) == q.device)
-        leave = leave and leaves_starts_on_gpu(backend, cu_seqlens, q, k, NSAConfig(q_tile=q_tile), block_indices)
+        leave = leave and leaves_starts_on_gpu(backend, cu_seqlens, q)
         bound = (q.shape[0], k.shape[0]) if leave else None
         of_q = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=not leave)
         of_k = check_lengths(cu_seqlens_k, k, "cu_seqlens_k", "k", read=not leave) if apart else of_q

@@ -97,5 +97,5 @@ def _own_texts(patch_text: str) -> Iterator[tuple[int, str]]:
     """The header of a patch file, its added lines and the words it puts into old lines, each with its line number."""
     in_header = True
     for number, line in enumerate(patch_text.split("\n"), 1):
-        in_header = in_header and not line.startswith(" ")
+        in_header = in_header and not line.startswith("@@ ")
         yield from ((number, text) for text in ([line] if in_header else own_texts(line)))

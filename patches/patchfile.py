@@ -14,7 +14,7 @@ STATUS = re.compile(r"Pending|Submitted https?://\S+|Merged \S+|Denied https?://
 STATUS_HELP = "Pending | Submitted <url> | Merged <version> | Denied <url>, <why we keep it> | Inappropriate <why>"
 # As git has it: longer ones are cut where commits are listed, and the file's name is made of it.
 MAX_SUBJECT = 72
-_EDIT = re.compile(r" (\S+) ([0-9a-f]{64}) -> ([0-9a-f]{64})")
+_EDIT = re.compile(r"@@ (\S+) ([0-9a-f]{64}) -> ([0-9a-f]{64})")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Patch:
         """The content of the patch file."""
         parts = [self.header.text]
         for edit in self.edits:
-            lines = [f" {edit.path} {edit.before} -> {edit.after}", *edit.script]
+            lines = [f"@@ {edit.path} {edit.before} -> {edit.after}", *edit.script]
             parts.append("\n" + "\n".join(lines) + "\n")
         return "".join(parts)
 
@@ -137,15 +137,15 @@ def _validate(header: Header, lines: Sequence[str], place: object) -> None:
 def parse_patch(text: str, name: str) -> Patch:
     """Read a patch file; errors name its line."""
     lines, place = text.split("\n"), place_of(name)
-    starts = [number for number, line in enumerate(lines) if line.startswith(" ")]
+    starts = [number for number, line in enumerate(lines) if line.startswith("@@ ")]
     if not starts:
-        raise located(place, None, "no ` path sha256 -> sha256` line: the patch changes nothing")
+        raise located(place, None, "no `@@ path sha256 -> sha256` line: the patch changes nothing")
     header = parse_header("\n".join(lines[: starts[0]]), place)
     edits = []
     for start, end in zip(starts, [*starts[1:], len(lines)]):
         match = _EDIT.fullmatch(lines[start])
         if match is None:
-            raise located(place, start + 1, f"expected ` path sha256 -> sha256`, found {lines[start]!r}")
+            raise located(place, start + 1, f"expected `@@ path sha256 -> sha256`, found {lines[start]!r}")
         body = lines[start + 1 : end]
         while body and not body[-1]:
             body.pop()

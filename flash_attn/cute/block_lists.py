@@ -24,11 +24,10 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import entries as list_entries
 from flash_attn.cute.lists.backward_plan import plan_backward
-from flash_attn.cute.lists.csr import packed_write_order
-from flash_attn.cute.lists.entries import distinct_lists, fields, flat_entries, scatter
+from flash_attn.cute.lists.entries import fields, flat_entries, padded_rows, scatter
 from flash_attn.cute.lists.formats import cu_total_blocks
 from flash_attn.cute.lists.validate_calls import validate_lists
-from flash_attn.cute.lists.write_order import compute_dq_write_order
+from flash_attn.cute.lists.write_order import compute_dq_write_order, packed_write_order
 
 __all__ = [
     "BlockSparseTensorsTorch",
@@ -199,24 +198,23 @@ def transpose_lists(
         TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.integer("num_kv_blocks", num_kv_blocks, least=0)
-    own = distinct_lists(fields(lists), None)
-    M = own.mask_cnt.shape[2]
-    entries = flat_entries(own.rows(), None, own.heads * M * own.width if listed is None else listed)
-    shape, kinds = (*own.mask_cnt.shape[:2], num_kv_blocks), 1 if own.full_idx is None else 2
-    rows = own.heads * num_kv_blocks  # of the result, of each kind
+    of = padded_rows(lists)
+    M, kinds = of.N, len(of.counts)
+    entries = flat_entries(of, None, of.capacity if listed is None else listed)
+    rows = of.heads * num_kv_blocks  # of the result, of each kind
     head = torch.div(entries.row, max(M, 1), rounding_mode="floor")
     row = head.long() * num_kv_blocks + entries.block + rows * entries.is_full
     row = torch.where(entries.listed, row, rows * kinds)
     row, source = (row.int() if rows * kinds < 1 << 31 else row).sort(stable=True)
     ends = torch.searchsorted(row, torch.arange(rows * kinds, device=row.device, dtype=row.dtype), right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1)).int().view(kinds, *shape)
+    counts = ends.diff(prepend=ends.new_zeros(1)).int().view(kinds, *of.lead, num_kv_blocks)
     place = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
     row, block = row.long(), (entries.row[source] % max(M, 1)).int()
     tensors: list[torch.Tensor] = []
     for kind, (cnt, wide) in enumerate(zip(counts, _widths(width, list(counts)), strict=False)):
         here = (row >= kind * rows) & (row < (kind + 1) * rows) & (place < wide)
-        idx = scatter(block, (row - kind * rows) * wide + place, here, (*shape, wide))
-        tensors += [own.repeat(cnt.contiguous()), own.repeat(idx)]
+        idx = scatter(block, (row - kind * rows) * wide + place, here, (*of.lead, num_kv_blocks, wide))
+        tensors += [t.expand(*of.repeated, *t.shape[2:]) for t in (cnt.contiguous(), idx)]
     return BlockSparseTensorsTorch(*tensors, block_size=getattr(lists, "block_size", None))
 
 

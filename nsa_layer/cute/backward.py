@@ -20,6 +20,7 @@ from nsa_layer.cute.selected_branch import dq_options, selected_options, selecte
 from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.pooling.mean_pool import unpool
 from nsa_layer.profiler_ranges import component
+from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 
@@ -62,7 +63,7 @@ def backward(
     cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
     where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
     of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
-    unions = spec.by_union
+    unions = reads_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
     # faster.
     split_dq = unions or use_split_dq(q, v, spec)

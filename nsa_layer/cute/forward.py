@@ -21,7 +21,7 @@ from nsa_layer.cute.topk_dispatch import block_topk, token_topk
 from nsa_layer.kernels.gating.forward import gated_sum
 from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
-from nsa_layer.support import device_arch
+from nsa_layer.support import device_arch, reads_unions
 
 Tensor = torch.Tensor
 
@@ -91,7 +91,7 @@ def forward(
             indices = token_topk(q, k_cmp, lse_cmp, S=S, **where)
         else:
             indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
-            if spec.by_union:
+            if reads_unions(spec.config, listed=spec.listed):
                 indices, counts = indices.transpose(-3, -2), None
     del k_scored
     with component("lists"):
@@ -181,7 +181,7 @@ def attend_selected(
     Args:
         page_table: int32 [B, n], of keys on pages, where `selected_branch.takes_pages`.
     """
-    if spec.by_union and by_warp(device_arch(q.device.index)):
+    if reads_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(sparsity, packing))
     options = selected_options(sparsity, packing)
     if page_table is not None:  # which takes the place of starts

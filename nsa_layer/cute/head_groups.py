@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from nsa_layer import determinism, support
+from nsa_layer import determinism
 from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.fork import require_patched
 from nsa_layer.gate import equal_gates
+from nsa_layer.support import reads_unions
 from nsa_layer.warm_up.api import compile_missing
 from nsa_layer.warm_up.shapes import CallShape
 
@@ -87,7 +88,7 @@ def infer(
         sizes = sizes._replace(longest=pages.room)
     plan = plan_memory(sizes, memory, tensors.q.device)
     o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, side_stream=side_stream)
-    aux = Aux(*joined_aux(parts, tensors.q, unions=spec.by_union))
+    aux = Aux(*joined_aux(parts, tensors.q, unions=reads_unions(spec.config, listed=spec.listed)))
     if aux.lse_swa is None:
         aux.lse_swa = torch.full_like(aux.lse_cmp, -torch.inf)
     return o, aux
@@ -112,10 +113,8 @@ def gradients(
         window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
             as None.
     """
-    q, k, v = tensors[:3]
-    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    sizes |= dict(needs_grad=True, lists="given" if spec.listed else None, rows=tensors.q_heads_per_list)
-    spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes))
+    q, k = tensors[:2]
+    spec = determinism.in_force(spec)
     do = readable(do)
     of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)[: 5 if window is None else 3]
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.support import reads_unions
 
 Tensor, Shape = torch.Tensor, tuple[int, ...]
 
@@ -53,7 +54,7 @@ def saved_shapes(
     tokens, lead = q.shape[-3], q.shape[:-3]
     Hq, Hkv, D, Dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     tiles, blocks, n = _counts(tensors, spec, exact=exact)
-    if spec.by_union:
+    if reads_unions(spec.config, listed=spec.listed):
         lists, counts = (*lead, tiles, Hkv, n), None
     else:
         lists, counts = (*lead, Hkv, tiles, n), (*lead, Hkv, tiles)

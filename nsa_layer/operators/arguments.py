@@ -10,7 +10,7 @@ import torch
 
 from nsa_layer.call_spec import CallSpec, CallTensors, ListSpec
 from nsa_layer.config import NSAConfig
-from nsa_layer.inputs import check_lists
+from nsa_layer.inputs import check_list_count, check_lists
 
 Tensor = torch.Tensor
 Tensors = Sequence[Tensor | None]
@@ -59,8 +59,14 @@ def without_room(tensors: CallTensors, spec: CallSpec) -> CallTensors:
     return tensors.map(lambda x: x[:blocks], ("k_cmp", "v_cmp"))
 
 
-def check_lists_of(block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec) -> None:
-    check_lists(block_indices, q, k.shape[-2], spec.num_lists(q), packed=spec.lengths is not None)
+def check_lists_of(
+    block_indices: Tensor, q: Tensor, k: Tensor, spec: CallSpec | ListSpec, cu_seqlens: Tensor | None = None
+) -> None:
+    """`check_lists`, as far as the host knows lengths."""
+    if spec.bound is not None:
+        check_list_count(block_indices, q, cu_seqlens, spec.q_tile)
+    else:
+        check_lists(block_indices, q, k.shape[-2], spec.num_lists(q), packed=spec.lengths is not None)
 
 
 def choice_shape(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, config: NSAConfig) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def attend(tensors: CallTensors, *, spec: CallSpec) -> tuple[Tensor, Aux]:
             choice = choice[: sum(map(spec.config.num_tiles, spec.lengths))]
         if not torch.compiler.is_compiling():
             choice = choice[..., : spec.config.list_width(max(spec.lengths or tensors.q.shape[1:2]))]
-    return eager.gated(tensors, eager.Branches(list(made[: spec.config.branches]), list(made[3:6]), choice))
+    return eager.gated(tensors, eager.Branches(list(made[: spec.config.num_branches]), list(made[3:6]), choice))
 
 
 def _branches(*given: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
@@ -68,7 +68,7 @@ def _branches(*given: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     if block_indices is None:
         choice = q.new_full(choice_shape(q, k, cu_seqlens, spec.config), -1, dtype=torch.int32)
         choice[tuple(map(slice, made.choice.shape))] = made.choice
-    outputs = made.outputs + [q.new_empty(0, dtype=made.outputs[0].dtype)] * (3 - spec.config.branches)
+    outputs = made.outputs + [q.new_empty(0, dtype=made.outputs[0].dtype)] * (3 - spec.config.num_branches)
     return *apart(outputs), *apart(made.lses), choice, torch.cat(lses), copied(cu_seqlens)
 
 
@@ -78,9 +78,9 @@ def _branches_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]
     o = (*q.shape[:-1], v.shape[-1]), acc if q.device.type == "cpu" else q.dtype
     config = spec_of(static, None).config
     choice = (0,) if block_indices is not None else choice_shape(q, k, cu_seqlens, config)
-    outputs = [q.new_empty(o[0] if i < config.branches else 0, dtype=o[1]) for i in range(3)]
+    outputs = [q.new_empty(o[0] if i < config.num_branches else 0, dtype=o[1]) for i in range(3)]
     lses = [q.new_empty(lse_shape(q), dtype=acc) for _ in range(3)]
-    flat = q.new_empty((config.branches * prod(q.shape[:-1]),), dtype=acc)
+    flat = q.new_empty((config.num_branches * prod(q.shape[:-1]),), dtype=acc)
     return *outputs, *lses, q.new_empty(choice, dtype=torch.int32), flat, copied_fake(q, cu_seqlens)
 
 
@@ -94,12 +94,12 @@ def _branches_backward(*tensors: Tensor | None, needs: Sequence[bool], **static:
         rows = sum(map(spec.config.num_tiles, lengths)) if lengths else choice.shape[1]
         block_indices = choice.narrow(0 if lengths else 1, 0, rows)
         block_indices = block_indices[..., : spec.config.list_width(max(lengths or q.shape[1:2]))]
-    each = lses.split(lse_sizes(q, lengths, spec.config.branches))
+    each = lses.split(lse_sizes(q, lengths, spec.config.num_branches))
     leaves = leaves_of(inputs, needs)
     tensors = CallTensors(**dict(zip(OF_BRANCHES, leaves)), block_indices=block_indices)
     with recording(), autocast.off(q.device), derivatives.known_lses(each):
         made = eager.attend_branches(without_room(tensors, spec), spec=spec)
-    return gradients_of(leaves, made.outputs, given[: spec.config.branches])
+    return gradients_of(leaves, made.outputs, given[: spec.config.num_branches])
 
 
 register(

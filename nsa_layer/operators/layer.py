@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from nsa_layer.call_spec import DIFFERENTIABLE, Aux, CallSpec, CallTensors
-from nsa_layer.config import LARGEST, NSAConfig
-from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory, plans_by_tokens
-from nsa_layer.cute.packing import kernels_read_starts
+from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, kept_in_graphs, plan_memory
 from nsa_layer.cute.saved import SavedForBackward, saved_shapes
 from nsa_layer.gate import equal_gates
 from nsa_layer.inputs import check_lengths, starts_of_lengths
@@ -33,6 +30,7 @@ from nsa_layer.operators.arguments import (
     without_room,
 )
 from nsa_layer.operators.registration import is_recorded, register
+from nsa_layer.support import reads_unions
 
 
 def attend_on_kernels(
@@ -45,8 +43,7 @@ def attend_on_kernels(
 ) -> tuple[Tensor, Aux | None]:
     """The layer on the kernels; arguments as `nsa` has checked them.
 
-    In graphs and modes groups of heads, and what is saved, follow from sizes and the GPU's memory, not from what is
-    free of it.
+    In graphs and modes the policy says what is saved, and groups of heads follow, when they run, from what is free.
     """
     q, block_indices = tensors.q, tensors.block_indices
     if spec.lengths is not None and tensors.cu_seqlens.device.type != "cpu":  # no second look at what is on a GPU
@@ -54,17 +51,18 @@ def attend_on_kernels(
     if spec.lengths is None and q.dim() == 3 and tensors.cu_seqlens.is_cuda:
         tensors = _with_rows(tensors, q.shape[0] // spec.config.stride)
     if is_recorded(q):
-        heads, kept = _plan_of_graph(tensors, spec.config, memory, needs_grad=needs_grad)
+        heads, kept = None, kept_in_graphs(memory, needs_grad)
     else:
         plan = plan_memory(Sizes.of(tensors, spec=spec, needs_grad=needs_grad), memory, q.device)
         heads, kept = plan.groups[0][1], plan.kept
-    made = _call_attend(*tensors[:-1], *static_arguments(spec).values(), heads, kept, spec.bound, needs_grad)
+    plan = (heads, memory.budget, kept, spec.bound, needs_grad)
+    made = _call_attend(*tensors[:-1], *static_arguments(spec).values(), *plan)
     if not return_aux:
         return made[0], None
     saved = SavedForBackward(*made[1:-1])
     choice, g = saved.block_indices if block_indices is None else block_indices, saved.g
     if block_indices is None:
-        if not spec.by_union:
+        if not reads_unions(spec.config, listed=spec.listed):
             choice = choice.transpose(-3, -2)
         if not torch.compiler.is_compiling():  # without the room that a graph has
             rows = sum(map(spec.config.num_tiles, spec.lengths)) if spec.lengths else choice.shape[-3]
@@ -83,36 +81,13 @@ def _with_rows(tensors: CallTensors, rows: int) -> CallTensors:
     return tensors.map(lambda x: pad(x, (0, 0, 0, 0, 0, max(0, rows - x.shape[0]))), ("k_cmp", "v_cmp"))
 
 
-def _plan_of_graph(
-    tensors: CallTensors, config: NSAConfig, memory: MemoryPolicy, *, needs_grad: bool
-) -> tuple[int, tuple[bool, bool, bool]]:
-    """Key/value heads of a group and the outputs that are saved, by sizes and the GPU's memory alone."""
-    (q, k, v), block_indices = tensors[:3], tensors.block_indices
-    sizes = dict(Hq=q.shape[-2], Hkv=k.shape[-2], D=q.shape[-1], Dv=v.shape[-1], itemsize=q.dtype.itemsize)
-    sizes |= dict(gate=tensors.gate, needs_grad=needs_grad, own_window=tensors.has_own_window)
-    sizes |= dict(compress_stride=config.stride, q_tile=config.q_tile, block_size=config.block_size)
-    sizes |= dict(deterministic=config.deterministic, listed=block_indices is not None)
-    sizes |= dict(list_width=config.list_width(LARGEST), branches=config.branches)
-    if block_indices is not None:
-        sizes |= dict(list_width=block_indices.shape[-1], rows=tensors.q_heads_per_list)
-    plans = plans_by_tokens(tuple(sizes.items()), memory.recompute, memory.budget, q.device.index)
-    for most, heads, kept in plans:
-        if prod(q.shape[:-2]) <= most:
-            break
-    return heads, kept
-
-
 def _kernels_spec(static: dict[str, Any], tensors: CallTensors) -> CallSpec:
     """The spec of a call on the kernels; starts that these take without lengths are left on the GPU."""
     q, cu_seqlens = tensors.q, tensors.cu_seqlens
     spec = spec_of(static, None, listed=tensors.block_indices is not None)
-    if _leaves_starts(tensors, spec.config):
+    if stay_on_gpu(cu_seqlens):
         return _bounded(spec, q, static)
     return spec if cu_seqlens is None else replace(spec, lengths=check_lengths(cu_seqlens, q, "cu_seqlens", "q"))
-
-
-def _leaves_starts(tensors: CallTensors, config: NSAConfig) -> bool:
-    return kernels_read_starts(tensors.cu_seqlens, tensors.q, tensors.k, config, tensors.block_indices)
 
 
 def _bounded(spec: CallSpec, q: Tensor, static: dict[str, Any]) -> CallSpec:
@@ -121,38 +96,52 @@ def _bounded(spec: CallSpec, q: Tensor, static: dict[str, Any]) -> CallSpec:
 
 
 def _attend(
-    *given: Tensor | None, heads: int, kept: list[bool], needs_grad: bool, room: bool = True, **static: Any
+    *given: Tensor | None,
+    heads: int | None,
+    budget: int | None,
+    kept: list[bool],
+    needs_grad: bool,
+    room: bool = True,
+    **static: Any,
 ) -> tuple[Tensor | None, ...]:
     """o, the fields of `SavedForBackward`, and a copy of cu_seqlens.
 
     Args:
         given: of `CallTensors`, but for q_offset.
+        heads: key/value heads of a group; None: as many as the budget has room for, or what is free.
         room: False for the shapes that the lengths ask for, instead of those that follow from shapes.
     """
     from nsa_layer.cute import whole_call
 
     tensors = CallTensors(*given)
     q, block_indices, spec = tensors.q, tensors.block_indices, _kernels_spec(static, tensors)
-    if block_indices is not None and spec.bound is None:
-        check_lists_of(block_indices, q, tensors.k, spec)
+    if block_indices is not None:
+        check_lists_of(block_indices, q, tensors.k, spec, tensors.cu_seqlens)
     tensors = without_room(tensors, spec)
     with torch.cuda.device_of(q):
-        o, made = whole_call.attend(tensors, spec=spec, heads=heads, kept=kept, needs_grad=needs_grad, room=room)
+        plan = whole_call.plan_of(tensors, spec, heads, budget, kept, needs_grad=needs_grad)
+        o, made = whole_call.attend(tensors, spec=spec, plan=plan, needs_grad=needs_grad, room=room)
     return o, *made, copied(tensors.cu_seqlens, q, left=spec.bound is not None)
 
 
-def _attend_fake(*given: Tensor | None, heads: int, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
+def _attend_fake(*given: Tensor | None, kept: list[bool], **static: Any) -> tuple[Tensor, ...]:
     tensors = CallTensors(*given)
     q, v, cu_seqlens = tensors.q, tensors.v, tensors.cu_seqlens
     spec = spec_of(static, None, listed=tensors.block_indices is not None)
     shapes = saved_shapes(tensors, spec=spec, kept=kept)
     made = (q.new_empty(0) if each is None else q.new_empty(each[0], dtype=each[1]) for each in shapes)
-    starts = copied_fake(q, cu_seqlens, on_kernels=True, left=_leaves_starts(tensors, spec.config))
+    starts = copied_fake(q, cu_seqlens, on_kernels=True, left=stay_on_gpu(cu_seqlens))
     return q.new_empty((*q.shape[:-1], v.shape[-1])), *made, starts
 
 
 def _attend_backward(
-    do: Tensor, *given: Tensor | None, heads: int, kept: list[bool], needs: Sequence[bool], **static: Any
+    do: Tensor,
+    *given: Tensor | None,
+    heads: int | None,
+    budget: int | None,
+    kept: list[bool],
+    needs: Sequence[bool],
+    **static: Any,
 ) -> tuple[Tensor, ...]:
     from nsa_layer.cute import whole_call
 
@@ -163,7 +152,9 @@ def _attend_backward(
         spec = _bounded(spec, tensors.q, static)
     with torch.cuda.device_of(do):
         made = [x if x is not None and x.dim() > 1 else None for x in made]
-        found = whole_call.gradients(do, without_room(tensors, spec), made, spec=spec, heads=heads, kept=kept)
+        tensors = without_room(tensors, spec)
+        plan = whole_call.plan_of(tensors, spec, heads, budget, kept, needs_grad=True)
+        found = whole_call.gradients(do, tensors, made, spec=spec, plan=plan)
     wanted = (d if need else None for d, need in zip(found, needs, strict=True))
     return tuple([None if d is None else _with_room(d, x) for d, x in zip(wanted, inputs, strict=True)])
 
@@ -178,7 +169,7 @@ def _with_room(d: Tensor, x: Tensor) -> Tensor:
 _call_attend = register(
     "attend",
     "cute",
-    schema=f"{schema_of(OF_LAYER)}, *, {CONFIG}, int heads, bool[] kept, SymInt? bound, bool needs_grad",
+    schema=f"{schema_of(OF_LAYER)}, *, {CONFIG}, int? heads, int? budget, bool[] kept, SymInt? bound, bool needs_grad",
     compute=_attend,
     direct=partial(_attend, room=False),
     fake=_attend_fake,

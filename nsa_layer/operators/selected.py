@@ -10,8 +10,6 @@ import torch
 
 from nsa_layer import autocast, derivatives
 from nsa_layer.call_spec import ListSpec, accumulation_dtype, lse_shape
-from nsa_layer.config import NSAConfig
-from nsa_layer.cute.packing import kernels_read_starts
 from nsa_layer.inputs import check_lengths, check_positions, starts_of_lengths
 from nsa_layer.operators.arguments import (
     LIST_CONFIG,
@@ -57,7 +55,8 @@ def _selected(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
     *inputs, cu_seqlens, cu_seqlens_k = tensors
     q, k, _, block_indices, q_offset = inputs
     spec = _list_spec(static, q, k, cu_seqlens, cu_seqlens_k)
-    _check_lists_alone(block_indices, q, k, q_offset, spec)
+    check_lists_of(block_indices, q, k, spec)
+    _check_positions(q, k, q_offset, spec)
     with torch.no_grad(), autocast.off(q.device), derivatives.noted_lses() as lses:
         o, lse = token_attention.attend_selected(*inputs, spec=spec)
     return *apart([o, lse]), torch.cat(lses), copied(cu_seqlens), copied(cu_seqlens_k)
@@ -91,10 +90,11 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
 
     *inputs, cu_seqlens, cu_seqlens_k = tensors
     q, k, _, block_indices, q_offset = inputs
-    left = _leaves_starts(q, k, block_indices, static["q_tile"], cu_seqlens, cu_seqlens_k)
+    left = _leaves_starts(q, cu_seqlens, cu_seqlens_k)
     spec = _list_spec(static, q, k, cu_seqlens, cu_seqlens_k, left=left)
+    check_lists_of(block_indices, q, k, spec, cu_seqlens)
     if not left:
-        _check_lists_alone(block_indices, q, k, q_offset, spec)
+        _check_positions(q, k, q_offset, spec)
     needs_grad = any(x.requires_grad for x in tensors[:3])  # in a graph of none
     with torch.no_grad(), autocast.off(q.device), torch.cuda.device_of(q):
         q, k, v, block_indices, extents = selected_alone.placed(*tensors, spec=spec)
@@ -103,16 +103,15 @@ def _selected_on_kernels(*tensors: Tensor | None, **static: Any) -> tuple[Tensor
     return *apart(made), *(copied(starts, q, left=left) for starts in (cu_seqlens, cu_seqlens_k))
 
 
-def _leaves_starts(q: Tensor, k: Tensor, block_indices: Tensor, q_tile: int, *starts: Tensor | None) -> bool:
+def _leaves_starts(q: Tensor, *starts: Tensor | None) -> bool:
     """True if starts of queries and keys are left on the GPU."""
-    on_gpu = all(x is None or x.device == q.device for x in starts)
-    return on_gpu and kernels_read_starts(starts[0], q, k, NSAConfig(q_tile=q_tile), block_indices)
+    return stay_on_gpu(starts[0]) and all(x is None or x.device == q.device for x in starts)
 
 
-def _selected_on_kernels_fake(*tensors: Tensor | None, q_tile: int, **static: Any) -> tuple[Tensor, ...]:
-    q, k, v, block_indices, _, *starts = tensors
+def _selected_on_kernels_fake(*tensors: Tensor | None, **static: Any) -> tuple[Tensor, ...]:
+    q, _, v, _, _, *starts = tensors
     lse = q.new_empty(lse_shape(q), dtype=torch.float32)
-    how = dict(on_kernels=True, left=_leaves_starts(q, k, block_indices, q_tile, *starts))
+    how = dict(on_kernels=True, left=_leaves_starts(q, *starts))
     return q.new_empty((*q.shape[:-1], v.shape[-1])), lse, *(copied_fake(q, x, **how) for x in starts)
 
 
@@ -141,8 +140,7 @@ def _list_spec(static: dict[str, Any], q: Tensor, k: Tensor, *starts: Tensor | N
     return ListSpec(**static, lengths=tuple(zip(of_q, of_k, strict=True)))
 
 
-def _check_lists_alone(block_indices: Tensor, q: Tensor, k: Tensor, q_offset: Tensor | None, spec: ListSpec) -> None:
-    check_lists_of(block_indices, q, k, spec)
+def _check_positions(q: Tensor, k: Tensor, q_offset: Tensor | None, spec: ListSpec) -> None:
     check_positions(q_offset, spec.lengths or ((q.shape[1], k.shape[1]),), causal=spec.causal)
 
 

@@ -72,8 +72,6 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
     for module in (inputs, selected):
         monkeypatch.setattr(module, "leaves_starts_on_gpu", lambda *_: True)
         monkeypatch.setattr(module, "check_lists", lambda *_, **__: None)  # which looks at lists on a CPU
-    for module in (layer, operators_of_lists):
-        monkeypatch.setattr(module, "kernels_read_starts", lambda *_: True)
     for module in (arguments, layer, operators_of_lists):
         monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
     for name in ("tolist", "item", "nonzero", "__bool__"):
@@ -90,7 +88,6 @@ def test_kernels_are_launched_without_a_look_at_starts(way: str, monkeypatch: py
     with stubbed_layer():
         if way == "operator":
             monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-            monkeypatch.setattr(layer, "plans_by_tokens", lambda *_: [(1 << 20, 1, (True,) * 3)])
         calls = [
             nsa(q, k, v, **given, backend="cute"),
             nsa(q, k, v, **given, config=NSAConfig(q_tile=32), backend="cute"),
@@ -114,7 +111,6 @@ def test_packs_of_as_many_tokens_may_be_of_more_or_fewer_sequences(
     from nsa_layer.operators import arguments, layer
 
     monkeypatch.setattr(inputs, "leaves_starts_on_gpu", lambda *_: True)
-    monkeypatch.setattr(layer, "kernels_read_starts", lambda *_: True)
     for module in (arguments, layer):
         monkeypatch.setattr(module, "stay_on_gpu", lambda starts: starts is not None)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
@@ -129,7 +125,7 @@ def test_lists_that_are_returned_have_room_for_any_lengths(monkeypatch: pytest.M
     from nsa_layer.operators import layer
 
     monkeypatch.setattr(inputs, "leaves_starts_on_gpu", lambda *_: True)
-    monkeypatch.setattr(layer, "kernels_read_starts", lambda *_: True)
+    monkeypatch.setattr(layer, "stay_on_gpu", lambda starts: starts is not None)
     q, k, v = (torch.randn(sum(LENGTHS), h, 64, dtype=torch.bfloat16) for h in (4, 2, 2))
     options = dict(cu_seqlens=starts_of(LENGTHS, "cpu"), config=NSAConfig(q_tile=32), backend="cute")
     with stubbed_layer():
@@ -307,7 +303,7 @@ def test_pytorch_finds_nothing_wrong_with_the_operators(packed: bool) -> None:
     q, k, v = (drawn(*lead[:-1], h, total, 64, seed=h).transpose(-2, -3).requires_grad_() for h in (4, 2, 2))
     weight, lists = drawn(4, 3, 64), torch.zeros(*lead, 2, 3, dtype=torch.int32, device="cuda")
     static = dict(
-        static_arguments(CallSpec(FIXED, True, 0.125)), heads=1, kept=[False, True, True], bound=None, needs_grad=True
+        static_arguments(CallSpec(FIXED, True, 0.125)), heads=1, kept=[False, True, True], budget=None, bound=None
     )
     opcheck(OPS.attend.default, (q, k, v, weight, *[None] * 7, starts, None), static)
     static = dict(block_size=64, q_tile=1, causal=True, softmax_scale=0.125)

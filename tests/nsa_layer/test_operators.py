@@ -178,7 +178,8 @@ def on_kernels(
     own = (made(*of, 2, 64, asked=more.get("own", False)) for of in (blocks, blocks, lead, lead))
     starts = torch.tensor([0, *lengths]).cumsum(0).int() if packed else None
     lists = torch.zeros(*tiles, 2, 3, dtype=torch.int32) if more.get("given") else None
-    static = dict(static_arguments(CallSpec(config, True, 0.1)), heads=heads, kept=kept, bound=None, needs_grad=True)
+    static = dict(static_arguments(CallSpec(config, True, 0.1)), heads=heads, kept=kept)
+    static |= dict(budget=None, bound=None, needs_grad=True)
     gates = made(4, 3, 64, asked=gate == "weight"), made(*lead, 4, 3, asked=gate == "given")
     if more.get("some"):
         q, v = q.detach(), v.detach()
@@ -216,7 +217,7 @@ def test_pytorch_finds_nothing_wrong_with_lists_on_the_kernels() -> None:
 @pytest.mark.parametrize(
     "backend", [pytest.param("gloo", id="cpu"), pytest.param("nccl", id="cuda", marks=pytest.mark.gpu)]
 )
-def test_pytorch_finds_nothing_wrong_with_stretches(backend: str) -> None:
+def test_pytorch_finds_nothing_wrong_with_shards(backend: str) -> None:
     """Those of a rank that gathers keys in a graph."""
     device, tokens, size, dtype, config = "cuda", 200, 64, torch.bfloat16, NSAConfig(deterministic=True)
     if backend == "gloo":
@@ -232,7 +233,7 @@ def test_pytorch_finds_nothing_wrong_with_stretches(backend: str) -> None:
                 more |= dict(cu_seqlens=starts, block_indices=starts.new_zeros(*lead, HKV, 3))
             with Noted() as noted:
                 nsa(q, k, v, **more).sum().backward()
-            assert set(noted.names) == {"stretch", "stretch_backward"}
+            assert set(noted.names) == {"shard", "shard_backward"}
             for op, args, _ in (noted.calls[0], noted.calls[-1]):
                 given = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
                 opcheck(op, given, **({} if device == "cuda" else dict(test_utils=OF_SHAPES)))
@@ -292,38 +293,31 @@ def test_a_graph_of_the_kernels_takes_any_length(monkeypatch: pytest.MonkeyPatch
             shapes = ({at: T}, {at: T}, {at: T}, None, None)
             graph = torch.export.export(Call(), arguments, dynamic_shapes=shapes, strict=True).graph
         calls = [node for node in graph.nodes if node.target is OPS.attend.default]
-        assert [(node.args[-4], node.args[-2]) for node in calls] == [(2, 2000 if packed else None)]
+        assert [(node.args[-5], node.args[-2]) for node in calls] == [(None, 2000 if packed else None)]
 
 
-def test_a_graph_is_made_anew_where_the_plan_changes_and_nowhere_else() -> None:
-    counter, fields = CompileCounterWithBackend("aot_eager"), dict(Hq=4, Hkv=2, D=64, Dv=64, itemsize=2, gate="none")
-    fields |= dict(compress_stride=64, q_tile=1, list_width=16, needs_grad=False)
-    sizes = memory_plan.Sizes(1000, **fields)
-    policy = memory_plan.MemoryPolicy(budget=memory_plan._peak(sizes, 2, (False,) * 3))
-    call = torch.compile(partial(nsa, backend="cute", memory=policy), fullgraph=True, backend=counter)
-    torch._dynamo.reset()
-    made = []
+def test_a_graph_saves_what_the_policy_says_and_groups_heads_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the length: it is made once."""
+    from nsa_layer.cute import whole_call
+
+    plans, plan_of = [], whole_call.plan_of
+    monkeypatch.setattr(whole_call, "plan_of", lambda *args, **more: plans.append(plan_of(*args, **more)) or plans[-1])
+    counter = CompileCounterWithBackend("aot_eager")
     with stubbed_layer():
-        for T in (999, 130, 1000, 1001, 3000, 700):
-            tensors = [torch.randn(1, T, h, 64, dtype=torch.bfloat16) for h in (4, 2, 2)]
-            for x in tensors:
-                torch._dynamo.mark_dynamic(x, 1)
-            call(*tensors)
-            made.append(counter.frame_count)
-    assert made == [1, 1, 1, 2, 2, 2]
-
-
-def test_plans_of_a_graph_are_those_of_a_gpu_that_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_plan, "_total_memory", lambda index: 80 << 30)
-    fields = dict(Hq=32, Hkv=8, D=128, Dv=128, itemsize=2, compress_stride=64, q_tile=1, list_width=16)
-    plans = memory_plan.plans_by_tokens(tuple(fields.items()), "auto", None, None)
-    assert plans[0][1:] == (8, (True,) * 3) and plans[-1][1:] == (1, (False,) * 3) and len(plans) > 3
-    device = torch.device("cuda", 0)
-    for most, heads, kept in plans[:-1]:
-        for tokens, same in ((most, True), (most + 1, False)):
-            sizes = memory_plan.Sizes(tokens, **fields, deterministic=True)
-            plan = memory_plan.plan_memory(sizes, memory_plan.MemoryPolicy(), device)
-            assert ((plan.groups[0][1], plan.kept) == (heads, kept)) == same
+        for recompute, kept in (("auto", (True,) * 3), ("all", (False,) * 3)):
+            policy = memory_plan.MemoryPolicy(budget=1 << 22, recompute=recompute)
+            call = torch.compile(partial(nsa, backend="cute", memory=policy), fullgraph=True, backend=counter)
+            torch._dynamo.reset()
+            counter.frame_count = 0
+            for T in (300, 3000, 700):
+                tensors = [torch.randn(1, T, h, 64, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
+                for x in tensors:
+                    torch._dynamo.mark_dynamic(x, 1)
+                torch.autograd.grad(call(*tensors).sum(), tensors)
+            assert counter.frame_count == 1
+            assert {plan.kept for plan in plans} == {kept}
+            assert [len(plan.groups) for plan in plans[::2]] == [1, 2, 1]
+            plans.clear()
 
 
 def test_a_plan_of_fake_tensors_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,20 @@
-"""Options of the dk and dv pass's kernels, the pairs that it walks, and the calls that it can do."""
+"""Options of the dk and dv pass's kernels, the pairs that it loops, and the calls that it can do."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
-import cutlass
 import torch
 
 from flash_attn.cute.lists.tiling import ROWS, box_columns
+from flash_attn.cute.multiply.host import DTYPES
 
 WARPGROUPS, THREADS = 2, 128  # that multiply, and threads of each
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
 MOST_STAGES = 4
 HEAD_DIMS = (64, 128)
 SMALL_BLOCKS = (16, 32)
-
-DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 
 Tensor = torch.Tensor
 
@@ -25,14 +23,15 @@ class KeyPairs(NamedTuple):
     """The (token, key block) pairs of lists by token, by block, and how they are dealt out.
 
     A row is a block of keys of a key/value head: row (b * Hkv + h) * N + block of sequence b, which has N blocks; where
-    sequences are packed, row h * N + cu_blocks[b] + block, N blocks in all, or more. A row's pairs are one item, also
-    where it has none, or several where they are many, which add up through partial sums.
+    sequences are packed, row h * N + cu_blocks[b] + block, N blocks in all, or more. A row's pairs are one work tile,
+    also where it has none, or several where they are many, which add up through partial sums.
 
     Attributes:
         tokens: int32 [pairs], or longer; the tokens that list a row's block: positions in their sequence, ascending.
-        items: int32 [bound, 4], in the order of rows: an item's row, its first pair, the one after its last, and the
-            number of its partial sum, or -1 where it is the row's only item. Those of a row follow each other.
-        row_items: int32 [rows + 1], items before each row.
+        work tiles: int32 [bound, 4], in the order of rows: a work tile's row, its first pair, the one after its last,
+            and the number of its partial sum, or -1 where it is the row's only work tile. Those of a row follow each
+            other.
+        row_items: int32 [rows + 1], work tiles before each row.
         partials: bound of the number of partial sums.
         block_size: keys of a block, a multiple of 64, or 16 or 32.
         cu_blocks: int32 [sequences + 1], blocks before each packed sequence.

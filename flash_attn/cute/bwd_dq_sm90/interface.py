@@ -1,21 +1,17 @@
 """The dq pass of block-sparse backward on SM90: query-stationary, without atomics, the same bits every time.
 
-The one-pass kernel walks queries for every key tile, and has to add each tile's dq to an accumulator in memory. Here it
-is the other way round, as in forward: a CTA keeps 128 queries of one head, walks the *forward* list of their block, and
-keeps dq in registers,
+A CTA keeps 128 queries of one head, loops over the *forward* list of their block, and keeps dq in registers,
 
     S = q k^T,   P = exp2(S * scale * log2(e) - lse_log2),   dP = do v^T,   dS = P * (dP - dpsum),   dq += dS k.
 
-That is 3 matmuls for the 5 of backward, in place of one of them; dk and dv are left to another kernel. Steps have 128
-keys: of two blocks of 64 each one is loaded into its half of the stage (`fwd_sm90/loads`). `kernel` has the kernel.
+That is 3 of backward's 5 matmuls; dk and dv are left to another kernel. Steps have 128 keys, one block or two of 64.
 
-Of lists with a bit for each token (`lists/query_bits`) a CTA takes one tile: 128 rows of (token, head) pairs of one
-key/value head, or of one query head that has lists of its own. A row whose token does not list a block gets P = 0
-there. SM100 walks these too, with products warp by warp (`multiply.product`).
+Of lists with a bit for each token (`lists/query_bits`) a CTA takes 128 rows of (token, head) pairs of one key/value
+head, or of one query head that has lists of its own; a row whose token does not list a block gets P = 0 there. SM100
+runs these too, with products warp by warp (`multiply.product`).
 
-`dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; its docstring says how they lie. There a
-thread's part of dq lies in the order of its registers, so starting from it takes no shared memory: of the calls that
-share an accumulator this one is the last, and rounds what it finds there with its own part.
+`dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`. A thread's part of dq lies there in the
+order of its registers. Of the calls that share an accumulator this one is the last, and rounds the sum.
 """
 
 import math
@@ -33,17 +29,17 @@ from flash_attn.cute.block_sparsity import (
     to_cute_block_sparse_tensors,
 )
 from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
-from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, DqSpec
-from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.bwd_dq_sm90.spec import THREADS, TILE_M, DqSpec
 from flash_attn.cute.cute_dsl_utils import get_aux_tensor_metadata, maybe_contiguous, to_cute_aux_tensor
 from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import ROWS, STEP
 from flash_attn.cute.multiply.form import by_warp
+from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
-from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90, fake_tensor
-from flash_attn.cute.runtime.own_device import dispatch_arch, on_own_device, target_sm_count
+from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90
+from flash_attn.cute.runtime.own_device import dispatch_arch, target_sm_count
 from flash_attn.cute.shared_backward import Tile
 from flash_attn.cute.testing import is_fake_mode
 from flash_attn.cute.utils import AuxData
@@ -65,12 +61,7 @@ def lists_of_queries(
 ) -> NamedTuple:
     """Forward lists as the kernel takes them: checked, and normalised.
 
-    Args:
-        q, k, lists, max_seqlen_q: as in `backward_dq`.
-        cu_seqlens, seqused: of queries and of keys.
-
-    Raises:
-        ValueError: lists that do not fit the call.
+    q, k, lists, max_seqlen_q: as in `backward_dq`. cu_seqlens, seqused: of queries and of keys.
     """
     packed, heads = cu_seqlens[0] is not None, ListHeads.of(lists, q.shape[-2], k.shape[-2])
     normalize = normalize_block_sparse_config
@@ -90,7 +81,7 @@ def lists_of_queries(
     )
 
 
-@on_own_device
+@on_plain_tensors
 def backward_dq(
     q: Tensor,
     k: Tensor,
@@ -150,10 +141,6 @@ def backward_dq(
             ``accum`` with bits.
         ValueError: lists that do not fit the call.
     """
-    q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = map(
-        dq_spec.with_plain_strides,
-        (q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-    )
     reason = dq_spec.unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is not None:
         raise NotImplementedError(reason)
@@ -193,7 +180,23 @@ def backward_dq(
         stay=words == 1 or has_short_rows(lists),  # with a word for all tokens of a tile, they are few: short unions
         by_warp=by_warp(dispatch_arch()),
     )
-    kernel = _compiled(spec, normalized, mask_mod, aux_tensors)
+    key = (
+        dispatch_arch(),
+        target_sm_count() if spec.stay else None,
+        spec,
+        normalized.broadcast_pattern,
+        utils.hash_callable(mask_mod) if mask_mod is not None else None,
+        get_aux_tensor_metadata(aux_tensors) if aux_tensors is not None else None,
+    )
+    kernel = _compiled(
+        key,
+        lambda: FlashAttentionBackwardDqSm90(spec, mask_mod),
+        lambda: [
+            *_fake_arguments(spec),
+            to_cute_block_sparse_tensors(normalized.tensors),
+            AuxData([to_cute_aux_tensor(t) for t in aux_tensors] if aux_tensors is not None else None, None),
+        ],
+    )
     if not is_fake_mode():
         kernel(
             *(maybe_contiguous(t) for t in (q, k, v, dout)), dpsum, lse_log2, maybe_contiguous(out), lse, dq, accum,
@@ -202,52 +205,18 @@ def backward_dq(
         )  # fmt: skip
 
 
-def _compiled(
-    spec: DqSpec, lists: NamedTuple, mask_mod: Optional[Callable], aux_tensors: Optional[list[Tensor]]
-) -> Callable[..., object]:
-    """The kernel, from the cache or new. lists: as normalised."""
-    arch = dispatch_arch()
-    key = (
-        arch,
-        target_sm_count() if spec.stay else None,
-        spec,
-        lists.broadcast_pattern,
-        utils.hash_callable(mask_mod) if mask_mod is not None else None,
-        get_aux_tensor_metadata(aux_tensors) if aux_tensors is not None else None,
-    )
-    cache = _compiled.compile_cache
-    if key not in cache:
-        aux = [to_cute_aux_tensor(t) for t in aux_tensors] if aux_tensors is not None else None
-        cache[key] = cute.compile(
-            FlashAttentionBackwardDqSm90(spec, mask_mod),
-            *_fake_arguments(spec),
-            to_cute_block_sparse_tensors(lists.tensors),
-            AuxData(aux, None),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options="--enable-tvm-ffi",
-        )
-    return cache[key]
-
-
-_compiled.compile_cache = get_jit_cache("bwd_dq")
+_compiled = CompiledKernels("bwd_dq")
 
 
 def _fake_arguments(spec: DqSpec) -> list[object]:
-    """Fake tensors to compile for, up to the lists: sizes and strides are symbols."""
-    D, dtype = spec.head_dim, DTYPES[spec.dtype]
-    batch, Hq, Hkv, rows = (cute.sym_int() for _ in range(4))
-    lead_q, lead_k = (() if packed else (batch,) for packed in spec.packed)
-    q, k = (*lead_q, cute.sym_int(), Hq, D), (*lead_k, cute.sym_int(), Hkv, D)
-    tokens = [fake_tensor(dtype, shape, divisibility=8) for shape in (q, k, k, q)]
-    sums = [fake_tensor(Float32, (*lead_q, Hq, rows)) for _ in range(2)]
-    out = lse = accum = None
-    if spec.sums:
-        out = fake_tensor(dtype, q, divisibility=8)
-        lse = fake_tensor(Float32, (*lead_q, Hq, q[-3]))
-    dq = fake_tensor(dtype, q, divisibility=8)
-    if spec.from_accum:
-        accum = fake_tensor(Float32, (*lead_q, Hq, cute.sym_int()), divisibility=4)
-    edges = (Int32(0) if given else None for given in spec.edges)
-    given = (*spec.packed, *spec.seqused, spec.offset)
-    lengths = (fake_tensor(Int32, (cute.sym_int(),)) if each else None for each in given)
-    return [*tokens, *sums, out, lse, dq, accum, Float32(1.0), *edges, *lengths]
+    """What to compile for, up to the lists."""
+    call = FakeCall.of(spec.dtype, spec.head_dim, spec.packed)
+    rows = cute.sym_int()
+    sums = [call.of_rows(rows) for _ in range(2)]
+    out, lse = (*call.tokens(call.q), call.of_rows(call.q[-3])) if spec.sums else (None, None)
+    accum = call.of_rows(cute.sym_int(), divisibility=4) if spec.from_accum else None
+    (dq,), edges = call.tokens(call.q), (Int32(0) if given else None for given in spec.edges)
+    lengths = fake_indices(*spec.packed, *spec.seqused, spec.offset)
+    return [
+        *call.tokens(call.q, call.k, call.k, call.q), *sums, out, lse, dq, accum, Float32(1.0), *edges, *lengths
+    ]  # fmt: skip

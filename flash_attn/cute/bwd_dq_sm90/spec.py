@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-import cutlass
 import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.query_bits import has_bits
 from flash_attn.cute.lists.tiling import ROWS, STEP, box_columns
+from flash_attn.cute.multiply.host import DTYPES
 
 WARPGROUPS, THREADS, WARPS = 2, 128, 4  # that multiply, and threads and warps of each
 TILE_M = WARPGROUPS * ROWS  # queries of a tile
 SHARED_MEMORY = 224 * 1024  # bytes for tiles
 MOST_STAGES = 4
-
-DTYPES = {torch.float16: cutlass.Float16, torch.bfloat16: cutlass.BFloat16}
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class DqSpec:
         sums: whether dpsum and lse_log2 are computed and written, not read.
         start: rows that sequences of dpsum, lse_log2 and the accumulator start at multiples of.
         words: of bits beside each entry of the lists, 0 for lists without.
-        packed_heads: query heads that a tile has rows of, in turns: with bits, those that share a list.
-        stay: as many CTAs as run at a time walk the tiles; else a CTA to a tile.
+        packed_heads: query heads that a tile has rows of, alternating: with bits, those that share a list.
+        stay: as many CTAs as run at a time loop the tiles; else a CTA to a tile.
         by_warp: how products are made (`multiply.product`).
     """
 
@@ -45,20 +43,20 @@ class DqSpec:
     head_dim: int
     block_k: int
     group: int
-    list_group: int
     subtiles: int
     edges: tuple[bool, bool]
     packed: tuple[bool, bool]
-    seqused: tuple[bool, bool]
     offset: bool
-    from_accum: bool
-    onto_dq: bool
-    sums: bool
-    start: int
     words: int
     packed_heads: int
     stay: bool
     by_warp: bool
+    list_group: int = 1
+    seqused: tuple[bool, bool] = (False, False)
+    from_accum: bool = False
+    onto_dq: bool = False
+    sums: bool = False
+    start: int = ROWS
 
     @property
     def stages(self) -> int:
@@ -73,8 +71,6 @@ class DqSpec:
 
 
 HEAD_DIMS = (64, 96, 128)
-
-Tensor = torch.Tensor
 
 
 def unsupported(
@@ -94,19 +90,3 @@ def unsupported(
             f"{STEP // 2} or {STEP} keys"
         )
     return None
-
-
-def with_plain_strides(x: Optional[Tensor]) -> Optional[Tensor]:
-    """The same tensor, with the strides of dimensions of one element that a contiguous tensor would have.
-
-    They lead nowhere and may hold anything, but a compiled kernel refuses those that are not aligned.
-    """
-    if x is None or 1 not in x.shape:
-        return x
-    strides = list(x.stride())
-    after = 1
-    for dim in reversed(range(x.ndim)):
-        if x.shape[dim] == 1:
-            strides[dim] = after
-        after = strides[dim] * x.shape[dim]
-    return x if tuple(strides) == x.stride() else x.as_strided(x.shape, strides)

@@ -93,13 +93,8 @@ def stages(list_words: int) -> int:
     return STAGES if list_words else 2
 
 
-def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch], packed_heads: int = 1) -> int:
-    """Query tiles that an SM100 forward CTA works on: one, where a block holds no whole number of pairs.
-
-    packed_heads: whose rows are in a tile. They count where a block is no whole number of tiles (`query_halves`).
-    """
+def query_stages(stages: int, tile_m: int, tensors: Optional[BlockSparseTensorsTorch]) -> int:
+    """Query tiles that an SM100 forward CTA works on: one, where a block holds no whole number of pairs."""
     if tensors is None or tensors.block_size is None:
         return stages
-    rows = tensors.block_size[0]
-    rows *= packed_heads if rows % tile_m else 1
-    return stages if rows % (stages * tile_m) == 0 else 1
+    return stages if tensors.block_size[0] % (stages * tile_m) == 0 else 1

@@ -1,8 +1,8 @@
 """Attention calls that were made before, with other tensors of the same sizes: launched again without the host's work.
 
 What `_flash_attn_fwd` launches follows from its options and from sizes, strides and dtypes. The first call notes the
-kernel and its arguments; where every tensor among them is one of the caller's or an output, a later call that differs
-in addresses alone puts its own tensors there. Calls that make tensors on the way are never repeated.
+kernel and its arguments; a later call that differs in addresses alone puts its own tensors there. Calls that make
+tensors on the way are never repeated.
 """
 
 import threading
@@ -20,7 +20,7 @@ _noted = threading.local()
 _calls: dict[tuple, "_Call"] = {}
 
 
-class _Place(int):
+class _Slot(int):
     """The number of a tensor among a call's, which end with o and lse."""
 
 
@@ -86,7 +86,7 @@ def attend(
         _noted.launches = None
     if len(launches) == 1:
         compiled, arguments = launches[0]
-        arguments = _with_places(tuple(arguments), [*tensors, o, lse])
+        arguments = _with_slots(tuple(arguments), [*tensors, o, lse])
         if arguments is not None:
             if len(_calls) >= MOST:
                 _calls.clear()
@@ -94,9 +94,9 @@ def attend(
     return o, lse
 
 
-def _with_places(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
+def _with_slots(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
     """Arguments with the places of tensors instead of these; None where one is not among them, or is there twice."""
-    same = {(x.data_ptr(), x.shape, x.stride(), x.dtype): _Place(i) for i, x in enumerate(tensors)}
+    same = {(x.data_ptr(), x.shape, x.stride(), x.dtype): _Slot(i) for i, x in enumerate(tensors)}
     if len(same) < len(tensors):
         return None
     found = []
@@ -106,7 +106,7 @@ def _with_places(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
             if x is None:
                 return None
         elif type(x) is tuple:
-            x = _with_places(x, tensors)
+            x = _with_slots(x, tensors)
             if x is None:
                 return None
         found.append(x)
@@ -114,6 +114,6 @@ def _with_places(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
 
 
 def _filled(x: Any, tensors: list[Tensor]) -> Any:
-    if type(x) is _Place:
+    if type(x) is _Slot:
         return tensors[x]
     return tuple(_filled(part, tensors) for part in x) if type(x) is tuple else x

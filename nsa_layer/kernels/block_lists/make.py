@@ -1,8 +1,7 @@
 """Block lists of chosen blocks, by kernels: forward lists at no cost, backward lists in CSR with a plan.
 
 For lists that need no mask inside of tiles: the key tile divides a block, and a query tile of the lists is one of the
-choice. `nsa_layer.cute.torch_block_lists` defines the result, in PyTorch and for every case. Memory is proportional to
-nnz, not to key tiles by query tiles.
+choice. Memory is proportional to nnz, not to key tiles by query tiles.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from nsa_layer.kernels.decode.spec import (
 )
 from nsa_layer.kernels.gating.forward import readable_gates, readable_weight
 from nsa_layer.kernels.launch import launch
-from nsa_layer.support import KERNEL_DTYPES, ROW_LENGTHS
+from nsa_layer.support import KERNEL_DTYPES, MOST_BLOCKS, ROW_LENGTHS
 
 Tensor = torch.Tensor
-MOST_SPLITS, MOST_BLOCKS = 48, 64
+MOST_SPLITS = 48
 EACH = (1, 2, 4)  # blocks in one thread
 WITHOUT_COMPRESSED = {name: None for name in StepTensors._fields if "cmp" in name or "compress" in name}
 APART = 2  # times as many warps for compressed keys are worth a launch

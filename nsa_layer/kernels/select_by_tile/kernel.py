@@ -40,8 +40,6 @@ Tensor = torch.Tensor
 LOG2_E = 1.4426950408889634
 STAGES = 2
 COLUMNS = tuple(register_topk.column(i) for i in range(register_topk.COLUMNS))  # of a thread, from its first
-MOST_HEADS = 32  # of a group: the rows of a warp
-MOST_BLOCKS = 64
 KEYS_IN_L2 = 32 << 20  # bytes
 
 
@@ -284,11 +282,6 @@ class BlockTopK:
                     sLists[(warp_n * register_topk.QUAD + lane % 4) * spec.share + s, tile] = entry
 
 
-def takes(config: NSAConfig, G: int) -> bool:
-    """True if `block_topk` takes a call with G query heads a group."""
-    return G <= MOST_HEADS and config.block_counts <= MOST_BLOCKS
-
-
 @torch.no_grad()
 def block_topk(
     q: Tensor,
@@ -302,7 +295,7 @@ def block_topk(
     lengths: tuple[int, ...] | None = None,
     tiles: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks listed for each query tile, as `choose.choose_blocks` defines them, in calls that `takes` is true for.
+    """The blocks listed for each query tile, as `choose.choose_blocks` defines them.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.

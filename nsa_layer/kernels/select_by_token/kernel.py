@@ -15,8 +15,6 @@ from nsa_layer.kernels.select_by_token.gemm import operand_layout
 from nsa_layer.kernels.select_by_token.group_sums import LOG2_E, GroupSums
 from nsa_layer.kernels.select_by_token.spec import (
     KEYS,
-    MOST_BLOCKS,
-    MOST_HEADS,
     STAGES,
     THREADS,
     WARP,
@@ -103,12 +101,6 @@ class TokenTopK:
             BestBlocks(spec, places, sScores, sColumns, sSelected).run()
 
 
-def takes(config: NSAConfig, G: int) -> bool:
-    """True if `token_topk` takes a call with G query heads a group."""
-    keys = config.block_size // config.stride + config.span // config.stride - 1
-    return G <= MOST_HEADS and config.block_counts <= MOST_BLOCKS and keys <= KEYS
-
-
 @torch.no_grad()
 def token_topk(
     q: Tensor,
@@ -125,7 +117,7 @@ def token_topk(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
 ) -> Tensor:
-    """The blocks listed for each token and key/value head, in calls that `takes` is true for.
+    """The blocks listed for each token and key/value head.
 
     Args:
         q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16, D 64 or 128.

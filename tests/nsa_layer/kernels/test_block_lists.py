@@ -10,10 +10,9 @@ import torch
 from fa_compile import Worker
 
 from fuzz.blocks import each_tensor
+from fuzz.choices import random_choice
 from nsa_layer.config import NSAConfig
-from nsa_layer.cute.torch_block_lists import selected_lists
 from nsa_layer.warm_up.lookup import _Unlinked
-from nsa_tools.testing.choices import random_choice
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,23 @@ def both_lists(case: Case, lists: torch.Tensor) -> tuple:
     return forward, backward_lists(lists, T, case.heads, longest=case.longest, **static, **rows)
 
 
+def key_tiles(lists: torch.Tensor, T: int, case: Case):
+    """Counts, and the tiles of keys of each tile of queries, ascending and filled up with 0, in the plainest way."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    N, ratio = -(-T // case.kv_tile), case.block_size // case.kv_tile
+    blocks = torch.zeros(*lists.shape[:3], case.config.num_blocks(T) + 1, dtype=torch.bool)
+    blocks.scatter_(-1, lists.long().remainder(blocks.shape[-1]), True)
+    listed = blocks[..., :-1].repeat_interleave(ratio, -1)[..., :N]
+    if case.causal:
+        last = (torch.arange(lists.shape[2]) + 1) * case.q_tile
+        listed &= torch.arange(N) * case.kv_tile < last[:, None]
+    counts, width = listed.sum(-1, dtype=torch.int32), min(N, lists.shape[-1] * ratio)
+    tiles = torch.arange(N, dtype=torch.int32).where(listed, N).sort(-1).values[..., :width]
+    tiles = tiles.masked_fill(tiles == N, 0)
+    return BlockSparseTensorsTorch(counts, tiles, block_size=(case.q_tile, case.kv_tile))
+
+
 def assert_right(case: Case) -> None:
     """Every row and item, in order, is that of PyTorch."""
     from flash_attn.cute.block_lists import transpose_lists
@@ -140,9 +156,7 @@ def assert_right(case: Case) -> None:
     numbers = [b for b, T in enumerate(case.lengths) if T] if case.packed else [0, 1]
     for at, b in enumerate(numbers):
         T, lists = (case.lengths[b], parts[at]) if case.packed else (case.lengths[0], parts[0][b : b + 1])
-        one = selected_lists(
-            lists, T, config=case.config, causal=case.causal, tile_q=case.q_tile, kv_tile=case.kv_tile, split=False
-        )
+        one = key_tiles(lists, T, case)
         assert_rows(case, forward, one.mask_block_cnt[0], one.mask_block_idx[0], b)
         N = -(-T // case.kv_tile)
         tensors = transpose_lists(one, N)

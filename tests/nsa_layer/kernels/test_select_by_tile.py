@@ -85,15 +85,6 @@ def test_kernels_are_traced(compiler: Worker, name: str) -> None:
     assert indices == (*lead, case.Hkv, tiles, width) and counts == indices[:-1]
 
 
-def test_what_it_does_not_take() -> None:
-    pytest.importorskip("cutlass")
-    from nsa_layer.kernels.select_by_tile.kernel import takes
-
-    tiles = NSAConfig(q_tile=128)
-    assert takes(tiles.replace(block_counts=64), G=32)
-    assert not takes(tiles, G=33) and not takes(tiles.replace(block_counts=65), G=4)
-
-
 def kernel_choice(inputs: Inputs, softmax_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     from nsa_layer.kernels.select_by_tile.kernel import block_topk
 

@@ -284,16 +284,6 @@ def test_registers_suffice() -> None:
     assert shared_worker("sm_90").run(stack_and_order, "blocks of 64") == ([0], False)
 
 
-def test_what_it_does_not_take() -> None:
-    pytest.importorskip("cutlass")
-    from nsa_layer.kernels.select_by_token.kernel import takes
-
-    assert takes(NSAConfig(q_tile=1, block_counts=64), G=128) and takes(PAPER, G=16)
-    assert not takes(NSAConfig(q_tile=1), G=129) and not takes(NSAConfig(q_tile=1, block_counts=65), G=4)
-    assert takes(SMALL.replace(block_size=64, compress_size=2), G=1)
-    assert not takes(SMALL.replace(block_size=128, compress_size=2, compress_stride=1), G=1)
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize("name", VARIANTS)
