@@ -85,7 +85,7 @@ def decoding_calls(case: Case) -> dict[str, Call]:
     config, batch = NSAConfig(), int(case.kind.rpartition(" ")[2])
     shape = Shape(T=case.T, B=batch, Hq=HQ, Hkv=HKV, D=D, Dv=D, dtype=torch.bfloat16, device="cuda", config=config)
     caches = make_set(shape)
-    replay = captured(lambda given: nsa_with_kvcache(**given), [caches], config.block_size)
+    replay = captured(lambda args: nsa_with_kvcache(**args), [caches], config.block_size)
 
     def steps() -> tuple[torch.Tensor, ...]:
         replay()

@@ -66,6 +66,20 @@ def fault(name: str, target: str, *properties: str, **options: Any) -> Callable[
     return register
 
 
+def instead(name: str, target: str, *properties: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Register a function that is called instead of another one, which is its first argument."""
+
+    def register(wrong: Callable) -> Callable:
+        @wraps(wrong)
+        def of_function(original: Callable) -> Callable:
+            return lambda *args, **more: wrong(original, *args, **more)
+
+        fault(name, target, *properties, **options)(of_function)
+        return wrong
+
+    return register
+
+
 def wrong_result(name: str, target: str, *properties: str, **options: Any) -> Callable[[Callable], Callable]:
     """Register a change of what a function returns."""
 

@@ -135,11 +135,11 @@ def medians(rounds: list[Parts]) -> Parts:
     """The median of each part, in the order of `COMPONENTS`, forward first."""
     keys = {key for parts in rounds for key in parts}
     order = [(name, way) for way in DIRECTIONS for name in (*COMPONENTS, OTHER)]
-    found = {}
+    ordered = {}
     for key in sorted(keys, key=lambda key: order.index(key) if key in order else len(order)):
         own = [parts.get(key, Part(0.0)) for parts in rounds]
-        found[key] = Part(statistics.median(p.ms for p in own), max(p.launches for p in own))
-    return found
+        ordered[key] = Part(statistics.median(p.ms for p in own), max(p.launches for p in own))
+    return ordered
 
 
 def _operators(step: Callable[[], object], rows: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nsa_tools.testing.ranks import ranks
+from fuzz.rank_processes import ranks
 
 
 @pytest.fixture(scope="session")

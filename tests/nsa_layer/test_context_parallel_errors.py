@@ -17,10 +17,10 @@ import torch.distributed as dist
 from rank_cases import MODES, OVERLAPPING, SMALL, OnRanks
 from torch.distributed.device_mesh import init_device_mesh
 
+from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAttention, nsa, selected_attention, unshard_sequence
 from nsa_layer.context_parallel.checks import check_same_on_all_ranks
 from nsa_layer.rope import RotaryEmbedding
-from nsa_tools.testing.ranks import ranks
 
 
 def refuse(group: Any, wrong: dict[int, dict[str, Any]], error: type[Exception], match: str) -> None:

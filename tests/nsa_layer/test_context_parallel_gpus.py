@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, shard_sequence, unshard_sequence
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
 from nsa_layer.context_parallel import layout
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, Case, make_inputs
-from nsa_tools.testing.ranks import ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,9 +10,9 @@ import torch
 from fa_compile import Worker
 
 from fuzz.blocks import each_tensor
+from fuzz.choices import random_choice
 from nsa_layer.config import NSAConfig
 from nsa_layer.warm_up.lookup import _Unlinked
-from nsa_tools.testing.choices import random_choice
 
 
 @dataclass(frozen=True)
