@@ -12,9 +12,8 @@ from nsa_layer.call_spec import Aux, CallTensors
 from nsa_layer.checks import Arguments, check_inputs, lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
-from nsa_layer.context_parallel.agreement import agree
+from nsa_layer.context_parallel.checks import check_same_on_all_ranks, check_shard
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.whole import check_whole
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
 
@@ -108,8 +107,8 @@ def nsa(
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
     if cp is not None:
         named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
-        checks = partial(_check_options, tensors, **options), partial(check_whole, given, cp)
-        agree(cp, checks, ragged=RAGGED, **named, **options)
+        checks = partial(_check_options, tensors, **options), partial(check_shard, given, cp)
+        check_same_on_all_ranks(cp, checks, ragged=RAGGED, **named, **options)
     _check_options(tensors, **options)
     if cp is not None:
         better = backend != "reference" and gather.is_better(cp, tensors, config)
@@ -118,7 +117,7 @@ def nsa(
     if cp is None:
         spec = check_inputs(given, backend=backend, validate=validate)
     else:
-        spec, _ = check_whole(given, cp)
+        spec, _ = check_shard(given, cp)
     if validate and cp is None and q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(q, k, block_indices, cu_seqlens, q_tile=config.q_tile, max_seqlen=max_seqlen)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)

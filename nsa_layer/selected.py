@@ -23,7 +23,7 @@ from nsa_layer.checks import (
 )
 from nsa_layer.config import WIDEST_TILE, ListConfig, NSAConfig, require_bools, require_int
 from nsa_layer.context_parallel import selected as context_parallel
-from nsa_layer.context_parallel.agreement import agree
+from nsa_layer.context_parallel.checks import check_list_shard, check_same_on_all_ranks
 from nsa_layer.context_parallel.spec import ContextParallel
 from nsa_layer.derivatives import refuse_transforms
 
@@ -99,7 +99,7 @@ def selected_attention(
         static = dict(block_size=block_size, softmax_scale=softmax_scale, backend=backend) | flags
         apart = cu_seqlens_k is not None or q_offset is not None
         named = dict(q=q, k=k, v=v, block_indices=block_indices, cu_seqlens=cu_seqlens)
-        agree(cp, (*checks, partial(context_parallel.check, cp, **named, apart=apart)), **named, **static)
+        check_same_on_all_ranks(cp, (*checks, partial(check_list_shard, cp, **named, apart=apart)), **named, **static)
     for check in checks:
         check()
     if cp is not None:

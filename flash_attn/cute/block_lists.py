@@ -8,13 +8,9 @@ the transpose of the forward lists.
     backward = transpose_lists(forward, T // 128)
     flash_attn_func(q, k, v, mask_mod=..., block_sparse_tensors=forward, block_sparse_tensors_bwd=backward)
 
-Lists are compact: as wide as the longest row, not as the number of blocks. Rows come out in rising order.
-
-What else users of block lists need can be imported from here too: checking them, semaphore values and plans for
-backward, rows of packed sequences.
+Lists are as wide as the longest row, not as the number of blocks. Rows come out in rising order. Bad arguments raise a
+TypeError or ValueError that names them. Checks, semaphore values and plans can be imported from here too.
 """
-
-from __future__ import annotations
 
 import os
 from typing import Any
@@ -24,11 +20,10 @@ import torch
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists import entries as list_entries
 from flash_attn.cute.lists.backward_plan import plan_backward
-from flash_attn.cute.lists.csr import packed_write_order
-from flash_attn.cute.lists.entries import distinct_lists, fields, flat_entries, scatter
+from flash_attn.cute.lists.entries import fields, flat_entries, padded_rows, scatter
 from flash_attn.cute.lists.formats import cu_total_blocks
 from flash_attn.cute.lists.validate_calls import validate_lists
-from flash_attn.cute.lists.write_order import compute_dq_write_order
+from flash_attn.cute.lists.write_order import compute_dq_write_order, packed_write_order
 
 __all__ = [
     "BlockSparseTensorsTorch",
@@ -58,9 +53,6 @@ def lists_from_dense(mask: torch.Tensor, block_size: BlockSize, *, width: Width 
         mask: bool [B, H, Sq, Sk] ([Sq, Sk] for all batches and heads alike), True where a query sees a key.
         block_size: (queries, keys) of a block.
         width: as in `lists_from_blocks`.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     mask = _four_dimensions("mask", mask)
     rows, columns = list_entries.block_size(block_size)
@@ -85,9 +77,6 @@ def lists_from_blocks(
         width: of the index lists (or two widths, of mask and full lists), at least the longest row. None: the longest
             row, which synchronises with the host once.
         block_size: (queries, keys) of a block.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     listed = _four_dimensions("listed", listed)
     block_size = list_entries.block_size(block_size)
@@ -127,9 +116,6 @@ def lists_from_window(
         causal: nothing to the right, whatever `window_right` is.
         block_size: (queries, keys) of a block.
         device: of the lists; None: the CPU.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.window_side("window_left", window_left)
     list_entries.window_side("window_right", window_right)
@@ -163,9 +149,6 @@ def lists_from_block_mask(
     Args:
         width: of the lists, as in `lists_from_blocks`; for both directions. None: the longest row of each, which
             synchronises with the host.
-
-    Raises:
-        TypeError, ValueError: block_mask is none, or width is bad.
     """
     size = getattr(block_mask, "BLOCK_SIZE", None)
     if size is None:
@@ -194,29 +177,25 @@ def transpose_lists(
             row, which synchronises with the host once. Give it to avoid that; the number of rows of `lists` is always
             enough.
         listed: upper bound of the blocks listed, all heads and batches together.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.integer("num_kv_blocks", num_kv_blocks, least=0)
-    own = distinct_lists(fields(lists), None)
-    M = own.mask_cnt.shape[2]
-    entries = flat_entries(own.rows(), None, own.heads * M * own.width if listed is None else listed)
-    shape, kinds = (*own.mask_cnt.shape[:2], num_kv_blocks), 1 if own.full_idx is None else 2
-    rows = own.heads * num_kv_blocks  # of the result, of each kind
+    of = padded_rows(lists)
+    M, kinds = of.N, len(of.counts)
+    entries = flat_entries(of, None, of.capacity if listed is None else listed)
+    rows = of.heads * num_kv_blocks  # of the result, of each kind
     head = torch.div(entries.row, max(M, 1), rounding_mode="floor")
     row = head.long() * num_kv_blocks + entries.block + rows * entries.is_full
     row = torch.where(entries.listed, row, rows * kinds)
     row, source = (row.int() if rows * kinds < 1 << 31 else row).sort(stable=True)
     ends = torch.searchsorted(row, torch.arange(rows * kinds, device=row.device, dtype=row.dtype), right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1)).int().view(kinds, *shape)
+    counts = ends.diff(prepend=ends.new_zeros(1)).int().view(kinds, *of.lead, num_kv_blocks)
     place = torch.arange(row.numel(), device=row.device) - torch.searchsorted(row, row)
     row, block = row.long(), (entries.row[source] % max(M, 1)).int()
     tensors: list[torch.Tensor] = []
     for kind, (cnt, wide) in enumerate(zip(counts, _widths(width, list(counts)), strict=False)):
         here = (row >= kind * rows) & (row < (kind + 1) * rows) & (place < wide)
-        idx = scatter(block, (row - kind * rows) * wide + place, here, (*shape, wide))
-        tensors += [own.repeat(cnt.contiguous()), own.repeat(idx)]
+        idx = scatter(block, (row - kind * rows) * wide + place, here, (*of.lead, num_kv_blocks, wide))
+        tensors += [t.expand(*of.repeated, *t.shape[2:]) for t in (cnt.contiguous(), idx)]
     return BlockSparseTensorsTorch(*tensors, block_size=getattr(lists, "block_size", None))
 
 
@@ -242,9 +221,6 @@ def draw_lists(
 
     Returns:
         The axes. Needs matplotlib.
-
-    Raises:
-        TypeError, ValueError: an argument is bad; the message names it.
     """
     list_entries.check_lists(fields(lists))
     list_entries.integer("num_columns", num_columns)

@@ -45,7 +45,7 @@ def any_kind(draw: st.DrawFn, arch: int) -> Attention:
     packed = draw(st.booleans())
     form = draw(st.sampled_from(FORMS)) if lists and packed else "padded"
     mask = draw(st.sampled_from(("none", "causal", "window", "compressed", "table")))
-    block_q = draw(st.sampled_from((64, 128, 192, 256))) if lists else 128
+    block_q = draw(st.sampled_from((64, 128, 192, 256) if arch == 90 else (128, 256, 384))) if lists else 128
     deterministic = draw(st.booleans())
     heads = draw(st.sampled_from(("one", "kv", "q", "all"))) if lists else "one"
     plans = form != "padded" if packed else heads != "all"  # a plan is of every sequence's lists

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from fuzz import strategies
 from fuzz.attention import laid_out
 from fuzz.case import LAYOUTS
+from fuzz.causality import assert_backward_causal, assert_forward_causal
 from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
+from fuzz.stretches import in_stretches
 from nsa_layer import NSAConfig
 from nsa_layer.support import BACKENDS
-from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
+from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
-from nsa_tools.testing.stretches import in_stretches
 
 NO_BLOCKS = (-7, 99_999_999, 2**40)
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
@@ -128,8 +129,8 @@ def lists_of_the_caller(case: Case, backend: str, device: str) -> None:
     alike = lists.where((lists >= 0) & (lists < most), -1).int()
     if case.lengths is None:
         lists, narrow, alike = (x.expand(case.B, *x.shape) for x in (lists, narrow, alike))
-    given = [lists if case.seed % 3 else narrow, alike]
-    once, other = (run(backend, make_inputs(case, device), block_indices=x.to(device)) for x in given)
+    arguments = [lists if case.seed % 3 else narrow, alike]
+    once, other = (run(backend, make_inputs(case, device), block_indices=x.to(device)) for x in arguments)
     assert once.o.equal(other.o), "padding of other numbers makes another output"
     assert_close_to_reference(case, backend, device, block_indices=narrow)
 
@@ -148,7 +149,7 @@ def stretches(case: Case, backend: str, device: str) -> None:
     cut = [stretch for stretch in cut if any(end > first for first, end in stretch)]
     if case.lengths is None:  # offsets differ between the sequences of a batch
         cut = [[(first, end)] + [(case.T - end, case.T - first)] * (case.B - 1) for ((first, end),) in cut]
-    attend = import_module("nsa_tools.testing.kernel_stretches" if backend == "cute" else BACKENDS[backend]).attend
+    attend = import_module("fuzz.kernel_stretches" if backend == "cute" else BACKENDS[backend]).attend
     assert_close_to_reference(case, in_stretches(attend, cut), device)
 
 
@@ -159,7 +160,7 @@ def neighbours(case: Case, backend: str, device: str) -> None:
         case = replace(case, lengths=(case.T, 1 + case.seed % 30, case.T))
     inputs, mine = make_inputs(case, device), case.seed % len(case.lengths)
     value = (math.nan, math.inf, torch.finfo(case.dtype).max)[case.seed % 3]
-    once, other = (run(backend, given) for given in (inputs, spoilt(inputs, value, {mine})))
+    once, other = (run(backend, arguments) for arguments in (inputs, spoilt(inputs, value, {mine})))
     clean, beside = (result.o.split(case.lengths)[mine] for result in (once, other))
     assert beside.equal(clean), f"o of sequence {mine} has {int((beside != clean).sum())} other numbers"
     for name in ("q", "k", "v"):
@@ -201,8 +202,8 @@ def kernels_give_the_same_bits(case: Case) -> None:
         with torch.cuda.stream(other):
             for _ in range((case.seed + 7 * turn) % 20):
                 square @ square
-        given = replace(strided(inputs, LAYOUTS[turn % len(LAYOUTS)]), cu_seqlens=starts[turn // len(LAYOUTS)])
-        again = run("cute", given).tensors()
+        arguments = replace(strided(inputs, LAYOUTS[turn % len(LAYOUTS)]), cu_seqlens=starts[turn // len(LAYOUTS)])
+        again = run("cute", arguments).tensors()
         for name, x in again.items():
             if case.config.deterministic or name in ("o", *LSES):
                 assert x.equal(once[name]), f"{name} has {int((x != once[name]).sum())} other numbers in round {turn}"

@@ -12,7 +12,7 @@ import torch
 from flash_attn.cute.block_lists import lists_from_blocks, lists_from_dense, transpose_lists
 from flash_attn.cute.lists.backward_plan import plan_backward
 from flash_attn.cute.lists.validate_calls import validate_call, validate_lists
-from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_walk
+from flash_attn.cute.lists.write_order import compute_dq_write_order, merged_lists
 from fuzz import strategies
 from fuzz.blocks import both_directions, each_tensor, launch_order, locks_of, table_of, tables
 from fuzz.case import Blocks
@@ -99,9 +99,9 @@ def walk(case: Blocks) -> None:
     for descending in (True, False):
         options = dict(descending=descending, num_q_blocks=case.M)
         walks = [
-            merged_walk(backward, order=torch.tensor(order), **options),
-            merged_walk(backward, order=torch.tensor(order), width=case.M, listed=bound, **options),
-            merged_walk(backward._replace(dq_write_order=given[0], dq_write_order_full=given[1]), **options),
+            merged_lists(backward, order=torch.tensor(order), **options),
+            merged_lists(backward, order=torch.tensor(order), width=case.M, listed=bound, **options),
+            merged_lists(backward._replace(dq_write_order=given[0], dq_write_order_full=given[1]), **options),
         ]
         for b, h, n in product(range(case.B), range(case.H), range(case.N)):
             rows = [m for m in range(case.M) if listed[b, h, m, n]]
@@ -193,7 +193,7 @@ def made_from(forward: Any, backward: Any, case: Blocks, device: str) -> dict[st
     sides = [each_tensor(lists, lambda t: t.to(device)) for lists in (forward, backward)]
     order = torch.tensor(launch_order(case, tables(case)[0]), device=device)
     sizes = dict(num_heads=case.H, num_heads_kv=case.H // case.group, num_q_blocks=case.M, longest=case.longest)
-    walk = merged_walk(sides[1], order=order, num_q_blocks=case.M)
+    walk = merged_lists(sides[1], order=order, num_q_blocks=case.M)
     made = {
         "transposed": transpose_lists(sides[0], case.N),
         "locks": compute_dq_write_order(*sides[0][:4], *sides[1][:4], order=order),

@@ -6,7 +6,7 @@ import torch
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.lists.backward_plan import plan_backward
-from flash_attn.cute.lists.write_order import merged_walk
+from flash_attn.cute.lists.write_order import merged_lists
 from fuzz import strategies
 from fuzz.blocks import both_directions, launch_order, tables
 from fuzz.case import Blocks
@@ -60,7 +60,7 @@ def right_orders_end(case: Blocks) -> None:
     listed, _ = tables(case)
     _, backward = both_directions(case)
     order = launch_order(case, listed)
-    walk = merged_walk(backward, order=torch.tensor(order))
+    walk = merged_lists(backward, order=torch.tensor(order))
     heads = range(case.B * case.H)
     together = [heads[first : first + case.interleave] for first in range(0, len(heads), case.interleave)]
     rows = [head * case.N + block for some in together for block in order for head in some]

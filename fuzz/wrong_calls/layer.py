@@ -22,8 +22,8 @@ def batch(device: str) -> dict[str, Any]:
 
 
 def packed(device: str) -> dict[str, Any]:
-    given = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in batch(device).items()}
-    return given | dict(cu_seqlens=starts(0, 5, T))
+    arguments = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in batch(device).items()}
+    return arguments | dict(cu_seqlens=starts(0, 5, T))
 
 
 def starts(*values: int) -> torch.Tensor:
@@ -37,8 +37,8 @@ def listed(device: str) -> dict[str, Any]:
 
 
 def listed_packed(device: str) -> dict[str, Any]:
-    given = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in listed(device).items()}
-    return given | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
+    arguments = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in listed(device).items()}
+    return arguments | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
 
 
 def appended(device: str) -> dict[str, Any]:
@@ -440,7 +440,7 @@ TABLES = (
     Table("nsa_with_kvcache, paged", nsa_with_kvcache, paged, PAGED),
     Table("nsa_with_kvcache, pages", nsa_with_kvcache, two_pages, PAGES, first=False),
     Table("NSACache", NSACache, cache_arguments, CACHE),
-    Table("NSACache.attend", lambda **given: empty_cache().attend(**given), appended, OF_CACHE, first=False),
+    Table("NSACache.attend", lambda **arguments: empty_cache().attend(**arguments), appended, OF_CACHE, first=False),
     Table(
         "NSACache.crop", lambda lengths: empty_cache().crop(lengths), lambda device: dict(lengths=0), CROP, first=False
     ),

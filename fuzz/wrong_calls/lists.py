@@ -21,7 +21,7 @@ from flash_attn.cute.block_lists import (
     validate_lists,
 )
 from flash_attn.cute.lists.backward_plan import plan_backward
-from flash_attn.cute.lists.write_order import merged_walk
+from flash_attn.cute.lists.write_order import merged_lists
 from fuzz.blocks import both_directions, packed_lists
 from fuzz.case import Blocks, Packed
 from fuzz.wrong_calls import NOT_A_BOOL, NOT_A_TENSOR, Row, Table, Together, changed, not_a_size
@@ -170,7 +170,7 @@ ORDERED = (
         ),
     ),
     Table(
-        "merged_walk", merged_walk, backward(order=torch.arange(5)),
+        "merged_lists", merged_lists, backward(order=torch.arange(5)),
         (
             *(row for row in ORDER if row[1] is not ValueError or "spt" not in row[2]),
             *BROKEN,

@@ -18,12 +18,12 @@ BAD_BLOCKS = [changed(block_size=size) for size in ((64, 128), (128, 96), (100, 
 
 
 def asked_for(device: str) -> dict[str, Any]:
-    given = qkv(device)
-    o = torch.empty_like(given["q"])
-    lse = torch.empty(B, HQ, given["q"].shape[1], device=device)
+    arguments = qkv(device)
+    o = torch.empty_like(arguments["q"])
+    lse = torch.empty(B, HQ, arguments["q"].shape[1], device=device)
     lists = [moved(each, device) for each in SIDES]
     names = ("block_sparse_tensors_fwd", "block_sparse_tensors")
-    return given | dict(out=o, dout=o, lse=lse, passes=2) | dict(zip(names, lists, strict=True))
+    return arguments | dict(out=o, dout=o, lse=lse, passes=2) | dict(zip(names, lists, strict=True))
 
 
 ONE_LIST = both_directions(Blocks(B=B, H=1, M=M, N=N, pattern="full"))[1]
@@ -31,9 +31,9 @@ OF_GROUPS = plan_backward(ONE_LIST, num_heads=HQ, num_heads_kv=HKV, num_q_blocks
 
 
 def without(device: str) -> dict[str, Any]:
-    given = asked_for(device)
-    del given["passes"], given["block_sparse_tensors_fwd"]
-    return given | dict(without_dq=True)
+    arguments = asked_for(device)
+    del arguments["passes"], arguments["block_sparse_tensors_fwd"]
+    return arguments | dict(without_dq=True)
 
 
 def score(s: Any, b: Any, h: Any, i: Any, j: Any, aux: Any) -> Any:
@@ -44,7 +44,7 @@ ALONE = "{} cannot be given together with passes=2"
 BWD, FWD = "block_sparse_tensors", "block_sparse_tensors_fwd"
 TWO = (
     ("passes", ValueError, "passes is .*, expected 1, 2 or None", 0, 3, 2.0, "2", True),
-    (f"{BWD} {FWD}", NotImplementedError, "passes=2: two passes walk block lists of both directions", None),
+    (f"{BWD} {FWD}", NotImplementedError, "passes=2: two passes loop over block lists of both directions", None),
     (BWD, NotImplementedError, "passes=2: no tile for backward lists of blocks", changed(block_size=(128, 96))),
     (FWD, NotImplementedError, f"passes=2: {NO_BLOCKS}", *BAD_BLOCKS),
     *shapes(FWD),
@@ -62,7 +62,7 @@ WITHOUT = (
     ("without_dq", *NOT_A_BOOL, 0),
     (BWD, ValueError, "lists for each of 4 query heads",
      lambda lists: moved(SIDES[1]._replace(plan=OF_GROUPS.plan, plan_per_group=True), "cuda")),
-    (BWD, NotImplementedError, "one pass walks query heads one by one",
+    (BWD, NotImplementedError, "one pass loops over query heads one by one",
      lambda lists: Together(block_sparse_tensors=moved(OF_GROUPS, "cuda"), without_dq=False)),
 )  # fmt: skip
 TABLES = (

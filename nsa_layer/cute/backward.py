@@ -17,9 +17,9 @@ from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient,
 from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, use_split_dq
 from nsa_layer.cute.token_unions import key_pairs, query_lists
-from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
+from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.launch import readable
-from nsa_layer.kernels.mean_pool.pool import unpool
+from nsa_layer.kernels.pooling.mean_pool import unpool
 from nsa_layer.profiler_ranges import component
 from nsa_layer.support import reads_unions
 

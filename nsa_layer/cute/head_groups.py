@@ -15,12 +15,12 @@ import torch
 
 from nsa_layer import determinism
 from nsa_layer.call_spec import DIFFERENTIABLE, OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Saved
-from nsa_layer.compiling import side_by_side
-from nsa_layer.compiling.shapes import CallShape, ListsShape
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.fork import require_patched
 from nsa_layer.support import reads_unions
+from nsa_layer.warm_up.api import compile_missing
+from nsa_layer.warm_up.shapes import CallShape, ListsShape
 
 require_patched()
 
@@ -156,8 +156,8 @@ def _compiled(
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled side by side, before the first is launched."""
     if spec.branches == SELECTED_ALONE:
-        return side_by_side.of_call(partial(_shape_of_lists, tensors, packing, spec, backward=backward))
-    return side_by_side.of_call(partial(_shape, tensors, spec, plan, backward=backward))
+        return compile_missing(partial(_shape_of_lists, tensors, packing, spec, backward=backward))
+    return compile_missing(partial(_shape, tensors, spec, plan, backward=backward))
 
 
 def _shape_of_lists(tensors: CallTensors, packing: Packing | None, spec: CallSpec, *, backward: bool) -> ListsShape:

@@ -1,7 +1,5 @@
 """The architectures to compile for, each with one worker process a session."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -4,8 +4,6 @@ The same case compiles in a worker (fake tensors) and runs on a GPU, so a test o
 kernel that was not compiled without one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -48,8 +46,8 @@ class Case(Pasteable):
     launch: str = (
         "left to right"  # of key blocks in backward with lists: "right to left", "longest first", "middle first"
     )
-    plan: int = 0  # entries of an item, at most, on SM90; 0 for no plan
-    per_group: bool = False  # an item is of all query heads of a key/value head
+    plan: int = 0  # entries of a work tile, at most, on SM90; 0 for no plan
+    per_group: bool = False  # a work tile is of all query heads of a key/value head
     dtype: str = "bfloat16"
     seed: int = 0
 
@@ -180,7 +178,7 @@ def attend(case: Case, x: Inputs, leaves: list[torch.Tensor], **more: Any) -> tu
     return (flash_attn_varlen_func if case.packed else flash_attn_func)(*leaves, **given)
 
 
-def in_turn(cases: list[Case], *values: Any) -> list[tuple[Any, Any]]:
+def in_order(cases: list[Case], *values: Any) -> list[tuple[Any, Any]]:
     """Each case with one of the values."""
     return [(case, values[i % len(values)]) for i, case in enumerate(cases)]
 

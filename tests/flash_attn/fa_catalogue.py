@@ -3,8 +3,6 @@
 `covering` picks few of them that have as many pairs as so few can.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 from itertools import combinations
 
@@ -127,7 +125,7 @@ SM90 = [
     Case(D=128, Hkv=1, packed=PACK, window=(200, 0), lists="both", form="shared", list_heads=4),
     Case(D=128, packed=PACK, causal=True, lists="no full", form="ragged", block=(128, 64)),
 ]
-# What only tiles of 256 queries, pairs of CTAs, and lists of 64 queries on SM100 have.
+# What only tiles of 256 queries and pairs of CTAs have.
 ONLY_SM100 = [
     Case(D=128, T_q=1500, T_k=1500, lists="both", block=(256, 256)),
     Case(D=128, T_q=1500, T_k=1500, causal=True, lists="both", list_heads=2, block=(256, 256)),
@@ -136,31 +134,20 @@ ONLY_SM100 = [
     Case(D=128, T_q=1500, T_k=1500, causal=True, lists="both", block=(256, 128)),
     Case(D=128, T_q=1500, T_k=1500, mask_mod="thirds", lists="both", list_heads=2, block=(256, 128)),
     Case(T_q=1500, T_k=1500, causal=True, lists="both", block=(256, 256)),
-    Case(D=128, **LONG, lists="both", block=(64, 128), pack_gqa=False),
-    Case(**LONG, causal=True, lists="both", block=(64, 128), pack_gqa=False, deterministic=True),
-    Case(**LONG, Hkv=4, mask_mod="thirds", lists="both", block=(192, 128)),
+    Case(**LONG, causal=True, lists="both", block=(128, 128), pack_gqa=False, deterministic=True),
     Case(
-        D=128, **LONG, causal=True, mask_mod="keyed", lists="both", list_heads=4, block=(192, 128), deterministic=True
+        D=128, **LONG, causal=True, mask_mod="keyed", lists="both", list_heads=4, block=(384, 128), deterministic=True
     ),
-    Case(D=128, Hq=6, packed=PACK, window=(200, 0), lists="both", form="ragged", list_heads=2, block=(64, 128)),
-    Case(Hkv=4, packed=PACK, mask_mod="keyed", lists="both", form="stacked", block=(64, 128), deterministic=True),
-    Case(D=96, Hkv=4, packed=PACK, lists="no full", form="compact", block=(192, 128)),
-    Case(D=128, **LONG, Hkv=4, lists="both", block=(64, 256), deterministic=True),
-    Case(**LONG, Hkv=4, mask_mod="thirds", lists="both", block=(64, 256), deterministic=True),
-    Case(
-        D=128,
-        packed=PACK,
-        mask_mod="keyed",
-        lists="both",
-        form="ragged",
-        block=(192, 512),
-        pack_gqa=False,
-        deterministic=True,
-    ),
+    Case(D=128, Hq=6, packed=PACK, window=(200, 0), lists="both", form="ragged", list_heads=2, block=(128, 128)),
+    Case(Hkv=4, packed=PACK, mask_mod="keyed", lists="both", form="stacked", block=(128, 128)),
+    Case(D=96, Hkv=4, packed=PACK, lists="no full", form="compact", block=(384, 128)),
+    Case(D=128, **LONG, Hkv=4, lists="both", block=(128, 256), deterministic=True),
+    Case(**LONG, Hkv=4, mask_mod="thirds", lists="both", block=(128, 256), deterministic=True),
+    Case(D=128, packed=PACK, mask_mod="keyed", lists="both", form="ragged", block=(128, 512), pack_gqa=False),
     Case(D=192, Dv=128, **LONG, causal=True, mask_mod="thirds", lists="both", block=(256, 256), deterministic=True),
-    Case(D=192, Dv=128, Hkv=4, packed=PACK, mask_mod="keyed", lists="both", form="compact", block=(64, 512)),
+    Case(D=192, Dv=128, Hkv=4, packed=PACK, mask_mod="keyed", lists="both", form="compact", block=(128, 512)),
     Case(D=256, **LONG, causal=True, mask_mod="thirds", lists="both", block=(128, 128), deterministic=True),
-    Case(D=256, packed=PACK, mask_mod="keyed", lists="both", form="ragged", block=(192, 256), deterministic=True),
+    Case(D=256, packed=PACK, mask_mod="keyed", lists="both", form="ragged", block=(128, 256)),
     Case(**LONG, causal=True, lists="both", list_heads=2, block=(128, 128)),
     Case(D=128, **LONG, lists="both", block=(128, 128)),
     Case(D=128, **LONG, lists="both", block=(384, 128), pack_gqa=False),

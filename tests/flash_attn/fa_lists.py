@@ -4,8 +4,6 @@ Of packed sequences "padded" is [B, H, rows of the longest, n]; "shared" the sam
 "compact" [H, rows of all, n]; "stacked" [H, L], upstream's; "ragged" [L], with a start for every row.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -46,9 +44,9 @@ def tables(case: Case) -> Tables:
     found = []
     for b, (M, N) in enumerate(zip(blocks(case, 0), blocks(case, 1))):
         h, m, n = torch.meshgrid(*map(torch.arange, (case.list_heads, M, N)), indexing="ij")
-        turn = (0 if case.form == "shared" else b) + 2 * h + m + n
-        listed = (turn % 4 != 3) | (n == N - 1)
-        full = {"both": (turn + h) % 2 == 0, "full": listed}.get(case.lists, torch.zeros_like(listed))
+        rank = (0 if case.form == "shared" else b) + 2 * h + m + n
+        listed = (rank % 4 != 3) | (n == N - 1)
+        full = {"both": (rank + h) % 2 == 0, "full": listed}.get(case.lists, torch.zeros_like(listed))
         found.append((listed, listed & full))
     return found
 

@@ -1,7 +1,5 @@
 """Lists by token of a case, their pairs by key block as the dk and dv pass takes them, and what that has to give."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,30 +13,22 @@ from fuzz.attention import Tensors, dense
 
 @dataclass(frozen=True)
 class TokenCase:
-    """A call with lists by token.
+    """A call with lists by token."""
 
-    Attributes:
-        lengths: queries of the sequences: of a batch if `packed` is not set.
-        past: keys before the first query, in every sequence.
-        by_head: a list for each query head.
-        n: entries of a list; some are padding, and some are there twice.
-        cap: tokens of an item at most.
-    """
-
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # queries of the sequences: of a batch if `packed` is not set
     G: int
     D: int = 128
     Hkv: int = 1
-    n: int = 4
+    n: int = 4  # entries of a list; some are padding, and some are there twice
     block: int = 64
-    cap: int = 4096
+    cap: int = 4096  # tokens of a work tile at most
     causal: bool = True
     packed: bool = False
     add: bool = False
     dtype: str = "bfloat16"
     start: int = 64
-    past: int = 0
-    by_head: bool = False
+    past: int = 0  # keys before the first query, in every sequence
+    by_head: bool = False  # a list for each query head
     seed: int = 0
 
     @property
@@ -109,14 +99,14 @@ def pairs_of(case: TokenCase, lists: list[torch.Tensor]) -> Any:
             kept &= listed * case.block <= token + case.past
         rows.append((first + listed)[kept].long())
         positions.append((token * case.parts + head % case.parts).expand_as(listed)[kept].long())
-    room = 1 << 40
-    pairs = torch.unique(torch.cat(rows) * room + torch.cat(positions))  # ascending
-    row_pairs = torch.bincount(pairs // room, minlength=blocks * case.Hkv * (1 if case.packed else len(lists)))
-    return deal(pairs % room, row_pairs, case, None if not case.packed else before)
+    capacity = 1 << 40
+    pairs = torch.unique(torch.cat(rows) * capacity + torch.cat(positions))  # ascending
+    row_pairs = torch.bincount(pairs // capacity, minlength=blocks * case.Hkv * (1 if case.packed else len(lists)))
+    return deal(pairs % capacity, row_pairs, case, None if not case.packed else before)
 
 
 def deal(tokens: torch.Tensor, row_pairs: torch.Tensor, case: TokenCase, cu_blocks: list[int] | None) -> Any:
-    """Rows as items of at most `cap` pairs; what lies past the last is never read."""
+    """Rows as work tiles of at most `cap` pairs; what lies past the last is never read."""
     from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 
     items, row_items, partials, begin = [], [0], 0, 0

@@ -1,7 +1,5 @@
 """Options of a call that are no tensors: cut, or handed on as they are. Refused ones: `fuzz/wrong_calls`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ from fa_compile import Worker
 from fa_lists import backward_lists, forward_lists
 
 from flash_attn.cute import flash_attn_func, flash_attn_varlen_func, interface
-from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
+from flash_attn.cute.multiply.host import with_plain_strides
 from flash_attn.cute.runtime import call_options
 
 EACH = pytest.mark.parametrize("attend", [flash_attn_func, flash_attn_varlen_func])
@@ -113,9 +111,9 @@ def test_strides_of_one_element_may_be_anything(compiler_sm90: Worker) -> None:
 def test_other_strides_are_kept() -> None:
     fused = torch.empty(1, 64, 3, 4, 128)[:, :, 1]
     for x in (fused, torch.empty(2, 64, 1, 128), torch.empty(2, 1, 4, 128).expand(2, 64, 4, 128)):
-        assert dq_spec.with_plain_strides(x) is x
+        assert with_plain_strides(x) is x
     for x in (fused, torch.empty(3, 7, 1)[:, ::2]):
-        plain = dq_spec.with_plain_strides(odd(x))
+        plain = with_plain_strides(odd(x))
         assert plain.stride() == x.stride() and plain.data_ptr() == x.data_ptr()
 
 

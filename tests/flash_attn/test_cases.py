@@ -4,8 +4,6 @@ Of a covering set `make test` compiles the first, which have the most pairs of o
 `make test-all` compiles every case.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -14,7 +12,11 @@ from fa_catalogue import ONLY_SM100, SM90, covering
 from fa_compile import shared_worker
 from fa_reference import assert_case, is_blackwell
 
-ALIKE = [case for case in SM90 if case.block is None and not case.plan and case.q_tiles == 1]  # on both architectures
+ALIKE = [  # on both architectures; upstream's kernel for dense calls of 256 on SM100 has no window
+    case
+    for case in SM90
+    if case.block is None and not case.plan and case.q_tiles == 1 and (case.D, case.window) != (256, (200, 0))
+]
 CASES = {"sm_90": SM90, "sm_100": ALIKE + ONLY_SM100}
 COVERING = {"sm_90": 23, "sm_100": 20}  # cases until every option is in one
 COMPILED = 2

@@ -6,8 +6,6 @@ kernels that OUR_OWN names differ for the reason that it gives; all others have 
 """
 
 # What runs in a worker is imported there with upstream's package, so nothing here may ask for ours.
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

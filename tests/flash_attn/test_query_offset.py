@@ -1,9 +1,7 @@
-"""q_offset: queries that are a stretch of a longer context, under the compressed-causal mask, windows and plain causal.
+"""q_offset: queries that are a range of a longer context, under the compressed-causal mask, windows and plain causal.
 
 A call knows of each sequence's offset on the device alone.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`validate=True`: a wrong list is an error that names its first wrong entry, in every form that lists come in."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 
@@ -162,15 +160,15 @@ def test_one_wrong_item(form: str, per_group: bool, deterministic: bool) -> None
 
 @pytest.mark.parametrize("form", ["padded", *PACKED])
 def test_each_key_block_is_stored_once_where_nothing_is_added(form: str) -> None:
-    """A key block that lists nothing is stored, too: its dk and dv are zeros, which a work item has to write."""
+    """A key block that lists nothing is stored, too: its dk and dv are zeros, which a work tile has to write."""
     call, options = planned(form, 4, False)
     plan = call[1].plan
     empty = int((plan[:, 3] == plan[:, 4]).int().argmax())
     assert plan[empty, 3] == plan[empty, 4]
     call[1] = call[1]._replace(plan=torch.cat([plan[:empty], plan[empty + 1 :]]))
-    assert "backward plan has 0 items for key block" in said(*call, **options)
+    assert "backward plan has 0 work tiles for key block" in said(*call, **options)
     call[1] = call[1]._replace(plan=torch.cat([plan, plan[empty : empty + 1]]))
-    assert "backward plan has 2 items for key block" in said(*call, **options)
+    assert "backward plan has 2 work tiles for key block" in said(*call, **options)
 
 
 @pytest.mark.parametrize(("Hkv", "per_group"), PLANS[1:])
@@ -180,18 +178,18 @@ def test_turns_follow_the_launch(form: str, Hkv: int, per_group: bool) -> None:
     plan = call[1].plan
     was = plan.clone()
     later = int((plan[:, 5] > 0).int().argmax())
-    for turn in (int(was[later, 5]) - 1, int(was[later, 5]) + 1):
-        plan[later, 5] = turn
+    for rank in (int(was[later, 5]) - 1, int(was[later, 5]) + 1):
+        plan[later, 5] = rank
         message = said(*call, **options)
-        assert message.startswith(f"backward plan[{later}] = ") and f"expected turn {int(was[later, 5])}" in message
-    plan[:] = was.flip(0)  # the same items in an order that they were not made for
-    assert "expected turn" in said(*call, **options)
+        assert message.startswith(f"backward plan[{later}] = ") and f"expected rank {int(was[later, 5])}" in message
+    plan[:] = was.flip(0)  # the same work tiles in an order that they were not made for
+    assert "expected rank" in said(*call, **options)
 
 
 @pytest.mark.parametrize("Hkv", [4, 1])
 @pytest.mark.parametrize("form", ["padded", *PACKED])
 def test_semaphore_values_follow_the_launch_of_items(form: str, Hkv: int) -> None:
-    """Items of one head in another order, with the turns of that order."""
+    """Work tiles of one head in another order, with the turns of that order."""
     call, options = planned(form, Hkv, False, deterministic=True, schedule="right to left")
     plan = call[1].plan
     own = (plan[:, 1] == 0) & (plan[:, 0] == 0)

@@ -3,8 +3,6 @@
 Importing this imports the DSL, which looks at the architecture once a process.
 """
 
-from __future__ import annotations
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
@@ -42,4 +40,4 @@ def pass_turns(
     flags: cutlass.Constexpr[int],
 ) -> None:
     for thread in cutlass.range(256):
-        list_rows.pass_turn(semaphore, thread, tile, head, batch, group, flags)
+        list_rows.pass_semaphore(semaphore, thread, tile, head, batch, group, flags)

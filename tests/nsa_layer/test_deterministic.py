@@ -35,7 +35,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("lengths", [None, (300, 0, 1, 699)], ids=["batch", "packed"])
 def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With launches that do nothing."""
-    from nsa_tools.testing import kernel_stretches
+    from fuzz import kernel_stretches
 
     def choose(q, k_cmp, *, spec, packing):
         """The first blocks, for every tile."""

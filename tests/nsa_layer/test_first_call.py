@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nsa_layer.compiling.ahead import ENVIRONMENT
+from nsa_layer.warm_up.lookup import ENVIRONMENT
 
 STEPS = """
 import sys

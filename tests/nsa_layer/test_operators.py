@@ -228,7 +228,7 @@ def test_pytorch_finds_nothing_wrong_with_lists_on_the_kernels() -> None:
 @pytest.mark.parametrize(
     "backend", [pytest.param("gloo", id="cpu"), pytest.param("nccl", id="cuda", marks=pytest.mark.gpu)]
 )
-def test_pytorch_finds_nothing_wrong_with_stretches(backend: str) -> None:
+def test_pytorch_finds_nothing_wrong_with_shards(backend: str) -> None:
     """Those of a rank that gathers keys in a graph."""
     device, tokens, size, dtype, config = "cuda", 200, 64, torch.bfloat16, NSAConfig(deterministic=True)
     if backend == "gloo":
@@ -244,7 +244,7 @@ def test_pytorch_finds_nothing_wrong_with_stretches(backend: str) -> None:
                 more |= dict(cu_seqlens=starts, block_indices=starts.new_zeros(*lead, HKV, 3))
             with Noted() as noted:
                 nsa(q, k, v, **more).sum().backward()
-            assert set(noted.names) == {"stretch", "stretch_backward"}
+            assert set(noted.names) == {"shard", "shard_backward"}
             for op, args, _ in (noted.calls[0], noted.calls[-1]):
                 given = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
                 opcheck(op, given, **({} if device == "cuda" else dict(test_utils=OF_SHAPES)))

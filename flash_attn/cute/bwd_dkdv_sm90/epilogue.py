@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from flash_attn.cute import utils
-from flash_attn.cute.bwd_dkdv_sm90.items import ItemList
 from flash_attn.cute.bwd_dkdv_sm90.spec import THREADS, DkdvSpec
+from flash_attn.cute.bwd_dkdv_sm90.work_tiles import WorkTiles
 from flash_attn.cute.bwd_dq_sm90.epilogue import exchanged
 from flash_attn.cute.lists.tiling import ROWS
 
@@ -32,21 +32,13 @@ def partial_sum(partials: cute.Tensor, index: Int32, which: int | Int32, thread:
 
 @dataclass(frozen=True)
 class KeyRows:
-    """64 rows of dk or dv, to a warpgroup.
+    """64 rows of dk or dv, to a warpgroup."""
 
-    Attributes:
-        out: [S, D], of a sequence and head.
-        first: the first of the rows.
-        end: rows from here on are not there.
-        thread: of the warpgroup.
-        add: what is held is added before rounding.
-    """
-
-    out: cute.Tensor
-    first: Int32
-    end: Int32
-    thread: Int32
-    add: cutlass.Constexpr[bool]
+    out: cute.Tensor  # [S, D], of a sequence and head
+    first: Int32  # the first of the rows
+    end: Int32  # rows from here on are not there
+    thread: Int32  # of the warpgroup
+    add: cutlass.Constexpr[bool]  # what is held is added before rounding
 
     def row(self, r: int) -> Int32:
         """The thread's r-th row."""
@@ -101,23 +93,23 @@ def add_partial_sums(
     lengths: tuple[Int32, Int32, Optional[cute.Tensor], Optional[cute.Tensor]],
     spec: cutlass.Constexpr[DkdvSpec],
 ):
-    """Adds the partial sums of each row that has several items, in their order.
+    """Adds the partial sums of each row that has several work tiles, in their order.
 
     A CTA takes 32 columns of 64 keys, its first warpgroup dk, its second dv.
     """
-    items = ItemList.create(pairs, lengths, spec)
+    work_tiles = WorkTiles.create(pairs, lengths, spec)
     index, columns, _ = cute.arch.block_idx()
     row, part = index // spec.parts, index % spec.parts
-    first, end = items.row_items[row], items.row_items[row + 1]
+    first, end = work_tiles.row_items[row], work_tiles.row_items[row + 1]
     if end - first > 1:
         tidx, _, _ = cute.arch.thread_idx()
         which = cute.arch.make_warp_uniform(tidx // THREADS)
         thread = tidx % THREADS
-        batch, head, first_key = items.place(row, part)
-        seqlen = items.lengths(batch)
+        batch, head, first_key = work_tiles.place(row, part)
+        seqlen = work_tiles.lengths(batch)
         acc = cute.make_rmem_tensor((4, 4), Float32)
         acc.fill(0.0)
-        number = items.items[first, 3]
+        number = work_tiles.work_tiles[first, 3]
         for i in cutlass.range(end - first, unroll=8):
             added = partial_sum(outputs[2], (number + i) * spec.parts + part, which, thread, spec.head_dim)
             loaded = cute.make_rmem_tensor((4, 4), Float32)
@@ -126,4 +118,4 @@ def add_partial_sums(
         for i, scale in enumerate((softmax_scale, Float32(1.0))):
             if which == i:
                 rows = seqlen.offset_batch_K(outputs[i], batch, dim=3)[None, None, head]
-                KeyRows(rows, first_key, items.end(first_key, seqlen), thread, spec.add).write(acc, scale, columns)
+                KeyRows(rows, first_key, work_tiles.end(first_key, seqlen), thread, spec.add).write(acc, scale, columns)

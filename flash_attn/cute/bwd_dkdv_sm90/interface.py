@@ -1,37 +1,35 @@
-"""dk and dv of attention where every token has its own list of key blocks, on SM90 and SM100: the same bits every
-time.
+"""dk and dv of attention where every token has its own list of key blocks, on SM90 and SM100: deterministic.
 
-The exact (token, block) pairs are walked by key block, so nothing is computed that no token asked for: a warpgroup
-keeps 64 keys of one key/value head and gathers the q and do of the tokens that list them, all heads of the group,
+A warpgroup keeps 64 keys of one key/value head and gathers the q and do of the tokens that list them, all heads of the
+group: nothing is computed that no token asked for,
 
     S^T = k q^T,  P^T = exp2(S^T * scale * log2(e) - lse_log2),  dP^T = v do^T,  dS^T = P^T * (dP^T - dpsum),
     dv += P^T do,  dk += dS^T q.
 
-That is 4 of backward's 5 matmuls; dq is left to another kernel. Blocks that many tokens list are cut into items with
-fp32 partial sums, which a second kernel adds up in a fixed order. `kernel` has both.
+That is 4 of backward's 5 matmuls; dq is left to another kernel. Blocks that many tokens list are split into work tiles
+with fp32 partial sums, which a second kernel adds up in a fixed order. `kernel` has both.
 """
 
 import math
-from typing import Callable, Optional
+from typing import Optional
 
 import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
 
-from flash_attn.cute.bwd_dkdv_sm90.spec import DTYPES, DkdvSpec, KeyPairs, unsupported
-from flash_attn.cute.bwd_dq_sm90.spec import with_plain_strides
-from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.bwd_dkdv_sm90.spec import DkdvSpec, KeyPairs, unsupported
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists.tiling import ROWS
 from flash_attn.cute.multiply.form import by_warp
+from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDkdvSm90, fake_tensor
-from flash_attn.cute.runtime.own_device import dispatch_arch, on_own_device, target_sm_count
+from flash_attn.cute.runtime.own_device import dispatch_arch, target_sm_count
 from flash_attn.cute.testing import is_fake_mode
 
 Tensor = torch.Tensor
 
 
-@on_own_device
+@on_plain_tensors
 def backward_dkdv(
     q: Tensor,
     k: Tensor,
@@ -53,12 +51,10 @@ def backward_dkdv(
 ) -> None:
     """Write the gradients of k and v to ``dk`` and ``dv``; rows of blocks that no token lists get 0.
 
-    The tensors have been checked by the caller, and none is empty. The stride of a dimension of one element may be
-    anything.
+    Tensors have been checked by the caller, and none is empty.
 
     Args:
-        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
-        k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
+        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
         dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; read where there are queries.
         pairs: the tokens of each block, and how they are dealt out.
         dk, dv: like k; contiguous in their last dimension.
@@ -66,14 +62,12 @@ def backward_dkdv(
         causal: a token sees the keys up to its own position among them.
         add: what dk and dv hold is added before rounding, as `shared_backward.convert` does.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], both or neither.
-        q_offset: int32 [B], packed [sequences]: position of each sequence's first query among its keys; 0 unless given.
-        start: packed sequence b has its rows of dpsum and lse_log2 from (cu_seqlens_q[b] + b * start) // start * start
-            on.
+        q_offset: int32 [sequences]: position of each sequence's first query among its keys; 0 unless given.
+        start: `AccumLayout.start` of dpsum and lse_log2.
 
     Raises:
         NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
     """
-    q, k, v, dout, dpsum, lse_log2, dk, dv = map(with_plain_strides, (q, k, v, dout, dpsum, lse_log2, dk, dv))
     reason = unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], pairs.block_size)
     if reason is not None:
         raise NotImplementedError(reason)
@@ -91,7 +85,8 @@ def backward_dkdv(
         by_warp=by_warp(dispatch_arch()),
         by_head=pairs.by_head,
     )
-    kernel = _compiled(spec)
+    key = (dispatch_arch(), target_sm_count(), spec)
+    kernel = _compiled(key, lambda: FlashAttentionBackwardDkdvSm90(spec), lambda: _fake_arguments(spec))
     partials = torch.empty(max(pairs.partials, 1) * spec.parts * 2 * ROWS * D, dtype=torch.float32, device=q.device)
     if not is_fake_mode():
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
@@ -102,34 +97,15 @@ def backward_dkdv(
         )  # fmt: skip
 
 
-def _compiled(spec: DkdvSpec) -> Callable[..., object]:
-    """The kernels, from the cache or new."""
-    key = (dispatch_arch(), target_sm_count(), spec)
-    cache = _compiled.compile_cache
-    if key not in cache:
-        cache[key] = cute.compile(
-            FlashAttentionBackwardDkdvSm90(spec),
-            *_fake_arguments(spec),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options="--enable-tvm-ffi",
-        )
-    return cache[key]
-
-
-_compiled.compile_cache = get_jit_cache("bwd_dkdv")
+_compiled = CompiledKernels("bwd_dkdv")
 
 
 def _fake_arguments(spec: DkdvSpec) -> list[object]:
-    """Fake arguments to compile for: sizes and strides are symbols."""
-    D, dtype = spec.head_dim, DTYPES[spec.dtype]
-    batch, Hq, Hkv, rows = (cute.sym_int() for _ in range(4))
-    lead = () if spec.packed else (batch,)
-    q, k = (*lead, cute.sym_int(), Hq, D), (*lead, cute.sym_int(), Hkv, D)
-    inputs = [fake_tensor(dtype, shape, divisibility=8) for shape in (q, k, k, q)]
-    sums = [fake_tensor(Float32, (*lead, Hq, rows)) for _ in range(2)]
-    outputs = [fake_tensor(dtype, k, divisibility=8) for _ in range(2)]
+    call = FakeCall.of(spec.dtype, spec.head_dim, (spec.packed, spec.packed))
+    rows = cute.sym_int()
+    sums = [call.of_rows(rows) for _ in range(2)]
     pairs = [fake_tensor(Int32, size) for size in ((cute.sym_int(),), (cute.sym_int(), 4), (cute.sym_int(),), (1,))]
     partials = fake_tensor(Float32, (cute.sym_int(),), divisibility=4)
-    sequences = [fake_tensor(Int32, (cute.sym_int(),)) if spec.packed else None for _ in range(3)]
-    offset = fake_tensor(Int32, (cute.sym_int(),)) if spec.offset else None
-    return [*inputs, *sums, *outputs, *pairs, partials, Float32(1.0), *sequences, offset]
+    sequences = fake_indices(*[spec.packed] * 3, spec.offset)
+    inputs, outputs = call.tokens(call.q, call.k, call.k, call.q), call.tokens(call.k, call.k)
+    return [*inputs, *sums, *outputs, *pairs, partials, Float32(1.0), *sequences]

@@ -1,11 +1,12 @@
-"""The kernel of `bwd_dkdv_sm90/interface`: two warpgroups that multiply, each for items of its own, and their loaders.
+"""The kernel of `bwd_dkdv_sm90/interface`: two warpgroups that multiply, each for work tiles of its own, and their
+loaders.
 
-    a load warp   for its warpgroup: k of an item, q of its tokens, a box of the group's heads at a time
+    a load warp   for its warpgroup: k of a work tile, q of its tokens, a box of the group's heads at a time
     another one   v and do; lse_log2, dpsum and position of the same rows
     warpgroups    S^T = k q^T and dP^T = v do^T; P and dS stay in registers as first operands of dv and dk
 
 A row of a tile of 64 is a (token, head) pair. The products of one warpgroup go on while the other does arithmetic, or
-ends an item and begins the next: they share nothing, and drift apart by themselves.
+ends a work tile and begins the next: they share nothing, and drift apart by themselves.
 """
 
 import math
@@ -24,12 +25,13 @@ from quack import layout_utils, sm90_utils
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
 from flash_attn.cute.bwd_dkdv_sm90.epilogue import ROWS_OF_THREAD, KeyRows, add_partial_sums, partial_sum
-from flash_attn.cute.bwd_dkdv_sm90.items import DRAWS, Dealer, Item, ItemList
 from flash_attn.cute.bwd_dkdv_sm90.loads import SUMS, WARP, Loader
-from flash_attn.cute.bwd_dkdv_sm90.spec import DTYPES, THREADS, WARPGROUPS, DkdvSpec
+from flash_attn.cute.bwd_dkdv_sm90.spec import THREADS, WARPGROUPS, DkdvSpec
+from flash_attn.cute.bwd_dkdv_sm90.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
-from flash_attn.cute.fwd_sm90.loads import TmaTensor
+from flash_attn.cute.fwd_sm90.loads import TmaTensor, tma_pipelines
 from flash_attn.cute.lists.tiling import ROWS
+from flash_attn.cute.multiply.host import DTYPES
 from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.own_device import target_sm_count
 
@@ -135,19 +137,9 @@ class FlashAttentionBackwardDkdvSm90:
         warps = THREADS // WARP
         row_bytes = spec.head_dim * self.dtype.width // 8
         group_of = partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
-        pipelines, at = [], 0
-        for count, rows in zip(counts[:4], (spec.slots * spec.heads, spec.slots * spec.heads, spec.keys, spec.keys)):
-            pipelines.append(
-                pipeline_custom.PipelineTmaAsync.create(
-                    barrier_storage=barriers + at,
-                    num_stages=count,
-                    producer_group=group_of(1),
-                    consumer_group=group_of(warps),
-                    tx_count=rows * row_bytes,
-                    defer_sync=True,
-                )
-            )
-            at += 2 * count
+        loaded = (spec.slots * spec.heads, spec.slots * spec.heads, spec.keys, spec.keys)  # rows of a stage
+        pipelines = tma_pipelines(barriers, [(n, warps, rows * row_bytes) for n, rows in zip(counts, loaded)])
+        at = 2 * sum(counts[:4])
         pipelines.append(
             pipeline_custom.PipelineAsync.create(
                 barrier_storage=barriers + at,
@@ -178,14 +170,14 @@ class FlashAttentionBackwardDkdvSm90:
                 for i in cutlass.range(tidx, cute.size(words), (WARPGROUPS + 1) * THREADS, unroll=1):
                     words[i] = 0
             cute.arch.fence_view_async_shared()
-        items = ItemList.create(pairs, lengths, spec)
+        work_tiles = WorkTiles.create(pairs, lengths, spec)
         pipeline_init_wait(cluster_shape_mn=(1, 1))
         if const_expr(spec.slots * spec.heads < ROWS):
             cute.arch.sync_threads()
 
         if warp_idx < warps:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            loader = Loader(spec, items, Dealer(counter, drawn, draws, warp_idx // 2))
+            loader = Loader(spec, work_tiles, Scheduler(counter, drawn, draws, warp_idx // 2))
             load_q, load_do = [
                 partial(loader.load, tma[i], tma[i + 2], plain[i], staged[i + 2], pipelines[i], pipelines[i + 2])
                 for i in (0, 1)
@@ -196,8 +188,8 @@ class FlashAttentionBackwardDkdvSm90:
                 load_do(sums, row_sums, pipelines[4])
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            dealer = Dealer(counter, drawn, draws, cute.arch.make_warp_uniform(tidx // THREADS) - 1)
-            self.multiply(staged, row_sums, pipelines, outputs, scales, items, dealer, tidx % THREADS)
+            scheduler = Scheduler(counter, drawn, draws, cute.arch.make_warp_uniform(tidx // THREADS) - 1)
+            self.multiply(staged, row_sums, pipelines, outputs, scales, work_tiles, scheduler, tidx % THREADS)
 
     @cute.jit
     def multiply(
@@ -207,12 +199,12 @@ class FlashAttentionBackwardDkdvSm90:
         pipelines: list[pipeline_custom.PipelineTmaAsync],
         outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         scales: tuple[Float32, Float32],
-        items: ItemList,
-        dealer: Dealer,
+        work_tiles: WorkTiles,
+        scheduler: Scheduler,
         thread: Int32,
     ):
-        """A warpgroup: its items."""
-        spec, group = self.spec, dealer.group
+        """A warpgroup: its work tiles."""
+        spec, group = self.spec, scheduler.group
         sQ, sdO, sK, sV = staged
         pipeline_q, pipeline_do, pipeline_k, pipeline_v, pipeline_sums = pipelines
 
@@ -223,20 +215,20 @@ class FlashAttentionBackwardDkdvSm90:
         of_rows = [of_registers(layout_utils.transpose_view(t), thread, spec.by_warp) for t in (sQ, sdO)]
         add_dk, add_dv = [partial(product, acc=acc) for product, acc in zip(of_rows, (acc_dK, acc_dV))]
 
-        turn = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
+        draw = pipeline.make_pipeline_state(PipelineUserType.Consumer, DRAWS)
         state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
         phase = Int32(0)  # of k and v
         # Not the compiler's constant 0: it would share that one's register with the flags that make scores start anew,
         # lose sight of those, and keep old scores in registers.
         zero = scales[0] * 0.0
-        index = dealer.first()
-        while index < items.count():
-            item = items.item(index)
+        index = scheduler.first()
+        while index < work_tiles.count():
+            work_tile = work_tiles.work_tile(index)
             acc_dK.fill(zero)
             acc_dV.fill(zero)
-            if item.tiles > 0:
+            if work_tile.tiles > 0:
                 finish = partial(
-                    self.finish_tile, row_sums=row_sums, pipeline_sums=pipeline_sums, first_key=item.first_key,
+                    self.finish_tile, row_sums=row_sums, pipeline_sums=pipeline_sums, first_key=work_tile.first_key,
                     thread=thread, scale_log2=scales[1], tdVrP=of_rows[1].A, tdKrdS=of_rows[0].A, add_dv=add_dv,
                 )  # fmt: skip
                 slot = group * spec.stages + state.index
@@ -246,7 +238,7 @@ class FlashAttentionBackwardDkdvSm90:
                 pipeline_v.consumer_wait_w_index_phase(group, phase)
                 pipeline_do.consumer_wait_w_index_phase(slot, state.phase)
                 finish(acc_S, self.started(dprobabilities, slot), slot, state.phase)
-                for _ in cutlass.range(1, item.tiles, unroll=1):
+                for _ in cutlass.range(1, work_tile.tiles, unroll=1):
                     before = group * spec.stages + state.index
                     state.advance()
                     slot = group * spec.stages + state.index
@@ -267,9 +259,9 @@ class FlashAttentionBackwardDkdvSm90:
                     each.consumer_release_w_index(slot)
                 state.advance()
             # Asked for anew, as registers are scarce before.
-            self.write(items.item(index), outputs, (acc_dK, acc_dV), scales[0], thread)
-            index = dealer.follow(turn.index, turn.phase)
-            turn.advance()
+            self.write(work_tiles.work_tile(index), outputs, (acc_dK, acc_dV), scales[0], thread)
+            index = scheduler.follow(draw.index, draw.phase)
+            draw.advance()
 
     def started(self, product: Callable, slot: Int32) -> Callable[[], cute.Tensor]:
         """A product in flight, or one that is made when it is asked for: until then it takes no registers."""
@@ -336,18 +328,18 @@ class FlashAttentionBackwardDkdvSm90:
     @cute.jit
     def write(
         self,
-        item: Item,
+        work_tile: WorkTile,
         outputs: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         sums: tuple[cute.Tensor, cute.Tensor],
         softmax_scale: Float32,
         thread: Int32,
     ):
         spec = self.spec
-        if item.partial < 0:
+        if work_tile.partial < 0:
             for out, acc, scale in zip(outputs[:2], sums, (softmax_scale, Float32(1.0))):
-                rows = item.seqlen.offset_batch_K(out, item.batch, dim=3)[None, None, item.head]
-                KeyRows(rows, item.first_key, item.end, thread, spec.add).write(acc, scale)
+                rows = work_tile.seqlen.offset_batch_K(out, work_tile.batch, dim=3)[None, None, work_tile.head]
+                KeyRows(rows, work_tile.first_key, work_tile.end, thread, spec.add).write(acc, scale)
         else:
             for which, acc in enumerate(sums):
                 registers = cute.make_tensor(acc.iterator, cute.make_layout((4, spec.head_dim // 8)))
-                cute.autovec_copy(registers, partial_sum(outputs[2], item.partial, which, thread, spec.head_dim))
+                cute.autovec_copy(registers, partial_sum(outputs[2], work_tile.partial, which, thread, spec.head_dim))

@@ -1,8 +1,7 @@
 """The two warps that load for a warpgroup of `bwd_dkdv_sm90/kernel`: tiles by TMA, and their row sums.
 
 The heads of a token are neighbours in memory, and the swizzle of shared memory goes by address, so a box of them lands
-at any row of a tile. Rows that no pair fills hold another pair's q and do, or zeros, and an lse_log2 of +inf, which
-makes their P and dS exactly 0.
+at any row of a tile. Rows without a pair hold another pair's q and do, or zeros, and an lse_log2 of +inf: P = dS = 0.
 """
 
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType
 
 from flash_attn.cute import pipeline as pipeline_custom
-from flash_attn.cute.bwd_dkdv_sm90.items import DRAWS, Dealer, Item, ItemList
 from flash_attn.cute.bwd_dkdv_sm90.spec import WARPGROUPS, DkdvSpec
+from flash_attn.cute.bwd_dkdv_sm90.work_tiles import DRAWS, Scheduler, WorkTile, WorkTiles
 from flash_attn.cute.fwd_sm90.loads import TmaTensor
 from flash_attn.cute.lists.tiling import ROWS
 
@@ -26,11 +25,11 @@ SUMS = 3  # values of a row beside q and do: lse_log2, dpsum, position
 
 @dataclass(frozen=True)
 class Loader:
-    """The loads of one warpgroup, of all its items."""
+    """The loads of one warpgroup, of all its work tiles."""
 
     spec: cutlass.Constexpr[DkdvSpec]
-    items: ItemList
-    dealer: Dealer
+    work_tiles: WorkTiles
+    scheduler: Scheduler
 
     @cute.jit
     def load(
@@ -45,31 +44,31 @@ class Loader:
         staged_sums: Optional[cute.Tensor],
         sum_stages: Optional[pipeline_custom.PipelineAsync],
     ):
-        """A warp: q and k, and draws the items; or do, v and, as they are given, the row sums."""
-        spec, items, group = self.spec, self.items, self.dealer.group
+        """A warp: q and k, and draws the work tiles; or do, v and, as they are given, the row sums."""
+        spec, work_tiles, group = self.spec, self.work_tiles, self.scheduler.group
         draws = const_expr(sums is None)
-        turn = pipeline.make_pipeline_state(PipelineUserType.Producer if draws else PipelineUserType.Consumer, DRAWS)
+        draw = pipeline.make_pipeline_state(PipelineUserType.Producer if draws else PipelineUserType.Consumer, DRAWS)
         state = pipeline.make_pipeline_state(PipelineUserType.Producer, spec.stages)
         phase = Int32(1)  # of k and v
         load_boxes = self.box_loader(rows_tma, memory)
         found = cute.make_rmem_tensor((SUMS, ROWS // WARP), Float32)
-        index = self.dealer.first()
-        while index < items.count():
-            item = items.item(index)
-            for tile in cutlass.range(item.tiles, unroll=1):
-                loads = self.tokens(item, tile)
+        index = self.scheduler.first()
+        while index < work_tiles.count():
+            work_tile = work_tiles.work_tile(index)
+            for tile in cutlass.range(work_tile.tiles, unroll=1):
+                loads = self.tokens(work_tile, tile)
                 if const_expr(not draws):
-                    self.find_sums(item, tile, sums, found)
+                    self.find_sums(work_tile, tile, sums, found)
                 slot = group * spec.stages + state.index
                 row_stages.producer_acquire_w_index_phase(slot, state.phase)
                 barrier = row_stages.sync_object_full.get_barrier(slot)
                 for chunk in cutlass.range_constexpr(len(loads)):
                     for j in cutlass.range(min(WARP, spec.slots - chunk * WARP), unroll=4):
-                        token = cute.arch.shuffle_sync(loads[chunk][0], j) + item.seqlen.offset_q
-                        head = item.head * spec.slices
+                        token = cute.arch.shuffle_sync(loads[chunk][0], j) + work_tile.seqlen.offset_q
+                        head = work_tile.head * spec.slices
                         if const_expr(spec.slices > 1):
                             head += cute.arch.shuffle_sync(loads[chunk][1], j)
-                        load_boxes(head, token, item.batch, chunk * WARP + j, slot, barrier)
+                        load_boxes(head, token, work_tile.batch, chunk * WARP + j, slot, barrier)
                 if const_expr(not draws):
                     sum_stages.producer_acquire_w_index_phase(slot, state.phase)
                     for i in cutlass.range_constexpr(ROWS // WARP):
@@ -78,14 +77,14 @@ class Loader:
                     sum_stages.producer_commit_w_index(slot)
                 state.advance()
                 if tile == 0:
-                    self.load_keys(keys_tma, staged_keys, key_stages, item, phase)
-            if item.tiles > 0:
+                    self.load_keys(keys_tma, staged_keys, key_stages, work_tile, phase)
+            if work_tile.tiles > 0:
                 phase ^= 1
             if const_expr(draws):
-                index = self.dealer.draw(turn.index, turn.phase)
+                index = self.scheduler.draw(draw.index, draw.phase)
             else:
-                index = self.dealer.follow(turn.index, turn.phase)
-            turn.advance()
+                index = self.scheduler.follow(draw.index, draw.phase)
+            draw.advance()
 
     def box_loader(self, tma: TmaTensor, memory: cute.Pointer) -> Callable[..., None]:
         """For q or do, [Hq, D, T, B] (packed [Hq, D, total]): the heads of a token go into a slot of a tile."""
@@ -108,35 +107,35 @@ class Loader:
 
         return load
 
-    def tokens(self, item: Item, tile: Int32) -> list[tuple[Int32, Int32]]:
+    def tokens(self, work_tile: WorkTile, tile: Int32) -> list[tuple[Int32, Int32]]:
         """The loads of a tile, one to a lane, and as many times as that takes."""
         first = tile * self.spec.slots + cute.arch.lane_idx()
-        return [self.items.token(item, first + chunk) for chunk in range(0, self.spec.slots, WARP)]
+        return [self.work_tiles.token(work_tile, first + chunk) for chunk in range(0, self.spec.slots, WARP)]
 
     def load_keys(
         self,
         tma: TmaTensor,
         staged: cute.Tensor,
         stages: pipeline_custom.PipelineTmaAsync,
-        item: Item,
+        work_tile: WorkTile,
         phase: Int32,
     ) -> None:
-        """An item's k or v, [S, D, Hkv, B] (packed [total, D, Hkv]), into the first rows of a tile."""
-        group, box = self.dealer.group, self.spec.key_box
+        """A work tile's k or v, [S, D, Hkv, B] (packed [total, D, Hkv]), into the first rows of a tile."""
+        group, box = self.scheduler.group, self.spec.key_box
         atom, mX = tma
-        gX = item.seqlen.offset_batch_K(mX, item.batch, dim=3)[None, None, item.head]
+        gX = work_tile.seqlen.offset_batch_K(mX, work_tile.batch, dim=3)[None, None, work_tile.head]
         gX = cute.group_modes(cute.local_tile(gX, box, (None, None)), 0, 2)  # (box, rows of boxes, boxes)
         sX = cute.group_modes(cute.flat_divide(staged, box), 0, 2)
         sX, gX = cpasync.tma_partition(atom, 0, cute.make_layout(1), sX, gX)
         stages.producer_acquire_w_index_phase(group, phase)
         barrier = stages.sync_object_full.get_barrier(group)
         for i in range(self.spec.head_dim // box[1]):
-            cute.copy(atom, gX[None, item.first_key // box[0], i], sX[None, 0, i, group], tma_bar_ptr=barrier)
+            cute.copy(atom, gX[None, work_tile.first_key // box[0], i], sX[None, 0, i, group], tma_bar_ptr=barrier)
 
     @cute.jit
     def find_sums(
         self,
-        item: Item,
+        work_tile: WorkTile,
         tile: Int32,
         sums: tuple[cute.Tensor, cute.Tensor, Optional[cute.Tensor]],
         found: cute.Tensor,
@@ -147,15 +146,15 @@ class Loader:
         for i in cutlass.range_constexpr(ROWS // WARP):
             row = i * WARP + cute.arch.lane_idx()
             load = tile * spec.slots + row // spec.heads
-            token, part = self.items.token(item, load)
-            head = (item.head * spec.slices + part) * spec.heads + row % spec.heads
+            token, part = self.work_tiles.token(work_tile, load)
+            head = (work_tile.head * spec.slices + part) * spec.heads + row % spec.heads
             found[0, i], found[1, i] = Float32.inf, Float32(0.0)
-            if load <= item.last and row < spec.slots * spec.heads:
+            if load <= work_tile.last and row < spec.slots * spec.heads:
                 for which, rows in enumerate(sums[:2]):
                     if const_expr(spec.packed):
-                        found[which, i] = rows[head, item.seqlen.padded_offset_q + token]
+                        found[which, i] = rows[head, work_tile.seqlen.padded_offset_q + token]
                     else:
-                        found[which, i] = rows[item.batch, head, token]
+                        found[which, i] = rows[work_tile.batch, head, token]
             positions[2, i] = token
             if const_expr(sums[2] is not None):
-                positions[2, i] = token + sums[2][item.batch]
+                positions[2, i] = token + sums[2][work_tile.batch]

@@ -1,21 +1,17 @@
 """The dq pass of block-sparse backward on SM90: query-stationary, without atomics, the same bits every time.
 
-The one-pass kernel walks queries for every key tile, and has to add each tile's dq to an accumulator in memory. Here it
-is the other way round, as in forward: a CTA keeps 128 queries of one head, walks the *forward* list of their block, and
-keeps dq in registers,
+A CTA keeps 128 queries of one head, loops over the *forward* list of their block, and keeps dq in registers,
 
     S = q k^T,   P = exp2(S * scale * log2(e) - lse_log2),   dP = do v^T,   dS = P * (dP - dpsum),   dq += dS k.
 
-That is 3 matmuls for the 5 of backward, in place of one of them; dk and dv are left to another kernel. Steps have 128
-keys: of two blocks of 64 each one is loaded into its half of the stage (`fwd_sm90/loads`). `kernel` has the kernel.
+That is 3 of backward's 5 matmuls; dk and dv are left to another kernel. Steps have 128 keys, one block or two of 64.
 
-Of lists with a bit for each token (`lists/query_bits`) a CTA takes one tile: 128 rows of (token, head) pairs of one
-key/value head, or of one query head that has lists of its own. A row whose token does not list a block gets P = 0
-there. SM100 walks these too, with products warp by warp (`multiply.product`).
+Of lists with a bit for each token (`lists/query_bits`) a CTA takes 128 rows of (token, head) pairs of one key/value
+head, or of one query head that has lists of its own; a row whose token does not list a block gets P = 0 there. SM100
+runs these too, with products warp by warp (`multiply.product`).
 
-`dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`; its docstring says how they lie. There a
-thread's part of dq lies in the order of its registers, so starting from it takes no shared memory: of the calls that
-share an accumulator this one is the last, and rounds what it finds there with its own part.
+`dpsum`, `lse_log2` and the fp32 accumulator are those of `shared_backward`. A thread's part of dq lies there in the
+order of its registers. Of the calls that share an accumulator this one is the last, and rounds the sum.
 """
 
 import math
@@ -33,17 +29,16 @@ from flash_attn.cute.block_sparsity import (
     to_cute_block_sparse_tensors,
 )
 from flash_attn.cute.bwd_dq_sm90 import spec as dq_spec
-from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, DqSpec
-from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.bwd_dq_sm90.spec import THREADS, TILE_M, DqSpec
 from flash_attn.cute.cute_dsl_utils import get_aux_tensor_metadata, maybe_contiguous, to_cute_aux_tensor
 from flash_attn.cute.fwd_sm90.persistence import has_short_rows
 from flash_attn.cute.lists import formats, query_bits
 from flash_attn.cute.lists.rows import ListHeads
 from flash_attn.cute.lists.tiling import ROWS, STEP
-from flash_attn.cute.multiply.form import by_warp
+from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
-from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90, fake_tensor
-from flash_attn.cute.runtime.own_device import dispatch_arch, on_own_device, target_sm_count
+from flash_attn.cute.runtime.lazy_imports import FlashAttentionBackwardDqSm90
+from flash_attn.cute.runtime.own_device import dispatch_arch, target_sm_count
 from flash_attn.cute.shared_backward import Tile
 from flash_attn.cute.testing import is_fake_mode
 from flash_attn.cute.utils import AuxData
@@ -65,12 +60,7 @@ def lists_of_queries(
 ) -> NamedTuple:
     """Forward lists as the kernel takes them: checked, and normalised.
 
-    Args:
-        q, k, lists, max_seqlen_q: as in `backward_dq`.
-        cu_seqlens, seqused: of queries and of keys.
-
-    Raises:
-        ValueError: lists that do not fit the call.
+    q, k, lists, max_seqlen_q: as in `backward_dq`. cu_seqlens, seqused: of queries and of keys.
     """
     packed, heads = cu_seqlens[0] is not None, ListHeads.of(lists, q.shape[-2], k.shape[-2])
     normalize = normalize_block_sparse_config
@@ -90,7 +80,7 @@ def lists_of_queries(
     )
 
 
-@on_own_device
+@on_plain_tensors
 def backward_dq(
     q: Tensor,
     k: Tensor,
@@ -121,15 +111,12 @@ def backward_dq(
 ) -> None:
     """Write the gradient of q, of this call and of those that added to ``accum``, to ``dq``.
 
-    Backward's second pass, and the layer's, which have checked the tensors, none of them empty. The stride of a
-    dimension of one element may be anything.
+    Tensors have been checked by the caller, and none is empty.
 
     Args:
-        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
-        k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
-        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`. Rows past a sequence's end are
-            not read. With ``out`` they are written: all rows of tiles of TILE_M queries, as that docstring wants them;
-            of lists with bits, those of the queries.
+        q, dout: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
+        dpsum, lse_log2: fp32 [B, Hq, rows], packed [Hq, rows], as in `shared_backward`; written, for whole tiles of
+            TILE_M queries (of lists with bits, for those of the queries), if ``out`` is given.
         lists: forward lists, of every form that forward takes.
         dq: like q; contiguous in its last dimension. Rows past seqused_q are not written.
         softmax_scale: 1 / sqrt(D) unless given.
@@ -137,33 +124,23 @@ def backward_dq(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, q_offset: int32, as forward's.
         max_seqlen_q: queries of the longest packed sequence, if known: checks that padded lists have rows for it.
         add: what dq holds is added before rounding, as `shared_backward.convert` does.
-        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; read. Not with
-            bits: its rows are of one head.
-        start: `AccumLayout.start` of dpsum, lse_log2 and accum: packed sequence b has its rows from
-            (cu_seqlens_q[b] + b * start) // start * start on. A multiple of 64; with ``out`` 64 or 128.
-        out: like q, forward's output: dpsum and lse_log2 are computed from it and ``lse``, and no preprocess is needed.
-        lse: fp32 [B, Hq, T], packed [Hq, total]; natural, as forward returns it.
+        accum: fp32 [B, Hq, rows * D], packed [Hq, rows * D], an accumulator of pattern "rows of 64"; not with bits.
+        start: `AccumLayout.start` of dpsum, lse_log2 and accum: a multiple of 64; with ``out`` 64 or 128.
+        out, lse: like q, and fp32 [B, Hq, T], packed [Hq, total]: forward's, of which row sums are computed.
         normalized: what `lists_of_queries` made of ``lists`` for these tensors, if the caller has asked already.
 
     Raises:
-        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel, or
-            ``accum`` with bits.
+        NotImplementedError: an architecture, dtype, head dimension or size of blocks without such a kernel.
         ValueError: lists that do not fit the call.
     """
-    q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = map(
-        dq_spec.with_plain_strides,
-        (q, k, v, dout, dpsum, lse_log2, dq, accum, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k),
-    )
     reason = dq_spec.unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is not None:
         raise NotImplementedError(reason)
-    packed = (cu_seqlens_q is not None, cu_seqlens_k is not None)
     words = lists.mask_block_bits.shape[-1] if query_bits.has_bits(lists) else 0
     if words and accum is not None:
         raise NotImplementedError("accum with mask_block_bits: an accumulator's rows are of one head; see `add`")
     softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     left, right = edges(causal, window_size)
-    heads = ListHeads.of(lists, q.shape[-2], k.shape[-2])
     if normalized is None:
         normalized = lists_of_queries(
             q,
@@ -173,27 +150,32 @@ def backward_dq(
             seqused=(seqused_q, seqused_k),
             max_seqlen_q=max_seqlen_q,
         )
-    spec = DqSpec(
-        dtype=q.dtype,
-        head_dim=q.shape[-1],
-        block_k=query_bits.BIT_KEYS if words else STEP if lists.block_size is None else lists.block_size[1],
-        group=q.shape[-2] // k.shape[-2],
-        list_group=1 if words else heads.group,
-        subtiles=normalized.q_subtile_factor,
-        edges=(left is not None, right is not None),
-        packed=packed,
+    spec = DqSpec.of(
+        q, k, lists, normalized, (left, right), (cu_seqlens_q, cu_seqlens_k), q_offset,
+        short_rows=has_short_rows(lists),
         seqused=(seqused_q is not None, seqused_k is not None),
-        offset=q_offset is not None,
         from_accum=accum is not None,
         onto_dq=add,
         sums=out is not None,
-        start=start if packed[0] else ROWS,
-        words=words,
-        packed_heads=query_bits.rows_of_token(heads, q.shape[-2] // k.shape[-2]) if words else 1,
-        stay=words == 1 or has_short_rows(lists),  # with a word for all tokens of a tile, they are few: short unions
-        by_warp=by_warp(dispatch_arch()),
+        start=start if cu_seqlens_q is not None else ROWS,
+    )  # fmt: skip
+    key = (
+        dispatch_arch(),
+        target_sm_count() if spec.stay else None,
+        spec,
+        normalized.broadcast_pattern,
+        utils.hash_callable(mask_mod) if mask_mod is not None else None,
+        get_aux_tensor_metadata(aux_tensors) if aux_tensors is not None else None,
     )
-    kernel = _compiled(spec, normalized, mask_mod, aux_tensors)
+    kernel = _compiled(
+        key,
+        lambda: FlashAttentionBackwardDqSm90(spec, mask_mod),
+        lambda: [
+            *_fake_arguments(spec),
+            to_cute_block_sparse_tensors(normalized.tensors),
+            AuxData([to_cute_aux_tensor(t) for t in aux_tensors] if aux_tensors is not None else None, None),
+        ],
+    )
     if not is_fake_mode():
         kernel(
             *(maybe_contiguous(t) for t in (q, k, v, dout)), dpsum, lse_log2, maybe_contiguous(out), lse, dq, accum,
@@ -202,52 +184,18 @@ def backward_dq(
         )  # fmt: skip
 
 
-def _compiled(
-    spec: DqSpec, lists: NamedTuple, mask_mod: Optional[Callable], aux_tensors: Optional[list[Tensor]]
-) -> Callable[..., object]:
-    """The kernel, from the cache or new. lists: as normalised."""
-    arch = dispatch_arch()
-    key = (
-        arch,
-        target_sm_count() if spec.stay else None,
-        spec,
-        lists.broadcast_pattern,
-        utils.hash_callable(mask_mod) if mask_mod is not None else None,
-        get_aux_tensor_metadata(aux_tensors) if aux_tensors is not None else None,
-    )
-    cache = _compiled.compile_cache
-    if key not in cache:
-        aux = [to_cute_aux_tensor(t) for t in aux_tensors] if aux_tensors is not None else None
-        cache[key] = cute.compile(
-            FlashAttentionBackwardDqSm90(spec, mask_mod),
-            *_fake_arguments(spec),
-            to_cute_block_sparse_tensors(lists.tensors),
-            AuxData(aux, None),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options="--enable-tvm-ffi",
-        )
-    return cache[key]
-
-
-_compiled.compile_cache = get_jit_cache("bwd_dq")
+_compiled = CompiledKernels("bwd_dq")
 
 
 def _fake_arguments(spec: DqSpec) -> list[object]:
-    """Fake tensors to compile for, up to the lists: sizes and strides are symbols."""
-    D, dtype = spec.head_dim, DTYPES[spec.dtype]
-    batch, Hq, Hkv, rows = (cute.sym_int() for _ in range(4))
-    lead_q, lead_k = (() if packed else (batch,) for packed in spec.packed)
-    q, k = (*lead_q, cute.sym_int(), Hq, D), (*lead_k, cute.sym_int(), Hkv, D)
-    tokens = [fake_tensor(dtype, shape, divisibility=8) for shape in (q, k, k, q)]
-    sums = [fake_tensor(Float32, (*lead_q, Hq, rows)) for _ in range(2)]
-    out = lse = accum = None
-    if spec.sums:
-        out = fake_tensor(dtype, q, divisibility=8)
-        lse = fake_tensor(Float32, (*lead_q, Hq, q[-3]))
-    dq = fake_tensor(dtype, q, divisibility=8)
-    if spec.from_accum:
-        accum = fake_tensor(Float32, (*lead_q, Hq, cute.sym_int()), divisibility=4)
-    edges = (Int32(0) if given else None for given in spec.edges)
-    given = (*spec.packed, *spec.seqused, spec.offset)
-    lengths = (fake_tensor(Int32, (cute.sym_int(),)) if each else None for each in given)
-    return [*tokens, *sums, out, lse, dq, accum, Float32(1.0), *edges, *lengths]
+    """What to compile for, up to the lists."""
+    call = FakeCall.of(spec.dtype, spec.head_dim, spec.packed)
+    rows = cute.sym_int()
+    sums = [call.of_rows(rows) for _ in range(2)]
+    out, lse = (*call.tokens(call.q), call.of_rows(call.q[-3])) if spec.sums else (None, None)
+    accum = call.of_rows(cute.sym_int(), divisibility=4) if spec.from_accum else None
+    (dq,), edges = call.tokens(call.q), (Int32(0) if given else None for given in spec.edges)
+    lengths = fake_indices(*spec.packed, *spec.seqused, spec.offset)
+    return [
+        *call.tokens(call.q, call.k, call.k, call.q), *sums, out, lse, dq, accum, Float32(1.0), *edges, *lengths
+    ]  # fmt: skip

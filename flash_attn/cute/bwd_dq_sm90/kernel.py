@@ -4,7 +4,7 @@
     warpgroups    dS of the step before times k, and S of this step, in flight together; dP while S is awaited and
                   turned into P; then dS, which stays in registers as the first operand of dq
 
-The warpgroups issue their products in turn, so that one multiplies while the other does arithmetic. `steps` has what a
+The warpgroups issue their products alternately: one multiplies while the other does arithmetic. `steps` has what a
 warpgroup does.
 """
 
@@ -25,13 +25,14 @@ from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute.block_sparsity import BlockSparseTensors
 from flash_attn.cute.bwd_dq_sm90.epilogue import DqOutput, RowSums
 from flash_attn.cute.bwd_dq_sm90.packed_heads import load_rows, tma_of_rows
-from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, THREADS, TILE_M, WARPGROUPS, WARPS, DqSpec
-from flash_attn.cute.bwd_dq_sm90.steps import Products, WarpgroupSteps, pass_turn
+from flash_attn.cute.bwd_dq_sm90.spec import THREADS, TILE_M, WARPGROUPS, WARPS, DqSpec
+from flash_attn.cute.bwd_dq_sm90.steps import Products, WarpgroupSteps, arrive_scheduler_barrier
 from flash_attn.cute.cute_dsl_utils import assume_tensor_aligned
-from flash_attn.cute.fwd_sm90.loads import KeyWalk, Place, TmaTensor, key_loader, query_loader
+from flash_attn.cute.fwd_sm90.loads import KeyLoop, TileCoord, TmaTensor, key_loader, query_loader, tma_pipelines
 from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.rows import lists_by_query_head, sequence_at
 from flash_attn.cute.lists.tiling import ROWS, STEP
+from flash_attn.cute.multiply.host import DTYPES
 from flash_attn.cute.multiply.product import of_registers, of_shared, sum_registers, wait
 from flash_attn.cute.runtime.bounded_loads import bounded
 from flash_attn.cute.runtime.own_device import target_sm_count
@@ -181,25 +182,15 @@ class FlashAttentionBackwardDqSm90:
     ) -> tuple[list[cute.Tensor], list[pipeline_custom.PipelineTmaAsync]]:
         """Shared memory of so many tensors of queries' rows, of k and of v, and the pipelines that fill it."""
         # A slot of rows belongs to one warpgroup, a stage of k or v to both.
-        each = of_rows * [(0, WARPGROUPS, WARPS, ROWS)] + 2 * [(1, self.spec.stages, WARPGROUPS * WARPS, STEP)]
+        layout_of = [0] * of_rows + [1, 1]
+        each = of_rows * [(WARPGROUPS, WARPS, ROWS)] + 2 * [(self.spec.stages, WARPGROUPS * WARPS, STEP)]
+        row_bytes = self.spec.head_dim * self.dtype.width // 8
         smem = cutlass.utils.SmemAllocator()
-        barriers = smem.allocate_array(cutlass.Int64, 2 * sum(count for _, count, _, _ in each))
-        staged, pipelines, at = [], [], 0
-        for i, *_ in each:
-            of = layouts[i]
+        barriers = smem.allocate_array(cutlass.Int64, 2 * sum(count for count, _, _ in each))
+        staged = []
+        for of in (layouts[i] for i in layout_of):
             staged.append(smem.allocate_tensor(self.dtype, of.outer, byte_alignment=1024, swizzle=of.inner))
-        for _, count, consumers, rows in each:
-            pipelines.append(
-                pipeline_custom.PipelineTmaAsync.create(
-                    barrier_storage=barriers + at,
-                    num_stages=count,
-                    producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-                    consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, consumers),
-                    tx_count=rows * self.spec.head_dim * self.dtype.width // 8,
-                    defer_sync=True,
-                )
-            )
-            at += 2 * count
+        pipelines = tma_pipelines(barriers, [(count, warps, rows * row_bytes) for count, warps, rows in each])
         pipeline_init_arrive(cluster_shape_mn=(1, 1), is_relaxed=True)
         return staged, pipelines
 
@@ -217,7 +208,7 @@ class FlashAttentionBackwardDqSm90:
         return cute.size(lists.mask_block_cnt, mode=[cute.rank(lists.mask_block_cnt) - 1]) * self.spec.subtiles
 
     @cute.jit
-    def place(self, index: Int32, lists: BlockSparseTensors, mDQ: cute.Tensor) -> Place:
+    def place(self, index: Int32, lists: BlockSparseTensors, mDQ: cute.Tensor) -> TileCoord:
         """The tile that comes in this place: neighbours in memory are neighbours in time, as they read the same keys.
 
         First the heads of a group, then the tiles of queries, the last first where few of the first ones' keys are
@@ -235,16 +226,18 @@ class FlashAttentionBackwardDqSm90:
             before = lists.cu_total_m_blocks
             batch = sequence_at(before, m_block // spec.subtiles)
             m_block -= Int32(before[batch]) * spec.subtiles
-        return Place(batch, head_kv * members + member, m_block)
+        return TileCoord(batch, head_kv * members + member, m_block)
 
-    def visit(self, place: Place, lists: BlockSparseTensors, lengths: Callable) -> tuple[SeqlenInfoQK, KeyWalk, Int32]:
-        """The lengths of a tile's sequence, the tile's walk, and how many steps that has: none past the end."""
+    def visit(
+        self, place: TileCoord, lists: BlockSparseTensors, lengths: Callable
+    ) -> tuple[SeqlenInfoQK, KeyLoop, Int32]:
+        """The lengths of a tile's sequence, the tile's loop, and how many steps that has: none past the end."""
         seqlen = lengths(place.batch)
         block = place.m_block // self.spec.subtiles
-        walk = KeyWalk.create(lists, place.batch, place.head, block, self.spec.block_k, self.spec.words)
+        loop = KeyLoop.create(lists, place.batch, place.head, block, self.spec.block_k, self.spec.words)
         rows = seqlen.seqlen_q * self.spec.packed_heads
-        steps = cutlass.select_(place.m_block * TILE_M < rows, walk.steps, Int32(0))
-        return seqlen, walk, Int32(steps)
+        steps = cutlass.select_(place.m_block * TILE_M < rows, loop.steps, Int32(0))
+        return seqlen, loop, Int32(steps)
 
     @cute.jit
     def load(
@@ -264,7 +257,7 @@ class FlashAttentionBackwardDqSm90:
         stride, _, _ = cute.arch.grid_dim()
         for index in cutlass.range(first, tiles, stride, unroll=1):
             place = place_of(index)
-            seqlen, walk, steps = self.visit(place, lists, lengths)
+            seqlen, loop, steps = self.visit(place, lists, lengths)
             if steps > 0:
                 of = list(zip(tma, staged, pipelines))
                 row_loaders = []
@@ -272,10 +265,10 @@ class FlashAttentionBackwardDqSm90:
                     row_loaders = [query_loader(*each, seqlen, place) for each in of[:-2]]
                 head_kv = place.head // (self.spec.group // self.spec.packed_heads)
                 key_loaders = [key_loader(*each, seqlen, place.batch, head_kv, self.spec.box) for each in of[-2:]]
-                coming = walk.entries(Int32(0))
+                coming = loop.entries(Int32(0))
                 for step in cutlass.range(steps, unroll=1):
                     entries = coming
-                    coming = walk.entries(step + 1)
+                    coming = loop.entries(step + 1)
                     for i in cutlass.range_constexpr(2):
                         key_loaders[i](entries, state)
                         if const_expr(i < len(row_loaders)):
@@ -314,14 +307,14 @@ class FlashAttentionBackwardDqSm90:
             block = products(spec.block_k, stage.dS)
 
         if group == 1:
-            pass_turn(group)
+            arrive_scheduler_barrier(group)
         state = pipeline.make_pipeline_state(PipelineUserType.Consumer, spec.stages)
         phase = Int32(0)  # of the slots of q and do
         first, _, _ = cute.arch.block_idx()
         stride, _, _ = cute.arch.grid_dim()
         for index in cutlass.range(first, tiles, stride, unroll=1):
             place = place_of(index)
-            seqlen, walk, steps = self.visit(place, lists, lengths)
+            seqlen, loop, steps = self.visit(place, lists, lengths)
             first_row = place.m_block * TILE_M + group * ROWS
             mask = KeyMask(
                 seqlen, place.batch, place.head, first_row, thread, *edges, self.mask_mod, aux_data, spec.packed_heads
@@ -334,15 +327,15 @@ class FlashAttentionBackwardDqSm90:
                 load_rows(sources, tuple(t[None, None, group] for t in staged[:2]), mask, group)
             if steps > 0:
                 tile = WarpgroupSteps(
-                    stage, block, tuple(pipelines), queries[0][0] is not None, group, phase, walk, mask, rows,
+                    stage, block, tuple(pipelines), queries[0][0] is not None, group, phase, loop, mask, rows,
                     scales[1], partial(wait, spec.by_warp),
                 )  # fmt: skip
                 if const_expr(spec.words > 0 and spec.by_warp):
-                    state = tile.walk_blocks(steps, state)
+                    state = tile.run_blocks(steps, state)
                 elif const_expr(spec.words > 0):
-                    state = tile.walk_listed(steps, state)
+                    state = tile.run_listed(steps, state)
                 else:
-                    state = tile.walk_all(steps, state)
+                    state = tile.run_all(steps, state)
                 phase ^= 1
             output.write(acc_dQ)
 

@@ -1,10 +1,9 @@
-"""A warpgroup's steps over a tile's key blocks in the dq pass: products, in turns with the other warpgroup's.
+"""A warpgroup's steps over a tile's key blocks in the dq pass: products, which the two warpgroups issue alternately.
 
-Both warpgroups walk the same steps, so they take equally many turns, and both release all stages.
-
-Where entries have bits, a warpgroup multiplies only blocks that one of its tokens lists. A step with both is done as
-without bits, the one before added to dq meanwhile. One with one block is done by itself, one with none passed by.
-Where products go warp by warp, which takes registers for their operands, every block is done by itself.
+Both warpgroups loop over the same steps, so both reach each barrier equally often, and both release all stages. Where
+entries have bits, a warpgroup multiplies only blocks that one of its tokens lists: a step with both as without bits, a
+step with one block by itself, a step with none is skipped. Where products go warp by warp every block is done by
+itself.
 """
 
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from quack import layout_utils
 from flash_attn.cute import pipeline as pipeline_custom
 from flash_attn.cute import utils
 from flash_attn.cute.bwd_dq_sm90.spec import THREADS, WARPGROUPS
-from flash_attn.cute.fwd_sm90.loads import NOWHERE, KeyWalk
+from flash_attn.cute.fwd_sm90.loads import NOWHERE, KeyLoop
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 
-FIRST_TURN = 1  # named barriers of the warpgroups' turns
+SCHEDULER_BARRIER = 1  # first named barrier: of the first warpgroup
 
 
 class Products(NamedTuple):
@@ -38,7 +37,7 @@ class Products(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of a step: its first key, its entry (`KeyWalk.entry`), and its bits if entries have them."""
+    """A block of a step: its first key, its entry (`KeyLoop.entry`), and its bits if entries have them."""
 
     key: Int32
     entry: Int32
@@ -54,44 +53,35 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class WarpgroupSteps:
-    """One tile's steps, to a warpgroup.
+    """One tile's steps, to a warpgroup."""
 
-    Attributes:
-        stage, block: products with a stage; with bits also those with one of its blocks.
-        pipelines: of q, do, k and v.
-        loaded: False where q and do are there from the beginning.
-        phase: of the slots of q and do.
-        rows: lse_log2 and dpsum of the thread's rows.
-        wait: for products, all but the last so many.
-    """
-
-    stage: Products
+    stage: Products  # stage, block: products with a stage; with bits also those with one of its blocks
     block: Optional[Products]
-    pipelines: tuple[pipeline_custom.PipelineTmaAsync, ...]
-    loaded: bool
+    pipelines: tuple[pipeline_custom.PipelineTmaAsync, ...]  # of q, do, k and v
+    loaded: bool  # False where q and do are there from the beginning
     group: Int32
-    phase: Int32
-    walk: KeyWalk
+    phase: Int32  # of the slots of q and do
+    loop: KeyLoop
     mask: KeyMask
-    rows: tuple[tuple[Float32, Float32], ...]
+    rows: tuple[tuple[Float32, Float32], ...]  # lse_log2 and dpsum of the thread's rows
     scale_log2: Float32
-    wait: Callable[[int], None]
+    wait: Callable[[int], None]  # for products, all but the last so many
 
     @cute.jit
-    def walk_all(self, steps: Int32, state: pipeline.PipelineState):
+    def run_all(self, steps: Int32, state: pipeline.PipelineState):
         """All steps, one at least. Returns the state behind them."""
-        walk = self.walk
-        coming = walk.entries(Int32(0))
+        loop = self.loop
+        coming = loop.entries(Int32(0))
         acc_S, acc_dP = self.first_products(self.stage, state, state.index)
         entries = coming
-        coming = walk.entries(Int32(1))
+        coming = loop.entries(Int32(1))
         self.finish(self.stage, acc_S, acc_dP, self.blocks(Int32(0), entries), state)
         for step in cutlass.range(1, steps, unroll=1):
             before = state.clone()
             state.advance()
             acc_S, acc_dP = self.next_products(before, state)
             entries = coming
-            coming = walk.entries(step + 1)
+            coming = loop.entries(step + 1)
             self.finish(self.stage, acc_S, acc_dP, self.blocks(step, entries), state)
         self.release_queries()
         self.last_product(self.stage, state, state.index)
@@ -99,15 +89,15 @@ class WarpgroupSteps:
         return state
 
     @cute.jit
-    def walk_listed(self, steps: Int32, state: pipeline.PipelineState):
+    def run_listed(self, steps: Int32, state: pipeline.PipelineState):
         """The same, of entries with bits."""
-        walk = self.walk
-        coming, coming_words = walk.entries(Int32(0)), walk.all_words(Int32(0))
+        loop = self.loop
+        coming, coming_words = loop.entries(Int32(0)), loop.all_words(Int32(0))
         before = state.clone()
         pending = Boolean(False)  # dS of the step before has still to be multiplied
         for step in cutlass.range(steps, unroll=1):
             entries, words = coming, coming_words
-            coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
+            coming, coming_words = loop.entries(step + 1), loop.all_words(step + 1)
             blocks = self.blocks(step, entries, words)
             first, second = [self.mask.any_lists(block.words) for block in blocks]
             if first & second:
@@ -136,16 +126,16 @@ class WarpgroupSteps:
         return state
 
     @cute.jit
-    def walk_blocks(self, steps: Int32, state: pipeline.PipelineState):
-        """The same, a block at a time and not in turns: registers are left to load operands of products ahead."""
-        walk = self.walk
-        coming, coming_words = walk.entries(Int32(0)), walk.all_words(Int32(0))
+    def run_blocks(self, steps: Int32, state: pipeline.PipelineState):
+        """The same, a block at a time and not alternating: registers are left to load operands of products ahead."""
+        loop = self.loop
+        coming, coming_words = loop.entries(Int32(0)), loop.all_words(Int32(0))
         if const_expr(self.loaded):
             for slots in self.pipelines[:2]:
                 slots.consumer_wait_w_index_phase(self.group, self.phase)
         for step in cutlass.range(steps, unroll=1):
             entries, words = coming, coming_words
-            coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
+            coming, coming_words = loop.entries(step + 1), loop.all_words(step + 1)
             blocks = self.blocks(step, entries, words)
             for stages in self.pipelines[2:]:
                 stages.consumer_wait(state)
@@ -163,7 +153,7 @@ class WarpgroupSteps:
 
     def blocks(self, step: Int32, entries: tuple[Int32, ...], words: Optional[tuple] = None) -> list[Block]:
         """All blocks of a step. words: of each, if entries have bits."""
-        keys = [self.walk.first_key(entry, step, part) for part, entry in enumerate(entries)]
+        keys = [self.loop.first_key(entry, step, part) for part, entry in enumerate(entries)]
         return [Block(*of) for of in zip(keys, entries, words or [()] * len(entries))]
 
     def first_products(
@@ -174,13 +164,13 @@ class WarpgroupSteps:
         if const_expr(self.loaded):
             pipeline_q.consumer_wait_w_index_phase(self.group, self.phase)
         pipeline_k.consumer_wait(state)
-        await_turn(self.group)
+        await_scheduler_barrier(self.group)
         acc_S = products.scores(B_idx=at)
         if const_expr(self.loaded):
             pipeline_do.consumer_wait_w_index_phase(self.group, self.phase)
         pipeline_v.consumer_wait(state)
         acc_dP = products.dprobabilities(B_idx=at)
-        pass_turn(self.group)
+        arrive_scheduler_barrier(self.group)
         return acc_S, acc_dP
 
     def next_products(
@@ -188,7 +178,7 @@ class WarpgroupSteps:
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """S and dP of a stage, in flight; the one before is added to dq meanwhile, and its k released."""
         _, _, pipeline_k, pipeline_v = self.pipelines
-        await_turn(self.group)
+        await_scheduler_barrier(self.group)
         self.stage.add_dq(B_idx=before.index)
         pipeline_k.consumer_wait(state)
         acc_S = self.stage.scores(B_idx=state.index)
@@ -196,7 +186,7 @@ class WarpgroupSteps:
         pipeline_k.consumer_release(before)
         pipeline_v.consumer_wait(state)
         acc_dP = self.stage.dprobabilities(B_idx=state.index)
-        pass_turn(self.group)
+        arrive_scheduler_barrier(self.group)
         return acc_S, acc_dP
 
     def last_product(self, products: Products, state: pipeline.PipelineState, at: Int32 | tuple[Int32, Int32]) -> None:
@@ -205,12 +195,12 @@ class WarpgroupSteps:
         self.pipelines[2].consumer_release(state)
 
     def pass_by(self, state: pipeline.PipelineState) -> None:
-        """Do nothing with a step, in turn."""
+        """Skip a step, barriers included."""
         for stages in self.pipelines[2:]:
             stages.consumer_wait(state)
             stages.consumer_release(state)
-        await_turn(self.group)
-        pass_turn(self.group)
+        await_scheduler_barrier(self.group)
+        arrive_scheduler_barrier(self.group)
 
     def release_queries(self) -> None:
         if const_expr(self.loaded):
@@ -231,7 +221,7 @@ class WarpgroupSteps:
         In a row whose token does not list a block, it is hidden as in a row past the end: lse is +inf, exp2 gives 0.
         """
         S, dP = layout_utils.reshape_acc_to_mn(acc_S), layout_utils.reshape_acc_to_mn(acc_dP)
-        columns, width = cute.size(S, mode=[1]) // len(blocks), self.walk.block_k
+        columns, width = cute.size(S, mode=[1]) // len(blocks), self.loop.block_k
         self.wait(1)
         for part in cutlass.range_constexpr(len(blocks)):
             self.mask.hide(S, blocks[part].key, blocks[part].entry & 1 == 0, part * width, width)
@@ -253,10 +243,10 @@ class WarpgroupSteps:
         utils.cvt_f16(layout_utils.reshape_acc_to_frgA(acc_S), products.dS)
 
 
-def await_turn(group: Int32) -> None:
+def await_scheduler_barrier(group: Int32) -> None:
     """Until the other warpgroup has issued its products."""
-    cute.arch.barrier(barrier_id=FIRST_TURN + group, number_of_threads=WARPGROUPS * THREADS)
+    cute.arch.barrier(barrier_id=SCHEDULER_BARRIER + group, number_of_threads=WARPGROUPS * THREADS)
 
 
-def pass_turn(group: Int32) -> None:
-    cute.arch.barrier_arrive(barrier_id=FIRST_TURN + 1 - group, number_of_threads=WARPGROUPS * THREADS)
+def arrive_scheduler_barrier(group: Int32) -> None:
+    cute.arch.barrier_arrive(barrier_id=SCHEDULER_BARRIER + 1 - group, number_of_threads=WARPGROUPS * THREADS)

@@ -1,1 +1,1 @@
-"""Parts of Hopper's backward: loops over query tiles and heads, accumulators, turns, the rule for two passes."""
+"""Parts of SM90 backward: loops over query tiles and heads, accumulators, ordered reduction, one pass or two."""

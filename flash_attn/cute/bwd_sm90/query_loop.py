@@ -1,17 +1,13 @@
-"""The query tiles that the CTA of a key tile walks in block-sparse backward on SM90.
+"""The query tiles that the CTA of a key tile loops over in block-sparse backward on SM90.
 
-All warp roles of a CTA walk the same tiles in the same order: one loads q and do, the warpgroups
-multiply, one adds dq to memory. What is masked and what is full is one walk, in which each entry
-says which of the two it is. An entry is read from memory while the one before it is worked on, so
-that no role waits for the list.
+All warp roles of a CTA loop over the same tiles in the same order: one loads q and do, the warpgroups multiply, one
+adds dq to memory. Mask and full blocks are one loop, and each entry says which of the two it is. An entry is read while
+the one before it is worked on. Without a plan a CTA loops over the whole list of a key tile and query head; a plan
+(`backward_plan`) has work tiles instead, ranges of such lists in any order.
 
-Without a plan a CTA walks the list of one key tile and one query head from its first entry to its
-last. A plan (`backward_plan`) deals out items instead: stretches of such walks, in any order.
-
-A block of the lists may hold several of the kernel's tiles; tiles past the end of the queries are
-listed with their block and skipped. In deterministic mode each entry has a semaphore value besides: how
-many key tiles add to the dq of these queries before this one does. The walk is then in the order
-that `write_order.sorted_walk` defines, so that a CTA starts where it is first in line.
+A block may hold several of the kernel's tiles; tiles past the end of the queries are skipped. In deterministic mode an
+entry also has a semaphore value, how many key tiles add to the dq of these queries first, and entries come in the order
+of `write_order.sorted_entries`.
 """
 
 from dataclasses import dataclass
@@ -29,37 +25,33 @@ from flash_attn.cute.named_barrier import NamedBarrierBwd
 
 
 @dataclass(frozen=True)
-class Item:
-    """A work item of a plan, for one CTA: entries `begin` .. `end` - 1 of a key tile's loop.
-
-    `turn`: how many other items add to the same dk and dv first. `start`: where a row of ragged lists starts, so that
-    nobody has to look it up; None for other lists.
-    """
+class PlanTile:
+    """A work tile of a plan, for one CTA: entries `begin` .. `end` - 1 of a key tile's loop."""
 
     batch: Int32
     head: Int32
     n_block: Int32
     begin: Int32
     end: Int32
-    turn: Int32
-    start: Optional[Int64] = None
+    rank: Int32  # how many other work tiles add to the same dk and dv first
+    start: Optional[Int64] = None  # where a row of ragged lists starts
 
     @staticmethod
-    def read(tensors: Optional[BlockSparseTensors], place: Int32) -> "Optional[Item]":
-        """The item that is launched in this place; None without a plan."""
+    def read(tensors: Optional[BlockSparseTensors], place: Int32) -> "Optional[PlanTile]":
+        """The work tile that is launched in this place; None without a plan."""
         if tensors is None or tensors.plan is None:
             return None
         start = None
         if len(tensors.mask_block_idx.shape) == 1:
             low, high = (tensors.plan[place, field] for field in (6, 7))
             start = (Int64(high) << 32) | Int64(Uint32(low))
-        return Item(*(tensors.plan[place, field] for field in range(6)), start)
+        return PlanTile(*(tensors.plan[place, field] for field in range(6)), start)
 
 
 @dataclass(frozen=True)
-class QueryWalk:
-    """The tiles `begin` .. `end` - 1 of one key tile's walk. `flagged`: an entry is 2 * block + is_full;
-    otherwise it is a block, and full blocks have a list of their own that is walked after the first."""
+class QueryLoop:
+    """The tiles `begin` .. `end` - 1 of one key tile's loop. `flagged`: an entry is 2 * block + is_full;
+    otherwise it is a block, and full blocks have a list of their own that is looped over after the first."""
 
     begin: Int32
     end: Int32
@@ -78,10 +70,10 @@ class QueryWalk:
         n_block: Int32,
         subtiles: int,
         flagged: bool,
-        item: Optional[Item] = None,
-    ) -> "QueryWalk":
-        """flagged: see the class. item: what a plan deals out of the walk."""
-        start = None if item is None else item.start
+        plan_tile: Optional[PlanTile] = None,
+    ) -> "QueryLoop":
+        """flagged: see the class. work tile: what a plan deals out of the loop."""
+        start = None if plan_tile is None else plan_tile.start
         row = find_row(tensors, tensors.cu_total_n_blocks, batch, head, n_block, start)
         count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
         begin, end = Int32(0), count
@@ -91,9 +83,9 @@ class QueryWalk:
             full_idx = row.entries(tensors.full_block_idx, full=True)
         if flagged:
             locks = row.entries(tensors.dq_write_order)
-        if item is not None:
-            begin, end = item.begin, item.end
-        return QueryWalk(begin * subtiles, end * subtiles, count, mask_idx, full_idx, locks, subtiles, flagged)
+        if plan_tile is not None:
+            begin, end = plan_tile.begin, plan_tile.end
+        return QueryLoop(begin * subtiles, end * subtiles, count, mask_idx, full_idx, locks, subtiles, flagged)
 
     @property
     def has_full(self) -> bool:
@@ -102,7 +94,7 @@ class QueryWalk:
 
     @cute.jit
     def entry(self, tile: Int32) -> Int32:
-        """2 * block + is_full for the tile-th tile of the walk, or for its last one."""
+        """2 * block + is_full for the tile-th tile of the loop, or for its last one."""
         place = cutlass.min(tile, self.end - 1) // self.subtiles
         entry = Int32(0)
         if const_expr(self.flagged):
@@ -119,12 +111,12 @@ class QueryWalk:
 
 
 @cute.jit
-def load_queries(walk: QueryWalk, state_q, state_do, load_tile: Callable, m_block_max: Int32, kv_loaded=False):
-    """Load the walk's tiles of q and do; k and v with the first of them, if not before. Returns the advanced states."""
-    coming = walk.entry(walk.begin)
-    for tile in cutlass.range(walk.begin, walk.end, unroll=1):
-        m_block = walk.m_block(coming, tile)
-        coming = walk.entry(tile + 1)
+def load_queries(loop: QueryLoop, state_q, state_do, load_tile: Callable, m_block_max: Int32, kv_loaded=False):
+    """Load the loop's tiles of q and do; k and v with the first of them, if not before. Returns the advanced states."""
+    coming = loop.entry(loop.begin)
+    for tile in cutlass.range(loop.begin, loop.end, unroll=1):
+        m_block = loop.m_block(coming, tile)
+        coming = loop.entry(tile + 1)
         if m_block < m_block_max:
             state_q, state_do = load_tile(m_block, state_q, state_do, load_kv=not kv_loaded)
             kv_loaded = True
@@ -133,7 +125,7 @@ def load_queries(walk: QueryWalk, state_q, state_do, load_tile: Callable, m_bloc
 
 @cute.jit
 def multiply_queries(
-    walk: QueryWalk,
+    loop: QueryLoop,
     state_q,
     state_do,
     multiply: Callable,
@@ -142,17 +134,17 @@ def multiply_queries(
     sees_all: Callable,
     m_block_max: Int32,
 ):
-    """Multiply the walk's tiles into dk and dv, which have to hold zeros. Returns the advanced states.
+    """Multiply the loop's tiles into dk and dv, which have to hold zeros. Returns the advanced states.
 
     mask_listed, mask_full: masks for the two kinds of entries; mask_full is None where both have the
     same. sees_all(m_block): whether neither the end of the keys nor the causal edge hides a pair of
     the tile, so that a full one needs no mask at all.
     """
-    coming = walk.entry(walk.begin)
-    for tile in cutlass.range(walk.begin, walk.end, unroll=1):
+    coming = loop.entry(loop.begin)
+    for tile in cutlass.range(loop.begin, loop.end, unroll=1):
         entry = coming
-        m_block = walk.m_block(entry, tile)
-        coming = walk.entry(tile + 1)
+        m_block = loop.m_block(entry, tile)
+        coming = loop.entry(tile + 1)
         if m_block < m_block_max:
             if const_expr(mask_full is None):
                 if sees_all(m_block):
@@ -171,22 +163,22 @@ def multiply_queries(
 
 @cute.jit
 def add_dq(
-    walk: QueryWalk, add: Callable, accumulator: cute.Tensor, semaphore: Optional[cute.Tensor], m_block_max: Int32
+    loop: QueryLoop, add: Callable, accumulator: cute.Tensor, semaphore: Optional[cute.Tensor], m_block_max: Int32
 ):
-    """Add the dq of the walk's tiles to the accumulator in memory, as the warpgroups stage them.
+    """Add the dq of the loop's tiles to the accumulator in memory, as the warpgroups stage them.
 
     add: `add_tile`, without what differs between tiles. accumulator: [(part size, parts), query tiles]. semaphore:
     [query tiles, 1] counters, zero at launch; with them the tiles are added in the order of their semaphore values.
     """
     ordered = const_expr(semaphore is not None)
-    coming, lock_coming = walk.entry(walk.begin), Int32(0)
+    coming, lock_coming = loop.entry(loop.begin), Int32(0)
     if const_expr(ordered):
-        lock_coming = walk.lock(walk.begin)
-    for tile in cutlass.range(walk.begin, walk.end, unroll=1):
-        m_block, lock = walk.m_block(coming, tile), lock_coming
-        coming = walk.entry(tile + 1)
+        lock_coming = loop.lock(loop.begin)
+    for tile in cutlass.range(loop.begin, loop.end, unroll=1):
+        m_block, lock = loop.m_block(coming, tile), lock_coming
+        coming = loop.entry(tile + 1)
         if const_expr(ordered):
-            lock_coming = walk.lock(tile + 1)
+            lock_coming = loop.lock(tile + 1)
         if m_block < m_block_max:
             add(accumulator, semaphore, m_block, lock)
 
@@ -211,15 +203,13 @@ def add_tile(
         if const_expr(not ordered):  # otherwise all adding has ended before
             cute.arch.cp_async_bulk_wait_group(parts - 1 - part, read=True)
         cute.arch.barrier_arrive(
-            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part,
-            number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
+            barrier_id=int(NamedBarrierBwd.dQEmptyWG0) + part, number_of_threads=threads_per_part + cute.arch.WARP_SIZE
         )
     if const_expr(ordered):
         barrier.wait_eq(semaphore[(m_block, None)].iterator, lane, 0, lock)
     for part in cutlass.range_constexpr(parts):
         cute.arch.barrier(
-            barrier_id=int(NamedBarrierBwd.dQFullWG0) + part,
-            number_of_threads=threads_per_part + cute.arch.WARP_SIZE,
+            barrier_id=int(NamedBarrierBwd.dQFullWG0) + part, number_of_threads=threads_per_part + cute.arch.WARP_SIZE
         )
         with cute.arch.elect_one():
             copy_utils.cpasync_reduce_bulk_add_f32(

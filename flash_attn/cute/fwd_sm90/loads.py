@@ -1,14 +1,9 @@
 """Loop over a query tile's key blocks and loads of it, in the dq pass and in forward by `two_block_steps`.
 
-All warps of a CTA walk the same blocks in the same order: mask blocks from the first to the last, then
-full ones. A step of the walk is `STEP` keys: one block of 128, or two of 64 that need not be neighbours; one block of
-64 in forward by `own_blocks`.
-Where two do not come out even, the last step's second block is missing: its half of the step is loaded
-with the first block once more, so that nothing undefined is multiplied, and hidden by the mask.
-Lists of `BIT_ROWS` rows of packed heads have a bit for each of their tokens beside an entry (`KeyMask.lists`).
-
-Tiles of q and do go to a warpgroup, blocks of k and v to their part of a stage. A caller binds a loader to a tile, and
-calls it once for the tile's queries, and for the keys of every step.
+All warps of a CTA loop over the same blocks in the same order: mask blocks, then full ones. A step is `STEP` keys: one
+block of 128, or two of 64 that need not be neighbours; one block of 64 in forward by `own_blocks`. Where the last
+step's second block is missing, the first is loaded once more and hidden by the mask. Tiles of q and do go to a
+warpgroup, blocks of k and v to their part of a stage; a caller binds a loader to a tile and calls it for each step.
 """
 
 from dataclasses import dataclass
@@ -30,7 +25,7 @@ NOWHERE = 1 << 30  # a key past the end of every sequence
 
 
 @dataclass(frozen=True)
-class KeyWalk:
+class KeyLoop:
     """The entries of one row of forward lists: `mask_count` mask blocks, then full ones, `count` in all."""
 
     count: Int32
@@ -51,17 +46,17 @@ class KeyWalk:
         block_k: int,
         words_per_entry: int = 0,
         step: int = STEP,
-    ) -> "KeyWalk":
+    ) -> "KeyLoop":
         """block: of queries, in its sequence. words_per_entry: of `mask_block_bits`; with them all are mask blocks."""
         row = find_row(tensors, tensors.cu_total_m_blocks, batch, head, block)
         mask_count, mask_idx = row.count(tensors.mask_block_cnt), row.entries(tensors.mask_block_idx)
         if words_per_entry:
             bits = row.bits(tensors.mask_block_bits)
-            return KeyWalk(mask_count, mask_count, mask_idx, None, block_k, bits, words_per_entry, step)
+            return KeyLoop(mask_count, mask_count, mask_idx, None, block_k, bits, words_per_entry, step)
         if tensors.full_block_cnt is None:
-            return KeyWalk(mask_count, mask_count, mask_idx, None, block_k)
+            return KeyLoop(mask_count, mask_count, mask_idx, None, block_k)
         count = mask_count + row.count(tensors.full_block_cnt)
-        return KeyWalk(count, mask_count, mask_idx, row.entries(tensors.full_block_idx, full=True), block_k)
+        return KeyLoop(count, mask_count, mask_idx, row.entries(tensors.full_block_idx, full=True), block_k)
 
     @property
     def parts(self) -> int:
@@ -74,7 +69,7 @@ class KeyWalk:
 
     @cute.jit
     def entry(self, step: Int32, part: cutlass.Constexpr[int]) -> Int32:
-        """2 * block + is_full for a part of a step; past the walk's end, for its last block."""
+        """2 * block + is_full for a part of a step; past the loop's end, for its last block."""
         return entry_at(self._place(step, part), self.mask_count, self.mask_idx, self.full_idx)
 
     def _place(self, step: Int32, part: int) -> Int32:
@@ -85,7 +80,7 @@ class KeyWalk:
         return tuple(self.entry(step, part) for part in range(self.parts))
 
     def words(self, step: Int32, part: int) -> tuple[Int32, ...]:
-        """Bits of a part of a step, `words_per_entry` of them; past the walk's end, of its last block.
+        """Bits of a part of a step, `words_per_entry` of them; past the loop's end, of its last block.
 
         Bit j % 32 of word j // 32 says that the j-th token with rows in the tile lists the block.
         """
@@ -107,7 +102,22 @@ class KeyWalk:
 TmaTensor = tuple[cute.CopyAtom, cute.Tensor]
 
 
-class Place(NamedTuple):
+def tma_pipelines(barriers: cute.Pointer, sizes: list[tuple[int, int, int]]) -> list[pipeline_custom.PipelineTmaAsync]:
+    """Pipelines of TMA loads, whose barriers follow one another; each of (stages, consumer warps, bytes of a stage)."""
+    pipelines, at = [], 0
+    for stages, consumers, tx_count in sizes:
+        producer, consumer = (pipeline.CooperativeGroup(pipeline.Agent.Thread, size) for size in (1, consumers))
+        pipelines.append(
+            pipeline_custom.PipelineTmaAsync.create(
+                barrier_storage=barriers + at, num_stages=stages, producer_group=producer, consumer_group=consumer,
+                tx_count=tx_count, defer_sync=True,
+            )
+        )  # fmt: skip
+        at += 2 * stages
+    return pipelines
+
+
+class TileCoord(NamedTuple):
     """A tile: its batch (packed: sequence), query head, and number in its sequence."""
 
     batch: Int32
@@ -116,7 +126,7 @@ class Place(NamedTuple):
 
 
 def query_loader(
-    tma: TmaTensor, staged: cute.Tensor, slots: pipeline_custom.PipelineTmaAsync, seqlen: SeqlenInfoQK, place: Place
+    tma: TmaTensor, staged: cute.Tensor, slots: pipeline_custom.PipelineTmaAsync, seqlen: SeqlenInfoQK, place: TileCoord
 ) -> Callable[[Int32], None]:
     """For a tile of q or do, [T, D, Hq, B] (packed [total, D, Hq]): the rows of each warpgroup go into its slot."""
     atom, mX = tma

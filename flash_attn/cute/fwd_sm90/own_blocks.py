@@ -1,16 +1,10 @@
 """SM90 forward over unions of tokens' lists: each warpgroup multiplies only what its own tokens list.
 
-The load warp brings every block of a tile's union (`lists.query_bits`) once, each into a stage of its own. A
-warpgroup's 64 rows are half of the tile's tokens. It goes from one block that they list to the next, and hands the
-stages between them back unread. So the two warpgroups need not be at the same block: they may be apart by as many
-blocks as there are stages.
-
-A step has two of its blocks, if both are within reach, or one. Each has a softmax of its own, under products: the one
-with the values of the block before, and those with the next block's keys.
-
-A warpgroup that waits for keys has not handed back the values of the step before. As loads come in order, it may not
-wait for a block further on than there are stages: if none within reach is its own, the last one is multiplied, with
-every row hidden.
+The load warp brings every block of a tile's union (`lists.query_bits`) once, each into a stage of its own. A warpgroup
+goes from one block that its tokens list to the next, and releases the stages between them unread: the two warpgroups
+may be apart by as many blocks as there are stages. A step has two blocks, if both are within reach, or one, each with a
+softmax of its own under products. A warpgroup may not wait for a block further on than there are stages: if none within
+reach is listed, the last one is multiplied, with every row hidden.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from cutlass.cute.nvgpu import warpgroup
 from quack import layout_utils
 
 from flash_attn.cute import utils
-from flash_attn.cute.fwd_sm90.loads import KeyWalk
+from flash_attn.cute.fwd_sm90.loads import KeyLoop
 from flash_attn.cute.fwd_sm90.masks import ROWS_OF_THREAD, KeyMask
 from flash_attn.cute.fwd_sm90.union_softmax import UnionSoftmax
 
@@ -41,32 +35,32 @@ class OwnBlocks:
     pipelines: of k and of v. reach: how far ahead the next block may be, which is the number of stages.
     """
 
-    walk: KeyWalk
+    loop: KeyLoop
     mask: KeyMask
     pipelines: tuple[Any, Any]
     reach: int
 
     @staticmethod
-    def create(walk: KeyWalk, mask: KeyMask, pipelines: tuple[Any, Any], reach: int) -> OwnBlocks:
-        return OwnBlocks(replace(walk, mask_idx=_held(walk.mask_idx), bits=_held(walk.bits)), mask, pipelines, reach)
+    def create(loop: KeyLoop, mask: KeyMask, pipelines: tuple[Any, Any], reach: int) -> OwnBlocks:
+        return OwnBlocks(replace(loop, mask_idx=_held(loop.mask_idx), bits=_held(loop.bits)), mask, pipelines, reach)
 
     def ahead(self, place: Int32) -> Entry:
         """The entries behind `place`, one for each lane."""
-        at = cutlass.min(place + 1 + cute.arch.lane_idx(), self.walk.count - 1)
-        return (self.walk.mask_idx[at], *(self.walk.bits[at, word] for word in range(self.walk.words_per_entry)))
+        at = cutlass.min(place + 1 + cute.arch.lane_idx(), self.loop.count - 1)
+        return (self.loop.mask_idx[at], *(self.loop.bits[at, word] for word in range(self.loop.words_per_entry)))
 
     def following(self, place: Int32, ahead: Entry) -> tuple[Int32, Int32, Entry, Entry]:
         """Places of the next step's first and last block, the union's end if there is none, and their entries.
 
         ahead: of the place.
         """
-        own = self.mask.any_lists(ahead[1:]) & (place + 1 + cute.arch.lane_idx() < self.walk.count)
+        own = self.mask.any_lists(ahead[1:]) & (place + 1 + cute.arch.lane_idx() < self.loop.count)
         owned = cute.arch.vote_ballot_sync(own)
         first, second = (_lowest_bit(x) for x in (owned, owned & (owned - 1)))
         last = Int32(cutlass.select_(second < self.reach, second, cutlass.min(first, self.reach - 1)))
         first = cutlass.min(first, last)
         entries = (tuple(cute.arch.shuffle_sync(x, lane) for x in ahead) for lane in (first, last))
-        places = (cutlass.min(place + 1 + lane, self.walk.count) for lane in (first, last))
+        places = (cutlass.min(place + 1 + lane, self.loop.count) for lane in (first, last))
         return (*(cute.arch.make_warp_uniform(x) for x in places), *entries)
 
     @cute.jit
@@ -89,7 +83,7 @@ class BlockMask:
     hidden: cute.Tensor
 
     def __call__(self, acc_S: cute.Tensor, n_block: Int32 | None = None, mask_seqlen: bool = True) -> None:
-        (block, *words), width = self.entry, self.own.walk.block_k
+        (block, *words), width = self.entry, self.own.loop.block_k
         scores = layout_utils.reshape_acc_to_mn(acc_S)
         self.own.mask.hide(scores, block * width, Boolean(True), 0, width)
         self.own.mask.hide_parts(scores, tuple(words), 0, width)
@@ -131,10 +125,8 @@ def _step(
 ) -> Any:
     """One block or two, as there are masks. Returns the state of the last one, whose values are still to be multiplied.
 
-    Args:
-        values: the state of the block before. state: of the first block.
-        between: blocks of others between the two.
-        look_ahead: what to find out while products are under way.
+    values: the state of the block before. state: of the first block. between: blocks of others between the two.
+    look_ahead: what to find out while products are under way.
     """
     pipeline_k, pipeline_v = own.pipelines
     two = len(masks) == 2
@@ -172,13 +164,12 @@ def _step(
 def compute_blocks(own: OwnBlocks, products: Products, state: Any, first_step: Callable, last_product: Callable):
     """A warpgroup: all blocks of a tile.
 
-    Args:
-        first_step, last_product: of the kernel: scores of the first block; the last one's product with v.
+    first_step, last_product: of the kernel: scores of the first block; the last one's product with v.
 
     Returns:
         the next state, and whether there was a block.
     """
-    adds, count, hidden = Boolean(False), own.walk.count, products.softmax.hidden
+    adds, count, hidden = Boolean(False), own.loop.count, products.softmax.hidden
     if count > 0:
         place, _, entry, _ = own.following(Int32(-1), own.ahead(Int32(-1)))
         state = own.pass_by(state, place)

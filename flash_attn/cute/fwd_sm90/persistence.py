@@ -1,11 +1,8 @@
 """Rules for persistent CTAs in SM90 forward: short rows of block lists, short windows, compressed keys.
 
-With lists of a few blocks a CTA to a tile spends as long waiting for its queries, its list and the way out of its
-output as a long walk takes for several blocks. In a window of a few hundred keys, or with few compressed keys, it is
-the same however long the sequence is. There CTAs stay and walk the tiles (`persistent_scheduler`).
-
-Tiles are dealt out by their number alone, so lists of very different lengths would end unevenly. Only their width is
-known without waiting for the GPU: where rows have room for more than `MOST_ENTRIES` a CTA to a tile stays.
+Where a tile visits few keys, waiting for queries, list and output takes as long as the work. There CTAs stay and loop
+over tiles (`persistent_scheduler`), by their number alone: lists of very different lengths would end unevenly. Only
+their width is known without waiting for the GPU: above `MOST_ENTRIES` each tile has a CTA of its own.
 """
 
 import math
@@ -19,19 +16,17 @@ from flash_attn.cute.lists.query_bits import has_bits
 
 MOST_ENTRIES = 64  # room of a row for mask and full blocks together, at most
 MOST_UNION_ENTRIES = 128  # of a union of tokens' lists: neighbours list alike, so it has a fifth of its room to a third
-MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for walking on
+MOST_HEAD_DIM = 128  # above, the accumulator leaves no registers for another tile
 
-# Keys of the tiles that a tile of queries visits in a window, at most: a window of 2,048 has fewer, whichever tile the
-# kernel takes. Waiting for queries and output takes as long as a few key tiles: there is less to win the longer the
-# walk. And the last round of a fixed deal costs up to one walk, where a CTA to a tile goes to whichever multiprocessor
-# is free first.
+# Keys of the tiles that a tile of queries visits in a window, at most (a window of 2,048 has fewer): there is less to
+# win the longer the loop, and the last round of a fixed schedule costs up to one loop.
 MOST_KEYS = 2560
 
 SMEM_BYTES = 227 << 10  # of a CTA
 BARRIER_BYTES = 1 << 10  # what the barriers take, with what aligns the tiles behind them
 
 
-def room(tensors: BlockSparseTensorsTorch) -> float:
+def capacity(tensors: BlockSparseTensorsTorch) -> float:
     """Blocks that a row has room for, mask and full ones together: what is known without asking the device.
 
     Infinite for ragged and stacked lists, whose rows may have any length, and for lists without tensors.
@@ -44,7 +39,7 @@ def room(tensors: BlockSparseTensorsTorch) -> float:
 
 def has_short_rows(tensors: BlockSparseTensorsTorch) -> bool:
     """True for persistent CTAs, with tiles dealt out by number: rows are short, none is much longer than others."""
-    return room(tensors) <= (MOST_UNION_ENTRIES if has_bits(tensors) else MOST_ENTRIES)
+    return capacity(tensors) <= (MOST_UNION_ENTRIES if has_bits(tensors) else MOST_ENTRIES)
 
 
 class ForwardTile(NamedTuple):
@@ -85,10 +80,8 @@ def window_tile(
 
     Keys are few, as under the compressed-causal mask, and so the tile is the same. None: the kernel's own choice.
 
-    Args:
-        packed_heads: how many query heads share the rows of a tile.
-        window: (left, right); None: without an end on this side.
-        plain: one length for all sequences, and nothing but the window that hides or changes scores.
+    packed_heads: how many query heads share the rows of a tile. window: (left, right); None: without an end on this
+    side. plain: one length for all sequences, and nothing but the window that hides or changes scores.
     """
     shape = compress_schedule.forward_tile(head_dim, head_dim_v, packed_heads, plain)
     if shape is None:
@@ -107,10 +100,9 @@ def overlapped_stages(
     """In how many stages of keys and values SM90 forward lets one tile's loads and stores run under another's
     arithmetic; 0 where it does not.
 
-    Args:
-        compress: with a factor of 1 there are as many keys as queries, and long walks.
-        lists: as normalised. Those of packed sequences do not overlap.
-        window: (left, right); None: without an end on this side, or not under a plain window at all.
+    compress: with a factor of 1 there are as many keys as queries, and long loops. lists: as normalised. Those of
+    packed sequences do not overlap. window: (left, right); None: without an end on this side, or not under a plain
+    window at all.
     """
     if lists is not None:
         few = tile.head_dim <= MOST_HEAD_DIM and lists.mask_block_cnt.ndim == 3 and has_short_rows(lists)

@@ -1,7 +1,7 @@
 """Forward on SM90 with CTAs that stay: one tile's stores and the next one's loads run under the arithmetic.
 
 With few keys a tile of queries is done after a handful of key tiles, and a CTA to a tile waits for
-its queries, computes, and waits for its output, one after the other. Here a CTA walks many tiles.
+its queries, computes, and waits for its output, one after the other. Here a CTA loops over many tiles.
 Queries have two slots of shared memory, and a tile's output takes the place of its queries:
 
     load warp     fills a slot with queries as soon as it is free, and goes on with keys and values
@@ -26,8 +26,8 @@ from flash_attn.cute.runtime.own_device import target_sm_count
 from flash_attn.cute.tile_scheduler import SchedulerState, SingleTileLPTScheduler
 
 SLOTS = 2
-MOST_TURNS = 8  # CTAs of a multiprocessor, one after the other, at most
-LEAST_TILES = 16  # of a CTA, where there is more than one turn
+MOST_ROUNDS = 8  # CTAs of a multiprocessor, one after the other, at most
+LEAST_TILES = 16  # of a CTA, where there is more than one round
 
 
 class PersistentScheduler(SingleTileLPTScheduler):
@@ -40,8 +40,8 @@ class PersistentScheduler(SingleTileLPTScheduler):
     @staticmethod
     def get_grid_shape(params: SingleTileLPTScheduler.Params, *, loc=None, ip=None) -> tuple[Int32, Int32, Int32]:
         at_once = target_sm_count()
-        turns = cutlass.max(1, cutlass.min(MOST_TURNS, params.total_blocks // (LEAST_TILES * at_once)))
-        return (cutlass.min(params.total_blocks, at_once * turns), Int32(1), Int32(1))
+        rounds = cutlass.max(1, cutlass.min(MOST_ROUNDS, params.total_blocks // (LEAST_TILES * at_once)))
+        return (cutlass.min(params.total_blocks, at_once * rounds), Int32(1), Int32(1))
 
     @staticmethod
     @cute.jit

@@ -1,12 +1,9 @@
 """SM90 forward over block lists in steps of 128 keys: a block of 128, or two of 64 that need not be neighbours.
 
-With a tile of 64 keys the first product reads as much of shared memory as it has time for, and every step's waiting and
-rescaling stands against half the arithmetic. So two blocks share a tile: each is loaded into its half, as in the dq
-pass, whose walk, loads and mask these are (`loads`, `masks`). A block is masked only where an edge runs
-through it.
-
-What all of the loads, and all of the warpgroups, have to agree on is the walk. Everything between two steps is the
-kernel's own.
+With a tile of 64 keys the first product waits for shared memory, and every step's rescaling stands against half the
+arithmetic. So each of two blocks is loaded into its half of a tile, as in the dq pass, whose loop, loads and mask these
+are (`loads`, `masks`). Loads and warpgroups have to agree on the loop; everything between two steps is the kernel's
+own.
 """
 
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import LayoutEnum
 from quack import layout_utils, sm90_utils
 
-from flash_attn.cute.fwd_sm90.loads import KeyWalk, TmaTensor
+from flash_attn.cute.fwd_sm90.loads import KeyLoop, TmaTensor
 from flash_attn.cute.fwd_sm90.masks import KeyMask
 from flash_attn.cute.lists.tiling import box_columns
 
@@ -33,16 +30,16 @@ def tma_of(load: cpasync.CopyBulkTensorTileG2SOp, mX: cute.Tensor, block_k: int,
 
 
 @cute.jit
-def load_steps(walk: KeyWalk, state: Any, load_k: Callable, load_v: Callable):
+def load_steps(loop: KeyLoop, state: Any, load_k: Callable, load_v: Callable):
     """The load warp: all steps of a tile. v follows one step behind k, as it is needed. Returns the next state."""
-    if walk.count > 0:
-        entries = walk.entries(Int32(0))
-        coming = walk.entries(Int32(1))
+    if loop.count > 0:
+        entries = loop.entries(Int32(0))
+        coming = loop.entries(Int32(1))
         load_k(entries, state)
-        for step in cutlass.range(1, walk.steps, unroll=1):
+        for step in cutlass.range(1, loop.steps, unroll=1):
             before, behind = entries, state.clone()
             entries = coming
-            coming = walk.entries(step + 1)
+            coming = loop.entries(step + 1)
             state.advance()
             load_k(entries, state)
             load_v(before, behind)
@@ -55,21 +52,21 @@ def load_steps(walk: KeyWalk, state: Any, load_k: Callable, load_v: Callable):
 class StepMask:
     """Hides what the rows of a warpgroup may not see of one step; a kernel calls it as it calls its mask function."""
 
-    walk: KeyWalk
+    loop: KeyLoop
     mask: KeyMask
     entries: tuple[Int32, ...]
     step: Int32
 
     def __call__(self, acc_S: cute.Tensor, n_block: Int32, mask_seqlen: bool = True) -> None:
-        scores, width = layout_utils.reshape_acc_to_mn(acc_S), self.walk.block_k
+        scores, width = layout_utils.reshape_acc_to_mn(acc_S), self.loop.block_k
         for part, entry in enumerate(self.entries):
-            key = self.walk.first_key(entry, self.step, part)
+            key = self.loop.first_key(entry, self.step, part)
             self.mask.hide(scores, key, entry & 1 == 0, part * width, width)
 
 
 @cute.jit
 def compute_steps(
-    walk: KeyWalk,
+    loop: KeyLoop,
     mask: KeyMask,
     state: Any,
     first_step: Callable,
@@ -79,23 +76,21 @@ def compute_steps(
 ):
     """A warpgroup: all steps of a tile.
 
-    Args:
-        first_step, one_step, last_product: of the kernel: scores of the first step; of a step, while the one before is
-            multiplied with v; the last one's product with v.
-        add_product: the product with v, for `one_step`.
+    first_step, one_step, last_product: of the kernel: scores of the first step; of a step, while the one before is
+    multiplied with v; the last one's product with v. add_product: the product with v, for `one_step`.
 
     Returns:
         the next state, and whether there was a step.
     """
     adds = Boolean(False)
-    if walk.count > 0:
-        step_mask = partial(StepMask, walk, mask)
-        entries = walk.entries(Int32(0))
-        coming = walk.entries(Int32(1))
+    if loop.count > 0:
+        step_mask = partial(StepMask, loop, mask)
+        entries = loop.entries(Int32(0))
+        coming = loop.entries(Int32(1))
         state = first_step(n_block=Int32(0), kv_consumer_state=state, mask_fn=step_mask(entries, Int32(0)))
-        for step in cutlass.range(1, walk.steps, unroll=1):
+        for step in cutlass.range(1, loop.steps, unroll=1):
             entries = coming
-            coming = walk.entries(step + 1)
+            coming = loop.entries(step + 1)
             state = one_step(
                 state,
                 n_block=step,

@@ -1,35 +1,30 @@
 """Forward over unions of the tokens' own lists (`lists/query_bits`) for SM100, whose own forward reads no bits.
 
-It is made of the parts of SM90's: tiles, walk, loads and masks of the dq pass, and the softmax whose rows do not depend
-on what others list (`fwd_sm90/union_softmax`). Products go warp by warp (`multiply.product`), which is right but slow:
-a kernel on tcgen05 would be the next step.
+Tiles, loop, loads and masks are those of the dq pass, the softmax is SM90's (`fwd_sm90/union_softmax`). Products go
+warp by warp (`multiply.product`), which is right but slow.
 """
 
 import math
-from typing import Callable, NamedTuple, Optional
+from typing import Optional
 
-import cutlass.cute as cute
 import torch
 from cutlass import Float32, Int32
 
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch, to_cute_block_sparse_tensors
 from flash_attn.cute.bwd_dq_sm90.interface import lists_of_queries
-from flash_attn.cute.bwd_dq_sm90.spec import DTYPES, DqSpec, unsupported, with_plain_strides
-from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.bwd_dq_sm90.spec import DqSpec, unsupported
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
 from flash_attn.cute.lists import formats, query_bits
-from flash_attn.cute.lists.rows import ListHeads
-from flash_attn.cute.lists.tiling import ROWS
-from flash_attn.cute.multiply.form import by_warp
+from flash_attn.cute.multiply.host import CompiledKernels, FakeCall, fake_indices, on_plain_tensors
 from flash_attn.cute.runtime.call_options import edges
-from flash_attn.cute.runtime.lazy_imports import FlashAttentionForwardUnions, fake_tensor
-from flash_attn.cute.runtime.own_device import dispatch_arch, on_own_device, target_sm_count
+from flash_attn.cute.runtime.lazy_imports import FlashAttentionForwardUnions
+from flash_attn.cute.runtime.own_device import dispatch_arch, target_sm_count
 from flash_attn.cute.testing import is_fake_mode
 
 Tensor = torch.Tensor
 
 
-@on_own_device
+@on_plain_tensors
 def forward_unions(
     q: Tensor,
     k: Tensor,
@@ -46,54 +41,34 @@ def forward_unions(
     """Attention of every token to the keys of its own list; the caller has checked the tensors, none of them empty.
 
     Args:
-        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16.
-        k, v: [B, S, Hkv, D], or packed [total, Hkv, D].
+        q: [B, T, Hq, D], or packed [total, Hq, D]; fp16 or bf16. k, v: [B, S, Hkv, D], packed [total, Hkv, D].
         lists: forward lists with ``mask_block_bits``.
         softmax_scale: 1 / sqrt(D) unless given.
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1].
         q_offset: int32 [sequences], position of each sequence's first query among its keys; the end's unless given.
-        max_seqlen_q: queries of the longest packed sequence, if known: checks that padded lists have rows for it.
+        max_seqlen_q: as in `backward_dq`.
 
     Returns:
         o like q, and the log-sum-exp, natural, -inf where a row sees no key: fp32 [B, Hq, T], packed [Hq, total].
 
     Raises:
-        NotImplementedError: an architecture, dtype or head dimension without such a kernel, or lists without bits.
-        ValueError: lists that do not fit the call.
+        NotImplementedError: no such kernel, or lists without bits. ValueError: lists that do not fit the call.
     """
-    q, k, v, cu_seqlens_q, cu_seqlens_k, q_offset = map(
-        with_plain_strides, (q, k, v, cu_seqlens_q, cu_seqlens_k, q_offset)
-    )
     reason = unsupported(dispatch_arch(), q.dtype, q.shape[-1], v.shape[-1], lists)
     if reason is None and not query_bits.has_bits(lists):
         reason = "lists without mask_block_bits: they are for the kernels of upstream"
     if reason is not None:
         raise NotImplementedError(reason)
-    packed, sequences = (cu_seqlens_q is not None, cu_seqlens_k is not None), (cu_seqlens_q, cu_seqlens_k)
+    sequences = (cu_seqlens_q, cu_seqlens_k)
     normalized = lists_of_queries(q, k, lists, cu_seqlens=sequences, seqused=(None, None), max_seqlen_q=max_seqlen_q)
     left, right = edges(causal, (None, None))
-    words, group = lists.mask_block_bits.shape[-1], q.shape[-2] // k.shape[-2]
-    spec = DqSpec(
-        dtype=q.dtype,
-        head_dim=q.shape[-1],
-        block_k=query_bits.BIT_KEYS,
-        group=group,
-        list_group=1,
-        subtiles=normalized.q_subtile_factor,
-        edges=(left is not None, right is not None),
-        packed=packed,
-        seqused=(False, False),
-        offset=q_offset is not None,
-        from_accum=False,
-        onto_dq=False,
-        sums=False,
-        start=ROWS,
-        words=words,
-        packed_heads=query_bits.rows_of_token(ListHeads.of(lists, q.shape[-2], k.shape[-2]), group),
-        stay=words == 1,
-        by_warp=by_warp(dispatch_arch()),
+    spec = DqSpec.of(q, k, lists, normalized, (left, right), sequences, q_offset)
+    key = (dispatch_arch(), target_sm_count() if spec.stay else None, spec, normalized.broadcast_pattern)
+    kernel = _compiled(
+        key,
+        lambda: FlashAttentionForwardUnions(spec),
+        lambda: [*_fake_arguments(spec), to_cute_block_sparse_tensors(normalized.tensors)],
     )
-    kernel = _compiled(spec, normalized)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32, device=q.device)
     if not is_fake_mode():
@@ -105,32 +80,12 @@ def forward_unions(
     return o, lse
 
 
-def _compiled(spec: DqSpec, lists: NamedTuple) -> Callable[..., object]:
-    """The kernel, from the cache or new. lists: as normalised."""
-    key = (dispatch_arch(), target_sm_count() if spec.stay else None, spec, lists.broadcast_pattern)
-    cache = _compiled.compile_cache
-    if key not in cache:
-        cache[key] = cute.compile(
-            FlashAttentionForwardUnions(spec),
-            *_fake_arguments(spec),
-            to_cute_block_sparse_tensors(lists.tensors),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options="--enable-tvm-ffi",
-        )
-    return cache[key]
-
-
-_compiled.compile_cache = get_jit_cache("fwd_unions")
+_compiled = CompiledKernels("fwd_unions")
 
 
 def _fake_arguments(spec: DqSpec) -> list[object]:
-    """Fake tensors to compile for, up to the lists: sizes and strides are symbols."""
-    D, dtype = spec.head_dim, DTYPES[spec.dtype]
-    batch, Hq, Hkv = (cute.sym_int() for _ in range(3))
-    lead_q, lead_k = (() if packed else (batch,) for packed in spec.packed)
-    q, k = (*lead_q, cute.sym_int(), Hq, D), (*lead_k, cute.sym_int(), Hkv, D)
-    tokens = [fake_tensor(dtype, shape, divisibility=8) for shape in (q, k, k, q)]
-    lse = fake_tensor(Float32, (*lead_q, Hq, q[-3]))
+    """What to compile for, up to the lists."""
+    call = FakeCall.of(spec.dtype, spec.head_dim, spec.packed)
+    tokens, lse = call.tokens(call.q, call.k, call.k, call.q), call.of_rows(call.q[-3])
     ends = (Int32(0) if given else None for given in spec.edges)
-    starts = (fake_tensor(Int32, (cute.sym_int(),)) if given else None for given in (*spec.packed, spec.offset))
-    return [*tokens, lse, Float32(1.0), *ends, *starts]
+    return [*tokens, lse, Float32(1.0), *ends, *fake_indices(*spec.packed, spec.offset)]

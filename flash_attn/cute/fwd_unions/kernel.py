@@ -94,7 +94,7 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
         stride, _, _ = cute.arch.grid_dim()
         for index in cutlass.range(first, tiles, stride, unroll=1):
             place = place_of(index)
-            seqlen, walk, steps = self.visit(place, lists, lengths)
+            seqlen, loop, steps = self.visit(place, lists, lengths)
             first_row = (place.m_block * WARPGROUPS + group) * ROWS
             mask = KeyMask(
                 seqlen, place.batch, place.head, first_row, thread, *edges, None, aux_data, spec.packed_heads
@@ -107,14 +107,14 @@ class FlashAttentionForwardUnions(FlashAttentionBackwardDqSm90):
             if steps > 0:
                 if const_expr(loaded):
                     pipelines[0].consumer_wait_w_index_phase(group, phase)
-                coming, coming_words = walk.entries(Int32(0)), walk.all_words(Int32(0))
+                coming, coming_words = loop.entries(Int32(0)), loop.all_words(Int32(0))
                 for step in cutlass.range(steps, unroll=1):
                     entries, words = coming, coming_words
-                    coming, coming_words = walk.entries(step + 1), walk.all_words(step + 1)
+                    coming, coming_words = loop.entries(step + 1), loop.all_words(step + 1)
                     for stages in pipelines[1:]:
                         stages.consumer_wait(state)
                     for part in cutlass.range_constexpr(len(entries)):
-                        key = walk.first_key(entries[part], step, part)
+                        key = loop.first_key(entries[part], step, part)
                         if mask.any_lists(words[part]) & (key < NOWHERE):
                             acc_S = scores(A_idx=group, B_idx=(Int32(part), state.index))
                             wait(spec.by_warp, 0)

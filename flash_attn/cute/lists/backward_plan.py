@@ -1,15 +1,12 @@
-"""Work items of block-sparse SM90 backward: stretches of key blocks' lists of about equal length, in launch order.
+"""Work tiles of block-sparse SM90 backward: ranges of key blocks' lists of about equal length, in launch order.
 
-Without a plan there is a CTA for each key block and query head. That waits where lists are uneven: a key block that all
-queries list, as the first one often is, keeps one CTA busy long after all others have finished. A plan's items are
-stretches of at most `longest` entries of one key block's walk, so many CTAs share a long one. They lie in one row for
-all heads and batches, head by head: what the CTAs in flight read and add to then stays in the L2. An item is of one
-query head, or of all that a key/value head has, one after the other. PyTorch only; the kernel's side is `query_loop`.
+Without a plan there is a CTA for each key block and query head, and one that all queries list keeps its CTA busy long
+after the others. A work tile of a plan has at most `longest` entries of one key block's list, of one query head or of
+all of a key/value head. Work tiles lie head by head: what the CTAs in flight read and add to stays in the L2.
 
-Items add to dk and dv by their turns and, in deterministic mode, to dq by semaphore values: after the items of the same
-key block that come before, and after those of key blocks that come earlier in the schedule. Every wait has to point to
-an item launched earlier: one that is launched later may get no room until the others are done. `check_items` checks
-that on request.
+They add to dk and dv by rank and, in deterministic mode, to dq by semaphore value. Every wait has to point to a work
+tile launched earlier, since a later one may not start until the others are done; `check_work_tiles` checks that on
+request. PyTorch only; the kernel's side is `query_loop`.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ from typing import Any, Optional
 
 import torch
 
-from flash_attn.cute.lists.csr import is_packed, packed_rows, ragged_walk
+from flash_attn.cute.lists.csr import is_packed, packed_rows
 from flash_attn.cute.lists.deterministic_lists import SM90
-from flash_attn.cute.lists.entries import check_lists, fields, integer
+from flash_attn.cute.lists.entries import Rows, check_lists, fields, integer
 from flash_attn.cute.lists.formats import as_ragged
-from flash_attn.cute.lists.write_order import merged_walk
+from flash_attn.cute.lists.write_order import merged_lists
 
 LEFT_TO_RIGHT, RIGHT_TO_LEFT, LONGEST_FIRST = "left to right", "right to left", "longest first"
 LONGEST = 32
@@ -46,41 +43,34 @@ def plan_backward(
     """Backward lists with a plan, and with semaphore values where `deterministic`, ready for backward on SM90.
 
     Args:
-        lists: backward lists with the fields of `BlockSparseTensorsTorch`, [B or 1, H, N, width], or compact, stacked
-            or ragged ones, [H, rows of all sequences]. H is 1, `num_heads_kv` (one list for the query heads of a
-            group) or `num_heads`.
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`, padded or packed, of 1, `num_heads_kv` or
+            `num_heads` heads.
         num_q_blocks: query blocks of a head, in the longest sequence.
-        deterministic: also merge mask and full blocks into one walk by rising semaphore value, for deterministic calls
-            in one pass. Semaphore values that `lists` hold already are ignored. Deterministic calls in two passes need
-            none of this and follow plans made without it.
-        schedule: which key blocks of a head are launched, and added to dq, first: "left to right", "right to left",
-            "longest first", or a permutation of the key blocks, integers [N]; [rows] of packed sequences.
-        longest: entries of an item at most; an entry is a block of queries, of one head or of a group. None: `LONGEST`,
-            and as many fewer as a group has heads.
-        listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the
-            GPU; without it the number of items is read back, and whether a `schedule` on the GPU is a permutation
-            (plans of calls with `validate=True` are looked at in any case).
-        per_group: items are of all query heads of a key/value head, which have to share their lists. For calls that
-            leave dq out, on SM90.
-        cu_total_m_blocks: integers [B + 1], of the forward lists: query blocks before each sequence. Stacked lists
-            need it, whose rows have room for each of them.
+        deterministic: also merge mask and full blocks by semaphore value, for deterministic calls in one pass, and
+            ignore those that `lists` hold. Two passes need none of this.
+        schedule: the order of key blocks in a head: "left to right", "right to left", "longest first", or a
+            permutation, integers [N]; [rows] of packed sequences.
+        longest: entries of a work tile at most. None: `LONGEST`, divided by the heads of a group `per_group`.
+        listed: upper bound of the entries of one list head, mask and full together. With it nothing waits for the GPU.
+        per_group: work tiles are of all query heads of a key/value head, which share their lists; for calls on SM90
+            that leave dq out.
+        cu_total_m_blocks: integers [B + 1], of the forward lists, which stacked lists need.
 
     Returns:
-        The lists, packed ones as ragged ones, with `plan`, int32 [items, 6]: batch, query head or, per group, key/value
-        head, key block, first entry, end, and how many items add to the same dk and dv before. With ragged lists
-        [items, 8]: the low and the high 32 bits of where the key block's entries start, too.
+        The lists, packed ones as ragged ones, with `plan`, int32 [work tiles, 6]: batch, query head or, per group,
+        key/value head, key block, first entry, end, and rank: how many work tiles add to the same dk and dv before.
+        With ragged lists [work tiles, 8]: the low and the high 32 bits of where the key block's entries start, too.
 
     Raises:
         ValueError: a head count or length that does not fit, a schedule that is no permutation, or packed lists without
             the starts that they need.
     """
-    given = fields(lists)
-    packed = getattr(given[0], "ndim", 3) == 2
+    packed = getattr(fields(lists)[0], "ndim", 3) == 2
     rows = packed_rows(lists, cu_total_m_blocks) if packed else None
-    if rows is None:
-        check_lists(given)
-    else:
+    if packed:
         lists = as_ragged(lists, "cu_total_n_blocks", cu_total_m_blocks)
+    else:
+        check_lists(fields(lists))
     for name, value in (("num_heads", num_heads), ("num_heads_kv", num_heads_kv), ("num_q_blocks", num_q_blocks)):
         integer(name, value)
     cut, per_group = num_heads > num_heads_kv, per_group and num_heads > num_heads_kv
@@ -89,7 +79,7 @@ def plan_backward(
     integer("longest", longest)
     if listed is not None:
         integer("listed", listed, least=0)
-    counts = row_counts(lists) if rows is None else rows.rows.total().unsqueeze(0)
+    counts = _row_counts(lists, rows)
     heads = counts.shape[1]
     if per_group and heads > num_heads_kv:
         raise ValueError(f"per_group=True with lists of {heads} heads, expected 1 or num_heads_kv={num_heads_kv}")
@@ -99,48 +89,49 @@ def plan_backward(
             "of num_heads_kv"
         )
     order = _order(schedule, counts, max(1, heads // num_heads_kv), waits=listed is None)
-    if deterministic and rows is not None:
-        most = int(counts.sum()) if listed is None else listed * heads
-        lists = ragged_walk(rows, lists, num_q_blocks=num_q_blocks, order=order[0], listed=most)._replace(spt=False)
-    elif deterministic:
-        room = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)
+    if deterministic:
         most = None if listed is None else listed * counts.shape[0] * heads
-        sizes = dict(width=min(room, num_q_blocks), num_q_blocks=num_q_blocks, listed=most)
-        lists = merged_walk(lists, order=order, **sizes)._replace(spt=False)
+        if packed and most is None:  # rows may share entries
+            most = int(counts.sum())
+        launch = order[0] if packed else order
+        lists = merged_lists(lists, order=launch, num_q_blocks=num_q_blocks, listed=most)._replace(spt=False)
     else:
         lists = lists._replace(dq_write_order=None, dq_write_order_full=None, spt=None)
-    planned = num_heads_kv if per_group else num_heads  # heads that have items of their own
+    planned = num_heads_kv if per_group else num_heads  # heads that have work tiles of their own
     counts = counts.long().repeat_interleave(planned // heads, dim=1)
     order = order.expand(counts.shape[0], heads, -1).repeat_interleave(planned // heads, dim=1)
     if cut:
         pieces = torch.div(counts + longest - 1, longest, rounding_mode="floor")
-    else:  # dk and dv are stored, not added: one item each, and zeros come from it too; or a turn at adding them
+    else:  # dk and dv are stored, not added: one work tile each, which stores zeros too
         pieces = torch.ones_like(counts)
     most = None if cut else pieces.numel()
     if cut and listed is not None:
         most = pieces.numel() + counts.shape[0] * planned * listed // longest
-    if not counts.numel():  # no key blocks: one item of nothing
-        plan = torch.zeros(1, 6 if rows is None else 8, dtype=torch.int32, device=counts.device)
+    if not counts.numel():  # no key blocks: one work tile of nothing
+        plan = torch.zeros(1, 8 if packed else 6, dtype=torch.int32, device=counts.device)
     else:
-        plan = _items(counts, pieces, order, planned // num_heads_kv, most)
-        if rows is not None:
+        plan = _work_tiles(counts, pieces, order, planned // num_heads_kv, most)
+        if packed:
             plan = _of_sequences(plan, rows, lists, planned, stored=not cut)
     return lists._replace(plan=plan, plan_per_group=per_group or None)
 
 
-def row_counts(lists: Any) -> torch.Tensor:
-    """Entries of each row of padded lists."""
+def _row_counts(lists: Any, rows: Optional[Rows]) -> torch.Tensor:
+    """Entries of each row, [B, H, N]; rows: of packed lists, whose B is 1."""
+    if rows is not None:
+        return rows.total().unsqueeze(0)
     return lists.mask_block_cnt if lists.full_block_cnt is None else lists.mask_block_cnt + lists.full_block_cnt
 
 
 def _of_sequences(plan: torch.Tensor, rows: Any, lists: Any, num_heads: int, stored: bool) -> torch.Tensor:
-    """Items over the rows of all sequences as items of the sequences' own blocks; with the starts of their rows.
+    """Work tiles over the rows of all sequences as work tiles of the sequences' own blocks; with the starts of their
+    rows.
 
-    stored: items of nothing are of a key block too, whose zeros they store; otherwise they only fill up the plan.
+    stored: work tiles of nothing are of a key block too, whose zeros they store; otherwise they only fill up the plan.
     """
-    _, head, row, begin, end, turn = plan.unbind(-1)
+    _, head, row, begin, end, rank = plan.unbind(-1)
     real = torch.ones_like(row, dtype=torch.bool) if stored else end > begin
-    columns = [rows.sequence.index_select(0, row), head, rows.block.index_select(0, row), begin, end, turn]
+    columns = [rows.sequence.index_select(0, row), head, rows.block.index_select(0, row), begin, end, rank]
     starts = lists.cu_block_idx_offsets.long()
     own = torch.div(head * starts.shape[0], num_heads, rounding_mode="floor")
     start = starts.flatten().index_select(0, own * starts.shape[1] + row)
@@ -149,13 +140,13 @@ def _of_sequences(plan: torch.Tensor, rows: Any, lists: Any, num_heads: int, sto
     return torch.where(real.unsqueeze(-1), torch.stack(columns, dim=-1), 0).int()
 
 
-def _items(
+def _work_tiles(
     counts: torch.Tensor, pieces: torch.Tensor, order: torch.Tensor, group: int, most: Optional[int]
 ) -> torch.Tensor:
     """counts, pieces, order: [B, H, N]; `group` heads in a row add to the same dk and dv."""
     B, H, N = counts.shape
     by_group = pieces.view(B, H // group, group, N)
-    turns = by_group.cumsum(2) - by_group
+    first_rank = by_group.cumsum(2) - by_group
     rows = (torch.arange(B * H, device=counts.device).view(B, H, 1) * N + order).flatten()
     in_order = pieces.flatten().index_select(0, rows)
     ends = in_order.cumsum(0)
@@ -166,10 +157,10 @@ def _items(
     row = row.clamp(max=ends.numel() - 1)
     piece = at - (ends - in_order).index_select(0, row)
     row = rows.index_select(0, row)
-    steps, of, turn = (t.flatten().index_select(0, row) for t in (counts, pieces, turns))
+    steps, of, rank = (t.flatten().index_select(0, row) for t in (counts, pieces, first_rank))
     begin, end = (torch.div(steps * p, of.clamp(min=1), rounding_mode="floor") for p in (piece, piece + 1))
     head = torch.div(row, N, rounding_mode="floor")
-    plan = torch.stack([torch.div(head, H, rounding_mode="floor"), head % H, row % N, begin, end, turn + piece], dim=-1)
+    plan = torch.stack([torch.div(head, H, rounding_mode="floor"), head % H, row % N, begin, end, rank + piece], dim=-1)
     return torch.where(real.unsqueeze(-1), plan, 0).int()
 
 
@@ -203,15 +194,8 @@ def _order(schedule: str | torch.Tensor, counts: torch.Tensor, sharing: int, wai
 def check_plan(lists: Any, arch: int, *, batch: int, packed_k: bool) -> None:
     """Refuse a plan that a call cannot follow.
 
-    Args:
-        lists: backward lists as the caller gave them.
-        batch: sequences of the call.
-        packed_k: whether their keys lie one after the other.
-
-    Raises:
-        NotImplementedError: another architecture than SM90; or padded lists of packed sequences, whose rows past a
-            sequence's end a plan would launch.
-        ValueError: padded lists, and so their plan, of another number of sequences; or see `check_form`.
+    lists: backward lists as the caller gave them. batch: sequences of the call. packed_k: whether their keys lie one
+    after the other.
     """
     if lists.plan is None:
         return
@@ -234,76 +218,64 @@ def check_plan(lists: Any, arch: int, *, batch: int, packed_k: bool) -> None:
 
 
 def check_form(lists: Any) -> None:
-    """Refuse a plan whose type, shape or device `plan_backward` does not give these lists.
-
-    Raises:
-        ValueError: another type, shape or device.
-    """
+    """Refuse a plan whose type, shape or device `plan_backward` does not give these lists."""
     plan, device = lists.plan, lists.mask_block_idx.device
     columns = 8 if lists.mask_block_idx.ndim == 1 else 6
     fits = plan.ndim == 2 and plan.shape[0] > 0 and plan.shape[1] == columns and plan.stride(1) == 1
     if plan.dtype != torch.int32 or not fits or plan.device != device:
         raise ValueError(
             f"block_sparse_tensors.plan is {plan.dtype} {tuple(plan.shape)} on {plan.device}, expected torch.int32 "
-            f"[items, {columns}] on {device}, as plan_backward makes it of these lists"
+            f"[work tiles, {columns}] on {device}, as plan_backward makes it of these lists"
         )
 
 
 @dataclass(frozen=True)
-class _Items:
-    """int64 [items], in the order of their launch.
+class _WorkTiles:
+    """int64 [work tiles], in the order of their launch.
 
-    Attributes:
-        plan: as given, to name items.
-        counts: [B, H, N], what key blocks list; B is 1 where rows of all packed sequences are rows of one, and H
-            the query heads or, in plans per group, the key/value heads.
-        batch, head, row: of `counts`. sequence: `batch`, or the packed sequence.
-        key_block: the item's place in `counts`, flat.
-        begin, end: of its entries, in its key block's list.
+    counts: [B, H, N], what key blocks list; B is 1 where rows of all packed sequences are rows of one, and H the query
+    heads or, in plans per group, the key/value heads. batch, head, row: of `counts`. sequence: `batch`, or the packed
+    sequence.
     """
 
-    plan: torch.Tensor
+    plan: torch.Tensor  # as given, to name work tiles
     counts: torch.Tensor
     sequence: torch.Tensor
     batch: torch.Tensor
     head: torch.Tensor
     row: torch.Tensor
-    key_block: torch.Tensor
-    begin: torch.Tensor
+    key_block: torch.Tensor  # the work tile's place in `counts`, flat
+    begin: torch.Tensor  # begin, end: of its entries, in its key block's list
     end: torch.Tensor
 
     def named(self, at: int) -> str:
         return f"plan[{at}] = {self.plan[at].tolist()}"
 
 
-def check_items(lists: Any, num_heads: int, num_heads_kv: int) -> None:
-    """Check that items deal out what key blocks list, each entry once, and that none waits for one launched later.
+def check_work_tiles(lists: Any, num_heads: int, num_heads_kv: int) -> None:
+    """Check that work tiles deal out what key blocks list, each entry once, and that none waits for one launched later.
 
-    Args:
-        lists: backward lists with a plan.
-
-    Raises:
-        ValueError: naming the first item that is wrong.
+    lists: backward lists with a plan.
     """
     check_form(lists)
     heads = num_heads_kv if lists.plan_per_group else num_heads
     packed = packed_rows(lists) if is_packed(lists) else None
-    counts = row_counts(lists) if packed is None else packed.rows.total().unsqueeze(0)
-    counts = counts.long().repeat_interleave(heads // counts.shape[1], dim=1)
+    counts = _row_counts(lists, packed).long()
+    counts = counts.repeat_interleave(heads // counts.shape[1], dim=1)
     if counts.numel() == 0:
         return
-    items = _within_lists(lists, packed, counts)
-    _each_entry_once(items)
+    tiles = _within_lists(lists, packed, counts)
+    _each_entry_once(tiles)
     if num_heads == num_heads_kv:
         used = counts.shape[2] if packed is None else int(lists.cu_total_n_blocks[-1])
-        _stored_once(items, used)
-    _turns(items, heads // num_heads_kv)
+        _stored_once(tiles, used)
+    _check_ranks(tiles, heads // num_heads_kv)
     if lists.dq_write_order is not None and not lists.plan_per_group:
-        _locks(lists, packed, items)
+        _locks(lists, packed, tiles)
 
 
-def _within_lists(lists: Any, packed: Any, counts: torch.Tensor) -> _Items:
-    """Items are of key blocks that there are, and of entries that these list."""
+def _within_lists(lists: Any, packed: Any, counts: torch.Tensor) -> _WorkTiles:
+    """Work tiles are of key blocks that there are, and of entries that these list."""
     plan, (B, H, N) = lists.plan.long(), counts.shape
     sequence, head, block, begin, end = plan[:, :5].unbind(-1)
     wrong, batch, row = block < 0, sequence, block
@@ -317,27 +289,27 @@ def _within_lists(lists: Any, packed: Any, counts: torch.Tensor) -> _Items:
     key_block = ((batch * H + head) * N + row).clamp(0, counts.numel() - 1)
     wrong |= end > counts.flatten()[key_block]
     if lists.mask_block_idx.ndim == 1:
-        starts = packed.rows.starts[0].repeat_interleave(H // packed.rows.heads, dim=0)
+        starts = packed.starts[0].repeat_interleave(H // packed.heads, dim=0)
         low, high = plan[:, 6] & 0xFFFFFFFF, plan[:, 7]
         wrong |= (end > begin) & (starts.flatten()[key_block] != ((high << 32) | low))
-    wrong &= plan.any(-1)  # what a plan has room for beyond its items is zeros
-    items = _Items(lists.plan, counts, sequence, batch, head, row, key_block, begin, end)
+    wrong &= plan.any(-1)  # what a plan has room for beyond its work tiles is zeros
+    tiles = _WorkTiles(lists.plan, counts, sequence, batch, head, row, key_block, begin, end)
     if wrong.any():
         raise ValueError(
-            f"backward {items.named(int(wrong.int().argmax()))}, expected batch, head and key block within "
+            f"backward {tiles.named(int(wrong.int().argmax()))}, expected batch, head and key block within "
             f"{[B, H, N]} and entries within what the key block lists"
         )
-    return items
+    return tiles
 
 
-def _each_entry_once(items: _Items) -> None:
-    counts, (_, H, N) = items.counts.flatten(), items.counts.shape
-    planned = torch.zeros_like(counts).scatter_add_(0, items.key_block, items.end - items.begin)
+def _each_entry_once(tiles: _WorkTiles) -> None:
+    counts, (_, H, N) = tiles.counts.flatten(), tiles.counts.shape
+    planned = torch.zeros_like(counts).scatter_add_(0, tiles.key_block, tiles.end - tiles.begin)
     short = planned != counts
     # Stretches of one list that begin elsewhere than the one before ends overlap, or leave a gap.
-    used = items.end > items.begin
-    order = (items.key_block * (int(items.end.max()) + 1) + items.begin)[used].argsort()
-    key_block, begin, end = (t[used][order] for t in (items.key_block, items.begin, items.end))
+    used = tiles.end > tiles.begin
+    order = (tiles.key_block * (int(tiles.end.max()) + 1) + tiles.begin)[used].argsort()
+    key_block, begin, end = (t[used][order] for t in (tiles.key_block, tiles.begin, tiles.end))
     same = torch.nn.functional.pad(key_block.diff() == 0, (1, 0)) if key_block.numel() else key_block.bool()
     short[key_block[begin != end.roll(1).where(same, 0)]] = True
     if short.any():
@@ -348,56 +320,56 @@ def _each_entry_once(items: _Items) -> None:
         )
 
 
-def _stored_once(items: _Items, used: int) -> None:
-    """Without GQA an item stores dk and dv of its key block, zeros where nothing is listed: each needs exactly one."""
-    found = torch.bincount(items.key_block, minlength=items.counts.numel()).view_as(items.counts)[..., :used]
+def _stored_once(tiles: _WorkTiles, used: int) -> None:
+    """Without GQA a work tile stores dk and dv of its key block, zeros too: each key block needs exactly one."""
+    found = torch.bincount(tiles.key_block, minlength=tiles.counts.numel()).view_as(tiles.counts)[..., :used]
     if (found != 1).any():
         b, h, row = (found != 1).nonzero()[0].tolist()
         raise ValueError(
-            f"backward plan has {int(found[b, h, row])} items for key block {row} of batch {b} and head {h}, expected "
-            "one, which stores its dk and dv"
+            f"backward plan has {int(found[b, h, row])} work tiles for key block {row} of batch {b} and head {h}, "
+            "expected one, which stores its dk and dv"
         )
 
 
-def _turns(items: _Items, group: int) -> None:
-    """An item's turn is how many items before it add to the same dk and dv, as `group` heads in a row do."""
-    _, H, N = items.counts.shape
-    shared = (items.batch * H + items.head // group) * N + items.row
-    busy = (items.end > items.begin).nonzero().flatten()  # others add nothing
+def _check_ranks(tiles: _WorkTiles, group: int) -> None:
+    """A work tile's rank is how many before it add to the same dk and dv, as `group` heads in a row do."""
+    _, H, N = tiles.counts.shape
+    shared = (tiles.batch * H + tiles.head // group) * N + tiles.row
+    busy = (tiles.end > tiles.begin).nonzero().flatten()  # others add nothing
     own, order = shared[busy].sort(stable=True)
     expected = torch.empty_like(own).scatter_(0, order, torch.arange(own.numel(), device=own.device))
     expected -= torch.searchsorted(own, shared[busy])
-    wrong = items.plan[:, 5].long()[busy] != expected
+    wrong = tiles.plan[:, 5].long()[busy] != expected
     if wrong.any():
         first = int(wrong.int().argmax())
         raise ValueError(
-            f"backward {items.named(int(busy[first]))}, expected turn {int(expected[first])}: so many items "
+            f"backward {tiles.named(int(busy[first]))}, expected rank {int(expected[first])}: so many work tiles "
             "launched before it add to the same dk and dv, or the GPU hangs"
         )
 
 
-def _locks(lists: Any, packed: Any, items: _Items) -> None:
-    """The items that add to a query block of a head have semaphore values that rise with their launch."""
-    count, H = items.end - items.begin, items.counts.shape[1]
-    item = torch.arange(count.numel(), device=count.device).repeat_interleave(count)
-    step = torch.arange(item.numel(), device=item.device) - (count.cumsum(0) - count - items.begin)[item]
-    batch, head, row = items.batch[item], items.head[item], items.row[item]
+def _locks(lists: Any, packed: Any, tiles: _WorkTiles) -> None:
+    """The work tiles that add to a query block of a head have semaphore values that rise with their launch."""
+    count, H = tiles.end - tiles.begin, tiles.counts.shape[1]
+    plan_tile = torch.arange(count.numel(), device=count.device).repeat_interleave(count)
+    step = torch.arange(plan_tile.numel(), device=plan_tile.device) - (count.cumsum(0) - count - tiles.begin)[plan_tile]
+    batch, head, row = tiles.batch[plan_tile], tiles.head[plan_tile], tiles.row[plan_tile]
     idx, locks = lists.mask_block_idx, lists.dq_write_order
     if packed is not None:
-        starts = packed.rows.starts[0]
+        starts = packed.starts[0]
         at = (starts[head // (H // starts.shape[0]), row] + step,)
     else:
         at = (batch.clamp(max=idx.shape[0] - 1), head // (H // idx.shape[1]), row, step)
     block, lock = idx[at].long() >> 1, locks.expand(idx.shape)[at]
-    query = (items.sequence[item] * H + head) * (int(block.max()) + 1 if block.numel() else 1) + block
+    query = (tiles.sequence[plan_tile] * H + head) * (int(block.max()) + 1 if block.numel() else 1) + block
     order = lock.argsort(stable=True)
     order = order[query[order].argsort(stable=True)]
-    query, item, block = query[order], item[order], block[order]
-    wrong = (query.diff() == 0) & (item.diff() < 0)
+    query, plan_tile, block = query[order], plan_tile[order], block[order]
+    wrong = (query.diff() == 0) & (plan_tile.diff() < 0)
     if wrong.any():
         first = int(wrong.int().argmax())
-        before, after = int(item[first]), int(item[first + 1])
+        before, after = int(plan_tile[first]), int(plan_tile[first + 1])
         raise ValueError(
-            f"backward {items.named(after)} waits at query block {int(block[first])} for {items.named(before)}, which "
+            f"backward {tiles.named(after)} waits at query block {int(block[first])} for {tiles.named(before)}, which "
             "is launched later: semaphore values have to rise with the launch, or the GPU hangs"
         )

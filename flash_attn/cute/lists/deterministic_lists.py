@@ -1,13 +1,12 @@
-"""Semaphore values in a caller's lists for deterministic backward: checks, and the form in which SM90 walks them."""
+"""Semaphore values in a caller's lists for deterministic backward: checks, and the one list that SM90 loops over."""
 
 from typing import Any, Optional
 
 import torch
 
-from flash_attn.cute.lists.csr import is_packed, packed_rows, ragged_walk
 from flash_attn.cute.lists.entries import KINDS
 from flash_attn.cute.lists.formats import Packing, blocks_before
-from flash_attn.cute.lists.write_order import MOST_QUERY_BLOCKS, merged_walk
+from flash_attn.cute.lists.write_order import merged_lists
 
 SM90 = 9  # arch // 10
 
@@ -22,16 +21,11 @@ def prepare(
     cu_seqlens_q: Optional[torch.Tensor] = None,
     seqused_q: Optional[torch.Tensor] = None,
 ) -> Any:
-    """Check what backward on `arch` needs besides the blocks, and give SM90 its one walk where the order matters.
+    """Check what backward on `arch` needs besides the blocks, and merge both kinds for SM90 where order matters.
 
-    Args:
-        seqlen_q: queries of the longest sequence; a tensor where the host does not know it.
-        block_q: queries of a block.
-        cu_seqlens_q, seqused_q: int32 [B + 1] and [B], of packed sequences: where they start, and how many of their
-            queries are there. None: all have `seqlen_q`.
-
-    Raises:
-        ValueError: see `require_write_order` and `one_walk`; or a plan that was made for another mode.
+    seqlen_q: queries of the longest sequence; a tensor where the host does not know it. block_q: queries of a block.
+    cu_seqlens_q, seqused_q: int32 [B + 1] and [B], of packed sequences: where they start, and how many of their queries
+    are there. None: all have `seqlen_q`.
     """
     if lists.plan is not None:
         if deterministic and lists.dq_write_order is None:
@@ -50,18 +44,13 @@ def prepare(
         batch, device = lists.cu_total_n_blocks.shape[0] - 1, lists.mask_block_cnt.device
         across = blocks_before(lengths, 0, block_q, seqlen_q, batch=batch, device=device)
     num_q_blocks = None if isinstance(seqlen_q, torch.Tensor) else -(-seqlen_q // block_q)
-    return one_walk(lists, num_q_blocks=num_q_blocks, cu_total_m_blocks=across)
+    return merged_lists(lists, descending=not lists.spt, num_q_blocks=num_q_blocks, cu_total_m_blocks=across)
 
 
 def require_write_order(lists: Any) -> Any:
     """The lists with semaphore values expanded to the shape of the index lists they belong to, or those to theirs.
 
     What upstream refuses as well is refused in its words: programs match on them.
-
-    Raises:
-        ValueError: semaphore values are missing, have another type or shape than their index list (dimensions for batch
-            and head may be 1 in either, and that for rows in semaphore values), or nothing says in which order the key
-            blocks are launched.
     """
     if lists.mask_block_cnt is None or lists.mask_block_idx is None:
         raise ValueError("mask_block_cnt and mask_block_idx must be provided for block sparsity.")
@@ -111,26 +100,3 @@ def _fitted(name: str, order: torch.Tensor, idx: torch.Tensor) -> tuple[torch.Te
         )
     shape = torch.broadcast_shapes(order.shape, idx.shape)
     return order.expand(shape), idx.expand(shape)
-
-
-def one_walk(lists: Any, *, num_q_blocks: Optional[int], cu_total_m_blocks: Optional[torch.Tensor] = None) -> Any:
-    """Mask and full blocks of each key block in one list, sorted by semaphore value: entries are 2 * block + is_full.
-
-    The lists have passed `require_write_order`. The result has the entries in mask_block_idx and their semaphore values
-    in dq_write_order; of packed lists it is ragged. It takes time and memory in proportion to the room of the lists.
-
-    Args:
-        num_q_blocks: of the longest sequence; None where it is not known.
-        cu_total_m_blocks: [B + 1], query blocks before each sequence; stacked lists need it, whose rows have room for
-            each of them.
-
-    Raises:
-        ValueError: stacked lists without it, or see `packed_rows`.
-    """
-    if is_packed(lists):
-        most = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
-        rows = packed_rows(lists, cu_total_m_blocks)
-        return ragged_walk(rows, lists, num_q_blocks=most, descending=not lists.spt)
-    width = sum(idx.shape[-1] for idx in (lists.mask_block_idx, lists.full_block_idx) if idx is not None)
-    width = width if num_q_blocks is None else min(width, num_q_blocks)
-    return merged_walk(lists, descending=not lists.spt, width=width, num_q_blocks=num_q_blocks)

@@ -1,13 +1,10 @@
 """The fields of block lists, checked, and the listed blocks one after the other without padding.
 
-A check names the argument, its value, and what was expected; none looks into a tensor. A row lists blocks of the other
-side: key blocks for a query block in forward lists, query blocks for a key block in backward lists. `Rows` says where a
-row's entries lie, in padded and in ragged lists alike; `flat_entries` is what transposing lists, ordering the adds to
-dq and merging lists have in common. Everything takes time and memory in proportion to an upper bound of the blocks
-listed, and never synchronises with the host. PyTorch only.
+A check names the argument, its value, and what was expected; none reads a tensor's values. A row lists key blocks of a
+query block in forward lists, query blocks of a key block in backward lists. `Rows` (CSR) says where a row's entries
+lie, in every form of lists; `flat_entries` is what transposing, ordering and merging lists have in common. Time and
+memory are proportional to an upper bound of the blocks listed; nothing synchronises with the host. PyTorch only.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,16 +123,18 @@ def check_lists(tensors: Sequence[Any], *, packed: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Lists as rows (CSR): mask lists and, if there are any, full ones.
+    """Lists as rows (CSR): mask lists and, if there are any, full ones. Padded lists count as one sequence."""
 
-    Attributes:
-        counts, starts: of each kind, [H, N]: how many entries a row has, and the place of its first one in `indices`.
-        indices: of each kind, flat.
-    """
-
-    counts: tuple[torch.Tensor, ...]
-    starts: tuple[torch.Tensor, ...]
-    indices: tuple[torch.Tensor, ...]
+    counts: tuple[torch.Tensor, ...]  # of each kind, [heads, N]: entries of a row
+    starts: tuple[torch.Tensor, ...]  # the same: offset of its first one in `indices`
+    indices: tuple[torch.Tensor, ...]  # of each kind, flat
+    locks: tuple[torch.Tensor, ...] | None  # semaphore values of each kind, flat like its indices; None without
+    sequence: torch.Tensor  # [N], of a row
+    block: torch.Tensor  # [N], the row's number in its sequence
+    sequences: int  # how many there are
+    capacity: int  # upper bound of the entries, all heads together, where no two rows share any
+    lead: tuple[int, int]  # batches and heads of the rows, (1, heads) of packed sequences
+    repeated: tuple[int, int]  # those of the caller's tensors
 
     @property
     def heads(self) -> int:
@@ -145,27 +144,76 @@ class Rows:
     def N(self) -> int:
         return self.counts[0].shape[1]
 
+    @property
+    def width(self) -> int:
+        """Of padded rows, mask and full entries together."""
+        return self.capacity // max(self.heads * self.N, 1)
+
     def total(self) -> torch.Tensor:
-        """Entries of each row, [H, N]."""
+        """Entries of each row, [heads, N]."""
         return sum(self.counts[1:], start=self.counts[0])
+
+    def padded(self, flat: torch.Tensor) -> torch.Tensor:
+        """[B, H, N] or [B, H, N, n] of the caller, of padded lists."""
+        return flat.view(*self.lead, self.N, *flat.shape[2:]).expand(*self.repeated, self.N, *flat.shape[2:])
+
+    def launch_order(self, order: OptionalTensor) -> OptionalTensor:
+        """[heads, N], of an order [1 or B, 1 or H, N], which may be repeated where the lists no longer are."""
+        return None if order is None else narrow(order, self.lead).flatten(0, 1)
+
+
+def padded_rows(lists: Any, order: OptionalTensor = None, *, locks: bool = False) -> Rows:
+    """The rows of padded lists, without the batches and heads that repeat others.
+
+    order: [1 or B, 1 or H, N], of the launch, which may tell batches and heads apart that share lists. locks: with the
+    semaphore values of the lists.
+    """
+    tensors = fields(lists)
+    check_lists(tensors)
+    values = [t for t in (getattr(lists, name) for name in ORDERS) if t is not None] if locks else []
+    given = [t for t in tensors if t is not None]
+    lead = []
+    for d in (0, 1):
+        distinct = [t for t in (*given, *values, order) if t is not None]
+        shared = all(t.shape[d] == 1 or t.stride(d) == 0 for t in distinct)
+        lead.append(1 if shared else max(t.shape[d] for t in distinct))
+    repeated = torch.broadcast_shapes(*(t.shape[:2] for t in given))
+    counts, indices = ([narrow(t, lead) for t in given[at::2]] for at in (0, 1))
+    heads, N, device = lead[0] * lead[1], counts[0].shape[2], counts[0].device
+    number, row = torch.arange(heads * N, device=device).view(heads, N), torch.arange(N, device=device)
+    return Rows(
+        tuple(t.flatten(0, 1) for t in counts),
+        tuple(number * t.shape[3] for t in indices),
+        tuple(t.flatten() for t in indices),
+        tuple(narrow(t, lead).flatten() for t in values) or None,
+        sequence=torch.zeros_like(row),
+        block=row,
+        sequences=1,
+        capacity=sum(t.numel() for t in indices),
+        lead=tuple(lead),
+        repeated=tuple(map(max, repeated, lead)),
+    )
+
+
+def narrow(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Batch and head dimensions of the given sizes: either cut to 1 or repeated."""
+    for d in (0, 1):
+        if shape[d] == 1:
+            tensor = tensor.narrow(d, 0, 1)
+    return tensor.expand(*shape, *tensor.shape[2:]).contiguous()
 
 
 @dataclass(frozen=True)
 class FlatEntries:
     """The listed blocks, one after the other: heads, their rows in launch order, mask blocks before full ones.
 
-    Attributes (all [E], E at least the number listed; what lies past it is not `listed`):
-        row: head * N + the row's number in its head.
-        place: in the row, mask blocks first.
-        at: the place in the indices of the entry's kind; 0 where nothing is listed.
-        block: what the row lists there.
-        is_full, listed: bool.
+    All tensors are [E], E at least the number listed; what lies past it is not `listed`.
     """
 
-    row: torch.Tensor
-    place: torch.Tensor
-    at: torch.Tensor
-    block: torch.Tensor
+    row: torch.Tensor  # head * N + the row's number in its head
+    place: torch.Tensor  # in the row, mask blocks first
+    at: torch.Tensor  # offset in the indices of the entry's kind; 0 where nothing is listed
+    block: torch.Tensor  # what the row lists there; counted through all packed sequences if `across` was given
     is_full: torch.Tensor
     listed: torch.Tensor
     rows: Rows
@@ -176,15 +224,15 @@ class FlatEntries:
 
     def put(self, values: torch.Tensor, *, full: bool) -> torch.Tensor:
         """A flat tensor like the mask (or full) indices with the entries' values in it, 0 elsewhere."""
-        own = self.listed & (self.is_full if full else self.is_full.logical_not())
-        return scatter(values, self.at, own, self.rows.indices[full].shape)
+        of_kind = self.listed & (self.is_full if full else self.is_full.logical_not())
+        return scatter(values, self.at, of_kind, self.rows.indices[full].shape)
 
 
-def flat_entries(rows: Rows, order: OptionalTensor, most: int) -> FlatEntries:
+def flat_entries(rows: Rows, order: OptionalTensor, most: int, across: int = 0) -> FlatEntries:
     """The listed blocks, without a look at the padding: `most` is at least their number.
 
-    Args:
-        order: [1 or H, N], the rows of each head in the order wanted. None: from the first to the last.
+    order: [1 or heads, N], the rows of each head in the order wanted. None: from the first to the last. across: blocks
+    that a sequence's rows may list, to tell those of packed sequences apart.
     """
     counts = rows.total().flatten()
     number = torch.arange(counts.numel(), device=counts.device)
@@ -203,8 +251,11 @@ def flat_entries(rows: Rows, order: OptionalTensor, most: int) -> FlatEntries:
         masks = rows.counts[0].flatten().index_select(0, row)
         is_full = place >= masks
         at = torch.where(is_full, rows.starts[1].flatten().index_select(0, row) + place - masks, at)
-    at = torch.where(listed, at, 0)
-    return FlatEntries(row.int(), place.int(), at, _pick(rows.indices, at, is_full), is_full, listed, rows)
+    at, row = torch.where(listed, at, 0), row.int()
+    block = _pick(rows.indices, at, is_full)
+    if rows.sequences > 1 and across:
+        block = block + rows.sequence.index_select(0, row % max(rows.N, 1)) * across
+    return FlatEntries(row, place.int(), at, block, is_full, listed, rows)
 
 
 def _pick(tensors: Sequence[torch.Tensor], at: torch.Tensor, is_full: torch.Tensor) -> torch.Tensor:
@@ -218,76 +269,9 @@ def _at(tensor: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return tensor.index_select(0, at) if tensor.numel() else at.int()
 
 
-@dataclass(frozen=True)
-class DistinctLists:
-    """Mask and full lists with equal leading dimensions, contiguous, and without the dimensions that repeat them."""
-
-    mask_cnt: torch.Tensor
-    mask_idx: torch.Tensor
-    full_cnt: OptionalTensor
-    full_idx: OptionalTensor
-    repeated: tuple[int, int]  # (B, H) of the caller's tensors
-
-    @property
-    def heads(self) -> int:
-        return self.mask_cnt.shape[0] * self.mask_cnt.shape[1]
-
-    @property
-    def width(self) -> int:
-        return self.mask_idx.shape[3] + (0 if self.full_idx is None else self.full_idx.shape[3])
-
-    def counts(self) -> torch.Tensor:
-        """int32 [rows], over all heads."""
-        return (self.mask_cnt if self.full_cnt is None else self.mask_cnt + self.full_cnt).flatten()
-
-    def rows(self) -> Rows:
-        """The rows of all batches' heads."""
-        N = self.mask_cnt.shape[2]
-        number = torch.arange(self.heads * N, device=self.mask_cnt.device).view(self.heads, N)
-        kinds = [(self.mask_cnt, self.mask_idx)]
-        if self.full_cnt is not None:
-            kinds.append((self.full_cnt, self.full_idx))
-        return Rows(
-            tuple(cnt.flatten(0, 1) for cnt, _ in kinds),
-            tuple(number * idx.shape[3] for _, idx in kinds),
-            tuple(idx.flatten() for _, idx in kinds),
-        )
-
-    def launch_order(self, order: OptionalTensor) -> OptionalTensor:
-        """[heads, N], of an order [1 or B, 1 or H, N], which may be repeated where the lists no longer are."""
-        return None if order is None else narrow(order, self.mask_cnt.shape[:2]).flatten(0, 1)
-
-    def repeat(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.expand(*self.repeated, *tensor.shape[2:])
-
-
-def scatter(values: torch.Tensor, at: torch.Tensor, own: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Zeros of `shape` with the values that are `own` at their places; the others go to one place past the end."""
+def scatter(values: torch.Tensor, at: torch.Tensor, kept: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros of `shape` with the values that are `kept` at their offsets."""
     size = torch.Size(shape).numel()
-    spread = torch.zeros(size + 1, dtype=torch.int32, device=values.device)
-    spread.scatter_(0, torch.where(own, at, size), values.int())
+    spread = torch.zeros(size + 1, dtype=torch.int32, device=values.device)  # the others go past the end
+    spread.scatter_(0, torch.where(kept, at, size), values.int())
     return spread.narrow(0, 0, size).view(shape)
-
-
-def distinct_lists(
-    tensors: Sequence[OptionalTensor], order: OptionalTensor, locks: Sequence[OptionalTensor] | None = None
-) -> DistinctLists:
-    """The lists without what is repeated over batches and heads: computed once, and repeated as they were."""
-    check_lists(tensors)
-    given = [t for t in tensors if t is not None]
-    repeated = tuple(torch.broadcast_shapes(*(t.shape[:2] for t in given)))
-    distinct = [t for t in (*given, order, *(locks or ())) if t is not None]
-    shape = [
-        1 if all(t.shape[d] == 1 or t.stride(d) == 0 for t in distinct) else max(t.shape[d] for t in distinct)
-        for d in (0, 1)
-    ]
-    repeated = tuple(max(r, s) for r, s in zip(repeated, shape, strict=True))
-    return DistinctLists(*(None if t is None else narrow(t, shape) for t in tensors), repeated)
-
-
-def narrow(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Batch and head dimensions of the given sizes: either cut to 1 or repeated."""
-    for d in (0, 1):
-        if shape[d] == 1:
-            tensor = tensor.narrow(d, 0, 1)
-    return tensor.expand(*shape, *tensor.shape[2:]).contiguous()

@@ -4,14 +4,11 @@ Rows of all sequences stand one after the other. A caller's lists have one of fo
 
     padded    counts [B, H, rows], entries [B, H, rows, n]
     compact   counts [H, total rows], entries [H, total rows, n]
-    stacked   counts [H, total rows], entries [H, L]: a row has room for each block of its sequence
-    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start (CSR)
+    stacked   counts [H, total rows], entries [H, L]: a row has an entry for each block of its sequence
+    ragged    counts [H, total rows], entries [L], and [H, total rows] offsets of the rows (CSR)
 
-Kernels, and everything that is computed of lists, know padded and ragged ones only. `as_ragged` makes ragged lists of
-compact and stacked ones: it computes where rows start, and the entries are read where they are.
-
-What upstream refuses as well is refused in its words, followed by the argument and its value: programs match on them.
-Nothing here looks at the values in a tensor: a check that waits for the device would keep the call out of a CUDA graph.
+Kernels know padded and ragged ones; `as_ragged` makes ragged lists of the others without copying entries. What upstream
+refuses as well is refused in its words, which programs match on. Nothing here reads the values of a tensor.
 """
 
 from __future__ import annotations
@@ -28,6 +25,10 @@ if TYPE_CHECKING:  # which imports this module
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
 MOST_IN_SHAPE = 2**31 - 1
+LAUNCHED = (
+    *LISTS, "cu_total_m_blocks", STARTS[0], *ORDERS, "cu_total_n_blocks", STARTS[1], "plan",
+    "mask_block_bits",
+)  # fmt: skip
 FORMS = {(3, 4): "padded", (2, 3): "compact", (2, 2): "stacked", (2, 1): "ragged"}
 
 
@@ -46,17 +47,11 @@ BACKWARD = Direction("block_sparse_tensors_bwd", "cu_total_n_blocks", 1)
 
 @dataclass(frozen=True)
 class Packing:
-    """The lengths of a call's sequences, each a pair for (queries, keys).
+    """The lengths of a call's sequences, each a pair for (queries, keys)."""
 
-    Attributes:
-        starts: cu_seqlens [B + 1], or None.
-        used: seqused [B], or None.
-        longest: the largest, where the host knows it.
-    """
-
-    starts: tuple[torch.Tensor | None, torch.Tensor | None]
-    used: tuple[torch.Tensor | None, torch.Tensor | None]
-    longest: tuple[int | None, int | None]
+    starts: tuple[torch.Tensor | None, torch.Tensor | None]  # cu_seqlens [B + 1], or None
+    used: tuple[torch.Tensor | None, torch.Tensor | None]  # seqused [B], or None
+    longest: tuple[int | None, int | None]  # the largest, where the host knows it
 
     def varies(self, side: int) -> bool:
         """Lengths on this side may differ between sequences."""
@@ -90,13 +85,8 @@ def fit(
 ) -> BlockSparseTensorsTorch:
     """The lists, padded or ragged, with every broadcast dimension expanded.
 
-    Args:
-        block_size: (queries, keys) of a block.
-        across: tokens of every sequence in the direction that rows list, where `packed` does not say.
-        on_gpu: refuse lists that are not; all tensors have to be on one device in any case.
-
-    Raises:
-        ValueError: a form, shape, dtype or device that does not fit, or an offset that is missing.
+    block_size: (queries, keys) of a block. across: tokens of every sequence in the direction that rows list, where
+    `packed` does not say. on_gpu: refuse lists that are not; all tensors have to be on one device in any case.
     """
     name, other = direction.argument, 1 - direction.side
     form, block = _form(name, tensors), block_size[direction.side]
@@ -170,13 +160,9 @@ def as_ragged(
 ) -> BlockSparseTensorsTorch:
     """Packed lists as ragged ones: where rows start is computed, and the entries are read where they are.
 
-    Args:
-        rows_before: the field with the number of rows before each sequence, integers [B + 1]; the last one may lack.
-        across: integers [B + 1], blocks before each sequence in the direction that rows list. Stacked lists need it:
-            their rows have room for each block of their sequence.
-
-    Raises:
-        ValueError: stacked lists, and `across` is None.
+    rows_before: the field with the number of rows before each sequence, integers [B + 1]; the last one may lack.
+    across: integers [B + 1], blocks before each sequence in the direction that rows list. Stacked lists need it: their
+    rows have room for each block of their sequence.
     """
     if tensors.mask_block_bits is not None:
         idx, bits = tensors.mask_block_idx.contiguous(), tensors.mask_block_bits.contiguous().flatten(0, -2)
@@ -243,8 +229,8 @@ def _stacked_starts(tensors: BlockSparseTensorsTorch, rows_before: str, across: 
     before = getattr(tensors, rows_before).long().narrow(0, 0, sequences)
     offsets = tensors.cu_block_idx_offsets
     if offsets is None:  # one sequence's rows follow the other's
-        room = before.diff() * widths.narrow(0, 0, sequences - 1)
-        offsets = torch.nn.functional.pad(room.cumsum(0), (1, 0))
+        capacity = before.diff() * widths.narrow(0, 0, sequences - 1)
+        offsets = torch.nn.functional.pad(capacity.cumsum(0), (1, 0))
     sequence = sequence_of_row(before, row)
     first, start, width = (t.long().index_select(0, sequence) for t in (before, offsets, widths))
     return start + (row - first) * width
@@ -257,18 +243,7 @@ def sequence_of_row(before: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 def launch_arguments(tensors: BlockSparseTensorsTorch | None):
     """The arguments of a compiled kernel, in the order of BlockSparseTensors; None without lists."""
-    if tensors is None:
-        return None
-    return (
-        *(getattr(tensors, field) for field in LISTS),
-        tensors.cu_total_m_blocks,
-        tensors.cu_block_idx_offsets,
-        *(getattr(tensors, field) for field in ORDERS),
-        tensors.cu_total_n_blocks,
-        tensors.cu_full_block_idx_offsets,
-        tensors.plan,
-        tensors.mask_block_bits,
-    )
+    return None if tensors is None else tuple(getattr(tensors, field) for field in LAUNCHED)
 
 
 def offset_types(tensors: BlockSparseTensorsTorch) -> tuple:
@@ -301,10 +276,8 @@ def blocks_before(
 ) -> torch.Tensor:
     """int64 [B + 1]: blocks of all sequences before each one, as kernels count them.
 
-    Args:
-        side: 0 for queries, 1 for keys.
-        block: tokens of a block on that side.
-        seqlen: of every one of `batch` sequences, where `packed` does not say.
+    side: 0 for queries, 1 for keys. block: tokens of a block on that side. seqlen: of every one of `batch` sequences,
+    where `packed` does not say.
     """
     lengths = None if packed is None else packed.lengths(side)
     if lengths is None:

@@ -1,23 +1,14 @@
-"""Rows of block lists as kernels read them: their place in memory, the heads that share them, turns at dk and dv.
+"""Rows of block lists as kernels read them: where they lie, the heads that share them, semaphores of dk and dv.
 
-A row is what one CTA walks: the key blocks of a query block in forward, the query blocks of a key
-block in backward. Its lists come in one of two forms, told apart by the ranks of the tensors, so
-that a compiled kernel knows one of them only:
+A row is the list of one block: key blocks of a query block in forward, query blocks of a key block in backward. Kernels
+read padded lists [B, H, rows, n] or ragged ones [L] (`formats`), told apart by rank when they are compiled. Offsets of
+entries are 64 bits wide, row numbers 32.
 
-    padded    counts [B, H, rows], entries [B, H, rows, n]
-    ragged    counts [H, total rows], entries [L], and [H, total rows] places where rows start (CSR)
+Lists of a key/value head that serve the query heads of its group get a head dimension of (group, key/value heads) with
+stride zero over the group: kernels index it by query head, and nothing is repeated in memory.
 
-Ragged rows stand one sequence after the other; `formats` has the other forms that a call may bring. What can pass
-2**31 is 64 bits wide: a place in the entries. Row numbers are 32 bits wide.
-
-Kernels index lists by the head that a tile works on. Where the lists of a key/value head serve
-the query heads of its group, the head dimension of the lists is looked at as (group, key/value
-heads) with a stride of zero over the group: an index among the query heads then finds its list, and
-nothing is repeated in memory.
-
-The query heads of a group add to the same dk and dv in their order in deterministic backward on SM100: at a key tile
-each waits for as many turns as there are heads before it. With lists for each query head some of them may list nothing
-there. They add nothing, but the head after them counts their turn, so `pass_turn` passes it on.
+In deterministic backward on SM100 the query heads of a group add to dk and dv in their order. A head with a list of its
+own may list nothing at a key tile; `pass_semaphore` then counts up for it.
 """
 
 from __future__ import annotations
@@ -33,41 +24,12 @@ from flash_attn.cute.block_sparsity import BlockSparseTensors, BlockSparseTensor
 from flash_attn.cute.lists.entries import LISTS, ORDERS, STARTS
 
 
-class HalfLists(BlockSparseTensors):
-    """Lists whose entries say which halves of a tile of queries list them (`query_halves`): 4 * block + halves."""
-
-    __slots__ = ()
-
-    def __new_from_mlir_values__(self, values):
-        return HalfLists(*super().__new_from_mlir_values__(values))
-
-
-@dataclass(frozen=True)
-class HalfEntries:
-    """A row of `HalfLists`: its items are the blocks."""
-
-    entries: cute.Tensor
-
-    def __getitem__(self, place: Int32) -> Int32:
-        return self.entries[place] >> 2
-
-    def halves(self, place: Int32) -> Int32:
-        """Bit 0: the tile's first half lists the block. Bit 1: the second does."""
-        return self.entries[place] & 3
-
-
-def with_halves(tensors: BlockSparseTensors | None, halves: bool) -> BlockSparseTensors | None:
-    """The lists that a kernel was given, as `HalfLists` if they are."""
-    return HalfLists(*tensors) if halves else tensors
-
-
 @dataclass(frozen=True)
 class ListRow:
     """The place of a row's counts, and where its mask and its full entries start (None: at the same place)."""
 
     place: tuple
     starts: tuple[Int64 | None, Int64 | None]
-    has_halves: bool = False
 
     def count(self, counts: cute.Tensor) -> Int32:
         return counts[self.place]
@@ -81,11 +43,6 @@ class ListRow:
         """The row of mask_block_bits, [entries, words]."""
         start = self.starts[0]
         return tensor[(*self.place, None, None)] if start is None else cute.domain_offset((start, 0), tensor)
-
-    def blocks(self, tensor: cute.Tensor, full: bool = False) -> cute.Tensor | HalfEntries:
-        """The row of mask_block_idx or full_block_idx; its items are blocks."""
-        entries = self.entries(tensor, full)
-        return HalfEntries(entries) if self.has_halves else entries
 
 
 def find_row(
@@ -106,7 +63,7 @@ def find_row(
     row, of_full = Int32(rows_before[batch]) + block, tensors.cu_full_block_idx_offsets
     start = Int64(tensors.cu_block_idx_offsets[head, row]) if start is None else start
     full_start = start if of_full is None else Int64(of_full[head, row])
-    return ListRow((head, row), (start, full_start), isinstance(tensors, HalfLists))
+    return ListRow((head, row), (start, full_start))
 
 
 @cute.jit
@@ -136,11 +93,7 @@ class ListHeads:
 
     @staticmethod
     def of(tensors: Optional[BlockSparseTensorsTorch], num_head: int, num_head_kv: int) -> "ListHeads":
-        """One list for all heads, one for each key/value head, or one for each query head.
-
-        Raises:
-            ValueError: the lists have another number of heads.
-        """
+        """One list for all heads, one for each key/value head, or one for each query head."""
         given = 1 if tensors is None else _given_heads(tensors)
         if given not in (1, num_head_kv, num_head):
             raise ValueError(
@@ -188,7 +141,7 @@ WARPGROUP = 128  # threads
 
 
 @cute.jit
-def pass_turn(
+def pass_semaphore(
     semaphore: cute.Tensor,
     thread: Int32,
     tile: Int32,
@@ -197,16 +150,16 @@ def pass_turn(
     group: Constexpr[int],
     flags: Constexpr[int],
 ) -> None:
-    """Wait for a query head's turn at a key tile, and give it to the next head.
+    """Wait until the query heads before have added to a key tile, and count up.
 
     semaphore: int32 [key tiles, 2, key/value heads, B]. thread: of those that compute. group: query heads of a
     key/value head. flags: how many of a tile's two are in use, each by a warpgroup.
     """
     warpgroup = thread // WARPGROUP
     if warpgroup < flags:
-        turns = semaphore[tile, None, head // group, batch].iterator
-        barrier.wait_eq(turns, thread % WARPGROUP, warpgroup, head % group)
-        barrier.arrive_inc(turns, thread % WARPGROUP, warpgroup, 1)
+        count = semaphore[tile, None, head // group, batch].iterator
+        barrier.wait_eq(count, thread % WARPGROUP, warpgroup, head % group)
+        barrier.arrive_inc(count, thread % WARPGROUP, warpgroup, 1)
 
 
 @cute.jit

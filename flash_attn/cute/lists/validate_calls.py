@@ -5,8 +5,6 @@
 Waits for the device, so it does not go into a CUDA graph.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +13,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn.cute.lists.backward_plan import check_items
+from flash_attn.cute.lists.backward_plan import check_work_tiles
 from flash_attn.cute.lists.csr import is_packed, packed_rows, starts_of
-from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, Rows, distinct_lists, fields, narrow
+from flash_attn.cute.lists.entries import KINDS, LISTS, ORDERS, padded_rows
 from flash_attn.cute.lists.formats import BACKWARD, FORWARD, Direction, Packing, fit
 from flash_attn.cute.lists.query_bits import has_bits, refuse_bits
 from flash_attn.cute.lists.rows import ListHeads
@@ -31,19 +29,14 @@ def _gradient_needed(tensors) -> bool:
 
 
 def require_lists_for_gradient(forward, backward, *inputs, mask_mod, causal, window_size):
-    """Refuse a gradient whose backward cannot walk the blocks that forward walked.
+    """Refuse a gradient whose backward cannot visit the blocks that forward visited.
 
-    A direction without lists runs dense, under the call's mask. Lists of the other direction may say the same as a
-    mask_mod, causal or a window, and are taken at their word. Without any of them the gradient would be one of another
-    function. Inference needs no backward lists.
+    A direction without lists runs dense, under the call's mask: mask_mod, causal or a window then has to say the same
+    as the lists of the other direction. Inference needs no backward lists.
 
     Returns:
         (left, right) of the window, causal or not, that such lists of one direction have to list all of, for
         `validate_call`; None where there is nothing to compare: under a mask_mod nobody but the kernel can say.
-
-    Raises:
-        ValueError: lists for one direction only, no mask, and one of `inputs` needs a gradient.
-        NotImplementedError: lists with bits, and one of `inputs` needs a gradient.
     """
     if _gradient_needed(inputs):
         refuse_bits("backward: call under torch.no_grad(), or compute the gradient apart", forward, backward)
@@ -69,15 +62,9 @@ OptionalTensor = torch.Tensor | None
 
 
 def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = False, forward: Any = None) -> None:
-    """Refuse the lists of a call (or None) to kernels that do not read them, some of which would say nothing.
+    """Refuse the lists of a call (or None) to kernels that do not read them; what upstream asserts is in its words.
 
-    What upstream asserts is in its words: programs match on them.
-
-    Args:
-        forward: the lists of the forward pass, in a backward call that has them.
-
-    Raises:
-        NotImplementedError: another architecture than SM90, SM100 and SM110, or `qv`, or bits that are not read.
+    forward: the lists of the forward pass, in a backward call that has them.
     """
     if backward:
         refuse_bits("backward", lists, forward)
@@ -93,6 +80,11 @@ def refuse_unread(lists: Any, arch: int, *, qv: bool = False, backward: bool = F
     if qv:
         raise NotImplementedError(
             f"block sparsity is not supported with qv: its kernels for sm_{arch} read no block_sparse_tensors"
+        )
+    if arch // 10 != 9 and lists.block_size is not None and lists.block_size[0] % 128 == 64:
+        raise NotImplementedError(
+            f"block_size {lists.block_size} on sm_{arch}: tiles of SM100 have 128 queries; list blocks of a multiple "
+            f"of 128 queries (a pair of blocks lists what either does, the rest is left to a mask_mod)"
         )
 
 
@@ -133,31 +125,30 @@ def validate_call(
         return
     heads = q.shape[-2], k.shape[-2]
     if backward is not None and backward.plan is not None:
-        check_items(backward, *heads)
+        check_work_tiles(backward, *heads)
     known = Packing((cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), (None, None))
     packed = None if cu_seqlens_q is None and cu_seqlens_k is None else known
     lengths = _lengths(known, q, k)
     batch = 1 if window is None or len(set(lengths)) == 1 else len(lengths)
     given = [lists for lists in (forward, backward) if lists is not None]
-    if packed is None and not any(map(is_packed, given)):
-        size = (_block(forward, q.shape[1]), _block(backward, k.shape[1]))
-        of_tensors = q.shape[1], k.shape[1]
-        sides = _padded_sides(forward, backward, of_tensors, heads, q.shape[0], size, batch=batch)
-        return check_sides(sides, window=window, lengths=lengths)
-    if any(lists.block_size is None for lists in given):
+    padded, size, rows = not any(map(is_packed, given)), None, (q.shape[1], k.shape[1])
+    if packed is None and padded:
+        size = (_block(forward, rows[0]), _block(backward, rows[1]))
+    elif any(lists.block_size is None for lists in given):
         raise ValueError("block_size is None: lists of packed sequences are checked with block_size=(queries, keys)")
-    if not any(map(is_packed, given)):
-        # One row count for all sequences, at least the longest's: rows and entries past a sequence's end do nothing.
+    elif padded:  # one row count for all sequences: rows and entries past a sequence's end do nothing
         longest = [max(side) for side in zip(*lengths, strict=True)]
         for side, lists in enumerate((forward, backward)):
             if lists is not None:
                 longest[side] = max(longest[side], lists.mask_block_cnt.shape[2] * lists.block_size[side])
-        sides = _padded_sides(forward, backward, tuple(longest), heads, len(lengths), None, batch=batch)
+        rows = tuple(longest)
+    if padded:
+        sides = _padded_sides(forward, backward, rows, heads, len(lengths), size, batch=batch)
     else:
         both = ((FORWARD, forward), (BACKWARD, backward))
         sides = [_packed_side(d, lists, packed, lengths, heads) for d, lists in both if lists is not None]
         most = max(side.rows.heads for side in sides)
-        sides = [_spread(side, (1, most)) for side in sides]
+        sides = [side.spread((1, most)) for side in sides]
     check_sides(sides, window=window, lengths=lengths)
 
 
@@ -181,12 +172,10 @@ def validate_lists(
         seqlen_q, seqlen_k: queries and keys of a sequence.
         num_heads: query heads; the lists' head dimension is that, 1, or `num_heads_kv`.
         batch_size: None: any.
-        block_size: (queries, keys) of a block, where the lists do not say. Backward lists of another block size than
-            the forward lists' are not compared with them.
+        block_size: (queries, keys) of a block, where the lists do not say; lists of different ones are not compared.
         ascending: also ask for rising indices in every row.
         order: key blocks in the order of their launch (see `compute_dq_write_order`), which the semaphore values have
-            to follow. None: it follows from ``backward.spt``; without that, they only have to be 0, 1, 2, ... for the
-            key blocks that list a query block, each once.
+            to follow. None: it follows from ``backward.spt``; without that, any order will do.
 
     Raises:
         ValueError: naming the tensor, and the first wrong entry by its place and value.
@@ -210,9 +199,7 @@ def _padded_sides(
 ) -> list[Side]:
     """Lists [B, H, rows, width] to check, without what is repeated in all of them.
 
-    Args:
-        lengths, heads: (queries, keys).
-        batch: sequences that need rows of their own, though they share lists.
+    lengths, heads: (queries, keys). batch: sequences that need rows of their own, though they share lists.
     """
     sides, leads = [], [(batch, 1)]
     for name, lists in (("forward", forward), ("backward", backward)):
@@ -222,30 +209,14 @@ def _padded_sides(
         if size is None:
             raise ValueError(f"{name} block_size is None: give block_size=(queries, keys)")
         N, columns = _check_shapes(name, lists, lengths, heads, batch_size, size)
-        orders = [t for t in (getattr(lists, o, None) for o in ORDERS if name == "backward") if t is not None]
-        own = distinct_lists(fields(lists), None, orders)
-        lead = tuple(own.mask_cnt.shape[:2])
-        block = torch.arange(N, device=own.mask_cnt.device)
-        locks = tuple(narrow(t, lead).flatten() for t in orders) or None
-        of_rows = dict(sequence=torch.zeros_like(block), block=block, across=torch.full_like(block, columns))
-        sides.append(Side(name, lists, own.rows(), lead, locks, **of_rows, columns=columns, block_size=tuple(size)))
-        leads.append(lead)
+        rows = padded_rows(lists, locks=name == "backward")
+        across = torch.full((N,), columns, device=rows.block.device)
+        sides.append(Side(name, lists, rows, rows.lead, across, columns, tuple(size)))
+        leads.append(rows.lead)
     if order is not None and backward is not None:
         leads.append(tuple(as_launch_order(False, order, sides[-1].rows.N, order.device).shape[:2]))
     common = tuple(map(max, zip(*leads)))
-    return [_spread(side, common) for side in sides]
-
-
-def _spread(side: Side, heads: tuple[int, int]) -> Side:
-    """The side with the rows of so many batches and heads, which may share entries."""
-
-    def wide(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.view(*own, -1).repeat_interleave(heads[1] // own[1], dim=1)
-        return tensor.expand(heads[0], -1, -1).flatten(0, 1)
-
-    own = (1, side.rows.heads) if side.packed else side.heads
-    counts, starts = (tuple(map(wide, tensors)) for tensors in (side.rows.counts, side.rows.starts))
-    return replace(side, rows=Rows(counts, starts, side.rows.indices), heads=side.heads if side.packed else heads)
+    return [side.spread(common) for side in sides]
 
 
 def _check_shapes(
@@ -303,11 +274,7 @@ def _block(lists: Any, seqlen: int) -> int:
 
 
 def _packed_side(
-    direction: Direction,
-    lists: Any,
-    packed: Packing | None,
-    lengths: list[tuple[int, int]],
-    heads: tuple[int, int],
+    direction: Direction, lists: Any, packed: Packing | None, lengths: list[tuple[int, int]], heads: tuple[int, int]
 ) -> Side:
     """The rows of all sequences; those that none of them needs list nothing."""
     own, field = direction.side, direction.rows_before
@@ -318,16 +285,12 @@ def _packed_side(
         block_size=lists.block_size, across=lengths[0][1 - own], on_gpu=False,
     )  # fmt: skip
     blocks = [[-(-length[side] // lists.block_size[side]) for length in lengths] for side in (own, 1 - own)]
-    _check_room(direction, fitted, blocks[0])
+    _check_capacity(direction, fitted, blocks[0])
     rows, device = packed_rows(fitted, rows_before=field), fitted.mask_block_cnt.device
     needed, across = (torch.tensor(of, device=device).index_select(0, rows.sequence) for of in blocks)
-    counts = tuple(torch.where(rows.block < needed, counts, 0) for counts in rows.rows.counts)
-    return Side(
-        "forward" if direction is FORWARD else "backward", lists, replace(rows.rows, counts=counts),
-        (1, rows.rows.heads), rows.locks, rows.sequence, rows.block, across, columns=max(blocks[1]),
-        block_size=tuple(lists.block_size), sequences=len(lengths),
-        starts=tuple(starts_of(lists, kind) for kind in KINDS),
-    )  # fmt: skip
+    rows = replace(rows, counts=tuple(torch.where(rows.block < needed, counts, 0) for counts in rows.counts))
+    name, starts = "forward" if direction is FORWARD else "backward", tuple(starts_of(lists, kind) for kind in KINDS)
+    return Side(name, lists, rows, rows.lead, across, max(blocks[1]), tuple(lists.block_size), starts)
 
 
 def _compact(direction: Direction, lists: Any, batch: int) -> Any:
@@ -339,7 +302,7 @@ def _compact(direction: Direction, lists: Any, batch: int) -> Any:
     return lists._replace(**flat, **{direction.rows_before: before})
 
 
-def _check_room(direction: Direction, lists: Any, needed: list[int]) -> None:
+def _check_capacity(direction: Direction, lists: Any, needed: list[int]) -> None:
     """There are rows for the blocks of every sequence."""
     name, rows = f"{direction.argument}.{direction.rows_before}", lists.mask_block_cnt.shape[-1]
     starts = getattr(lists, direction.rows_before).tolist()

@@ -1,33 +1,31 @@
-"""The order in which key blocks add to a query block's dq, and the walk over query blocks that waits least for it.
+"""Semaphore values: the order in which key blocks add to a query block's dq, and lists in the order that waits least.
 
-Backward runs one CTA a key block, and every CTA adds to the dq of the query blocks that its key block lists. For the
-same bits twice, the adds to a query block must come in a fixed order: an entry's *semaphore value* says how many adds
-to the same query block come before it. Semaphore values follow the launch order of the key blocks, so every wait points
-to a CTA that was launched earlier, and the earliest CTA in flight never waits: there is no deadlock.
+A CTA of backward adds to the dq of every query block that its key block lists. An entry's *semaphore value* says how
+many adds to the same query block come first. Values follow the launch order of the key blocks, so every wait points to
+a CTA launched earlier, and there is no deadlock. A CTA loops over its own list by rising semaphore value: it starts
+where it is first in line, its neighbours follow like a wavefront. That needs mask and full blocks in one list
+(`merged_lists`).
 
-The order in which a CTA walks its own list is free. By rising semaphore value, each CTA starts where it is first in
-line, and its neighbours follow like a wavefront; that needs the mask blocks and the full blocks in one list
-(`merged_walk`).
-
-Everything here takes time and memory in proportion to the blocks listed (an upper bound of them, known without asking
-the device) besides its padded outputs, reads nothing past a row's count, and never synchronises with the host. PyTorch
+Time and memory are proportional to an upper bound of the blocks listed; nothing synchronises with the host. PyTorch
 only.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from flash_attn.cute.lists.csr import is_packed, packed_rows, refuse_shared_entries, with_heads
 from flash_attn.cute.lists.entries import (
-    DistinctLists,
+    KINDS,
+    LISTS,
     FlatEntries,
+    Rows,
     check_lists,
-    distinct_lists,
     fields,
     flat_entries,
-    narrow,
+    integer,
+    padded_rows,
     scatter,
     tensor,
 )
@@ -35,25 +33,6 @@ from flash_attn.cute.lists.entries import (
 MOST_QUERY_BLOCKS = 1 << 20  # of one head, where the caller does not say how many there are
 
 OptionalTensor = torch.Tensor | None
-
-
-class CompactWalk(NamedTuple):
-    """Mask and full blocks of each row in one list, by rising semaphore value; a row's entries follow the row before.
-
-    Attributes:
-        ends: int64 [H, N], the place after a row's last entry, counted over all rows.
-        entries: int32 [listed], ``query_block * 2 + is_full``.
-        locks: int32 [listed], adds to the same query block that come first. Both are 0 after the last row's end.
-    """
-
-    ends: torch.Tensor
-    entries: torch.Tensor
-    locks: torch.Tensor
-
-    def in_place_of(self, lists: Any, **fields: torch.Tensor) -> Any:
-        """`lists` with this walk, formed as `fields` say, as their one list."""
-        none = ("full_block_cnt", "full_block_idx", "cu_full_block_idx_offsets", "dq_write_order_full")
-        return lists._replace(**dict.fromkeys(none), **fields)
 
 
 def compute_dq_write_order(
@@ -90,22 +69,71 @@ def compute_dq_write_order(
     Raises:
         ValueError: `spt` and `order` are both given, or a shape does not fit.
     """
-    check_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx))
+    backward = (bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx)
+    check_lists(backward)
     order = as_launch_order(spt, order, bwd_mask_cnt.shape[2], bwd_mask_cnt.device)
-    lists = distinct_lists((bwd_mask_cnt, bwd_mask_idx, bwd_full_cnt, bwd_full_idx), order)
+    rows = padded_rows(SimpleNamespace(**dict(zip(LISTS, backward, strict=True))), order)
     M, N = fwd_mask_idx.shape[2], bwd_mask_idx.shape[2]
     forward_width = fwd_mask_idx.shape[3] + (0 if fwd_full_idx is None else fwd_full_idx.shape[3])
-    room = min(M * min(forward_width, N), N * min(lists.width, M))  # a head's: no block is listed twice
-    most = _at_most(lists.heads * room, listed)
-    entries = flat_entries(lists.rows(), lists.launch_order(order), most)
-    locks = ranks(entries, M)
-    write_order = lists.repeat(entries.put(locks, full=False).view(lists.mask_idx.shape))
-    if lists.full_idx is None:
-        return write_order, None
-    return write_order, lists.repeat(entries.put(locks, full=True).view(lists.full_idx.shape))
+    capacity = min(M * min(forward_width, N), N * min(rows.width, M))  # a head's: no block is listed twice
+    flat = _semaphore_values(rows, rows.launch_order(order), M, _at_most(rows.heads * capacity, listed))
+    widths = [idx.shape[-1] for idx in (bwd_mask_idx, bwd_full_idx) if idx is not None]
+    values = [rows.padded(x.view(rows.heads, N, width)) for x, width in zip(flat, widths, strict=True)]
+    return values[0], values[1] if len(values) > 1 else None
 
 
-def merged_walk(
+def packed_write_order(
+    lists: Any,
+    *,
+    num_q_blocks: int,
+    spt: bool = False,
+    listed: int | None = None,
+    cu_total_m_blocks: OptionalTensor = None,
+) -> Any:
+    """Backward lists of packed sequences with semaphore values: `compute_dq_write_order` of packed lists.
+
+    Args:
+        lists: backward lists with the fields of `BlockSparseTensorsTorch`; semaphore values in them are replaced.
+        num_q_blocks: of the longest sequence.
+        spt: key blocks are launched from the last to the first.
+        listed: upper bound of the blocks listed, all heads and sequences together. None: the capacity of the lists.
+        cu_total_m_blocks: integers [B + 1], of the forward lists, which stacked lists need.
+
+    Returns:
+        The lists with dq_write_order and, of full lists, dq_write_order_full, 0 after the entries in use; and with
+        `spt`. Compact and stacked lists of one head are repeated where others have more.
+
+    Raises:
+        TypeError, ValueError: lists of another form, stacked ones without `cu_total_m_blocks`, ragged ones whose heads
+            share entries, or a wrong number.
+    """
+    check_lists(fields(lists), packed=True)
+    integer("num_q_blocks", num_q_blocks)
+    if listed is not None:
+        integer("listed", listed, least=0)
+    if not isinstance(spt, bool):
+        raise TypeError(f"spt has to be a bool, got {spt!r}")
+    heads = max(t.shape[0] for t in with_heads(lists).values())
+    if lists.mask_block_idx.ndim == 1:
+        refuse_shared_entries(lists, heads)
+    else:  # semaphore values are each head's own
+        of_heads = {name: t for name, t in with_heads(lists).items() if name in LISTS}
+        lists = lists._replace(**{name: t.expand(heads, *t.shape[1:]).contiguous() for name, t in of_heads.items()})
+    rows = packed_rows(lists._replace(dq_write_order=None, dq_write_order_full=None), cu_total_m_blocks)
+    order = torch.arange(rows.N, device=rows.sequence.device).flip(0) if spt else None
+    flat = _semaphore_values(rows, order, num_q_blocks, rows.capacity if listed is None else listed)
+    values = {kind.order: x.view(getattr(lists, kind.idx).shape) for kind, x in zip(KINDS, flat, strict=False)}
+    return lists._replace(**{"dq_write_order_full": None, **values, "spt": spt})
+
+
+def _semaphore_values(rows: Rows, order: OptionalTensor, M: int, most: int) -> list[torch.Tensor]:
+    """Flat tensors like the indices of each kind."""
+    entries = flat_entries(rows, order, most, M)
+    values = ranks(entries, rows.sequences * M)
+    return [entries.put(values, full=bool(full)) for full in range(len(rows.counts))]
+
+
+def merged_lists(
     lists: Any,
     *,
     order: OptionalTensor = None,
@@ -113,17 +141,19 @@ def merged_walk(
     width: int | None = None,
     num_q_blocks: int | None = None,
     listed: int | None = None,
+    cu_total_m_blocks: OptionalTensor = None,
 ) -> Any:
-    """Padded `lists` with each key block's mask and full blocks in one list, by rising semaphore value.
+    """Lists with each key block's mask and full blocks in one list, by rising semaphore value; packed ones as ragged.
 
     Args:
         lists: backward lists with the fields of `BlockSparseTensorsTorch`.
-        order: as in `compute_dq_write_order`: semaphore values follow from it. None: take those in the lists.
-        descending: among equal semaphore values the later query block comes first; right for a launch from the first
-            key block to the last. False for the opposite (``spt``).
-        width: of the rows of the result, at least the longest row. None: the widths of both lists together.
-        num_q_blocks: query blocks of a head, for the sort's keys. None: `MOST_QUERY_BLOCKS`.
-        listed: upper bound of the blocks listed, all heads and batches together. None: every place of the lists.
+        order: as in `compute_dq_write_order`: semaphore values follow from it; of packed lists [1 or H, rows]. None:
+            take those in the lists.
+        descending: among equal semaphore values the later query block comes first; False for ``spt``.
+        width: of padded rows, at least the longest row. None: that of both lists, at most `num_q_blocks`.
+        num_q_blocks: query blocks of a head, in the longest sequence. None: `MOST_QUERY_BLOCKS`.
+        listed: upper bound of the blocks listed, all heads and batches together. None: the capacity of the lists.
+        cu_total_m_blocks: as in `packed_write_order`.
 
     Returns:
         The lists: entries, ``query_block * 2 + is_full``, in mask_block_idx, their semaphore values in dq_write_order,
@@ -132,18 +162,38 @@ def merged_walk(
     Raises:
         ValueError: the sort's keys would pass 63 bits (give `num_q_blocks`), or a shape does not fit.
     """
-    check_lists(fields(lists))
-    N, M = lists.mask_block_cnt.shape[2], MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks
-    launch = as_launch_order(False, order, N, lists.mask_block_cnt.device)
-    locks = [t for t in (lists.dq_write_order, lists.dq_write_order_full) if t is not None and order is None]
-    own = distinct_lists(fields(lists), launch, locks)
-    most = _at_most(own.heads * N * min(own.width, M), listed)
-    entries = flat_entries(own.rows(), own.launch_order(launch), most)
-    if order is None:
-        values = entries.pick([narrow(t, own.mask_idx.shape[:2]).flatten() for t in locks])
+    fields(lists)
+    M, packed, launch = MOST_QUERY_BLOCKS if num_q_blocks is None else num_q_blocks, is_packed(lists), order
+    if packed:
+        rows = packed_rows(lists, cu_total_m_blocks)
+        most = rows.capacity if listed is None else listed
     else:
-        values = ranks(entries, M)
-    return _padded(sorted_walk(entries, values, descending, M), own, width, lists)
+        check_lists(fields(lists))
+        order = as_launch_order(False, order, lists.mask_block_cnt.shape[2], lists.mask_block_cnt.device)
+        rows = padded_rows(lists, order, locks=order is None)
+        most, launch = _at_most(rows.heads * rows.N * min(rows.width, M), listed), rows.launch_order(order)
+    entries = flat_entries(rows, launch, most, M)
+    locks = entries.pick(rows.locks) if launch is None else ranks(entries, rows.sequences * M)
+    entry, locks = sorted_entries(entries, locks, descending, rows.sequences * M)
+    counts = rows.total()
+    ends = counts.flatten().cumsum(0).view(counts.shape)
+    if packed:
+        starts = ends - counts
+        merged = dict(mask_block_cnt=counts.int(), mask_block_idx=entry % (2 * M), cu_block_idx_offsets=starts)
+    else:
+        width = min(rows.width, M) if width is None else width
+        at = torch.arange(entry.numel(), device=ends.device)
+        row = torch.searchsorted(ends.flatten(), at, right=True)
+        listed_here = row < ends.numel()
+        row = row.clamp(max=max(ends.numel() - 1, 0))
+        place = at - (ends - counts).flatten().index_select(0, row) if ends.numel() else at
+        shape = (rows.heads, rows.N, width)
+        entry, locks = (
+            rows.padded(scatter(t, row * width + place, listed_here & (place < width), shape)) for t in (entry, locks)
+        )
+        merged = dict(mask_block_cnt=rows.padded(counts), mask_block_idx=entry)
+    none = ("full_block_cnt", "full_block_idx", "cu_full_block_idx_offsets", "dq_write_order_full")
+    return lists._replace(**dict.fromkeys(none), **merged, dq_write_order=locks)
 
 
 def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
@@ -160,12 +210,13 @@ def ranks(entries: FlatEntries, M: int) -> torch.Tensor:
     return torch.empty_like(key, dtype=torch.int32).scatter_(0, source, (at - first).int())
 
 
-def sorted_walk(entries: FlatEntries, locks: torch.Tensor, descending: bool, M: int) -> CompactWalk:
-    """The order in which backward visits query blocks: entries by row, then semaphore value, then query block.
+def sorted_entries(
+    entries: FlatEntries, locks: torch.Tensor, descending: bool, M: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries ``query_block * 2 + is_full`` and semaphore values, by row, then semaphore value, then query block.
 
-    All of it is in one key, from which the result is read again. `query_loop` follows it.
-
-    M: query blocks are below it.
+    All of it is in one key, from which the result is read again; both are 0 behind the last row. M: query blocks are
+    below it.
     """
     rows, N = entries.rows.heads * entries.rows.N, entries.rows.N
     most_locks = max(N, 1)
@@ -181,28 +232,8 @@ def sorted_walk(entries: FlatEntries, locks: torch.Tensor, descending: bool, M: 
     if descending:
         entry = 2 * (M - 1) - entry + 2 * (entry % 2)
     lock = torch.div(key, 2 * M, rounding_mode="floor") % most_locks
-    counts = entries.rows.total()
-    ends = counts.flatten().cumsum(0).view(counts.shape)
-    entry, lock = (
-        torch.where(entries.listed, t.int(), 0) for t in (entry, lock)
-    )  # listed ones come first, sorted or not
-    return CompactWalk(ends, entry, lock)
-
-
-def _padded(walk: CompactWalk, own: DistinctLists, width: int | None, lists: Any) -> Any:
-    width = own.width if width is None else width
-    counts, ends = own.counts(), walk.ends.flatten()
-    at = torch.arange(walk.entries.numel(), device=ends.device)
-    row = torch.searchsorted(ends, at, right=True)
-    listed = row < ends.numel()
-    row = row.clamp(max=max(ends.numel() - 1, 0))
-    place = at - (ends - counts).index_select(0, row) if ends.numel() else at
-    shape = (*own.mask_cnt.shape, width)
-    entries, locks = (
-        own.repeat(scatter(t, row * width + place, listed & (place < width), shape)) for t in (walk.entries, walk.locks)
-    )
-    counts = own.repeat(counts.view(own.mask_cnt.shape))
-    return walk.in_place_of(lists, mask_block_cnt=counts, mask_block_idx=entries, dq_write_order=locks)
+    # Listed ones come first, sorted or not.
+    return tuple(torch.where(entries.listed, t.int(), 0) for t in (entry, lock))
 
 
 def as_launch_order(spt: bool, order: OptionalTensor, N: int, device: torch.device) -> OptionalTensor:

@@ -1,13 +1,10 @@
 """The cache of compiled kernels on disk: its folder, and what kernels depend on beside this package's sources.
 
-They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0: in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR``, or else
-in the user's cache folder. Processes share it: each file is written under a lock and renamed into place, and of several
-that want the same kernel one compiles it. A kernel is found again only where everything that its machine code depends
-on is the same.
-
-What is loaded is run, so a folder that others may write to is not used: one of another user than this one and root,
-one that its group or the world may write to, or one below a folder that the world may write to and, as it is not
-sticky (/tmp is), rename others' files in. Owners and groups of the folders above are the user's choice.
+They are kept unless ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED`` is 0, in ``FLASH_ATTENTION_CUTE_DSL_CACHE_DIR`` or the
+user's cache folder. Processes share it: files are written under a lock and renamed into place, and of several processes
+that want the same kernel one compiles it. What is loaded is run, so a folder is refused that another user than this one
+and root owns, that its group or the world may write to, or that lies below one that the world may write to without the
+sticky bit.
 """
 
 import fcntl
@@ -121,9 +118,8 @@ def attempted(access: Callable[..., Optional[bool]], *arguments: Any) -> bool:
 class Turns:
     """Locks between processes that want the same kernel: one compiles it, the others wait and load it.
 
-    A turn is the lock of a file, so it ends with its process. A thread has one at most: what it compiled before is
-    done, or has failed, when it asks for the next. So nobody waits for somebody who waits. Who has failed and asks for
-    nothing more is waited for as long as a kernel may take.
+    A turn is the lock of a file, so it ends with its process. A thread has one at most, so nobody waits for somebody
+    who waits.
     """
 
     def __init__(self, longest: float = 60.0, pause: float = 0.02) -> None:

@@ -60,11 +60,7 @@ def dispatch_arch() -> int:
 
 
 def check_target() -> None:
-    """Refuse to compile for an architecture that the compiler, which has one target a process, makes no code for.
-
-    Raises:
-        NotImplementedError: the target is not what the current GPU runs, or not what FLASH_ATTENTION_ARCH selects.
-    """
+    """Refuse to compile for an architecture that the compiler, which has one target a process, makes no code for."""
     from cutlass.base_dsl.dsl import BaseDSL
 
     arch, target = selected_arch(), BaseDSL._get_dsl().get_arch_enum()
@@ -85,9 +81,8 @@ def check_target() -> None:
 def target_sm_count() -> int:
     """Multiprocessors of the compilation target.
 
-    The count is a constant of the compiled grid and bounds it; a kernel compiled for another count
-    is slower, never wrong. So a stated target (FLASH_ATTENTION_NUM_SMS, as for tile selection)
-    wins over the device at hand, and only without one is the driver asked.
+    The count bounds the compiled grid; a kernel compiled for another count is slower, never wrong. A stated target
+    (FLASH_ATTENTION_NUM_SMS, as for tile selection) wins over the device at hand.
     """
     if os.getenv("FLASH_ATTENTION_NUM_SMS") is None:
         return _device_sm_count()

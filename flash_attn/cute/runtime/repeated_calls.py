@@ -1,8 +1,8 @@
 """Attention calls that were made before, with other tensors of the same sizes: launched again without the host's work.
 
 What `_flash_attn_fwd` launches follows from its options and from sizes, strides and dtypes. The first call notes the
-kernel and its arguments; where every tensor among them is one of the caller's or an output, a later call that differs
-in addresses alone puts its own tensors there. Calls that make tensors on the way are never repeated.
+kernel and its arguments; a later call that differs in addresses alone puts its own tensors there. Calls that make
+tensors on the way are never repeated.
 """
 
 import threading
@@ -20,25 +20,18 @@ _noted = threading.local()
 _calls: dict[tuple, "_Call"] = {}
 
 
-class _Place(int):
+class _Slot(int):
     """The number of a tensor among a call's, which end with o and lse."""
 
 
 class _Call(NamedTuple):
-    """A launch that can be made again.
+    """A launch that can be made again."""
 
-    Attributes:
-        compiled: the kernel.
-        arguments: its arguments; a `_Place` stands for a tensor of the call.
-        o, lse: shapes of the outputs.
-        cache: the cache that the kernel is from, kept so that no other object takes its id.
-    """
-
-    compiled: Callable[..., None]
-    arguments: tuple
-    o: torch.Size
+    compiled: Callable[..., None]  # the kernel
+    arguments: tuple  # its arguments; a `_Place` stands for a tensor of the call
+    o: torch.Size  # o, lse: shapes of the outputs
     lse: torch.Size
-    cache: object
+    cache: object  # the cache that the kernel is from, kept so that no other object takes its id
 
     def launch(self, tensors: list[Tensor], into: Optional[Tuple[Tensor, Tensor]]) -> Tuple[Tensor, Tensor]:
         if into is None:
@@ -86,7 +79,7 @@ def attend(
         _noted.launches = None
     if len(launches) == 1:
         compiled, arguments = launches[0]
-        arguments = _with_places(tuple(arguments), [*tensors, o, lse])
+        arguments = _with_slots(tuple(arguments), [*tensors, o, lse])
         if arguments is not None:
             if len(_calls) >= MOST:
                 _calls.clear()
@@ -94,9 +87,9 @@ def attend(
     return o, lse
 
 
-def _with_places(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
+def _with_slots(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
     """Arguments with the places of tensors instead of these; None where one is not among them, or is there twice."""
-    same = {(x.data_ptr(), x.shape, x.stride(), x.dtype): _Place(i) for i, x in enumerate(tensors)}
+    same = {(x.data_ptr(), x.shape, x.stride(), x.dtype): _Slot(i) for i, x in enumerate(tensors)}
     if len(same) < len(tensors):
         return None
     found = []
@@ -106,7 +99,7 @@ def _with_places(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
             if x is None:
                 return None
         elif type(x) is tuple:
-            x = _with_places(x, tensors)
+            x = _with_slots(x, tensors)
             if x is None:
                 return None
         found.append(x)
@@ -114,6 +107,6 @@ def _with_places(arguments: tuple, tensors: list[Tensor]) -> Optional[tuple]:
 
 
 def _filled(x: Any, tensors: list[Tensor]) -> Any:
-    if type(x) is _Place:
+    if type(x) is _Slot:
         return tensors[x]
     return tuple(_filled(part, tensors) for part in x) if type(x) is tuple else x

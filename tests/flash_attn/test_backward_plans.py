@@ -1,0 +1,155 @@
+"""Backward by a plan: the kernel that follows it, and plans of packed sequences."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, _masks, backward, forward, in_order, make_inputs
+from fa_compile import Worker, noted
+from fa_lists import backward_lists, ordered_backward_lists
+from fa_reference import assert_alike, assert_bits_repeat
+from test_upstream_programs import dimensions
+
+from flash_attn.cute.block_lists import packed_write_order
+from flash_attn.cute.lists.backward_plan import plan_backward
+from fuzz.blocks import packed_lists
+from fuzz.case import Packed
+from fuzz.properties.packed import plan
+
+PLANNED = dict(T_q=900, T_k=900, lists="both", plan=3)
+CASES = [
+    Case(D=128, mask_mod="thirds", deterministic=True, launch="middle first", **PLANNED),
+    Case(D=64, causal=True, deterministic=True, launch="right to left", Hq=8, Hkv=1, **PLANNED),
+    Case(D=128, mask_mod="thirds", deterministic=True, launch="longest first", Hkv=1, **PLANNED),
+]
+# Tails, one query, no queries, no keys, more keys than queries and fewer.
+PACK = dict(packed=((300, 300), (1, 129), (0, 200), (700, 640), (130, 0), (257, 900)), lists="both", plan=2)
+CASES += [
+    Case(D=128, causal=True, form="ragged", deterministic=True, launch="right to left", **PACK),
+    Case(D=64, form="compact", deterministic=True, Hkv=4, list_heads=4, **PACK),
+    Case(D=128, causal=True, form="stacked", list_heads=4, deterministic=True, launch="longest first", **PACK),
+]
+
+
+# Without a plan, in one pass.
+ORDERED = [
+    Case(D=128, causal=True, form="compact", **PACK),
+    Case(D=64, mask_mod="thirds", form="ragged", list_heads=4, **PACK),
+    Case(D=64, form="compact", Hkv=4, list_heads=4, **PACK),
+    Case(D=128, causal=True, form="stacked", list_heads=2, **PACK),
+    Case(D=64, mask_mod="thirds", form="stacked", list_heads=4, block=(128, 64), **PACK),
+]
+
+
+def compile_ordered(case: Case, in_use: bool) -> set[int]:
+    """Deterministic backward in one pass; dimensions of the index lists that the kernel loops.
+
+    in_use: not all queries that sequences have room for are there.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd
+    from flash_attn.cute.lists import deterministic_lists
+    from flash_attn.cute.lists.rows import ListRow
+
+    x, lse = make_inputs(case), torch.empty(case.Hq, sum(T for T, _ in case.packed), device="cuda")
+    lists = ordered_backward_lists(case, spt=True)
+    seqused_q = torch.empty_like(lists.cu_total_n_blocks.narrow(0, 1, len(case.packed))) if in_use else None
+    with (
+        noted(ListRow, "entries", dimensions) as visited,
+        noted(deterministic_lists, "blocks_before", lambda lengths, *args, **options: lengths) as asked,
+    ):
+        _flash_attn_bwd(
+            x.q, x.k, x.v, torch.empty_like(x.do), x.do, lse, **_masks(case, x), seqused_q=seqused_q,
+            block_sparse_tensors=lists, deterministic=True,
+        )  # fmt: skip
+    if case.form == "stacked":
+        lengths = asked[-1]
+        assert lengths.starts[0] is x.cu_seqlens[0] and lengths.used[0] is seqused_q
+    return set(visited)
+
+
+@pytest.mark.parametrize("case", ORDERED[1:], ids=str)
+def test_one_pass_compiles(compiler_sm90: Worker, case: Case) -> None:
+    """The kernel loops over one ragged list for every form."""
+    assert compiler_sm90.trace(compile_ordered, case, case is ORDERED[-1]) == {1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "plan"), in_order(ORDERED[3:], 0, 2), ids=str)
+def test_stacked_lists_give_the_bits_of_ragged_ones(case: Case, plan: int) -> None:
+    case = replace(case, deterministic=True, plan=plan, launch="right to left")
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    forms = [replace(case, form=form) for form in ("stacked", "ragged")]
+    lists = [backward_lists(form) if plan else ordered_backward_lists(form, spt=True) for form in forms]
+    got, expected = (backward(case, x, o, lse, each) for each in lists)
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_repeat_beside_other_work(case: Case) -> None:
+    assert_bits_repeat(case, 100, beside_other_work=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "spt"), in_order(ORDERED, False, True), ids=str)
+def test_semaphore_values_of_a_pack_order_the_kernel(case: Case, spt: bool) -> None:
+    """In one pass without a plan: the default's gradients up to the order of the adds, and the same bits each time."""
+    case = replace(case, plan=0, deterministic=False)
+    x = make_inputs(case)
+    o, lse = forward(case, x)
+    expected = backward(case, x, o, lse)
+    ordered = ordered_backward_lists(case, spt)
+    got = backward(replace(case, deterministic=True), x, o, lse, ordered)
+    assert_alike(got, expected)
+    for _ in range(20):
+        assert all(map(torch.equal, got, backward(replace(case, deterministic=True), x, o, lse, ordered)))
+
+
+def packed_backward(form: str, **more: Any) -> Any:
+    return packed_lists(Packed(form=form, lengths=((16, 20), (8, 5)), density=0.6, seed=3, **more))[1]
+
+
+def test_semaphore_values_where_one_kind_has_a_list_for_all_heads() -> None:
+    one, many = (
+        packed_backward("compact", heads=heads, pattern=pattern) for heads, pattern in ((1, "comb"), (3, "prefix"))
+    )
+    own = ("mask_block_cnt", "mask_block_idx")
+    mixed = many._replace(**{name: getattr(one, name) for name in own})
+    repeated = many._replace(**{n: getattr(one, n).repeat(3, *[1] * (getattr(one, n).ndim - 1)) for n in own})
+    mine, other = (packed_write_order(lists, num_q_blocks=4) for lists in (mixed, repeated))
+    for name in (*own, "dq_write_order", "dq_write_order_full"):
+        assert getattr(mine, name).equal(getattr(other, name))
+    ragged = packed_backward("ragged", heads=3)
+    with pytest.raises(ValueError, match="cannot share entries"):
+        packed_write_order(ragged._replace(cu_block_idx_offsets=ragged.cu_block_idx_offsets[:1]), num_q_blocks=4)
+
+
+def test_a_start_may_pass_31_bits() -> None:
+    lists = packed_backward("ragged", full=None)
+    starts = torch.arange(7)[None] + (5 << 32) + (1 << 31) * torch.tensor([0, 1] * 3 + [0])
+    lists = lists._replace(cu_block_idx_offsets=starts)
+    items = plan_backward(lists, num_heads=1, num_heads_kv=1, num_q_blocks=4).plan
+    low, high = items[:, 6].long() & 0xFFFFFFFF, items[:, 7].long()
+    assert ((high << 32) | low).equal(starts[0])
+
+
+@pytest.mark.parametrize("form", ["stacked", "ragged"])
+def test_a_list_that_all_heads_share_is_walked_once(form: str) -> None:
+    """As in lists of one head, though a head dimension says that there are more."""
+    given = dict(num_heads=6, num_heads_kv=2, num_q_blocks=4, deterministic=True)
+    lists = packed_backward(form)
+    repeated = {
+        name: t.expand(6, *t.shape[1:])
+        for name, t in lists._asdict().items()
+        if isinstance(t, torch.Tensor) and t.ndim > 1
+    }
+    given["cu_total_m_blocks"] = torch.tensor([0, 4, 6])
+    one, many = (plan_backward(each, **given) for each in (lists, lists._replace(**repeated)))
+    assert many.mask_block_idx.equal(one.mask_block_idx) and many.plan.equal(one.plan)
+
+
+@pytest.mark.parametrize("form", ["compact", "stacked", "ragged"])
+def test_a_pack_without_keys_has_a_plan_of_nothing(form: str) -> None:
+    plan(Packed(form=form, lengths=((5, 0), (0, 0), (3, 0))))

@@ -1,0 +1,259 @@
+"""Gradients of SM90 backward: dq without a cleared accumulator, and stages that are freed in time."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fa_cases import Case, backward, make_inputs, outputs
+from fa_compile import Worker, built_kernels, noted
+from fa_compress import FIXED, at_most_seen
+from fa_reference import assert_case, results
+from test_two_passes import without_dq
+
+from flash_attn.cute.compressed_causal import schedule as compress_schedule
+from flash_attn.cute.compressed_causal.mask import CompressArgs
+from fuzz.canary import Guarded
+
+TILE_M, TILE_N = 4, 8
+PAIRS = [(factor, offset) for factor in (2, 3, 5, 16) for offset in (-40, -3, 0, factor - 1, factor + 4, 31)]
+LENGTHS_Q, LENGTHS_K = [1, 3, 4, 5, 16, 33, 64], [1, 7, 8, 9, 17, 33]
+
+
+def shapes() -> Iterator[tuple[int, int, int, int]]:
+    for seqlen_q, seqlen_k, (factor, offset) in product(LENGTHS_Q, LENGTHS_K, PAIRS):
+        yield seqlen_q, seqlen_k, factor, offset
+
+
+def seen(seqlen_q: int, seqlen_k: int, factor: int, offset: int) -> torch.Tensor:
+    """The query tiles that see anything of a key tile, for each, by definition."""
+    padded = torch.zeros(-(-seqlen_q // TILE_M) * TILE_M, -(-seqlen_k // TILE_N) * TILE_N, dtype=torch.bool)
+    t, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None, :]
+    padded[:seqlen_q, :seqlen_k] = j * factor + offset <= t
+    return padded.view(padded.shape[0] // TILE_M, TILE_M, padded.shape[1] // TILE_N, TILE_N).any(3).any(1)
+
+
+def written_ends(cases: torch.Tensor, tile_m: int, tile_n: int) -> torch.Tensor:
+    """first_written_end of (seqlen_q, seqlen_k, factor, offset, key tile, end of the query tiles); in a worker."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.block_info import BlockInfo
+    from flash_attn.cute.bwd_sm90.accumulators import first_written_end
+    from flash_attn.cute.compressed_causal.mask import CompressedCausal
+    from flash_attn.cute.seqlen_info import SeqlenInfoQK
+
+    @cute.jit
+    def ends(cases: cute.Tensor, out: cute.Tensor):
+        for i in range(cute.size(cases, mode=[0])):
+            compress = CompressedCausal.create(CompressArgs(cases[i, 2], cases[i, 3]))
+            info = SeqlenInfoQK.create(0, cases[i, 0], cases[i, 1])
+            blocks = BlockInfo(tile_m, tile_n, True, compress=compress)
+            out[i] = first_written_end(blocks, info, cases[i, 4], cases[i, 5])
+
+    with unset_fake_temporarily():
+        out = torch.full((len(cases),), -1, dtype=torch.int32)
+        args = [from_dlpack(t).mark_layout_dynamic() for t in (cases, out)]
+        cute.compile(ends, *args, options="--enable-tvm-ffi")(cases, out)
+        return out
+
+
+@pytest.mark.parametrize("share", [3, 1000])
+def test_every_seen_tile_has_one_writer_the_last_key_tile(compiler_sm90: Worker, share: int) -> None:
+    cases, walks = [], []
+    for at in shapes():
+        for n in range(-(-at[1] // TILE_N)):
+            begin = compress_schedule.first_query_tile(CompressArgs(*at[2:]), n * TILE_N, at[0], TILE_M)
+            end = -(-at[0] // TILE_M)
+            for first in range(0, -(-at[0] // TILE_M), share):
+                walks.append((at, n, max(begin, first), min(end, first + share)))
+                cases.append((*at, n, walks[-1][-1]))
+    ends = compiler_sm90.run(written_ends, torch.tensor(cases, dtype=torch.int32), TILE_M, TILE_N)
+    writers = {at: torch.zeros_like(seen(*at), dtype=torch.int32) for at in shapes()}
+    for (at, n, begin, end), written in zip(walks, ends.tolist()):
+        writers[at][begin : max(begin, min(written, end)), n] += 1
+    for at, wrote in writers.items():
+        some = seen(*at)
+        last = some & ~torch.cat([some[:, 1:], torch.zeros_like(some[:, :1])], 1)
+        assert wrote.equal(last.to(torch.int32)), at
+
+
+BLOCKS, HEADS, SHARES = 5, 3, 4
+
+
+def launched(shares: int, heads: int = HEADS, name: str = "LastKeysFirstScheduler") -> list[tuple[int, ...]]:
+    """(key tile, head, batch, share) of every CTA, in the order of their launch; in a worker."""
+    import cutlass.cute as cute
+    from cutlass import Int32
+    from cutlass.cute.runtime import from_dlpack
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    from flash_attn.cute.bwd_sm90 import accumulators
+    from flash_attn.cute.tile_scheduler import TileSchedulerArguments
+
+    Scheduler = getattr(accumulators, name)
+
+    @cute.jit
+    def loop(out: cute.Tensor, num_shares: Int32):
+        counts, unread = (Int32(BLOCKS), Int32(heads), Int32(2), num_shares), (Int32(0),) * 4
+        args = TileSchedulerArguments(*counts, *unread, tile_shape_mn=(64, 128), is_split_kv=shares > 1)
+        params = Scheduler.to_underlying_arguments(args)
+        for i in range(Scheduler.get_grid_shape(params)[0]):
+            tile = Scheduler(params, params.coord(i)).get_current_work().tile_idx
+            out[i, 0], out[i, 1], out[i, 2], out[i, 3] = tile[0], tile[1], tile[2], tile[3]
+
+    with unset_fake_temporarily():
+        out = torch.full((BLOCKS * heads * shares * 2, 4), -1, dtype=torch.int32)
+        arg = from_dlpack(out).mark_layout_dynamic()
+        cute.compile(loop, arg, Int32(shares), options="--enable-tvm-ffi")(out, shares)
+        return [tuple(row) for row in out.tolist()]
+
+
+@pytest.mark.parametrize("shares", [1, SHARES])
+def test_later_keys_of_a_share_are_launched_first(compiler_sm90: Worker, shares: int) -> None:
+    order = product(range(2), range(shares)[::-1], range(HEADS), range(BLOCKS)[::-1])
+    assert compiler_sm90.run(launched, shares) == [(n, head, batch, share) for batch, share, head, n in order]
+
+
+def key_turns(ctas: list[tuple[int, ...]], shares: int, group: int) -> list[int]:
+    """CTAs that add to the same dk and dv before each one; in a worker."""
+    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+
+    kernel = FlashAttentionBackwardSm90(None, 128, qhead_per_kvhead=group, deterministic=True)
+    kernel.planned, kernel.splits_queries = False, True
+    where = SimpleNamespace(compress=SimpleNamespace(shares=compress_schedule.QueryShares(shares, 1)))
+    return [kernel.dkv_rank(where, head, share) for _, head, _, share in ctas]
+
+
+@pytest.mark.parametrize("heads,group,name", [(3, 3, "LastKeysFirstScheduler"), (12, 3, "PairedHeadsScheduler")])
+def test_deterministic_adds_are_in_the_order_of_the_launch(
+    compiler_sm90: Worker, heads: int, group: int, name: str
+) -> None:
+    ctas, added = compiler_sm90.run(launched, SHARES, heads, name), Counter[tuple[int, ...]]()
+    assert len(set(ctas)) == len(ctas)
+    for (n, head, batch, share), rank in zip(ctas, compiler_sm90.run(key_turns, ctas, SHARES, group), strict=True):
+        keys, queries = (n, head // group, batch), (head, batch, share, "dq")
+        assert (rank, BLOCKS - 1 - n) == (added[keys], added[queries])
+        added.update([keys, queries])
+
+
+def kernels(deterministic: bool) -> tuple[bool, str]:
+    """True if backward stores first, and the scheduler that it was traced with."""
+    from flash_attn.cute import flash_bwd_sm90, interface
+    from flash_attn.cute.bwd_sm90.accumulators import LastKeysFirstScheduler
+
+    found: list[tuple[str, bool]] = []
+
+    def note(scheduler: Any, **where: Any) -> tuple[str, bool]:
+        return type(built[-1]).__name__ if built else "", isinstance(scheduler, LastKeysFirstScheduler)
+
+    q, o, do = (torch.empty(1, 4096, 4, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    k, v = (torch.empty(1, 64, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    lse, pair = torch.empty(1, 4, 4096, device="cuda"), dict(causal=True, compress_factor=64, compress_offset=63)
+    with (
+        built_kernels("FlashAttentionBackwardSm90", traced=True) as built,
+        noted(flash_bwd_sm90.SingleTileScheduler, "get_current_work", note, found),
+        noted(LastKeysFirstScheduler, "get_current_work", note, found),
+    ):
+        interface._flash_attn_bwd(q, k, v, o, do, lse, deterministic=deterministic, **pair)
+    orders = {of_last for name, of_last in found if name == "FlashAttentionBackwardSm90"}
+    return built[0].writes_first, str(sorted(orders))
+
+
+def test_who_stores_first_is_launched_first(compiler_sm90: Worker) -> None:
+    # Every warp role, and every copy of a scheduler that a loop makes, has to count from the same end.
+    assert compiler_sm90.trace(kernels, False) == (True, "[True]")
+    assert compiler_sm90.trace(kernels, True) == (True, "[True]")
+
+
+def gpu_cases(kind: Case) -> Iterator[Case]:
+    """Query tiles that see nothing, keys that nobody sees, edges of several key tiles inside one share."""
+    for T, factor in product((64, 300, 2100), (2, 16, 64)):
+        for offset in (-100, factor - 1, factor + 140, 300):
+            most = at_most_seen(T, factor, offset)
+            for T_k in sorted({max(most - 7, 1), most + 1, most + 290}):
+                yield replace(kind, T_q=T, T_k=T_k, compress=(factor, offset))
+    yield replace(kind, B=1, T_q=4096, T_k=2000, compress=(2, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D,Hkv", [(64, 1), (64, 4), (96, 2), (128, 1), (128, 4), (256, 2)])
+def test_nothing_is_left_unwritten(D: int, Hkv: int) -> None:
+    for case in gpu_cases(replace(FIXED, D=D, Hkv=Hkv)):
+        assert_case(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("Hkv", [8, 32])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_results_do_not_change_under_load(Hkv: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(FIXED, Hq=32, Hkv=Hkv, B=1, T_q=20000, T_k=600, compress=(32, 31), deterministic=deterministic)
+    x, other, busy = make_inputs(case), torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_schedule, "last_keys_first", lambda *_, **__: False)
+        expected = results(case, x)
+    first = None
+    for rank in range(20):
+        with torch.cuda.stream(other):
+            for _ in range(rank % 5):
+                busy @ busy
+        with Guarded("cuda"):
+            got = results(case, x)
+        first = first or got
+        for name in ("dq", "dk", "dv"):
+            scale = float(expected[name].abs().max())
+            torch.testing.assert_close(got[name], expected[name], rtol=1e-2, atol=1e-2 * scale, msg=f"{name}, {rank}")
+            assert not deterministic or got[name].equal(first[name]), (name, rank)
+
+
+LISTED = dict(T_q=500, T_k=500, D=128, causal=True, lists="both")
+WITHOUT_DQ = [Case(**LISTED), Case(**LISTED, block=(128, 64)), Case(**LISTED | dict(D=64), block=(128, 64))]
+WITH_DQ = [Case(D=128, causal=True), Case(**LISTED, block=(128, 64))]
+
+
+def steps(case: Case, dq: bool) -> list[str]:
+    """The operations on stages in the order of the code: "read", "sync", "barrier", "free"; in a worker."""
+    import cutlass.cute as cute
+    from cutlass.pipeline import NamedBarrier
+
+    from flash_attn.cute import flash_bwd_sm90
+
+    said: list[str] = []
+
+    x = make_inputs(case)
+    o, lse = outputs(case, x)
+    with ExitStack() as stack:
+        for owner, name, what in (
+            (flash_bwd_sm90.copy_utils, "load_s2r", "read"),
+            (cute.arch, "sync_warp", "sync"),
+            (NamedBarrier, "arrive_and_wait", "barrier"),
+            (flash_bwd_sm90.pipeline.PipelineTmaAsync, "consumer_release", "free"),
+        ):
+            stack.enter_context(noted(owner, name, lambda *args, what=what, **options: what, said))
+        backward(case, x, o, lse) if dq else without_dq(case, x, o, lse)
+    return said
+
+
+def between(said: list[str]) -> list[set[str]]:
+    """For each stage that is freed, what lies between the last read and that."""
+    frees = [at for at, what in enumerate(said) if what == "free"]
+    reads = [max(i for i in range(at) if said[i] == "read") for at in frees]
+    return [set(said[read:at]) - {"read", "free"} for read, at in zip(reads, frees)]
+
+
+@pytest.mark.parametrize("case", WITHOUT_DQ, ids=str)
+def test_a_sync_where_no_barrier_is(compiler_sm90: Worker, case: Case) -> None:
+    found = between(compiler_sm90.trace(steps, case, False))
+    assert len(found) >= 2 and all("sync" in what for what in found), found
+
+
+@pytest.mark.parametrize("case", WITH_DQ, ids=str)
+def test_a_barrier_where_ds_is_shared(compiler_sm90: Worker, case: Case) -> None:
+    found = between(compiler_sm90.trace(steps, case, True))
+    assert len(found) >= 2 and all(what == {"barrier"} for what in found), found
