@@ -15,7 +15,7 @@ from nsa_layer.cute.branch_options import compressed_options, pooling_options, w
 from nsa_layer.cute.forward import attend, attend_selected, first_positions
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, use_split_dq
+from nsa_layer.cute.selected_branch import dq_options, selected_options, use_split_dq
 from nsa_layer.cute.token_unions import key_pairs, query_lists
 from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.launch import readable
@@ -75,15 +75,15 @@ def backward(
         selection = (saved.block_indices, q.shape[-3], (q.shape[-2], k.shape[-2]))
         static = dict(block_counts=saved.block_counts, S=k.shape[-3], **where)
         if not unions:
-            by_key = selected_sparsity(*selection, backward=True, **static)
+            by_key = selected_options(*selection, backward=True, **static)
         if split_dq or saved.o_slc is None:
-            by_query = selected_sparsity(*selection, backward=False, **static)
+            by_query = selected_options(*selection, backward=False, **static)
     calls, window = dict(cmp=BranchCall(k_cmp, v_cmp, of_cmp | ordered)), spec.config.window_size > 0
     if window or (unions and not k_cmp.shape[-3]):  # the rows of a call that adds nothing, where there is no other
         calls["swa"] = BranchCall(*tensors.of_window, of_swa | ordered)
     if by_key is not None:
         ordered |= dict(without_dq=True) if split_dq else {}
-        calls["slc"] = BranchCall(k, v, selected_options(by_key, packing) | ordered)
+        calls["slc"] = BranchCall(k, v, by_key | ordered)
     if not k_cmp.shape[-3]:
         del calls["cmp"]
     sequences = None if packing is None else len(packing.cu_seqlens)  # which the spec of bounds does not say
@@ -96,7 +96,7 @@ def backward(
             o_cmp = attend(q, k_cmp, v_cmp, spec, of_cmp)[0]
     if o_slc is None:
         with component("slc"):
-            o_slc = attend_selected(q, k, v, spec, by_query, packing)[0]
+            o_slc = attend_selected(q, k, v, spec, by_query)[0]
     if o_swa is None and window:
         with component("swa"):
             o_swa = attend(q, *tensors.of_window, spec, of_swa)[0]
@@ -150,7 +150,7 @@ def backward(
     if split_dq:
         with component("slc_dq" if unions else "slc"):
             into = dict(dq=dq, accum=accum, add=add, start=layouts.calls[-1].dq.start)
-            backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query, packing))
+            backward_dq(q, k, v, do_slc, *rows_slc, **fixed, **into, **dq_options(by_query))
     del accum
     with component("compress"):
         dw_k = dw_v = d_k_mean = d_v_mean = None

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from nsa_layer import determinism
 from nsa_layer.call_spec import DIFFERENTIABLE, OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Saved
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
@@ -123,7 +122,7 @@ def gradients(
         window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
             as None.
     """
-    (q, k), spec, do = tensors[:2], determinism.in_force(spec), readable(do)
+    (q, k), spec, do = tensors[:2], spec.in_force(), readable(do)
     if spec.branches == SELECTED_ALONE:
         with _compiled(tensors, packing, spec, plan, backward=True):
             found = backward_selected(tensors, packing, spec, do, o, saved.lse_slc)
