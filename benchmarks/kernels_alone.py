@@ -77,7 +77,7 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     lse = attend(q, k_cmp, v_cmp, spec, compressed_options(spec, None, None))[1]
 
     def choose() -> torch.Tensor:
-        return token_topk(q, k_cmp, lse, S=T, spec=spec, packing=None, q_offset=None)
+        return token_topk(q, k_cmp, lse, S=T, spec=spec, varlen=None, q_offset=None)
 
     lists = trained_lists(T, Hkv, device="cuda") if data == TRAINED else choose()
     calls = {

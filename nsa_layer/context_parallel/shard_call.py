@@ -18,7 +18,7 @@ from nsa_layer.checks import check_lengths
 from nsa_layer.context_parallel.layout import TILE, QueryShard
 from nsa_layer.cute.host_numbers import numbers_on
 from nsa_layer.cute.memory_plan import MemoryPlan
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.operators.arguments import CONFIG, OF_LAYER, apart, schema_of, spec_of
 from nsa_layer.operators.registration import define, refuse_derivatives
 from nsa_layer.saved import first_of, saved_shapes, with_room
@@ -84,14 +84,14 @@ def _window(tensors: CallTensors, shard: QueryShard, spec: CallSpec) -> tuple[An
 
 def _on_kernels(
     tensors: CallTensors, shard: QueryShard, spec: CallSpec, kept: Kept
-) -> tuple[CallTensors, Packing | None, CallSpec, MemoryPlan]:
+) -> tuple[CallTensors, Varlen | None, CallSpec, MemoryPlan]:
     """The call as the kernels take it. Windows without keys of their own read rows of k and v."""
     (q, k, v), (rows, window) = tensors[:3], _window(tensors, shard, spec)
     spec = replace(shard.spec(spec), window=window)
-    packing = Packing.of(spec, q.device, tensors.q_heads_per_list)
+    varlen = Varlen.of(spec, q.device, tensors.q_heads_per_list)
     if rows is not None and not tensors.has_own_window:
         tensors = tensors._replace(k_win=k[..., rows, :, :], v_win=v[..., rows, :, :])
-    return _with_offset(tensors, shard, spec), packing, spec, MemoryPlan(((0, k.shape[-2]),), tuple(kept))
+    return _with_offset(tensors, shard, spec), varlen, spec, MemoryPlan(((0, k.shape[-2]),), tuple(kept))
 
 
 def _in_pytorch(tensors: CallTensors, shard: QueryShard, spec: CallSpec) -> CallTensors:

@@ -14,9 +14,9 @@ from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend, attend_selected, first_positions
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
-from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import dq_options, selected_options, use_split_dq
 from nsa_layer.cute.token_unions import key_pairs, query_lists
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.gating.backward import gated_sum_backward
 from nsa_layer.kernels.launch import readable
 from nsa_layer.kernels.pooling.mean_pool import unpool
@@ -40,7 +40,7 @@ class WeightGradients(NamedTuple):
 
 def backward(
     tensors: CallTensors,
-    packing: Packing | None,
+    varlen: Varlen | None,
     saved: Saved,
     do: Tensor,
     dq: Tensor,
@@ -62,8 +62,8 @@ def backward(
     k_cmp = saved.k_cmp if tensors.k_cmp is None else tensors.k_cmp
     v_cmp = saved.v_cmp if tensors.v_cmp is None else tensors.v_cmp
     scale, ordered = spec.softmax_scale, dict(deterministic=spec.config.deterministic)
-    cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
-    where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
+    cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)
+    where = dict(spec=spec, varlen=varlen, q_offset=tensors.q_offset)
     of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
     unions = reads_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
@@ -86,7 +86,7 @@ def backward(
         calls["slc"] = BranchCall(k, v, by_key | ordered)
     if not k_cmp.shape[-3]:
         del calls["cmp"]
-    sequences = None if packing is None else len(packing.cu_seqlens)  # which the spec of bounds does not say
+    sequences = None if varlen is None else len(varlen.cu_seqlens)  # which the spec of bounds does not say
     layouts = backward_layouts(q, tuple(calls.values()), key=(spec, sequences, tensors.q_offset is None))
 
     # Outputs that were not saved: the same launches, the same bits.
@@ -131,10 +131,10 @@ def backward(
         if dk_cmp is None:
             dk_cmp, dv_cmp = torch.empty_like(k_cmp), torch.empty_like(v_cmp)
             sums.add_dk_dv("cmp", KeyGradient(dk_cmp), KeyGradient(dv_cmp), [], of_cmp.get("cu_seqlens_k"))
-        if packing is not None and packing.bounded:
+        if varlen is not None and varlen.bounded:
             for x, given, weight in ((dk_cmp, tensors.k_cmp, w_k), (dv_cmp, tensors.v_cmp, w_v)):
                 if given is not None or weight is not None:
-                    packing.clear_behind_blocks(x)
+                    varlen.clear_behind_blocks(x)
     stored = []
     if window:
         with component("swa"):
@@ -158,7 +158,7 @@ def backward(
             d_k_mean, dw_k = project_backward(dk_cmp, saved.k_mean, w_k)
         if tensors.v_cmp is None:
             d_v_mean, dw_v = project_backward(dv_cmp, saved.v_mean, w_v)
-        unpool(d_k_mean, d_v_mean, dk.out, dv.out, **pooling_options(spec, packing))
+        unpool(d_k_mean, d_v_mean, dk.out, dv.out, **pooling_options(spec, varlen))
         dk.filled, dv.filled = d_k_mean is not None, d_v_mean is not None
     with component("convert"):
         if apart and not window_adds:
@@ -190,19 +190,19 @@ def backward(
 
 
 def backward_selected(
-    tensors: CallTensors, packing: Packing | None, spec: CallSpec, do: Tensor, o: Tensor, lse: Tensor
+    tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, do: Tensor, o: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of `forward_selected`."""
-    (q, k, v), block_indices, q_offset = tensors[:3], tensors.block_indices, first_positions(tensors, packing, spec)
+    (q, k, v), block_indices, q_offset = tensors[:3], tensors.block_indices, first_positions(tensors, varlen, spec)
     (T, Hq), (S, Hkv), do = q.shape[-3:-1], k.shape[-3:-1], readable(do)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
-    count = T if packing is None else T + START * (len(cu_seqlens) - 1)
+    cu_seqlens, cu_seqlens_k = (None, None) if varlen is None else (varlen.cu_seqlens, varlen.cu_seqlens_k)
+    count = T if varlen is None else T + START * (len(cu_seqlens) - 1)
     shape = (*q.shape[:-3], Hq, -(-count // START) * START)
     dpsum, lse_log2 = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     fixed = dict(softmax_scale=spec.softmax_scale, causal=spec.causal, start=START, q_offset=q_offset)
     fixed |= dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
-    where = dict(spec=spec, packing=packing, q_offset=q_offset)
+    where = dict(spec=spec, varlen=varlen, q_offset=q_offset)
     with component("lists"):
         lists = query_lists(block_indices, Hq // block_indices.shape[-2], T, S, **where)
     with component("slc_dq"):

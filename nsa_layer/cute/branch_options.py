@@ -8,36 +8,36 @@ import torch
 
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.host_numbers import numbers_on
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 
 
-def pooling_options(spec: CallSpec, packing: Packing | None) -> dict:
+def pooling_options(spec: CallSpec, varlen: Varlen | None) -> dict:
     """Options of `pool` and `unpool`."""
     options = dict(block_size=spec.config.span, stride=spec.config.stride)
-    return options if packing is None else options | dict(cu_seqlens=packing.cu_seqlens_k, cu_blocks=packing.cu_blocks)
+    return options if varlen is None else options | dict(cu_seqlens=varlen.cu_seqlens_k, cu_blocks=varlen.cu_compressed)
 
 
-def compressed_options(spec: CallSpec, packing: Packing | None, q_offset: torch.Tensor | None) -> dict:
+def compressed_options(spec: CallSpec, varlen: Varlen | None, q_offset: torch.Tensor | None) -> dict:
     """Options of the compressed branch: attention to complete blocks under the compressed-causal mask."""
     options: dict = {}
-    if packing is not None:
-        lengths = dict(max_seqlen_q=packing.longest, max_seqlen_k=packing.longest_blocks)
-        options = dict(cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_blocks, **lengths)
+    if varlen is not None:
+        lengths = dict(max_seqlen_q=varlen.longest, max_seqlen_k=varlen.longest_compressed)
+        options = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_compressed, **lengths)
     if spec.causal:
         options |= dict(causal=True, compress_factor=spec.config.stride, compress_offset=spec.config.offset)
         options |= position_options(q_offset)
     return options
 
 
-def window_options(spec: CallSpec, packing: Packing | None, q_offset: torch.Tensor | None) -> dict:
+def window_options(spec: CallSpec, varlen: Varlen | None, q_offset: torch.Tensor | None) -> dict:
     """Options of the sliding window of ``config.window_size`` tokens."""
     reach = max(0, spec.config.window_size - 1)
     window = dict(window_size_left=reach, window_size_right=0 if spec.causal else reach)
     if spec.window is None:
-        return window | token_options(packing) | position_options(q_offset)
+        return window | token_options(varlen) | position_options(q_offset)
     keys, first = zip(*spec.window)
     starts, first = numbers_on(((0, *accumulate(keys)), first * (len(q_offset) // len(first))), q_offset.device)
-    tokens = {} if packing is None else token_options(packing) | dict(cu_seqlens_k=starts, max_seqlen_k=max(keys))
+    tokens = {} if varlen is None else token_options(varlen) | dict(cu_seqlens_k=starts, max_seqlen_k=max(keys))
     return window | tokens | position_options(first)
 
 
@@ -46,9 +46,9 @@ def position_options(q_offset: torch.Tensor | None) -> dict:
     return {} if q_offset is None else dict(q_offset=q_offset)
 
 
-def token_options(packing: Packing | None) -> dict:
+def token_options(varlen: Varlen | None) -> dict:
     """Options that any call over the tokens of packed sequences needs; none for a batch."""
-    if packing is None:
+    if varlen is None:
         return {}
-    starts = dict(cu_seqlens_q=packing.cu_seqlens, cu_seqlens_k=packing.cu_seqlens_k)
-    return starts | dict(max_seqlen_q=packing.longest, max_seqlen_k=packing.longest_k)
+    starts = dict(cu_seqlens_q=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
+    return starts | dict(max_seqlen_q=varlen.longest, max_seqlen_k=varlen.longest_k)

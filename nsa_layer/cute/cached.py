@@ -33,9 +33,9 @@ from nsa_layer.cute import head_groups
 from nsa_layer.cute.forward import Pages
 from nsa_layer.cute.host_numbers import numbers_on, starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.cute.packing import Packing, starts_of
 from nsa_layer.cute.selected_branch import takes_pages
 from nsa_layer.cute.side_stream import SideStream, side_stream_for
+from nsa_layer.cute.varlen import Varlen, starts_of
 from nsa_layer.kernels.cache_rows.complete import can_complete, complete_blocks
 from nsa_layer.kernels.cache_rows.invalidate import blank_rows
 from nsa_layer.kernels.cache_rows.locate import Field, find_places
@@ -283,7 +283,7 @@ class _Step:
         given = dict(gate_weight=call.gate_weight, gates=call.gates if call.gates is None else call.gates[rows])
         given |= dict(q=call.q[rows], block_indices=lists, q_offset=self.places[Field.FIRST, part])
         bounded = dict(cu_seqlens=self.starts, total=len(call.q))
-        packing = Packing.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
+        varlen = Varlen.of(spec, call.q.device, call.q.shape[-2] // heads, **bounded)
         pages = None
         has_window = call.config.window_size > 0
         with (side_stream_for(given["q"]) if has_window else None) or nullcontext() as side_stream:
@@ -294,7 +294,7 @@ class _Step:
             if self.on_pages:
                 of_window = (window.starts, window.longest) if has_window else (None, 0)
                 pages = Pages(self.table[part], call.room, self.places[Field.IN_WINDOW, part], *of_window)
-            o, saved = head_groups.infer(CallTensors(**given), packing, spec, self.memory, pages, side_stream)
+            o, saved = head_groups.infer(CallTensors(**given), varlen, spec, self.memory, pages, side_stream)
         lse_swa = torch.full_like(saved.lse_cmp, -torch.inf) if saved.lse_swa is None else saved.lse_swa
         return o, saved.lse_cmp, saved.lse_slc, lse_swa
 

@@ -14,10 +14,10 @@ from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.host_numbers import numbers_on
-from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.selected_branch import dq_options, selected_options
 from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.topk_dispatch import block_topk, token_topk
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.gating.forward import gated_sum
 from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
@@ -44,16 +44,16 @@ class Pages(NamedTuple):
     starts: Tensor | None
     longest: int
 
-    def of_window(self, packing: Packing | None) -> dict:
+    def of_window(self, varlen: Varlen | None) -> dict:
         """Options of `window_options`, for a call that is packed so."""
-        if packing is not None:
-            packing = packing._replace(cu_seqlens_k=self.starts, longest_k=self.longest)
-        return dict(q_offset=self.in_window, packing=packing)
+        if varlen is not None:
+            varlen = varlen._replace(cu_seqlens_k=self.starts, longest_k=self.longest)
+        return dict(q_offset=self.in_window, varlen=varlen)
 
 
 def forward(
     tensors: CallTensors,
-    packing: Packing | None,
+    varlen: Varlen | None,
     o: Tensor,
     *,
     spec: CallSpec,
@@ -64,23 +64,23 @@ def forward(
     """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
 
     Args:
-        packing: of packed sequences, whose ``cu_seqlens`` are not read.
+        varlen: of packed sequences, whose ``cu_seqlens`` are not read.
         kept: for the compressed, the selected and the window branch, whether the output is saved for backward.
         side_stream: takes the window's attention; joined before its output is read. None: all on the current one.
     """
     (q, k, v), block_indices = tensors[:3], tensors.block_indices
-    where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
+    where = dict(spec=spec, varlen=varlen, q_offset=tensors.q_offset)
     S, table = (k.shape[-3], None) if pages is None else (pages.room, pages.table)
     # The window needs nothing but q, k and v: the GPU has work at once, while the host launches the short kernels.
     o_swa = lse_swa = None
     if spec.config.window_size:
-        in_window = where if pages is None else where | pages.of_window(packing)
+        in_window = where if pages is None else where | pages.of_window(varlen)
         into = None if side_stream is None else new_outputs(q, v)
         with component("swa"), nullcontext() if side_stream is None else side_stream.launches():
             o_swa, lse_swa = attend(q, *tensors.of_window, spec, window_options(**in_window), into)
     scored = block_indices is None and not spec.config.by_token
     with component("compress"):
-        k_scored, k_cmp, v_cmp, *means = _compressed(tensors, packing, spec, scored=scored)
+        k_scored, k_cmp, v_cmp, *means = _compressed(tensors, varlen, spec, scored=scored)
     with component("cmp"):
         o_cmp, lse_cmp = attend(q, k_cmp, v_cmp, spec, compressed_options(**where))
     with component("choose"):
@@ -90,7 +90,7 @@ def forward(
         elif spec.config.by_token:
             indices = token_topk(q, k_cmp, lse_cmp, S=S, **where)
         else:
-            indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
+            indices, counts = block_topk(q, k_scored, spec=spec, varlen=varlen)
             if reads_unions(spec.config, listed=spec.listed):
                 indices, counts = indices.transpose(-3, -2), None
     del k_scored
@@ -110,7 +110,7 @@ def forward(
 
 
 def _compressed(
-    tensors: CallTensors, packing: Packing | None, spec: CallSpec, *, scored: bool
+    tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, *, scored: bool
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compressed keys and values: the caller's, or made of k and v, pooled together.
 
@@ -127,9 +127,9 @@ def _compressed(
     exact, k_mean, v_mean = torch.float32, None, None
     if k is not None or v is not None:
         k_dtypes = (exact,) if w_k is not None else (exact, dtype) if scored else (dtype,)
-        options = pooling_options(spec, packing)
-        if packing is not None:
-            options |= dict(total_blocks=packing.total_blocks, bounded=packing.bounded)
+        options = pooling_options(spec, varlen)
+        if varlen is not None:
+            options |= dict(total_blocks=varlen.total_compressed, bounded=varlen.bounded)
         k_means, v_mean = pool(k, v, k_dtypes=k_dtypes, v_dtype=dtype if w_v is None else exact, **options)
     if k is None:
         k_scored = k_cmp.float() if scored else None
@@ -141,25 +141,25 @@ def _compressed(
     return k_scored, k_cmp, v_cmp, None if w_k is None else k_mean, None if w_v is None else v_mean
 
 
-def forward_selected(tensors: CallTensors, packing: Packing | None, spec: CallSpec) -> tuple[Tensor, Tensor]:
+def forward_selected(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec) -> tuple[Tensor, Tensor]:
     """o and the log-sum-exp of the selected branch alone, over lists of the caller's."""
     (q, k, v), lists = tensors[:3], tensors.block_indices
-    where = dict(S=k.shape[-3], spec=spec, packing=packing, q_offset=first_positions(tensors, packing, spec))
+    where = dict(S=k.shape[-3], spec=spec, varlen=varlen, q_offset=first_positions(tensors, varlen, spec))
     with component("lists"):
         options = selected_options(lists, q.shape[-3], (q.shape[-2], k.shape[-2]), backward=False, **where)
     with component("slc"):
         return attend_selected(q, k, v, spec, options)
 
 
-def first_positions(tensors: CallTensors, packing: Packing | None, spec: CallSpec) -> Tensor | None:
+def first_positions(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec) -> Tensor | None:
     """Int32 [sequences]: of each sequence's first query among its keys; None where all are 0, or not causal."""
     (q, k), q_offset = tensors[:2], tensors.q_offset
     if not spec.causal:
         return None
     if q_offset is not None:
         return q_offset.contiguous()
-    if packing is not None and packing.bounded:
-        return None if tensors.cu_seqlens_k is None else packing.cu_seqlens_k.diff() - packing.cu_seqlens.diff()
+    if varlen is not None and varlen.bounded:
+        return None if tensors.cu_seqlens_k is None else varlen.cu_seqlens_k.diff() - varlen.cu_seqlens.diff()
     of_q, of_k = spec.lengths or (q.shape[-3],) * len(q), spec.key_lengths or (k.shape[-3],) * len(q)
     return None if of_q == of_k else numbers_on((tuple(S - T for T, S in zip(of_q, of_k)),), q.device)[0]
 

@@ -15,7 +15,7 @@ import torch
 
 from nsa_layer.call_spec import DIFFERENTIABLE, OWN_KEYS, SELECTED_ALONE, CallSpec, CallTensors, Saved
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.fork import require_patched
 from nsa_layer.support import reads_unions
 from nsa_layer.warm_up.api import compile_missing
@@ -32,18 +32,18 @@ Tensor = torch.Tensor
 READ = ("q", "k", "v", *OWN_KEYS)  # rows by token or block
 
 
-def placed(tensors: CallTensors, spec: CallSpec) -> tuple[CallTensors, Packing | None]:
+def placed(tensors: CallTensors, spec: CallSpec) -> tuple[CallTensors, Varlen | None]:
     """The tensors as kernels read them, and starts."""
     tensors, starts = tensors.map(readable, READ), {}
     if spec.bound is not None:
         starts = dict(cu_seqlens=tensors.cu_seqlens, total=tensors.q.shape[0])
         starts |= dict(cu_seqlens_k=tensors.cu_seqlens_k, total_k=tensors.k.shape[0])
-    return tensors, Packing.of(spec, tensors.q.device, tensors.q_heads_per_list, **starts)
+    return tensors, Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list, **starts)
 
 
 def forward_groups(
     tensors: CallTensors,
-    packing: Packing | None,
+    varlen: Varlen | None,
     spec: CallSpec,
     plan: MemoryPlan,
     *,
@@ -60,15 +60,15 @@ def forward_groups(
         more: of `forward`.
     """
     q, k, v = tensors[:3]
-    with _compiled(tensors, packing, spec, plan, backward=backward) if together else nullcontext():
+    with _compiled(tensors, varlen, spec, plan, backward=backward) if together else nullcontext():
         if spec.branches == SELECTED_ALONE:
-            o, lse = forward_selected(tensors, packing, spec)
+            o, lse = forward_selected(tensors, varlen, spec)
             return o, Saved(lse_slc=lse)
         o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
         whole: list[Tensor | None] = [None] * len(Saved._fields)
         for group in plan.groups:
             into = _narrow(o, -2, _query_heads(q, k, *group))
-            part = forward(head_group(tensors, *group), packing, into, spec=spec, kept=plan.kept, **more)
+            part = forward(head_group(tensors, *group), varlen, into, spec=spec, kept=plan.kept, **more)
             if tensors.block_indices is not None:
                 part = part._replace(block_indices=None)
             if len(plan.groups) == 1:
@@ -85,7 +85,7 @@ def forward_groups(
 
 def infer(
     tensors: CallTensors,
-    packing: Packing | None,
+    varlen: Varlen | None,
     spec: CallSpec,
     memory: MemoryPolicy,
     pages: Pages | None,
@@ -99,13 +99,13 @@ def infer(
     if pages is not None:
         sizes = sizes._replace(longest=pages.room)
     plan, more = plan_memory(sizes, memory, tensors.q.device), dict(pages=pages, side_stream=side_stream)
-    return forward_groups(tensors, packing, spec, plan, backward=False, together=False, **more)
+    return forward_groups(tensors, varlen, spec, plan, backward=False, together=False, **more)
 
 
 def gradients(
     do: Tensor,
     tensors: CallTensors,
-    packing: Packing | None,
+    varlen: Varlen | None,
     spec: CallSpec,
     plan: MemoryPlan,
     saved: Saved,
@@ -124,8 +124,8 @@ def gradients(
     """
     (q, k), spec, do = tensors[:2], spec.in_force(), readable(do)
     if spec.branches == SELECTED_ALONE:
-        with _compiled(tensors, packing, spec, plan, backward=True):
-            found = backward_selected(tensors, packing, spec, do, o, saved.lse_slc)
+        with _compiled(tensors, varlen, spec, plan, backward=True):
+            found = backward_selected(tensors, varlen, spec, do, o, saved.lse_slc)
         return *found, *[None] * (len(DIFFERENTIABLE) - 3)
     of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)[: 5 if window is None else 3]
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]
@@ -133,7 +133,7 @@ def gradients(
         whole += [x[..., window, :, :] for x in whole]
     whole.insert(0, torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq)
     rest = []
-    with _compiled(tensors, packing, spec, plan, backward=True):
+    with _compiled(tensors, varlen, spec, plan, backward=True):
         for group in plan.groups:
             query = _query_heads(q, k, *group)
             grads = (_narrow(x, -2, query if i == 0 else group) for i, x in enumerate(whole))
@@ -142,7 +142,7 @@ def gradients(
                 of_group = Saved(*(_of_group(x, _heads_dim(i, spec), group, k) for i, x in enumerate(saved)))
             if part.block_indices is not None:
                 of_group = of_group._replace(block_indices=part.block_indices)
-            given = part, packing, of_group, _narrow(do, -2, query)
+            given = part, varlen, of_group, _narrow(do, -2, query)
             rest.append(backward(*given, *grads, window_adds=window is not None, spec=spec))
     dq, dk, dv, *of_window = whole
     if window is not None:
@@ -151,16 +151,16 @@ def gradients(
 
 
 def _compiled(
-    tensors: CallTensors, packing: Packing | None, spec: CallSpec, plan: MemoryPlan, *, backward: bool
+    tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, plan: MemoryPlan, *, backward: bool
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled side by side, before the first is launched."""
     if spec.branches == SELECTED_ALONE:
-        return compile_missing(partial(_shape_of_lists, tensors, packing, spec, backward=backward))
+        return compile_missing(partial(_shape_of_lists, tensors, varlen, spec, backward=backward))
     return compile_missing(partial(_shape, tensors, spec, plan, backward=backward))
 
 
-def _shape_of_lists(tensors: CallTensors, packing: Packing | None, spec: CallSpec, *, backward: bool) -> ListsShape:
-    (q, k), offset = tensors[:2], first_positions(tensors, packing, spec) is not None
+def _shape_of_lists(tensors: CallTensors, varlen: Varlen | None, spec: CallSpec, *, backward: bool) -> ListsShape:
+    (q, k), offset = tensors[:2], first_positions(tensors, varlen, spec) is not None
     if spec.bound is not None:  # kernels for others of these bounds are the same
         spec = replace(spec, lengths=(spec.bound, len(q) - spec.bound), lengths_k=(len(k), 0), bound=None)
     shapes = (tuple(x.shape) for x in (q, k, tensors.block_indices))

@@ -9,8 +9,8 @@ from flash_attn.cute.bwd_sm90 import two_pass
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.config import NSAConfig
 from nsa_layer.cute.branch_options import position_options, token_options
-from nsa_layer.cute.packing import Packing
 from nsa_layer.cute.token_unions import query_lists
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.block_lists import make as list_kernels
 from nsa_layer.kernels.launch import are_aligned
 from nsa_layer.kernels.union_lists.sizes import KEYS
@@ -42,7 +42,7 @@ def selected_options(
     *,
     spec: CallSpec,
     backward: bool,
-    packing: Packing | None = None,
+    varlen: Varlen | None = None,
     block_counts: torch.Tensor | None = None,
     S: int | None = None,
     q_offset: torch.Tensor | None = None,
@@ -63,10 +63,10 @@ def selected_options(
     Raises:
         NotImplementedError: q_offset where unions are not read.
     """
-    config, options = spec.config, dict(causal=spec.causal) | token_options(packing)
+    config, options = spec.config, dict(causal=spec.causal) | token_options(varlen)
     if reads_unions(config, listed=spec.listed):
         Hs, q_offset = block_indices.shape[-2], q_offset if spec.causal else None
-        where = dict(spec=spec, packing=packing, q_offset=q_offset)
+        where = dict(spec=spec, varlen=varlen, q_offset=q_offset)
         lists = query_lists(block_indices, heads[0] // Hs, T, T if S is None else S, **where)
         options |= dict(block_sparse_tensors=lists, pack_gqa=Hs == heads[1])
         return options | position_options(q_offset)
@@ -74,9 +74,9 @@ def selected_options(
         raise NotImplementedError(f"q_offset with q_tile={config.q_tile} on the kernels: tiles below 128 queries alone")
     size, rows = config.block_size, None
     static = dict(block_size=size, q_tile=config.q_tile, kv_tile=hopper_kv_tile(size), causal=spec.causal)
-    if packing is not None:
-        T, rows = packing.longest, packing.total_kv_tiles
-        static |= dict(cu_tiles=packing.cu_tiles, cu_rows=packing.cu_kv_tiles)
+    if varlen is not None:
+        T, rows = varlen.longest, varlen.total_key_blocks
+        static |= dict(cu_tiles=varlen.cu_tiles, cu_rows=varlen.cu_key_blocks)
     if backward:
         lists = list_kernels.backward_lists(block_indices, T, heads, rows=rows, **static)
     else:

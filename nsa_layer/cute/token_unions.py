@@ -8,7 +8,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.bwd_dkdv_sm90.spec import KeyPairs
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.memory_plan import rows_of_item
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.union_lists.key_csr import pairs_by_block
 from nsa_layer.kernels.union_lists.sizes import KEYS, ROWS, most_partials
 from nsa_layer.kernels.union_lists.unions import union_lists
@@ -23,7 +23,7 @@ def query_lists(
     S: int,
     *,
     spec: CallSpec,
-    packing: Packing | None = None,
+    varlen: Varlen | None = None,
     q_offset: Tensor | None = None,
 ) -> BlockSparseTensorsTorch:
     """Forward lists of tiles of 128 rows, with bits for each token.
@@ -36,11 +36,11 @@ def query_lists(
     """
     static = dict(G=rows, block_size=spec.config.block_size, q_tile=spec.q_tile, causal=spec.causal, q_offset=q_offset)
     where, row_tiles = dict(queries=T, keys=S), None
-    if packing is not None:
-        row_tiles = packing.cu_row_tiles
-        where = dict(queries=packing.longest, keys=packing.longest_k, tiles=packing.total_row_tiles)
-        where |= dict(cu_seqlens=packing.cu_seqlens, cu_seqlens_k=packing.cu_seqlens_k)
-        where |= dict(cu_lists=packing.cu_tiles, cu_tiles=row_tiles)
+    if varlen is not None:
+        row_tiles = varlen.cu_row_tiles
+        where = dict(queries=varlen.longest, keys=varlen.longest_k, tiles=varlen.total_row_tiles)
+        where |= dict(cu_seqlens=varlen.cu_seqlens, cu_seqlens_k=varlen.cu_seqlens_k)
+        where |= dict(cu_lists=varlen.cu_tiles, cu_tiles=row_tiles)
     counts, blocks, bits = union_lists(block_indices, **static, **where)
     return BlockSparseTensorsTorch(
         counts, blocks, block_size=(ROWS, KEYS), cu_total_m_blocks=row_tiles, mask_block_bits=bits
@@ -54,7 +54,7 @@ def key_pairs(
     S: int,
     *,
     spec: CallSpec,
-    packing: Packing | None = None,
+    varlen: Varlen | None = None,
     q_offset: Tensor | None = None,
 ) -> KeyPairs:
     """The tokens that list each block, for the kernel of dk and dv; or with Hs = Hq the heads of tokens that do.
@@ -63,15 +63,15 @@ def key_pairs(
         heads: (Hq, Hkv); arguments else as for `query_lists`, but that T is of all packed sequences.
     """
     (Hq, Hkv), (Hs, n), block_size = heads, block_indices.shape[-2:], spec.config.block_size
-    batch, rows = 1 if packing is not None else block_indices.shape[0], Hq // Hs
+    batch, rows = 1 if varlen is not None else block_indices.shape[0], Hq // Hs
     count = batch * T * Hs * n
     cap = max(1, rows_of_item(count * rows) // rows)
     static = dict(block_size=block_size, q_tile=spec.q_tile, causal=spec.causal, q_offset=q_offset)
     where, of_blocks = dict(keys=S), None
-    if packing is not None:
-        of_blocks = packing.cu_kv_tiles
-        where = dict(keys=packing.longest_k, cu_seqlens=packing.cu_seqlens, cu_lists=packing.cu_tiles)
-        where |= dict(cu_blocks=of_blocks, blocks=packing.total_kv_tiles)
+    if varlen is not None:
+        of_blocks = varlen.cu_key_blocks
+        where = dict(keys=varlen.longest_k, cu_seqlens=varlen.cu_seqlens, cu_lists=varlen.cu_tiles)
+        where |= dict(cu_blocks=of_blocks, blocks=varlen.total_key_blocks)
     pairs = pairs_by_block(block_indices, heads=Hkv, queries=T, cap=cap, **static, **where)
     numbers = (most_partials(count, cap), block_size, of_blocks, Hs > Hkv)
     return KeyPairs(pairs.tokens, pairs.items, pairs.row_items, *numbers)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.kernels.select_by_tile import kernel as topk_kernel
 from nsa_layer.kernels.select_by_token import kernel
 
 Tensor = torch.Tensor
 
 
-def block_topk(q: Tensor, k_cmp: Tensor, *, spec: CallSpec, packing: Packing | None) -> tuple[Tensor, Tensor]:
+def block_topk(q: Tensor, k_cmp: Tensor, *, spec: CallSpec, varlen: Varlen | None) -> tuple[Tensor, Tensor]:
     """The blocks listed for each query tile, and their counts.
 
     Args:
@@ -22,9 +22,9 @@ def block_topk(q: Tensor, k_cmp: Tensor, *, spec: CallSpec, packing: Packing | N
     Returns:
         int32 [B, Hkv, M, n], ascending, padded with -1, and [B, Hkv, M]; packed [Hkv, all tiles, n], [Hkv, all tiles].
     """
-    where = _options(spec, packing)
-    if packing is not None and packing.bounded:
-        where["tiles"] = spec.config.num_tiles(q.shape[0]) + len(packing.cu_tiles) - 2
+    where = _options(spec, varlen)
+    if varlen is not None and varlen.bounded:
+        where["tiles"] = spec.config.num_tiles(q.shape[0]) + len(varlen.cu_tiles) - 2
     return topk_kernel.block_topk(q, k_cmp, **where)
 
 
@@ -34,7 +34,7 @@ def token_topk(
     lse: Tensor,
     *,
     spec: CallSpec,
-    packing: Packing | None,
+    varlen: Varlen | None,
     S: int,
     q_offset: Tensor | None,
 ) -> Tensor:
@@ -50,16 +50,16 @@ def token_topk(
     Returns:
         int32 [B, T, Hkv, n], packed [total, Hkv, n], ascending, padded with -1.
     """
-    where = _options(spec, packing)
+    where = _options(spec, varlen)
     if q_offset is not None:
-        where |= dict(q_offset=q_offset, max_seqlen_k=S if packing is None else packing.longest_k)
-        where |= {} if packing is None else dict(cu_seqlens_k=packing.cu_seqlens_k)
+        where |= dict(q_offset=q_offset, max_seqlen_k=S if varlen is None else varlen.longest_k)
+        where |= {} if varlen is None else dict(cu_seqlens_k=varlen.cu_seqlens_k)
     return kernel.token_topk(q, k_cmp, lse, **where)
 
 
-def _options(spec: CallSpec, packing: Packing | None) -> dict:
+def _options(spec: CallSpec, varlen: Varlen | None) -> dict:
     options = dict(config=spec.config, causal=spec.causal, softmax_scale=spec.softmax_scale)
-    if packing is None:
+    if varlen is None:
         return options
-    lengths = (packing.longest,) if packing.bounded else spec.lengths
-    return options | dict(cu_seqlens=packing.cu_seqlens, cu_blocks=packing.cu_blocks, lengths=lengths)
+    lengths = (varlen.longest,) if varlen.bounded else spec.lengths
+    return options | dict(cu_seqlens=varlen.cu_seqlens, cu_blocks=varlen.cu_compressed, lengths=lengths)

@@ -180,37 +180,37 @@ def _make_layer(call: CallShape) -> None:
     from nsa_layer.cute.backward import backward
     from nsa_layer.cute.forward import forward
     from nsa_layer.cute.head_groups import head_group
-    from nsa_layer.cute.packing import Packing
+    from nsa_layer.cute.varlen import Varlen
 
     spec, dtype = call.spec(), call.dtype
     plan = call.plan or plan_memory(call.sizes(), call.policy, torch.device("cpu"))
     given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
     offset = None if call.keys is None else _fake(len(call.lengths or range(call.B)), dtype=torch.int32)
     tensors = CallTensors(**given, block_indices=call.block_indices("cuda"), q_offset=offset)
-    packing = Packing.of(spec, tensors.q.device, tensors.q_heads_per_list)
+    varlen = Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list)
     for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
         group = head_group(tensors, first, end)
         o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
-        saved = forward(group, packing, o, spec=spec, kept=plan.kept)
+        saved = forward(group, varlen, o, spec=spec, kept=plan.kept)
         if call.backward:
             of_tokens = (*group[:3], group.k_win, group.v_win)
             into = (None if x is None else torch.empty_like(x) for x in of_tokens)
-            backward(group, packing, saved, torch.empty_like(o), *into, spec=spec)
+            backward(group, varlen, saved, torch.empty_like(o), *into, spec=spec)
 
 
 def _make_listed(call: ListsShape) -> None:
     from nsa_layer.cute.backward import backward_selected
     from nsa_layer.cute.forward import forward_selected
-    from nsa_layer.cute.packing import Packing
+    from nsa_layer.cute.varlen import Varlen
 
     q, k = (_fake(*shape, dtype=call.dtype) for shape in (call.q, call.k))
     sequences = len(call.spec.lengths) if call.spec.lengths else len(q)
     offset = _fake(sequences, dtype=torch.int32) if call.offset else None
     tensors = CallTensors(q, k, k, block_indices=_fake(*call.lists, dtype=torch.int32), q_offset=offset)
-    packing = Packing.of(call.spec, q.device, tensors.q_heads_per_list)
-    o, lse = forward_selected(tensors, packing, call.spec)
+    varlen = Varlen.of(call.spec, q.device, tensors.q_heads_per_list)
+    o, lse = forward_selected(tensors, varlen, call.spec)
     if call.backward:
-        backward_selected(tensors, packing, call.spec, torch.empty_like(o), o, lse)
+        backward_selected(tensors, varlen, call.spec, torch.empty_like(o), o, lse)
 
 
 def _make_cached(call: CachedShape) -> None:

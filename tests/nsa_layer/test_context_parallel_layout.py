@@ -21,7 +21,7 @@ from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, query_sha
 from nsa_layer.context_parallel.spec import rank_chunks
 from nsa_layer.cute.branch_options import window_options
 from nsa_layer.cute.memory_plan import MemoryPolicy, predict
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 
 
 @pytest.mark.parametrize("tile", [1, 16])
@@ -46,8 +46,8 @@ def test_windows_of_a_rank_see_what_those_of_one_see(
             count, begin = shard.queries.stop - shard.queries.start, chunk * T // size // len(chunks)
             first = shard.keys.start + rows.start
             here = replace(shard.spec(call), window=window)
-            packing = Packing.of(here, torch.device("cpu"))
-            given = window_options(here, packing, torch.tensor(shard.offsets, dtype=torch.int32))
+            varlen = Varlen.of(here, torch.device("cpu"))
+            given = window_options(here, varlen, torch.tensor(shard.offsets, dtype=torch.int32))
             starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()
             of_keys = given.get("cu_seqlens_k", torch.tensor([0, rows.stop - rows.start])).tolist()
             for s, offset in enumerate(given["q_offset"].tolist()):

@@ -12,7 +12,7 @@ import torch
 from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.call_spec import CallSpec
 from nsa_layer.cute.host_numbers import starts_on
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case, make_inputs
 
@@ -115,7 +115,7 @@ def test_packed_sequences_whose_starts_are_on_the_cpu() -> None:
     graph, static = captured(lambda: step(x, do, starts))
     for others in range(70):  # more packings than are remembered
         starts_on(torch.tensor([0, others + 1], dtype=torch.int32), torch.device("cuda", 0))
-        Packing.of(CallSpec(config, True, 1.0, (others + 1,)), torch.device("cuda", 0))
+        Varlen.of(CallSpec(config, True, 1.0, (others + 1,)), torch.device("cuda", 0))
     for seed in (1, 2):
         fresh, fresh_do = drawn(seed)
         with torch.no_grad():

@@ -37,11 +37,11 @@ def test_nothing_is_added_through_atomics(lengths: tuple[int, ...] | None, monke
     """With launches that do nothing."""
     from fuzz import kernel_stretches
 
-    def choose(q, k_cmp, *, spec, packing):
+    def choose(q, k_cmp, *, spec, varlen):
         """The first blocks, for every tile."""
-        chosen = 2, 8 if packing is None else int(packing.cu_tiles[-1]), 5
+        chosen = 2, 8 if varlen is None else int(varlen.cu_tiles[-1]), 5
         indices = torch.arange(5, dtype=torch.int32).expand(chosen)
-        indices = indices.contiguous() if packing else indices[None].contiguous()
+        indices = indices.contiguous() if varlen else indices[None].contiguous()
         return indices, torch.full(indices.shape[:-1], 5, dtype=torch.int32)
 
     monkeypatch.setattr("nsa_layer.cute.forward.block_topk", choose)

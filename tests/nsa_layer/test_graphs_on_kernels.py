@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nsa_layer import NSAConfig, NSAttention, nsa, nsa_with_kvcache, selected_attention
 from nsa_layer.call_spec import SELECTED_ALONE, CallSpec
 from nsa_layer.config import ListConfig
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.operators import static_arguments
 from nsa_layer.operators.registration import OPS
 from nsa_layer.rope import RotaryEmbedding
@@ -51,10 +51,10 @@ def starts_of(lengths: tuple[int, ...], device: str = "cuda") -> torch.Tensor:
 def test_starts_made_on_the_gpu_are_those_that_the_host_makes(config: NSAConfig) -> None:
     lengths, device = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000), torch.device("cpu")
     total = sum(lengths)
-    want = Packing.of(CallSpec(config, True, 1.0, lengths), device, 3)
+    want = Varlen.of(CallSpec(config, True, 1.0, lengths), device, 3)
     bounds = CallSpec(config, True, 1.0, bound=1000)
-    got = Packing.of(bounds, device, 3, cu_seqlens=starts_of(lengths, "cpu"), total=total)
-    for name in Packing._fields:
+    got = Varlen.of(bounds, device, 3, cu_seqlens=starts_of(lengths, "cpu"), total=total)
+    for name in Varlen._fields:
         x, y = getattr(got, name), getattr(want, name)
         if name.startswith("cu_"):
             assert torch.equal(x, y) and x.dtype == torch.int32 and x.data_ptr() % 16 == 0, name

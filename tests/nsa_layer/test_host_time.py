@@ -13,7 +13,7 @@ from stub_kernels import stubs
 
 from nsa_layer import NSAConfig, nsa
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.testing.cases import Case, make_inputs
 
@@ -36,7 +36,7 @@ def test_choice_and_lists_take_memory_by_the_list(lists: bool) -> None:
 
         def call() -> object:
             if not lists:
-                return block_topk(q, k_mean, spec=case.spec, packing=None)
+                return block_topk(q, k_mean, spec=case.spec, varlen=None)
             static = dict(spec=case.spec, backward=True, block_counts=counts)
             return selected_branch.selected_options(indices, T, (4, 2), **static)
 
@@ -64,16 +64,16 @@ def test_a_warm_call_asks_nothing_of_the_dsl(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_packed_starts(config: NSAConfig) -> None:
     lengths = (0, 1, 31, 32, 33, 63, 64, 65, 79, 80, 81, 0, 1000)
-    packing = Packing.of(CallSpec(config, True, 1.0, lengths), torch.device("cpu"))
-    assert packing.cu_seqlens.tolist() == [0, *accumulate(lengths)] and packing.cu_seqlens.dtype == torch.int32
+    varlen = Varlen.of(CallSpec(config, True, 1.0, lengths), torch.device("cpu"))
+    assert varlen.cu_seqlens.tolist() == [0, *accumulate(lengths)] and varlen.cu_seqlens.dtype == torch.int32
     for starts, total, counted in (
-        (packing.cu_blocks, packing.total_blocks, config.compressed_length),
-        (packing.cu_tiles, packing.cu_tiles[-1], config.num_tiles),
-        (packing.cu_kv_tiles, packing.total_kv_tiles, config.num_blocks),
+        (varlen.cu_compressed, varlen.total_compressed, config.compressed_length),
+        (varlen.cu_tiles, varlen.cu_tiles[-1], config.num_tiles),
+        (varlen.cu_key_blocks, varlen.total_key_blocks, config.num_blocks),
     ):
         assert starts.tolist() == [0, *accumulate(map(counted, lengths))] and starts.dtype == torch.int32
         assert total == starts[-1]
-    assert (packing.longest, packing.longest_blocks) == (1000, config.compressed_length(1000))
+    assert (varlen.longest, varlen.longest_compressed) == (1000, config.compressed_length(1000))
 
 
 def inputs_of(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor | None]:

@@ -18,7 +18,7 @@ from nsa_layer import NSAConfig, nsa, nsa_with_kvcache
 from nsa_layer.cached_call import COMPRESSED_CACHES, TOKEN_CACHES, CachedCall, check_call
 from nsa_layer.caches import eager_step
 from nsa_layer.caches.operator import CACHES, TENSORS
-from nsa_layer.call_spec import Aux, CallSpec
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.operators import static_arguments
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run
 
@@ -132,10 +132,10 @@ def on_kernels(call: CachedCall, *, validate: bool = True, **check: object) -> t
         lists.append(torch.cat([x[:T] for x, T in zip(own, lengths)]))
         return made
 
-    def noted(*given: object) -> tuple[torch.Tensor, Aux]:
-        o, aux = infer(*given)
-        lists.append(aux.block_indices)
-        return o, aux
+    def noted(tensors: CallTensors, *given: object) -> tuple[torch.Tensor, Saved]:
+        o, saved = infer(tensors, *given)
+        lists.append(saved.block_indices if tensors.block_indices is None else tensors.block_indices)
+        return o, saved
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cached.head_groups, "infer", noted)

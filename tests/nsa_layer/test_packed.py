@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from nsa_layer import NSAConfig, NSAttention, nsa
 from nsa_layer.call_spec import CallSpec, CallTensors
 from nsa_layer.checks import Arguments, check_inputs
-from nsa_layer.cute import host_numbers, packing
+from nsa_layer.cute import host_numbers, varlen
 from nsa_layer.cute.host_numbers import HostCopy, starts_on
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.rope import RotaryEmbedding
 from nsa_tools.testing.cases import Case, Inputs, make_inputs, run
 
@@ -26,7 +26,7 @@ LENGTHS = (33, 0, 1, 15, 16, 130, 0)
 
 def test_starts_on_the_host_are_copied_once() -> None:
     """To the device that everything else is on."""
-    first, second = (Packing.of(CallSpec(SMALL, True, 1.0, LENGTHS), torch.device("meta")) for _ in range(2))
+    first, second = (Varlen.of(CallSpec(SMALL, True, 1.0, LENGTHS), torch.device("meta")) for _ in range(2))
     assert first.cu_seqlens is second.cu_seqlens and first.cu_tiles is second.cu_tiles
     assert first.cu_seqlens.device.type == "meta" and first.cu_seqlens.shape == (len(LENGTHS) + 1,)
 
@@ -34,8 +34,8 @@ def test_starts_on_the_host_are_copied_once() -> None:
 @pytest.mark.parametrize("sequences", range(1, 6))
 def test_starts_are_aligned(sequences: int) -> None:
     """Attention would copy them otherwise, whenever it is called."""
-    packing = Packing.of(CallSpec(SMALL, True, 1.0, (7,) * sequences), torch.device("cpu"))
-    for starts in (packing.cu_seqlens, packing.cu_blocks, packing.cu_tiles):
+    starts_of_all = Varlen.of(CallSpec(SMALL, True, 1.0, (7,) * sequences), torch.device("cpu"))
+    for starts in (starts_of_all.cu_seqlens, starts_of_all.cu_compressed, starts_of_all.cu_tiles):
         assert starts.data_ptr() % 16 == 0 and starts.is_contiguous()
 
 
@@ -44,7 +44,7 @@ def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
     starts, made = torch.tensor([0, 7, 16], dtype=torch.int32), []
 
     def make(x: torch.Tensor) -> torch.Tensor:
-        made.extend((Packing.of(spec, device).cu_seqlens, starts_on(starts, device)))
+        made.extend((Varlen.of(spec, device).cu_seqlens, starts_on(starts, device)))
         return x
 
     torch.func.grad(make)(torch.ones(()))
@@ -58,15 +58,15 @@ def test_copies_that_a_transform_wraps_are_not_for_later_calls() -> None:
 def test_a_capture_keeps_what_it_reads_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     known, new = (CallSpec(SMALL, True, 1.0, lengths) for lengths in ((5, 6), (6, 5)))
     device = torch.device("meta")
-    before = Packing.of(known, device)
+    before = Varlen.of(known, device)
     monkeypatch.setattr(host_numbers, "_is_captured", lambda device: True)
     monkeypatch.setattr(host_numbers, "_held", {})
-    captured = Packing.of(known, device)
+    captured = Varlen.of(known, device)
     assert captured.cu_seqlens is before.cu_seqlens
     (held,) = host_numbers._held.values()
-    assert held is captured.cu_seqlens._base is captured.cu_blocks._base is captured.cu_tiles._base
+    assert held is captured.cu_seqlens._base is captured.cu_compressed._base is captured.cu_tiles._base
     with pytest.raises(RuntimeError, match="make it once before"):
-        Packing.of(new, device)
+        Varlen.of(new, device)
 
 
 def test_copies_are_kept_for_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +170,13 @@ def test_forgotten_copies_outlive_what_reads_them(kept: bool, monkeypatch: pytes
     device, spec = torch.device("cuda", torch.cuda.current_device()), CallSpec(SMALL, True, 1.0, (30, 40, 50))
     if not kept:
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    Packing.of(spec, device)
+    Varlen.of(spec, device)
     torch.cuda.synchronize()
-    side, place, others = torch.cuda.Stream(), Packing.of(spec, device).cu_seqlens.data_ptr(), []
+    side, place, others = torch.cuda.Stream(), Varlen.of(spec, device).cu_seqlens.data_ptr(), []
     with torch.cuda.stream(side):
         torch.cuda._sleep(1 << 30)
-        read = Packing.of(spec, device).cu_seqlens.clone()
-    packing._starts.cache_clear()
+        read = Varlen.of(spec, device).cu_seqlens.clone()
+    varlen._starts.cache_clear()
     for _ in range(10_000):  # until the allocator's other free blocks of the size are used up
         others.append(torch.full((3, 4), -1, dtype=torch.int32, device=device))
         if others[-1].data_ptr() == place:

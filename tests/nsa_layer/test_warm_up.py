@@ -43,7 +43,7 @@ from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
 from nsa_layer.cute import cached, head_groups
 from nsa_layer.cute.backward import backward_selected
 from nsa_layer.cute.forward import first_positions, forward_selected
-from nsa_layer.cute.packing import Packing
+from nsa_layer.cute.varlen import Varlen
 from nsa_layer.cute.memory_plan import plan_memory
 
 warnings.simplefilter("ignore")
@@ -67,20 +67,20 @@ def own_call(call, bounded=False):
         spec = replace(spec, lengths=None, bound=max(call.lengths))
         starts = torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
         where = dict(cu_seqlens=starts, total=call.T)
-    packing = Packing.of(spec, tensors.q.device, tensors.q_heads_per_list, **where)
-    o, saved = head_groups.forward_groups(tensors, packing, spec, plan, backward=True)
+    varlen = Varlen.of(spec, tensors.q.device, tensors.q_heads_per_list, **where)
+    o, saved = head_groups.forward_groups(tensors, varlen, spec, plan, backward=True)
     if call.backward:
-        head_groups.gradients(torch.empty_like(o), tensors, packing, spec, plan, saved)
+        head_groups.gradients(torch.empty_like(o), tensors, varlen, spec, plan, saved)
 
 def own_lists(call):
     q, k = (torch.empty(of, dtype=call.dtype, device="cuda") for of in (call.q, call.k))
     lists = torch.empty(call.lists, dtype=torch.int32, device="cuda")
     tensors = CallTensors(q, k, k, block_indices=lists)
-    packing = Packing.of(call.spec, q.device, tensors.q_heads_per_list)
-    assert call.offset == (first_positions(tensors, packing, call.spec) is not None)
-    o, lse = forward_selected(tensors, packing, call.spec)
+    varlen = Varlen.of(call.spec, q.device, tensors.q_heads_per_list)
+    assert call.offset == (first_positions(tensors, varlen, call.spec) is not None)
+    o, lse = forward_selected(tensors, varlen, call.spec)
     if call.backward:
-        backward_selected(tensors, packing, call.spec, torch.empty_like(o), o, lse)
+        backward_selected(tensors, varlen, call.spec, torch.empty_like(o), o, lse)
 
 def own_cached(call):
     given = {name: torch.empty(of, dtype=dtype, device="cuda") for name, of, dtype in call.tensors}

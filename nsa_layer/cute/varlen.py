@@ -17,32 +17,32 @@ from nsa_layer.kernels.union_lists.sizes import ROWS
 from nsa_layer.support import hopper_kv_tile, reads_unions
 
 
-class Packing(NamedTuple):
+class Varlen(NamedTuple):
     """Starts are int32 [sequences + 1] on the GPU and end with the total.
 
     Copies, or made of the caller's ``cu_seqlens``, which may be refilled at any time.
 
     Attributes:
-        cu_seqlens, cu_seqlens_k, cu_blocks, cu_tiles, cu_kv_tiles, cu_row_tiles: of queries, of keys, of compressed
-            blocks, of the choice's query tiles, of Hopper's key tiles (with unions: of blocks), and of tiles of 128
-            rows, where each query has a row for each head that shares its list.
-        total_blocks, total_kv_tiles, total_row_tiles: of all sequences.
-        longest, longest_k, longest_blocks: of one sequence, in queries, in keys and in compressed blocks.
+        cu_seqlens, cu_seqlens_k, cu_compressed: of queries, keys and compressed keys.
+        cu_tiles, cu_key_blocks, cu_row_tiles: of the selection's query tiles, of Hopper's key tiles (with unions: of
+            blocks), and of tiles of 128 rows, where each query has a row for each head that shares its list.
+        total_compressed, total_key_blocks, total_row_tiles: of all sequences.
+        longest, longest_k, longest_compressed: of one sequence, in queries, in keys and in compressed blocks.
         bounded: these six are bounds; the host does not know the lengths.
     """
 
     cu_seqlens: torch.Tensor
     cu_seqlens_k: torch.Tensor
-    cu_blocks: torch.Tensor
+    cu_compressed: torch.Tensor
     cu_tiles: torch.Tensor
-    cu_kv_tiles: torch.Tensor
+    cu_key_blocks: torch.Tensor
     cu_row_tiles: torch.Tensor
-    total_blocks: int
-    total_kv_tiles: int
+    total_compressed: int
+    total_key_blocks: int
     total_row_tiles: int
     longest: int
     longest_k: int
-    longest_blocks: int
+    longest_compressed: int
     bounded: bool = False
 
     @classmethod
@@ -56,7 +56,7 @@ class Packing(NamedTuple):
         total: int = 0,
         cu_seqlens_k: torch.Tensor | None = None,
         total_k: int = 0,
-    ) -> Packing | None:
+    ) -> Varlen | None:
         """The starts of a call, without a synchronisation; None for a batch of equal length.
 
         Args:
@@ -82,7 +82,7 @@ class Packing(NamedTuple):
         rows: int,
         cu_seqlens_k: torch.Tensor | None,
         total_k: int,
-    ) -> Packing:
+    ) -> Varlen:
         config, sequences, kv_tile = spec.config, len(cu_seqlens) - 1, _kv_tile(spec)
         # Of a sequence of T tokens there are (T * factor + more) // size, or none.
         of_queries = (1, 0, 1), (1, config.q_tile - 1, config.q_tile), (rows, ROWS - 1, ROWS)
@@ -110,13 +110,13 @@ class Packing(NamedTuple):
         return cls(tokens, keys, blocks, tiles, kv_tiles, row_tiles, *totals, *longest, bounded=True)
 
     def clear_behind_blocks(self, x: torch.Tensor) -> None:
-        """Fill x [total_blocks, H, D] with 0 where no sequence has a compressed block."""
-        behind = torch.arange(len(x), device=x.device) >= self.cu_blocks[-1]
+        """Fill x [total_compressed, H, D] with 0 where no sequence has a compressed block."""
+        behind = torch.arange(len(x), device=x.device) >= self.cu_compressed[-1]
         x.masked_fill_(behind[:, None, None], 0)
 
 
 def _kv_tile(spec: CallSpec) -> int:
-    """Tokens that `Packing.cu_kv_tiles` count."""
+    """Tokens that `Varlen.cu_key_blocks` count."""
     size = spec.config.block_size
     return size if reads_unions(spec.config, listed=spec.listed) else hopper_kv_tile(size)
 
