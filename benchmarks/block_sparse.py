@@ -1,18 +1,14 @@
 """Block-sparse attention: how much of the dense kernels' rate listed tiles run at, forward and backward.
 
-    python benchmarks/block_sparse.py [--only sparsity kinds keys varlen others masks] [--json FILE] [--plot FILE]
+    python benchmarks/block_sparse.py [--only sparsity kinds keys varlen] [--json FILE] [--plot FILE]
 
 Shape: bf16, B 1, 32 query heads, 8 key/value heads, D 128 ("keys" at 64 too), lists for each key/value head unless said
 otherwise. TFLOP/s count every listed tile whole (see tile_lists.py), the dense causal kernel's too, which is what they
 are compared with. "backward" and "deterministic" are calls as a user makes them with lists of both directions: one pass
 or two, by the rule of `flash_attn.cute.bwd_sm90.two_pass`; "planned" the same with a plan. "two passes" follow the
 plan, "deterministic, one pass" one with semaphore values. Lists and plans are made ahead of time. Medians of CUDA-event
-timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns. "masks" has every mask
-that fuzzing draws (see list_masks.py), and what deterministic backward costs on each.
-
-First, every kernel's numbers are checked against fp32 on a small case, in processes of their own, which compile it into
-the kernel cache by the way (see checked_kernels.py). FlexAttention takes part where torch.compile works, cuDNN's
-block-sparse attention where it is installed (`pip install nvidia-cudnn-frontend`, 1.32 or newer).
+timings after a warm-up, the host's part hidden; inputs rotate past the L2; variants take turns.
+The tests compare the numbers of these kernels with fp32.
 """
 
 from __future__ import annotations
@@ -23,19 +19,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from itertools import cycle
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
-import checked_kernels
-import list_masks
-import other_attention
 import torch
-from sparse_variants import WAYS, Setup, dense_calls, inputs, variants
+from sparse_variants import WAYS, dense_calls, inputs, variants
 from tile_lists import BLOCK, HQ, Case, D, drawn_lengths, selected_in_sequences, tflop, tiles
 
-from nsa_tools.measure.timing import Call, interleaved, sets_past_l2
+from nsa_tools.measure.timing import Call, interleaved, rotating, sets_past_l2
 from nsa_tools.report.tables import markdown
 
 LENGTHS = [8192, 65536, 262144]
@@ -43,7 +35,7 @@ SPARSITIES = [0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995]
 MOST_TFLOP = 60  # of a forward pass: what would take longer is left out
 HELD = (16, 32768)  # sequences, and tokens of the longest
 LONG_TFLOP = 300  # of a round of timings
-SECTIONS = ["sparsity", "kinds", "keys", "varlen", "others", "masks"]
+SECTIONS = ["sparsity", "kinds", "keys", "varlen"]
 Row = dict[str, float]
 
 
@@ -52,18 +44,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("block_sparse.py measures on a GPU, and PyTorch finds none")
     begin = time.perf_counter()
-    cases = {name: section_cases(name, given.seqlen) for name in given.only}
-    results: dict = {"errors": {}}
-    with checked_kernels.pool(given.workers) as workers:
-        if not given.no_check:
-            found = errors(workers, cases)
-            results["errors"] = found
-            print(f"{checked_kernels.table(found)}\n\ncompiled and checked ({seconds_since(begin)})", flush=True)
-            checked_kernels.say_failures(found)
-    results["dense"] = dense_rate(given.repeats)
+    results: dict = {"dense": dense_rate(given.repeats)}
     print(f"\ndense causal, TFLOP/s: {rates(results['dense'])}")
     for name in given.only:
-        results[name] = section(name, cases[name], given.repeats, results)
+        results[name] = section(name, section_cases(name, given.seqlen), given.repeats, results["dense"])
         print(f"\n{name} ({seconds_since(begin)})\n\n{results[name]['table']}", flush=True)
         if given.json:
             given.json.write_text(json.dumps(results, indent=1) + "\n")
@@ -76,8 +60,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--seqlen", type=int, nargs="+", default=LENGTHS, help="of sparsity and kinds")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=checked_kernels.most_workers())
-    parser.add_argument("--no-check", action="store_true", help="leave the comparison with fp32 out")
     parser.add_argument("--json", type=Path, help="write every number")
     parser.add_argument("--plot", type=Path, help="write a PNG of the section sparsity")
     return parser.parse_args()
@@ -85,17 +67,6 @@ def parsed() -> argparse.Namespace:
 
 def seconds_since(begin: float) -> str:
     return f"{time.perf_counter() - begin:.0f} s since the start"
-
-
-def errors(workers: ProcessPoolExecutor, cases: dict[str, list[Case]]) -> checked_kernels.Errors:
-    """Errors found by checking every way that a section times."""
-    ways: dict[Case, dict[str, None]] = {}
-    for name, some in cases.items():
-        for case in some:
-            ways.setdefault(case, {}).update(dict.fromkeys(("forward", *ways_of(name, case))))
-    wanted = checked_kernels.jobs((Setup.of(case), own) for case, own in ways.items())
-    torch.cuda.empty_cache()
-    return checked_kernels.errors(workers, wanted, packed="varlen" in cases)
 
 
 def section_cases(name: str, lengths: list[int]) -> list[Case]:
@@ -110,9 +81,7 @@ def section_cases(name: str, lengths: list[int]) -> list[Case]:
         lists = (("random", D), ("selected", D), ("random", 64))
         sizes = ((16, 128), (32, 64))
         return [Case(kind, 65536, n, block_k=k, head_dim=size) for kind, size in lists for n, k in sizes]
-    if name == "others":
-        return [Case("random", 65536, listed, HQ) for listed in (51, 10)]
-    return list_masks.patterns() if name == "masks" else []
+    return []
 
 
 def sparsity_cases(T: int) -> Iterator[Case]:
@@ -122,26 +91,18 @@ def sparsity_cases(T: int) -> Iterator[Case]:
             yield Case("random", T, listed)
 
 
-def section(name: str, cases: list[Case], repeats: int, results: dict) -> dict:
+def section(name: str, cases: list[Case], repeats: int, dense: Row) -> dict:
     """{"table", "rows"} of a section."""
     if name == "varlen":
         return varlen(repeats)
-    if name == "others":
-        return others(cases, repeats)
     rows, table = {}, []
     for case in cases:
-        failed = checked_kernels.failed(results["errors"], case)
         try:
-            row = rows[str(case)] = measure(case, ways_of(name, case), repeats, left_out=failed)
+            row = rows[str(case)] = measure(case, ways_of(name, case), repeats)
         except Exception as error:  # the other rows are still worth having
             print(f"{case} is left out: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        if name == "masks":
-            row |= {"kind": case.kind, "share": case.share}
-        else:
-            table.append(table_row(name, case, row, results["dense"]))
-    if name == "masks":
-        return {"rows": rows, "table": list_masks.report(rows)}
+        table.append(table_row(name, case, row, dense))
     return {"rows": rows, "table": markdown(HEADERS[name], table, left=2) + worst(rows)}
 
 
@@ -165,10 +126,6 @@ HEADERS = {
 
 def ways_of(name: str, case: Case) -> tuple[str, ...]:
     """The ways of a case that a section times."""
-    if name == "masks":
-        return list_masks.ways(case)
-    if name == "others":
-        return ("forward", "backward", "planned", "two passes")
     return tuple(way for way in WAYS_OF[name] if way != "deterministic, one pass" or case.T == ONE_PASS_AT)
 
 
@@ -204,15 +161,14 @@ def of_dense(row: Row, dense: Row, way: str) -> float:
     return row[f"{way} TFLOP/s"] / dense["forward" if way == "forward" else "backward"]
 
 
-def measure(case: Case, ways: Iterable[str], repeats: int, *, left_out: list[str]) -> Row:
+def measure(case: Case, ways: Iterable[str], repeats: int) -> Row:
     """Milliseconds and TFLOP/s of each way, the time to make a plan, and the tiles of a head."""
     lists = case.lists()
     number = tiles(lists[0])
     size = case.head_dim
     sets = [inputs(1, case.T, head_dim=size) for _ in range(sets_past_l2(case.T * HQ * size * 2))]
-    ways = [way for way in ways if way not in left_out]
     of_sets = [variants(case, lists, tensors, ways) for tensors in sets]
-    calls: dict[str, Call] = {way: _turns([of_set[way] for of_set in of_sets]) for way in of_sets[0]}
+    calls: dict[str, Call] = {way: rotating([of_set[way] for of_set in of_sets]) for way in of_sets[0]}
     work = tflop(number, case.block_k, size)
     # A second of work is timed half as often.
     repeats = repeats if len(ways) * work["backward"] < LONG_TFLOP else max(3, repeats // 2)
@@ -262,8 +218,8 @@ def varlen(repeats: int) -> dict:
         backward = dict(causal=True, **both, **options)
         o, lse, *_ = _flash_attn_fwd(q, k, v, return_lse=True, **forward)
         calls: dict[str, Call] = {
-            "forward": _bind(_flash_attn_fwd, q, k, v, return_lse=True, **forward),
-            "backward": _bind(_flash_attn_bwd, q, k, v, o, do, lse, **backward),
+            "forward": partial(_flash_attn_fwd, q, k, v, return_lse=True, **forward),
+            "backward": partial(_flash_attn_bwd, q, k, v, o, do, lse, **backward),
         }
         timings = interleaved(calls, repeats=repeats, device="cuda", label=name, hide_host=True)
         rows[name] = {way: statistics.median(ms) for way, ms in timings.items()}
@@ -280,53 +236,6 @@ def varlen(repeats: int) -> dict:
     ]
     header = ["selected, 16", "forward, ms (of packed)", "backward, ms (of packed)", "peak, GiB"]
     return {"rows": rows, "lengths": lengths, "table": markdown(header, table)}
-
-
-def others(cases: list[Case], repeats: int) -> dict:
-    """FlexAttention and cuDNN beside the kernels here on the same lists: TFLOP/s, and how far apart results are."""
-    rows: dict[str, Row] = {}
-    names: list[str] = []
-    for case in cases:
-        lists = case.lists()
-        tensors = inputs(1, case.T)
-        ways = ways_of("others", case)
-        ours = variants(case, lists, tensors, ways)
-        calls: dict[str, Call] = {f"here, {way}": ours[way] for way in ways}
-        expected = {"forward": ours["forward"]()[0], "backward": ours["backward"]()[0]}
-        row: Row = {}
-        for name, theirs in other_attention.offered(case, lists[0], tensors):
-            for way, call in theirs.items():
-                got = call()[0]
-                apart = (got.float() - expected[way].float()).abs().max() / expected[way].float().abs().max()
-                row[f"{name}, {way} apart"] = apart.item()
-                calls[f"{name}, {way}"] = call
-        timings = interleaved(calls, repeats=repeats, device="cuda", label=f"others {case.listed}", hide_host=True)
-        work = tflop(tiles(lists[0]))
-        for name, ms in timings.items():
-            way = "forward" if name.endswith("forward") else "backward"
-            row[f"{name} TFLOP/s"] = work[way] / statistics.median(ms) * 1e3
-        rows[f"{(1 - case.listed / (case.T // BLOCK)) * 100:.0f} %"] = row
-        names += [name for name in timings if name not in names]
-        del calls, ours, expected, tensors
-        torch.cuda.empty_cache()
-    table = []
-    for name in names:
-        cells = [
-            f"{row[f'{name} TFLOP/s']:.0f}" + (f" ({row[f'{name} apart']:.1e})" if f"{name} apart" in row else "")
-            for row in rows.values()
-        ]
-        table.append([name, *cells])
-    header = ["random, by query head, T 65,536", *(f"{sparsity}, TFLOP/s (apart)" for sparsity in rows)]
-    return {"rows": rows, "table": markdown(header, table)}
-
-
-def _bind(function: Callable, *args: object, **options: object) -> Call:
-    return lambda: function(*args, **options)
-
-
-def _turns(calls: list[Call]) -> Call:
-    turns = cycle(calls)
-    return lambda: next(turns)()
 
 
 def plot(results: dict, path: Path) -> None:

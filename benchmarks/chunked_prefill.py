@@ -50,8 +50,8 @@ def in_chunks(x: dict[str, Tensor], chunk: int, config: NSAConfig, *, paged: boo
         cache_seqlens.zero_()
         for begin in range(0, x["q"].shape[1], chunk):
             q, k, v = (x[name][:, begin : begin + chunk] for name in "qkv")
-            given = dict(gate_weight=x["gate_weight"], cache_seqlens=cache_seqlens, config=config)
-            o = nsa_with_kvcache(q, k=k, v=v, **kept, **given)
+            args = dict(gate_weight=x["gate_weight"], cache_seqlens=cache_seqlens, config=config)
+            o = nsa_with_kvcache(q, k=k, v=v, **kept, **args)
             if into is not None:
                 into[:, begin : begin + chunk] = o
             cache_seqlens.add_(chunk)
@@ -73,21 +73,21 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def measure(data: str, given: argparse.Namespace) -> dict[str, float]:
+def measure(data: str, args: argparse.Namespace) -> dict[str, float]:
     """Milliseconds by variant, and the largest difference to the whole sequence's output."""
     config = NSAConfig()
-    sizes = dict(B=1, T=given.seqlen, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16)
+    sizes = dict(B=1, T=args.seqlen, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16)
     x = Shape(**sizes, config=config, device="cuda", data=data, backward=False).inputs()
     calls: dict[str, Callable] = {"whole": lambda: nsa(**x, config=config)}
     want, found = calls["whole"](), {}
     for name, paged in (("contiguous", False), ("pages", True)):
-        calls[name] = in_chunks(x, given.chunk, config, paged=paged)
+        calls[name] = in_chunks(x, args.chunk, config, paged=paged)
         got = torch.empty_like(want)
         calls[name](got)
         found[f"{name}, error"] = (got - want).abs().max().item()
         del got
     calls |= {f"{name}, graph": captured(call) for name, call in calls.items()}
-    timings = interleaved(calls, repeats=given.repeats, device="cuda", label=data, warm_ups=1)
+    timings = interleaved(calls, repeats=args.repeats, device="cuda", label=data, warm_ups=1)
     return found | {name: statistics.median(times) for name, times in timings.items()}
 
 
@@ -98,14 +98,14 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", choices=DATA, default=DATA)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    given = parser.parse_args()
-    if given.chunk % PAGE or given.seqlen % given.chunk:
-        parser.error(f"--chunk has to be a multiple of {PAGE} that divides --seqlen, got {given.chunk}")
+    args = parser.parse_args()
+    if args.chunk % PAGE or args.seqlen % args.chunk:
+        parser.error(f"--chunk has to be a multiple of {PAGE} that divides --seqlen, got {args.chunk}")
     if not torch.cuda.is_available():
         sys.exit("chunked_prefill.py measures on a GPU, and PyTorch finds none")
     rows, found = [], {}
-    for data in given.data:
-        found[data] = times = measure(data, given)
+    for data in args.data:
+        found[data] = times = measure(data, args)
         for kind in ("", ", graph"):
             whole = times[f"whole{kind}"]
             chunks = [
@@ -117,8 +117,8 @@ def main() -> None:
         f"{data}, {name}": times[f"{name}, error"] for data, times in found.items() for name in ("contiguous", "pages")
     }
     print(f"largest difference to the whole: {max(errors.values())}")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

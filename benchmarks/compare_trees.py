@@ -1,7 +1,7 @@
 """Times of the same calls in several trees, which take turns on one GPU: before and after a change, or upstream.
 
     python benchmarks/compare_trees.py --tree before=FOLDER [NAME=FOLDER ...] [--seqlen 8192 65536] [--json FILE]
-    python benchmarks/compare_trees.py --tree before=FOLDER --only packed --seqlen 65536 --sequences 4 64
+    python benchmarks/compare_trees.py --tree before=FOLDER --seqlen 65536 --sequences 4 64
     python benchmarks/compare_trees.py --tree before=FOLDER --only operator --seqlen 4096 65536
     python benchmarks/compare_trees.py --tree upstream=FOLDER --only lists
 
@@ -118,25 +118,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write every number")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.answer:
+    args = parser.parse_args()
+    if args.answer:
         return answer()
     if not torch.cuda.is_available():
         sys.exit("compare_trees.py measures on a GPU, and PyTorch finds none")
-    folders = {name: Path(folder).resolve() for name, _, folder in (each.partition("=") for each in given.tree)}
+    folders = {name: Path(folder).resolve() for name, _, folder in (each.partition("=") for each in args.tree)}
     if not folders or not all(
         (folder / "flash_attn" / "cute" / "interface.py").is_file() for folder in folders.values()
     ):
         sys.exit("--tree has to name folders that hold flash_attn/cute/interface.py")
-    cases = [Case(kind, T, n) for T in given.seqlen for kind in GROUPS[given.only] for n in given.sequences]
+    cases = [Case(kind, T, n) for T in args.seqlen for kind in GROUPS[args.only] for n in args.sequences]
     rows = []
     with TemporaryDirectory() as name:
         trees = {**folders, "now": None}
         workers = {tree: Worker(folder, Path(name) / f"{tree}.log") for tree, folder in trees.items()}
         for case in tqdm(cases, leave=False):
-            rows += measure(case, workers, Path(name), given.repeats)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+            rows += measure(case, workers, Path(name), args.repeats)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows, *trees))
     sys.exit(any(row["difference"] > MOST_DIFFERENCE for row in rows))
 

@@ -29,9 +29,9 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=4096, help="tokens")
     parser.add_argument("--paper", action="store_true", help="the other configuration is NSAConfig.paper()")
     parser.add_argument("--process", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.process:
-        for part, seconds in steps(given.seqlen, paper=given.paper):
+    args = parser.parse_args()
+    if args.process:
+        for part, seconds in steps(args.seqlen, paper=args.paper):
             print(f"  {part}: {seconds:.2f}", flush=True)
         return
     with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as bytecode:

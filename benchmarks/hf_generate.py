@@ -54,18 +54,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="tokens generated (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
     parser.add_argument("--width", type=int, default=4096, help="of the model, whose heads have 128 (%(default)s)")
-    given = parser.parse_args()
+    args = parser.parse_args()
     logging.set_verbosity_error()
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     torch.manual_seed(0)
-    heads = given.width // 128
-    sizes = dict(hidden_size=given.width, intermediate_size=11 * given.width // 4, num_hidden_layers=given.layers)
+    heads = args.width // 128
+    sizes = dict(hidden_size=args.width, intermediate_size=11 * args.width // 4, num_hidden_layers=args.layers)
     sizes |= dict(num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), max_position_embeddings=2**20)
     sizes |= dict(eos_token_id=None, pad_token_id=0)
     with torch.device(device):
         dense = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).to(dtype).eval()
     sparse = convert_to_nsa(dense, NSAConfig())
-    ids = torch.randint(1, dense.config.vocab_size, (given.batch, given.tokens), device=device)
+    ids = torch.randint(1, dense.config.vocab_size, (args.batch, args.tokens), device=device)
     kinds = {
         "sparse": (sparse, None),
         'sparse, `"static"`': (sparse, "static"),
@@ -74,8 +74,8 @@ def main() -> None:
     }
     rows = []
     for name, (model, kind) in kinds.items():
-        measured(model, ids, given.steps, kind)  # compiles, plans cuDNN's attention for each length
-        prefill, step = measured(model, ids, given.steps, kind)
+        measured(model, ids, args.steps, kind)  # compiles, plans cuDNN's attention for each length
+        prefill, step = measured(model, ids, args.steps, kind)
         rows.append([name, f"{prefill:.3f}", f"{1e3 * step:.2f}"])
         print(*rows[-1], flush=True)
     headers = ["attention and `cache_implementation`", "first token (s)", "each token (ms)"]

@@ -40,24 +40,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="columns, whose calls alone take turns")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write every median, in milliseconds")
-    given = parser.parse_args()
+    args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels_alone.py measures on a GPU, and PyTorch finds none")
     rows = []
-    for T in given.seqlen:
-        for heads in given.heads:
-            for data in given.data:
+    for T in args.seqlen:
+        for heads in args.heads:
+            for data in args.data:
                 row = {"T": f"{T:,}", "heads": heads, "data": data}
                 listed, calls = calls_of(T, *map(int, heads.split("/")), data)
-                calls = {name: call for name, call in calls.items() if name in (given.only or calls)}
-                repeats = given.repeats if T < 1 << 20 else 3
+                calls = {name: call for name, call in calls.items() if name in (args.only or calls)}
+                repeats = args.repeats if T < 1 << 20 else 3
                 timings = interleaved(
                     calls, repeats=repeats, device="cuda", label=" ".join(row.values()), hide_host=True
                 )
                 medians = {name: round(statistics.median(ms), 3) for name, ms in timings.items()}
                 rows.append(row | {"union": round(listed, 2)} | medians)
-                if given.json:
-                    given.json.write_text(json.dumps(rows, indent=1) + "\n")
+                if args.json:
+                    args.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(tabulate(rows, headers="keys", tablefmt="pipe"))
 
 
@@ -67,7 +67,7 @@ def calls_of(T: int, Hq: int, Hkv: int, data: str) -> tuple[float, dict[str, Cal
     from nsa_layer.cute.forward import attend
     from nsa_layer.cute.token_unions import Extents, key_pairs, query_lists
     from nsa_layer.cute.topk_dispatch import token_topk
-    from nsa_layer.kernels.mean_pool.pool import pool
+    from nsa_layer.kernels.pooling.mean_pool import pool
 
     static = dict(B=1, T=T, Hq=Hq, Hkv=Hkv, D=D, Dv=D, dtype=torch.bfloat16, config=CONFIG, gate="none", device="cuda")
     shape = Shape(**static, data="random" if data == TRAINED else data)

@@ -56,31 +56,31 @@ def main() -> None:
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="of queries / of keys and values")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    given = parser.parse_args()
-    if given.device == "cpu":
+    args = parser.parse_args()
+    if args.device == "cpu":
         torch.set_num_threads(1)
         sizes, config, lengths = sizes_of_demo()
-        if given.what != "tiles":
+        if args.what != "tiles":
             parser.error("--device cpu is for tiles")
     else:
-        sizes, config, lengths = SIZES, NSAConfig(), SEQLEN[given.what]
+        sizes, config, lengths = SIZES, NSAConfig(), SEQLEN[args.what]
         if not torch.cuda.is_available():
             sys.exit("layer_turns.py measures on a GPU, and PyTorch finds none")
-    if given.what == "tiles":
-        configs = {q_tile: config.replace(q_tile=q_tile) for q_tile in given.q_tile or TILES}
+    if args.what == "tiles":
+        configs = {q_tile: config.replace(q_tile=q_tile) for q_tile in args.q_tile or TILES}
     else:
         configs = {str(flag): config.replace(deterministic=flag) for flag in (False, True)}
     rows = []
-    for T in given.seqlen or lengths:
-        if given.what == "compiled":
-            rows += compiled(T, given.repeats)
+    for T in args.seqlen or lengths:
+        if args.what == "compiled":
+            rows += compiled(T, args.repeats)
             continue
-        for heads in given.heads if given.device == "cuda" else [f"{sizes['Hq']}/{sizes['Hkv']}"]:
+        for heads in args.heads if args.device == "cuda" else [f"{sizes['Hq']}/{sizes['Hkv']}"]:
             Hq, Hkv = map(int, heads.split("/"))
-            if given.what == "attention":
-                rows += attention(T, given.repeats, Hq, Hkv)
+            if args.what == "attention":
+                rows += attention(T, args.repeats, Hq, Hkv)
                 continue
-            rows += in_turns(T, given.repeats, configs, sizes | dict(Hq=Hq, Hkv=Hkv))
+            rows += in_turns(T, args.repeats, configs, sizes | dict(Hq=Hq, Hkv=Hkv))
     print(tabulate(rows, headers="keys", tablefmt="pipe"))
 
 

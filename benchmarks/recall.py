@@ -109,18 +109,18 @@ def captured(step: Callable[[], None], generator: torch.Generator, stream: torch
     return graph.replay
 
 
-def learn(name: str, seed: int, given: argparse.Namespace, shares: list[float]) -> Iterator[None]:
+def learn(name: str, seed: int, args: argparse.Namespace, shares: list[float]) -> Iterator[None]:
     """Train a model of a kind, `LOOK` steps at a time, and append the share of values that it finds at each length.
 
     On a GPU it has a stream of its own, so that it learns on while others are asked for their steps.
     """
     torch.manual_seed(seed)
-    generator, stream = torch.Generator(given.device).manual_seed(seed), None
-    model = Model(VARIANTS[name]).to(given.device)
+    generator, stream = torch.Generator(args.device).manual_seed(seed), None
+    model = Model(VARIANTS[name]).to(args.device)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, weight_decay=0.01, capturable=generator.device.type == "cuda"
     )
-    found = torch.zeros((), device=given.device)  # in the last batches, which were never seen before
+    found = torch.zeros((), device=args.device)  # in the last batches, which were never seen before
     if generator.device.type == "cuda":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -129,19 +129,19 @@ def learn(name: str, seed: int, given: argparse.Namespace, shares: list[float]) 
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def step(T: int) -> None:
-        tokens, asked = draw(T, max(1, given.tokens // T), generator, given.device)
+        tokens, asked = draw(T, max(1, args.tokens // T), generator, args.device)
         logits = model(tokens).flatten(0, 1)
         optimizer.zero_grad()
         F.cross_entropy(logits, asked.flatten()).backward()
         optimizer.step()
         found.mul_(0.9).add_((logits.argmax(-1) == asked.flatten()).sum(), alpha=0.1 / (len(tokens) * (T // 8)))
 
-    for T in given.lengths:
+    for T in args.lengths:
         take, what = partial(step, T), f"{name}, seed {seed}, {T} tokens"
         with own_stream():
             found.zero_()
             take = take if stream is None else captured(take, generator, stream)
-        most, taken, share = given.steps * (1 + (T == given.lengths[-1])), 0, 0.0
+        most, taken, share = args.steps * (1 + (T == args.lengths[-1])), 0, 0.0
         with tqdm(total=most, desc=what, leave=False, disable=stream is not None) as bar:
             while taken < most and share < FOUND:
                 with own_stream():
@@ -170,26 +170,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="also write the shares to this file")
-    given = parser.parse_args(argv)
-    wrong = [T for T in given.lengths if T % 8 or not 8 <= T <= 8 * SYMBOLS]
+    args = parser.parse_args(argv)
+    wrong = [T for T in args.lengths if T % 8 or not 8 <= T <= 8 * SYMBOLS]
     if wrong:
         parser.error(f"--lengths has to be multiples of 8 up to {8 * SYMBOLS}, got {wrong[0]}")
-    shares: dict[str, list[list[float]]] = {name: [[] for _ in range(given.seeds)] for name in given.variants}
-    models = [learn(name, seed, given, own) for name, seeds in shares.items() for seed, own in enumerate(seeds)]
+    shares: dict[str, list[list[float]]] = {name: [[] for _ in range(args.seeds)] for name in args.variants}
+    models = [learn(name, seed, args, own) for name, seeds in shares.items() for seed, own in enumerate(seeds)]
     try:
-        for together in [[model] for model in models] if torch.device(given.device).type == "cpu" else [models]:
+        for together in [[model] for model in models] if torch.device(args.device).type == "cpu" else [models]:
             while together:
                 together = [model for model in together if next(model, models) is None]
     except KeyboardInterrupt:
         print("interrupted; what was trained:")
     rows = [
-        [name, seed, *(f"{share:.2f}" for share in own), *[""] * (len(given.lengths) - len(own))]
+        [name, seed, *(f"{share:.2f}" for share in own), *[""] * (len(args.lengths) - len(own))]
         for name, seeds in shares.items()
         for seed, own in enumerate(seeds)
     ]
-    print(markdown(["attention", "seed", *(f"{T:,} tokens" for T in given.lengths)], rows, left=1))
-    if given.json:
-        given.json.write_text(json.dumps(dict(lengths=given.lengths, shares=shares), indent=1) + "\n")
+    print(markdown(["attention", "seed", *(f"{T:,} tokens" for T in args.lengths)], rows, left=1))
+    if args.json:
+        args.json.write_text(json.dumps(dict(lengths=args.lengths, shares=shares), indent=1) + "\n")
 
 
 if __name__ == "__main__":

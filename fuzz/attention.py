@@ -181,21 +181,21 @@ def _ordered(call: Call, lists: Any) -> Any:
 def options(call: Call) -> dict[str, Any]:
     """Arguments of forward and backward besides the tensors and the lists."""
     case, kind = call.case, call.case.kind
-    given: dict[str, Any] = {"causal": kind.mask in ("causal", "compressed")}
+    arguments: dict[str, Any] = {"causal": kind.mask in ("causal", "compressed")}
     if kind.mask == "window":
-        given |= {"window_size_left": case.window[0], "window_size_right": case.window[1]}
+        arguments |= {"window_size_left": case.window[0], "window_size_right": case.window[1]}
     if kind.mask == "compressed":
-        given |= {"compress_factor": case.factor, "compress_offset": case.offset}
+        arguments |= {"compress_factor": case.factor, "compress_offset": case.offset}
     if kind.mask == "table":
         from fuzz.mask_mods import looked_up
 
-        given |= {"mask_mod": looked_up, "aux_tensors": [call.table]}
+        arguments |= {"mask_mod": looked_up, "aux_tensors": [call.table]}
     if kind.packed:
         for side, name in enumerate("qk"):
             starts = [0, *accumulate(pair[side] for pair in case.lengths)]
-            given[f"cu_seqlens_{name}"] = torch.tensor(starts, dtype=torch.int32, device=call.q.device)
-            given[f"max_seqlen_{name}"] = max(pair[side] for pair in case.lengths)
-    return given
+            arguments[f"cu_seqlens_{name}"] = torch.tensor(starts, dtype=torch.int32, device=call.q.device)
+            arguments[f"max_seqlen_{name}"] = max(pair[side] for pair in case.lengths)
+    return arguments
 
 
 def run(call: Call, *, times: int = 1) -> list[Tensors]:
@@ -257,12 +257,12 @@ def public(call: Call, inputs: list[torch.Tensor], both: dict[str, Any], forward
     """(o, lse) of the public function for q, k and v in place of the call's own; arguments as for the kernels."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    given = dict(both)
-    window = given.pop("window_size_left", None), given.pop("window_size_right", None)
+    arguments = dict(both)
+    window = arguments.pop("window_size_left", None), arguments.pop("window_size_right", None)
     lists = dict(block_sparse_tensors=forward, block_sparse_tensors_bwd=backward) if forward is not None else {}
     attend = flash_attn_varlen_func if call.case.kind.packed else flash_attn_func
     return attend(
-        *inputs, **given, **lists, window_size=window, pack_gqa=call.case.kind.pack_gqa, return_lse=True,
+        *inputs, **arguments, **lists, window_size=window, pack_gqa=call.case.kind.pack_gqa, return_lse=True,
         deterministic=call.case.kind.deterministic,
     )  # fmt: skip
 

@@ -143,17 +143,19 @@ class Prompt(Pasteable):
     """A batch for a small model of transformers, and what is done to it.
 
     Attributes:
-        T: columns; rows: padding of each in front and behind.
+        T: columns; rows: padding of each in front and behind; in front T, of a row without tokens.
         first: columns that are given to a cache before the others; 0: there is no cache.
+        ended: the last columns of these that are padding to the second call, of each row: its turn ended early.
         ours: the cache is NSAModelCache, not DynamicCache.
         gate, compression: of the model.
         mask: "bool" or "int64", what it is of; or the way in which it is wrong, one of `fuzz.properties.models.MASKS`.
-        change: a field of the configuration that is set after the model is made, or an option of the call.
+        change: the field, option, cache or part of a model that a property is about.
     """
 
     T: int = 20
     rows: tuple[tuple[int, int], ...] = ((0, 0), (3, 2))
     first: int = 0
+    ended: tuple[int, ...] = ()
     ours: bool = True
     gate: str = "input"
     compression: str = "mean"

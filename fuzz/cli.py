@@ -171,8 +171,8 @@ def _run(groups: dict, profile: Profile, minutes: float, options: argparse.Names
             bar.set_postfix_str(f"{examples} examples, {len(tally.failures)} failed, {tally.hangs} hung", refresh=False)
             bar.update(time.monotonic() - started - bar.n)
 
-        given = dict(workers=options.workers, folder=options.folder, patience=profile.patience, notice=notice)
-        tally = Pool(**given | more).run(groups, started + seconds)
+        pool_options = dict(workers=options.workers, folder=options.folder, patience=profile.patience, notice=notice)
+        tally = Pool(**pool_options | more).run(groups, started + seconds)
         bar.refresh()
         return tally
 
@@ -187,7 +187,7 @@ def _mutate(options: argparse.Namespace) -> int:
     else:
         print(f"no mutation is called {options.mutate!r}; see --list-mutations", file=sys.stderr)
         return NOTHING_RAN
-    rows, found, ran, interrupted = [], 0, 0, False
+    rows, caught, ran, interrupted = [], 0, 0, False
     for name in names:
         if interrupted:
             break
@@ -200,7 +200,7 @@ def _mutate(options: argparse.Namespace) -> int:
             print(f"{name}: {failure.property} fails without the fault too\n    {failure.case}")
             rows.append([name, "fails without it", "", f"{took:.1f}", failure.examples])
         elif failure is not None and failure.case:
-            found += 1
+            caught += 1
             path = write_failure(failure, options.folder / "planted", name)
             print(f"{name}: found in {took:.1f} s by {failure.property}\n    {failure.case}\n    {failure.error[:300]}")
             print(f"    replay: python -m fuzz --replay {path} --mutate {name!r}")
@@ -209,10 +209,10 @@ def _mutate(options: argparse.Namespace) -> int:
             print(f"{name}: not found, {sum(tally.examples.values())} examples")
             rows.append([name, "not found", "", f"{took:.1f}", sum(tally.examples.values())])
     header = ["mutation", "found by", "drawing until then, s", "in all, s", "examples before"]
-    print("\n" + markdown(header, rows, left=2) + f"\n\n{found} of {len(names)} found, {ran} examples")
+    print("\n" + markdown(header, rows, left=2) + f"\n\n{caught} of {len(names)} found, {ran} examples")
     if interrupted:
         raise KeyboardInterrupt
-    return NOTHING_RAN if not ran else FAILED if found == len(names) else PASSED
+    return NOTHING_RAN if not ran else FAILED if caught == len(names) else PASSED
 
 
 def _hunt(mutation: Mutation, options: argparse.Namespace) -> Tally:

@@ -7,7 +7,7 @@ from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
-from fuzz.mutations import fault, wrong_result
+from fuzz.mutations import fault, instead, wrong_result
 
 WRONG, STEPS = "caches.wrong", "caches.steps"
 
@@ -55,16 +55,12 @@ def _output(original: Callable) -> Callable:
     return lambda name, x: None if name == "out" else original(name, x)
 
 
-@fault("no copy on write", "nsa_layer.caches.nsa_cache:_Pages.reserve", STEPS)
-def _copy(original: Callable) -> Callable:
+@instead("no copy on write", "nsa_layer.caches.nsa_cache:_Pages.reserve", STEPS)
+def _copy(original: Callable, pages: Any, spans: Any) -> None:
     """A page that several sequences have is written to by each."""
-
-    def wrong(pages: Any, spans: Any) -> None:
-        users, pages.users = pages.users, [min(n, 1) for n in pages.users]
-        original(pages, spans)
-        pages.users = [max(before, now) for before, now in zip(users, pages.users)]
-
-    return wrong
+    users, pages.users = pages.users, [min(n, 1) for n in pages.users]
+    original(pages, spans)
+    pages.users = [max(before, now) for before, now in zip(users, pages.users)]
 
 
 @fault("validate not passed on", "nsa_layer.caches.nsa_cache:NSACache.attend", STEPS)
@@ -79,16 +75,12 @@ def _inference(original: Callable) -> Callable:
     return original.__wrapped__
 
 
-@fault("copy of inference mode", "nsa_layer.caches.nsa_cache:LastingTensors.__deepcopy__", STEPS)
-def _copied(original: Callable) -> Callable:
+@instead("copy of inference mode", "nsa_layer.caches.nsa_cache:LastingTensors.__deepcopy__", STEPS)
+def _copied(original: Callable, cache: Any, memo: dict) -> Any:
     """A copy that is made under inference mode cannot be written to outside of it."""
-
-    def wrong(cache: Any, memo: dict) -> Any:
-        copied = copy(cache)
-        copied.__dict__.update(deepcopy(cache.__dict__, memo))
-        return copied
-
-    return wrong
+    copied = copy(cache)
+    copied.__dict__.update(deepcopy(cache.__dict__, memo))
+    return copied
 
 
 @fault("graph cut", "nsa_layer.caches.operator:refuse_gradients", "caches.no gradient")

@@ -8,44 +8,32 @@ from typing import Any
 
 import torch
 
-from fuzz.mutations import fault, wrong_result
+from fuzz.mutations import fault, instead, wrong_result
 
 
-@fault("leaking selection", "nsa_layer.choose:block_roles", "layer.causality", "layer.choice")
-def _leaking(original: Callable) -> Callable:
+@instead("leaking selection", "nsa_layer.choose:block_roles", "layer.causality", "layer.choice")
+def _leaking(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
     """Blocks that are complete at the end of a tile, not at its start, are candidates."""
-
-    def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
-        forced, complete, candidate = original(tiles, T, config=config, causal=causal)
-        if causal:
-            ends = torch.arange(candidate.shape[1]) * config.block_size + config.block_size - 1
-            last = (tiles * config.q_tile + config.q_tile - 1).clamp(max=T - 1)
-            complete = candidate = ends <= last.unsqueeze(1)
-        return forced, complete, candidate
-
-    return wrong
+    forced, complete, candidate = original(tiles, T, config=config, causal=causal)
+    if causal:
+        ends = torch.arange(candidate.shape[1]) * config.block_size + config.block_size - 1
+        last = (tiles * config.q_tile + config.q_tile - 1).clamp(max=T - 1)
+        complete = candidate = ends <= last.unsqueeze(1)
+    return forced, complete, candidate
 
 
-@fault("one first block", "nsa_layer.choose:block_roles", "layer.is its")
-def _first_blocks(original: Callable) -> Callable:
+@instead("one first block", "nsa_layer.choose:block_roles", "layer.is its")
+def _first_blocks(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
     """One first block is forced where there should be several."""
-
-    def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
-        fewer = config.replace(init_blocks=min(1, config.init_blocks)) if config.local_blocks else config
-        return original(tiles, T, config=fewer, causal=causal)
-
-    return wrong
+    fewer = config.replace(init_blocks=min(1, config.init_blocks)) if config.local_blocks else config
+    return original(tiles, T, config=fewer, causal=causal)
 
 
-@fault("one local block too many", "nsa_layer.choose:block_roles", "layer.is its")
-def _local_blocks(original: Callable) -> Callable:
+@instead("one local block too many", "nsa_layer.choose:block_roles", "layer.is its")
+def _local_blocks(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
     """The block before the local ones is forced too."""
-
-    def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
-        more = config.replace(local_blocks=config.local_blocks + 1) if config.local_blocks else config
-        return original(tiles, T, config=more, causal=causal)
-
-    return wrong
+    more = config.replace(local_blocks=config.local_blocks + 1) if config.local_blocks else config
+    return original(tiles, T, config=more, causal=causal)
 
 
 @wrong_result("own block never chosen", "nsa_layer.choose:block_roles", "layer.is its")
@@ -55,16 +43,12 @@ def _own_block(roles: Any) -> Any:
     return forced, complete, complete
 
 
-@fault("first blocks first", "nsa_layer.choose:block_roles", "layer.is its")
-def _first_first(original: Callable) -> Callable:
+@instead("first blocks first", "nsa_layer.choose:block_roles", "layer.is its")
+def _first_first(original: Callable, tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
     """A list too short for the forced blocks has the first of them, not the tile's own."""
-
-    def wrong(tiles: Any, T: int, *, config: Any, causal: bool) -> Any:
-        roomy = config.replace(block_counts=T + config.init_blocks + config.local_blocks + config.q_tile)
-        forced, *rest = original(tiles, T, config=roomy, causal=causal)
-        return forced & (forced.cumsum(1) <= config.block_counts), *rest
-
-    return wrong
+    roomy = config.replace(block_counts=T + config.init_blocks + config.local_blocks + config.q_tile)
+    forced, *rest = original(tiles, T, config=roomy, causal=causal)
+    return forced & (forced.cumsum(1) <= config.block_counts), *rest
 
 
 @fault("leaking query", "nsa_layer.choose:tile_queries", "layer.causality", "layer.choice")
@@ -73,42 +57,30 @@ def _query(original: Callable) -> Callable:
     return lambda q, *, config, causal: original(q, config=config, causal=False)
 
 
-@fault("ties to the later block", "nsa_layer.choose:_tie_broken", "layer.choice")
-def _ties(original: Callable) -> Callable:
+@instead("ties to the later block", "nsa_layer.choose:_tie_broken", "layer.choice")
+def _ties(original: Callable, scores: Any, eligible: Any) -> Any:
     """Among equal scores the later block is taken."""
-
-    def wrong(scores: Any, eligible: Any) -> Any:
-        return original(scores.flip(-1), eligible.flip(-1)).flip(-1)
-
-    return wrong
+    return original(scores.flip(-1), eligible.flip(-1)).flip(-1)
 
 
-@fault("forced blocks not counted", "nsa_layer.choose:_list_blocks", "layer.is its")
-def _forced(original: Callable) -> Callable:
+@instead("forced blocks not counted", "nsa_layer.choose:_list_blocks", "layer.is its")
+def _forced(original: Callable, scores: Any, forced: Any, candidate: Any, n: int, *, config: Any) -> Any:
     """The block before a tile is no longer forced."""
-
-    def wrong(scores: Any, forced: Any, candidate: Any, n: int, *, config: Any) -> Any:
-        forced = forced.clone()
-        own = forced.int().cumsum(-1)
-        forced &= ~((own == 2) & (forced.sum(-1, keepdim=True) > 2))
-        return original(scores, forced, candidate, n, config=config)
-
-    return wrong
+    forced = forced.clone()
+    own = forced.int().cumsum(-1)
+    forced &= ~((own == 2) & (forced.sum(-1, keepdim=True) > 2))
+    return original(scores, forced, candidate, n, config=config)
 
 
-@fault("shares of two", "nsa_layer.eager:gated", "layer.is its")
-def _shares(original: Callable) -> Callable:
+@instead("shares of two", "nsa_layer.eager:gated", "layer.is its")
+def _shares(original: Callable, tensors: Any, outputs: Any) -> Any:
     """Without a window the other branches count 1/2 each, not 1/3."""
-
-    def wrong(tensors: Any, made: Any) -> Any:
-        if len(made.outputs) == 2 and tensors.gate == "none":
-            made = made._replace(outputs=[1.5 * o for o in made.outputs])
-        return original(tensors, made)
-
-    return wrong
+    if len(outputs) == 2 and tensors.gate == "none":
+        outputs = [1.5 * o for o in outputs]
+    return original(tensors, outputs)
 
 
-@fault("int64 wraps", "nsa_layer.inputs:lists_in_int32", "layer.lists of")
+@fault("int64 wraps", "nsa_layer.checks:lists_in_int32", "layer.lists of")
 def _wraps(original: Callable) -> Callable:
     """Numbers that int32 has no room for become others."""
     return lambda lists: lists.int() if isinstance(lists, torch.Tensor) else lists
@@ -120,26 +92,18 @@ def _padded(original: Callable) -> Callable:
     return lambda index, N, end=None: original(index.clamp(max=N - 1), N, end)
 
 
-@fault("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its")
-def _overlap(original: Callable) -> Callable:
+@instead("overlap counted once", "nsa_layer.choose:_in_blocks", "layer.is its", seconds=120.0)
+def _overlap(original: Callable, p: Any, T: int, config: Any) -> Any:
     """A compressed key counts only for the block in which it starts."""
-
-    def wrong(p: Any, T: int, config: Any) -> Any:
-        return original(p, T, config.replace(compress_size=config.stride))
-
-    return wrong
+    return original(p, T, config.replace(compress_size=config.stride))
 
 
-@fault("pair lost", "nsa_layer.token_attention:_Items.total", "layer.is its")
-def _pair(original: Callable) -> Callable:
+@instead("pair lost", "nsa_layer.token_attention:_Items.total", "layer.is its")
+def _pair(original: Callable, items: Any, x: Any) -> Any:
     """The last block of a token's list is not summed."""
-
-    def wrong(items: Any, x: Any) -> Any:
-        rows = x.flatten(0, 1)
-        listed = rows[items.place.view(items.shape)[..., :-1]]
-        return listed.sum(2)
-
-    return wrong
+    rows = x.flatten(0, 1)
+    listed = rows[items.place.view(items.shape)[..., :-1]]
+    return listed.sum(2)
 
 
 @fault("token sees on", "nsa_layer.token_attention:_Items.__init__", "layer.causality", "layer.is its")
@@ -148,28 +112,20 @@ def _sees_on(original: Callable) -> Callable:
     return lambda items, choice, limit, N, static: original(items, choice, limit + 1, N, static)
 
 
-@fault("missing tail mask", "nsa_layer.eager:attend_lists", "layer.is its")
-def _tail(original: Callable) -> Callable:
+@instead("missing tail mask", "nsa_layer.eager:attend_lists", "layer.is its")
+def _tail(original: Callable, q: Any, k: Any, v: Any, choice: Any, limit: Any, **static: Any) -> Any:
     """In calls that are not causal the zeros behind the last key of a block are keys as well."""
-
-    def wrong(q: Any, k: Any, v: Any, choice: Any, limit: Any, **static: Any) -> Any:
-        S = k.shape[2]
-        if bool((limit == S).all()):
-            limit = limit + -S % static["size"]
-        return original(q, k, v, choice, limit, **static)
-
-    return wrong
+    S = k.shape[2]
+    if bool((limit == S).all()):
+        limit = limit + -S % static["size"]
+    return original(q, k, v, choice, limit, **static)
 
 
-@fault("compressed key too early", "nsa_layer.eager:_compressed_plan", "layer")
-def _early(original: Callable) -> Callable:
+@instead("compressed key too early", "nsa_layer.eager:_compressed_plan", "layer")
+def _early(original: Callable, q: Any, Tc: int, heads: int, spec: Any, first: int) -> Any:
     """A compressed block is visible one token before its last one is reached."""
-
-    def wrong(q: Any, Tc: int, heads: int, spec: Any, first: int) -> Any:
-        config = spec.config.replace(compress_offset=spec.config.offset - 1)
-        return original(q, Tc, heads, replace(spec, config=config), first)
-
-    return wrong
+    config = spec.config.replace(compress_offset=spec.config.offset - 1)
+    return original(q, Tc, heads, replace(spec, config=config), first)
 
 
 @fault("window of the first queries", "nsa_layer.eager:_window_plan", "layer.stretches")
@@ -192,65 +148,41 @@ def _base(original: Callable) -> Callable:
     return lambda x, T: original(x, T) * (1.4426950408889634 if x.ndim == 4 else 1.0)
 
 
-@fault("full tile that is not", "nsa_layer.cute.torch_block_lists:selected_lists", "layer.lists hold")
-def _full(original: Callable) -> Callable:
-    """A tile that holds tokens after its first query counts as full."""
-    return lambda indices, T, **more: original(indices, T, **(more | {"causal": False}))
-
-
-@fault("bit of the next block", "nsa_layer.cute.torch_block_lists:block_bitmap", "layer.lists hold")
-def _bit(original: Callable) -> Callable:
-    """The bitmap of the blocks has the bit after the block's."""
-    return lambda indices, T, **more: original(torch.where(indices >= 0, indices + 1, indices), T, **more)
-
-
 @fault("zero taken", "nsa_layer.config:require_int", "options")
 def _zero(original: Callable) -> Callable:
     """Sizes of 0 pass."""
     return lambda name, value, *, least=None: original(name, value, least=None if least is None else least - 1)
 
 
-@fault("packings not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
-def _packings(original: Callable) -> Callable:
+@instead("packings not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
+def _packings(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     """Ranks compare only the shapes of cu_seqlens."""
-
-    def wrong(cp: Any, checks: Any, **more: Any) -> None:
-        more = {"starts" if name == "cu_seqlens" else name: value for name, value in more.items()}
-        original(cp, checks, **more)
-
-    return wrong
+    more = {"starts" if name == "cu_seqlens" else name: value for name, value in more.items()}
+    original(cp, checks, **more)
 
 
-@fault("tiles not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("tiles not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _tiles(original: Callable) -> Callable:
     """Ranks may have lists of tiles of other sizes."""
     return lambda cp, checks, **more: original(cp, checks, **(more | {"ragged": ("block_indices",)}))
 
 
-@fault("classes not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
-def _classes(original: Callable) -> Callable:
+@instead("classes not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
+def _classes(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     """Modes are compared, and not the classes of tensors."""
-
-    def wrong(cp: Any, checks: Any, **more: Any) -> None:
-        plain = {name: x.as_subclass(torch.Tensor) for name, x in more.items() if name == "q"}
-        original(cp, checks, **(more | plain))
-
-    return wrong
+    plain = {name: x.as_subclass(torch.Tensor) for name, x in more.items() if name == "q"}
+    original(cp, checks, **(more | plain))
 
 
-@fault("options refused alone", "nsa_layer.context_parallel.agreement:agree", "ranks")
-def _alone(original: Callable) -> Callable:
+@instead("options refused alone", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
+def _alone(original: Callable, cp: Any, checks: Any, **more: Any) -> None:
     """A rank raises what is wrong with its options before the others can hear of it."""
-
-    def wrong(cp: Any, checks: Any, **more: Any) -> None:
-        for check in checks[:-1]:
-            check()
-        original(cp, checks, **more)
-
-    return wrong
+    for check in checks[:-1]:
+        check()
+    original(cp, checks, **more)
 
 
-@fault("parts not compared", "nsa_layer.context_parallel.agreement:agree", "ranks")
+@fault("parts not compared", "nsa_layer.context_parallel.checks:check_same_on_all_ranks", "ranks")
 def _parts(original: Callable) -> Callable:
     """Parts of other shapes are put together."""
     return lambda cp, checks, *, x, **more: None if "dim" in more else original(cp, checks, x=x, **more)

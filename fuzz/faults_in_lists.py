@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuzz.mutations import fault, wrong_result
+from fuzz.mutations import fault, instead, wrong_result
 
 
 @wrong_result("first tile off by one", "flash_attn.cute.compressed_causal.schedule:first_query_tile", "compress")
@@ -22,17 +22,13 @@ def _shares(plan: Any) -> Any:
     return plan._replace(count=plan.count - 1) if plan.count > 1 else plan
 
 
-@fault("dropped last block", "flash_attn.cute.block_lists:transpose_lists", "lists.transposed")
-def _dropped(original: Callable) -> Callable:
+@instead("dropped last block", "flash_attn.cute.block_lists:transpose_lists", "lists.transposed")
+def _dropped(original: Callable, lists: Any, *args: Any, **more: Any) -> Any:
     """The transpose loses the last entry of a full row."""
-
-    def wrong(lists: Any, *args: Any, **more: Any) -> Any:
-        turned = original(lists, *args, **more)
-        cnt = turned.mask_block_cnt.clone()
-        cnt[cnt == lists.mask_block_cnt.shape[2]] -= 1
-        return turned._replace(mask_block_cnt=cnt)
-
-    return wrong
+    turned = original(lists, *args, **more)
+    cnt = turned.mask_block_cnt.clone()
+    cnt[cnt == lists.mask_block_cnt.shape[2]] -= 1
+    return turned._replace(mask_block_cnt=cnt)
 
 
 @wrong_result(
@@ -59,18 +55,14 @@ def _by_block(original: Callable) -> Callable:
     return lambda entries, locks, descending, M: original(entries, locks, not descending, M)
 
 
-@fault("plan loses the remainder", "flash_attn.cute.lists.backward_plan:_work_tiles", "lists.plan", "schedule.plans")
-def _remainder(original: Callable) -> Callable:
+@instead("plan loses the remainder", "flash_attn.cute.lists.backward_plan:_work_tiles", "lists.plan", "schedule.plans")
+def _remainder(original: Callable, counts: Any, pieces: Any, *args: Any) -> Any:
     """The last entry of the last item of a walk that is cut is not dealt out."""
-
-    def wrong(counts: Any, pieces: Any, *args: Any) -> Any:
-        plan = original(counts, pieces, *args).clone()
-        last = plan[:, 4] == counts[plan[:, 0].long(), plan[:, 1].long(), plan[:, 2].long()]
-        cut = (plan[:, 3] > 0) & last
-        plan[cut, 4] -= 1
-        return plan
-
-    return wrong
+    plan = original(counts, pieces, *args).clone()
+    last = plan[:, 4] == counts[plan[:, 0].long(), plan[:, 1].long(), plan[:, 2].long()]
+    cut = (plan[:, 3] > 0) & last
+    plan[cut, 4] -= 1
+    return plan
 
 
 @wrong_result("turns forgotten", "flash_attn.cute.lists.backward_plan:_work_tiles", "schedule.plans", "lists.plan")
@@ -85,17 +77,13 @@ def _window(original: Callable) -> Callable:
     return lambda begin, skip, resume, end: original(begin, (skip - 1).clamp(min=0), resume, end)
 
 
-@fault("full across the end", "flash_attn.cute.block_lists:lists_from_blocks", "windows.dense", "lists.made")
-def _across(original: Callable) -> Callable:
+@instead("full across the end", "flash_attn.cute.block_lists:lists_from_blocks", "windows.dense", "lists.made")
+def _across(original: Callable, listed: Any, full: Any = None, **more: Any) -> Any:
     """The last block of keys counts as full wherever the one before it is: a missing tail mask."""
-
-    def wrong(listed: Any, full: Any = None, **more: Any) -> Any:
-        if full is not None and full.shape[-1] > 1:
-            full = full.clone()
-            full[..., -1] |= full[..., -2]
-        return original(listed, full, **more)
-
-    return wrong
+    if full is not None and full.shape[-1] > 1:
+        full = full.clone()
+        full[..., -1] |= full[..., -2]
+    return original(listed, full, **more)
 
 
 @fault("blind to duplicates", "flash_attn.cute.lists.validate:_check_duplicates", "lists.wrong", "packed.wrong")
@@ -122,13 +110,9 @@ def _line(original: Callable) -> Callable:
     return lambda lines, start, count: original(lines, start, count - (count > 2))
 
 
-@fault("codec hangs", "patches.codec:_shift", "patches", seconds=90.0)
-def _hang(original: Callable) -> Callable:
+@instead("codec hangs", "patches.codec:_shift", "patches", seconds=90.0)
+def _hang(original: Callable, line: str, indent: int) -> str:
     """Indenting a line never ends: what the watchdog is for."""
-
-    def wrong(line: str, indent: int) -> str:
-        while indent:
-            pass
-        return original(line, indent)
-
-    return wrong
+    while indent:
+        pass
+    return original(line, indent)

@@ -66,6 +66,20 @@ def fault(name: str, target: str, *properties: str, **options: Any) -> Callable[
     return register
 
 
+def instead(name: str, target: str, *properties: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Register a function that is called instead of another one, which is its first argument."""
+
+    def register(wrong: Callable) -> Callable:
+        @wraps(wrong)
+        def of_function(original: Callable) -> Callable:
+            return lambda *args, **more: wrong(original, *args, **more)
+
+        fault(name, target, *properties, **options)(of_function)
+        return wrong
+
+    return register
+
+
 def wrong_result(name: str, target: str, *properties: str, **options: Any) -> Callable[[Callable], Callable]:
     """Register a change of what a function returns."""
 
@@ -101,30 +115,30 @@ def planted(name: str, *, load: bool = True) -> Iterator[Mutation]:
     mutation = all_mutations()[name]
     path, _, attribute = mutation.target.partition(":")
     owner: Any = import_module(path)
-    if load:
-        _import_kernels()
     *outer, last = attribute.split(".")
     for part in outer:
         owner = getattr(owner, part)
     original = owner.__dict__[last]
-    function = getattr(original, "__func__", original)
-    wrong = mutation.change(function)
-    places = [(owner, last, original)]
-    if not outer:
-        places = [
-            (module, n, original) for module in _modules() for n, value in vars(module).items() if value is original
-        ]
-    replacement = type(original)(wrong) if isinstance(original, (staticmethod, classmethod)) else wrong
-    for place, attribute, _ in places:
-        setattr(place, attribute, replacement)
+    wrong: Any = mutation.change(getattr(original, "__func__", original))
+    if isinstance(original, (staticmethod, classmethod)):
+        wrong = type(original)(wrong)
+
+    def places(value: Any) -> list[tuple[Any, str]]:
+        """Names under which modules have it: a function is imported, a method is not."""
+        return [] if outer else [(m, n) for m in _modules() for n, own in vars(m).items() if own is value]
+
+    elsewhere, owners = places(wrong), [(owner, last), *places(original)]
+    for place, attribute in owners:
+        setattr(place, attribute, wrong)
     PLANTED.append(name)
     try:
         with _nothing_on_disk():
             yield mutation
     finally:
         PLANTED.remove(name)
-        for place, attribute, before in places:
-            setattr(place, attribute, before)
+        loaded_within = [place for place in places(wrong) if place not in elsewhere]
+        for place, attribute in (*owners, *loaded_within):
+            setattr(place, attribute, original)
 
 
 @contextmanager
@@ -137,18 +151,6 @@ def _nothing_on_disk() -> Iterator[None]:
     skipped = dict(_try_load_from_storage=lambda *_: False, _try_export_to_storage=lambda *_: None)
     with patch.multiple(cache.JITPersistentCache, **skipped):
         yield
-
-
-def _import_kernels() -> None:
-    """All that a kernel would otherwise import when it is compiled: within, it would take the fault and keep it."""
-    classes = sys.modules.get("flash_attn.cute.runtime.lazy_imports")
-    if classes is None:
-        return
-    from flash_attn.cute.runtime.lazy_imports import Deferred
-
-    for value in vars(classes).values():
-        if isinstance(value, Deferred):
-            value.load()
 
 
 def _modules() -> list[Any]:

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from fuzz.prop import SM90, SM100, Property, properties
 from fuzz.run import Budget, Failure, Outcome, run_property
-from nsa_layer.compiling.ahead import ENVIRONMENT as KERNEL_ENVIRONMENT
+from nsa_layer.warm_up.lookup import ENVIRONMENT as KERNEL_ENVIRONMENT
 
 MOST_SKIPPED = 1000  # jobs of failed properties in a row: then there are no others
 START = 120.0  # seconds that a worker may take to import what it checks

@@ -11,7 +11,6 @@ import argparse
 import glob
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from fuzz.case import Attention, Kind
 from nsa_layer import NSAConfig
 from nsa_tools.testing.cases import Case
 
+SECONDS = 120.0  # for a tool and a case
 TOOLS = ("memcheck", "racecheck", "synccheck")
 PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
 REFUSED = ("Device not supported", "LibraryNotLoaded", "Error: Target application terminated before first instrumented")
@@ -78,20 +78,17 @@ def main(argv: Sequence[str]) -> int:
     cache = {"ENABLED": "1", "DIR": str(options.folder.resolve())}
     os.environ.update({f"FLASH_ATTENTION_CUTE_DSL_CACHE_{name}": value for name, value in cache.items()})
     chosen = [str(i) for i in (range(len(CASES)) if options.case is None else [options.case])]
-    for subject in chosen:
-        wrong = _compile(subject)
-        if wrong is not None:
-            print(f"case {subject} without the sanitizer: {wrong}; nothing ran under it")
+    for subject in chosen:  # compiles its kernels
+        if code := subprocess.run(_inside(subject)).returncode:
+            print(f"case {subject} without the sanitizer: exit {code}; nothing ran under it")
             return 2
-    tools = options.tool or TOOLS
-    results = [_sanitize(binary, tool, subject, options.seconds) for tool in tools for subject in chosen]
+    results = [_sanitize(binary, tool, subject) for tool in options.tool or TOOLS for subject in chosen]
     return 1 if 1 in results else 0 if 0 in results else 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fuzz sanitize", description=__doc__)
     parser.add_argument("--tool", choices=TOOLS, action="append", help="all three, unless given")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for a tool and a case")
     parser.add_argument("--case", type=int, help="of the chosen ones, by number; all, unless given")
     parser.add_argument("--folder", type=Path, default=Path(".fuzz/sanitizer"), help="of kernels (.fuzz/sanitizer)")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
@@ -100,18 +97,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inside(subject: str) -> list[str]:
     return [sys.executable, "-m", "fuzz", "sanitize", "--inside", subject]
-
-
-def _compile(subject: str) -> str | None:
-    """Run it without the sanitizer, so that its kernels are compiled; how that ended, where it failed.
-
-    Once more if a signal ends the process: on a busy machine some abort at their very end, when all is compiled.
-    """
-    for _ in range(2):
-        code = subprocess.run(_inside(subject)).returncode
-        if code >= 0:
-            return f"exit {code}" if code else None
-    return f"ended by {signal.Signals(-code).name}, twice"
 
 
 def _run_case(case: Attention | Case) -> int:
@@ -129,7 +114,7 @@ def _run_case(case: Attention | Case) -> int:
     return 0
 
 
-def _sanitize(binary: str, tool: str, subject: str, seconds: float) -> int:
+def _sanitize(binary: str, tool: str, subject: str) -> int:
     """0 clean, 1 something found, 2 could not run."""
     shown = f"{tool}, case {subject}"
     command = [binary, *f"--tool {tool} --error-exitcode 86 --print-limit 40 --kernel-name {OURS}".split()]
@@ -139,9 +124,9 @@ def _sanitize(binary: str, tool: str, subject: str, seconds: float) -> int:
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command += _inside(subject)
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        print(f"{shown}: no end after {seconds:.0f} s; it says nothing about {CASES[int(subject)]}")
+        print(f"{shown}: no end after {SECONDS:.0f} s; it says nothing about {CASES[int(subject)]}")
         return 2
     said = done.stdout + done.stderr
     refused = next((words for words in REFUSED if words in said), None)

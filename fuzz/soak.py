@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 
 import torch
 from torch import nn
@@ -63,22 +63,14 @@ def take_sample(started: float, device: str) -> Sample:
 
 def growth(samples: Sequence[Sample], name: str) -> float:
     """MiB a minute: the median of all slopes, which no single peak moves."""
-    slopes = [
-        (getattr(b, name) - getattr(a, name)) / (b.at - a.at) * 60
-        for i, a in enumerate(samples)
-        for b in samples[i + 1 :]
-        if b.at > a.at
-    ]
-    slopes.sort()
+    pairs = [(a, b) for a, b in combinations(samples, 2) if b.at > a.at]
+    slopes = sorted((getattr(b, name) - getattr(a, name)) / (b.at - a.at) * 60 for a, b in pairs)
     return slopes[len(slopes) // 2] if slopes else 0.0
 
 
 def first_steps(layers: int, longest: int) -> list[tuple[int, int, int]]:
     """Steps of every kind: layer, tokens, batch, 0 for a pack. What is compiled or loaded once is so early."""
-    lengths = [longest]
-    while lengths[-1] > 1:
-        lengths.append(lengths[-1] // 2)
-    return list(product(range(layers), lengths, (0, 1, 2)))
+    return list(product(range(layers), (longest >> i for i in range(longest.bit_length())), (0, 1, 2)))
 
 
 class Trainer:

@@ -3,12 +3,12 @@
 from nsa_layer.api import nsa
 from nsa_layer.caches.kvcache import nsa_with_kvcache
 from nsa_layer.caches.nsa_cache import NSACache
-from nsa_layer.compiling.side_by_side import warm_up
 from nsa_layer.config import NSAConfig
 from nsa_layer.context_parallel import ContextParallel, shard_sequence, unshard_sequence
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.module import NSAttention
 from nsa_layer.selected import selected_attention
+from nsa_layer.warm_up.api import warm_up
 
 __all__ = [
     "ContextParallel",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,14 +9,13 @@ import torch
 from nsa_layer import autocast, determinism, operators, support
 from nsa_layer.asserted import assert_numbers
 from nsa_layer.call_spec import Aux, CallTensors
+from nsa_layer.checks import Arguments, check_inputs, lists_in_int32
 from nsa_layer.config import NSAConfig, require_bools
 from nsa_layer.context_parallel import gather, heads
-from nsa_layer.context_parallel.agreement import agree
+from nsa_layer.context_parallel.checks import check_same_on_all_ranks, check_shard
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.whole import check_whole
 from nsa_layer.cute.memory_plan import MemoryPolicy
 from nsa_layer.derivatives import refuse_transforms
-from nsa_layer.inputs import Arguments, check_inputs, lists_in_int32
 
 RAGGED = ("k_cmp", "v_cmp", "block_indices")  # of which ranks have the rows whose first tokens they have
 
@@ -109,8 +107,8 @@ def nsa(
     options = dict(backend=backend, memory=memory, return_aux=return_aux, validate=validate)
     if cp is not None:
         named = tensors.arguments() | dict(zip(Arguments._fields[1:], given[1:]))
-        checks = partial(_check_options, tensors, **options), partial(check_whole, given, cp)
-        agree(cp, checks, ragged=RAGGED, **named, **options)
+        checks = partial(_check_options, tensors, **options), partial(check_shard, given, cp)
+        check_same_on_all_ranks(cp, checks, ragged=RAGGED, **named, **options)
     _check_options(tensors, **options)
     if cp is not None:
         better = backend != "reference" and gather.is_better(cp, tensors, config)
@@ -119,28 +117,32 @@ def nsa(
     if cp is None:
         spec = check_inputs(given, backend=backend, validate=validate)
     else:
-        spec, _ = check_whole(given, cp)
+        spec, _ = check_shard(given, cp)
     if validate and cp is None and q.is_cuda and torch.compiler.is_compiling():
         assert_numbers(q, k, block_indices, cu_seqlens, q_tile=config.q_tile, max_seqlen=max_seqlen)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.differentiable)
     sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    choose = partial(
-        support.choose_backend,
+    spec = determinism.in_force(spec)
+    name = support.choose_backend(
         backend,
         **sizes,
+        config=spec.config,
         needs_grad=needs_grad,
         lists=None if block_indices is None else "given",
         own_keys=any(x is not None for x in own),
         rows=tensors.q_heads_per_list,
     )
-    spec = determinism.in_force(spec, choose)
-    name = choose(config=spec.config)
     support.refuse_packed_graph(name, packed=cu_seqlens is not None)
-    # What only the kernels have a choice in.
-    more = dict(memory=memory, needs_grad=needs_grad, return_aux=return_aux) if name == "cute" else {}
-    attend = _implementation(name) if cp is None else partial(gather.attend, cp, name)
+    how = dict(spec=spec, memory=memory, needs_grad=needs_grad, return_aux=return_aux)
     with autocast.off(q.device):
-        o, aux = attend(tensors, spec=spec, **more)
+        if cp is not None:
+            o, aux = gather.attend(cp, name, tensors, **how)
+        elif name == "reference":
+            from nsa_layer import reference
+
+            o, aux = reference.attend(tensors, spec=spec)
+        else:
+            o, aux = operators.attend(tensors, backend=name, **how)
     return (o, aux) if return_aux else o
 
 
@@ -152,14 +154,3 @@ def _check_options(
     require_bools(return_aux=return_aux, validate=validate)
     if backend != "reference":
         refuse_transforms(*tensors)
-
-
-def _implementation(name: str) -> Callable[..., tuple[torch.Tensor, Aux | None]]:
-    """Imported where it is asked for, by statements that graphs can be made of."""
-    if name == "eager":
-        return operators.attend
-    if name == "reference":
-        from nsa_layer import reference
-
-        return reference.attend
-    return operators.attend_on_kernels

@@ -117,7 +117,7 @@ class NSAConfig:
         return self.span - 1 if self.compress_offset is None else self.compress_offset
 
     @property
-    def branches(self) -> int:
+    def num_branches(self) -> int:
         """Branches that are computed: compressed, selected and, unless ``window_size`` is 0, sliding window."""
         return 3 if self.window_size else 2
 
@@ -210,6 +210,13 @@ class NSAConfig:
         return cls(**values)
 
 
+class ListConfig(NSAConfig):
+    """Options of `selected_attention`, whose tiles need not fit blocks, and which has no other branch."""
+
+    def _check_tile(self) -> None:
+        pass
+
+
 def _renamed(values: dict[str, object], *, warn: bool = True) -> dict[str, object]:
     """Fields with ``init_blocks`` and ``local_blocks`` for the ``force_blocks`` of older versions, no field."""
     if "force_blocks" not in values:
@@ -245,12 +252,3 @@ def require_bools(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {value!r}")
-
-
-def takes_unions(config: NSAConfig, *, listed: bool = False) -> bool:
-    """True if a kernel's tile of 128 rows has the queries of several lists, and reads their union.
-
-    Args:
-        listed: the lists are the caller's, which are read so whatever they are of.
-    """
-    return listed or config.q_tile < UNION_ROWS

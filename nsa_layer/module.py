@@ -14,14 +14,13 @@ from nsa_layer.api import nsa
 from nsa_layer.block_mlp import BlockMLP, compressed
 from nsa_layer.caches.nsa_cache import NSACache
 from nsa_layer.call_spec import Aux
+from nsa_layer.checks import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested
 from nsa_layer.config import NSAConfig, require_bools, require_int
-from nsa_layer.context_parallel.agreement import agree
-from nsa_layer.context_parallel.blocks import compress_own
+from nsa_layer.context_parallel.checks import check_same_on_all_ranks, whole_lengths
+from nsa_layer.context_parallel.halo import compress_shard
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.whole import whole_lengths
 from nsa_layer.cute.host_numbers import starts_on
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.inputs import check_lengths, check_starts, leaves_starts_on_gpu, refuse_nested
 
 COMPRESSIONS, GATES = ("mean", "linear", "mlp"), ("query", "input", "linear")
 Rope = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -211,7 +210,9 @@ class NSAttention(nn.Module):
         """
         check = partial(self._check_input, x, cu_seqlens, positions)
         if self.cp is not None:
-            agree(self.cp, [check], x=x, cu_seqlens=cu_seqlens, config=self.config, cache=cache is not None)
+            check_same_on_all_ranks(
+                self.cp, [check], x=x, cu_seqlens=cu_seqlens, config=self.config, cache=cache is not None
+            )
         check()
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens, causal, return_aux)
@@ -280,7 +281,7 @@ class NSAttention(nn.Module):
         if cu_seqlens is None:
             lengths = None
         elif self.cp is None:
-            read = not leaves_starts_on_gpu(self.backend, cu_seqlens, q, k, self.config, None)
+            read = not leaves_starts_on_gpu(self.backend, cu_seqlens, q)
             lengths = check_lengths(cu_seqlens, k, "cu_seqlens", "x", read=read)
         else:
             lengths = whole_lengths(cu_seqlens, k, self.cp)
@@ -289,7 +290,7 @@ class NSAttention(nn.Module):
             static = dict(network=network, weight=weight, config=self.config)
             if self.cp is None:
                 return compressed(x, lengths, cu_seqlens, **static)
-            return compress_own(x, lengths, self.cp, partial(compressed, **static), config=self.config)
+            return compress_shard(x, lengths, self.cp, partial(compressed, **static), config=self.config)
 
         made = {
             name: compress(own.get(name, x), network, weight)
@@ -387,7 +388,7 @@ def _count_positions(
         before: [sequences], tokens of each sequence ahead of x; a batch's positions are [B, T] then.
         cp: x is this rank's part.
     """
-    index = torch.arange(x.shape[-2], device=x.device) if cp is None else cp.places(x.shape[-2], x.device)
+    index = torch.arange(x.shape[-2], device=x.device) if cp is None else cp.positions(x.shape[-2], x.device)
     if cu_seqlens is None:
         return index if before is None else index + before.long()[:, None]
     starts = starts_on(cu_seqlens, x.device).long()

@@ -10,13 +10,16 @@ from functools import lru_cache
 
 import torch
 
-from nsa_layer.config import NSAConfig, takes_unions
+from nsa_layer.config import UNION_ROWS, NSAConfig
 
 BACKENDS = {"cute": "nsa_layer.cute.head_groups", "eager": "nsa_layer.eager", "reference": "nsa_layer.reference"}
 ARCHITECTURES = (90, 100)
 KV_TILE = 128  # tokens of the kernels' key/value tile
 UNION_BLOCK = 64  # keys of an entry of a union, which is what a tile reads of its tokens' lists
 LEAST_BLOCK = 16  # keys of a listed block; those smaller than an entry share it
+# Of the kernels that select blocks: blocks of a list, compressed keys that overlap a block, query heads of a group.
+MOST_BLOCKS, MOST_OVERLAPS = 64, 64
+MOST_HEADS_BY_TILE, MOST_HEADS_BY_TOKEN = 32, 128
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # (D, Dv) of attention, and where the kernels take it.
 HEAD_DIMS = {(64, 64): ARCHITECTURES, (128, 128): ARCHITECTURES, (96, 96): (), (192, 128): ()}
@@ -49,6 +52,19 @@ def hopper_kv_tile(block_size: int) -> int:
     return 64 if block_size == 64 else KV_TILE
 
 
+def reads_unions(config: NSAConfig, *, listed: bool, arch: int | None = None) -> bool:
+    """True if a kernel's tile of 128 rows reads the union of the lists of its queries; else tiles of 128 and 256
+    queries have lists of key tiles, on Hopper, each wholly in a listed block.
+
+    Args:
+        listed: the lists are the caller's.
+        arch: None: the current device's.
+    """
+    if listed or config.q_tile < UNION_ROWS or config.block_size % hopper_kv_tile(config.block_size):
+        return True
+    return kernel_family(device_arch() if arch is None else arch) == 100
+
+
 @dataclass(frozen=True)
 class Request:
     """A call, as far as its support depends on it."""
@@ -61,7 +77,7 @@ class Request:
     needs_grad: bool
     lists: str | None = None
     own_keys: bool = False
-    rows: int = 64
+    rows: int = 16
     cached: bool = False
 
 
@@ -85,11 +101,7 @@ def _has_dims(dims: tuple[int, int]) -> Callable[[Request], bool]:
 
 
 def _by_union(r: Request) -> bool:
-    return takes_unions(r.config, listed=r.lists is not None)
-
-
-def _is_ordered(r: Request) -> bool:
-    return r.config.deterministic and r.needs_grad
+    return reads_unions(r.config, listed=r.lists is not None, arch=r.arch)
 
 
 def _tiles_fit(r: Request) -> bool:
@@ -106,6 +118,15 @@ def _has_too_many_bits(r: Request) -> bool:
     return _by_union(r) and r.rows * r.config.block_size < UNION_BLOCK
 
 
+def _has_too_many_heads(r: Request) -> bool:
+    return r.lists is None and r.rows > (MOST_HEADS_BY_TOKEN if r.config.by_token else MOST_HEADS_BY_TILE)
+
+
+def _has_too_many_overlaps(r: Request) -> bool:
+    size, stride = r.config.block_size, r.config.stride
+    return r.lists is None and r.config.by_token and (size + r.config.span) // stride - 1 > MOST_OVERLAPS
+
+
 FEATURES = (
     *(Feature(f"dtype {str(dtype)[6:]}", _is_dtype(dtype), ARCHITECTURES) for dtype in KERNEL_DTYPES),
     *(Feature(f"dtype {str(dtype)[6:]}", _is_dtype(dtype), ()) for dtype in (torch.float32, torch.float64)),
@@ -113,8 +134,11 @@ FEATURES = (
     Feature("any other head dimension", lambda r: (r.D, r.Dv) not in HEAD_DIMS, ()),
     Feature("block_size that divides 128 or is a multiple of 64", _tiles_fit),
     Feature("any other block_size", lambda r: not _tiles_fit(r), ()),
-    Feature("block_size below 16 by token", _is_small, ()),
-    Feature("block_size 16 by token with G below 4, 32 with 1", _has_too_many_bits, ()),
+    Feature("block_size below 16", _is_small, ()),
+    Feature("block_size 16 with G below 4, 32 with 1", _has_too_many_bits, ()),
+    Feature("block_counts above 64", lambda r: r.lists is None and r.config.block_counts > MOST_BLOCKS, ()),
+    Feature("G above 128 with q_tile 1, above 32 with others", _has_too_many_heads, ()),
+    Feature("blocks that more than 64 compressed keys overlap", _has_too_many_overlaps, ()),
     Feature("q_tile 128 and 256", lambda r: r.config.q_tile >= 128),
     Feature("block_indices", lambda r: r.lists == "given"),
     Feature("selected_attention", lambda r: r.lists == "alone"),
@@ -126,14 +150,13 @@ FEATURES = (
         (),
     ),
     Feature("deterministic forward", lambda r: r.config.deterministic and not r.needs_grad),
-    Feature("deterministic backward, q_tile 1 to 64 or lists", lambda r: _is_ordered(r) and _by_union(r)),
-    Feature("deterministic backward, q_tile 128 and 256", lambda r: _is_ordered(r) and not _by_union(r), (90,)),
+    Feature("deterministic backward", lambda r: r.config.deterministic and r.needs_grad),
     Feature("rule='seed'", lambda r: r.config.rule == "seed", ()),
     Feature("k_cmp, v_cmp, k_win, v_win", lambda r: r.own_keys),
     Feature("nsa_with_kvcache", lambda r: r.cached),
     Feature("packed sequences", lambda r: False),
     Feature("context parallelism", lambda r: False),
-    Feature("any group size, compress_stride, not causal", lambda r: False),
+    Feature("any compress_stride, not causal", lambda r: False),
     *(Feature(name, lambda r: False, reference=reference) for name, reference in PYTORCH.items()),
 )
 
@@ -206,7 +229,7 @@ def choose_backend(
     needs_grad: bool,
     lists: str | None = None,
     own_keys: bool = False,
-    rows: int = 64,
+    rows: int = 16,
     cached: bool = False,
 ) -> str:
     """The backend that runs: the one that is named, or an error; for None the kernels on a supported GPU, else eager.

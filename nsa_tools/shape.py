@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.cute.memory_plan import MemoryPolicy
+from nsa_layer.warm_up.shapes import CallShape
 
 DATA = ("smooth", "random")
 # Tokens from one value of the slow part to the next, and the variance of the part that every token draws anew. With

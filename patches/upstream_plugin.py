@@ -12,6 +12,7 @@ import os
 import random
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def pytest_collection_modifyitems(config, items) -> None:
         for item in kept:
             _unmark(item)
     else:
+        if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
+            of_files = Counter(item.nodeid.partition(".py::")[0] for item in items)
+            Path(PART["collected"]).write_text(json.dumps(of_files), encoding="utf-8")
         number, count = PART["shard"]
         done = {name for name, (outcome, _) in outcomes(Path(PART["results"])).items() if outcome not in PART["again"]}
         kept = [item for at, item in enumerate(items) if at // CHUNK % count == number - 1 and item.nodeid not in done]

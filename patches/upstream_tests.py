@@ -56,6 +56,7 @@ class Part:
     Attributes:
         stock: the build that must be imported.
         results, left: files that get a line for each outcome, and for each case that the time did not suffice for.
+        collected: a file that gets the number of cases of each file of tests, of all shards, as JSON.
         deadline: seconds since the epoch after which no case is begun.
         shard: (number from 1, count).
         again: outcomes that are not final: their cases run once more.
@@ -66,6 +67,7 @@ class Part:
     stock: bool
     results: str
     left: str
+    collected: str
     deadline: float
     shard: tuple[int, int] = (1, 1)
     again: tuple[str, ...] = ()
@@ -110,15 +112,12 @@ def test_upstream(
         )
     files = FILES if only is None else (only,)
     record = _record(root)
-    missing = [file for file in files if file not in record["files"]] if record["tests"] == source["tests"] else files
-    if missing and not stock:
-        raise QueueError(
-            f"{RECORD} does not have these tests' outcomes of {', '.join(missing)}; record them with --stock first"
-        )
+    if not stock and record["tests"] != source["tests"]:
+        raise QueueError(f"{RECORD} is of other tests than these; record stock's outcomes with --stock first")
     name, workers = "stock" if stock else "patched", workers or _workers()
-    results, left = folder / f"{name}.jsonl", folder / f"{name}.left"
+    results, left, collected = (folder / f"{name}.{ending}" for ending in ("jsonl", "left", "collected"))
     left.unlink(missing_ok=True)
-    part = Part(stock, str(results), str(left), time.time() + 60 * minutes, shard)
+    part = Part(stock, str(results), str(left), str(collected), time.time() + 60 * minutes, shard)
     run = dict(folder=folder, kernels=kernels or folder / f"kernels-{name}")
     _pytest(part, files, workers=workers, **run)
     # So many processes share one GPU's memory: what failed runs once more with few of them.
@@ -128,11 +127,10 @@ def test_upstream(
     unfinished = len(set(left.read_text(encoding="utf-8").splitlines())) if left.is_file() else 0
     if stock:
         print(table(counts(ended), {}))
-        if unfinished or shard[0] < shard[1]:
-            print(f"{unfinished} cases of this part are left; the last part of all writes {RECORD}")
-            return int(bool(unfinished))
-        _write_record(root, source, ended, files)
-        return 0
+        print(f"{unfinished} cases of this part are left")
+        if files := _complete(ended, json.loads(collected.read_text(encoding="utf-8"))):
+            _write_record(root, source, ended, files)
+        return int(bool(unfinished))
     lifted = _lifted(ended)
     unskipped = folder / "unskipped.jsonl"
     if set(lifted) - set(outcomes(unskipped)):
@@ -165,6 +163,15 @@ def counts(ended: dict[str, tuple[str, str]]) -> dict[str, dict[str, int]]:
     for name, (outcome, _) in ended.items():
         found.setdefault(name.partition(".py::")[0], Counter())[outcome] += 1
     return {file: {kind: found[file][kind] for kind in KINDS} for file in FILES if file in found}
+
+
+def _complete(ended: dict[str, tuple[str, str]], collected: dict[str, int]) -> tuple[str, ...]:
+    """The files all of whose cases have an outcome; says of the others how many do."""
+    have = {file: sum(of.values()) for file, of in counts(ended).items()}
+    for file, cases in collected.items():
+        if have.get(file, 0) < cases:
+            print(f"{file}: {have.get(file, 0)} of {cases} cases, not recorded in {RECORD} before all have run")
+    return tuple(file for file, cases in collected.items() if have.get(file, 0) >= cases)
 
 
 def table(ours: dict[str, dict[str, int]], stock: dict[str, dict[str, int]]) -> str:

@@ -9,87 +9,22 @@ import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from fuzz.case import PATTERNS
-from nsa_layer import ContextParallel, api, nsa
-from nsa_layer.context_parallel import messages
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(FOLDER))  # scripts, whose modules find each other beside them
 
 import block_sparse  # noqa: E402
-import checked_kernels as checked  # noqa: E402
 import compare_trees as trees  # noqa: E402
 import context_parallel as ranks  # noqa: E402
-import context_parallel_model as parallel  # noqa: E402
 import kernels_alone  # noqa: E402
 import layer_turns  # noqa: E402
-import list_masks as masks  # noqa: E402
 import recall  # noqa: E402
 import tree_calls  # noqa: E402
-from sparse_variants import Setup  # noqa: E402
 from tile_lists import Case  # noqa: E402
-
-
-def test_masks_are_all_that_fuzzing_draws() -> None:
-    kinds = {pattern.kind for pattern in masks.patterns()}
-    assert kinds == set(PATTERNS) - {"empty"}
-
-
-@pytest.mark.parametrize("kind", ["causal", "one long column", "documents", "empty rows"])
-def test_masks_as_lists(kind: str) -> None:
-    pattern = masks.Pattern(kind, 1024, 0, share=0.4)
-    table = masks.drawn(pattern)
-    forward, backward = masks.lists_of(table)
-    assert forward.full_block_cnt[0].equal(table.sum(-1).int()) and not forward.mask_block_cnt.any()
-    assert backward.full_block_cnt[0].equal(table.sum(-2).int())
-    assert pattern.mask == {"causal": False}
-
-
-def test_the_worst_mask_is_marked() -> None:
-    def row(kind: str, det: float, planned: float) -> dict[str, float | str]:
-        times = {"backward": 2.0, "deterministic": det, "planned": 1.0, "deterministic, planned": planned}
-        return times | {"kind": kind, "share": 0.1, "tiles": 512, "T": 65536}
-
-    rows = {"a": row("random", 3.0, 1.2), "b": row("comb", 1.0, 1.7)}
-    said = masks.report(rows)
-    assert said.count("(worst)") == 1 and "1.70 (worst)" in said and "1.50" in said
-    assert said.endswith("worst: b: deterministic, planned takes 1.70 times the time of planned")
-
-
-def test_kernels_that_are_compiled() -> None:
-    """One job a kernel: cases that share it are checked one after the other."""
-    ways = ("forward", "backward", "two passes")
-    wanted = [
-        (Setup(Case("causal", 65536, 8), groups=True), ways),
-        (Setup(Case("selected", 65536, 16)), ways),
-        (Setup(Case("random", 65536, 256), wide=True), ways),
-    ]
-    found = checked.jobs(wanted)
-    assert all(setup.case.T == 1024 and setup.case.listed <= 6 for setups in found.values() for setup in setups)
-    of = {}
-    for (options, _, _, way, wide, groups, *_), setups in found.items():
-        of[dict(options)["causal"], way, wide, groups] = [setup.case.kind for setup in setups]
-    assert of[True, "forward", False, False] == ["causal", "selected"]
-    assert of[True, "backward", False, True] == ["causal"] and of[True, "backward", False, False] == ["selected"]
-    assert of[False, "forward", True, False] == of[False, "forward", False, False] == ["random"]
-    assert len(found) == 10
-
-
-def test_failures_are_not_timed() -> None:
-    case = Case("random", 65536, 16)
-    found = {checked.described(case): {"forward": 1e-3, "backward": "ValueError: no"}}
-    assert checked.failed(found, case) == ["backward"]
-    assert "failed" in checked.table(found)
-    assert list(checked.failures(found)) == [
-        "random, by key/value head, 128 keys, backward is left out: ValueError: no"
-    ]
 
 
 def test_keys_at_two_head_dimensions() -> None:
@@ -98,9 +33,6 @@ def test_keys_at_two_head_dimensions() -> None:
     for case in cases:
         blocks[case.kind, case.head_dim].append((case.block_k, case.listed * case.block_k))
     assert blocks == dict.fromkeys((("random", 128), ("selected", 128), ("random", 64)), [(128, 2048), (64, 2048)])
-    assert len({checked.described(case) for case in cases}) == len(cases)
-    found = checked.jobs((Setup(case), ["forward"]) for case in cases)
-    assert len(found) == len(cases), "kernels of another head dimension are others"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -119,7 +51,7 @@ def test_rates_count_the_head_dimension(monkeypatch: pytest.MonkeyPatch, head_di
     monkeypatch.setattr(block_sparse, "inputs", inputs)
     monkeypatch.setattr(block_sparse, "variants", variants)
     monkeypatch.setattr(block_sparse, "interleaved", lambda calls, **options: {way: [2.0] for way in calls})
-    row = block_sparse.measure(case, block_sparse.ways_of("keys", case), 5, left_out=[])
+    row = block_sparse.measure(case, block_sparse.ways_of("keys", case), 5)
     assert set(made) == {(1, 1024, head_dim)}
     flop = 16 * 32 * 128 * 64 * head_dim * 2
     assert row["forward TFLOP/s"] == pytest.approx(2 * flop / 2e-3 / 1e12)
@@ -206,27 +138,6 @@ def test_recall_counts_what_a_model_finds(capsys: pytest.CaptureFixture[str]) ->
         recall.main(["--lengths", "12"])
 
 
-def sent_in_a_step(T: int, mode: str) -> int:
-    """Bytes of the messages from a rank of two to the other one."""
-    cp, heads = ContextParallel(dist.group.WORLD, mode=mode), (parallel.HQ, parallel.HKV, parallel.HKV)
-    q, k, v = (torch.randn(1, T // 2, H, parallel.D, dtype=torch.bfloat16, requires_grad=True) for H in heads)
-    launched: list[dist.P2POp] = []
-    with mock.patch.object(messages, "launch", lambda ops: launched.extend(ops) or []):
-        torch.autograd.grad(nsa(q, k, v, cp=cp), (q, k, v), torch.ones_like(q))
-    return sum(each.tensor.nbytes for each in launched if each.op is dist.isend)
-
-
-def test_the_model_counts_what_ranks_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    T = 256  # chunks of whole blocks
-    monkeypatch.setattr(api, "agree", lambda *_, **__: None)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # what is sent goes nowhere
-    try:
-        for mode in ("heads", "gather"):
-            assert sent_in_a_step(T, mode) == parallel.sent(mode, T, 2)
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Namespace]]:
     """Options of the benchmark of ranks, which is on a CPU with small heads, and has one."""
@@ -272,15 +183,6 @@ def test_longer_calls_are_tried_until_one_does_not_fit(
             (96, False),
         ]
     assert len(tried) == 9 and not any(x is not None for each in tried for x in each), "memory is free again"
-
-
-def test_the_model_prefers_what_sends_less() -> None:
-    measured = parallel.Measured(3e-7, 1e-12, 300.0, {"heads": 1.0, "gather": 1.0})
-    assert measured.attention(1 << 20) == pytest.approx(3e-7 * 2**20 + 1e-12 * 2**40)
-    rows = parallel.rows(measured, network=50.0)
-    assert {row[2] for row in rows if row[0] == "64"} == {"**gather**"}  # more ranks than key/value heads
-    slow = parallel.step("gather", 1 << 18, 64, measured, 50.0)
-    assert slow["exchanged"] > slow["exposed"] > slow["exchanged"] - slow["attention"]
 
 
 def test_a_block_is_trained_on_what_it_returns() -> None:

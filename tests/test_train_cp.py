@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from nsa_tools.testing.ranks import ranks
+from fuzz.rank_processes import ranks
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_cp.py"
 SLOW = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo")  # to import

@@ -28,15 +28,15 @@ def any_calls_give_the_whole(case: Served) -> None:
 def wrong_ones_are_refused(case: Served) -> None:
     """ValueError, before anything is written."""
     calls = Calls(case)
-    given = spoilt(case, calls.all_but_the_last(), calls.lengths)
-    if given is None:
+    arguments = spoilt(case, calls.all_but_the_last(), calls.lengths)
+    if arguments is None:
         raise Skip
-    before = {name: given[name].clone() for name in CACHES}
+    before = {name: arguments[name].clone() for name in CACHES}
     try:
-        nsa_with_kvcache(**given)
+        nsa_with_kvcache(**arguments)
     except ValueError:
         for name, x in before.items():
-            assert torch.equal(x.nan_to_num(7), given[name].nan_to_num(7)), f"{name} was written to"
+            assert torch.equal(x.nan_to_num(7), arguments[name].nan_to_num(7)), f"{name} was written to"
         return
     raise AssertionError(f"{case.fault}: taken")
 
@@ -45,11 +45,11 @@ def wrong_ones_are_refused(case: Served) -> None:
 def no_gradient_is_lost(case: Served) -> None:
     """Forward is as it is without one; backward raises where a tensor needs one, and otherwise there is none."""
     calls = Calls(case)
-    given = calls.all_but_the_last()
-    caches = {name: given[name].clone() for name in CACHES}
-    want = nsa_with_kvcache(**given | caches)
-    needing = {name: given[name].clone().requires_grad_() for name in case.needs}
-    o, lses = nsa_with_kvcache(**given | needing, return_lse=True)
+    arguments = calls.all_but_the_last()
+    caches = {name: arguments[name].clone() for name in CACHES}
+    want = nsa_with_kvcache(**arguments | caches)
+    needing = {name: arguments[name].clone().requires_grad_() for name in case.needs}
+    o, lses = nsa_with_kvcache(**arguments | needing, return_lse=True)
     assert torch.equal(o.detach(), want), "forward is another one"
     for x in (o, *lses):
         assert x.requires_grad == bool(case.needs), "the graph is cut"

@@ -16,8 +16,7 @@ from nsa_tools.commands import bench
 
 UNREAD = (
     "--decode --mode both", "--mode=both --decode", "--decode --packed 2", "--decode --graph",
-    "--variants nsa --decode", "--crossover --seqlen 64", "--first-call --decode", "--from a.json --mode forward",
-    "--decode --chart FOLDER/a",
+    "--variants nsa --decode", "--from a.json --mode forward", "--decode --chart FOLDER/a",
 )  # fmt: skip
 UNWRITABLE = ("FOLDER", "FOLDER/none/a.png", f"FOLDER/{300 * 'a'}.png", "FOLDER/taken.png", "FOLDER/taken.svg")
 

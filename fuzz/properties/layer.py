@@ -13,20 +13,17 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from flash_attn.cute.block_lists import transpose_lists
-from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from fuzz import strategies
 from fuzz.attention import laid_out
-from fuzz.blocks import tiles_of
 from fuzz.case import LAYOUTS
+from fuzz.causality import assert_backward_causal, assert_forward_causal
 from fuzz.prop import GPU, holds
 from fuzz.properties.relations import near
-from nsa_layer import NSAConfig, reference
-from nsa_layer.cute.torch_block_lists import KV_TILE, block_bitmap, selected_lists
+from fuzz.stretches import in_stretches
+from nsa_layer import NSAConfig
 from nsa_layer.support import BACKENDS
-from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
+from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, OWN_KEYS, Case, Inputs, make_inputs, run, spoilt
-from nsa_tools.testing.stretches import in_stretches
 
 NO_BLOCKS = (-7, 99_999_999, 2**40)
 GATES = ("given", "none", "cmp", "slc", "swa")  # that do not depend on q
@@ -132,8 +129,8 @@ def lists_of_the_caller(case: Case, backend: str, device: str) -> None:
     alike = lists.where((lists >= 0) & (lists < most), -1).int()
     if case.lengths is None:
         lists, narrow, alike = (x.expand(case.B, *x.shape) for x in (lists, narrow, alike))
-    given = [lists if case.seed % 3 else narrow, alike]
-    once, other = (run(backend, make_inputs(case, device), block_indices=x.to(device)) for x in given)
+    arguments = [lists if case.seed % 3 else narrow, alike]
+    once, other = (run(backend, make_inputs(case, device), block_indices=x.to(device)) for x in arguments)
     assert once.o.equal(other.o), "padding of other numbers makes another output"
     assert_close_to_reference(case, backend, device, block_indices=narrow)
 
@@ -152,7 +149,7 @@ def stretches(case: Case, backend: str, device: str) -> None:
     cut = [stretch for stretch in cut if any(end > first for first, end in stretch)]
     if case.lengths is None:  # offsets differ between the sequences of a batch
         cut = [[(first, end)] + [(case.T - end, case.T - first)] * (case.B - 1) for ((first, end),) in cut]
-    attend = import_module("nsa_tools.testing.kernel_stretches" if backend == "cute" else BACKENDS[backend]).attend
+    attend = import_module("fuzz.kernel_stretches" if backend == "cute" else BACKENDS[backend]).attend
     assert_close_to_reference(case, in_stretches(attend, cut), device)
 
 
@@ -163,7 +160,7 @@ def neighbours(case: Case, backend: str, device: str) -> None:
         case = replace(case, lengths=(case.T, 1 + case.seed % 30, case.T))
     inputs, mine = make_inputs(case, device), case.seed % len(case.lengths)
     value = (math.nan, math.inf, torch.finfo(case.dtype).max)[case.seed % 3]
-    once, other = (run(backend, given) for given in (inputs, spoilt(inputs, value, {mine})))
+    once, other = (run(backend, arguments) for arguments in (inputs, spoilt(inputs, value, {mine})))
     clean, beside = (result.o.split(case.lengths)[mine] for result in (once, other))
     assert beside.equal(clean), f"o of sequence {mine} has {int((beside != clean).sum())} other numbers"
     for name in ("q", "k", "v"):
@@ -172,54 +169,6 @@ def neighbours(case: Case, backend: str, device: str) -> None:
             assert beside.equal(clean), f"d{name} of sequence {mine} has {int((beside != clean).sum())} other numbers"
         else:
             near(f"d{name}", beside, clean)
-
-
-def dense_of(cnt: torch.Tensor, idx: torch.Tensor, columns: int) -> torch.Tensor:
-    """bool [B, H, rows, columns] of lists that ascend, whose unused places are legal tiles."""
-    assert cnt.dtype == idx.dtype == torch.int32
-    table = torch.zeros(*idx.shape[:3], columns, dtype=torch.bool)
-    for b, h, row in torch.cartesian_prod(*map(torch.arange, idx.shape[:3])).tolist():
-        used, rest = idx[b, h, row].split((int(cnt[b, h, row]), idx.shape[3] - int(cnt[b, h, row])))
-        assert (used.diff() > 0).all() and not rest.any()
-        table[b, h, row, used.long()] = True
-    return table
-
-
-@holds("layer.lists hold the choice", strategies.layer_cases, pr=20)
-def lists_hold_the_choice(case: Case) -> None:
-    """Tiles, bitmap and full tiles made of a choice of blocks let through what the definition lets through."""
-    case = replace(case, lengths=None)
-    config, T = case.config, case.T
-    given = run("eager", make_inputs(case)).aux.block_indices
-    choice = given.transpose(1, 2).contiguous()
-    tile_q, kv = config.q_tile * (1 + case.seed % 2), config.block_size * (1 + case.seed % 3)
-    visible = torch.stack([reference.selected_mask(own, T, config=config, causal=case.causal) for own in given])
-    some, everything = tiles_of(visible, (tile_q, kv))
-    M, N = some.shape[-2:]
-    static = dict(config=config, causal=case.causal, tile_q=tile_q, kv_tile=kv)
-    lists = selected_lists(choice, T, **static)
-    mask, full = dense_of(*lists[:2], N), dense_of(*lists[2:4], N)
-    assert not (mask & full).any(), "a tile is listed twice"
-    assert not (full & ~everything).any(), "a tile that hides a pair is full"
-    assert not (some & ~(mask | full)).any(), "a visible pair is in no listed tile"
-    if tile_q == config.q_tile:  # of two merged tiles one may list what lies after it
-        assert not (mask & ~some).any(), "a tile without a visible pair is listed"
-    if T % tile_q == 0:
-        assert not (everything & ~full).any(), "a tile that needs no mask has one"
-    whole = selected_lists(choice, T, split=False, **static)
-    assert whole.full_block_cnt is None and dense_of(*whole[:2], N).equal(mask | full)
-    for tensors, table in ((lists[:2], mask), (lists[2:4], full)):
-        turned = transpose_lists(BlockSparseTensorsTorch(*tensors), N, width=M)
-        assert dense_of(turned.mask_block_cnt, turned.mask_block_idx, M).equal(table.mT)
-    bitmap = block_bitmap(choice, T, config=config, tile_q=tile_q)
-    assert bitmap.dtype == torch.int32 and bitmap.shape[2] * config.q_tile >= M * tile_q, "the last tile reads past it"
-    assert bitmap.shape[3] * 32 * config.block_size >= -(-T // KV_TILE) * KV_TILE, "the last key tile reads past it"
-    leading = [size for size, stride in zip(bitmap.shape, bitmap.stride(), strict=True) if stride == 1]
-    assert len(leading) == 1 or sum(size > 1 for size in leading) == 1, "the kernels see no leading dimension"
-    bits = ((bitmap.unsqueeze(-1) >> torch.arange(32)) & 1).bool().flatten(-2)
-    for j in range(bits.shape[-1]):
-        assert bits[:, :, : choice.shape[2], j].equal((choice == j).any(-1)), f"the bits of block {j}"
-    assert not bits[:, :, choice.shape[2] :].any()
 
 
 def strided(inputs: Inputs, layout: str) -> Inputs:
@@ -253,8 +202,8 @@ def kernels_give_the_same_bits(case: Case) -> None:
         with torch.cuda.stream(other):
             for _ in range((case.seed + 7 * turn) % 20):
                 square @ square
-        given = replace(strided(inputs, LAYOUTS[turn % len(LAYOUTS)]), cu_seqlens=starts[turn // len(LAYOUTS)])
-        again = run("cute", given).tensors()
+        arguments = replace(strided(inputs, LAYOUTS[turn % len(LAYOUTS)]), cu_seqlens=starts[turn // len(LAYOUTS)])
+        again = run("cute", arguments).tensors()
         for name, x in again.items():
             if case.config.deterministic or name in ("o", *LSES):
                 assert x.equal(once[name]), f"{name} has {int((x != once[name]).sum())} other numbers in round {turn}"

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import random
+import warnings
+from functools import partial
+from itertools import count, pairwise
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
 from fuzz.case import Prompt
-from fuzz.prop import holds
+from fuzz.prop import Skip, holds, refused
 from nsa_layer import NSAConfig
 
 MASKS = ("a column more", "a column fewer", "a row fewer", "four dimensions", "one dimension", "turned")
-OPTIONS = ("softcap", "sliding_window", "s_aux")
+OPTIONS = ("softcap", "sliding_window", "s_aux", "sinks", "position_bias", "head_mask", "output_attentions")
 CONFIG = NSAConfig(block_size=4, block_counts=3, window_size=6)
 SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 SIZES |= dict(num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0)
@@ -24,15 +30,18 @@ SIZES |= dict(num_key_value_heads=1, max_position_embeddings=64, initializer_ran
 @st.composite
 def prompts(draw: st.DrawFn, masks: tuple[str, ...] = ("bool", "int64"), changes: tuple[str, ...] = ("",)) -> Prompt:
     T, B = draw(st.integers(2, 24)), draw(st.integers(1, 3))
-    rows = []
-    for _ in range(B):
-        left = draw(st.one_of(st.just(0), st.integers(0, T - 1)))
-        rows.append((left, draw(st.one_of(st.just(0), st.integers(0, T - 1 - left)))))
     first = draw(st.one_of(st.just(0), st.integers(1, T - 1)))
+    rows, ended = [], []
+    for _ in range(B):
+        left = draw(st.one_of(st.just(0), st.just(T), st.integers(0, T)))
+        behind, early = max(0, T - 1 - left), max(0, first - left)
+        rows.append((left, 0 if first else draw(st.one_of(st.just(0), st.integers(0, behind)))))
+        ended.append(draw(st.one_of(st.just(0), st.integers(0, early))))
     return Prompt(
         T=T,
-        rows=tuple((left, 0) for left, _ in rows) if first else tuple(rows),
+        rows=tuple(rows),
         first=first,
+        ended=tuple(ended),
         ours=draw(st.booleans()),
         gate=draw(st.sampled_from(("input", "query"))),
         compression=draw(st.sampled_from(("mean", "linear"))),
@@ -42,13 +51,13 @@ def prompts(draw: st.DrawFn, masks: tuple[str, ...] = ("bool", "int64"), changes
     )
 
 
-def make_model(case: Prompt) -> Any:
+def make_model(case: Prompt, **changes: object) -> Any:
     """In fp64, with gates and matrices other than those that they start with."""
     from nsa_layer.integrations.hf import NSALlamaConfig, NSALlamaForCausalLM
 
     torch.manual_seed(case.seed)
-    own = dict(nsa=CONFIG, nsa_gate=case.gate, nsa_compression=case.compression)
-    model = NSALlamaForCausalLM(NSALlamaConfig(**SIZES, **own)).double().eval()
+    sizes = SIZES | dict(nsa=CONFIG, nsa_gate=case.gate, nsa_compression=case.compression) | changes
+    model = NSALlamaForCausalLM(NSALlamaConfig(**sizes)).double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".nsa." in name:
@@ -61,7 +70,14 @@ def inputs_of(case: Prompt) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     at, ids = torch.arange(case.T), torch.randint(1, SIZES["vocab_size"], (len(case.rows), case.T))
     left, right = torch.tensor(case.rows).unsqueeze(2).unbind(1)
     mask = (at >= left) & (at < case.T - right)
+    mask &= (at < case.first - torch.tensor(case.ended or [0])[:, None]) | (at >= case.first)
     return ids * mask, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def batch_of(case: Prompt) -> dict[str, Any]:
+    """Arguments of a model without a cache."""
+    ids, mask, positions = inputs_of(case)
+    return dict(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
 
 
 def logits_of(model: Any, case: Prompt, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -72,14 +88,14 @@ def logits_of(model: Any, case: Prompt, ids: torch.Tensor, mask: torch.Tensor, p
     if not case.first:
         return model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     cache = NSAModelCache(model.config) if case.ours else DynamicCache(config=model.config)
+    shown = mask.clone()  # until the next turn, the padding behind a turn that ended early counts as tokens
+    for row, early in zip(shown, case.ended):
+        row[case.first - early : case.first] = 1
     parts = [
         model(
-            ids[:, begin:end],
-            attention_mask=mask[:, :end],
-            position_ids=positions[:, begin:end],
-            past_key_values=cache,
+            ids[:, begin:end], attention_mask=seen[:, :end], position_ids=positions[:, begin:end], past_key_values=cache
         ).logits
-        for begin, end in ((0, case.first), (case.first, case.T))
+        for seen, begin, end in ((shown, 0, case.first), (mask, case.first, case.T))
     ]
     return torch.cat(parts, dim=1)
 
@@ -87,12 +103,26 @@ def logits_of(model: Any, case: Prompt, ids: torch.Tensor, mask: torch.Tensor, p
 @holds("models.padding anywhere", prompts, pr=10)
 @torch.no_grad()
 def padding_anywhere(case: Prompt) -> None:
-    """Tokens have the logits that they have without padding, in one call or two on a cache."""
+    """Tokens have the logits that they have without padding, in one call or two on a cache; padding is finite."""
     model, (ids, mask, positions) = make_model(case), inputs_of(case)
     logits = logits_of(model, case, ids, mask if case.mask == "bool" else mask.long(), positions)
     assert logits.isfinite().all()
-    for row, own, got in zip(ids, mask, logits):
-        torch.testing.assert_close(got[own], model(row[own][None], use_cache=False).logits[0], rtol=1e-9, atol=1e-9)
+    for row, is_token, got in zip(ids, mask, logits):
+        if is_token.any():
+            alone = model(row[is_token][None], use_cache=False).logits[0]
+            torch.testing.assert_close(got[is_token], alone, rtol=1e-9, atol=1e-9)
+
+
+@holds("models.padding alone has a gradient", prompts, pr=6)
+def padding_alone_has_a_gradient(case: Prompt) -> None:
+    """A mask of zeros gives finite logits and a finite gradient to every parameter, which other ranks wait for."""
+    model = make_model(case)
+    ids = inputs_of(case)[0]
+    logits = model(ids, attention_mask=torch.zeros_like(ids), use_cache=False).logits
+    assert logits.isfinite().all()
+    logits.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), f"{name} has no gradient"
 
 
 def wrong_mask(mask: torch.Tensor, kind: str) -> torch.Tensor:
@@ -111,16 +141,12 @@ def wrong_mask(mask: torch.Tensor, kind: str) -> torch.Tensor:
 @torch.no_grad()
 def wrong_masks_are_refused(case: Prompt) -> None:
     """An error that names attention_mask or a mask; with one row too much of a batch of one as well."""
-    model, (ids, mask, positions) = make_model(case), inputs_of(case)
-    wrong = wrong_mask(mask, case.mask)
-    if wrong.shape == mask.shape:
-        return
-    try:
-        model(ids, attention_mask=wrong, position_ids=positions, use_cache=False)
-    except (ValueError, NotImplementedError) as error:
-        assert "mask" in str(error), f"names no mask: {error}"
-        return
-    raise AssertionError(f"a mask of shape {tuple(wrong.shape)} was taken")
+    model, batch = make_model(case), batch_of(case)
+    wrong = wrong_mask(batch["attention_mask"], case.mask)
+    if wrong.shape == batch["attention_mask"].shape:
+        raise Skip
+    with refused("mask", ValueError, NotImplementedError):
+        model(**batch | dict(attention_mask=wrong))
 
 
 CHANGES = {"nsa": CONFIG.replace(window_size=3), "nsa_gate": None, "nsa_compression": None}
@@ -130,20 +156,31 @@ CHANGES = {"nsa": CONFIG.replace(window_size=3), "nsa_gate": None, "nsa_compress
 @torch.no_grad()
 def options_are_those_of_the_model(case: Prompt) -> None:
     """Fields that are set after a model is made, and options that sparse attention lacks, are refused by name."""
-    model, (ids, mask, positions) = make_model(case), inputs_of(case)
+    model, batch = make_model(case), batch_of(case)
     others = {"nsa_gate": {"input", "query"} - {case.gate}, "nsa_compression": {"mean", "linear"} - {case.compression}}
-    more = {}
     if case.change in CHANGES:
         value = others[case.change].pop() if case.change in others else CHANGES[case.change]
         setattr(model.config, case.change, value)
     else:
-        more = {case.change: 3}
-    try:
-        model(ids, attention_mask=mask, position_ids=positions, use_cache=False, **more)
-    except (ValueError, NotImplementedError) as error:
-        assert case.change in str(error), f"does not name {case.change}: {error}"
-        return
-    raise AssertionError(f"{case.change} was taken")
+        batch[case.change] = 3
+    with refused(case.change, ValueError, NotImplementedError):
+        model(**batch)
+
+
+_numbers = count()
+
+
+@holds("models.settings that nobody knows warn", prompts, pr=6)
+@torch.no_grad()
+def unknown_options_warn(case: Prompt) -> None:
+    """An option that neither transformers nor sparse attention knows is named in a warning, and changes nothing."""
+    model, batch = make_model(case), batch_of(case)
+    name = f"of_a_later_version_{next(_numbers)}"  # each name warns once in a process
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        logits = model(**batch, **{name: 3}).logits
+    assert any(name in str(warning.message) for warning in seen), f"{name} was ignored without a warning"
+    assert logits.equal(model(**batch).logits)
 
 
 @holds("models.start in any memory", prompts, pr=6)
@@ -202,13 +239,12 @@ def positions_say_where_sequences_start(case: Prompt) -> None:
 @torch.no_grad()
 def parametrized_parameters_are_used(case: Prompt) -> None:
     """Gates and matrices behind `torch.nn.utils.parametrize` give the same logits."""
-    model, (ids, mask, positions) = make_model(case), inputs_of(case)
-    options = dict(attention_mask=mask, position_ids=positions, use_cache=False)
-    before = model(ids, **options).logits
+    model, batch = make_model(case), batch_of(case)
+    before = model(**batch).logits
     branches = model.model.layers[0].self_attn.nsa
     for name in [name for name, _ in branches.named_parameters(recurse=False)]:
         parametrize.register_parametrization(branches, name, nn.Identity())
-    torch.testing.assert_close(model(ids, **options).logits, before, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model(**batch).logits, before, rtol=1e-12, atol=1e-12)
 
 
 FIELDS = {"block_counts": 5, "window_size": 7, "block_size": 8, "init_blocks": 2, "deterministic": True}
@@ -225,23 +261,121 @@ def part_of_the_fields_is_set(case: Prompt) -> None:
     assert NSAConfig.from_dict(config.nsa) == CONFIG.replace(**change), f"{change} changes others"
 
 
-@holds("models.caches fit their model", lambda: prompts(changes=("room", "config")), pr=6)
+CACHES = {
+    "room": "has room for",
+    "config": "make another",
+    "batch": "make another",
+    "layers": "layers, fewer than the model",
+}
+
+
+@holds("models.caches fit their model", lambda: prompts(changes=tuple(CACHES)), pr=8)
 @torch.no_grad()
 def caches_fit_their_model(case: Prompt) -> None:
-    """A static cache with a place too few, and one that a model with other options has filled, are refused."""
+    """Refused: a static cache with a place too few, one of fewer layers, and one that another model or batch filled."""
     from nsa_layer.integrations.hf import NSAModelCache
 
-    model, (ids, _, _) = make_model(case), inputs_of(case)
+    model, (ids, _, _), said = make_model(case), inputs_of(case), CACHES[case.change]
+    cache = NSAModelCache(model.config)
     if case.change == "room":
-        cache, said = NSAModelCache(model.config, case.T - 1, static=True), "has room for"
+        cache = NSAModelCache(model.config, case.T - 1, static=True)
+    elif case.change == "layers":
+        model = make_model(case, num_hidden_layers=2)
     else:
-        cache, said = NSAModelCache(model.config), "make another"
         model(ids, past_key_values=cache)
-        other = model.config.to_dict() | {"nsa": CONFIG.replace(window_size=3)}
-        model = type(model)(type(model.config).from_dict(other)).double()
-    try:
+        if case.change == "config":
+            model = make_model(case, nsa=CONFIG.replace(window_size=3))
+        else:
+            cache.reset()
+            ids = torch.cat((ids, ids[:1]))
+    with refused(said, ValueError):
         model(ids, past_key_values=cache)
-    except ValueError as error:
-        assert said in str(error), f"says nothing of it: {error}"
-        return
-    raise AssertionError(f"a cache with another {case.change} was taken")
+
+
+LENGTHS = {"int": int, "numpy": np.int64, "tensor": torch.tensor, "none": lambda length: None}
+
+
+@holds("models.packed sequences", lambda: prompts(changes=tuple(LENGTHS)), pr=6)
+@torch.no_grad()
+def packed_sequences(case: Prompt) -> None:
+    """`cu_seq_lens_q` with a longest length of any integer type: sequences have the logits that each has alone."""
+    model, (ids, _, _) = make_model(case), inputs_of(Prompt(T=case.T, rows=((0, 0),), seed=case.seed))
+    draw = random.Random(case.seed)
+    starts = [0, *sorted(draw.sample(range(1, case.T), draw.randint(0, min(4, case.T - 1)))), case.T]
+    parts = [ids[:, begin:end] for begin, end in pairwise(starts)]
+    logits = model(
+        ids,
+        position_ids=torch.cat([torch.arange(part.shape[1]) for part in parts])[None],
+        cu_seq_lens_q=torch.tensor(starts, dtype=torch.int32),
+        max_length_q=LENGTHS[case.change](max(part.shape[1] for part in parts)),
+        use_cache=False,
+    ).logits
+    alone = torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+    torch.testing.assert_close(logits, alone, rtol=1e-9, atol=1e-9)
+
+
+@holds("models.lists of the model are used", prompts, pr=6)
+@torch.no_grad()
+def lists_of_the_model_are_used(case: Prompt) -> None:
+    """With `block_indices` of a model that selects blocks itself, queries attend to these and to no others."""
+    from nsa_layer.integrations.hf.attention import nsa_attention_forward
+
+    torch.manual_seed(case.seed)
+    B, T, block_size = len(case.rows), case.T, 4
+    blocks = -(-T // block_size)
+    q, k, v = (torch.randn(B, heads, T, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    listed = torch.rand(B, 2, T, blocks) < 0.5
+    lists = torch.where(listed, torch.arange(blocks), -1)
+    module = SimpleNamespace(config=SimpleNamespace(), indexer=SimpleNamespace(block_size=block_size))
+    o, _ = nsa_attention_forward(module, q, k, v, None, scaling=0.3, block_indices=lists)
+    visible = listed.repeat_interleave(block_size, -1)[..., :T].repeat_interleave(2, 1) & torch.ones(T, T).tril().bool()
+    scores = 0.3 * q @ k.repeat_interleave(2, 1).mT
+    p = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num()
+    torch.testing.assert_close(o.transpose(1, 2), p @ v.repeat_interleave(2, 1), rtol=1e-9, atol=1e-9)
+
+
+class WithoutWeight(nn.Module):
+    """A projection that has no weight of its own, as quantized ones and adapters have none."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x)
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@holds("models.projections of any kind", lambda: prompts(changes=PROJECTIONS), pr=6)
+@torch.no_grad()
+def projections_of_any_kind(case: Prompt) -> None:
+    """A projection without a weight gives the same logits."""
+    model, batch = make_model(case), batch_of(case)
+    before = model(**batch).logits
+    attention = model.model.layers[0].self_attn
+    setattr(attention, case.change, WithoutWeight(getattr(attention, case.change)))
+    torch.testing.assert_close(model(**batch).logits, before, rtol=1e-12, atol=1e-12)
+
+
+BACKENDS = ("cute", "fp32", "head size")
+
+
+@holds("models.backend is the one that is named", lambda: prompts(changes=BACKENDS), pr=6)
+@torch.no_grad()
+def backend_is_the_one_that_is_named(case: Prompt) -> None:
+    """`config.nsa_backend` is passed on; without it, what the kernels lack on a GPU is refused and eager is named."""
+    from nsa_layer import support
+
+    if case.change == "cute":
+        model, batch = make_model(case), batch_of(case)
+        model.config.nsa_backend, said, error = "cute", "backend='cute' needs tensors on a GPU", ValueError
+        ask = partial(model, **batch | dict(attention_mask=None))
+    else:
+        dtype, D = (torch.float32, 64) if case.change == "fp32" else (torch.bfloat16, 48)
+        call = dict(device=torch.device("cuda", 0), dtype=dtype, D=D, Dv=D, config=CONFIG, needs_grad=False)
+        ask, said, error = partial(support.choose_backend, None, **call), "backend='eager' does", NotImplementedError
+        assert support.choose_backend("eager", **call) == "eager"
+    with patch.object(support, "device_arch", lambda *_: 90), refused(said, error):
+        ask()

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fuzz import mutations, strategies
 from fuzz.case import CALLS, Ranks
 from fuzz.prop import holds
+from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, unshard_sequence
-from nsa_tools.testing.ranks import ranks
 
 SECONDS = 8.0  # for which a rank waits for the other one, on a machine with other work to do
 CONFIG = NSAConfig(block_size=4, block_counts=3, window_size=4)

@@ -49,7 +49,7 @@ def drawn_lists(case: Case) -> torch.Tensor:
 
 def listed_pairs(case: Case, lists: torch.Tensor) -> list[torch.Tensor]:
     """bool [T, Hkv, N] of each sequence: the token lists the block, and sees some of it."""
-    found = []
+    counted = []
     for own in lists if case.lengths is None else lists.split(case.lengths):
         T = len(own)
         N = -(-T // SIZE)
@@ -57,8 +57,8 @@ def listed_pairs(case: Case, lists: torch.Tensor) -> list[torch.Tensor]:
         if case.causal:
             valid &= own * SIZE <= torch.arange(T).view(-1, 1, 1)
         table = torch.zeros(T, case.Hkv, N + 1, dtype=torch.bool)
-        found.append(table.scatter_(2, own.where(valid, N).long(), True)[..., :N])
-    return found
+        counted.append(table.scatter_(2, own.where(valid, N).long(), True)[..., :N])
+    return counted
 
 
 def assert_unions(case: Case, listed: list[torch.Tensor], unions: Tensors) -> None:
@@ -77,11 +77,11 @@ def assert_unions(case: Case, listed: list[torch.Tensor], unions: Tensors) -> No
         h, m, r, bit = shown.nonzero().T
         token = m * ROWS // G + bit
         assert (token < T).all(), f"sequence {b}: a token behind the end"
-        found = torch.zeros(T, case.Hkv, own.shape[2], dtype=torch.int64)
-        found.index_put_((token, h, blocks[h, m, r].long()), torch.ones_like(h), accumulate=True)
+        counted = torch.zeros(T, case.Hkv, own.shape[2], dtype=torch.int64)
+        counted.index_put_((token, h, blocks[h, m, r].long()), torch.ones_like(h), accumulate=True)
         first = torch.arange(T) * G
         tiles = (first + G - 1) // ROWS - first // ROWS + 1
-        assert found.equal(own * tiles.view(-1, 1, 1)), f"sequence {b}: other pairs in unions of {M} tiles"
+        assert counted.equal(own * tiles.view(-1, 1, 1)), f"sequence {b}: other pairs in unions of {M} tiles"
 
 
 def assert_pairs(case: Case, listed: list[torch.Tensor], tokens: torch.Tensor, items: Tensors, ends: Tensors) -> None:
@@ -93,10 +93,10 @@ def assert_pairs(case: Case, listed: list[torch.Tensor], tokens: torch.Tensor, i
     row, begin, end, _ = items[: int(ends[-1])].long().T
     count = end - begin
     place = torch.arange(int(count.sum())) - (count.cumsum(0) - count - begin).repeat_interleave(count)
-    found = torch.zeros(expected.shape, dtype=torch.int64)
+    counted = torch.zeros(expected.shape, dtype=torch.int64)
     one = torch.ones_like(place)
-    found.index_put_((row.repeat_interleave(count), tokens[place].long()), one, accumulate=True)
-    assert found.equal(expected.long()), "other tokens in the blocks' items"
+    counted.index_put_((row.repeat_interleave(count), tokens[place].long()), one, accumulate=True)
+    assert counted.equal(expected.long()), "other tokens in the blocks' items"
 
 
 def made_lists(case: Case, lists: torch.Tensor) -> tuple[Tensors, Tensors]:

@@ -54,12 +54,12 @@ def qkv(device: str, packed: bool = False, D: int = D, Dv: int | None = None, Hk
     starts = [[0, *accumulate(pair[side] for pair in LENGTHS)] for side in (0, 1)]
     leads = [(ends[-1],) for ends in starts] if packed else [(B, TQ), (B, TK)]
     shapes = ((*leads[0], HQ, D), (*leads[1], Hkv, D), (*leads[1], Hkv, Dv or D))
-    given: dict[str, Any] = {n: torch.empty(s, dtype=torch.bfloat16, device=device) for n, s in zip("qkv", shapes)}
+    arguments: dict[str, Any] = {n: torch.empty(s, dtype=torch.bfloat16, device=device) for n, s in zip("qkv", shapes)}
     if packed:
         for name, ends, side in zip("qk", starts, (0, 1), strict=True):
-            given[f"cu_seqlens_{name}"] = torch.tensor(ends, dtype=torch.int32, device=device)
-            given[f"max_seqlen_{name}"] = max(pair[side] for pair in LENGTHS)
-    return given
+            arguments[f"cu_seqlens_{name}"] = torch.tensor(ends, dtype=torch.int32, device=device)
+            arguments[f"max_seqlen_{name}"] = max(pair[side] for pair in LENGTHS)
+    return arguments
 
 
 SCALE: tuple[Row, Row] = (
@@ -89,8 +89,8 @@ def compressed(device: str, packed: bool) -> dict[str, Any]:
 
 
 def one_sided(device: str) -> dict[str, Any]:
-    given = qkv(device)
-    return given | dict(q=given["q"].requires_grad_())
+    arguments = qkv(device)
+    return arguments | dict(q=arguments["q"].requires_grad_())
 
 
 ONE_SIDED = (
@@ -200,8 +200,8 @@ def checked(device: str) -> dict[str, Any]:
 
 
 def public_checked(device: str) -> dict[str, Any]:
-    given = checked(device)
-    return dict(q=given["q"], k=given["k"], v=torch.empty(1).expand(B, TK, HKV, D))
+    arguments = checked(device)
+    return dict(q=arguments["q"], k=arguments["k"], v=torch.empty(1).expand(B, TK, HKV, D))
 
 
 WRONG_ENTRY = "(forward|backward) (mask_block|full_block)"
@@ -215,10 +215,10 @@ PLANNED = plan_backward(SIDES[1], num_heads=HQ, num_heads_kv=HKV, num_q_blocks=M
 
 
 def dense_backward(device: str, packed: bool = False, **sizes: int) -> dict[str, Any]:
-    given = qkv(device, packed, **sizes)
-    q, v = given["q"], given["v"]
+    arguments = qkv(device, packed, **sizes)
+    q, v = arguments["q"], arguments["v"]
     o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=device)
-    return given | dict(out=o, dout=o, lse=torch.empty(*q.shape[:-3], HQ, q.shape[-3], device=device))
+    return arguments | dict(out=o, dout=o, lse=torch.empty(*q.shape[:-3], HQ, q.shape[-3], device=device))
 
 
 def backward_call(device: str, **sizes: int) -> dict[str, Any]:
@@ -275,10 +275,10 @@ LAYOUT = (
 
 
 def converted(device: str) -> dict[str, Any]:
-    given = qkv(device)
-    layout = backward_layout(**given).dq
+    arguments = qkv(device)
+    layout = backward_layout(**arguments).dq
     accum = torch.empty(layout.shape, dtype=torch.float32, device=device)
-    return dict(accum=accum, layout=layout, out=torch.empty_like(given["q"]), scale=1.0)
+    return dict(accum=accum, layout=layout, out=torch.empty_like(arguments["q"]), scale=1.0)
 
 
 CONVERT = (
@@ -289,11 +289,11 @@ CONVERT = (
 
 
 def shared_call(device: str, **sizes: int) -> dict[str, Any]:
-    given = qkv(device, **sizes)
-    layout = backward_layout(**given)
+    arguments = qkv(device, **sizes)
+    layout = backward_layout(**arguments)
     rows = torch.empty(layout.row_shape, dtype=torch.float32, device=device)
-    more = dict(out=None, lse=None, dout=torch.empty_like(given["q"]), shared=SharedBackward(layout, rows, rows))
-    return given | more
+    more = dict(out=None, lse=None, dout=torch.empty_like(arguments["q"]), shared=SharedBackward(layout, rows, rows))
+    return arguments | more
 
 
 SHARED = (
@@ -313,9 +313,9 @@ SHARED = (
 
 
 def without_gqa() -> Together:
-    given = shared_call("cuda", Hkv=HQ)
-    accum = torch.empty(given["shared"].layout.dq.shape, dtype=torch.float32, device="cuda")
-    return Together(given, shared=given["shared"]._replace(dq=accum, dk=accum, dv=accum))
+    arguments = shared_call("cuda", Hkv=HQ)
+    accum = torch.empty(arguments["shared"].layout.dq.shape, dtype=torch.float32, device="cuda")
+    return Together(arguments, shared=arguments["shared"]._replace(dq=accum, dk=accum, dv=accum))
 
 
 PLAN_FORMS = (

@@ -22,8 +22,8 @@ def batch(device: str) -> dict[str, Any]:
 
 
 def packed(device: str) -> dict[str, Any]:
-    given = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in batch(device).items()}
-    return given | dict(cu_seqlens=starts(0, 5, T))
+    arguments = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in batch(device).items()}
+    return arguments | dict(cu_seqlens=starts(0, 5, T))
 
 
 def starts(*values: int) -> torch.Tensor:
@@ -37,8 +37,8 @@ def listed(device: str) -> dict[str, Any]:
 
 
 def listed_packed(device: str) -> dict[str, Any]:
-    given = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in listed(device).items()}
-    return given | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
+    arguments = {name: x[0] if isinstance(x, torch.Tensor) else x for name, x in listed(device).items()}
+    return arguments | dict(cu_seqlens=starts(0, 5, T), cu_seqlens_k=starts(0, 9, 30))
 
 
 def appended(device: str) -> dict[str, Any]:
@@ -77,16 +77,16 @@ OWN = "k_cmp v_cmp k_win v_win"
 WEIGHTS = "gate_weight gates compress_k_weight compress_v_weight"
 NSA = (
     ("q k v", *NOT_A_TENSOR, None),
-    ("q k v", TypeError, "{} must be float16, .* got", lambda x: x.int(), lambda x: x.bool(), lambda x: x.cfloat()),
-    ("q k v", ValueError, r"{} must be \[B, T, H, D\], or packed .*, got . dim", lambda x: x[0], lambda x: x[None]),
+    ("q k v", TypeError, "{} must (be float16|have q's dtype).* got", lambda x: x.int(), lambda x: x.cfloat()),
+    ("q k v", ValueError, r"{} must have shape \(.*\), got", lambda x: x[0], lambda x: x[None]),
     ("q k v", ValueError, "{} must have no empty dimension", lambda x: x[:, :0]),
     ("q k v", ValueError, "{} must be contiguous in its last dimension, got", lambda x: x.mT.contiguous().mT),
     ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double(), lambda x: x.half()),
     ("k v", ValueError, "{} must be on q's device cpu, got meta", lambda x: x.to("meta")),
-    ("k", ValueError, r"k must be .* with q's \[B, T\] of \[2, 20\]", lambda x: x[:, :-1], lambda x: x[:-1]),
-    ("v", ValueError, r"v must have k's tokens and heads \[2, 20, 2\]", lambda x: x[:, :-1], lambda x: x[:-1]),
-    ("v", ValueError, r"v must have k's tokens and heads \[2, 20, 2\]", lambda x: x.repeat(1, 1, 2, 1)),
-    ("k", ValueError, "k must have q's head dimension 8, got", lambda x: torch.cat([x, x], -1), lambda x: x[..., :7]),
+    ("k", ValueError, r"k must have shape \(2, 20, Hkv, 8\), got", lambda x: x[:, :-1], lambda x: x[:-1]),
+    ("v", ValueError, r"v must have shape \(2, 20, 2, Dv\), got", lambda x: x[:, :-1], lambda x: x[:-1]),
+    ("v", ValueError, r"v must have shape \(2, 20, 2, Dv\), got", lambda x: x.repeat(1, 1, 2, 1)),
+    ("k", ValueError, r"k must have shape \(2, 20, Hkv, 8\)", lambda x: torch.cat([x, x], -1), lambda x: x[..., :7]),
     ("q", ValueError, "heads must be a multiple of k's, got 5 and 2", torch.zeros(B, T, 5, D)),
     ("config", TypeError, "config must be an NSAConfig, got", {"block_size": 4}, None, NSAConfig),
     (WEIGHTS, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
@@ -101,12 +101,12 @@ NSA = (
      Together(gates=torch.zeros(B, T, HQ, 3), gate_weight=torch.zeros(HQ, 3, D))),
     ("softmax_scale", TypeError, "softmax_scale must be a number or None, got", "1", True),
     ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
-    ("cu_seqlens", ValueError, r"q must be packed \[total, H, D\]", starts(0, T)),
+    ("cu_seqlens", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, T)),
     ("max_seqlen", ValueError, "max_seqlen is for packed input, got 20 without cu_seqlens", T),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got 20.0", 20.0),
     ("causal return_aux validate", *NOT_A_BOOL),
     (OWN, TypeError, "{} must be a torch.Tensor or None, got", *NO_TENSORS, 1.0),
-    (OWN, TypeError, "{} must be of a floating-point dtype", torch.ones(B, T, HKV, D, dtype=torch.int32)),
+    (OWN, TypeError, "{} must have q's dtype torch.float32, got", torch.ones(B, T, HKV, D, dtype=torch.int32)),
     (OWN, ValueError, r"{} must have shape \(2, ", torch.zeros(B, T, HKV, D + 1), torch.zeros(T, HKV, D)),
     ("k_cmp v_cmp", ValueError, r"{} must have shape \(2, 5, 2, ", torch.zeros(B, 6, HKV, D)),
     ("k_win", TypeError, "k_win must have q's dtype torch.float32, got", torch.zeros(B, T, HKV, D).double()),
@@ -139,15 +139,15 @@ PACKED = (
     ("cu_seqlens", ValueError, "cu_seqlens must be on q's device cpu or .*, got meta", lambda x: x.to("meta")),
     ("max_seqlen", ValueError, "max_seqlen must be at least the longest sequence, 15, got 14", 14),
     ("max_seqlen", TypeError, "max_seqlen must be an int or None, got", 20.0, "20", True),
-    ("q", ValueError, r"q must be packed \[total, H, D\]", lambda x: x[None]),
-    ("k", ValueError, r"k must be \[total, H, D\] with q's \[total\] of \[20\]", lambda x: x[:-1]),
+    ("q", ValueError, r"q must have shape \(total, Hq, D\), got", lambda x: x[None]),
+    ("k", ValueError, r"k must have shape \(20, Hkv, 8\), got", lambda x: x[:-1]),
     ("block_indices", ValueError, r"block_indices must have shape \(3, 2 or 4, n\)", torch.zeros(1, 3, 2, 2).int()),
 )  # fmt: skip
 LISTED = (
     ("q k v", *NOT_A_TENSOR, None),
-    ("q k v", ValueError, r"{} must be \[B, T, H, D\], or packed .*, got . dim", lambda x: x[0], lambda x: x[None]),
-    ("k", ValueError, "k must have q's batch of 2, got 1", lambda x: x[:1]),
-    ("v", ValueError, r"v must have k's tokens and heads \[2, 30, 2\]", lambda x: x[:, :-1]),
+    ("q k v", ValueError, r"{} must have shape \(.*\), got", lambda x: x[0], lambda x: x[None]),
+    ("k", ValueError, r"k must have shape \(2, S, Hkv, 8\), got \(1", lambda x: x[:1]),
+    ("v", ValueError, r"v must have shape \(2, 30, 2, Dv\), got", lambda x: x[:, :-1]),
     ("k v", TypeError, "{} must have q's dtype torch.float32, got", lambda x: x.double()),
     ("block_indices", TypeError, "block_indices must be a torch.Tensor or None, got", *NO_TENSORS, None),
     ("block_indices", TypeError, "block_indices must be int32 or int64, got", lambda x: x.short()),
@@ -156,12 +156,12 @@ LISTED = (
     *not_a_size("block_size"),
     ("softmax_scale", ValueError, "softmax_scale must be positive and finite in float32, got", *NO_SCALES, 0),
     ("causal deterministic return_lse validate", *NOT_A_BOOL),
-    ("cu_seqlens", ValueError, r"q must be packed \[total, H, D\]", starts(0, T)),
+    ("cu_seqlens", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, T)),
     ("cu_seqlens_k", ValueError, "cu_seqlens_k is for packed input", starts(0, T)),
     ("q_offset", TypeError, "q_offset must be an int", 1.0, "1", True),
     ("q_offset", TypeError, "q_offset must be int32, got torch.int64", torch.zeros(B).long()),
     ("q_offset", ValueError, "q_offset must be at least 0, got -1", -1, torch.tensor([0, -1]).int()),
-    ("q_offset", ValueError, r"q_offset must have shape \(2,\), got", torch.zeros(1).int(), torch.zeros(B, 1).int()),
+    ("q_offset", ValueError, r"q_offset must have shape \(2\), got", torch.zeros(1).int(), torch.zeros(B, 1).int()),
     ("k", ValueError, "k must have at least as many tokens as q where q_offset is None, got 2 fewer",
      Together(k=torch.zeros(B, 18, HKV, D), v=torch.zeros(B, 18, HKV, DV))),
     ("backend", ValueError, "backend='cute' needs tensors on a GPU, got cpu", "cute"),
@@ -170,7 +170,7 @@ LISTED_PACKED = (
     ("cu_seqlens_k", TypeError, "cu_seqlens_k must be int32, got torch.int64", lambda x: x.long()),
     ("cu_seqlens_k", ValueError, "cu_seqlens_k must end at the 30 tokens of k, got 29", starts(0, 9, 29)),
     ("cu_seqlens_k", ValueError, "cu_seqlens_k must have cu_seqlens's 2 sequences, got 3", starts(0, 9, 9, 30)),
-    ("cu_seqlens_k", ValueError, r"k must be \[total, H, D\] with q's \[total\] of \[20\]", None),
+    ("cu_seqlens_k", ValueError, r"k must have shape \(20, Hkv, 8\), got", None),
     ("cu_seqlens", ValueError, "cu_seqlens must end at the 20 tokens of q, got 19", starts(0, 5, 19)),
 )
 TILED = CONFIG.replace(q_tile=8)
@@ -181,15 +181,15 @@ CACHED = (
     ("config", NotImplementedError, "nsa_with_kvcache with q_tile=8, .*: a choice belongs to a tile", TILED),
     ("config", NotImplementedError, "compress_offset=0: it shows keys", CONFIG.replace(q_tile=1, compress_offset=0)),
     ("q", TypeError, "q must be float16, .* got torch.int32", lambda x: x.int()),
-    ("q", ValueError, r"q must have shape \(any, any, any, any\), got", lambda x: x[0]),
+    ("q", ValueError, r"q must have shape \(B, T, Hq, D\), got", lambda x: x[0]),
     ("q", ValueError, "q must have no empty dimension", lambda x: x[:, :0]),
     ("q", ValueError, "q's heads must be a multiple of k_cache's, got 5", torch.zeros(B, T, 5, D)),
     ("k v k_cache v_cache k_cmp_cache", TypeError, "{} must have q's dtype", lambda x: x.double()),
     ("k v k_cache v_cache v_cmp_cache", ValueError, "{} must be on q's device cpu, got meta", lambda x: x.to("meta")),
     ("k v", ValueError, r"{} must have shape \(2, 20, 2, .\), got", lambda x: x[:, 1:], lambda x: x[..., 1:]),
     ("k v", ValueError, "k and v must be given together", None),
-    ("k_cache", ValueError, r"k_cache must have shape \(2, any, any, 8\), got", lambda x: x[:1], lambda x: x[..., 1:]),
-    ("v_cache", ValueError, r"v_cache must have shape \(2, 32, 2, any\), got", lambda x: x[:, 1:]),
+    ("k_cache", ValueError, r"k_cache must have shape \(2, S, Hkv, 8\)", lambda x: x[:1], lambda x: x[..., 1:]),
+    ("v_cache", ValueError, r"v_cache must have shape \(2, 32, 2, Dv\), got", lambda x: x[:, 1:]),
     ("k_cache v_cache k_cmp_cache v_cmp_cache", ValueError, "{} must be contiguous in its last dimension, got stride",
      lambda x: x.mT.contiguous().mT),
     ("k_win", ValueError, "k_win needs k_win_cache to be written to", torch.zeros(B, T, HKV, D)),
@@ -212,7 +212,7 @@ CACHED = (
     ("page_table", ValueError, "cmp_page_table must be given where compressed caches have pages",
      Together(page_table=torch.zeros(B, 1).int(), k_cmp_cache=torch.zeros(B, 8, HKV, D))),
     ("max_seqlen_q", ValueError, "max_seqlen_q is for packed q, got 20", T),
-    ("cu_seqlens_q", ValueError, r"q must have shape \(any, any, any\), got", starts(0, 5, T)),
+    ("cu_seqlens_q", ValueError, r"q must have shape \(total, Hq, D\), got", starts(0, 5, T)),
     ("block_indices", ValueError, r"must have shape \(2, 20, 2 or 4, n\)", torch.zeros(B, 19, HKV, 2).int()),
     ("block_indices", TypeError, "must be int32 or int64, got torch.int16", torch.zeros(B, T, HKV, 2).short()),
     ("out", ValueError, r"out must have shape \(2, 20, 4, 6\), got", torch.zeros(B, T, HQ, D)),
@@ -244,10 +244,10 @@ PAGES = (
 )  # fmt: skip
 PAGED = (
     ("page_table cmp_page_table", TypeError, "{} must be int32, got", lambda x: x.long()),
-    ("page_table cmp_page_table", ValueError, r"{} must have shape \(2, any\), got", lambda x: x[:1], lambda x: x[0]),
+    ("page_table cmp_page_table", ValueError, r"{} must have shape \(2, .*pages\)", lambda x: x[:1], lambda x: x[0]),
     ("cmp_page_table", ValueError, "cmp_page_table must be given where compressed caches have pages", None),
     ("cache_batch_idx", ValueError, "cache_batch_idx and page_table exclude each other", torch.zeros(B).int()),
-    ("k_cmp_cache", ValueError, r"k_cmp_cache must have shape \(any, 8, 2, 8\)", lambda x: x[:, 1:]),
+    ("k_cmp_cache", ValueError, r"k_cmp_cache must have shape \(rows_cmp, 8, 2, 8\)", lambda x: x[:, 1:]),
     ("v_cmp_cache", ValueError, r"v_cmp_cache must have shape \(2, 8, 2, .*got \(1, ", lambda x: x[:1]),
     ("k_cache", ValueError, "k_cache's pages must have a multiple of 4 tokens, got 30",
      Together(k_cache=torch.zeros(B, 30, HKV, D), v_cache=torch.zeros(B, 30, HKV, DV), k_cmp_cache=None,
@@ -440,7 +440,7 @@ TABLES = (
     Table("nsa_with_kvcache, paged", nsa_with_kvcache, paged, PAGED),
     Table("nsa_with_kvcache, pages", nsa_with_kvcache, two_pages, PAGES, first=False),
     Table("NSACache", NSACache, cache_arguments, CACHE),
-    Table("NSACache.attend", lambda **given: empty_cache().attend(**given), appended, OF_CACHE, first=False),
+    Table("NSACache.attend", lambda **arguments: empty_cache().attend(**arguments), appended, OF_CACHE, first=False),
     Table(
         "NSACache.crop", lambda lengths: empty_cache().crop(lengths), lambda device: dict(lengths=0), CROP, first=False
     ),

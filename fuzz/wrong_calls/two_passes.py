@@ -18,12 +18,12 @@ BAD_BLOCKS = [changed(block_size=size) for size in ((64, 128), (128, 96), (100, 
 
 
 def asked_for(device: str) -> dict[str, Any]:
-    given = qkv(device)
-    o = torch.empty_like(given["q"])
-    lse = torch.empty(B, HQ, given["q"].shape[1], device=device)
+    arguments = qkv(device)
+    o = torch.empty_like(arguments["q"])
+    lse = torch.empty(B, HQ, arguments["q"].shape[1], device=device)
     lists = [moved(each, device) for each in SIDES]
     names = ("block_sparse_tensors_fwd", "block_sparse_tensors")
-    return given | dict(out=o, dout=o, lse=lse, passes=2) | dict(zip(names, lists, strict=True))
+    return arguments | dict(out=o, dout=o, lse=lse, passes=2) | dict(zip(names, lists, strict=True))
 
 
 ONE_LIST = both_directions(Blocks(B=B, H=1, M=M, N=N, pattern="full"))[1]
@@ -31,9 +31,9 @@ OF_GROUPS = plan_backward(ONE_LIST, num_heads=HQ, num_heads_kv=HKV, num_q_blocks
 
 
 def without(device: str) -> dict[str, Any]:
-    given = asked_for(device)
-    del given["passes"], given["block_sparse_tensors_fwd"]
-    return given | dict(without_dq=True)
+    arguments = asked_for(device)
+    del arguments["passes"], arguments["block_sparse_tensors_fwd"]
+    return arguments | dict(without_dq=True)
 
 
 def score(s: Any, b: Any, h: Any, i: Any, j: Any, aux: Any) -> Any:

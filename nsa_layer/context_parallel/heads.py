@@ -1,40 +1,32 @@
-"""Each rank attends with all tokens of a part of the heads: exchanges before and after a call that knows nothing of it.
+"""Mode "heads": each rank attends with all tokens of a part of the heads, between two all-to-alls.
 
 Source: arXiv:2309.14509.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nsa_layer.call_spec import Aux, CallSpec
-from nsa_layer.context_parallel.collectives import divided, exchange_for, joined, receive, send
-from nsa_layer.context_parallel.overlapped import steps_of
-from nsa_layer.context_parallel.rows import Rows
+from nsa_layer.checks import Arguments, starts_of_lengths
+from nsa_layer.context_parallel.checks import KINDS, TILES, TOKENS, WEIGHTS, check_shard
+from nsa_layer.context_parallel.layout import ShardLayout, head_steps
 from nsa_layer.context_parallel.spec import ContextParallel
-from nsa_layer.context_parallel.whole import BLOCKS, TILES, TOKENS, WEIGHTS, check_whole
+from nsa_layer.context_parallel.transport import Collectives, Messages, copy, transport_of
 from nsa_layer.cute.memory_plan import MemoryPolicy, Sizes, plan_memory
-from nsa_layer.inputs import Arguments, starts_of_lengths
 
 Tensor = torch.Tensor
-OF_TOKENS = ("q", "k", "v", "gates", "k_win", "v_win")
-
-
-class Tokens(NamedTuple):
-    """A tensor of rows by rank and heads: x [B, n, H, ...], packed [n, H, ...]."""
-
-    x: Tensor
-    rows: Rows
+Layouts = Sequence[ShardLayout]
 
 
 def attend(
     nsa: Callable[..., Tensor | tuple[Tensor, Aux]],
     cp: ContextParallel,
-    given: Arguments,
+    arguments: Arguments,
     *,
     return_aux: bool,
     **options: Any,
@@ -42,115 +34,203 @@ def attend(
     """`nsa` of a rank's tokens.
 
     Args:
-        given: arguments of `nsa` that are a rank's parts.
-        options: the others of `nsa`.
+        arguments: of `nsa`, this rank's shards.
+        options: the other arguments of `nsa`.
 
     Raises:
         TypeError, ValueError: an argument is bad, or the ranks do not divide the key/value heads.
+        NotImplementedError: a graph would have to know lengths of packed sequences.
     """
-    whole = given.tensors
-    of_lengths = whole.k_cmp is not None or whole.v_cmp is not None or given.config.q_tile > 1
-    on_gpu = whole.q.is_cuda and getattr(whole.cu_seqlens, "is_cuda", False)
-    spec, held = check_whole(given, cp, read=of_lengths or not on_gpu)
-    packed, tiles = whole.cu_seqlens is not None, TOKENS if given.config.q_tile == 1 else TILES
-    kinds = dict.fromkeys(OF_TOKENS, TOKENS) | dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=tiles)
-    tensors = {name: x for name, x in whole._asdict().items() if x is not None}
-    named = {name: tensors[name] for name in kinds if name in tensors}
-    asked = [kinds[name] for name in named] + [tiles] * return_aux
-    missing = [kind for kind in asked if kind not in held]
-    if missing:
-        raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {missing[0]}")
-    parts = {name: Tokens(x, held[kinds[name]]) for name, x in named.items()}
-    weights = {name: tensors[name] for name in WEIGHTS if name in tensors}
-    options |= dict(zip(Arguments._fields[1:], given[1:]), cu_seqlens=whole.cu_seqlens)
+    shard, config = arguments.tensors, arguments.config
+    starts, Hkv = shard.cu_seqlens, shard.k.shape[-2]
+    # Chunks hold blocks and tiles by length.
+    by_length = shard.k_cmp is not None or shard.v_cmp is not None or config.q_tile > 1
+    on_gpu = shard.q.is_cuda and getattr(starts, "is_cuda", False)
+    spec, layouts = check_shard(arguments, cp, read=by_length or not on_gpu)
+    tiles = TOKENS if config.q_tile == 1 else TILES
+    tensors = {name: x for name, x in shard._asdict().items() if x is not None}
+    kinds = {name: KINDS[name] for name in tensors if name in KINDS}
+    kinds |= {name: tiles for name, kind in kinds.items() if kind == TILES}
+    for kind in (*kinds.values(), *([tiles] if return_aux else [])):
+        if kind not in layouts:
+            raise NotImplementedError(f"cp in a graph, with cu_seqlens and rows of {kind}")
+    options |= dict(zip(Arguments._fields[1:], arguments[1:]), cu_seqlens=starts)
     if spec.lengths is not None:  # no second look at what may be on a GPU
         options["cu_seqlens"] = starts_of_lengths(spec.lengths)
-    rows = held[TOKENS]
-    if len(heads_of_steps(whole.q, rows, cp, whole.k.shape[-2])) > 1:
-        options["memory"] = _policy(given, rows, cp, options["memory"])
+    tokens = layouts[TOKENS]
+    if len(step_sizes(shard.q, tokens, cp, Hkv)) > 1:
+        options["memory"] = _policy(arguments, tokens, cp, options["memory"])
 
-    def call(**tensors: Tensor) -> list[Tokens]:
-        made = nsa(**tensors, **options, return_aux=return_aux)
+    def call(**of_heads: Tensor) -> list[Tensor]:
         if not return_aux:
-            return [Tokens(made, rows)]
-        o, aux = made
-        lses = (x.mT for x in (aux.lse_cmp, aux.lse_slc, aux.lse_swa))
-        return [Tokens(o, rows), Tokens(aux.block_indices, held[tiles]), *(Tokens(x, rows) for x in (aux.gates, *lses))]
+            return [nsa(**of_heads, **options)]
+        o, aux = nsa(**of_heads, **options, return_aux=True)
+        return [o, aux.block_indices, aux.gates, aux.lse_cmp.mT, aux.lse_slc.mT, aux.lse_swa.mT]
 
-    o, *rest = over_heads(call, cp, parts, weights, packed=packed, heads=whole.k.shape[-2])
-    if not return_aux:
-        return o
-    return o, Aux(*rest[:2], *(x.mT.contiguous() for x in rest[2:]))
-
-
-def heads_of_steps(x: Tensor, rows: Rows, cp: ContextParallel, heads: int) -> list[int]:
-    """Numbers of key/value heads of the calls that a rank makes one after the other, of rows like x."""
-    own = heads // cp.size
-    if not x.is_cuda or torch.compiler.is_compiling():
-        return [own]
-    return [end - first for first, end in steps_of(own, sum(rows.counts))]
-
-
-def _policy(given: Arguments, rows: Rows, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:
-    """The plan of what calls recompute, from the memory of all: the first one would take what the last one needs."""
-    if memory.recompute != "auto" or memory.budget is not None:
-        return memory
-    (q, k, v), lead = given.tensors[:3], (*given.tensors.q.shape[:-3], sum(rows.counts))
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    named = {name: getattr(given.tensors, name) for name in ("q", "k", "v", "block_indices")}
-    shapes = {name: (*lead, x.shape[-2] // cp.size, x.shape[-1]) for name, x in named.items() if x is not None}
-    here = {name: torch.empty(shape, dtype=q.dtype, device="meta") for name, shape in shapes.items()}
-    spec = CallSpec(given.config, given.causal, 1.0)
-    sizes = Sizes.of(given.tensors._replace(**here), spec=spec, needs_grad=needs_grad)
-    kept = plan_memory(sizes, memory, q.device).kept
-    return replace(memory, recompute="none" if all(kept) else "all")
+    o, *rest = over_heads(
+        call,
+        cp,
+        {name: tensors[name] for name in kinds},
+        [layouts[kind] for kind in kinds.values()],
+        [tokens, layouts[tiles], *[tokens] * 4] if return_aux else [tokens],
+        {name: tensors[name] for name in WEIGHTS if name in tensors},
+        heads=Hkv,
+    )
+    return (o, Aux(*rest[:2], *(x.mT.contiguous() for x in rest[2:]))) if return_aux else o
 
 
 def over_heads(
-    call: Callable[..., list[Tokens]],
+    call: Callable[..., list[Tensor]],
     cp: ContextParallel,
-    parts: dict[str, Tokens],
+    tensors: dict[str, Tensor],
+    layouts: Layouts,
+    output_layouts: Layouts,
     weights: dict[str, Tensor],
     *,
-    packed: bool,
     heads: int,
 ) -> list[Tensor]:
-    """Call with all rows of this rank's heads, a few at a time.
+    """Call with all rows of this rank's heads, a few heads at a time.
 
     Args:
-        call: takes the tensors and weights by name, all rows of some heads, and gives tensors of the same kind.
-        weights: [H, ...], the same on every rank; of their gradients each rank has those of its heads.
+        call: takes tensors and weights by name, all rows of some heads, and returns tensors of all rows.
+        tensors: this rank's rows [B, n, H, ...], packed [n, H, ...]; q is the first.
+        layouts, output_layouts: of the tensors, and of what is returned.
+        weights: [H, ...], the same on every rank; a rank's gradients of them are those of its heads.
         heads: key/value heads.
 
     Returns:
-        This rank's rows of all heads of what the calls give.
+        This rank's rows of all heads of what the calls return.
     """
-    first, of_parts = next(iter(parts.values())), tuple(rows for _, rows in parts.values())
-    of_steps = heads_of_steps(*first, cp, heads)
-    steps, own = len(of_steps), heads // cp.size
+    q = next(iter(tensors.values()))
+    steps, own, packed = step_sizes(q, layouts[0], cp, heads), heads // cp.size, q.dim() == 3
 
     def sizes(count: int) -> list[int]:
-        """Heads of each step on one rank, where all ranks have so many together."""
-        return [n * count // cp.size // own for n in of_steps]
+        """Each step's part of a rank's heads, of a tensor of `count` heads in all."""
+        return [size * count // cp.size // own for size in steps]
 
-    batches = [x[None] if packed else x for x, _ in parts.values()]
-    divisions = [divided(x, cp.size, sizes(x.shape[2])) for x in batches]
-    mine = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
+    batches = [x[None] if packed else x for x in tensors.values()]
+    parts = [_split_heads(x, cp.size, sizes(x.shape[2])) for x in batches]
+    weights = {name: w.unflatten(0, (cp.size, -1))[cp.rank].split(sizes(len(w))) for name, w in weights.items()}
+    transports = [transport_of(q, cp) for _ in steps]
 
-    def send_heads(step: int) -> tuple[Tensor, ...]:
-        return send([part[step] for part in divisions], of_parts, exchanges[step], to_heads=True)
+    def send_step(step: int) -> tuple[Tensor, ...]:
+        return _Exchange.apply(transports[step], layouts, True, True, *(part[step] for part in parts))
 
-    # Backward goes in the opposite order, so that there, too, exchanges are launched before the attention beside them.
-    exchanges = [exchange_for(first.x, cp) for _ in range(steps)]
-    sent, answers = send_heads(0), []
-    for step in range(steps):
-        following = send_heads(step + 1) if step + 1 < steps else ()
-        received = receive(sent, of_parts, exchanges[step], to_heads=True)
-        received = {name: x[0] if packed else x for name, x in zip(parts, received)}
-        made, of_made = zip(*call(**received, **{name: w[step] for name, w in mine.items()}))
-        made, exchange = [x[None] if packed else x for x in made], exchange_for(first.x, cp)
-        answers.append((send(made, of_made, exchange, to_heads=False), of_made, exchange))
-        sent = following
-    results = zip(*(receive(*answer, to_heads=False) for answer in answers))
-    wholes = [joined(parts_of_steps) for parts_of_steps in results]
-    return [whole[0] if packed else whole for whole in wholes]
+    # Backward goes in the opposite order, so that there, too, exchanges start before the attention beside them.
+    sent, answers = send_step(0), []
+    for step in range(len(steps)):
+        next_sent = send_step(step + 1) if step + 1 < len(steps) else ()
+        received = _Exchange.apply(transports[step], layouts, False, True, *sent)
+        here = {name: x[0] if packed else x for name, x in zip(tensors, received)}
+        outputs = call(**here, **{name: w[step] for name, w in weights.items()})
+        back, outputs = transport_of(q, cp), [x[None] if packed else x for x in outputs]
+        answers.append((back, _Exchange.apply(back, output_layouts, True, False, *outputs)))
+        sent = next_sent
+    by_step = [_Exchange.apply(back, output_layouts, False, False, *buffers) for back, buffers in answers]
+    joined = [_join_heads(parts) for parts in zip(*by_step)]
+    return [x[0] if packed else x for x in joined]
+
+
+def step_sizes(q: Tensor, tokens: ShardLayout, cp: ContextParallel, heads: int) -> list[int]:
+    """Key/value heads of each call that a rank makes: some at a time in long calls on a GPU, outside graphs."""
+    own = heads // cp.size
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return [own]
+    return [end - first for first, end in head_steps(own, tokens.total)]
+
+
+def _policy(arguments: Arguments, tokens: ShardLayout, cp: ContextParallel, memory: MemoryPolicy) -> MemoryPolicy:
+    """One plan for all steps, by the memory of all of them: else the first would take what the last one needs."""
+    if memory.recompute != "auto" or memory.budget is not None:
+        return memory
+    shard, lead = arguments.tensors, (*arguments.tensors.q.shape[:-3], tokens.total)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in shard[:3])
+
+    def on_rank(x: Tensor) -> Tensor:
+        return torch.empty((*lead, x.shape[-2] // cp.size, x.shape[-1]), dtype=shard.q.dtype, device="meta")
+
+    spec = CallSpec(arguments.config, arguments.causal, 1.0)
+    sizes = Sizes.of(shard.map(on_rank, ("q", "k", "v", "block_indices")), spec=spec, needs_grad=needs_grad)
+    kept = plan_memory(sizes, memory, shard.q.device).kept
+    return replace(memory, recompute="none" if all(kept) else "all")
+
+
+class _Exchange(torch.autograd.Function):
+    """Half of an exchange; backward is the other half of the one in the opposite direction.
+
+    Args:
+        sending: send, and return buffers; else wait for buffers, and return what was received.
+        to_heads: from this rank's rows of all heads [B, n, R, h, ...] to all rows of its heads [B, N, h, ...].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, transport: Collectives | Messages, layouts: Layouts, sending: bool, to_heads: bool, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.static = transport, layouts, sending, to_heads
+        outputs = _exchange(transport, layouts, sending, to_heads, xs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(x for x, needed in zip(outputs, ctx.needs_input_grad[4:]) if not needed))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *ds: Tensor | None) -> tuple[Tensor | None, ...]:
+        transport, layouts, sending, to_heads = ctx.static
+        # A graph makes zeros of the gradients that are not needed.
+        ds = tuple(d if needed else None for d, needed in zip(ds, ctx.needs_input_grad[4:], strict=True))
+        return *(None,) * 4, *_exchange(transport, layouts, not sending, not to_heads, ds)
+
+
+def _exchange(
+    transport: Collectives | Messages, layouts: Layouts, sending: bool, to_heads: bool, xs: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    if sending:
+        run = transport.to_heads if to_heads else transport.to_tokens
+    else:
+        run, xs = transport.gathered if to_heads else transport.by_head, transport.release(xs)
+    outputs = tuple(None if x is None else run(x, layout) for x, layout in zip(xs, layouts, strict=True))
+    if not sending:
+        return outputs
+    transport.start()
+    return transport.hold(outputs)
+
+
+def _split_heads(x: Tensor, ranks: int, sizes: list[int]) -> tuple[Tensor, ...]:
+    """x [B, n, H, ...] by step, each [B, n, R, h, ...]."""
+    return _SplitHeads.apply(x, ranks, sizes) if len(sizes) > 1 else (x.unflatten(2, (ranks, -1)),)
+
+
+def _join_heads(parts: Sequence[Tensor]) -> Tensor:
+    """The inverse of `_split_heads`."""
+    return _JoinHeads.apply(*parts) if len(parts) > 1 else parts[0].flatten(2, 3)
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Views; the gradient is copied by `copy`, which PyTorch's own derivative does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, sizes: list[int]) -> tuple[Tensor, ...]:
+        return x.unflatten(2, (ranks, -1)).split(sizes, 3)
+
+    @staticmethod
+    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor | None, ...]:
+        return _joined(parts), None, None
+
+
+class _JoinHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.sizes = [part.shape[3] for part in parts]
+        return _joined(parts)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, ...]:
+        return d.unflatten(2, (-1, sum(ctx.sizes))).split(ctx.sizes, 3)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    (B, n, R, _, *rest), sizes = parts[0].shape, [part.shape[3] for part in parts]
+    whole = parts[0].new_empty((B, n, R, sum(sizes), *rest))
+    for into, part in zip(whole.split(sizes, 3), parts, strict=True):
+        copy(into, part)
+    return whole.flatten(2, 3)

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from nsa_layer.context_parallel.agreement import agree
-from nsa_layer.context_parallel.collectives import gather
-from nsa_layer.context_parallel.rows import Rows
+from nsa_layer.context_parallel.checks import check_same_on_all_ranks
+from nsa_layer.context_parallel.layout import ShardLayout
 from nsa_layer.context_parallel.spec import ContextParallel
+from nsa_layer.context_parallel.transport import gather
 
 
 def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> torch.Tensor:
@@ -30,10 +30,10 @@ def shard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> tor
         TypeError, ValueError: an argument is bad; the message names it.
     """
     _check(x, cp, dim)
-    if x.shape[dim] % cp.count:
+    if x.shape[dim] % cp.num_chunks:
         asked = f"{cp.size} ranks" if cp.load_balance is None else f"twice {cp.size} ranks, for load_balance='zigzag'"
         raise ValueError(f"x must have a multiple of {asked} in dimension {dim}, got shape {tuple(x.shape)}")
-    chunks = x.split(x.shape[dim] // cp.count, dim)
+    chunks = x.split(x.shape[dim] // cp.num_chunks, dim)
     own = [chunks[number] for number in cp.chunks]
     return own[0] if len(own) == 1 else torch.cat(own, dim)
 
@@ -55,10 +55,10 @@ def unshard_sequence(x: torch.Tensor, cp: ContextParallel, *, dim: int = 1) -> t
         TypeError, ValueError: an argument is bad, or the ranks' differ, as for `nsa`; the message names it.
     """
     check = partial(_check, x, cp, dim, part=True)
-    agree(cp, [check], x=x, dim=dim)
+    check_same_on_all_ranks(cp, [check], x=x, dim=dim)
     check()
     parts = x.movedim(dim, 0)
-    return gather(parts[None], Rows.of_tokens(cp, len(parts)), cp)[0].movedim(0, dim)
+    return gather(parts[None], ShardLayout.of_tokens(cp, len(parts)), cp)[0].movedim(0, dim)
 
 
 def _check(x: torch.Tensor, cp: ContextParallel, dim: int, *, part: bool = False) -> None:

@@ -14,10 +14,10 @@ MODES, BALANCES = ("auto", "heads", "gather"), (None, "zigzag")
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Ranks that share sequences, each with a part of the tokens.
+    """Ranks that share sequences; each holds a shard of the tokens.
 
-    Of R ranks rank r has chunk r of R equal ones, with ``load_balance="zigzag"`` chunks r and 2R - 1 - r of 2R, in this
-    order, so that causal work is even. A pack is cut as one row of tokens, wherever its sequences start.
+    Of R ranks rank r holds chunk r of R equal ones, with ``load_balance="zigzag"`` chunks r and 2R - 1 - r of 2R, in
+    this order, so that causal work is even. A pack is cut as one row of tokens, wherever its sequences start.
 
     Args:
         group: a process group, or a DeviceMesh of one dimension, such as ``mesh["cp"]``.
@@ -28,7 +28,6 @@ class ContextParallel:
 
     Attributes:
         group_name, size, rank: the group's name, its number of ranks and this rank among them.
-        place: rank and size in words, which a graph never takes for numbers that change.
 
     Raises:
         TypeError, ValueError: an argument is bad, or this rank is not in the group.
@@ -41,7 +40,6 @@ class ContextParallel:
     group_name: str = field(init=False, repr=False)
     size: int = field(init=False)
     rank: int = field(init=False)
-    place: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -58,31 +56,30 @@ class ContextParallel:
             raise ValueError("group must have this rank as a member")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group must be a ProcessGroup or a DeviceMesh, got {type(group).__name__}")
-        found = dict(group=group, group_name=group.group_name, size=group.size(), rank=group.rank())
-        found["place"] = f"{group.rank()} of {group.size()}"
-        for name, value in found.items():
+        fields = dict(group=group, group_name=group.group_name, size=group.size(), rank=group.rank())
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Numbers of this rank's chunks among all of them, in the order in which it has them."""
-        return chunks_of(self.rank, self.size, self.load_balance)
+        """This rank's chunks, in the order in which it holds them."""
+        return rank_chunks(self.rank, self.size, self.load_balance)
 
     @property
-    def count(self) -> int:
+    def num_chunks(self) -> int:
         """Chunks of all ranks."""
         return self.size * len(self.chunks)
 
-    def places(self, local: int, device: torch.device) -> torch.Tensor:
-        """Places in the whole sequence, or pack, of this rank's tokens: int64 [local]."""
+    def positions(self, local: int, device: torch.device) -> torch.Tensor:
+        """Positions in the whole sequence, or pack, of this rank's `local` tokens: int64 [local]."""
         size = local // len(self.chunks)
         return torch.cat([torch.arange(chunk * size, (chunk + 1) * size, device=device) for chunk in self.chunks])
 
     def mode_of(self, heads: int, *, gather: bool = False) -> str:
-        """ "heads" or "gather", for so many key/value heads; ValueError where the mode does not fit.
+        """ "heads" or "gather" for a call with this number of key/value heads; ValueError where the mode does not fit.
 
         Args:
-            gather: True if "gather" is better where both fit.
+            gather: "auto" takes "gather" where both fit.
         """
         if self.mode == "heads" and heads % self.size:
             raise ValueError(f"cp: mode='heads' needs ranks that divide the {heads} key/value heads, got {self.size}")
@@ -91,8 +88,8 @@ class ContextParallel:
         return self.mode
 
 
-def chunks_of(rank: int, size: int, load_balance: str | None) -> tuple[int, ...]:
-    """Numbers of a rank's chunks, in the order in which it has them."""
+def rank_chunks(rank: int, size: int, load_balance: str | None) -> tuple[int, ...]:
+    """Chunks of a rank, in the order in which it holds them."""
     return (rank,) if load_balance is None else (rank, 2 * size - 1 - rank)
 
 

@@ -9,17 +9,17 @@ import torch
 from flash_attn.cute.bwd_dkdv_sm90.interface import backward_dkdv
 from flash_attn.cute.bwd_sm90.two_pass import backward_dq
 from flash_attn.cute.interface import _flash_attn_bwd
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.compress import project_backward
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.forward import attend, attend_selected
 from nsa_layer.cute.grad_accum import BranchCall, GradAccumulators, KeyGradient, backward_layouts
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.selected_branch import dq_options, selected_options, selected_sparsity, token_pairs, use_split_dq
-from nsa_layer.kernels.gating.gated_sum_backward import gated_sum_backward
-from nsa_layer.kernels.mean_pool.pool import unpool
+from nsa_layer.kernels.gating.backward import gated_sum_backward
+from nsa_layer.kernels.pooling.mean_pool import unpool
 from nsa_layer.profiler_ranges import component
+from nsa_layer.support import reads_unions
 
 Tensor = torch.Tensor
 
@@ -38,7 +38,7 @@ class WeightGradients(NamedTuple):
 def backward(
     tensors: CallTensors,
     packing: Packing | None,
-    saved: SavedForBackward,
+    saved: Saved,
     do: Tensor,
     dq: Tensor,
     dk: Tensor,
@@ -62,7 +62,7 @@ def backward(
     cu_seqlens, cu_seqlens_k = (None, None) if packing is None else (packing.cu_seqlens, packing.cu_seqlens_k)
     where = dict(spec=spec, packing=packing, q_offset=tensors.q_offset)
     of_cmp, of_swa, fixed = compressed_options(**where), window_options(**where), dict(softmax_scale=scale)
-    unions = spec.by_union
+    unions = reads_unions(spec.config, listed=spec.listed)
     # Without unions dk and dv of the selected branch take lists by key tile; so does dq, but where a pass of its own is
     # faster.
     split_dq = unions or use_split_dq(q, v, spec)

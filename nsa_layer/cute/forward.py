@@ -10,18 +10,17 @@ import torch
 from flash_attn.cute.fwd_unions.interface import forward_unions
 from flash_attn.cute.multiply.form import by_warp
 from flash_attn.cute.runtime import repeated_calls
-from nsa_layer.call_spec import CallSpec, CallTensors
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
 from nsa_layer.compress import project
 from nsa_layer.cute.branch_options import compressed_options, pooling_options, window_options
 from nsa_layer.cute.packing import Packing
-from nsa_layer.cute.saved import SavedForBackward
 from nsa_layer.cute.selected_branch import Sparsity, dq_options, selected_options, selected_sparsity
 from nsa_layer.cute.side_stream import SideStream
 from nsa_layer.cute.topk_dispatch import block_topk, token_topk
-from nsa_layer.kernels.gating.gated_sum import gated_sum
-from nsa_layer.kernels.mean_pool.pool import pool
+from nsa_layer.kernels.gating.forward import gated_sum
+from nsa_layer.kernels.pooling.mean_pool import pool
 from nsa_layer.profiler_ranges import component
-from nsa_layer.support import device_arch
+from nsa_layer.support import device_arch, reads_unions
 
 Tensor = torch.Tensor
 
@@ -60,7 +59,7 @@ def forward(
     kept: tuple[bool, bool, bool],
     pages: Pages | None = None,
     side_stream: SideStream | None = None,
-) -> SavedForBackward:
+) -> Saved:
     """Write the group's output to o [..., Hq, Dv] and return the tensors of its backward.
 
     Args:
@@ -91,7 +90,7 @@ def forward(
             indices = token_topk(q, k_cmp, lse_cmp, S=S, **where)
         else:
             indices, counts = block_topk(q, k_scored, spec=spec, packing=packing)
-            if spec.by_union:
+            if reads_unions(spec.config, listed=spec.listed):
                 indices, counts = indices.transpose(-3, -2), None
     del k_scored
     with component("lists"):
@@ -106,7 +105,7 @@ def forward(
         g = gated_sum(q, o_cmp, o_slc, o_swa, **gating, out=o)[1]
     outputs = (x if keep else None for x, keep in zip((o_cmp, o_slc, o_swa), kept))
     made = (x if given is None else None for x, given in ((k_cmp, tensors.k_cmp), (v_cmp, tensors.v_cmp)))
-    return SavedForBackward(indices, counts, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
+    return Saved(indices, counts, *made, *means, *outputs, lse_cmp, lse_slc, lse_swa, g)
 
 
 def _compressed(
@@ -181,7 +180,7 @@ def attend_selected(
     Args:
         page_table: int32 [B, n], of keys on pages, where `selected_branch.takes_pages`.
     """
-    if spec.by_union and by_warp(device_arch(q.device.index)):
+    if reads_unions(spec.config, listed=spec.listed) and by_warp(device_arch(q.device.index)):
         return forward_unions(q, k, v, softmax_scale=spec.softmax_scale, **dq_options(sparsity, packing))
     options = selected_options(sparsity, packing)
     if page_table is not None:  # which takes the place of starts

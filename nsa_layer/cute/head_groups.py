@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from nsa_layer import determinism, support
-from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors
-from nsa_layer.compiling import side_by_side
-from nsa_layer.compiling.shapes import CallShape
+from nsa_layer import determinism
+from nsa_layer.call_spec import OWN_KEYS, Aux, CallSpec, CallTensors, Saved
 from nsa_layer.cute.memory_plan import MemoryPlan, MemoryPolicy, Sizes, plan_memory
 from nsa_layer.cute.packing import Packing
 from nsa_layer.fork import require_patched
 from nsa_layer.gate import equal_gates
+from nsa_layer.support import reads_unions
+from nsa_layer.warm_up.api import compile_missing
+from nsa_layer.warm_up.shapes import CallShape
 
 require_patched()
 
 from nsa_layer.cute.backward import backward  # noqa: E402
 from nsa_layer.cute.forward import Pages, forward  # noqa: E402
-from nsa_layer.cute.saved import SavedForBackward  # noqa: E402
 from nsa_layer.cute.side_stream import SideStream  # noqa: E402
 from nsa_layer.kernels.launch import readable  # noqa: E402
 
@@ -41,8 +41,8 @@ def forward_groups(
     *,
     backward: bool,
     o: Tensor | None = None,
-    keep: Callable[[SavedForBackward, tuple[int, int]], None] | None = None,
-) -> tuple[Tensor, list[SavedForBackward]]:
+    keep: Callable[[Saved, tuple[int, int]], None] | None = None,
+) -> tuple[Tensor, list[Saved]]:
     """o, which is written where it is given, and what each group of heads leaves to its backward, if there will be one.
 
     Args:
@@ -58,9 +58,9 @@ def _forward_groups(
     spec: CallSpec,
     plan: MemoryPlan,
     o: Tensor | None = None,
-    keep: Callable[[SavedForBackward, tuple[int, int]], None] | None = None,
+    keep: Callable[[Saved, tuple[int, int]], None] | None = None,
     **more: Any,
-) -> tuple[Tensor, list[SavedForBackward]]:
+) -> tuple[Tensor, list[Saved]]:
     (q, k, v), parts = tensors[:3], []
     keep = keep or (lambda part, _: parts.append(part))
     o = q.new_empty((*q.shape[:-1], v.shape[-1])) if o is None else o
@@ -87,7 +87,7 @@ def infer(
         sizes = sizes._replace(longest=pages.room)
     plan = plan_memory(sizes, memory, tensors.q.device)
     o, parts = _forward_groups(tensors, packing, spec, plan, pages=pages, side_stream=side_stream)
-    aux = Aux(*joined_aux(parts, tensors.q, unions=spec.by_union))
+    aux = Aux(*joined_aux(parts, tensors.q, unions=reads_unions(spec.config, listed=spec.listed)))
     if aux.lse_swa is None:
         aux.lse_swa = torch.full_like(aux.lse_cmp, -torch.inf)
     return o, aux
@@ -99,7 +99,7 @@ def gradients(
     packing: Packing | None,
     spec: CallSpec,
     plan: MemoryPlan,
-    saved: Iterable[SavedForBackward],
+    saved: Iterable[Saved],
     *,
     dq: Tensor | None = None,
     window: slice | None = None,
@@ -112,10 +112,8 @@ def gradients(
         window: rows of k and v that k_win and v_win are, whose gradients are parts of dk and dv then, and are returned
             as None.
     """
-    q, k, v = tensors[:3]
-    sizes = dict(device=q.device, dtype=q.dtype, D=q.shape[-1], Dv=v.shape[-1])
-    sizes |= dict(needs_grad=True, lists="given" if spec.listed else None, rows=tensors.q_heads_per_list)
-    spec = determinism.in_force(spec, partial(support.choose_backend, "cute", **sizes))
+    q, k = tensors[:2]
+    spec = determinism.in_force(spec)
     do = readable(do)
     of_tokens = (*tensors[:3], tensors.k_win, tensors.v_win)[: 5 if window is None else 3]
     whole = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tokens[1:]]
@@ -139,7 +137,7 @@ def _compiled_together(
     tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool
 ) -> AbstractContextManager[None]:
     """Within, kernels that are missing are compiled side by side, before the first is launched."""
-    return side_by_side.of_call(partial(_shape, tensors, spec, plan, backward=backward))
+    return compile_missing(partial(_shape, tensors, spec, plan, backward=backward))
 
 
 def _shape(tensors: CallTensors, spec: CallSpec, plan: MemoryPlan, *, backward: bool) -> CallShape:
@@ -185,7 +183,7 @@ def _narrow(x: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None
     return x.narrow(dim, heads[0], heads[1] - heads[0])
 
 
-def joined_aux(parts: list[SavedForBackward], q: Tensor, *, unions: bool) -> tuple[Tensor, ...]:
+def joined_aux(parts: list[Saved], q: Tensor, *, unions: bool) -> tuple[Tensor, ...]:
     """`Aux`'s fields for all heads."""
     packed = q.dim() == 3
     heads_dim = 0 if packed else 1

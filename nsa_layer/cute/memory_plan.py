@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call_spec import CallSpec, CallTensors
-from nsa_layer.kernels.token_lists.sizes import CHUNKS, KEYS, ROWS, most_partials, union_room, words_of_entry
+from nsa_layer.kernels.union_lists.sizes import CHUNKS, KEYS, ROWS, most_partials, union_room, words_of_entry
+from nsa_layer.support import reads_unions
 
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)
 # The outputs to save, of the compressed, the selected and the window branch: the first choice that fits.
@@ -26,7 +27,6 @@ RECOMPUTE = {
 }
 RESERVE = 0.06  # of the GPU's memory: fragments, lists, compiled kernels
 ITEMS = 1024  # of work of the dk and dv pass by token: as many to four times as many, and one for each short row
-MOST_TOKENS = 1 << 28  # that graphs have plans for: more than any GPU has room for
 SMALL = 1 / 16  # of the GPU's memory: a call that takes less does not ask the driver
 
 
@@ -69,6 +69,7 @@ class Sizes(NamedTuple):
         block_size, longest: of lists by token; longest is the keys of one sequence, None: all.
         own_window: the window has keys or values of its own.
         listed: lists are the caller's.
+        unions: tiles read unions of lists, see `support.reads_unions`.
         rows: query heads that share a list; None: those of a group.
         branches: 2 without a window.
     """
@@ -90,6 +91,7 @@ class Sizes(NamedTuple):
     own_window: bool = False
     keys: int | None = None
     listed: bool = False
+    unions: bool = True
     rows: int | None = None
     branches: int = 3
 
@@ -103,7 +105,8 @@ class Sizes(NamedTuple):
         static = (q.element_size(), config.stride, config.q_tile, width)
         rows = None if lists is None else tensors.q_heads_per_list
         more = (config.deterministic, config.block_size, longest, tensors.has_own_window, v.shape[:-2].numel())
-        return cls(tokens, *heads, *static, tensors.gate, needs_grad, *more, lists is not None, rows, config.branches)
+        lists = (lists is not None, reads_unions(spec.config, listed=spec.listed), rows)
+        return cls(tokens, *heads, *static, tensors.gate, needs_grad, *more, *lists, config.num_branches)
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def predict(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> dict[str
         choice = 0 if sizes.needs_grad else tokens * heads * sizes.list_width * 4
     if sizes.listed:
         choice = 0
-    if sizes.listed or sizes.q_tile < ROWS:
+    if sizes.unions:
         # dq's accumulator is gone when dk and dv of the selected branch are made.
         saved_lists = 0 if sizes.listed else tiles * sizes.Hkv * sizes.list_width * 4
         forward_lists, pairs = _token_lists(sizes, heads)
@@ -188,64 +191,37 @@ def rows_of_item(rows: int) -> int:
     return 4 ** min(10, max(6, ((rows // ITEMS).bit_length() - 1) // 2))
 
 
-def plan_memory(sizes: Sizes, policy: MemoryPolicy, device: torch.device) -> MemoryPlan:
-    """The fastest plan within the policy's budget; one head a group where none is."""
+def plan_memory(
+    sizes: Sizes, policy: MemoryPolicy, device: torch.device, kept: tuple[bool, bool, bool] | None = None
+) -> MemoryPlan:
+    """The fastest plan within the policy's budget; one head a group where none is.
+
+    Args:
+        kept: the outputs to save, in place of a choice by the policy.
+    """
     budget = policy.budget
     if budget is None and device.type == "cuda":
         budget = _free_budget(sizes, device)
-    return _plan_memory(sizes, policy.recompute, budget)
+    return _plan_memory(sizes, _choices(policy, sizes.needs_grad) if kept is None else (kept,), budget)
+
+
+def kept_in_graphs(policy: MemoryPolicy, needs_grad: bool) -> tuple[bool, bool, bool]:
+    """The outputs that a graph saves, which do not follow the memory that is free: "auto" saves all of them."""
+    return _choices(policy, needs_grad)[0]
+
+
+def _choices(policy: MemoryPolicy, needs_grad: bool) -> tuple[tuple[bool, bool, bool], ...]:
+    return RECOMPUTE[policy.recompute if needs_grad else "all"]
 
 
 @lru_cache(maxsize=256)
-def _plan_memory(sizes: Sizes, recompute: str, budget: int | None) -> MemoryPlan:
-    choices = RECOMPUTE[recompute if sizes.needs_grad else "all"]
+def _plan_memory(sizes: Sizes, choices: tuple[tuple[bool, bool, bool], ...], budget: int | None) -> MemoryPlan:
     for kept in choices:
         for count in range(1, sizes.Hkv + 1):
             heads = -(-sizes.Hkv // count)
             if budget is None or _peak(sizes, heads, kept) <= budget:
                 return MemoryPlan(split_heads(sizes.Hkv, heads), kept)
     return MemoryPlan(split_heads(sizes.Hkv, 1), choices[-1])
-
-
-def plans_by_tokens(
-    fields: tuple[tuple[str, object], ...], recompute: str, budget: int | None, index: int | None
-) -> tuple[tuple[int, int, tuple[bool, bool, bool]], ...]:
-    """Plans of calls that differ in their tokens alone, as a graph takes them: for an otherwise empty GPU.
-
-    Args:
-        fields: of `Sizes`, but for tokens.
-        index: of the GPU; None: the current one.
-
-    Returns:
-        (most tokens, key/value heads of a group, outputs that are saved) of each plan, shortest calls first.
-    """
-    return _plans_by_tokens(fields, recompute, budget, index)
-
-
-# What compiles a graph calls it, with constants, and does not look inside.
-plans_by_tokens._dynamo_marked_constant = True
-
-
-@lru_cache(maxsize=256)
-def _plans_by_tokens(
-    fields: tuple[tuple[str, object], ...], recompute: str, budget: int | None, index: int | None
-) -> tuple[tuple[int, int, tuple[bool, bool, bool]], ...]:
-    total = _total_memory(index) if budget is None else 0
-
-    def plan(tokens: int) -> MemoryPlan:
-        sizes = Sizes(tokens, **dict(fields))
-        free = _budget_when_empty(sizes, total) if budget is None else budget
-        return _plan_memory(sizes, recompute, free)
-
-    plans, end = [], 0
-    while end < MOST_TOKENS:  # to the last length with the plan of the first: in steps that double, then halve
-        here, step = plan(end + 1), 1
-        end += 1
-        while step:
-            reached = end + step <= MOST_TOKENS and plan(end + step) == here
-            end, step = (end + step, step * 2) if reached else (end, step // 2)
-        plans.append((end, here.groups[0][1], here.kept))
-    return tuple(plans)
 
 
 def _peak(sizes: Sizes, heads: int, kept: tuple[bool, bool, bool]) -> int:

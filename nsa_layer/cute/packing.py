@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from nsa_layer.call_spec import CallSpec
-from nsa_layer.config import NSAConfig, takes_unions
+from nsa_layer.config import NSAConfig
 from nsa_layer.cute.host_numbers import HostCopy, aligned, cached, copied_rows, moved, numbers_on
-from nsa_layer.kernels.token_lists.sizes import ROWS
-from nsa_layer.support import device_arch, hopper_kv_tile, kernel_family
+from nsa_layer.kernels.union_lists.sizes import ROWS
+from nsa_layer.support import hopper_kv_tile, reads_unions
 
 
 class Packing(NamedTuple):
@@ -104,36 +104,7 @@ class Packing(NamedTuple):
 def _kv_tile(spec: CallSpec) -> int:
     """Tokens that `Packing.cu_kv_tiles` count."""
     size = spec.config.block_size
-    return size if spec.by_union else hopper_kv_tile(size)
-
-
-def kernels_read_starts(
-    cu_seqlens: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    config: NSAConfig,
-    block_indices: torch.Tensor | None,
-) -> bool:
-    """True if the kernels read a packed call's starts, which are on the GPU, so that the host need not.
-
-    Args:
-        block_indices: the caller's lists.
-    """
-    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type != "cuda":
-        return False
-    if block_indices is not None:
-        lists = getattr(block_indices, "shape", None) or (0,)
-        return config.q_tile > 1 or lists[0] == q.shape[0]
-    from nsa_layer.kernels.block_topk import topk_kernel
-    from nsa_layer.kernels.token_topk import kernel
-
-    G, size = q.shape[-2] // k.shape[-2], config.block_size
-    if config.by_token:
-        return kernel.takes(config, G)
-    if not takes_unions(config):  # lists by key tile are made by kernels on Hopper, of blocks of whole tiles
-        if kernel_family(device_arch(q.device.index)) != 90 or size % hopper_kv_tile(size):
-            return False
-    return config.rule == "nsa" and topk_kernel.takes(config, G)
+    return size if reads_unions(spec.config, listed=spec.listed) else hopper_kv_tile(size)
 
 
 def starts_of(cu_seqlens: torch.Tensor, counted: tuple[tuple[int, int, int], ...]) -> tuple[torch.Tensor, ...]:

@@ -8,108 +8,80 @@ medians, and beside them the host's time for one call, peak memory, and the erro
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from nsa_tools.commands.options import CommandParser, add_shape_options, backend_of, output_file, shapes, tokens
+from nsa_tools.commands.options import CommandParser, add_shape_options, backend_of, output_file, shapes
 from nsa_tools.measure import decode_steps
 from nsa_tools.measure.bench_run import Bench, Options
-from nsa_tools.measure.crossover import crossovers
-from nsa_tools.measure.first_call import seconds
 from nsa_tools.measure.timed_calls import VARIANTS
 from nsa_tools.report import bench_tables
-from nsa_tools.report.results import CHART_SUFFIXES, FAILED, FROM_SHORTER, provenance, read_bench, write_bench
+from nsa_tools.report.results import CHART_SUFFIXES, FAILED, provenance, read_bench, write_bench
 
 # By option, those that are not read where it is given. Steps of decoding have no gradient, and on a GPU are in graphs.
 OF_ROWS = ("--chart", "--variants", "--graph", "--dense-limit-seconds", "--error-rows")
 UNREAD = {
-    "--first-call": (*OF_ROWS, "--decode", "--crossover", "--repeats"),
-    "--decode": (*OF_ROWS, "--crossover", "--packed", "--head-dim-v", "--data", "--budget", "--recompute"),
-    "--crossover": ("--chart", "--error-rows", "--seqlen"),
+    "--decode": (*OF_ROWS, "--packed", "--head-dim-v", "--data", "--budget", "--recompute"),
 }
 
 
 def main(argv: list[str]) -> int:
     """Run the command; 1 where something failed or is wrong."""
     parser = _parser()
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     others = {flag for action in parser._actions for flag in action.option_strings} - {"--from", "--chart"}
     parser.refuse_unread(argv, UNREAD | {"--from": tuple(others)})
-    if given.decode and given.mode == "both" and any(word.startswith("--mode") for word in argv):
+    if args.decode and args.mode == "both" and any(word.startswith("--mode") for word in argv):
         parser.error("--decode has no backward, got --mode both")
-    if given.first_call and len(given.seqlen) > 1 and any(word.startswith("--seqlen") for word in argv):
-        parser.error(f"--first-call is of one length, got --seqlen {' '.join(map(str, given.seqlen))}")
-    if given.chart:
+    if args.chart:
         from nsa_tools.report import bench_chart  # noqa: F401  an extra that is not there should not end a long run
-    if given.read:
-        return _show_again(parser, given)
+    if args.read:
+        return _show_again(parser, args)
     with parser.checks():
-        cases = shapes(given)
-        backend = [backend_of(shape, given.backend) for shape in cases][0]
+        cases = shapes(args)
+        backend = [backend_of(shape, args.backend) for shape in cases][0]
         for name in ("repeats", "dense_limit_seconds"):
-            if getattr(given, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(given, name)}")
-        if given.graph and not cases[0].device.startswith("cuda"):
+            if getattr(args, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {getattr(args, name)}")
+        if args.graph and not cases[0].device.startswith("cuda"):
             raise ValueError(f"--graph needs a GPU, got --device {cases[0].device}")
-        if given.crossover and "dense" not in given.variants:
-            raise ValueError(f"--crossover needs dense attention among --variants, got {' '.join(given.variants)}")
     options = Options(
         backend,
-        variants=tuple(name for name in VARIANTS if name in given.variants),
-        graph=given.graph,
-        repeats=given.repeats,
-        dense_limit=given.dense_limit_seconds,
-        error_rows=given.error_rows,
+        variants=tuple(name for name in VARIANTS if name in args.variants),
+        graph=args.graph,
+        repeats=args.repeats,
+        dense_limit=args.dense_limit_seconds,
+        error_rows=args.error_rows,
     )
-    found = provenance("bench", argv, cases[0].device) | dict(backend=backend, config=asdict(cases[0].config))
+    document = provenance("bench", argv, cases[0].device) | dict(backend=backend, config=asdict(cases[0].config))
 
     def write(rows: list, **more: list) -> None:
-        if given.json:
-            write_bench(given.json, found, rows, **more)
+        if args.json:
+            write_bench(args.json, document, rows, **more)
 
-    if given.first_call:
-        try:
-            first = seconds(cases[0], backend)
-        except RuntimeError as error:
-            print(f"bench: {error}", file=sys.stderr)
-            return 1
-        write([], first_call=first)
-        shown = ", ".join(f"{taken:.2f}" for taken in first)
-        print(f"first call of a process, {cases[0].describe()}: {shown} s in one process after the other")
-        return 0
-    if given.decode:
+    if args.decode:
         steps = []
         for shape in cases:
-            steps.append(decode_steps.measure(shape, given.backend, repeats=given.repeats))
+            steps.append(decode_steps.measure(shape, args.backend, repeats=args.repeats))
             write([], decode=steps)
-        gpu = found["environment"].get("gpu") or "CPU"
+        gpu = document["environment"].get("gpu") or "CPU"
         print(f"{gpu}: one token for each sequence, {cases[0].dtype_name()}, D {cases[0].D}, {cases[0].config}\n")
         print(decode_steps.table(steps))
         return 1 if any(step.failed for step in steps) else 0
-    bench, crossing = Bench(options), []
-    for shape in () if given.crossover else cases:
+    bench = Bench(options)
+    for shape in cases:
         bench.run(shape)
         write(bench.rows)
-    if given.crossover:
-        crossing = crossovers(cases[0], options, high=given.crossover)
-        write([], crossovers=crossing)
-    _show(bench.rows, crossing, found["environment"], given.chart, f"{backend}, {cases[0].config}")
+    _show(bench.rows, document["environment"], args.chart, f"{backend}, {cases[0].config}")
     bad = [row for row in bench.rows if row.status == FAILED or (row.detail or "").startswith("WRONG")]
     return 1 if bad else 0
 
 
-def _show(rows: list, crossing: list, environment: dict, chart: Path | None, title: str) -> None:
+def _show(rows: list, environment: dict, chart: Path | None, title: str) -> None:
     """Print the tables and draw the chart."""
-    scaled = "(from T=...): not measured; the time at that length times the ratio of query-key pairs. *: against it."
-    tables = [
-        bench_tables.times(rows) if rows else "",
-        scaled if any(row.status == FROM_SHORTER for row in rows) else "",
-        bench_tables.notes(rows),
-        bench_tables.crossovers(crossing),
-    ]
+    tables = [bench_tables.times(rows) if rows else "", bench_tables.notes(rows)]
     print("\n\n".join([f"{environment.get('gpu') or 'CPU'}: {title}", *filter(None, tables)]))
     if chart and rows:
         from nsa_tools.report.bench_chart import draw
@@ -117,14 +89,14 @@ def _show(rows: list, crossing: list, environment: dict, chart: Path | None, tit
         print("\n" + "\n".join(str(path) for path in draw(rows, environment, chart)))
 
 
-def _show_again(parser: CommandParser, given: argparse.Namespace) -> int:
+def _show_again(parser: CommandParser, args: argparse.Namespace) -> int:
     try:
-        found = [read_bench(path) for path in given.read]
+        files = [read_bench(path) for path in args.read]
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    rows, crossing = ([one for file in found for one in file[part]] for part in (1, 2))
-    title = "; ".join(document["command"] for document, _, _ in found)
-    _show(rows, crossing, found[0][0]["environment"], given.chart, title)
+    rows = [row for _, of_file in files for row in of_file]
+    title = "; ".join(document["command"] for document, _ in files)
+    _show(rows, files[0][0]["environment"], args.chart, title)
     return 0
 
 
@@ -146,22 +118,10 @@ def _parser() -> CommandParser:
         "--dense-limit-seconds",
         type=float,
         default=120.0,
-        help="where one timing of dense attention would take longer, a shorter length is measured, and its time, "
-        "scaled and marked, is shown (default: %(default)s)",
+        help="dense attention is skipped where one timing of it would take longer (default: %(default)s)",
     )
     parser.add_argument(
         "--error-rows", type=int, default=32, help="queries whose output is compared with fp64 (default: 32; 0: none)"
-    )
-    parser.add_argument(
-        "--crossover",
-        type=tokens,
-        nargs="?",
-        const=65536,
-        metavar="T",
-        help="find the length up to T tokens (default: 65536) from which on the layer is no slower than dense",
-    )
-    parser.add_argument(
-        "--first-call", action="store_true", help="time the first call of a process, in processes of their own"
     )
     parser.add_argument(
         "--decode",

@@ -11,15 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 
 from tqdm import tqdm
 
-from nsa_layer.compiling.ahead import ENVIRONMENT, Outcome
-from nsa_layer.compiling.side_by_side import compile_calls
 from nsa_layer.fork import fork_status
 from nsa_layer.support import Request, missing_feature
-from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, output_file, shapes
+from nsa_layer.warm_up.api import compile_calls
+from nsa_layer.warm_up.lookup import ENVIRONMENT, Outcome
+from nsa_tools.commands.options import CommandParser, add_shape_options, add_ungated, shapes
 from nsa_tools.report.tables import markdown
 from nsa_tools.shape import Shape
 from nsa_tools.testing.covering_calls import all_calls, covering_calls
@@ -49,11 +48,6 @@ def main(argv: list[str]) -> int:
     if options.seqlen is not None:
         print("\n".join(call.describe() for call in calls[options.arch[0]]) + "\n")
     print(text)
-    if options.table:
-        command = "make compile-all" if options.all else "python -m nsa_layer compile"
-        options.table.write_text(
-            f"# Kernels that compile\n\nMade by `{command}`; seconds are wall time, several at once.\n\n{text}\n"
-        )
     return 1 if failed else 0
 
 
@@ -84,22 +78,14 @@ def summary(outcomes: dict[int, list[Outcome]]) -> str:
     return markdown(["target", "kernel", "compiled", "in the cache already", "failed", "slowest (s)"], rows, left=2)
 
 
-def _field(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator or name not in {field.name for field in fields(Shape)}:
-        raise argparse.ArgumentTypeError(f"{text!r} is not FIELD=VALUE with a field of Shape")
-    return name, value
-
-
 def _check(options: argparse.Namespace, parser: CommandParser) -> None:
     """Raise ValueError for options that do not go together."""
     if options.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
     changed = {name for name, value in vars(options).items() if value != parser.get_default(name)}
-    of_cover, of_both = {"all", "only", "table"}, {"arch", "jobs", "seqlen"}
-    if options.seqlen is not None and (cover := sorted(changed & of_cover)):
-        raise ValueError(f"--{cover[0]} is for calls that cover the options, --seqlen for calls of one shape")
-    if options.seqlen is None and (of_calls := sorted(changed - of_cover - of_both)):
+    if options.seqlen is not None and options.all:
+        raise ValueError("--all is for calls that cover the options, --seqlen for calls of one shape")
+    if options.seqlen is None and (of_calls := sorted(changed - {"all", "arch", "jobs", "seqlen"})):
         raise ValueError(f"--{of_calls[0].replace('_', '-')} needs --seqlen: the length of the calls")
 
 
@@ -107,16 +93,10 @@ def _calls(arch: int, options: argparse.Namespace) -> list[Shape]:
     """The calls that were asked for.
 
     Raises:
-        ValueError, NotImplementedError: there is none, a size does not fit, or the kernels lack something.
+        ValueError, NotImplementedError: a size does not fit, or the kernels lack something.
     """
     if options.seqlen is None:
-        among = all_calls(arch) if options.all else covering_calls(arch)
-        calls = [call for call in among if all(str(getattr(call, name)) == value for name, value in options.only)]
-        if not calls:
-            asked = " ".join(f"{name}={value}" for name, value in options.only)
-            where = "all calls" if options.all else "the covering set; --all looks among all calls"
-            raise ValueError(f"no call for sm_{arch} has {asked} in {where}")
-        return calls
+        return all_calls(arch) if options.all else covering_calls(arch)
     calls = shapes(options)
     one = calls[0]
     missing = missing_feature(Request(arch, one.dtype, one.D, one.Dv, one.config, one.backward))
@@ -132,10 +112,7 @@ def _parser() -> CommandParser:
     )
     archs = sorted(ENVIRONMENT)
     parser.add_argument("--arch", type=int, nargs="+", choices=archs, default=archs, help="default: both")
-    only = dict(type=_field, nargs="+", default=[], metavar="FIELD=VALUE")
-    parser.add_argument("--only", **only, help="of those calls the ones with such fields: D=64 causal=False")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once (default: one a core)")
-    parser.add_argument("--table", type=output_file, help="also write the summary to this Markdown file")
     calls = parser.add_argument_group("kernels of calls of one shape instead; --seqlen asks for them")
     add_shape_options(calls, seqlen=None, runs=False)
     add_ungated(calls)

@@ -39,13 +39,13 @@ def main(argv: list[str]) -> int:
     """Run the command; 0 when it went through, 1 for a loss that is not finite, 128 + signal when stopped."""
     started = time.monotonic()
     parser = build_parser()
-    given = vars(parser.parse_args(argv))
-    out, resume, device = given.pop("out"), given.pop("resume"), given.pop("device")
-    given = {name: value for name, value in given.items() if value is not None}
+    args = vars(parser.parse_args(argv))
+    out, resume, device = args.pop("out"), args.pop("resume"), args.pop("device")
+    args = {name: value for name, value in args.items() if value is not None}
     from nsa_tools.demo.run import run_demo
 
     with parser.checks():
-        config = DemoConfig.for_device(device, **given)
+        config = DemoConfig.for_device(device, **args)
     try:
         status = run_demo(config, out, resume=resume, started=started)
     except DemoError as error:

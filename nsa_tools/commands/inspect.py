@@ -30,9 +30,9 @@ Section = dict[str, object]
 def main(argv: list[str]) -> int:
     """Run the command; 1 where --require-patched finds another flash_attn.cute."""
     parser = _parser()
-    given = parser.parse_args(argv)
-    given.head_dim_v = given.head_dim if given.head_dim_v is None else given.head_dim_v
-    if min(given.heads, given.kv_heads, given.head_dim, given.head_dim_v, given.seqlen) < 1:
+    args = parser.parse_args(argv)
+    args.head_dim_v = args.head_dim if args.head_dim_v is None else args.head_dim_v
+    if min(args.heads, args.kv_heads, args.head_dim, args.head_dim_v, args.seqlen) < 1:
         parser.error("heads, dimensions and sequence length must be at least 1")
     status = fork_status()
     report = {
@@ -40,10 +40,10 @@ def main(argv: list[str]) -> int:
         "device": device(),
         "flash_attn.cute": {name: getattr(status, name) for name in FORK if getattr(status, name)},
         "support": _or_error(support_table),
-        "shape": _or_error(lambda: shape(given)),
+        "shape": _or_error(lambda: shape(args)),
     }
-    print(json.dumps(report, indent=2) if given.json else _as_text(report))
-    if given.require_patched and status.kind != "patched":
+    print(json.dumps(report, indent=2) if args.json else _as_text(report))
+    if args.require_patched and status.kind != "patched":
         print(f"flash_attn.cute is {status.kind}: {status.detail}\nremedy: {status.remedy}", file=sys.stderr)
         return 1
     return 0
@@ -66,19 +66,19 @@ def _parser() -> CommandParser:
 
 def versions() -> Section:
     """Python's, CUDA's and the packages' versions; None for what is not there."""
-    found: Section = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
+    values: Section = {"python": f"{platform.python_version()} ({platform.system()} {platform.machine()})"}
     for name, distribution in DISTRIBUTIONS.items():
-        found[name] = version_of(distribution)
-    return found | {"cuda": torch.version.cuda}
+        values[name] = version_of(distribution)
+    return values | {"cuda": torch.version.cuda}
 
 
 def device() -> Section:
     """The GPU at hand, and what the environment names in its place."""
-    found: Section = {"gpu": None, "architecture": None}
+    values: Section = {"gpu": None, "architecture": None}
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        found = {"gpu": torch.cuda.get_device_name(), "architecture": f"sm_{major}{minor}"}
-    return found | {key: os.environ[key] for key in ("FLASH_ATTENTION_ARCH", "CUTE_DSL_ARCH") if key in os.environ}
+        values = {"gpu": torch.cuda.get_device_name(), "architecture": f"sm_{major}{minor}"}
+    return values | {key: os.environ[key] for key in ("FLASH_ATTENTION_ARCH", "CUTE_DSL_ARCH") if key in os.environ}
 
 
 def support_table() -> Section:
@@ -91,12 +91,12 @@ def support_table() -> Section:
     return {"header": header, "rows": rows}
 
 
-def shape(given: argparse.Namespace) -> Section:
+def shape(args: argparse.Namespace) -> Section:
     """The backend that a training step of the shape takes by default, and why."""
-    dtype, D, Dv = DTYPES[given.dtype], given.head_dim, given.head_dim_v
+    dtype, D, Dv = DTYPES[args.dtype], args.head_dim, args.head_dim_v
     static = dict(dtype=getattr(torch, dtype), D=D, Dv=Dv, config=NSAConfig())
-    backend, reason = explain_backend(Hq=given.heads, Hkv=given.kv_heads, arch=support.device_arch(), **static)
-    asked = f"T={given.seqlen} Hq={given.heads} Hkv={given.kv_heads} D={D} Dv={Dv} {dtype}"
+    backend, reason = explain_backend(Hq=args.heads, Hkv=args.kv_heads, arch=support.device_arch(), **static)
+    asked = f"T={args.seqlen} Hq={args.heads} Hkv={args.kv_heads} D={D} Dv={Dv} {dtype}"
     return {"asked": asked, "backend": backend, "reason": reason}
 
 

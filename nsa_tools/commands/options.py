@@ -35,9 +35,9 @@ class CommandParser(argparse.ArgumentParser):
         """An error for options that another one, by which they are listed, has the command not read."""
         flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
         for option, others in unread.items():
-            found = [flag for flag in flags if flag in others]
-            if option in flags and found:
-                self.error(f"{option} does not read {found[0]}: leave one of them out")
+            ignored = [flag for flag in flags if flag in others]
+            if option in flags and ignored:
+                self.error(f"{option} does not read {ignored[0]}: leave one of them out")
 
     @contextmanager
     def checks(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ def add_shape_options(parser: argparse._ActionsContainer, *, seqlen: list[int] |
         add("--device", "where to run", default=device)
         add("--backend", "cute, eager or reference (default: what `nsa` takes)")
         add("--data", "inputs: q and k change slowly along the sequence, or not", choices=DATA, default=DATA[0])
-        add("--json", "also write what was found to this file", type=output_file)
+        add("--json", "also write what was ignored to this file", type=output_file)
     else:
         add("--dtype", "of q, k and v", choices=("fp16", "bf16"), default="bf16")
         parser.set_defaults(device="cpu")
@@ -120,35 +120,35 @@ def add_ungated(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--ungated", action="store_true", help="without gate_weight: 1/3 of each branch")
 
 
-def shapes(given: argparse.Namespace) -> list[Shape]:
+def shapes(args: argparse.Namespace) -> list[Shape]:
     """A shape for each length.
 
     Raises:
         ValueError: a size does not fit, or there is no such device.
     """
     named = (*CONFIG_OPTIONS, "compress_size", "compress_stride", "deterministic")
-    config = NSAConfig(**{name: getattr(given, name) for name in named})
-    device = usable_device(given.device)
-    dtype = getattr(torch, DTYPES[given.dtype or ("fp32" if device.type == "cpu" else "bf16")])
-    own = (given.heads, given.kv_heads)
-    Hq, Hkv = (preset if heads is None else heads for heads, preset in zip(own, PRESETS[given.shape]))
-    sizes = dict(B=given.batch, Hq=Hq, Hkv=Hkv, D=given.head_dim)
-    sizes["Dv"] = given.head_dim if given.head_dim_v is None else given.head_dim_v
-    for name, size in sizes.items() | {("T", T) for T in given.seqlen}:
+    config = NSAConfig(**{name: getattr(args, name) for name in named})
+    device = usable_device(args.device)
+    dtype = getattr(torch, DTYPES[args.dtype or ("fp32" if device.type == "cpu" else "bf16")])
+    own = (args.heads, args.kv_heads)
+    Hq, Hkv = (preset if heads is None else heads for heads, preset in zip(own, PRESETS[args.shape]))
+    sizes = dict(B=args.batch, Hq=Hq, Hkv=Hkv, D=args.head_dim)
+    sizes["Dv"] = args.head_dim if args.head_dim_v is None else args.head_dim_v
+    for name, size in sizes.items() | {("T", T) for T in args.seqlen}:
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     if Hq % Hkv:
         raise ValueError(f"--kv-heads must divide --heads, got {Hkv} and {Hq}")
-    if given.packed is not None and given.batch != 1:
-        raise ValueError(f"--packed is for sequences without a batch, got --batch {given.batch}")
-    budget = None if given.budget is None else int(given.budget * (1 << 30))
-    what = dict(backward=given.mode == "both", gate="none" if getattr(given, "ungated", False) else "weight")
-    what |= dict(projected=getattr(given, "compress_weights", False))
-    policy = MemoryPolicy(budget=budget, recompute=given.recompute)
-    what |= dict(data=getattr(given, "data", "random"))
-    static = dict(dtype=dtype, device=given.device, config=config, policy=policy, **sizes, **what)
-    lengths = {T: None if given.packed is None else long_tailed(T, given.packed) for T in given.seqlen}
-    return [Shape(T=T, lengths=lengths[T], **static) for T in given.seqlen]
+    if args.packed is not None and args.batch != 1:
+        raise ValueError(f"--packed is for sequences without a batch, got --batch {args.batch}")
+    budget = None if args.budget is None else int(args.budget * (1 << 30))
+    what = dict(backward=args.mode == "both", gate="none" if getattr(args, "ungated", False) else "weight")
+    what |= dict(projected=getattr(args, "compress_weights", False))
+    policy = MemoryPolicy(budget=budget, recompute=args.recompute)
+    what |= dict(data=getattr(args, "data", "random"))
+    static = dict(dtype=dtype, device=args.device, config=config, policy=policy, **sizes, **what)
+    lengths = {T: None if args.packed is None else long_tailed(T, args.packed) for T in args.seqlen}
+    return [Shape(T=T, lengths=lengths[T], **static) for T in args.seqlen]
 
 
 def backend_of(shape: Shape, backend: str | None) -> str:

@@ -8,7 +8,7 @@ time that the bytes or the arithmetic that the component cannot do without take.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 
@@ -26,38 +26,35 @@ Floors = dict[tuple[str, str], Work]  # by component and direction
 def main(argv: list[str]) -> int:
     """Run the command."""
     parser = _parser()
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     with parser.checks():
-        cases = shapes(given)
-        backends = [backend_of(shape, given.backend) for shape in cases]
-        if given.repeats < 1:
-            raise ValueError(f"--repeats must be at least 1, got {given.repeats}")
+        cases = shapes(args)
+        backends = [backend_of(shape, args.backend) for shape in cases]
+        if args.repeats < 1:
+            raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     at = ceilings(cases[0].device, cases[0].dtype)
-    if given.terabytes:
-        at = replace(at, bytes_a_second=given.terabytes * 1e12)
-    if given.tflops:
-        at = replace(at, forward_flops=given.tflops[0] * 1e12, backward_flops=given.tflops[1] * 1e12)
     rates = (rate / 1e12 for rate in asdict(at).values())
     print("floors: {:.3g} TB/s, {:.3g} and {:.3g} TFLOP/s forward and backward\n".format(*rates))
     document = provenance("profile", argv, cases[0].device) | dict(ceilings=asdict(at), calls=[])
     for shape, backend in zip(cases, backends):
-        found, floors = profile(shape, backend, repeats=given.repeats, rows=given.rows), work(shape, backend)
-        gated = "ungated" if given.ungated else "gated"
+        measured, floors = profile(shape, backend, repeats=args.repeats), work(shape, backend)
+        gated = "ungated" if args.ungated else "gated"
         title = f"{backend} on {shape.device}, {shape.describe()}, {gated}, {shape.data} data"
-        second = found.operators or kernel_table(found.kernels, rows=given.rows)
-        print(f"{title}\n\n{component_table(found, floors, at)}\n\n{second}\n", flush=True)
-        document["calls"].append(dict(title=title, whole_ms=found.whole_ms, rows=as_data(found, floors, at)))
-        if given.json:
-            write_json(given.json, document)
+        tables = [component_table(measured, floors, at)]
+        tables += [kernel_table(measured.kernels, rows=args.rows)] if measured.kernels else []
+        print("\n\n".join((title, *tables)) + "\n", flush=True)
+        document["calls"].append(dict(title=title, whole_ms=measured.whole_ms, rows=as_data(measured, floors, at)))
+        if args.json:
+            write_json(args.json, document)
     return 0
 
 
-def component_table(found: Profile, floors: Floors, at: Ceilings) -> str:
+def component_table(measured: Profile, floors: Floors, at: Ceilings) -> str:
     """A row a component and direction; then each direction as a whole, by a clock without the profiler."""
-    total = sum(part.ms for part in found.parts.values())
+    total = sum(part.ms for part in measured.parts.values())
     table = []
     for way in DIRECTIONS:
-        own = {name: part for (name, direction), part in found.parts.items() if direction == way}
+        own = {name: part for (name, direction), part in measured.parts.items() if direction == way}
         if not own:
             continue
         for name, part in own.items():
@@ -66,8 +63,8 @@ def component_table(found: Profile, floors: Floors, at: Ceilings) -> str:
         least = sum(work.floor_ms(at, way) for (_, direction), work in floors.items() if direction == way)
         busy = Part(sum(part.ms for part in own.values()), sum(part.launches for part in own.values()))
         table.append(["all components", way, *_time(busy, total), "", "", *_floor(busy.ms, least)])
-        if way in found.whole_ms:
-            ms = found.whole_ms[way]
+        if way in measured.whole_ms:
+            ms = measured.whole_ms[way]
             table.append(["whole call, by the clock", way, f"{ms:.3f}", "", "", "", "", *_floor(ms, least)])
     header = ["component", "direction", "ms", "share", "launches", "work", "reached", "floor (ms)", "over floor"]
     return markdown(header, table, left=2)
@@ -102,11 +99,11 @@ def kernel_table(kernels: list[Kernel], *, rows: int) -> str:
     return markdown(["component", "direction", "kernel", "launches", "ms"], table, left=3)
 
 
-def as_data(found: Profile, floors: Floors, at: Ceilings) -> list[dict]:
+def as_data(measured: Profile, floors: Floors, at: Ceilings) -> list[dict]:
     """A row a component and direction; what has no floor has None."""
     rows = []
-    for name, way in dict.fromkeys((*found.parts, *floors)):
-        part, least = found.parts.get((name, way)), floors.get((name, way))
+    for name, way in dict.fromkeys((*measured.parts, *floors)):
+        part, least = measured.parts.get((name, way)), floors.get((name, way))
         row = dict(component=name, direction=way, ms=None, launches=None, bytes=None, flops=None, floor_ms=None)
         if part is not None:
             row |= dict(ms=part.ms, launches=part.launches)
@@ -121,7 +118,5 @@ def _parser() -> CommandParser:
     add_shape_options(parser, seqlen=[8192 if torch.cuda.is_available() else 1024])
     add_ungated(parser)
     parser.add_argument("--repeats", type=int, default=5, help="calls whose median is shown (default: 5)")
-    parser.add_argument("--rows", type=int, default=15, help="kernels (operators, on a CPU) shown (default: 15)")
-    parser.add_argument("--terabytes", type=float, help="TB/s that a floor counts with (default: 4.2 on an H200)")
-    parser.add_argument("--tflops", type=float, nargs=2, metavar=("FORWARD", "BACKWARD"), help="on an H200: 660 614")
+    parser.add_argument("--rows", type=int, default=15, help="kernels shown, on a GPU (default: 15)")
     return parser

@@ -58,14 +58,11 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, seen: list[Aux] | None, cache: NSACache | None) -> torch.Tensor:
-        attended = self.attention_norm(x)
+        options = {} if cache is None else dict(cache=cache)
+        out = self.attention(self.attention_norm(x), **options if seen is None else dict(return_aux=True))
         if seen is not None:
-            out, aux = self.attention(attended, return_aux=True)
+            out, aux = out
             seen.append(aux)
-        elif cache is not None:
-            out = self.attention(attended, cache=cache)
-        else:
-            out = self.attention(attended)
         x = x + out
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 

@@ -11,8 +11,8 @@ import torch
 from nsa_tools.demo.data import Text, held_out_windows, training_batch
 from nsa_tools.demo.demo_config import DemoConfig
 from nsa_tools.demo.model import ByteModel
-from nsa_tools.demo.parallel import Map
 from nsa_tools.demo.sample import sample_report
+from nsa_tools.demo.train import Map
 from nsa_tools.demo.visibility import NSA_COLOUR, visibility_figure
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.report.figures import INK, MUTED, clean_axes, new_figure, to_png

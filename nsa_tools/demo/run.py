@@ -15,11 +15,9 @@ import torch
 from nsa_tools.demo.checkpoint import load_checkpoint
 from nsa_tools.demo.data import Text, load_text
 from nsa_tools.demo.demo_config import DemoConfig, DemoError
-from nsa_tools.demo.interrupt import StopRequest
 from nsa_tools.demo.model import ByteModel, build_models
-from nsa_tools.demo.parallel import side_by_side
 from nsa_tools.demo.report import write_loss, write_report
-from nsa_tools.demo.train import Training, build_optimizers
+from nsa_tools.demo.train import StopRequest, Training, build_optimizers, side_by_side
 from nsa_tools.report.files import MetricsLog, write_json
 
 

@@ -10,7 +10,7 @@ import torch
 from nsa_tools.demo.data import Text, held_out_windows
 from nsa_tools.demo.demo_config import DemoConfig
 from nsa_tools.demo.model import ByteModel
-from nsa_tools.demo.parallel import Map
+from nsa_tools.demo.train import Map
 
 TEMPERATURE = 0.7
 MAX_PROMPT = 1024

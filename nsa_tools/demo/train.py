@@ -1,12 +1,18 @@
-"""Training: both models take the same steps; losses go to the log, everything else to the checkpoint."""
+"""Training: both models take the same steps, at once on a CPU, until Ctrl-C or SIGTERM ask for the end."""
 
 from __future__ import annotations
 
 import math
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -14,12 +20,58 @@ from tqdm import tqdm
 from nsa_tools.demo.checkpoint import save_checkpoint
 from nsa_tools.demo.data import Text, held_out_windows, training_batch
 from nsa_tools.demo.demo_config import DemoConfig
-from nsa_tools.demo.interrupt import StopRequest
 from nsa_tools.demo.model import ByteModel
-from nsa_tools.demo.parallel import Map
 from nsa_tools.report.files import MetricsLog
 
 MAX_GRADIENT_NORM = 1.0
+Item, Result = TypeVar("Item"), TypeVar("Result")
+Map = Callable[[Callable[[Item], Result], Iterable[Item]], list[Result]]
+
+
+class StopRequest:
+    """While entered, SIGINT and SIGTERM set ``signal`` instead of ending the program; a second one ends it at once.
+
+    Outside the main thread, where Python allows no signal handlers, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+
+
+@contextmanager
+def side_by_side(device: str, *, models: int, threads: int) -> Iterator[Map]:
+    """Yields a ``map``: on a CPU its calls run at once, each with so many threads; on a GPU one after the other.
+
+    One model's operators are too small to be worth sharing among cores: PyTorch's threads wait for each other by
+    spinning, and on a machine with other work to do a step then takes a hundred times as long. Two models on two cores
+    need not wait.
+    """
+    if torch.device(device).type != "cpu":
+        yield lambda function, items: [function(item) for item in items]
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with ThreadPoolExecutor(models, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+            yield lambda function, items: list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(before)
 
 
 def build_optimizers(models: dict[str, ByteModel], config: DemoConfig) -> dict[str, torch.optim.AdamW]:

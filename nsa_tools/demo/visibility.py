@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import LinearSegmentedColormap
 
 from nsa_layer.call_spec import Aux
 from nsa_layer.config import NSAConfig
@@ -94,14 +94,8 @@ def _draw_panel(axes: object, strength: torch.Tensor, T: int) -> None:
     axes.grid(False)
     # A column stands for a range of tokens, and is coloured by the share of them that the query sees.
     share = torch.nn.functional.adaptive_avg_pool1d(strength, min(T, PIXELS))
-    ramp = ListedColormap(_ramp(NSA_COLOUR))
+    ramp = LinearSegmentedColormap.from_list("seen", ["white", NSA_COLOUR])
     axes.imshow(share.numpy(), cmap=ramp, vmin=0, vmax=1, extent=(0, T, T, 0), interpolation="antialiased")
     axes.plot((0, T), (0, T), color=MUTED, linewidth=0.6)
     axes.set_xlabel("token seen", color=MUTED)
     axes.locator_params(nbins=5)
-
-
-def _ramp(colour: str, steps: int = 64) -> list[tuple[float, float, float]]:
-    """From white to the colour."""
-    full = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return [tuple(1 - share * (1 - part) for part in full) for share in (i / (steps - 1) for i in range(steps))]

@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from nsa_layer.api import nsa
 from nsa_layer.call_spec import Aux
-from nsa_layer.config import takes_unions
-from nsa_layer.kernels.token_lists.sizes import ROWS
+from nsa_layer.kernels.union_lists.sizes import ROWS
 from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.measure.timed_calls import (
     BACKWARD,
@@ -27,7 +26,7 @@ from nsa_tools.measure.timed_calls import (
     variants,
 )
 from nsa_tools.measure.timing import host_microseconds, sets_past_l2
-from nsa_tools.report.results import FAILED, FROM_SHORTER, MEASURED, NO_MEMORY, Row
+from nsa_tools.report.results import FAILED, MEASURED, NO_MEMORY, TOO_SLOW, Row
 from nsa_tools.shape import Shape
 from nsa_tools.testing.sampled_check import Samples, forward_verdicts
 
@@ -46,7 +45,7 @@ class Options:
 
     Attributes:
         graph: replayed from CUDA graphs.
-        dense_limit: seconds that one timing of dense attention may take.
+        dense_limit: seconds that one timing of dense attention may take; where it would take longer it is skipped.
         error_rows: queries at which o is compared with the oracle; 0 for none.
     """
 
@@ -79,8 +78,10 @@ class Bench:
         if "dense" in names:
             estimate = self._dense_seconds(shape)
             if estimate > self.options.dense_limit:
-                self._run_dense_at_a_shorter_length(shape)
                 names = tuple(name for name in names if name != "dense")
+                skipped = dict(status=TOO_SLOW, detail=f"about {estimate:,.0f} s a timing")
+                rows = (self._row(shape, "dense", way) for way in self.options.directions(shape))
+                self.rows += [replace(row, **skipped) for row in rows]
         found = self._measured(shape, names, once={"dense"} if estimate > SLOW_SECONDS else set())
         self._learn(shape, [row for row in found if row.variant == "dense"])
         self._add(found)
@@ -174,7 +175,7 @@ class Bench:
         worst = max((v for v in verdicts if v.name.split()[0] == "o"), key=lambda v: v.of_limit)
         wrong = [v.name for v in verdicts if not v.ok]
         found = dict(error=worst.error, eager_error=worst.eager_error, of_limit=worst.of_limit)
-        if takes_unions(shape.config):
+        if shape.config.q_tile < ROWS:
             found |= dict(union=union(made[0][1].block_indices, shape))
         return replace(row, **found, detail=f"WRONG: {', '.join(wrong)}" if wrong else None)
 
@@ -190,25 +191,6 @@ class Bench:
         longest = max((row.ms for row in rows if row.ms is not None), default=None)
         if longest is not None:
             self.seconds_a_pair = longest / 1e3 / shape.dense_pairs()
-
-    def _run_dense_at_a_shorter_length(self, shape: Shape) -> None:
-        """Add rows of dense attention that are scaled from a shorter length, which is measured unless it was."""
-        base = shape
-        while self._dense_seconds(base) > self.options.dense_limit and base.T > 1:
-            base = base.at(base.T // 2)
-        if not any(row.T == base.T and row.variant == "dense" for row in self.rows):
-            once = {"dense"} if self._dense_seconds(base) > SLOW_SECONDS else set()
-            found = self._measured(base, ("dense",), once)
-            self._learn(base, found)
-            self._add(found)
-        factor = shape.dense_pairs() / base.dense_pairs()
-        known = {row.direction: row.ms for row in self.rows if row.T == base.T and row.variant == "dense"}
-        for way in self.options.directions(shape):
-            row = self._row(shape, "dense", way)
-            if known.get(way) is not None:
-                scaled = dict(ms=known[way] * factor, from_T=base.T, factor=factor)
-                row = replace(row, status=FROM_SHORTER, detail=None, **scaled)
-            self.rows.append(row)
 
     def _row(self, shape: Shape, variant: str, direction: str) -> Row:
         what = dict(variant=variant, direction=direction, graph=self.options.graph)

@@ -9,7 +9,7 @@ import torch
 
 from nsa_layer.api import nsa
 from nsa_layer.cute.memory_plan import RESERVE, MemoryPlan, MemoryPolicy, plan_memory, predict
-from nsa_tools.measure.peak_memory import outside_allocator, peak_bytes, peaks_by_component
+from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.measure.timed_calls import is_out_of_memory
 from nsa_tools.report.results import MEASURED, NO_MEMORY
 from nsa_tools.shape import Shape
@@ -54,39 +54,10 @@ class RepeatedCall:
         if self.shape.backward:
             torch.autograd.grad(o, list(self.inputs.values()), torch.ones_like(o))
 
-    def parts(self) -> dict[str, int]:
-        """Bytes on a GPU under the names of `memory_plan.predict`.
-
-        "saved" is held after forward beside o, "forward" is forward's peak above that, "backward" that of backward
-        above that and the gradients.
-        """
-        begin, _ = _held_and_peak()
-        with torch.set_grad_enabled(self.shape.backward):
-            o = self.attend(**self.inputs)
-        after, peak = _held_and_peak()
-        found = dict(saved=after - begin - o.nbytes, forward=peak - after)
-        if self.shape.backward:
-            do = torch.ones_like(o)
-            begin, _ = _held_and_peak()
-            gradients = torch.autograd.grad(o, list(self.inputs.values()), do)
-            found["backward"] = _held_and_peak()[1] - begin - sum(gradient.nbytes for gradient in gradients)
-        return found
-
-    def peaks(self) -> dict[str, int]:
-        """The call's peak, after one that compiled; on a GPU that of each component too."""
+    def peak(self) -> int:
+        """The call's peak, after one that compiled."""
         self.call()
-        found = {"peak": peak_bytes(self.call, self.shape.device)}
-        if self.shape.device.startswith("cuda"):
-            found |= peaks_by_component(self.call)
-        return found
-
-
-def _held_and_peak() -> tuple[int, int]:
-    """Bytes that are allocated on the GPU, and the most since this was last asked."""
-    torch.cuda.synchronize()
-    found = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return found
+        return peak_bytes(self.call, self.shape.device)
 
 
 def measurement(shape: Shape, backend: str | None, total: int | None = None) -> dict:
@@ -94,31 +65,20 @@ def measurement(shape: Shape, backend: str | None, total: int | None = None) -> 
 
     Returns:
         "T", "groups", "kept" (outputs that are saved, None without backward), "inputs", "predicted" (by component,
-        with "peak"), "peak" (None: not measured, or out of memory), "measured" (by component, on a GPU) and "status".
+        with "peak"), "peak" (None: not measured, or out of memory) and "status".
     """
     plan = planned(shape, total)
-    found = dict(T=shape.T, groups=len(plan.groups), kept=sum(plan.kept) if shape.backward else None)
-    found |= dict(inputs=input_bytes(shape), predicted=predicted(shape, plan))
+    result = dict(T=shape.T, groups=len(plan.groups), kept=sum(plan.kept) if shape.backward else None)
+    result |= dict(inputs=input_bytes(shape), predicted=predicted(shape, plan))
     if backend is None:
-        return found | dict(peak=None, measured=None, status="not measured")
+        return result | dict(peak=None, status="not measured")
     try:
-        calls = RepeatedCall(shape, backend)
-        peak = calls.peaks()["peak"]
-        parts = calls.parts() if shape.device.startswith("cuda") else None
+        peak = RepeatedCall(shape, backend).peak()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return found | dict(peak=None, measured=None, status=NO_MEMORY)
-    return found | dict(peak=peak, measured=parts, status=MEASURED)
-
-
-def components(shape: Shape, backend: str) -> dict:
-    """Bytes of one shape on a GPU: "allocated" above the inputs, by component; "kernels", "context" outside of it."""
-    before = outside_allocator()
-    allocated = RepeatedCall(shape, backend).peaks()
-    # Code is loaded when a kernel first runs, and stays.
-    held = max(0, outside_allocator() - before)
-    return dict(T=shape.T, allocated=allocated, kernels=held, context=before)
+        return result | dict(peak=None, status=NO_MEMORY)
+    return result | dict(peak=peak, status=MEASURED)
 
 
 def find_longest(shape: Shape, backend: str | None, total: int) -> dict:
@@ -153,24 +113,14 @@ def longest(fits: Callable[[int], bool], *, guess: int, step: int) -> int:
 
     Gaps double from a guess until a length on either side is known, then halve.
     """
-    T = max(step, guess // step * step)
-    gap, good, bad = step, 0, None
-    if fits(T):
-        good = T
-        while bad is None:
-            if fits(good + gap):
-                good, gap = good + gap, 2 * gap
-            else:
-                bad = good + gap
-    else:
-        bad = T
-        while bad > step and good == 0:
-            lower = max(step, bad - gap)
-            if fits(lower):
-                good = lower
-            else:
-                bad, gap = lower, 2 * gap
-    while good and bad - good > step:
-        middle = (good + bad) // 2 // step * step
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+    T, gap, low, high = max(step, guess // step * step), step, 0, None  # low fits, high does not
+    while high is None or high - low > step:
+        if fits(T):
+            low = T
+        else:
+            high = T
+        if high is not None and low:
+            T = (low + high) // 2 // step * step
+        else:
+            T, gap = low + gap if high is None else max(step, high - gap), 2 * gap
+    return low

@@ -26,15 +26,9 @@ Step = Callable[[dict], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeRow:
-    """Microseconds of one step.
+    """Microseconds of one step by variant, None where it failed; bytes that the layer's step has to read.
 
-    Attributes:
-        T: tokens of each of B sequences, the new one included.
-        us: by variant: medians; "dense" is the fork's FlashAttention, which has no splits on Hopper, "sdpa" PyTorch's
-            `scaled_dot_product_attention`. None: it failed.
-        bytes: that the layer's step has to read.
-        sets: of caches.
-        failed: reasons, by variant.
+    "dense" is the fork's FlashAttention, which has no splits on Hopper, "sdpa" PyTorch's.
     """
 
     T: int
@@ -75,17 +69,17 @@ def make_set(shape: Shape) -> dict:
 def variants(shape: Shape, backend: str | None) -> dict[str, Step]:
     """A step by each variant's name."""
 
-    def sdpa(given: dict) -> torch.Tensor:
-        q, k, v = (given[name].transpose(1, 2) for name in ("q", "k_cache", "v_cache"))
+    def sdpa(inputs: dict) -> torch.Tensor:
+        q, k, v = (inputs[name].transpose(1, 2) for name in ("q", "k_cache", "v_cache"))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
-    def dense(given: dict) -> torch.Tensor:
+    def dense(inputs: dict) -> torch.Tensor:
         from flash_attn.cute.interface import flash_attn_func
 
-        return flash_attn_func(given["q"], given["k_cache"], given["v_cache"], causal=True)[0]
+        return flash_attn_func(inputs["q"], inputs["k_cache"], inputs["v_cache"], causal=True)[0]
 
     on_gpu = {"dense": dense} if shape.device.startswith("cuda") else {}
-    return {"nsa": lambda given: nsa_with_kvcache(**given, backend=backend), **on_gpu, "sdpa": sdpa}
+    return {"nsa": lambda inputs: nsa_with_kvcache(**inputs, backend=backend), **on_gpu, "sdpa": sdpa}
 
 
 def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
@@ -98,12 +92,12 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
         sets = max(1, min(-(-ROTATED_BYTES // needed), room))
         block = min(shape.T, shape.config.block_size)
         steps |= dict.fromkeys(steps, max(LEAST_STEPS, sets)) | dict(nsa=-(-sets // block) * block)
-    given = [make_set(shape) for _ in range(sets)]
+    inputs = [make_set(shape) for _ in range(sets)]
     calls, failed, us = {}, {}, {}
     for name, step in variants(shape, backend).items():
         us[name] = None
         try:
-            calls[name] = captured(step, given, steps[name]) if on_gpu else lambda step=step: step(given[0])
+            calls[name] = captured(step, inputs, steps[name]) if on_gpu else lambda step=step: step(inputs[0])
             calls[name]()
         except Exception as error:  # its row says so, and the others go on
             calls.pop(name, None)
@@ -116,18 +110,18 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     return DecodeRow(**sizes, dtype=shape.dtype_name(), us=us, bytes=needed, sets=sets, failed=failed)
 
 
-def captured(step: Step, given: list[dict], count: int) -> Callable[[], None]:
+def captured(step: Step, inputs: list[dict], count: int) -> Callable[[], None]:
     """A replay of so many steps, the last to all tokens of the caches, on each set of them in turn."""
-    after = [given[0]["cache_seqlens"] - (count - 1 - i) for i in range(count)]
+    after = [inputs[0]["cache_seqlens"] - (count - 1 - i) for i in range(count)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
-        step(given[0])
+        step(inputs[0])
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph):
         for i, lengths in enumerate(after):
-            step(given[i % len(given)] | dict(cache_seqlens=lengths))
+            step(inputs[i % len(inputs)] | dict(cache_seqlens=lengths))
     return graph.replay
 
 

@@ -77,14 +77,14 @@ def kernels(events: Iterable[dict]) -> list[Kernel]:
                 ranges[where].append((*span, name.removeprefix(PREFIX)))
     for spans in (*phases.values(), *ranges.values()):
         spans.sort()
-    found = []
+    attributed = []
     for event in sorted(ran, key=lambda event: event["ts"]):
         on_gpu = (RANGES_ON_GPU, event["tid"])
         thread, at = launched.get(event.get("args", {}).get("correlation"), (on_gpu, event["ts"]))
         phase = _innermost(phases[on_gpu if thread == on_gpu else RANGES], at)
         component = _innermost(ranges[thread], at)
-        found.append(Kernel(event["name"], component, phase, event["ts"] / 1e3, event["dur"] / 1e3))
-    return found
+        attributed.append(Kernel(event["name"], component, phase, event["ts"] / 1e3, event["dur"] / 1e3))
+    return attributed
 
 
 def _innermost(spans: list[tuple[float, float, str]], at: float) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nsa_layer.config import takes_unions
-from nsa_layer.kernels.token_lists.sizes import ROWS, words_of_entry
+from nsa_layer.kernels.union_lists.sizes import ROWS, words_of_entry
+from nsa_layer.support import reads_unions
 from nsa_tools.measure.timing import milliseconds
 from nsa_tools.shape import Shape
 
@@ -62,7 +62,7 @@ def ceilings(device: str, dtype: torch.dtype) -> Ceilings:
 def visible_pairs(shape: Shape) -> dict[str, int]:
     """Pairs of a query and a key that a query head computes in each branch, over all sequences."""
     lengths = [shape.T] * shape.B if shape.lengths is None else shape.lengths
-    branches = (("cmp", _compressed), ("slc", _selected), ("swa", _window))[: shape.config.branches]
+    branches = (("cmp", _compressed), ("slc", _selected), ("swa", _window))[: shape.config.num_branches]
     return {name: sum(count(length, shape) for length in lengths) for name, count in branches}
 
 
@@ -108,31 +108,31 @@ def work(shape: Shape, backend: str = "cute") -> dict[tuple[str, str], Work]:
     if config.by_token:  # one more product of the compressed branch, with its rounded keys and its log-sum-exp
         scores, scored, means = 2 * pairs["cmp"] * s.Hq * s.D, blocks * s.Hkv * s.D * e + rows, kv_cmp
     keys = {"cmp": kv_cmp, "slc": kv, "swa": kv}
-    found = {
+    floors = {
         ("compress", "forward"): Work(kv + means),
         ("compress", "backward"): Work(kv + kv_cmp),
         ("choose", "forward"): Work(q + scored + lists, scores),
         ("lists", "forward"): Work(2 * lists),
         ("lists", "backward"): Work(2 * lists),
-        ("gate", "forward"): Work((1 + config.branches) * o + gated * q),
-        ("gate", "backward"): Work((1 + config.branches) * o + gated * 2 * q + 2 * config.branches * rows),
+        ("gate", "forward"): Work((1 + config.num_branches) * o + gated * q),
+        ("gate", "backward"): Work((1 + config.num_branches) * o + gated * 2 * q + 2 * config.num_branches * rows),
         # dk and dv alone: the last call that adds to dq can round it.
         ("convert", "backward"): Work(kv / e * (FP32 + e)),
     }
     for name, count in pairs.items():
-        found[name, "forward"] = Work(q + o + keys[name] + rows, 2 * count * s.Hq * (s.D + s.Dv))
-        found[name, "backward"] = Work(2 * q + o + 2 * keys[name] + 2 * rows, 2 * count * s.Hq * (3 * s.D + 2 * s.Dv))
-    if takes_unions(config) and backend == "cute":
+        floors[name, "forward"] = Work(q + o + keys[name] + rows, 2 * count * s.Hq * (s.D + s.Dv))
+        floors[name, "backward"] = Work(2 * q + o + 2 * keys[name] + 2 * rows, 2 * count * s.Hq * (3 * s.D + 2 * s.Dv))
+    if reads_unions(config, listed=False) and backend == "cute":
         # Unions cannot be shorter than one token's list; pairs are read from the lists, and written once.
         G = s.Hq // s.Hkv
         entries = sum(-(-length * G // ROWS) for length in lengths) * s.Hkv * config.list_width(max(lengths))
         unions = entries * 4 * (1 + words_of_entry(G, config.block_size))
-        found["lists", "forward"] = found["lists", "backward"] = Work(lists + unions)
+        floors["lists", "forward"] = floors["lists", "backward"] = Work(lists + unions)
         pairs_of_tokens = tokens * s.Hkv * config.list_width(max(lengths)) * 4
-        found["pairs", "backward"] = Work(lists + pairs_of_tokens)
+        floors["pairs", "backward"] = Work(lists + pairs_of_tokens)
         # Two passes over the exact pairs: of backward's five products both make q . k and do . v.
-        del found["slc", "backward"]
+        del floors["slc", "backward"]
         products = 2 * pairs["slc"] * s.Hq
-        found["slc_dq", "backward"] = Work(2 * q + o + kv + 2 * rows, products * (2 * s.D + s.Dv))
-        found["slc_dkdv", "backward"] = Work(q + o + 2 * kv + 2 * rows + pairs_of_tokens, products * 2 * (s.D + s.Dv))
-    return {(name, way): work for (name, way), work in found.items() if s.backward or way == "forward"}
+        floors["slc_dq", "backward"] = Work(2 * q + o + kv + 2 * rows, products * (2 * s.D + s.Dv))
+        floors["slc_dkdv", "backward"] = Work(q + o + 2 * kv + 2 * rows + pairs_of_tokens, products * 2 * (s.D + s.Dv))
+    return {(name, way): work for (name, way), work in floors.items() if s.backward or way == "forward"}

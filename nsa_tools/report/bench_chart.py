@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
 
 from nsa_tools.report.bench_tables import shape_key
 from nsa_tools.report.figures import GRID, INK, MUTED, clean_axes, new_figure
-from nsa_tools.report.results import CHART_SUFFIXES, FROM_SHORTER, MEASURED, Row
+from nsa_tools.report.results import CHART_SUFFIXES, Row
 
 COLOURS = {"dense": "#eb6834", "nsa": "#2a78d6", "gated": "#12a594"}
 NAMES = {"dense": "dense", "nsa": "NSA", "gated": "NSA, gated"}
@@ -28,8 +29,9 @@ def draw(rows: Sequence[Row], environment: dict, path: Path) -> tuple[Path, Path
     axes = figure.subplots(2, len(directions), squeeze=False, sharex="col")
     for column, direction in enumerate(directions):
         shown = [row for row in rows if row.direction == direction and row.ms is not None]
-        _draw_times(axes[0][column], _lines(shown), shapes)
-        _draw_factors(axes[1][column], _lines([row for row in shown if row.over_dense]), shapes, _scaled(shown))
+        _draw_lines(axes[0][column], _lines(shown), shapes, "ms")
+        axes[0][column].set_yscale("log")
+        _draw_factors(axes[1][column], _lines([row for row in shown if row.over_dense]), shapes)
         for part in (0, 1):
             lengths = sorted({row.T for row in shown})
             axes[part][column].set_xticks(lengths, [_short(T) for T in lengths], fontsize=7)
@@ -54,8 +56,7 @@ def footer(rows: Sequence[Row], environment: dict) -> str:
     shapes = "; ".join(dict.fromkeys(f"Hq {row.Hq}, Hkv {row.Hkv}, D {row.D}, {row.dtype}" for row in rows))
     kernels = f"flash_attn.cute {environment.get('flash_attn.cute')} with {environment.get('patches')} patches"
     versions = f"PyTorch {environment.get('torch')}, {kernels}"
-    hollow = "; hollow: dense from a shorter length" if _scaled(rows) else ""
-    return f"{where}; {shapes}; {versions}; {environment.get('date')}{hollow}"
+    return f"{where}; {shapes}; {versions}; {environment.get('date')}"
 
 
 def _lines(rows: Sequence[Row]) -> Lines:
@@ -66,11 +67,6 @@ def _lines(rows: Sequence[Row]) -> Lines:
     return found
 
 
-def _scaled(rows: Sequence[Row]) -> set[tuple]:
-    """Lengths and shapes at which dense attention is scaled from a shorter length."""
-    return {(row.T, shape_key(row)) for row in rows if row.status == FROM_SHORTER}
-
-
 def _suffix(row: Row, shapes: Sequence[tuple]) -> str:
     """The ways in which a row's shape is not the first one."""
     first, own = (dict(zip(("B", "Hq", "Hkv", "D", "Dv"), key)) for key in (shapes[0], shape_key(row)))
@@ -78,37 +74,24 @@ def _suffix(row: Row, shapes: Sequence[tuple]) -> str:
     return heads + (", graph" if row.graph else "") + (f", {row.sequences} packed" if row.sequences else "")
 
 
-def _draw_times(axes, lines: Lines, shapes: Sequence[tuple]) -> None:
+def _draw_lines(axes: Axes, lines: Lines, shapes: Sequence[tuple], value: str) -> None:
+    """A field of the rows over length, with a label for each line."""
     clean_axes(axes)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     for (variant, shape), line in lines.items():
-        colour, marker = COLOURS[variant], MARKERS[shapes.index(shape) % len(MARKERS)]
-        style = dict(color=colour, linewidth=1.6, linestyle="--" if line[0].graph else "-")
-        axes.plot([row.T for row in line], [row.ms for row in line], **style)
-        for status, fill in ((MEASURED, colour), (FROM_SHORTER, "white")):
-            points = [row for row in line if row.status == status]
-            label = NAMES[variant] + _suffix(line[0], shapes) if status == MEASURED else None
-            style = dict(marker=marker, markersize=4, linestyle="none", color=colour, markerfacecolor=fill)
-            axes.plot([row.T for row in points], [row.ms for row in points], **style, label=label)
+        style = dict(color=COLOURS[variant], linewidth=1.6, linestyle="--" if line[0].graph else "-", markersize=4)
+        marker, label = MARKERS[shapes.index(shape) % len(MARKERS)], NAMES[variant] + _suffix(line[0], shapes)
+        axes.plot([row.T for row in line], [getattr(row, value) for row in line], marker=marker, label=label, **style)
 
 
-def _draw_factors(axes, lines: Lines, shapes: Sequence[tuple], scaled: set[tuple]) -> None:
-    clean_axes(axes)
-    axes.set_xscale("log", base=2)
+def _draw_factors(axes: Axes, lines: Lines, shapes: Sequence[tuple]) -> None:
+    _draw_lines(axes, lines, shapes, "over_dense")
     axes.set_yscale("log", base=2)
     axes.margins(y=0.12)
     axes.axhline(1, color=GRID, linewidth=1.5)
     by_length: dict[int, list[Row]] = defaultdict(list)
-    for (variant, shape), line in lines.items():
-        colour, marker = COLOURS[variant], MARKERS[shapes.index(shape) % len(MARKERS)]
-        style = dict(color=colour, linewidth=1.6, linestyle="--" if line[0].graph else "-")
-        axes.plot([row.T for row in line], [row.over_dense for row in line], **style)
-        for row in line:
-            fill = "white" if (row.T, shape) in scaled else colour
-            style = dict(marker=marker, markersize=4, color=colour, markerfacecolor=fill)
-            axes.plot(row.T, row.over_dense, **style)
-            by_length[row.T].append(row)
+    for row in (row for line in lines.values() for row in line):
+        by_length[row.T].append(row)
     for T, rows in by_length.items():
         # One below the other, right of and below the lowest point: lines rise to the right.
         lowest = min(row.over_dense for row in rows)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from nsa_tools.report.results import FROM_SHORTER, MEASURED, Crossover, Row
+from nsa_tools.report.results import MEASURED, Row
 from nsa_tools.report.tables import gib, markdown
 
 TITLES = {"dense": "dense (ms)", "nsa": "NSA (ms)", "gated": "NSA, gated (ms)"}
@@ -18,7 +18,7 @@ def times(rows: Sequence[Row]) -> str:
         by_line.setdefault((row.T, shape_key(row), row.direction), {})[row.variant] = row
     table = []
     for line in by_line.values():
-        cells = [_time(line[name], line.get("dense")) if name in line else "-" for name in names]
+        cells = [_time(line[name]) if name in line else "-" for name in names]
         table.append([*_label(next(iter(line.values()))), *cells])
     return markdown(["T", "shape", "direction", *(TITLES[name] for name in names)], table, left=3)
 
@@ -43,19 +43,6 @@ def notes(rows: Sequence[Row]) -> str:
     return markdown(header, table, left=4) if table else ""
 
 
-def crossovers(found: Iterable[Crossover]) -> str:
-    """The lengths from which on the layer is no slower."""
-    table = []
-    for one in found:
-        graph = "graph" if one.graph else "launches"
-        if one.T is None:
-            where = f"none up to {one.high:,}"
-        else:
-            where = f"{one.T:,} or less" if one.below is None else f"{one.T:,} (not at {one.below:,})"
-        table.append([one.variant, one.direction, graph, where])
-    return markdown(["variant", "direction", "how", "no slower than dense from"], table, left=3) if table else ""
-
-
 def shape_key(row: Row) -> tuple:
     """Everything but length, variant and direction that rows of one line share."""
     return row.B, row.Hq, row.Hkv, row.D, row.Dv, row.dtype, row.sequences, row.graph
@@ -68,13 +55,10 @@ def _label(row: Row) -> list[str]:
     return [f"{row.T:,}", f"{row.Hq}/{row.Hkv} x {row.D} {row.dtype}{batch}{packed}{graph}", row.direction]
 
 
-def _time(row: Row, dense: Row | None) -> str:
-    if row.status == FROM_SHORTER:
-        return f"{row.ms:,.0f} (from T={row.from_T:,}, x{row.factor:.3g})"
+def _time(row: Row) -> str:
     if row.status != MEASURED:
         return row.status
-    ratio = "" if row.over_dense is None else f" ({row.over_dense:.2f}x{'*' if dense.status == FROM_SHORTER else ''})"
-    return f"{row.ms:,.2f}{ratio}"
+    return f"{row.ms:,.2f}" + ("" if row.over_dense is None else f" ({row.over_dense:.2f}x)")
 
 
 def _error(row: Row) -> list[str]:

@@ -19,7 +19,7 @@ from nsa_tools.report.files import write_json
 from nsa_tools.shape import Shape
 
 SCHEMA = 1
-MEASURED, FROM_SHORTER, NO_MEMORY, FAILED = "measured", "from shorter", "out of memory", "failed"
+MEASURED, TOO_SLOW, NO_MEMORY, FAILED = "measured", "too slow", "out of memory", "failed"
 CHART_SUFFIXES = (".png", ".svg")  # of the files of a chart
 PATHS = ("--json", "--chart", "--from")  # of the caller's machine: not kept in what is written
 PACKAGES = {"cutlass-dsl": "nvidia-cutlass-dsl", "quack": "quack-kernels", "tvm-ffi": "apache-tvm-ffi"}
@@ -27,25 +27,7 @@ PACKAGES = {"cutlass-dsl": "nvidia-cutlass-dsl", "quack": "quack-kernels", "tvm-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One variant of attention in one direction at one length.
-
-    Attributes:
-        T, B, Hq, Hkv, D, Dv, dtype: the shape; T counts all tokens of a pack.
-        sequences: packed ones, None for a batch; `longest` is the longest of them, or T.
-        variant: "dense", "nsa" (1/3 for each branch) or "gated".
-        direction: "forward", "backward" or "forward+backward".
-        graph: replayed from a CUDA graph.
-        status: "measured"; "from shorter", no measurement: that of `from_T` tokens times `factor`; "out of memory";
-            "failed", with the reason in `detail`.
-        ms: the median of `timings_ms`.
-        over_dense: the time of dense attention over this one's.
-        host_us: median time in which the host makes the launches of one forward call, or of one step of training.
-        peak_bytes: the most that was allocated beyond the inputs.
-        error, eager_error: largest error of o at sampled rows against fp64, the layer's and that of a straight
-            implementation in the same dtype; `of_limit`: the worst row's error over what the tests allow.
-        union: blocks that the tokens of a kernel's tile list together over those that one of them lists; with lists by
-            token.
-    """
+    """One variant of attention in one direction at one length; benchmarks/results/README.md explains the fields."""
 
     T: int
     B: int
@@ -62,8 +44,6 @@ class Row:
     status: str
     ms: float | None = None
     timings_ms: tuple[float, ...] = ()
-    from_T: int | None = None
-    factor: float | None = None
     over_dense: float | None = None
     host_us: float | None = None
     peak_bytes: int | None = None
@@ -80,25 +60,6 @@ class Row:
         lengths = shape.lengths or (shape.T,)
         packed = dict(sequences=shape.lengths and len(lengths), longest=max(lengths))
         return cls(**same, **packed, dtype=shape.dtype_name(), **values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Crossover:
-    """The length from which on the layer takes no longer than dense attention.
-
-    Attributes:
-        T: the shortest length that was found to be no slower; None where none up to `high` is.
-        below: the longest that was found to be slower; None where T is the shortest that was tried.
-        points: (T, the layer's ms, dense ms) of all that was measured, by T.
-    """
-
-    variant: str
-    direction: str
-    graph: bool
-    T: int | None
-    below: int | None
-    high: int
-    points: tuple[tuple[int, float, float], ...]
 
 
 def provenance(command: str, argv: list[str], device: str) -> dict[str, object]:
@@ -145,36 +106,27 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def write_bench(path: Path, found: dict, rows: list[Row], **more: list) -> None:
-    """Write what `bench` found: `provenance`, backend and config, rows, and "crossovers", "first_call" or "decode"."""
-    parts = dict(rows=list(map(asdict, rows)), crossovers=list(map(asdict, more.get("crossovers", ()))))
-    if "decode" in more:
-        parts["decode"] = list(map(asdict, more["decode"]))
-    write_json(path, found | parts | dict(first_call=more.get("first_call", [])))
+def write_bench(path: Path, document: dict, rows: list[Row], decode: list | None = None) -> None:
+    """Write what `bench` found: `provenance`, backend and config, rows, and steps of decoding where they were timed."""
+    steps = {} if decode is None else dict(decode=list(map(asdict, decode)))
+    write_json(path, document | dict(rows=list(map(asdict, rows))) | steps)
 
 
-def read_bench(path: Path) -> tuple[dict, list[Row], list[Crossover]]:
-    """A file of `bench`: the document, its rows and its crossovers.
+def read_bench(path: Path) -> tuple[dict, list[Row]]:
+    """A file of `bench`: the document and its rows.
 
     Raises:
         ValueError: it is not such a file; the message says what is wrong.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"{path} has no schema {SCHEMA}: it is not a result of `python -m nsa_layer bench`")
-    rows = [_made(Row, values, path) for values in found["rows"]]
-    return found, rows, [_made(Crossover, values, path) for values in found["crossovers"]]
-
-
-def _made(kind: type, values: dict, path: Path):
-    names = {field.name for field in fields(kind)}
-    needed = names - {"union"}  # files of earlier versions have none
-    if not needed <= set(values) <= names:
-        raise ValueError(f"{path}: a {kind.__name__} has other keys: {sorted(names ^ set(values))}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    if kind is Crossover:
-        values["points"] = tuple(map(tuple, values["points"]))
-    return kind(**values)
+    names = {field.name for field in fields(Row)}
+    for values in document["rows"]:
+        if missing := names - {"union"} - set(values):  # files of earlier versions have no union, and keys that went
+            raise ValueError(f"{path}: a row has no {', '.join(map(repr, sorted(missing)))}")
+    rows = [{name: value for name, value in values.items() if name in names} for values in document["rows"]]
+    return document, [Row(**row | dict(timings_ms=tuple(row["timings_ms"]))) for row in rows]

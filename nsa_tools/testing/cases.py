@@ -127,28 +127,28 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
 
     tokens = (case.B, case.T) if case.lengths is None else (sum(case.lengths),)
     D, Dv = case.D, case.D if case.Dv is None else case.Dv
-    given: dict[str, torch.Tensor] = {}
+    optional: dict[str, torch.Tensor] = {}
     if case.gate == "weight":
-        given["gate_weight"] = draw(case.Hq, 3, D, scale=D**-0.5)
+        optional["gate_weight"] = draw(case.Hq, 3, D, scale=D**-0.5)
     elif case.gate == "given":
-        given["gates"] = draw(*tokens, case.Hq, 3)
+        optional["gates"] = draw(*tokens, case.Hq, 3)
     elif case.gate in BRANCHES:
         one = torch.tensor([float(branch == case.gate) for branch in BRANCHES])
-        given["gates"] = one.expand(*tokens, case.Hq, 3).contiguous().to(device, case.dtype)
+        optional["gates"] = one.expand(*tokens, case.Hq, 3).contiguous().to(device, case.dtype)
     for name, size in (("k", D), ("v", Dv)):
         if case.compress_weights and f"{name}_cmp" not in case.own_keys:
-            given[f"compress_{name}_weight"] = draw(case.Hkv, size, size, scale=size**-0.5)
+            optional[f"compress_{name}_weight"] = draw(case.Hkv, size, size, scale=size**-0.5)
     if case.lengths is not None:
         starts = torch.tensor([0, *case.lengths]).cumsum(0)
-        given["cu_seqlens"] = starts.to(device, torch.int32)
+        optional["cu_seqlens"] = starts.to(device, torch.int32)
     heads = ((case.Hq, D), (case.Hkv, D), (case.Hkv, Dv), (case.Hq, Dv))
     drawn = [draw(*tokens, *size) for size in heads]
     if case.own_keys:
         count = case.config.compressed_length
         blocks = (case.B, count(case.T)) if case.lengths is None else (sum(map(count, case.lengths)),)
         shapes = dict(zip(OWN_KEYS, ((*blocks, D), (*blocks, Dv), (*tokens, D), (*tokens, Dv))))
-        given |= {name: draw(*lead, case.Hkv, n) for name, (*lead, n) in shapes.items() if name in case.own_keys}
-    return Inputs(case, *drawn, **given)
+        optional |= {name: draw(*lead, case.Hkv, n) for name, (*lead, n) in shapes.items() if name in case.own_keys}
+    return Inputs(case, *drawn, **optional)
 
 
 def spoilt(inputs: Inputs, value: float, kept: Collection[int]) -> Inputs:

@@ -63,11 +63,11 @@ def _missing(arch: int, call: Shape) -> str | None:
 
 
 def _call(options: Combination) -> Shape:
-    given = dict(options)
-    (Hq, Hkv), T, D = given.pop("heads"), given["T"], given["D"]
-    config = NSAConfig(**{name: given.pop(name) for name in ("block_size", "deterministic", "q_tile")})
-    lengths, past = (T - T // 3, T // 3) if given.pop("packed") else None, given.pop("past")
+    fields = dict(options)
+    (Hq, Hkv), T, D = fields.pop("heads"), fields["T"], fields["D"]
+    config = NSAConfig(**{name: fields.pop(name) for name in ("block_size", "deterministic", "q_tile")})
+    lengths, past = (T - T // 3, T // 3) if fields.pop("packed") else None, fields.pop("past")
     if past:
-        given["keys"] = T + past * len(lengths or (T,))
-        given["lengths_k"] = None if lengths is None else tuple(length + past for length in lengths)
-    return Shape(B=1, Hq=Hq, Hkv=Hkv, Dv=D, config=config, lengths=lengths, device="cuda", **given)
+        fields["keys"] = T + past * len(lengths or (T,))
+        fields["lengths_k"] = None if lengths is None else tuple(length + past for length in lengths)
+    return Shape(B=1, Hq=Hq, Hkv=Hkv, Dv=D, config=config, lengths=lengths, device="cuda", **fields)

@@ -42,8 +42,6 @@ class Sequence:
     softmax_scale: float
     do: torch.Tensor | None = None
     gate_weight: torch.Tensor | None = None
-    compress_k_weight: torch.Tensor | None = None
-    compress_v_weight: torch.Tensor | None = None
 
     @property
     def group(self) -> int:
@@ -97,15 +95,14 @@ class Keys:
     noise: torch.Tensor
 
 
-def compressed(x: torch.Tensor, weight: torch.Tensor | None, *, config: NSAConfig, dtype: torch.dtype) -> torch.Tensor:
+def compressed(x: torch.Tensor, *, config: NSAConfig, dtype: torch.dtype) -> torch.Tensor:
     """`reference.compress` of one head, [T, D] -> [Tc, D], in chunks of tokens."""
     Tc, step = config.compressed_length(len(x)), max(1, ELEMENTS // (config.span * x.shape[1]))
     parts = []
     for begin in range(0, Tc, step):
         tokens = x[begin * config.stride : (min(begin + step, Tc) - 1) * config.stride + config.span]
         parts.append(reference.compress(tokens[:, None].to(dtype), None, config=config)[:, 0])
-    means = torch.cat(parts) if parts else x[:0].to(accumulation_dtype(dtype))
-    return means if weight is None else means @ weight.to(means.dtype)
+    return torch.cat(parts) if parts else x[:0].to(accumulation_dtype(dtype))
 
 
 def rows(sequence: Sequence, tokens: torch.Tensor, *, dtype: torch.dtype) -> Rows:
@@ -125,10 +122,7 @@ def rows(sequence: Sequence, tokens: torch.Tensor, *, dtype: torch.dtype) -> Row
 
 def _rows_of_head(s: Sequence, head: int, tokens: torch.Tensor, dtype: torch.dtype) -> tuple:
     config, heads = s.config, s.queries(head)
-    weights = [None if w is None else w[head] for w in (s.compress_k_weight, s.compress_v_weight)]
-    k_cmp, v_cmp = (
-        compressed(x[:, head], w, config=config, dtype=dtype).to(dtype) for x, w in zip((s.k, s.v), weights)
-    )
+    k_cmp, v_cmp = (compressed(x[:, head], config=config, dtype=dtype).to(dtype) for x in (s.k, s.v))
     widest = max(s.group * len(k_cmp), s.block_indices.shape[2] * config.block_size * s.k.shape[2])
     parts = []
     for chunk in tokens.split(max(1, ELEMENTS // (2 * widest))):
@@ -227,8 +221,7 @@ def choice_scores(sequence: Sequence, tiles: torch.Tensor) -> tuple[reference.Se
     values, allowed = [], []
     eps = torch.finfo(accumulation_dtype(s.q.dtype)).eps
     for head in range(s.k.shape[1]):
-        weight = None if s.compress_k_weight is None else s.compress_k_weight[head]
-        keys = compressed(s.k[:, head], weight, config=config, dtype=torch.float64)[:: l // config.stride]
+        keys = compressed(s.k[:, head], config=config, dtype=torch.float64)[:: l // config.stride]
         mine = asking[:, s.queries(head)]  # [m, G, D]
         score = torch.full((*mine.shape[:2], N), 0.0, dtype=torch.float64, device=keys.device)
         score[..., : len(keys)] = mine @ keys.mT * s.softmax_scale
@@ -246,8 +239,7 @@ def _token_scores(s: Sequence, tokens: torch.Tensor, blocks: int) -> tuple[torch
     eps = torch.finfo(accumulation_dtype(dtype)).eps
     static = dict(blocks=blocks, config=config, causal=True, softmax_scale=s.softmax_scale)
     for head in range(s.k.shape[1]):
-        weight = None if s.compress_k_weight is None else s.compress_k_weight[head]
-        keys = compressed(s.k[:, head], weight, config=config, dtype=torch.float64).to(dtype).double()
+        keys = compressed(s.k[:, head], config=config, dtype=torch.float64).to(dtype).double()
         asking = s.q[tokens, s.queries(head)].double()
         values.append(reference.token_importance(asking, keys[:, None], tokens, **static)[:, 0])
         error = rounding_of_scores(asking, keys, s.softmax_scale, eps)
@@ -284,17 +276,15 @@ class _KeyPass:
         blocks = tokens[:, None] // config.stride - torch.arange(reach, device=device)
         self.held = (blocks >= 0) & (blocks < Tc)
         self.blocks = blocks.clamp(0, max(0, Tc - 1))
-        self.weights = [None if w is None else w[head] for w in (s.compress_k_weight, s.compress_v_weight)]
         self.of_tokens = [x[tokens, head].to(dtype) for x in (s.k, s.v)]
-        self.of_blocks = [self._compressed(x[:, head], w) for x, w in zip((s.k, s.v), self.weights)] if Tc else None
+        self.of_blocks = [self._compressed(x[:, head]) for x in (s.k, s.v)] if Tc else None
 
-    def _compressed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def _compressed(self, x: torch.Tensor) -> torch.Tensor:
         """The sampled compressed keys [K * reach, D]."""
         config = self.s.config
         inside = torch.arange(config.span, device=x.device)
         position = (self.blocks.flatten()[:, None] * config.stride + inside).clamp(max=len(x) - 1)
-        mean = reference.mean(x[position].to(self.acc), 1)
-        return (mean if weight is None else mean @ weight.to(self.acc)).to(self.dtype)
+        return reference.mean(x[position].to(self.acc), 1).to(self.dtype)
 
     def run(self, lse: torch.Tensor, row_sums: torch.Tensor) -> tuple:
         """dk, dv [K, D], the head's share of d_gate_weight, and the noise of dk."""
@@ -315,7 +305,8 @@ class _KeyPass:
                 if widths[i]:
                     row = (g[..., i, None], lse[i, self.heads, begin:end].to(self.acc), sums[i])
                     self._add(total[i], q, do, *row, mine, seen, sign)
-        return *self._gradients(total), d_weight.to(self.dtype), self._noise(total)
+        dk, dv, noise = (self._gradient([branch[i] for branch in total]) for i in range(3))
+        return dk, dv, d_weight.to(self.dtype), noise.abs().amax(1)
 
     def _visible(self, begin: int, end: int) -> Iterator[tuple]:
         """The sampled (k, v) of each branch and which queries of a chunk see them, bool [rows, K]."""
@@ -342,23 +333,14 @@ class _KeyPass:
         dk += _product((p * dp * scale).to(self.dtype), q)
         noise += _product(p * (sign * row_sum.abs())[..., None] * gate * scale, q.to(self.acc))
 
-    def _gradients(self, total: list) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(self._gradient([branch[i] for branch in total], self.weights[i]) for i in (0, 1))
-
-    def _gradient(self, branches: list[torch.Tensor], weight: torch.Tensor | None) -> torch.Tensor:
+    def _gradient(self, branches: list[torch.Tensor]) -> torch.Tensor:
         """The three branches' sums over the group, the compressed one's taken back to tokens: [K, D]."""
         of_block, *of_token = (x.to(self.dtype).to(self.acc).sum(0).to(self.dtype) for x in branches)
         result = of_token[0] + of_token[1]
         if self.of_blocks is None:
             return result
-        of_block = of_block.to(self.acc)
-        if weight is not None:
-            of_block = of_block @ weight.to(self.acc).mT
-        each = of_block.unflatten(0, self.blocks.shape).masked_fill(~self.held[..., None], 0)
+        each = of_block.to(self.acc).unflatten(0, self.blocks.shape).masked_fill(~self.held[..., None], 0)
         return result + (each.sum(1) / self.s.config.span).to(self.dtype)
-
-    def _noise(self, total: list) -> torch.Tensor:
-        return self._gradient([branch[2] for branch in total], self.weights[0]).abs().amax(1)
 
     def _zeros(self, width: int, size: int) -> torch.Tensor:
         return torch.zeros(self.s.group, width, size, dtype=self.acc, device=self.s.q.device)

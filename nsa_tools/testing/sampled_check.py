@@ -52,14 +52,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome for one shape; bytes are None on a CPU."""
+    """The outcome for one shape; the peak of the whole call, in bytes, is None on a CPU."""
 
     shape: str
     backend: str
     verdicts: tuple[Verdict, ...]
-    forward_peak_bytes: int | None
     peak_bytes: int | None
-    reserved_bytes: int | None
 
     @property
     def ok(self) -> bool:
@@ -97,8 +95,8 @@ class _Part:
 def check(shape: Shape, backend: str, *, samples: Samples = Samples(), attend=nsa) -> Report:
     """Make one call of `nsa`, or of `attend` in its place, and judge its samples."""
     attend = partial(attend, **shape.options(), backend=backend)
-    verdicts, peaks = _verdicts(shape, attend, shape.inputs(), shape.output_gradient(), samples)
-    return Report(shape.describe(), backend, tuple(verdicts), *peaks)
+    verdicts, peak = _verdicts(shape, attend, shape.inputs(), shape.output_gradient(), samples)
+    return Report(shape.describe(), backend, tuple(verdicts), peak)
 
 
 def forward_verdicts(shape: Shape, attend, inputs: dict[str, torch.Tensor], samples: Samples) -> list[Verdict]:
@@ -108,12 +106,12 @@ def forward_verdicts(shape: Shape, attend, inputs: dict[str, torch.Tensor], samp
 
 def _verdicts(
     shape: Shape, attend, inputs: dict[str, torch.Tensor], do: torch.Tensor | None, samples: Samples
-) -> tuple[list[Verdict], tuple]:
-    """Verdicts of every checked sequence, and the call's peak bytes."""
+) -> tuple[list[Verdict], int | None]:
+    """Verdicts of every checked sequence, and the call's peak in bytes."""
     parts, found = list(_parts(shape)), []
     rows = [_sample(part.T, samples.rows, shape.Hq * shape.D, seed=2) for part in parts]
     keys = [_sample(part.T, samples.keys, shape.Hkv * shape.D, seed=3) for part in parts]
-    got, aux, peaks = _call(attend, inputs, do, parts, rows, keys)
+    got, aux, peak = _call(attend, inputs, do, parts, rows, keys)
     inputs = {name: x.detach() for name, x in inputs.items()}
     if inputs["q"].is_cuda:
         torch.cuda.empty_cache()  # the call's large blocks, for the oracle's small ones
@@ -121,18 +119,16 @@ def _verdicts(
     for number, part in enumerate(parts):
         index = [x.to(shape.device) for x in (rows[number], keys[number])]
         found += _judge(shape, part, inputs, do, aux, sums, got[number], *index, samples.tiles)
-    return found, peaks
+    return found, peak
 
 
 def _call(attend, inputs: dict, do: torch.Tensor | None, parts: list[_Part], rows: list, keys: list) -> tuple:
-    """The call's sampled results for each part by name, `Aux`, and peak bytes; whole gradients are let go."""
+    """The call's sampled results for each part by name, `Aux`, and the peak in bytes; whole gradients are let go."""
     cuda = inputs["q"].is_cuda
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    peak = torch.cuda.max_memory_allocated if cuda else lambda: None
     with torch.set_grad_enabled(do is not None):
         o, aux = attend(**inputs, return_aux=True)
-    forward_peak = peak()
     got = [{"o": part.tokens(o.detach())[index]} for part, index in zip(parts, rows)]
     if do is not None:
         grads = dict(zip(inputs, torch.autograd.grad(o, list(inputs.values()), do)))
@@ -141,7 +137,7 @@ def _call(attend, inputs: dict, do: torch.Tensor | None, parts: list[_Part], row
                 found[f"d{name}"] = part.tokens(grads[name])[wanted]
         if "gate_weight" in grads:
             got[0]["d_gate_weight"] = grads["gate_weight"]
-    return got, aux, (forward_peak, peak(), torch.cuda.max_memory_reserved() if cuda else None)
+    return got, aux, torch.cuda.max_memory_allocated() if cuda else None
 
 
 @torch.no_grad()

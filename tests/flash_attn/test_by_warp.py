@@ -140,8 +140,8 @@ def stack_bytes(case: TokenCase) -> list[int]:
 def kernels_of_layer() -> set[tuple[str, bool | None]]:
     """The kernels of the selected branch and of the choice by token that a call of the layer asks for; in a worker."""
     from nsa_layer import NSAConfig
-    from nsa_layer.compiling.ahead import make_call
-    from nsa_layer.compiling.shapes import CallShape
+    from nsa_layer.warm_up.lookup import make_call
+    from nsa_layer.warm_up.shapes import CallShape
 
     static = dict(dtype=torch.bfloat16, config=NSAConfig(q_tile=1))
     with built_kernels("") as kernels:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fuzz.causality import assert_backward_causal, assert_forward_causal
 from nsa_layer import NSAConfig
-from nsa_tools.testing.assertions import assert_backward_causal, assert_forward_causal
 from nsa_tools.testing.cases import Case
 
 SMALL = NSAConfig(block_size=16, block_counts=4, q_tile=64, window_size=24)

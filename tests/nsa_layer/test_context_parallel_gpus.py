@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fuzz.rank_processes import ranks
 from nsa_layer import ContextParallel, NSAConfig, nsa, selected_attention, shard_sequence, unshard_sequence
 from nsa_layer.call_spec import Aux, CallSpec, CallTensors
-from nsa_layer.context_parallel import overlapped
+from nsa_layer.context_parallel import layout
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import LSES, Case, make_inputs
-from nsa_tools.testing.ranks import ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,7 +89,7 @@ def compare(group: Any, case: Case, mode: str, load_balance: str | None) -> None
     cp = ContextParallel(group, mode=mode, load_balance=load_balance)
     with pytest.MonkeyPatch.context() as patch:
         if load_balance is not None:
-            patch.setattr(overlapped, "LONG", 1)  # heads come one after the other
+            patch.setattr(layout, "STEPS_FROM", 1)  # heads come one after the other
         assert_close_to_reference(case, partial(whole_call, cp), f"cuda:{cp.rank}")
 
 

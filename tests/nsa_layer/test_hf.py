@@ -495,10 +495,17 @@ def test_generation_on_a_gpu_is_that_without_a_cache(kind: type) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block_counts", [4, 7])  # one block is chosen freely; all of 400 tokens
 @pytest.mark.parametrize("compression", ["mean", "mlp"])
-def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(graphs: dict[str, int], compression: str) -> None:
-    sizes = dict(hidden_size=256, nsa=NSAConfig(block_counts=4, window_size=128), nsa_compression=compression)
-    model = sparse(**sizes).bfloat16().cuda()
+def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(
+    graphs: dict[str, int], compression: str, block_counts: int
+) -> None:
+    nsa = NSAConfig(block_counts=block_counts, window_size=128)
+    # Logits of size 1: those of larger weights differ by 0.7 between bf16 and fp64 on a CPU.
+    model = sparse(hidden_size=256, initializer_range=0.06, nsa=nsa, nsa_compression=compression)
+    for network in (x for name, x in model.named_parameters() if ".networks." in name and x.dim() > 2):
+        network.data /= network[0].numel() ** 0.5
+    model = model.bfloat16().cuda()
     batch = {name: x.cuda() for name, x in padded(tokens(2, 400), (0, 133)).items()}
     ids, mask = batch["input_ids"], batch["attention_mask"]
     places, cache = positions(mask), NSAModelCache(model.config, 410, static=True)
@@ -513,7 +520,8 @@ def test_steps_on_a_static_cache_replay_a_graph_on_a_gpu(graphs: dict[str, int],
     assert cache.layers[1].cache.lengths == (400, 267)
     real = mask.bool()
     error = (torch.cat(steps, dim=1)[real] - whole[real]).float().norm(dim=-1) / whole[real].float().norm(dim=-1)
-    assert error.mean() < 0.05 and error.max() < 0.5  # a block may differ where two score alike
+    # Compiled steps round elsewhere. Scores that are so close choose another block, which few tokens have.
+    assert error.mean() < 0.02 and (error > 0.2).sum() <= (0.02 * len(error) if block_counts == 4 else 0)
     made = [model.generate(**batch, max_new_tokens=10, cache_implementation="static")]
     for _ in range(2):
         cache.reset()

@@ -10,8 +10,8 @@ import torch
 from stub_kernels import LAUNCHED, stubbed_layer
 
 from nsa_layer import NSACache, NSAConfig, NSAttention, nsa, nsa_with_kvcache
-from nsa_layer.compiling.shapes import CallShape
 from nsa_layer.cute.memory_plan import predict
+from nsa_layer.warm_up.shapes import CallShape
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
 

@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa_layer import NSAConfig, eager, reference
+from fuzz import kernel_stretches
+from fuzz.stretches import Attend, in_stretches
+from nsa_layer import NSAConfig, reference
 from nsa_layer.call_spec import CallTensors
 from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import OWN_KEYS, Case, make_inputs, run
-from nsa_tools.testing.stretches import Attend, in_stretches
 
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)
 OVERLAPPING = SMALL.replace(compress_size=8, compress_stride=4, block_size=16, block_counts=5)
-ATTEND = {"eager": eager.attend, "reference": reference.attend}
+ATTEND = {"eager": kernel_stretches.eager, "reference": reference.attend}
 
 # Of two sequences of 70 tokens: a middle stretch among them, single queries, and offsets that differ.
 EVEN = [[(0, 21), (49, 70)], [(21, 22), (48, 49)], [(22, 70), (0, 48)]]
@@ -84,8 +85,8 @@ ON_GPU = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 def test_stretches_are_the_whole_on_the_kernels(name: str) -> None:
+    from fuzz import kernel_stretches
     from nsa_layer.support import device_arch, kernel_family
-    from nsa_tools.testing import kernel_stretches
 
     if kernel_family(device_arch()) != 90:
         pytest.skip("needs a Hopper GPU")
@@ -108,7 +109,7 @@ def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
     case, stretches = STUBBED[name]
     case = replace(case, D=64)
     with stubbed_layer():
-        from nsa_tools.testing import kernel_stretches
+        from fuzz import kernel_stretches
 
         LAUNCHED.clear()
         got = run(in_stretches(kernel_stretches.attend, stretches), make_inputs(case))
@@ -129,8 +130,8 @@ def test_kernels_get_positions_and_keys_of_their_own(name: str) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_reads_positions_when_it_is_replayed() -> None:
+    from fuzz import kernel_stretches
     from nsa_layer.support import device_arch, kernel_family
-    from nsa_tools.testing import kernel_stretches
 
     if kernel_family(device_arch()) != 90:
         pytest.skip("needs a Hopper GPU")

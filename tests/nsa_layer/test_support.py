@@ -46,11 +46,14 @@ UNSUPPORTED = {
     "any other block_size": dict(config=NSAConfig(block_size=48, q_tile=16)),
     "compress_offset 0 with compress_stride 1": dict(config=TILES.replace(compress_stride=1, compress_offset=0)),
     "rule='seed'": dict(config=NSAConfig.seed()),
-    "block_size below 16 by token": dict(config=NSAConfig(q_tile=1, block_size=8)),
-    "block_size 16 by token with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
-    "deterministic backward, q_tile 128 and 256": dict(config=TILES.replace(deterministic=True)),
+    "block_size below 16": dict(config=TILES.replace(block_size=8)),
+    "block_size 16 with G below 4, 32 with 1": dict(lists="alone", config=_alone(16), rows=3),
+    "block_counts above 64": dict(config=TILES.replace(block_counts=65)),
+    "G above 128 with q_tile 1, above 32 with others": dict(config=NSAConfig(), rows=129),
+    "blocks that more than 64 compressed keys overlap": dict(
+        config=NSAConfig(block_size=128, compress_size=2, compress_stride=1)
+    ),
 }
-ON_ONE = {"deterministic backward, q_tile 128 and 256": 100}
 
 
 @pytest.mark.parametrize("backend", [None, "cute"])
@@ -58,9 +61,6 @@ ON_ONE = {"deterministic backward, q_tile 128 and 256": 100}
 def test_what_the_kernels_lack_is_refused_and_named(arch: int, feature: str, backend: str | None) -> None:
     asked = UNSUPPORTED[feature]
     assert choose("eager", **asked) == "eager"
-    if ON_ONE.get(feature, arch) != arch:
-        assert choose(backend, **asked) == "cute"
-        return
     with pytest.raises(NotImplementedError, match=re.escape(f"sm_{arch}: the kernels do not support {feature}")):
         choose(backend, **asked)
 
@@ -84,9 +84,35 @@ def test_deterministic_forward_is_supported(arch: int) -> None:
     assert choose(config=TILES.replace(deterministic=True), needs_grad=False) == "cute"
 
 
-def test_deterministic_backward_of_unions_is_supported(arch: int) -> None:
+def test_deterministic_backward_is_supported(arch: int) -> None:
     config = NSAConfig(deterministic=True)
-    assert choose(config=config) == choose(config=config.replace(q_tile=64)) == choose(config=config, lists="alone")
+    for asked in (dict(), dict(config=config.replace(q_tile=64)), dict(config=config.replace(q_tile=128))):
+        assert choose(**dict(config=config) | asked) == choose(config=config, lists="alone") == "cute"
+
+
+def test_sizes_that_the_selection_kernels_take(arch: int) -> None:
+    """At the edge of each limit; a list of the caller's has none of them."""
+    tiles, tokens = TILES.replace(block_counts=64), NSAConfig(block_counts=64)
+    assert choose(config=tiles, rows=32) == choose(config=tokens, rows=128) == "cute"
+    assert choose(config=NSAConfig(compress_size=2), rows=1) == "cute"
+    assert choose(config=tiles.replace(block_counts=65), rows=33, lists="given") == "cute"
+    for config, rows in ((tiles, 33), (tokens, 129), (NSAConfig(block_size=16, q_tile=128), 3)):
+        with pytest.raises(NotImplementedError, match="backend='eager' does"):
+            choose(config=config, rows=rows)
+    assert choose(config=NSAConfig(block_size=16, q_tile=128), rows=4) == "cute"
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 192, 256])
+def test_tiles_read_unions_where_blocks_are_no_whole_key_tiles(arch: int, block_size: int) -> None:
+    for q_tile, lists in ((1, False), (16, False), (64, False), (64, True)):
+        if not (q_tile % block_size and block_size % q_tile):
+            assert support.reads_unions(NSAConfig(block_size=block_size, q_tile=q_tile), listed=lists)
+    if block_size == 192:
+        config = NSAConfig(block_size=192, q_tile=64)
+        assert support.reads_unions(config, listed=False)
+        return
+    config = NSAConfig(block_size=block_size, q_tile=128)
+    assert support.reads_unions(config, listed=False) == (arch == 100 or block_size < 64)
 
 
 @pytest.mark.parametrize("other", [80, 89, 120])
@@ -105,7 +131,7 @@ def test_tensors_that_are_not_on_a_gpu() -> None:
 
 def test_table_agrees_with_what_is_refused(arch: int) -> None:
     refused = {feature.name for feature in support.FEATURES if arch not in feature.archs}
-    assert refused == {name for name in UNSUPPORTED if ON_ONE.get(name, arch) == arch}
+    assert refused == set(UNSUPPORTED)
 
 
 @pytest.mark.parametrize("text,expected", [("sm_90", 90), ("90", 90), ("SM_100a", 100), ("sm90a", 90)])

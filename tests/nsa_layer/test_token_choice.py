@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fuzz.causality import assert_backward_causal, assert_forward_causal
 from nsa_layer import NSAConfig, eager, nsa, reference, token_attention
 from nsa_layer.choose import choose_blocks_by_token
-from nsa_tools.testing.assertions import assert_backward_causal, assert_close_to_reference, assert_forward_causal
+from nsa_tools.testing.assertions import assert_close_to_reference
 from nsa_tools.testing.cases import Case, make_inputs, run
 
 SMALL = NSAConfig(block_size=8, block_counts=4, q_tile=1, window_size=8)

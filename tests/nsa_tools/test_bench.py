@@ -1,4 +1,4 @@
-"""The `bench` command: a row for every variant whatever happens to others, its file, its chart, and crossovers."""
+"""The `bench` command: a row for every variant whatever happens to others, its file, and its chart."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from nsa_layer import NSAConfig
 from nsa_tools.commands import bench
-from nsa_tools.measure import bench_run, crossover, decode_steps, first_call
+from nsa_tools.measure import bench_run, decode_steps
 from nsa_tools.measure.bench_run import Bench, Options, union
 from nsa_tools.measure.timed_calls import Variant, is_out_of_memory
 from nsa_tools.report import bench_chart, bench_tables
 from nsa_tools.report.figures import new_figure
-from nsa_tools.report.results import Row, read_bench, write_bench
+from nsa_tools.report.results import Row, read_bench
 from nsa_tools.shape import Shape
 
 CONFIG = NSAConfig(block_size=8, block_counts=3, q_tile=16, window_size=8)
@@ -66,7 +66,7 @@ def test_every_variant_and_direction_is_a_row_with_every_key(
         assert (row["error"] is not None) == (timed_alone and row["variant"] != "dense")
         assert row["sequences"] == (4 if extra[:1] == ["--packed"] else None)
     document = json.loads(file.read_text())
-    names = "schema command environment backend config rows crossovers first_call"
+    names = "schema command environment backend config rows"
     assert list(document) == names.split()
     assert str(tmp_path) not in file.read_text() and "--repeats=2" in document["command"]
     assert picture.read_bytes().startswith(b"\x89PNG") and "<svg" in picture.with_suffix(".svg").read_text()
@@ -179,27 +179,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     yield now
 
 
-def test_dense_attention_that_takes_too_long_is_taken_from_a_shorter_length_and_says_so(clock: list[float]) -> None:
+def test_dense_attention_that_takes_too_long_is_skipped_and_says_so(clock: list[float]) -> None:
     options = replace(OPTIONS, dense_limit=64.0**2 * 1.5)
     run = Bench(options, make=fake(dense=_quadratic(clock), nsa=_quadratic(clock, 0.5), gated=fine))
     run.seconds_a_pair = 1.0
     run.run(SHAPE)
     run.run(replace(SHAPE, T=256))
     found = {(row.T, row.variant, row.direction): row for row in run.rows}
-    far, near = found[256, "dense", "forward"], found[64, "dense", "forward"]
-    assert near.status == "measured" and far.status == "from shorter"
-    assert (far.from_T, far.factor, far.ms) == (64, 16.0, near.ms * 16) and not far.timings_ms
-    assert found[256, "nsa", "forward"].over_dense == pytest.approx(2.0)
-    shown = bench_tables.times(run.rows)
-    assert "(from T=64, x16)" in shown and "(2.00x*)" in shown and "(2.00x)" in shown
-    # Where no shorter length was asked for, one is measured, and shown as what it is.
-    run = Bench(options, make=fake(dense=_quadratic(clock), nsa=_quadratic(clock), gated=fine))
-    run.seconds_a_pair = 1.0
-    run.run(replace(SHAPE, T=256))
-    assert {(row.T, row.status) for row in run.rows if row.variant == "dense"} == {
-        (64, "measured"),
-        (256, "from shorter"),
-    }
+    assert found[64, "dense", "forward"].status == "measured" and found[64, "nsa", "forward"].over_dense == 2.0
+    far = found[256, "dense", "forward"]
+    assert far.status == "too slow" and far.detail == "about 65,536 s a timing"
+    assert found[256, "nsa", "forward"].over_dense is None and found[256, "nsa", "forward"].ms
+    assert "too slow" in bench_tables.times(run.rows) and "(2.00x)" in bench_tables.times(run.rows)
 
 
 def test_slow_dense_attention_is_timed_once(clock: list[float]) -> None:
@@ -217,72 +208,6 @@ def test_slow_dense_attention_is_timed_once(clock: list[float]) -> None:
     assert len(calls) == 1 and all(len(row.timings_ms) == 1 for row in measured.values())
     assert measured["forward"].ms == pytest.approx(3000)
     assert all(len(row.timings_ms) == 5 for row in run.rows if row.variant == "nsa")
-
-
-@pytest.mark.parametrize("at", [1000, 1024, 1025, 7777, 16384])
-def test_the_crossover_is_found(at: int) -> None:
-    asked = []
-
-    def times(T: int) -> tuple[float, float]:
-        asked.append(T)
-        return float(at), float(T)  # the layer costs the same at every length
-
-    T, below, points = crossover.find(times, low=1024, high=16384, step=256)
-    assert T >= at and [point[0] for point in points] == sorted(asked) and len(asked) == len(set(asked))
-    if at <= 1024:
-        assert (T, below) == (1024, None)
-    else:
-        assert below < at and T - below <= 256
-
-
-def test_a_crossover_that_is_not_there_is_none() -> None:
-    assert crossover.find(lambda T: (2.0, 1.0), low=1024, high=5000, step=256)[:2] == (None, None)
-    assert crossover.find(lambda T: None, low=1024, high=5000, step=256) == (None, None, ())
-
-
-def test_crossovers_measure_a_length_once_and_are_written(clock: list[float], tmp_path: Path) -> None:
-    def constant(q: torch.Tensor) -> torch.Tensor:
-        clock[0] += 3000.0**2
-        return 2 * q
-
-    made = []
-
-    class Fake(Bench):
-        def __init__(self, options: Options) -> None:
-            made.append(options)
-            super().__init__(options, make=fake(dense=_quadratic(clock), nsa=constant, gated=_quadratic(clock)))
-            self.seconds_a_pair = 0.0
-
-    options = replace(OPTIONS, repeats=1)
-    found = crossover.crossovers(SHAPE, options, high=8192, bench=Fake)
-    assert [(one.variant, one.direction, one.T, one.below) for one in found] == [
-        ("nsa", "forward", 3072, 2816),
-        ("gated", "forward", 1024, None),
-        ("nsa", "forward+backward", 3072, 2816),
-        ("gated", "forward+backward", 1024, None),
-    ]
-    assert len(made) == len({T for one in found for T, *_ in one.points})
-    file = tmp_path / "crossover.json"
-    write_bench(file, dict(schema=1), [], crossovers=found)
-    assert read_bench(file)[2] == found
-    assert "3,072 (not at 2,816)" in bench_tables.crossovers(found)
-
-
-def test_the_first_call_is_that_of_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [*TINY, "--seqlen=64", "--packed=3", "--first-call"]
-    (found,) = first_call.seconds(SHAPE, "eager", processes=1)
-    assert found > 0
-    monkeypatch.setattr(bench, "seconds", lambda shape, backend: [1.5, 2.5])
-    file = tmp_path / "first.json"
-    assert bench.main([*command, "--json", str(file)]) == 0
-    assert json.loads(file.read_text())["first_call"] == [1.5, 2.5]
-    assert "3 packed sequences" in capsys.readouterr().out
-    monkeypatch.setattr(bench, "seconds", first_call.seconds)
-    monkeypatch.setattr(first_call, "PROGRAM", "raise SystemExit('no such kernel')")
-    assert bench.main(command) == 1
-    assert capsys.readouterr().err == "bench: the first call failed: no such kernel\n"
 
 
 def test_a_decode_step_is_timed_beside_dense_attention(
@@ -313,15 +238,15 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.Captur
         assert message in refused(bench.main, ["--from", str(file)], capsys)
     row = asdict(Row.of(SHAPE, variant="nsa", direction="forward", graph=False, status="failed"))
     del row["ms"]
-    file.write_text(json.dumps(dict(schema=1, rows=[row], crossovers=[])))
+    file.write_text(json.dumps(dict(schema=1, rows=[row])))
     with pytest.raises(ValueError, match="'ms'"):
         read_bench(file)
 
 
 def test_committed_results_are_readable() -> None:
     for file in sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json")):
-        document, found, crossings = read_bench(file)
-        assert found or crossings or document["first_call"], file
+        document, found = read_bench(file)
+        assert found or document["crossovers"] or document["first_call"], file
         assert document["environment"]["gpu"], file
 
 

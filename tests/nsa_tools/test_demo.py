@@ -22,8 +22,8 @@ from nsa_tools.commands.demo import main
 from nsa_tools.demo import report, run, train, visibility
 from nsa_tools.demo.data import training_batch
 from nsa_tools.demo.demo_config import DemoConfig
-from nsa_tools.demo.interrupt import StopRequest
 from nsa_tools.demo.model import build_models
+from nsa_tools.demo.train import StopRequest
 from nsa_tools.report.files import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from nsa_tools.demo import report
 from nsa_tools.demo.data import held_out_windows, load_text, standard_library, training_batch
 from nsa_tools.demo.demo_config import DemoConfig
 from nsa_tools.demo.model import build_models
-from nsa_tools.demo.parallel import side_by_side
 from nsa_tools.demo.sample import continue_text
+from nsa_tools.demo.train import side_by_side
 from nsa_tools.demo.visibility import compressed_visible, selected_visible, window_visible
 from nsa_tools.report.files import MetricsLog, write_atomic
 

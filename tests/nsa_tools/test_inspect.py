@@ -34,7 +34,7 @@ def test_support_table_is_that_of_the_features() -> None:
     assert found["header"] == ["feature", "cute sm_90", "cute sm_100", "eager", "reference"]
     assert [row[0] for row in found["rows"]] == [feature.name for feature in support.FEATURES]
     by_name = {row[0]: row[1:] for row in found["rows"]}
-    assert by_name["deterministic backward, q_tile 128 and 256"] == ["yes", "no", "yes", "yes"]
+    assert by_name["torch.compile, packed sequences"] == ["yes", "yes", "yes", "no"]
 
 
 def test_explain_backend() -> None:

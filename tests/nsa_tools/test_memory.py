@@ -12,10 +12,9 @@ from command_line import TINY
 
 from nsa_layer import NSAConfig
 from nsa_layer.cute.memory_plan import MemoryPolicy
-from nsa_layer.profiler_ranges import component, observed
 from nsa_tools.commands import memory
 from nsa_tools.measure import call_memory
-from nsa_tools.measure.peak_memory import peak_bytes, peaks_by_component
+from nsa_tools.measure.peak_memory import peak_bytes
 from nsa_tools.shape import Shape
 
 SHAPE = Shape(B=1, T=1 << 16, Hq=32, Hkv=8, D=128, Dv=128, dtype=torch.bfloat16, device="cpu", config=NSAConfig())
@@ -58,55 +57,6 @@ def test_the_longest_that_fits_grows_with_the_memory(capsys: pytest.CaptureFixtu
     longest = found("--total=139")
     assert found("--total=80") < longest < found("--total=139", "--mode=forward")
     assert found("--total=139", "--dtype=bf16") == longest != found("--total=139", "--dtype=fp32")
-
-
-class Allocator:
-    """A GPU's memory in bytes, in use and at most, which is what a test says."""
-
-    def __init__(self) -> None:
-        self.held = self.most = 1000
-
-    def take(self, size: int) -> None:
-        self.held += size
-        self.most = max(self.most, self.held)
-
-    def reset(self) -> None:
-        self.most = self.held
-
-
-@pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    made = Allocator()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: made.held)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: made.most)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
-    return made
-
-
-def test_parts_are_measured_as_they_are_predicted(allocator: Allocator) -> None:
-    """Forward keeps 5 beside o and takes 7 more for a while, backward 11 beside gradients."""
-
-    class Attend(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-            allocator.take(x.nbytes + 5 + 7), allocator.take(-7)
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, do: torch.Tensor) -> torch.Tensor:
-            allocator.take(do.nbytes + 11), allocator.take(-11)
-            return do.clone()
-
-    calls = object.__new__(call_memory.RepeatedCall)
-    calls.shape, calls.inputs = SHAPE, {"x": torch.zeros(3, requires_grad=True)}
-    calls.attend = lambda x: Attend.apply(x)
-    parts = calls.parts()
-    assert parts == dict(saved=5, forward=7, backward=11)
-    rows = [dict(T=64, predicted=dict(saved=1, forward=1, backward=1), measured=parts), dict(T=128, measured=None)]
-    shown = memory.part_table(rows).strip().splitlines()
-    assert len(shown) == 3 and shown[0].count("measured") == 3
-    assert memory.part_table(rows[1:]) == ""
 
 
 @pytest.mark.parametrize("limit", [0, 63, 64, 1000, 4096, 99999])
@@ -164,24 +114,7 @@ def test_peak_bytes_counts_tensors_alive_at_once() -> None:
         peak_bytes(call, "meta")
 
 
-def test_a_peak_is_that_of_the_component_that_was_open(allocator: Allocator) -> None:
-    def call() -> None:
-        allocator.take(10)
-        with component("slc"):
-            allocator.take(50), allocator.take(-50)
-            with component("convert"):
-                allocator.take(30)
-            allocator.take(5)
-        allocator.take(-40)
-
-    assert peaks_by_component(call) == {"other": 45, "slc": 60, "convert": 40}
-    with observed(lambda name: None):  # nothing is watched any more
-        pass
-
-
 @pytest.mark.gpu
-def test_on_a_gpu_components_and_settings_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert memory.main(["--seqlen=4096", "--components", "--allocators"]) == 0
-    shown = capsys.readouterr().out
-    for text in ("compiled kernels", "expandable_segments:True", "measured peak", "saved, predicted"):
-        assert text in shown
+def test_on_a_gpu_the_peak_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert memory.main(["--seqlen=4096"]) == 0
+    assert "measured peak" in capsys.readouterr().out

@@ -134,21 +134,21 @@ def test_profile_shows_every_branch_both_ways(capsys: pytest.CaptureFixture[str]
     lines = [[cell.strip() for cell in line.split("|")[1:3]] for line in shown.splitlines() if line.startswith("|")]
     for branch in ("cmp", "slc", "swa"):
         assert [branch, "forward"] in lines and [branch, "backward"] in lines
-    assert ["choose", "forward"] in lines and ["gate", "forward"] in lines and "Self CPU" in shown
+    assert ["choose", "forward"] in lines and ["gate", "forward"] in lines
     assert profile.main([*TINY, "--seqlen=64", "--repeats=1", "--mode=forward", "--ungated", "--packed=3"]) == 0
     assert "backward |" not in capsys.readouterr().out
 
 
 def test_components_are_written_as_they_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "profile.json"
-    options = ["--seqlen=64", "--repeats=1", "--terabytes=2", "--tflops", "100", "50", "--json", str(file)]
+    options = ["--seqlen=64", "--repeats=1", "--json", str(file)]
     assert profile.main([*TINY, *options]) == 0
     printed = capsys.readouterr().out
-    assert "floors: 2 TB/s, 100 and 50 TFLOP/s" in printed
     lines = [[c.strip() for c in line.split("|")[1:-1]] for line in printed.splitlines()]
     shown = {(line[0], line[1]): line for line in lines if len(line) == 9}
     document = json.loads(file.read_text())
-    assert document["ceilings"]["bytes_a_second"] == 2e12 and str(tmp_path) not in file.read_text()
+    assert f"floors: {document['ceilings']['bytes_a_second'] / 1e12:.3g} TB/s" in printed
+    assert str(tmp_path) not in file.read_text()
     (call,) = document["calls"]
     assert set(call["whole_ms"]) == {"forward", "backward"}
     written = {(row["component"], row["direction"]): row for row in call["rows"]}

@@ -10,7 +10,7 @@ import torch
 from fa_compile import recorded_grids, shared_worker
 
 from nsa_layer import NSAConfig, nsa
-from nsa_layer.compiling.ahead import make_call
+from nsa_layer.warm_up.lookup import make_call
 from nsa_tools.testing.covering_calls import covering_calls
 
 

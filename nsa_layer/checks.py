@@ -1,0 +1,340 @@
+"""Checks of arguments: errors name the argument, its value and the expectation, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa_layer import support
+from nsa_layer.call_spec import DIFFERENTIABLE, CallSpec, CallTensors
+from nsa_layer.config import LARGEST, NSAConfig, require_bools
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CAPACITY = 1024
+Q, FLOAT, INT32, ANY = "q", "float", "int32", "any"  # q's dtype; of floating point; what q may have
+
+
+class Kind(NamedTuple):
+    """What a tensor has to be.
+
+    Attributes:
+        shape: a letter or number for each dimension; "tokens", "keys" and "blocks" stand for those of a layout.
+        dtype: `Q`, `FLOAT`, `INT32` or `ANY`.
+        dense: contiguous in its last dimension.
+        required: None is no such tensor.
+    """
+
+    shape: str
+    dtype: str
+    dense: bool = False
+    required: bool = False
+
+
+# Every tensor that the public functions take, but for starts of packed sequences and lists of blocks.
+ARGUMENTS = {
+    "q": Kind("tokens Hq D", ANY, dense=True, required=True),
+    "k": Kind("keys Hkv D", Q, dense=True),
+    "v": Kind("keys Hkv Dv", Q, dense=True),
+    "gate_weight": Kind("Hq 3 D", FLOAT),
+    "gates": Kind("tokens Hq 3", FLOAT),
+    "compress_k_weight": Kind("Hkv D D", FLOAT),
+    "compress_v_weight": Kind("Hkv Dv Dv", FLOAT),
+    "k_cmp": Kind("blocks Hkv D", Q, dense=True),
+    "v_cmp": Kind("blocks Hkv Dv", Q, dense=True),
+    "k_win": Kind("keys Hkv D", Q, dense=True),
+    "v_win": Kind("keys Hkv Dv", Q, dense=True),
+    "q_offset": Kind("sequences", INT32),
+    "k_cache": Kind("rows S Hkv D", Q, dense=True, required=True),
+    "v_cache": Kind("rows S Hkv Dv", Q, dense=True, required=True),
+    "k_win_cache": Kind("rows S Hkv D", Q, dense=True),
+    "v_win_cache": Kind("rows S Hkv Dv", Q, dense=True),
+    "k_cmp_cache": Kind("rows_cmp Sc Hkv D", Q, dense=True),
+    "v_cmp_cache": Kind("rows_cmp Sc Hkv Dv", Q, dense=True),
+    "cache_seqlens": Kind("B", INT32, required=True),
+    "page_table": Kind("B pages", INT32),
+    "cmp_page_table": Kind("B cmp_pages", INT32),
+    "cache_batch_idx": Kind("B", INT32),
+    "out": Kind("tokens Hq Dv", Q),
+}
+BATCH = {"tokens": "B T", "keys": "B T", "blocks": "B Tc"}
+PACKED = {"tokens": "total", "keys": "total", "blocks": "blocks"}
+NO_EMPTY = ("q", "k", "v", "k_cache", "v_cache")
+
+# Everything that the checks read, of calls that passed: an equal call is not checked again.
+_passed: dict[Hashable, CallSpec] = {}
+
+
+def check_tensor(
+    name: str, x: object, q: torch.Tensor, sizes: dict[str, int], layout: Mapping[str, str], *, required: bool = False
+) -> None:
+    """Raise TypeError or ValueError unless x is what `ARGUMENTS` say.
+
+    Args:
+        sizes: by letter; a letter that is not there is any size, and is what it is from then on.
+        layout: `BATCH`, `PACKED` or another one.
+        required: None is an error.
+    """
+    kind = ARGUMENTS[name]
+    if x is None and not (required or kind.required):
+        return
+    check_kind(name, x, q, kind.dtype, optional=not (required or kind.required))
+    letters = " ".join(layout.get(each, each) for each in kind.shape.split()).split()
+    shape = tuple(x.shape)
+    if name in NO_EMPTY and 0 in shape:
+        raise ValueError(f"{name} must have no empty dimension, got shape {shape}")
+    wanted = [int(each) if each.isdigit() else sizes.get(each) for each in letters]
+    if len(shape) != len(wanted) or any(n is not None and n != m for n, m in zip(wanted, shape)):
+        said = ", ".join(each if n is None else str(n) for each, n in zip(letters, wanted))
+        raise ValueError(f"{name} must have shape ({said}), got {shape}")
+    if kind.dense and x.stride(-1) != 1 and shape[-1] > 1:
+        raise ValueError(f"{name} must be contiguous in its last dimension, got stride {x.stride(-1)}")
+    for each, n in zip(letters, shape):
+        sizes.setdefault(each, n)
+
+
+def check_kind(name: str, x: object, q: object, dtype: str, *, optional: bool = True) -> None:
+    """Raise TypeError or ValueError unless x is a tensor of such a dtype on q's device."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor{' or None' * optional}, got {type(x).__name__}")
+    refuse_nested(name, x)
+    if dtype == ANY and x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if dtype == FLOAT and not x.is_floating_point():
+        raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
+    if dtype == INT32 and x.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {x.dtype}")
+    if dtype == Q and x.dtype != q.dtype:
+        raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+
+
+def refuse_nested(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError for a nested tensor, whose shape says little or cannot be asked for."""
+    if x.is_nested:
+        raise TypeError(f"{name} must not be a nested tensor; pack the sequences and pass cu_seqlens")
+
+
+def check_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, packed: bool, same_length: bool = True
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Raise TypeError or ValueError unless they are what `nsa` takes; sizes by letter, and the layout.
+
+    Args:
+        same_length: k has as many tokens as q.
+    """
+    sizes, layout = {}, PACKED if packed else BATCH
+    if not same_length:
+        layout = layout | dict(keys="total_k" if packed else "B S")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, q, sizes, layout, required=True)
+    check_groups(sizes)
+    return sizes, layout
+
+
+def check_groups(sizes: dict[str, int], of: str = "k") -> None:
+    """Raise ValueError unless each key/value head has as many query heads."""
+    if sizes["Hq"] % sizes["Hkv"]:
+        raise ValueError(f"q's heads must be a multiple of {of}'s, got {sizes['Hq']} and {sizes['Hkv']}")
+
+
+class Arguments(NamedTuple):
+    """The arguments of `nsa` that are checked."""
+
+    tensors: CallTensors
+    config: NSAConfig
+    softmax_scale: float | None
+    max_seqlen: int | None
+    causal: bool
+
+
+def check_inputs(given: Arguments, *, backend: str | None = "reference", validate: bool = True) -> CallSpec:
+    """Check every argument of `nsa` and return the static side of the call; in a graph, without packed lengths.
+
+    Reads ``cu_seqlens`` on the host: one synchronisation for packed input whose starts are on a GPU, else none. None
+    either without ``validate``, where kernels can do without lengths: the call then has a bound of them.
+    """
+    tensors, config, softmax_scale, max_seqlen, causal = given
+    if tensors.cu_seqlens is not None or tensors.block_indices is not None or torch.compiler.is_compiling():
+        return _check(given, backend, validate)
+    try:
+        seen = (
+            *[None if t is None else (t.shape, t.dtype, t.device, t.stride(-1)) for t in tensors.differentiable],
+            *(config, type(softmax_scale), softmax_scale, max_seqlen, type(causal), causal),
+        )
+        spec = _passed.get(seen)
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return _check(given)  # raises: such arguments are never accepted
+    if spec is None:
+        spec = _check(given)
+        if len(_passed) >= CAPACITY:
+            _passed.clear()
+        _passed[seen] = spec
+    return spec
+
+
+def _check(given: Arguments, backend: str | None = "reference", validate: bool = True) -> CallSpec:
+    tensors, config, softmax_scale, max_seqlen, causal = given
+    q, k, v, cu_seqlens, block_indices = *tensors[:3], tensors.cu_seqlens, tensors.block_indices
+    require_config(config)
+    require_bools(causal=causal)
+    packed, count = cu_seqlens is not None, config.compressed_length
+    sizes, layout = check_qkv(q, k, v, packed=packed)
+    leave = not validate and leaves_starts_on_gpu(backend, cu_seqlens, q)
+    check_exclusive(tensors)
+    lengths = _check_lengths(cu_seqlens, max_seqlen, q, read=not leave)
+    bound = min(max_seqlen or q.shape[0], q.shape[0]) if leave else None
+    if torch.compiler.is_compiling():  # the operator may leave starts on a GPU too
+        bound = max_seqlen
+    if not packed:
+        sizes["Tc"] = count(sizes["T"])
+    elif lengths is not None:
+        sizes["blocks"] = sum(map(count, lengths))
+    if tensors.has_own_window and not config.window_size:
+        raise ValueError("k_win and v_win must be None where there is no window, got one with window_size=0")
+    for name in DIFFERENTIABLE[3:]:
+        check_tensor(name, getattr(tensors, name), q, sizes, layout)
+    if block_indices is not None:
+        of = lengths if packed else q.shape[1:2]
+        check_lists(block_indices, q, sizes["Hkv"], None if of is None else [*map(config.num_tiles, of)], packed=packed)
+    scale, listed = check_scale(softmax_scale, sizes["D"]), block_indices is not None
+    return CallSpec(config, causal, scale, lengths, listed=listed, bound=bound)
+
+
+def require_config(config: object) -> None:
+    """Raise TypeError unless it is an `NSAConfig`."""
+    if not isinstance(config, NSAConfig):
+        raise TypeError(f"config must be an NSAConfig, got {type(config).__name__}")
+
+
+def check_exclusive(given: Any) -> None:
+    """Raise ValueError where two arguments of a call say the same."""
+    for one, other in (("gate_weight", "gates"), ("compress_k_weight", "k_cmp"), ("compress_v_weight", "v_cmp")):
+        if getattr(given, one) is not None and getattr(given, other) is not None:
+            raise ValueError(f"{one} and {other} exclude each other, got both; pass one or neither")
+
+
+def check_list_count(block_indices: torch.Tensor, q: torch.Tensor, cu_seqlens: torch.Tensor, q_tile: int) -> None:
+    """Raise ValueError for as many lists as packed sequences of q [total, Hq, D] have by no lengths."""
+    least = -(-q.shape[0] // q_tile)
+    most = least if q_tile == 1 else least + cu_seqlens.shape[0] - 2
+    if not least <= block_indices.shape[0] <= most:
+        raise ValueError(f"block_indices must have {least} to {most} lists, got {block_indices.shape[0]}")
+
+
+def leaves_starts_on_gpu(backend: str | None, cu_seqlens: torch.Tensor | None, q: torch.Tensor) -> bool:
+    """True if the host does not read starts that are on a GPU, since the kernels that run do; False in a graph, whose
+    operators decide."""
+    if not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return backend in (None, "cute") and support.has_kernels(q)
+
+
+def lists_in_int32(block_indices: object) -> object:
+    """Lists of int64 in int32: numbers that it has no room for are padding in both."""
+    if isinstance(block_indices, torch.Tensor) and block_indices.dtype == torch.int64 and not block_indices.is_nested:
+        return block_indices.clamp(-1, LARGEST).to(torch.int32)
+    return block_indices
+
+
+def check_lists(
+    block_indices: torch.Tensor, q: torch.Tensor, Hkv: int, tiles: Sequence[int] | None, *, packed: bool
+) -> None:
+    """Raise TypeError or ValueError unless they are int32 [B, M, Hs, n], packed [tiles, Hs, n].
+
+    Args:
+        tiles: of each packed sequence, or of each sequence of a batch: one number. None: not known.
+    """
+    name, shape = "block_indices", getattr(block_indices, "shape", ())
+    if isinstance(block_indices, torch.Tensor) and block_indices.dtype != torch.int32 and not block_indices.is_nested:
+        raise TypeError(f"{name} must be int32 or int64, got {block_indices.dtype}")
+    check_kind(name, block_indices, q, INT32)
+    lead = tuple(shape[:1]) if tiles is None else (sum(tiles),) if packed else (q.shape[0], *tiles)
+    heads, shape = (Hkv, q.shape[-2]), tuple(shape)
+    # Not `in`: in graphs of PyTorch 2.11 no number is in a tuple of symbols.
+    if shape[:-2] != lead or len(shape) < 2 or all(shape[-2] != count for count in heads) or shape[-1] == 0:
+        said = ", ".join(map(str, lead))
+        raise ValueError(f"{name} must have shape ({said}, {heads[0]} or {heads[1]}, n) with n >= 1, got {shape}")
+
+
+def check_positions(q_offset: torch.Tensor | int | None, pairs: Iterable[tuple[int, int]], *, causal: bool) -> None:
+    """Raise ValueError for queries before the first key of their sequence.
+
+    The numbers of a tensor are read on a CPU only, and not in a graph.
+
+    Args:
+        pairs: queries and keys of the sequences.
+    """
+    if isinstance(q_offset, torch.Tensor):
+        if q_offset.device.type == "cpu" and not torch.compiler.is_compiling() and q_offset.min() < 0:
+            raise ValueError(f"q_offset must be at least 0, got {int(q_offset.min())}")
+    elif q_offset is None and causal and (fewer := max(T - S for T, S in pairs)) > 0:
+        raise ValueError(f"k must have at least as many tokens as q where q_offset is None, got {fewer} fewer")
+
+
+def check_starts(cu_seqlens: torch.Tensor, name: str = "cu_seqlens") -> None:
+    """Raise TypeError or ValueError unless it is int32 [sequences + 1]; the numbers are not read."""
+    check_kind(name, cu_seqlens, cu_seqlens, INT32)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"{name} must be [sequences + 1], got shape {tuple(cu_seqlens.shape)}")
+
+
+def check_scale(softmax_scale: float | None, D: int) -> float:
+    """The scale in force; TypeError or ValueError where it is none."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(D)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a number or None, got {softmax_scale!r}")
+    if not 2.0**-126 <= softmax_scale <= 2.0**126:  # the range of fp32, also in units of log2
+        raise ValueError(f"softmax_scale must be positive and finite in float32, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def _check_lengths(
+    cu_seqlens: torch.Tensor | None, max_seqlen: int | None, q: torch.Tensor, *, read: bool
+) -> tuple[int, ...] | None:
+    if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+        raise TypeError(f"max_seqlen must be an int or None, got {max_seqlen!r}")
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(f"max_seqlen is for packed input, got {max_seqlen} without cu_seqlens")
+        return None
+    lengths = check_lengths(cu_seqlens, q, "cu_seqlens", "q", read=read)
+    if lengths is not None and max_seqlen is not None and max_seqlen < max(lengths):
+        raise ValueError(f"max_seqlen must be at least the longest sequence, {max(lengths)}, got {max_seqlen}")
+    return lengths
+
+
+def starts_of_lengths(lengths: Sequence[int]) -> torch.Tensor:
+    """``cu_seqlens`` of packed sequences, int32 [sequences + 1] on the CPU."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def check_lengths(
+    cu_seqlens: torch.Tensor, x: torch.Tensor, name: str, of: str, *, read: bool = True
+) -> tuple[int, ...] | None:
+    """The lengths of the sequences that are packed in x [total, ...]; TypeError or ValueError where they are not.
+
+    None in a graph that is compiled or exported: the operators check the numbers when it runs.
+
+    Args:
+        read: False leaves the numbers alone, and returns None.
+    """
+    check_starts(cu_seqlens, name)
+    if cu_seqlens.device not in (x.device, torch.device("cpu")):
+        raise ValueError(f"{name} must be on q's device {x.device} or on the CPU, got {cu_seqlens.device}")
+    if torch.compiler.is_compiling() or not read:
+        return None
+    starts = cu_seqlens.tolist()
+    lengths = tuple(end - start for start, end in zip(starts, starts[1:]))
+    if starts[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {starts[0]}")
+    if min(lengths) < 0:
+        raise ValueError(f"{name} must not fall, got {starts}")
+    if starts[-1] != x.shape[0]:
+        raise ValueError(f"{name} must end at the {x.shape[0]} tokens of {of}, got {starts[-1]}")
+    return lengths

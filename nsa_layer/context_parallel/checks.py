@@ -1,0 +1,219 @@
+"""Checks of a rank's arguments, before anything is exchanged: as shards of a whole call, and against other ranks'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.checks import (
+    Arguments,
+    check_inputs,
+    check_lengths,
+    check_lists,
+    check_qkv,
+    check_scale,
+    check_starts,
+    require_config,
+)
+from nsa_layer.config import WIDEST_TILE
+from nsa_layer.context_parallel.layout import ShardLayout
+from nsa_layer.context_parallel.spec import ContextParallel, require_initialized
+from nsa_layer.operators.registration import is_recorded
+
+Tensor = torch.Tensor
+CAPACITY = 1024
+WEIGHTS = ("gate_weight", "compress_k_weight", "compress_v_weight")
+TOKENS, BLOCKS, TILES = "tokens", "blocks", "tiles"
+# What the rows of a tensor are; those of tiles of one query are tokens.
+KINDS = dict.fromkeys(("q", "k", "v", "gates", "k_win", "v_win"), TOKENS)
+KINDS |= dict(k_cmp=BLOCKS, v_cmp=BLOCKS, block_indices=TILES)
+# Descriptions that all ranks of a group had: an equal call of tensors on a GPU is not compared again.
+_compared: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+
+
+def check_same_on_all_ranks(
+    cp: ContextParallel, checks: Sequence[Callable[[], object]], *, ragged: Sequence[str] = (), **arguments: object
+) -> None:
+    """Compare a call's arguments in one exchange, so that ranks that disagree raise instead of waiting for one another.
+
+    On a CPU every call is compared: gloo ends the process if a peer sends more than is expected. On a GPU the first
+    call of its shapes is, and with ``validate`` every call outside CUDA graphs. In a compiled graph none is. Where
+    calls are compared, so are the values of ``cu_seqlens`` on a CPU, with ``validate`` on a GPU too.
+
+    Args:
+        checks: raise what is wrong with this rank's arguments, where calls are compared.
+        ragged: names of the arguments of which ranks may have different numbers of rows.
+        arguments: of the call, by name.
+
+    Raises:
+        TypeError: cp is no ContextParallel.
+        RuntimeError: torch.distributed is not initialised; or the first call like it is captured in a CUDA graph.
+        ValueError: the ranks' shapes, dtypes, options, packed sequences or need of gradients differ, not all are in a
+            mode of PyTorch's dispatcher, or some rank's arguments are bad: on every rank.
+    """
+    if not isinstance(cp, ContextParallel):
+        raise TypeError(f"cp must be a ContextParallel or None, got {type(cp).__name__}")
+    if torch.compiler.is_compiling():
+        return
+    require_initialized()
+    arguments |= {f"cp.{name}": getattr(cp, name) for name in ("mode", "load_balance")}
+    # Modes, and classes of tensors, decide between messages and collectives.
+    arguments["being in a mode of PyTorch's dispatcher"] = is_recorded(arguments.get("q"))
+    described = tuple((name, _describe(value, ragged=name in ragged)) for name, value in arguments.items())
+    key, validate = (cp.group_name, described), arguments.get("validate")
+    known = key in _compared and any(isinstance(x, Tensor) and x.is_cuda for x in arguments.values())
+    if known and not validate:
+        return
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if known:
+            return
+        raise RuntimeError("a call with these shapes is captured in a CUDA graph before it was made once")
+    wrong, starts = None, arguments.get("cu_seqlens")
+    try:
+        for check in checks:
+            check()
+        if starts is not None and (starts.is_cpu or validate):
+            sequences = enumerate(pairwise(starts.tolist()))
+            described = *described, *((f"the tokens of sequence {i} in cu_seqlens", pair) for i, pair in sequences)
+    except Exception as error:  # raised below, after the other ranks have heard of it
+        wrong = error
+    answers: list = [None] * cp.size
+    dist.all_gather_object(answers, (described, wrong and str(wrong)), group=cp.group)
+    for rank, (theirs, _) in enumerate(answers):
+        for (name, first), (_, value) in zip(answers[0][0], theirs):
+            if first != value:
+                raise ValueError(f"ranks disagree on {name}: rank 0 has {first}, rank {rank} has {value}") from wrong
+    if wrong is not None:
+        raise wrong
+    for rank, (_, message) in enumerate(answers):
+        if message is not None:
+            raise ValueError(f"rank {rank}: {message}")
+    if len(_compared) >= CAPACITY:
+        _compared.clear()
+    _compared.add(key)
+
+
+def check_shard(
+    arguments: Arguments, cp: ContextParallel, *, read: bool = True
+) -> tuple[CallSpec, dict[str, ShardLayout]]:
+    """Check a rank's arguments of `nsa` as shards of a whole call.
+
+    Args:
+        read: read ``cu_seqlens``, which a graph does not; else nothing is checked that depends on lengths.
+
+    Returns:
+        The whole call's static side, and layouts by kind: "tokens"; "blocks", if there are compressed keys; "tiles". Of
+        packed sequences that are not read there are no lengths, and the layout of tokens alone.
+
+    Raises:
+        TypeError, ValueError: an argument is bad, or the mode does not fit.
+    """
+    tensors, config = arguments.tensors, arguments.config
+    (q, k, v), starts, packed = tensors[:3], tensors.cu_seqlens, tensors.cu_seqlens is not None
+    check_qkv(q, k, v, packed=packed)
+    cp.mode_of(k.shape[-2])
+    require_config(config)
+    layouts = {TOKENS: token_layout(q.shape[-3], cp)}
+    total, chunk = q.shape[-3] * cp.size, q.shape[-3] // len(cp.chunks)
+    if packed and (torch.compiler.is_compiling() or not read):
+        listed, scale = tensors.block_indices is not None, check_scale(arguments.softmax_scale, q.shape[-1])
+        return CallSpec(config, arguments.causal, scale, listed=listed), layouts
+    lengths = (total,)
+    if packed:
+        check_starts(starts)
+        starts = starts.cpu()
+        lengths = whole_lengths(starts, q, cp)
+    if tensors.k_cmp is not None or tensors.v_cmp is not None:
+        layouts[BLOCKS] = ShardLayout.of_blocks(cp, lengths, chunk, config.span, config.stride)
+    layouts[TILES] = layouts[TOKENS]
+    if config.q_tile > 1:
+        layouts[TILES] = ShardLayout.of_blocks(cp, lengths, chunk, 1, config.q_tile)
+
+    def whole(name: str, x: Tensor | None) -> Tensor | None:
+        """A stand-in on no device for the tensor that the ranks hold together."""
+        if not isinstance(x, Tensor) or (name in KINDS and x.dim() < 3):
+            return x
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if name in WEIGHTS:
+            return x.to("meta")
+        layout, dim = layouts[KINDS[name]], 0 if packed else 1
+        expected = sum(layout.rank_counts(cp.rank))
+        if x.shape[dim] != expected:
+            lead = (expected,) if packed else (q.shape[0], expected)
+            raise ValueError(f"{name} must have this rank's {KINDS[name]}, {lead}, first, got shape {tuple(x.shape)}")
+        return _resized(x, layout.total, dim)
+
+    stand_ins = {name: whole(name, getattr(tensors, name)) for name in (*WEIGHTS, *KINDS)}
+    return check_inputs(arguments._replace(tensors=tensors._replace(**stand_ins, cu_seqlens=starts))), layouts
+
+
+def check_list_shard(
+    cp: ContextParallel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_indices: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    apart: bool = False,
+    read: bool = True,
+) -> tuple[ShardLayout, int]:
+    """Check a rank's arguments of `selected_attention`; the layout of the lists, and the queries that share one.
+
+    Args:
+        apart: keys were given starts, or queries an offset.
+        read: the values of ``cu_seqlens``, which a graph does not.
+    """
+    packed = cu_seqlens is not None
+    check_qkv(q, k, v, packed=packed)
+    cp.mode_of(k.shape[-2])
+    local, tokens = q.shape[-3], token_layout(q.shape[-3], cp)
+    if apart:
+        raise ValueError("cp: queries are those of all keys; cu_seqlens_k and q_offset must be None")
+    if packed and read and not torch.compiler.is_compiling():
+        whole_lengths(cu_seqlens, q, cp)
+    shape, chunk, q_tile = getattr(block_indices, "shape", ()), tokens.counts[0], 1
+    if len(shape) == q.dim() and shape[-3] != local:
+        tiles = (1 << i for i in range(1, min(WIDEST_TILE, chunk).bit_length()))
+        fit = [tile for tile in tiles if not packed and not chunk % tile and local // tile == shape[-3]]
+        if not fit:
+            raise ValueError(
+                f"block_indices must have a list for each of the rank's {local} queries, or, not packed, for each tile "
+                f"of its chunks of {chunk}, got {shape[-3]} lists"
+            )
+        q_tile = fit[0]
+    check_lists(block_indices, q, k.shape[-2], [local // q_tile], packed=packed)
+    return ShardLayout(tuple(count // q_tile for count in tokens.counts), cp.size, cp.load_balance), q_tile
+
+
+def whole_lengths(cu_seqlens: Tensor, x: Tensor, cp: ContextParallel) -> tuple[int, ...]:
+    """Lengths of the sequences that the ranks' tokens, such as x [n, ...], are of; TypeError or ValueError."""
+    check_starts(cu_seqlens)
+    return check_lengths(cu_seqlens.cpu(), _resized(x, len(x) * cp.size), "cu_seqlens", f"the {cp.size} ranks")
+
+
+def token_layout(local: int, cp: ContextParallel) -> ShardLayout:
+    """Layout of tokens; ValueError where a rank's `local` tokens are no equal chunks."""
+    if local % len(cp.chunks):
+        raise ValueError(f"q must have an even number of tokens on a rank, for load_balance='zigzag', got {local}")
+    return ShardLayout.of_tokens(cp, local)
+
+
+def _resized(x: Tensor, length: int, dim: int = 0) -> Tensor:
+    """A tensor without memory like x, but for one dimension."""
+    return torch.empty((*x.shape[:dim], length, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")
+
+
+def _describe(value: object, *, ragged: bool) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.is_nested:
+        return "a nested tensor"  # whose shape cannot be asked for
+    gradient = " with a gradient" if torch.is_grad_enabled() and value.requires_grad else ""
+    shape = f"(.., {', '.join(map(str, value.shape[-2:]))})" if ragged else str(tuple(value.shape))
+    return f"{value.dtype} {shape} on {value.device.type}{gradient}"

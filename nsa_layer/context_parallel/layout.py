@@ -1,0 +1,237 @@
+"""Which rank holds which rows, and which keys a rank's queries can attend to.
+
+Tokens, compressed blocks and query tiles all have rows. A block or tile belongs to the chunk of its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from nsa_layer.call_spec import CallSpec
+from nsa_layer.context_parallel.spec import ContextParallel, rank_chunks
+from nsa_layer.cute.memory_plan import split_heads
+
+Tensor = torch.Tensor
+TILE = 128  # keys of a kernel's tile, or a multiple
+STEPS_FROM = 1 << 16  # tokens of all ranks from which on heads are exchanged a few at a time
+# Tokens times key/value heads of a step, at most: a rank then takes as much memory as one GPU for a rank's tokens.
+STEP_TOKENS = 3 << 20
+BlockRange = tuple[int, tuple[int, ...], int]  # first token in the chunk, tokens of each sequence, blocks
+
+
+class ShardLayout(NamedTuple):
+    """Rows of each chunk, in the order of the sequence, and the ranks that hold the chunks.
+
+    Attributes:
+        counts: rows of each chunk.
+        size, load_balance: as in `ContextParallel`.
+    """
+
+    counts: tuple[int, ...]
+    size: int
+    load_balance: str | None
+
+    @classmethod
+    def of_tokens(cls, cp: ContextParallel, local: int) -> ShardLayout:
+        """Layout of tokens, of which each rank holds `local`."""
+        return cls((local // len(cp.chunks),) * cp.num_chunks, cp.size, cp.load_balance)
+
+    @classmethod
+    def of_blocks(cls, cp: ContextParallel, lengths: Sequence[int], chunk: int, span: int, stride: int) -> ShardLayout:
+        """Layout of the complete blocks of sequences that are cut into chunks of `chunk` tokens."""
+        ranges = block_ranges(tuple(lengths), chunk, span, stride)
+        return cls(tuple(blocks for *_, blocks in ranges), cp.size, cp.load_balance)
+
+    @property
+    def total(self) -> int:
+        """Rows of all ranks."""
+        return sum(self.counts)
+
+    @property
+    def most(self) -> int:
+        """Rows of the rank that holds most: what each rank sends in a collective."""
+        return max(sum(self.rank_counts(rank)) for rank in range(self.size))
+
+    def rank_counts(self, rank: int) -> list[int]:
+        """Rows of each of a rank's chunks."""
+        return [self.counts[chunk] for chunk in rank_chunks(rank, self.size, self.load_balance)]
+
+    def chunks(self) -> Iterator[tuple[int, int, slice, slice]]:
+        """Each chunk, its rank, its rows in the sequence, and its rows in the rank's shard."""
+        starts = (0, *accumulate(self.counts))
+        for rank in range(self.size):
+            first = 0
+            for chunk in rank_chunks(rank, self.size, self.load_balance):
+                end = first + self.counts[chunk]
+                yield chunk, rank, slice(starts[chunk], starts[chunk + 1]), slice(first, end)
+                first = end
+
+    def merge(self, x: Tensor) -> Tensor:
+        """[R, B, most, ...], each rank's rows -> [B, all rows, ...], in order."""
+        parts = {chunk: x[rank, :, local] for chunk, rank, _, local in self.chunks()}
+        return torch.cat([parts[chunk] for chunk in range(len(self.counts))], dim=1)
+
+    def split(self, x: Tensor) -> Tensor:
+        """The inverse of `merge`, contiguous, padded with 0."""
+        shards: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for _, rank, rows, _ in self.chunks():
+            shards[rank].append(x[:, rows])
+        return torch.stack([self.pad(torch.cat(parts, dim=1)) for parts in shards])
+
+    def pad(self, x: Tensor) -> Tensor:
+        """A rank's rows [B, n, ...] -> [B, most, ...]."""
+        missing = self.most - x.shape[1]
+        return torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1) if missing else x
+
+
+def block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -> tuple[BlockRange, ...]:
+    """For each chunk the tokens of the blocks that start in it, which may reach into the next chunks.
+
+    Args:
+        lengths: of the packed sequences, or of one sequence.
+        chunk: tokens of a chunk.
+        span, stride: of blocks.
+
+    Returns:
+        (first token, counted from the chunk's start; tokens of each sequence from there on; number of blocks). The
+        last sequence ends with its last block.
+    """
+    # A compiler ignores caches, and warns of it.
+    function = _block_ranges.__wrapped__ if torch.compiler.is_compiling() else _block_ranges
+    return function(lengths, chunk, span, stride)
+
+
+@lru_cache(maxsize=256)
+def _block_ranges(lengths: tuple[int, ...], chunk: int, span: int, stride: int) -> tuple[BlockRange, ...]:
+    ranges, starts, sequence = [], (0, *accumulate(lengths)), 0
+    for begin in range(0, starts[-1], chunk):
+        end, first, blocks, tokens = begin + chunk, None, 0, []
+        while starts[sequence + 1] <= begin:
+            sequence += 1
+        for s in range(sequence, len(lengths)):
+            start, stop = starts[s], starts[s + 1]
+            if start >= end:
+                break
+            block = start + -(-max(0, begin - start) // stride) * stride  # the first one that can start here
+            count = max(0, min((stop - span - block) // stride + 1, -(-(end - block) // stride)))
+            first = min(block, stop) if first is None else first
+            last = block + (count - 1) * stride + span if stop > end and count else min(end, stop)
+            tokens.append(max(0, last - max(first, block)))
+            blocks += count
+        ranges.append((first - begin, tuple(tokens), blocks))
+    return tuple(ranges)
+
+
+class QueryShard(NamedTuple):
+    """Contiguous queries of one chunk, and the range of keys that they can attend to.
+
+    Attributes:
+        queries: rows in the rank's shard.
+        keys: rows in the whole sequence, or pack: of every sequence that has queries here.
+        lengths: (queries, keys, position of the first query) of each sequence here; of a batch one for all.
+        before: number of sequences that end before the chunk.
+    """
+
+    queries: slice
+    keys: slice
+    lengths: tuple[tuple[int, int, int], ...]
+    before: int
+
+    @classmethod
+    def at(cls, begin: int, queries: slice, ends: Sequence[int], *, cut: bool) -> QueryShard:
+        """The shard whose first query is token `begin`.
+
+        Args:
+            ends: of all sequences.
+            cut: leave out keys behind the last query: no query attends to them, and no list names them.
+        """
+        end, before = begin + queries.stop - queries.start, sum(end <= begin for end in ends)
+        first_key = last_key = token = ends[before - 1] if before else 0
+        lengths = []
+        for sequence_end in ends[before:]:
+            if token >= end:
+                break
+            if sequence_end > token:
+                last_query = min(sequence_end, end)
+                last_key = last_query if cut else sequence_end
+                lengths.append((last_query - max(begin, token), last_key - token, max(0, begin - token)))
+            token = sequence_end
+        return cls(queries, slice(first_key, last_key), tuple(lengths), before)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Position of each sequence's first query."""
+        return tuple(offset for *_, offset in self.lengths)
+
+    def spec(self, whole: CallSpec) -> CallSpec:
+        """The static side of this shard's call."""
+        if whole.lengths is None:
+            return whole
+        queries, keys, _ = zip(*self.lengths)
+        return replace(whole, lengths=queries, lengths_k=keys)
+
+    def blocks(self, whole: CallSpec) -> slice:
+        """Rows of its compressed keys in the whole call's."""
+        count = whole.config.compressed_length
+        begin = sum(map(count, whole.lengths[: self.before])) if whole.lengths else 0
+        return slice(begin, begin + sum(count(S) for _, S, _ in self.lengths))
+
+    def window(self, spec: CallSpec, *, tile: int = 1) -> tuple[slice, tuple[tuple[int, int], ...]]:
+        """Keys that the sliding windows of the queries see.
+
+        Args:
+            tile: keys before the first query are a multiple of it, so that kernels, which read whole tiles, are as fast
+                as with all keys; unless there are not as many.
+
+        Returns:
+            Their rows among the keys of the shard, and for each sequence (keys, position of the first query in them).
+        """
+        reach, begin, total = spec.config.window_size - 1, self.lengths[0][2], self.keys.stop - self.keys.start
+        end = begin + self.queries.stop - self.queries.start
+        first = max(0, begin - -(-reach // tile) * tile)
+        last = end if spec.causal else min(total, end + -(-reach // tile) * tile)
+        lengths, start = [], 0
+        for _, keys, offset in self.lengths:
+            skipped = max(0, first - start)
+            lengths.append((min(keys, last - start) - skipped, offset - skipped))
+            start += keys
+        return slice(first, last), tuple(lengths)
+
+
+def query_shards(
+    cp: ContextParallel, local: int, lengths: Sequence[int] | None, *, cut: bool
+) -> list[list[QueryShard]]:
+    """The shards of each rank, one for each of its chunks.
+
+    Args:
+        local: tokens of a rank.
+        lengths: of the whole call's packed sequences; None: of one length.
+        cut: as for `QueryShard.at`.
+    """
+    size, ends = local // len(cp.chunks), list(accumulate(lengths or (local * cp.size,)))
+    return [
+        [
+            QueryShard.at(chunk * size, slice(i * size, (i + 1) * size), ends, cut=cut)
+            for i, chunk in enumerate(rank_chunks(rank, cp.size, cp.load_balance))
+        ]
+        for rank in range(cp.size)
+    ]
+
+
+def head_steps(heads: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    """(first, end) of the key/value heads of each step of a call with this number of tokens.
+
+    One head at both ends, since nothing runs beside their exchanges, and few steps between, since kernels of more heads
+    are faster; all at once in short calls.
+    """
+    if tokens < STEPS_FROM:
+        return ((0, heads),)
+    inner = split_heads(max(0, heads - 2), max(1, min(STEP_TOKENS // tokens, -(-heads // 2))))
+    ends = [(first, first + 1) for first in sorted({0, heads - 1})]
+    return (ends[0], *((first + 1, end + 1) for first, end in inner), *ends[1:])

@@ -1,0 +1,185 @@
+"""Compiles the kernels of calls in a helper process: ahead of them, or all of a call at once when it misses one.
+
+The helper, `worker`, shares nothing with this process but the kernel cache on disk, where a process that misses a
+kernel waits for the one that compiles it. So a call whose kernels are missing goes on as it would alone, and finds most
+of them compiled.
+
+``NSA_COMPILE_WORKERS`` is the number of kernels compiled at once, one a core unless given; with 0 a call compiles its
+kernels one after the other. ``NSA_COMPILE_PROGRESS=0`` leaves out the line that says what a call waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import torch
+
+from nsa_layer.config import NSAConfig
+from nsa_layer.support import device_arch, kernel_family
+from nsa_layer.warm_up.lookup import ENVIRONMENT, AnyShape, Order, Outcome
+from nsa_layer.warm_up.shapes import CallShape
+
+WORKERS, PROGRESS = "NSA_COMPILE_WORKERS", "NSA_COMPILE_PROGRESS"
+
+
+class Helper:
+    """The process that compiles what calls of this one miss, started by the first; it ends with it, or when idle."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.ordered: set[AnyShape] = set()
+        self.environment: dict[str, str] = {}
+        self.process: subprocess.Popen | None = None
+        self.connection: Connection | None = None
+
+    def order(self, call: AnyShape) -> None:
+        """Have a call's kernels compiled, at its first miss. The call compiles them itself if no process can be."""
+        jobs = processes()
+        if jobs < 2:
+            return
+        progress = os.environ.get(PROGRESS, "1") != "0" and os.environ.get("LOCAL_RANK", "0") == "0"
+        environment = _environment(_own_target())
+        with self.lock:
+            if call in self.ordered:
+                return
+            self.ordered.add(call)
+            try:
+                if self.process is None or self.process.poll() is not None or self.environment != environment:
+                    self.process, self.connection = _start(environment)
+                    self.environment = environment
+                self.connection.send(Order((call,), jobs, ahead=False, progress=progress))
+            except OSError:  # too many processes, too little memory, or it has just ended
+                return
+
+
+_helper = Helper()
+os.register_at_fork(after_in_child=_helper.__init__)  # closes the fork's copy of the connection, which would keep it
+
+
+def compile_missing(shape: Callable[[], AnyShape]) -> AbstractContextManager[None]:
+    """Context manager: on the first kernel-cache miss inside it, start compiling every kernel of this call in the
+    helper process."""
+    from flash_attn.cute.runtime import kernel_cache
+
+    return kernel_cache.at_first_miss(lambda: _helper.order(shape()))
+
+
+def processes() -> int:
+    """Kernels that are compiled at once; ValueError where the variable is no number."""
+    workers = os.environ.get(WORKERS) or str(len(os.sched_getaffinity(0)))
+    if not workers.isdecimal():
+        raise ValueError(f"{WORKERS} must be a number of processes, got {workers!r}")
+    return int(workers)
+
+
+def compile_calls(calls: Iterable[AnyShape], *, target: dict[str, str], jobs: int) -> Iterator[int | Outcome]:
+    """Compile each kernel of the calls once; yields their number, then outcomes as they come.
+
+    Args:
+        target: variables of the architecture that is compiled for, see `lookup.ENVIRONMENT`.
+        jobs: kernels at once.
+
+    Raises:
+        RuntimeError: kernels are not kept on disk, or the process that compiles them has ended.
+    """
+    process, connection = _start(_environment(target))
+    with process, connection:
+        try:
+            connection.send(Order(tuple(calls), jobs))
+            count = message = connection.recv()
+            if isinstance(message, Exception):
+                raise message
+            yield count
+            for _ in range(count):
+                yield connection.recv()
+        except (EOFError, ConnectionError):
+            raise RuntimeError(f"the process that compiles has ended with status {process.wait()}") from None
+
+
+def warm_up(
+    config: NSAConfig,
+    shapes: Iterable[tuple[int, int, int, int, int]],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    packed: bool = False,
+    gate: str = "weight",
+    projected: bool = False,
+    causal: bool = True,
+    backward: bool = True,
+) -> float:
+    """Compile the kernels that calls of `nsa` will launch on this process's GPU, side by side, and return the seconds.
+
+    Kernels that are in the cache are left alone. Without a GPU ``FLASH_ATTENTION_ARCH`` names the architecture.
+
+    Args:
+        config, causal: as in `nsa`.
+        shapes: (B, T, Hq, Hkv, D) of each call; most calls that differ in B or T alone launch the same kernels.
+        dtype: of q, k and v.
+        packed: the calls are of B packed sequences of T tokens, and of as many of any lengths with starts on the GPU.
+        gate: "weight" (``gate_weight``), "given" (``gates``) or "none".
+        projected: with ``compress_k_weight`` and ``compress_v_weight``.
+        backward: backward too.
+
+    Raises:
+        ValueError: a shape is not (B, T, Hq, Hkv, D).
+        NotImplementedError: there are no kernels for this architecture.
+        RuntimeError: a kernel does not compile, or kernels are not kept on disk.
+    """
+    begin, calls = time.perf_counter(), []
+    options = dict(config=config, dtype=dtype, gate=gate, projected=projected, causal=causal, backward=backward)
+    for shape in shapes:
+        if len(shape) != 5:
+            raise ValueError(f"a shape must be (B, T, Hq, Hkv, D), got {shape!r}")
+        B, T, Hq, Hkv, D = shape
+        sizes = dict(Hq=Hq, Hkv=Hkv, D=D, Dv=D, **options)
+        # Where the host does not know lengths, lists have room for one sequence of all tokens.
+        for lengths in ((T,) * B, (B * T, *[0] * (B - 1))) if packed else (None,):
+            where = dict(B=B, T=T) if lengths is None else dict(B=1, T=B * T, lengths=lengths)
+            calls.append(CallShape(**where, **sizes))
+    for outcome in compile_calls(calls, target=_own_target(), jobs=max(1, processes())):
+        if isinstance(outcome, Outcome) and outcome.error:
+            raise RuntimeError(f"{outcome.kernel}: {outcome.error}")
+    return time.perf_counter() - begin
+
+
+def _environment(target: dict[str, str]) -> dict[str, str]:
+    """That of a helper, which finds modules where this process does, and sees no GPU."""
+    folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    return os.environ | target | {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _start(environment: dict[str, str]) -> tuple[subprocess.Popen, Connection]:
+    """A helper, in a session of its own: an interrupt is for this process."""
+    ours, theirs = Pipe()
+    with theirs:
+        fd = theirs.fileno()
+        command = [sys.executable, "-m", "nsa_layer.warm_up.worker", str(fd)]
+        options = dict(stdin=subprocess.DEVNULL, pass_fds=[fd], start_new_session=True)
+        return subprocess.Popen(command, env=environment, **options), ours
+
+
+def _own_target() -> dict[str, str]:
+    """The variables that make a process without a GPU compile for this one's."""
+    from cutlass.base_dsl.dsl import BaseDSL
+
+    from flash_attn.cute.runtime.kernel_cache import multiprocessors
+
+    arch = device_arch()
+    if kernel_family(arch) not in ENVIRONMENT:
+        found = f"no kernels for sm_{arch}" if arch else "no GPU"
+        raise NotImplementedError(
+            f"{found}: set FLASH_ATTENTION_ARCH to the architecture to compile for, such as sm_90"
+        )
+    target = ENVIRONMENT[kernel_family(arch)] | {"FLASH_ATTENTION_ARCH": f"sm_{arch}"}
+    if "FLASH_ATTENTION_ARCH" in os.environ:
+        return target | {name: os.environ[name] for name in target if name in os.environ}
+    major, minor, suffix = BaseDSL._get_dsl().get_arch_enum().value
+    return target | {"CUTE_DSL_ARCH": f"sm_{major}{minor}{suffix}", "FLASH_ATTENTION_NUM_SMS": str(multiprocessors())}

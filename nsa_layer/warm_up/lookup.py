@@ -1,0 +1,223 @@
+"""Names the kernels that a call of `nsa`, `selected_attention` or `nsa_with_kvcache` launches, and compiles them, from
+shapes alone and without a GPU.
+
+The call is made with fake tensors, which launch nothing. For the names, every lookup in the kernel cache finds a
+stand-in, so that takes a second. Each kernel is then compiled by the same call, in which all other lookups find one;
+any process can do that for any kernel.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from nsa_layer.cached_call import CachedCall
+from nsa_layer.call_spec import CallTensors
+from nsa_layer.cute.memory_plan import MemoryPolicy, plan_memory
+from nsa_layer.warm_up.shapes import CachedShape, CallShape, ListsShape
+
+# The variables that make a process compile for an architecture, whatever GPU it has; a process can do one only.
+ENVIRONMENT = {
+    90: {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"},
+    100: {"FLASH_ATTENTION_ARCH": "sm_100", "CUTE_DSL_ARCH": "sm_100a", "FLASH_ATTENTION_NUM_SMS": "148"},
+}
+
+AnyShape = CallShape | ListsShape | CachedShape
+Finds = Callable[[object, object, str], bool]
+
+
+class Wanted(NamedTuple):
+    """A kernel of a call by its name, and its file in the cache."""
+
+    name: str
+    file: Path
+    call: AnyShape
+
+
+class Outcome(NamedTuple):
+    """A kernel of a call, with the seconds it took, None where the cache had it, or the error."""
+
+    kernel: str
+    call: AnyShape
+    seconds: float | None = None
+    error: str | None = None
+
+
+class Order(NamedTuple):
+    """Calls whose kernels a helper process is to compile.
+
+    Attributes:
+        jobs: processes that it forks.
+        ahead: of the calls: outcomes are sent, and kernels that another process compiles are waited for.
+        progress: a line on standard error says, after two seconds, how many kernels are compiled.
+    """
+
+    calls: tuple[AnyShape, ...]
+    jobs: int
+    ahead: bool = True
+    progress: bool = False
+
+
+def kernel_files(call: AnyShape) -> dict[str, Path]:
+    """The call's kernels, each as folder and file in the cache, in the order of their launches, and their paths.
+
+    The process must have a target's `ENVIRONMENT`, for `compile_kernel` too.
+
+    Raises:
+        RuntimeError: kernels are not kept on disk.
+    """
+    files: dict[str, Path] = {}
+
+    def note(cache: object, key: object, name: str) -> bool:
+        files[name] = cache.cache_path / f"{name.split('/')[1]}.o"
+        return True
+
+    with _lookups(note):
+        make_call(call)
+    return files
+
+
+def compile_kernel(kernel: Wanted, *, wait: bool = True) -> Outcome:
+    """Compile a kernel unless the cache has it; any error of the compiler is its outcome.
+
+    Args:
+        wait: for a process that is compiling it; otherwise it is left to that one.
+    """
+    from flash_attn.cute.runtime import kernel_cache
+
+    outcome, begin = Outcome(kernel.name, kernel.call), time.perf_counter()
+    if kernel.file.exists() or not wait and kernel_cache.TURNS.is_taken(kernel.file.with_suffix(".turn")):
+        return outcome
+    try:
+        with _lookups(lambda cache, key, name: name != kernel.name):
+            make_call(kernel.call)
+    except Exception as error:  # the compiler raises many kinds
+        return outcome._replace(error=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+    if not kernel.file.exists():
+        return outcome._replace(error=f"the call asks for no such kernel, or none could be written to {kernel.file}")
+    return outcome._replace(seconds=time.perf_counter() - begin)
+
+
+def _stand_in(*arguments: object, **named: object) -> None:
+    """In place of a kernel that is never launched."""
+    raise RuntimeError("a stand-in was launched")
+
+
+@contextmanager
+def _lookups(found: Finds) -> Iterator[None]:
+    """While entered, the cache holds a stand-in for every kernel for which ``found(cache, key, name)`` is true."""
+    from flash_attn.cute import cache_utils
+    from nsa_layer.kernels import launch
+
+    kind, placed = cache_utils.JITPersistentCache, []
+    if not isinstance(cache_utils.get_jit_cache(), kind):
+        raise RuntimeError("kernels are not kept on disk: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is off, or see above")
+    looks_up = kind.__contains__
+
+    def contains(cache: cache_utils.JITPersistentCache, key: object) -> bool:
+        if not found(cache, key, f"{cache.cache_path.name}/{cache._key_to_hash(key)}"):
+            return looks_up(cache, key)
+        if key not in cache.cache:
+            cache.cache[key] = _stand_in
+            placed.append((cache, key))
+        return True
+
+    kind.__contains__ = contains
+    launch.forget()
+    try:
+        yield
+    finally:
+        kind.__contains__ = looks_up
+        launch.forget()
+        for cache, key in placed:
+            del cache.cache[key]
+
+
+class _Unlinked(TorchFunctionMode):
+    """Lets PyTorch without CUDA or a GPU run operators on fake GPU tensors: those that look for one run on meta
+    tensors."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if "cuda" not in str(error).lower():
+                raise
+        if re.search("[^_]_$", function.__name__):  # in place
+            return args[0]
+        if "out" in kwargs:
+            return kwargs["out"]
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: _like(x, "meta"), (args, kwargs))
+        return tree_map_only(torch.Tensor, lambda x: _like(x, "cuda"), function(*args, **kwargs))
+
+
+def _like(x: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+
+
+def make_call(call: AnyShape) -> None:
+    """Make the call with fake tensors: kernels that no cache has are compiled, and nothing is launched.
+
+    Of groups of heads of one size, which ask for the same kernels, one is made.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), _Unlinked(), torch.no_grad():
+        {ListsShape: _make_listed, CachedShape: _make_cached}.get(type(call), _make_layer)(call)
+
+
+def _make_layer(call: CallShape) -> None:
+    from nsa_layer.cute.backward import backward
+    from nsa_layer.cute.forward import forward
+    from nsa_layer.cute.head_groups import head_group
+    from nsa_layer.cute.packing import Packing
+
+    spec, dtype = call.spec(), call.dtype
+    plan = call.plan or plan_memory(call.sizes(), call.policy, torch.device("cpu"))
+    given = {name: _fake(*shape, dtype=dtype) for name, shape in call.tensor_shapes().items()}
+    offset = None if call.keys is None else _fake(len(call.lengths or range(call.B)), dtype=torch.int32)
+    tensors = CallTensors(**given, block_indices=call.block_indices("cuda"), q_offset=offset)
+    packing = Packing.of(spec, tensors.q.device, tensors.q_heads_per_list)
+    for first, end in {end - first: (first, end) for first, end in plan.groups}.values():
+        group = head_group(tensors, first, end)
+        o = _fake(*group.q.shape[:-1], call.Dv, dtype=dtype)
+        saved = forward(group, packing, o, spec=spec, kept=plan.kept)
+        if call.backward:
+            of_tokens = (*group[:3], group.k_win, group.v_win)
+            into = (None if x is None else torch.empty_like(x) for x in of_tokens)
+            backward(group, packing, saved, torch.empty_like(o), *into, spec=spec)
+
+
+def _make_listed(call: ListsShape) -> None:
+    from nsa_layer.cute.selected_alone import Extents, attend, gradients
+
+    q, k = (_fake(*shape, dtype=call.dtype) for shape in (call.q, call.k))
+    lists = _fake(*call.lists, dtype=torch.int32)
+    sequences = len(call.spec.lengths) if call.spec.lengths else len(q)
+    offset = _fake(sequences, dtype=torch.int32) if call.offset else None
+    extents = Extents.of_lists(q, k, q.shape[-2] // lists.shape[-2], offset, call.spec)
+    o, lse = attend(q, k, k, lists, extents, call.spec)
+    if call.backward:
+        gradients(extents, call.spec, torch.empty_like(o), q, k, k, lists, o, lse)
+
+
+def _make_cached(call: CachedShape) -> None:
+    from nsa_layer.cute.cached import step
+
+    given = {name: _fake(*shape, dtype=dtype) for name, shape, dtype in call.tensors}
+    scale = given["q"].shape[-1] ** -0.5
+    step(CachedCall(**given, config=call.config), call.lengths, scale, memory=MemoryPolicy(budget=sys.maxsize))
+
+
+def _fake(*size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="cuda")

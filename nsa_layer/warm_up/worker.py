@@ -1,0 +1,102 @@
+"""`python -m nsa_layer.warm_up.worker FD`: the helper process, which compiles the kernels of calls, several at once.
+
+Receives each `Order` over the connection and forks to compile, so that what the compiler imports is imported once. Of
+an order ahead of calls it sends the number of kernels and then each `Outcome`, or the error that prevents all. It ends
+when it had nothing to do for a while, or when the process that started it closes the connection or ends, and all that
+it forked ends with it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import sys
+import threading
+import time
+import warnings
+from functools import partial
+from multiprocessing.connection import Connection
+
+from nsa_layer.warm_up.lookup import Order, Wanted, compile_kernel, kernel_files
+
+IDLE = 300.0  # seconds without an order before it ends
+PATIENCE = 2.0  # seconds before a line says what is waited for
+# Those that take longest come first: a step waits for the last one.
+SLOW = ("bwd_dq", "nsa_block_topk", "fwd", "bwd_dkdv", "bwd", "nsa_token_topk", "nsa_gated_sum_backward")
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    warnings.simplefilter("ignore")
+    os.dup2(2, 1)  # the compiler's prints are none of the program's output
+    _end_with(connection.fileno())
+    while connection.poll(IDLE):
+        try:
+            order = connection.recv()
+        except EOFError:
+            return
+        compile_order(order, connection)
+
+
+def compile_order(order: Order, connection: Connection) -> None:
+    """Compile the kernels of an order, in processes that are forked for it."""
+    begin = time.monotonic()
+    try:
+        kernels = _kernels(order)
+    except Exception as error:
+        if order.ahead:
+            return connection.send(error)
+        return _say(f"compiling one kernel after the other: {type(error).__name__}: {error}")
+    if order.ahead:
+        connection.send(len(kernels))
+    line = threading.Timer(max(0.0, begin + PATIENCE - time.monotonic()), _say_missing, (kernels,))
+    line.daemon = True
+    if order.progress:
+        line.start()
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(max(1, min(order.jobs, len(kernels))), partial(_end_with, connection.fileno())) as pool:
+        for outcome in pool.imap_unordered(partial(compile_kernel, wait=order.ahead), kernels):
+            if order.ahead:
+                connection.send(outcome)
+    line.cancel()
+
+
+def _kernels(order: Order) -> list[Wanted]:
+    """The kernels of all calls, each once; imports what compiles them."""
+    kernels: dict[str, Wanted] = {}
+    for call in order.calls:
+        for name, file in kernel_files(call).items():
+            kernels.setdefault(name, Wanted(name, file, call))
+    if not all(kernel.file.exists() for kernel in kernels.values()):
+        from flash_attn.cute.runtime.lazy_imports import import_compiler
+
+        import_compiler()
+    ranks = {name: rank for rank, name in enumerate(SLOW)}
+    return sorted(kernels.values(), key=lambda kernel: ranks.get(kernel.name.split("/")[0], len(SLOW)))
+
+
+def _say_missing(kernels: list[Wanted]) -> None:
+    missing = sum(not kernel.file.exists() for kernel in kernels)
+    if missing:
+        _say(f"compiling {missing} of {len(kernels)} kernels, once per configuration")
+
+
+def _say(text: str) -> None:
+    os.write(2, f"nsa_layer: {text}\n".encode())
+
+
+def _end_with(fd: int) -> None:
+    """End this process when the other end of the connection is closed."""
+    poll = select.poll()
+    poll.register(fd, 0)  # hang-ups alone; orders are for whoever receives them
+
+    def wait() -> None:
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

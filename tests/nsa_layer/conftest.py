@@ -1,0 +1,17 @@
+"""Processes that are the ranks of groups of gloo: tests of context parallelism share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fuzz.rank_processes import ranks
+
+
+@pytest.fixture(scope="session")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """``on_ranks(2, work, *args)`` runs ``work(group, *args)`` on each of 2 ranks, or of 4."""
+    with ranks((2, 4), str(tmp_path_factory.mktemp("ranks") / "store")) as run:
+        yield run

@@ -1,0 +1,134 @@
+"""Which keys a rank's queries read, which mode a call takes, and what memory it plans for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_cases import RANKS, SMALL, OnRanks
+from stub_kernels import stubbed_layer
+
+from nsa_layer import ContextParallel, NSAConfig, nsa
+from nsa_layer.call_spec import CallSpec, CallTensors, Saved
+from nsa_layer.checks import Arguments
+from nsa_layer.context_parallel import gather, heads, shard_call
+from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, query_shards
+from nsa_layer.context_parallel.spec import rank_chunks
+from nsa_layer.cute.branch_options import window_options
+from nsa_layer.cute.memory_plan import MemoryPolicy, predict
+from nsa_layer.cute.packing import Packing
+
+
+@pytest.mark.parametrize("tile", [1, 16])
+@pytest.mark.parametrize("reach", [0, 3, 30])
+@pytest.mark.parametrize("lengths", [None, (40, 0, 3, 53)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_of_a_rank_see_what_those_of_one_see(
+    causal: bool, lengths: tuple[int, ...] | None, reach: int, tile: int
+) -> None:
+    """The window's keys as the kernels' options give them: each query's first and last, as tokens of the whole.
+
+    Args:
+        tile: of gathered keys that the window reads, from a whole tile on; 1: its own keys.
+    """
+    call, T = CallSpec(SMALL.replace(window_size=reach + 1), causal, 1.0, lengths), 96
+    ends = list(accumulate(lengths or (T,)))
+    for (size, load_balance), rank in ((kind, rank) for kind in RANKS for rank in range(kind[0])):
+        chunks = rank_chunks(rank, size, load_balance)
+        cp = SimpleNamespace(chunks=chunks, size=size, load_balance=load_balance)
+        for shard, chunk in zip(query_shards(cp, T // size, lengths, cut=causal)[rank], chunks, strict=True):
+            rows, window = shard.window(call, tile=tile)
+            count, begin = shard.queries.stop - shard.queries.start, chunk * T // size // len(chunks)
+            first = shard.keys.start + rows.start
+            here = replace(shard.spec(call), window=window)
+            packing = Packing.of(here, torch.device("cpu"))
+            given = window_options(here, packing, torch.tensor(shard.offsets, dtype=torch.int32))
+            starts = given.get("cu_seqlens_q", torch.tensor([0, count])).tolist()
+            of_keys = given.get("cu_seqlens_k", torch.tensor([0, rows.stop - rows.start])).tolist()
+            for s, offset in enumerate(given["q_offset"].tolist()):
+                for i in range(starts[s], starts[s + 1]):
+                    token, at = begin + i, offset + i - starts[s]
+                    end = next(end for end in ends if end > token)
+                    start = max([0, *(each for each in ends if each <= token)])
+                    last = min(of_keys[s + 1] - of_keys[s] - 1, at + given["window_size_right"])
+                    seen = [first + of_keys[s] + x for x in (max(0, at - given["window_size_left"]), last)]
+                    assert seen == [max(start, token - reach), min(end - 1, token if causal else token + reach)]
+
+
+def test_windows_add_to_the_gradients_of_the_keys_that_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the kernels they read rows of the keys, of which no copy is made, and there is no gradient beside."""
+    from nsa_layer.cute import head_groups
+    from nsa_layer.cute.backward import WeightGradients
+
+    with stubbed_layer():
+        called: list[tuple[Any, ...]] = []
+
+        def backward(tensors: CallTensors, *given: Any, window_adds: bool, spec: CallSpec) -> WeightGradients:
+            called.append((tensors, *given[3:], window_adds))
+            return WeightGradients(*[None] * 6)
+
+        monkeypatch.setattr(head_groups, "backward", backward)
+        q, k = torch.zeros(1, 64, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 300, 2, 64, dtype=torch.bfloat16)
+        shard, spec = QueryShard(slice(0, 64), slice(0, 300), ((64, 300, 236),), 0), CallSpec(SMALL, True, 1.0)
+        tensors, dq = CallTensors(q, k, k), torch.empty_like(q)
+        grads = shard_call.backward(tensors, shard, spec, "cute", (True,) * 3, q, Saved(), dq)
+        _, dk, dv, *_, dk_win, dv_win = grads
+        ((given, _, *grads, adds),) = called
+    assert (dk_win, dv_win) == (None, None) and adds
+    for x, rows in ((k, given.k_win), (k, given.v_win), (dk, grads[2]), (dv, grads[3])):
+        assert rows.shape == (1, 192, 2, 64) and rows.data_ptr() == x[:, 108:].data_ptr()
+
+
+def test_auto_takes_heads_where_ranks_divide_them(on_ranks: OnRanks) -> None:
+    on_ranks(2, take_heads)
+
+
+def take_heads(group: Any) -> None:
+    """And where they do not gather more for it; the mode that is not taken is not there."""
+    cp = ContextParallel(group)
+    assert (cp.mode_of(3), cp.mode_of(8), cp.mode_of(8, gather=True)) == ("gather", "heads", "gather")
+    q, k = torch.randn(1, 16, 8, 8), torch.randn(1, 16, 2, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "attend", None)
+        nsa(q[:, :, :3], q[:, :, :3], q[:, :, :3], config=SMALL, cp=cp)
+        with pytest.raises(TypeError, match="not callable"):
+            nsa(q, k, k, config=SMALL, cp=cp)
+        patch.setattr(gather, "LONG", 32)
+        nsa(q, k, k, config=SMALL, cp=cp)
+        seed = SMALL.replace(rule="seed", compress_offset=0, init_blocks=0, local_blocks=0)
+        for more in (dict(config=SMALL, backend="reference"), dict(config=SMALL.replace(q_tile=8)), dict(config=seed)):
+            with pytest.raises(TypeError, match="not callable"):
+                nsa(q, k, k, cp=cp, **more)
+    dist.barrier(group)
+
+
+@pytest.mark.parametrize(
+    "T, Hq, Hkv, ranks, better",
+    [
+        (gather.LONG, 32, 8, 2, True),
+        (gather.LONG - 64, 32, 8, 2, False),  # short
+        (gather.LONG, 32, 8, 4, False),  # k and v take more than a fourth of all
+        (gather.LONG, 64, 4, 4, True),
+        (gather.LONG, 16, 16, 2, False),
+    ],
+)
+def test_long_calls_gather_what_is_less(T: int, Hq: int, Hkv: int, ranks: int, better: bool) -> None:
+    q, k = (torch.empty(1, T // ranks, H, 128, device="meta") for H in (Hq, Hkv))
+    assert gather.is_better(SimpleNamespace(size=ranks), CallTensors(q, k, k), NSAConfig()) == better
+
+
+@pytest.mark.parametrize("list_heads", [8, 32])
+def test_memory_is_planned_for_lists_of_the_heads_of_a_rank(list_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    monkeypatch.setattr(heads, "plan_memory", lambda sizes, *_: planned.append(sizes) or SimpleNamespace(kept=[True]))
+    q, k, v, lists = (torch.empty(1, 64, count, 4, device="meta") for count in (32, 8, 8, list_heads))
+    given = Arguments(CallTensors(q, k, v, block_indices=lists), SMALL, None, None, True)
+    heads._policy(given, ShardLayout((32,) * 4, 2, "zigzag"), SimpleNamespace(size=2), MemoryPolicy())
+    (sizes,) = planned
+    assert (sizes.tokens, sizes.Hq, sizes.Hkv, sizes.rows, sizes.list_width) == (128, 16, 4, 32 // list_heads, 4)
+    assert predict(sizes, 1, (True,) * 3)["forward"] > 0
