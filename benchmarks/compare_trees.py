@@ -1,7 +1,7 @@
 """Times of the same calls in several trees, which take turns on one GPU: before and after a change, or upstream.
 
     python benchmarks/compare_trees.py --tree before=FOLDER [NAME=FOLDER ...] [--seqlen 8192 65536] [--json FILE]
-    python benchmarks/compare_trees.py --tree before=FOLDER --only packed --seqlen 65536 --sequences 4 64
+    python benchmarks/compare_trees.py --tree before=FOLDER --seqlen 65536 --sequences 4 64
     python benchmarks/compare_trees.py --tree before=FOLDER --only operator --seqlen 4096 65536
     python benchmarks/compare_trees.py --tree upstream=FOLDER --only lists
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from nsa_layer.block_mlp import compressed
-from nsa_layer.call_spec import Aux, CallSpec, CallTensors, ListSpec, require_choice_by_token
-from nsa_layer.config import NSAConfig
+from nsa_layer.call_spec import SELECTED_ALONE, Aux, CallSpec, CallTensors, require_choice_by_token
+from nsa_layer.config import ListConfig, NSAConfig
 from nsa_layer.context_parallel.gather_loop import WINDOW, GatherCall, attend_in_steps
 from nsa_layer.context_parallel.halo import compress_shard, mean_pool_on_kernels, with_halo
 from nsa_layer.context_parallel.layout import QueryShard, ShardLayout, head_steps, query_shards
@@ -95,7 +95,7 @@ def attend(
 
 
 def attend_to_lists(
-    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: ListSpec
+    cp: ContextParallel, backend: str, tensors: CallTensors, *, spec: CallSpec
 ) -> tuple[Tensor, Tensor]:
     """`selected_attention` on a rank's queries: o and the LSE."""
     tensors = _with_fixed_sizes(tensors)
@@ -104,6 +104,12 @@ def attend_to_lists(
     call = GatherCall(cp, backend, spec, is_recorded(tensors.q), packed, *_tokens_and_steps(cp, tensors), shards)
     o, by_shard = attend_in_steps(call, tensors, return_more=True)
     return o, torch.cat([lse for (lse,) in by_shard], -1)
+
+
+def list_spec(block_size: int, q_tile: int, causal: bool, softmax_scale: float) -> CallSpec:
+    """The static side of a call of `selected_attention`."""
+    config = ListConfig(block_size=block_size, q_tile=q_tile, window_size=0)
+    return CallSpec(config, causal, softmax_scale, listed=True, branches=SELECTED_ALONE)
 
 
 def _tokens_and_steps(cp: ContextParallel, tensors: CallTensors) -> tuple[ShardLayout, tuple[tuple[int, int], ...]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 
 import torch
 from tqdm import tqdm
@@ -77,6 +78,12 @@ def host_microseconds(call: Call, device: str) -> float:
     begin = time.perf_counter()
     call()
     return (time.perf_counter() - begin) * 1e6
+
+
+def rotating(calls: Sequence[Call]) -> Call:
+    """A call that makes each of some calls in turn, so that their inputs are not found in the L2."""
+    turns = cycle(calls)
+    return lambda: next(turns)()
 
 
 def sets_past_l2(bytes_a_set: int) -> int:

@@ -107,7 +107,7 @@ def compile_a_call(group: Any, mode: str, alone: bool, packed: bool) -> None:
         of_ranks: list[Any] = [None] * cp.size  # by which PyTorch's cache keeps graphs
         dist.all_gather_object(of_ranks, calls, group=group)
         assert len(calls) == 1 and of_ranks[0] != of_ranks[1]
-        first = graphs[0].index(getattr(torch.ops.nsa_layer, "selected" if alone else "shard").default)
+        first = graphs[0].index(getattr(torch.ops.nsa_layer, "attend" if alone else "shard").default)
         gathers = [n for n, x in enumerate(graphs[0]) if x is OPS.all_to_all_single.default]  # on a CPU
         assert len(gathers) >= 4 and gathers[-1] < first
 
