@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 
 def caches(k: Tensor, v: Tensor, config: NSAConfig, *, paged: bool) -> dict[str, Tensor]:
-    """Empty caches with room for k and v [1, T, Hkv, D], arguments of `nsa_with_kvcache`."""
+    """Empty caches with the capacity of k and v [1, T, Hkv, D], arguments of `nsa_with_kvcache`."""
     T, stride = k.shape[1], config.stride
     leads = ((T // PAGE, PAGE), (T // PAGE, PAGE // stride)) if paged else ((1, T), (1, config.compressed_length(T)))
     found = {

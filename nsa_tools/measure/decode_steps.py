@@ -88,8 +88,8 @@ def measure(shape: Shape, backend: str | None, *, repeats: int) -> DecodeRow:
     sets, steps = 1, dict.fromkeys(variants(shape, backend), 1)
     if on_gpu:
         whole = 2 * shape.B * shape.T * shape.Hkv * shape.D * shape.dtype.itemsize
-        room = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
-        sets = max(1, min(-(-ROTATED_BYTES // needed), room))
+        most = int(MOST_OF_MEMORY * torch.cuda.mem_get_info(shape.device)[0]) // whole
+        sets = max(1, min(-(-ROTATED_BYTES // needed), most))
         block = min(shape.T, shape.config.block_size)
         steps |= dict.fromkeys(steps, max(LEAST_STEPS, sets)) | dict(nsa=-(-sets // block) * block)
     inputs = [make_set(shape) for _ in range(sets)]

@@ -32,11 +32,11 @@ class Forward:
     """Forward alone, without a graph for backward."""
 
     def __init__(self, variant: Variant) -> None:
-        self.variant, self.turns = variant, cycle(variant.sets)
+        self.variant, self.rotation = variant, cycle(variant.sets)
 
     def __call__(self) -> torch.Tensor:
         with torch.no_grad():
-            return self.variant.attend(**next(self.turns))
+            return self.variant.attend(**next(self.rotation))
 
     def take(self, device: str) -> dict[str, float]:
         """Milliseconds by direction."""
@@ -47,10 +47,10 @@ class Step:
     """Forward and backward as in training, with nothing in between."""
 
     def __init__(self, variant: Variant, *, forward_too: bool = False) -> None:
-        self.variant, self.turns, self.forward_too = variant, cycle(variant.sets), forward_too
+        self.variant, self.rotation, self.forward_too = variant, cycle(variant.sets), forward_too
 
     def __call__(self, lap: Callable[[], None] = lambda: None) -> None:
-        inputs = next(self.turns)
+        inputs = next(self.rotation)
         o = self.variant.attend(**inputs)
         lap()
         torch.autograd.grad(o, list(inputs.values()), self.variant.do)
@@ -78,10 +78,10 @@ class Replay:
             with torch.cuda.graph(graph):
                 self.outputs.append(call())
             self.graphs.append(graph)
-        self.turns = cycle(self.graphs)
+        self.rotation = cycle(self.graphs)
 
     def __call__(self) -> None:
-        next(self.turns).replay()
+        next(self.rotation).replay()
 
     def take(self, device: str) -> dict[str, float]:
         """Milliseconds by direction."""

@@ -1,4 +1,4 @@
-"""Times of calls: CUDA events (a host clock on a CPU), after a warm-up, variants taking turns."""
+"""Times of calls: CUDA events (a host clock on a CPU), after a warm-up, interleaved."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def host_microseconds(call: Call, device: str) -> float:
 
 def rotating(calls: Sequence[Call]) -> Call:
     """A call that makes each of some calls in turn, so that their inputs are not found in the L2."""
-    turns = cycle(calls)
-    return lambda: next(turns)()
+    rotation = cycle(calls)
+    return lambda: next(rotation)()
 
 
 def sets_past_l2(bytes_a_set: int) -> int:
