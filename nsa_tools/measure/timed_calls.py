@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 
 from nsa_layer.api import nsa
-from nsa_tools.measure.timing import lap_times, milliseconds
+from nsa_tools.measure.timing import captured, lap_times, milliseconds, rotating
 from nsa_tools.shape import Shape
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
@@ -66,22 +66,11 @@ class Replay:
     """A call captured in CUDA graphs, one for each set of inputs."""
 
     def __init__(self, call: Forward | Step, direction: str) -> None:
-        self.direction, self.graphs, self.outputs = direction, [], []
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        for _ in call.variant.sets:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.outputs.append(call())
-            self.graphs.append(graph)
-        self.rotation = cycle(self.graphs)
+        self.direction = direction
+        self.replay = rotating([captured(call, warm_ups=0 if i else 2) for i in range(len(call.variant.sets))])
 
     def __call__(self) -> None:
-        next(self.rotation).replay()
+        self.replay()
 
     def take(self, device: str) -> dict[str, float]:
         """Milliseconds by direction."""
